@@ -1,0 +1,17 @@
+"""Errors of the package, each meant to be read by a person in one line."""
+
+
+class PlatformError(RuntimeError):
+    """The machine, or the order of imports, does not allow what was asked for."""
+
+
+class UpstreamDriftError(PlatformError):
+    """A symbol of megatron-core (or torch) that the package hooks into is missing or has another signature."""
+
+
+class CapacityError(RuntimeError):
+    """No room is left in a bounded resource. Never reaches a request: the caller skips the work and counts it."""
+
+
+class CacheCorruptionError(RuntimeError):
+    """An invariant of the cache does not hold (see ``check_integrity``)."""

@@ -1,0 +1,25 @@
+"""Hybrid models by preset or by dimensions: Mamba2, attention and MLP layers, tensor- and pipeline-parallel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatron_hybrid_prefix.models.config import PRESETS, HybridModelConfig, get_preset
+
+if TYPE_CHECKING:
+    from megatron_hybrid_prefix.models.build import build_hybrid_model
+    from megatron_hybrid_prefix.models.checkpoint import load_checkpoint, save_checkpoint
+
+__all__ = ["PRESETS", "HybridModelConfig", "build_hybrid_model", "get_preset", "load_checkpoint", "save_checkpoint"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "build_hybrid_model":
+        from megatron_hybrid_prefix.models.build import build_hybrid_model
+
+        return build_hybrid_model
+    if name in ("save_checkpoint", "load_checkpoint"):
+        from megatron_hybrid_prefix.models import checkpoint
+
+        return getattr(checkpoint, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

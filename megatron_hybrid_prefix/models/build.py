@@ -1,0 +1,174 @@
+"""`build_hybrid_model`: a megatron ``HybridModel`` for a preset or a config, sharded for the running platform."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_hybrid_prefix.models.config import HybridModelConfig, get_preset
+from megatron_hybrid_prefix.models.weights import initialise_weights
+from megatron_hybrid_prefix.platform import Platform, ensure_platform, running_platform
+
+if TYPE_CHECKING:
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+
+def build_hybrid_model(
+    preset_or_config: str | HybridModelConfig, seed: int = 0, *, platform: Platform | None = None, **overrides: Any
+) -> HybridModel:
+    """Build this rank's shard of a hybrid model with random weights, ready for inference.
+
+    The weights depend on ``seed`` and the layer's global name only, so every tensor- and pipeline-parallel layout holds
+    the same model.
+
+    Args:
+        preset_or_config: A name from `PRESETS`, or dimensions.
+        seed: Seed of the weights.
+        platform: What `ensure_platform` returned; by default the running platform (tp=1, pp=1 where none runs).
+        **overrides: Fields of megatron's ``TransformerConfig``, such as ``cuda_graph_impl="local"``.
+
+    Returns:
+        The model in ``eval`` mode on the platform's device.
+
+    Raises:
+        ValueError: Unknown preset, or dimensions that this tp/pp cannot shard.
+    """
+    config = get_preset(preset_or_config) if isinstance(preset_or_config, str) else preset_or_config
+    if platform is None:
+        platform = running_platform() or ensure_platform()
+    staged_pattern = config.check_parallel(tp=platform.tp, pp=platform.pp)
+
+    from megatron.core import parallel_state
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    model = HybridModel(
+        config=_transformer_config(config, platform, overrides),
+        hybrid_stack_spec=_layer_specs(config, platform),
+        vocab_size=config.vocab_size,
+        max_sequence_length=config.max_sequence_length,
+        hybrid_layer_pattern=staged_pattern,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=True,
+        share_embeddings_and_output_weights=config.tie_embeddings,
+        position_embedding_type="none" if config.rotary_base is None else "rope",
+        rotary_base=config.rotary_base or 10000,
+    )
+    model.requires_grad_(False)
+    model.to(platform.device)
+    initialise_weights(model, config, seed)
+    return model.eval()
+
+
+def _transformer_config(config: HybridModelConfig, platform: Platform, overrides: dict[str, Any]) -> Any:
+    import torch.nn.functional as F
+    from megatron.core.activations import squared_relu
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    dtype = getattr(torch, config.dtype)
+    if platform.device.type == "cpu":
+        # Upstream compiles it at first use: 20 s and a C++ compiler for a product of two tensors.
+        squared_relu = getattr(squared_relu, "_torchdynamo_orig_callable", squared_relu)
+    fields: dict[str, Any] = dict(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.ffn_hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_query_groups,
+        kv_channels=config.kv_channels,
+        mamba_num_heads=config.mamba_num_heads,
+        mamba_head_dim=config.mamba_head_dim,
+        mamba_state_dim=config.mamba_state_dim,
+        mamba_num_groups=config.mamba_num_groups,
+        is_hybrid_model=True,
+        normalization="RMSNorm",
+        layernorm_epsilon=config.layernorm_epsilon,
+        activation_func={"relu2": squared_relu, "gelu": F.gelu, "swiglu": F.silu}[config.activation],
+        gated_linear_unit=config.activation == "swiglu",
+        add_bias_linear=False,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=platform.tp,
+        pipeline_model_parallel_size=platform.pp,
+        expert_model_parallel_size=platform.ep,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        # Weights are filled in afterwards, the same for every layout.
+        perform_initialization=False,
+        use_cpu_initialization=False,
+        inference_rng_tracker=True,
+        # Fusions that need Transformer Engine, APEX or a compiler; the dynamic path does not use them.
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+    )
+    return TransformerConfig(**(fields | overrides))
+
+
+def _layer_specs(config: HybridModelConfig, platform: Platform) -> Any:
+    if platform.has_transformer_engine:
+        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+        spec = copy.deepcopy(hybrid_stack_spec)
+    else:
+        spec = _local_layer_specs()
+    spec.submodules.mamba_layer.submodules.mixer.params |= {"chunk_size": config.chunk_size, "d_conv": config.d_conv}
+    return spec
+
+
+def _local_layer_specs() -> Any:
+    """Layers from megatron-core's own linear layers and PyTorch norms, for machines without Transformer Engine."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    mixer = ModuleSpec(
+        module=MambaMixer, submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+    )
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear, core_attention=DotProductAttention, linear_proj=RowParallelLinear
+        ),
+    )
+    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return ModuleSpec(
+        module=HybridStack,
+        submodules=HybridStackSubmodules(
+            mamba_layer=ModuleSpec(
+                module=MambaLayer,
+                submodules=MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=mixer, mamba_bda=get_bias_dropout_add),
+            ),
+            attention_layer=ModuleSpec(
+                module=TransformerLayer,
+                submodules=TransformerLayerSubmodules(
+                    input_layernorm=WrappedTorchNorm, self_attention=attention, self_attn_bda=get_bias_dropout_add
+                ),
+            ),
+            mlp_layer=ModuleSpec(
+                module=MLPLayer,
+                submodules=TransformerLayerSubmodules(
+                    pre_mlp_layernorm=WrappedTorchNorm,
+                    mlp=partial(MLP.as_mlp_submodule, submodules=mlp),
+                    mlp_bda=get_bias_dropout_add,
+                ),
+            ),
+        ),
+    )

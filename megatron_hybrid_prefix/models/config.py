@@ -1,0 +1,211 @@
+"""Dimensions of a hybrid model, and the presets. No torch, no megatron."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+LAYER_SYMBOLS = {"M": "Mamba2", "*": "attention", "-": "MLP"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridModelConfig:
+    """Dimensions of a hybrid model, before it is sharded.
+
+    Attributes:
+        layer_pattern: One symbol a layer: ``M`` Mamba2, ``*`` attention, ``-`` MLP; ``|`` may mark pipeline stages.
+        hidden_size: Width of the residual stream.
+        vocab_size: Number of token ids.
+        max_sequence_length: Longest prompt plus output, in tokens.
+        mamba_num_heads: SSM heads; d_inner is heads x head_dim.
+        mamba_head_dim: Channels of an SSM head.
+        mamba_state_dim: State size of a channel (N).
+        mamba_num_groups: Groups that share B and C.
+        d_conv: Taps of the causal convolution.
+        chunk_size: Tokens in a chunk of the SSD scan (a power of two).
+        num_attention_heads: Query heads.
+        num_query_groups: Key/value heads.
+        kv_channels: Channels of an attention head.
+        ffn_hidden_size: Width of an MLP layer.
+        activation: "relu2" (squared ReLU), "gelu", or "swiglu" (gated).
+        rotary_base: Base of rotary embeddings; None for no position embedding (Nemotron-H).
+        layernorm_epsilon: Epsilon of the RMS norms.
+        dtype: Parameters' dtype: "float32" or "bfloat16".
+        tie_embeddings: Share the embedding with the output layer.
+        long_memory: Initialise A, dt and the convolution so that both state components matter for hundreds of
+            tokens; a model that forgets cannot tell a right state from a wrong one.
+    """
+
+    layer_pattern: str
+    hidden_size: int
+    vocab_size: int
+    max_sequence_length: int
+    mamba_num_heads: int
+    mamba_head_dim: int
+    mamba_state_dim: int
+    mamba_num_groups: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    ffn_hidden_size: int
+    d_conv: int = 4
+    chunk_size: int = 128
+    activation: str = "relu2"
+    rotary_base: int | None = None
+    layernorm_epsilon: float = 1e-5
+    dtype: str = "bfloat16"
+    tie_embeddings: bool = False
+    long_memory: bool = False
+
+    def __post_init__(self) -> None:
+        unknown = set(self.layer_pattern) - set(LAYER_SYMBOLS) - {"|"}
+        if unknown or not self.layer_pattern.strip("|"):
+            raise ValueError(f"layer_pattern={self.layer_pattern!r}: use the symbols M, * and - (and | between stages)")
+        if "*" not in self.layer_pattern:
+            raise ValueError(f"layer_pattern={self.layer_pattern!r} has no attention layer; the engine needs one")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype={self.dtype!r}: use 'float32' or 'bfloat16'")
+        if self.activation not in ("relu2", "gelu", "swiglu"):
+            raise ValueError(f"activation={self.activation!r}: use 'relu2', 'gelu' or 'swiglu'")
+        if self.chunk_size < 1 or self.chunk_size & (self.chunk_size - 1):
+            raise ValueError(f"chunk_size={self.chunk_size}: must be a power of two")
+        if not 2 <= self.d_conv <= 4:
+            raise ValueError(f"d_conv={self.d_conv}: megatron's decode kernel supports 2, 3 and 4 taps")
+        for name, value, by, divisor in (
+            ("mamba_num_heads", self.mamba_num_heads, "mamba_num_groups", self.mamba_num_groups),
+            ("num_attention_heads", self.num_attention_heads, "num_query_groups", self.num_query_groups),
+        ):
+            if divisor < 1 or value % divisor:
+                raise ValueError(f"{name}={value} is not a multiple of {by}={divisor}")
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of every kind."""
+        return len(self.layer_pattern.replace("|", ""))
+
+    def count(self, symbol: str) -> int:
+        """Number of layers with this symbol."""
+        return self.layer_pattern.count(symbol)
+
+    def check_parallel(self, *, tp: int, pp: int) -> str:
+        """Return the pattern cut into ``pp`` stages.
+
+        Raises:
+            ValueError: A dimension does not divide by ``tp``, or a stage would have no attention layer.
+        """
+        for name in ("mamba_num_groups", "num_query_groups", "num_attention_heads", "mamba_num_heads", "vocab_size"):
+            if getattr(self, name) % tp:
+                raise ValueError(f"tp={tp} does not divide {name}={getattr(self, name)}")
+        if self.ffn_hidden_size % tp:
+            raise ValueError(f"tp={tp} does not divide ffn_hidden_size={self.ffn_hidden_size}")
+        if pp > 1 and self.tie_embeddings:
+            raise ValueError("tied embeddings with pp > 1 are not supported")
+        return split_into_stages(self.layer_pattern, pp)
+
+
+def split_into_stages(layer_pattern: str, pp: int) -> str:
+    """Put ``|`` between ``pp`` stages of similar length, each with an attention layer.
+
+    Raises:
+        ValueError: Not every stage can have an attention layer (megatron's context needs one on every stage).
+    """
+    if "|" in layer_pattern:
+        stages = layer_pattern.split("|")
+        if len(stages) != pp:
+            raise ValueError(f"layer_pattern={layer_pattern!r} has {len(stages)} stages, but pp={pp}")
+        if any("*" not in stage for stage in stages):
+            raise ValueError(f"layer_pattern={layer_pattern!r}: every pipeline stage needs an attention layer")
+        return layer_pattern
+    attention = [i for i, symbol in enumerate(layer_pattern) if symbol == "*"]
+    if pp > len(attention):
+        raise ValueError(
+            f"pp={pp} is impossible: every pipeline stage needs an attention layer, the model has {len(attention)}"
+        )
+    # Cut nearest to equal lengths, but behind the attention layer that the stage needs and before the last ones.
+    cuts: list[int] = []
+    for stage in range(1, pp):
+        even = round(stage * len(layer_pattern) / pp)
+        lowest = attention[stage - 1] + 1
+        if cuts:
+            lowest = max(lowest, next(a for a in attention if a >= cuts[-1]) + 1)
+        highest = attention[len(attention) - (pp - stage)]
+        cuts.append(min(max(even, lowest), highest))
+    bounds = [0, *cuts, len(layer_pattern)]
+    return "|".join(layer_pattern[a:b] for a, b in pairwise(bounds))
+
+
+PRESETS: dict[str, HybridModelConfig] = {
+    # A laptop CPU builds it in well under a second; every dimension divides by tp=4, two stages have attention.
+    "tiny": HybridModelConfig(
+        layer_pattern="M*-M*-",
+        hidden_size=64,
+        vocab_size=512,
+        max_sequence_length=16896,
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        mamba_state_dim=16,
+        mamba_num_groups=4,
+        num_attention_heads=4,
+        num_query_groups=4,
+        kv_channels=16,
+        ffn_hidden_size=128,
+        dtype="float32",
+        long_memory=True,
+    ),
+    "small": HybridModelConfig(
+        layer_pattern="M-M-M*-M-M-M*-M-M-",
+        hidden_size=1024,
+        vocab_size=32768,
+        max_sequence_length=65536,
+        mamba_num_heads=32,
+        mamba_head_dim=64,
+        mamba_state_dim=128,
+        mamba_num_groups=8,
+        num_attention_heads=16,
+        num_query_groups=8,
+        kv_channels=64,
+        ffn_hidden_size=4096,
+    ),
+    # The 4.1B hybrid of the published figures: 13 Mamba2, 3 attention, 13 MLP layers.
+    "hybrid-4b": HybridModelConfig(
+        layer_pattern="M-M-M-M*-M-M-M-M*-M-M-M-M*-M-",
+        hidden_size=4096,
+        vocab_size=32768,
+        max_sequence_length=65536,
+        mamba_num_heads=128,
+        mamba_head_dim=64,
+        mamba_state_dim=128,
+        mamba_num_groups=8,
+        num_attention_heads=32,
+        num_query_groups=8,
+        kv_channels=128,
+        ffn_hidden_size=21504,
+    ),
+    # True dimensions of nvidia/Nemotron-H-8B-Base-8K; the weights are random.
+    "nemotron-h-8b": HybridModelConfig(
+        layer_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+        hidden_size=4096,
+        vocab_size=131072,
+        max_sequence_length=65536,
+        mamba_num_heads=128,
+        mamba_head_dim=64,
+        mamba_state_dim=128,
+        mamba_num_groups=8,
+        num_attention_heads=32,
+        num_query_groups=8,
+        kv_channels=128,
+        ffn_hidden_size=21504,
+    ),
+}
+
+
+def get_preset(name: str, **changes: Any) -> HybridModelConfig:
+    """A preset, with some dimensions changed.
+
+    Raises:
+        ValueError: No preset has this name.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"no preset {name!r}; there are: {', '.join(PRESETS)}")
+    return replace(PRESETS[name], **changes)

@@ -1,0 +1,118 @@
+"""Random weights that do not depend on the tensor- or pipeline-parallel layout."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from typing import Any
+
+import torch
+
+from megatron_hybrid_prefix.models.config import HybridModelConfig
+
+
+@torch.no_grad()
+def initialise_weights(model: Any, config: HybridModelConfig, seed: int) -> None:
+    """Fill every parameter of this rank's shard, on its device.
+
+    Each parameter is drawn whole from a generator seeded by ``seed`` and its global name, then cut for this rank.
+
+    Args:
+        model: This rank's ``HybridModel``.
+        config: The whole model's dimensions.
+        seed: Seed of the weights.
+    """
+    from megatron.core import parallel_state
+
+    tp, tp_rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    # HybridModel numbers layers from 1 over all stages; module names count from 0 on each stage.
+    layer_offset = model.decoder.layers[0].layer_number - 1
+    for name, parameter in model.named_parameters():
+        global_name = re.sub(
+            r"(?<=decoder\.layers\.)\d+", lambda match: str(int(match.group()) + layer_offset), name, count=1
+        )
+        components = _components(name, parameter, config, tp)
+        full_rows = sum(components) * tp if components else 0
+        shape = list(parameter.shape)
+        dim = getattr(parameter, "partition_dim", -1)
+        if components:
+            shape[dim] = full_rows
+        digest = hashlib.blake2b(f"{seed}:{global_name}".encode(), digest_size=7).digest()
+        generator = torch.Generator(device=parameter.device)
+        generator.manual_seed(int.from_bytes(digest, "big"))
+        full = torch.empty(shape, dtype=torch.float32, device=parameter.device)
+        _draw(name, full, config, generator, components, tp)
+        if components:
+            shards = []
+            start = 0
+            for rows in components:
+                shards.append(full.narrow(dim, start + tp_rank * rows, rows))
+                start += rows * tp
+            full = torch.cat(shards, dim=dim)
+        parameter.copy_(full)
+    for module in model.modules():
+        if hasattr(module, "_A_neg_exp_cache_stale"):
+            module._A_neg_exp_cache_stale = True
+
+
+def _components(name: str, parameter: Any, config: HybridModelConfig, tp: int) -> list[int]:
+    """Rows a rank holds of each packed part along the partition dimension; empty where it is not partitioned."""
+    if tp == 1 and not hasattr(parameter, "partition_dim"):
+        return []
+    dim = getattr(parameter, "partition_dim", -1)
+    if dim < 0 or not getattr(parameter, "tensor_model_parallel", False):
+        return []
+    if hasattr(parameter, "partition_sizes"):
+        return list(parameter.partition_sizes)
+    rows = parameter.shape[dim]
+    if name.endswith("linear_fc1.weight") and config.activation == "swiglu":
+        return [rows // 2, rows // 2]  # [gate, up], each sharded
+    return [rows]
+
+
+def _draw(
+    name: str,
+    full: torch.Tensor,
+    config: HybridModelConfig,
+    generator: torch.Generator,
+    components: list[int],
+    tp: int,
+) -> None:
+    """Fill ``full``, the parameter of the unsharded model."""
+
+    def uniform(low: float, high: float) -> torch.Tensor:
+        return full.uniform_(low, high, generator=generator)
+
+    last = name.rsplit(".", 1)[-1]
+    if last == "A_log":
+        # exp(-A dt) is what a token leaves of the state: 0.02 x 0.03 keeps half of it for a thousand tokens.
+        low, high = (0.01, 0.2) if config.long_memory else (1.0, 16.0)
+        uniform(low, high).log_()
+    elif last == "dt_bias":
+        low, high = (0.02, 0.2) if config.long_memory else (0.001, 0.1)
+        dt = uniform(math.log(low), math.log(high)).exp_()
+        full.copy_(dt + torch.log(-torch.expm1(-dt)))  # inverse of softplus
+    elif last == "D":
+        full.fill_(0.2 if config.long_memory else 1.0)
+    elif last == "conv1d_weight":
+        bound = (1.0 if config.long_memory else 0.5) * (4 / config.d_conv) ** 0.5
+        uniform(-bound, bound)
+    elif last == "conv1d_bias":
+        uniform(-0.5, 0.5)
+    elif last == "layer_norm_weight" or (last == "weight" and full.dim() == 1):
+        full.fill_(1.0)
+    elif last in ("bias", "layer_norm_bias"):
+        full.zero_()
+    else:
+        std = full.shape[-1] ** -0.5
+        if "embedding" in name:
+            std = 1.0
+        elif "output_layer" in name:
+            std *= 2.0  # logits with a spread: greedy choices that rounding does not flip
+        elif last == "weight" and any(part in name for part in ("out_proj", "linear_proj", "linear_fc2")):
+            std *= (2 * config.num_layers) ** -0.5 * (4.0 if config.long_memory else 1.0)
+        full.normal_(0.0, std, generator=generator)
+        if name.endswith("in_proj.weight"):
+            # The dt rows only modulate the step size around dt_bias.
+            full[sum(components[:-1]) * tp :].mul_(0.5)

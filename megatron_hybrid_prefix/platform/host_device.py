@@ -1,0 +1,180 @@
+"""Stand-ins for ``torch.cuda`` on a machine without a CUDA device: one host "device", one "stream", in-order.
+
+Work on the CPU is synchronous, so an event is complete when it is recorded and a stream never has to wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import types
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import torch
+
+CPU = torch.device("cpu")
+
+
+class HostEvent:
+    """``torch.cuda.Event`` whose times are wall-clock."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._seconds = time.perf_counter()
+
+    def record(self, stream: Any = None) -> None:
+        """Mark now."""
+        self._seconds = time.perf_counter()
+
+    def elapsed_time(self, end_event: HostEvent) -> float:
+        """Milliseconds from this event to ``end_event``."""
+        return (end_event._seconds - self._seconds) * 1e3
+
+    def query(self) -> bool:
+        """Always complete."""
+        return True
+
+    def wait(self, stream: Any = None) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class HostStream:
+    """``torch.cuda.Stream`` that runs everything at once, in order."""
+
+    cuda_stream = 0
+    device = CPU
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record_event(self, event: HostEvent | None = None) -> HostEvent:
+        """Record ``event`` (a new one if None) and return it."""
+        event = event or HostEvent()
+        event.record()
+        return event
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing to wait for."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """Always idle."""
+        return True
+
+
+_STREAM = HostStream()
+
+
+def current_device() -> torch.device:
+    """What upstream passes on as ``device=``."""
+    return CPU
+
+
+def do_nothing(*args: Any, **kwargs: Any) -> None:
+    """For calls that only matter to a GPU."""
+
+
+def current_stream(*args: Any, **kwargs: Any) -> HostStream:
+    """The one stream."""
+    return _STREAM
+
+
+@contextlib.contextmanager
+def no_context(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """``torch.cuda.stream`` and ``torch.cuda.device``."""
+    yield
+
+
+def false(*args: Any, **kwargs: Any) -> bool:
+    """``is_current_stream_capturing``: there are no CUDA graphs."""
+    return False
+
+
+def get_rng_state(device: Any = None) -> torch.Tensor:
+    """State of the CPU generator, which is the only one."""
+    return torch.default_generator.get_state()
+
+
+def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
+    """Set the CPU generator."""
+    torch.default_generator.set_state(new_state)
+
+
+def manual_seed(seed: int) -> None:
+    """Seed the CPU generator."""
+    torch.default_generator.manual_seed(int(seed))
+
+
+def initial_seed() -> int:
+    """Seed of the CPU generator."""
+    return torch.default_generator.initial_seed()
+
+
+def lazy_call(callback: Any, **kwargs: Any) -> None:
+    """``torch.cuda._lazy_call`` defers until CUDA starts, which never happens here: call at once."""
+    callback()
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    """(available, total) bytes of host memory."""
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total
+
+
+def memory_stats(device: Any = None) -> dict[str, int]:
+    """Caching-allocator counters, which do not exist here: every one reads 0."""
+    return defaultdict(int)
+
+
+class _Generators:
+    """``torch.cuda.default_generators``: any index is the CPU generator."""
+
+    def __getitem__(self, index: Any) -> torch.Generator:
+        return torch.default_generator
+
+
+DEFAULT_GENERATORS = _Generators()
+
+
+def same_tensor(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """``Tensor.cuda`` and ``Tensor.pin_memory``."""
+    return self
+
+
+def same_module(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    """``Module.cuda``."""
+    return self
+
+
+_FACTORIES = ("arange", "empty", "empty_like", "full", "full_like", "ones", "tensor", "zeros", "zeros_like")
+
+
+def torch_without_pinning(original: types.ModuleType) -> types.ModuleType:
+    """``torch`` as seen by one upstream module: tensor factories ignore ``pin_memory``, which needs a CUDA driver.
+
+    The real ``torch`` is left as it is for everybody else.
+    """
+
+    def unpinned(factory: Any) -> Any:
+        def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+            kwargs.pop("pin_memory", None)
+            return factory(*args, **kwargs)
+
+        return make
+
+    view = types.ModuleType("torch")
+    view.__dict__.update(vars(original))
+    view.__getattr__ = lambda name: getattr(original, name)  # type: ignore[method-assign]
+    for name in _FACTORIES:
+        setattr(view, name, unpinned(getattr(original, name)))
+    return view

@@ -1,0 +1,18 @@
+"""Plain-PyTorch stand-ins for the Triton and flash-attn kernels on megatron-core 0.19.1's dynamic inference path.
+
+One module per group of kernels; each function has the parameter names, order, defaults and side effects of the
+upstream function it stands in for, so it can be bound in upstream's place. The modules import torch only: who binds
+what, and when, is decided one folder up.
+
+| module | stands in for |
+|---|---|
+| `ssd` | `megatron.core.ssm.ops.ssd_combined` |
+| `conv` | `megatron.core.ssm.ops.causal_conv1d_{varlen,triton}`, `causal_conv1d.causal_conv1d_varlen` |
+| `decode` | `megatron.core.ssm.ops.mamba_ssm` |
+| `norm` | `mamba_ssm.ops.triton.layernorm_gated` |
+| `attention`, `attention_cuda` | `flash_attn` |
+| `kv_append` | `megatron.core.inference.contexts.fused_kv_append_kernel` |
+| `extraction` | `megatron.core.ssm.ops.intermediate_extraction` |
+| `rows` | `megatron.core.inference.contexts.attention_context.triton.tensor_ops` |
+| `speculative` | `megatron.core.inference.text_generation_controllers.mtp_utils_triton` |
+"""

@@ -1,0 +1,189 @@
+"""Depthwise causal convolutions over packed sequences, and the states they leave behind.
+
+Stands in for
+- `megatron.core.ssm.ops.causal_conv1d_varlen.causal_conv1d_varlen_fn` (prefill),
+- `megatron.core.ssm.ops.causal_conv1d_triton.causal_conv1d_update` (decode),
+- `causal_conv1d.causal_conv1d_varlen.causal_conv1d_varlen_states` (final state of a prefill).
+
+Prefill and decode add the taps in the same order, so a token gets the same bits from either.
+"""
+
+import torch
+
+from .elementwise import compute_dtype, silu
+
+
+def _add_taps(taps, weight, bias):
+    """Returns bias + sum_j taps[j] * weight[:, j], shape (rows, dim), adding from the oldest tap to the newest.
+
+    Products and sums are separate operations on purpose: a fused one is free to round vector and tail lanes apart.
+    """
+    accumulator = bias.expand_as(taps[0])
+    for j, tap in enumerate(taps):
+        accumulator = accumulator + tap * weight[:, j]
+    return accumulator
+
+
+@torch.no_grad()
+def causal_conv1d_varlen_fn(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    initial_states: torch.Tensor = None,
+    activation: str = "silu",
+    precomputed_seq_idx: torch.Tensor = None,
+    precomputed_seq_start: torch.Tensor = None,
+) -> torch.Tensor:
+    """Depthwise causal convolution and SiLU over packed sequences, each preceded by its own initial window.
+
+    With the precomputed maps every row is computed from what the maps say; padding rows, which upstream maps to request
+    0 starting at row 0, yield values of no meaning (as upstream). Without them, rows after `cu_seqlens[-1]` are zero
+    (upstream reads out of bounds there).
+
+    Args:
+        x: (total_tokens, dim), floating, contiguous.
+        weight: (dim, d_conv), floating, contiguous; the last column meets the current token.
+        bias: (dim,), floating.
+        cu_seqlens: (requests + 1,), integer, ascending.
+        initial_states: (requests, dim, d_conv - 1): the inputs before each sequence, or None for zeros.
+        activation: must be "silu".
+        precomputed_seq_idx: (total_tokens,), integer: row of `initial_states` for each token.
+        precomputed_seq_start: (total_tokens,), integer: row where each token's sequence starts.
+
+    Returns:
+        (total_tokens, dim) in x's dtype.
+
+    Raises:
+        ValueError: another activation, only one of the two maps, or a tensor that must be contiguous is not.
+    """
+    if activation != "silu":
+        raise ValueError(f"only silu is supported, got {activation}")
+    if not (x.is_contiguous() and weight.is_contiguous()):
+        raise ValueError("x and weight must be contiguous")
+    if precomputed_seq_idx is not None and precomputed_seq_start is None:
+        raise ValueError("precomputed_seq_idx needs precomputed_seq_start")
+    total_tokens, dim = x.shape
+    d_conv = weight.shape[1]
+    dtype = compute_dtype(x)
+
+    if precomputed_seq_idx is not None:
+        request, start = precomputed_seq_idx[:total_tokens].long(), precomputed_seq_start[:total_tokens].long()
+    else:
+        lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+        request = torch.repeat_interleave(torch.arange(lengths.shape[0], device=x.device), lengths)
+        start = torch.repeat_interleave(cu_seqlens[:-1].long(), lengths)
+    mapped_tokens = request.shape[0]
+    token = torch.arange(mapped_tokens, device=x.device)
+
+    shifted_x = torch.zeros(d_conv - 1 + mapped_tokens, dim, dtype=dtype, device=x.device)
+    shifted_x[d_conv - 1 :] = x[:mapped_tokens]
+    taps = []
+    for j in range(d_conv):
+        source = token - (d_conv - 1) + j
+        tap = shifted_x[j : j + mapped_tokens]
+        outside = torch.nonzero(source < start).squeeze(1)  # the few rows whose tap lies before their sequence
+        if outside.numel():
+            tap = tap.clone()
+            tap[outside] = 0.0
+            if initial_states is not None:
+                column = d_conv - 1 - (start - source)[outside]
+                inside_state = column >= 0
+                rows, column = outside[inside_state], column[inside_state]
+                tap[rows] = initial_states[request[rows], :, column].to(dtype)
+        taps.append(tap)
+
+    out = torch.zeros_like(x)
+    out[:mapped_tokens] = silu(_add_taps(taps, weight.to(dtype), bias.to(dtype))).to(x.dtype)
+    return out
+
+
+@torch.no_grad()
+def causal_conv1d_update(
+    x: torch.Tensor,
+    conv_state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    silu_activation: bool,
+    conv_state_indices: torch.Tensor | None,
+    intermediate_conv_states: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Advances the convolution by one or several tokens per request; updates `conv_state` in place.
+
+    A negative state index marks padding: the output rows are zero, and neither state is read or written. Note that
+    `silu_activation`, despite its name and annotation, is compared with the string "silu", as upstream does: True means
+    no activation.
+
+    Args:
+        x: (batch, dim) or (batch, steps, dim), floating.
+        conv_state: (slots, dim, state_len), state_len >= d_conv - 1: latest inputs, newest last. Updated in place.
+        weight: (dim, d_conv), d_conv 2, 3 or 4.
+        bias: (dim,) or None.
+        silu_activation: "silu" to apply SiLU.
+        conv_state_indices: (batch,), integer: slot of each row, negative for padding; None means slot = row.
+        intermediate_conv_states: (slots, steps, dim, state_len) or None: receives the state after every step, in the
+            row of the request's *slot*.
+
+    Returns:
+        Shape and dtype of x.
+
+    Raises:
+        ValueError: d_conv is none of 2, 3, 4, or the state holds less than d_conv - 1 inputs.
+    """
+    d_conv, state_len = weight.shape[-1], conv_state.shape[-1]
+    if d_conv not in (2, 3, 4):
+        raise ValueError(f"d_conv must be 2, 3 or 4, got {d_conv}")
+    if state_len < d_conv - 1:
+        raise ValueError(f"a state of {state_len} inputs is too short for d_conv {d_conv}")
+    steps_x = x.unsqueeze(1) if x.dim() == 2 else x
+    batch, steps, dim = steps_x.shape
+    dtype = compute_dtype(x)
+    if conv_state_indices is None:
+        slots = rows = torch.arange(batch, device=x.device)
+    else:
+        rows = torch.nonzero(conv_state_indices >= 0).squeeze(1)
+        slots = conv_state_indices[rows].long()
+    weight = weight.to(dtype)
+    bias = torch.zeros(dim, dtype=dtype, device=x.device) if bias is None else bias.to(dtype)
+
+    out = torch.zeros_like(steps_x)
+    state = conv_state[slots]  # (rows, dim, state_len)
+    for step in range(steps):
+        x_step = steps_x[rows, step]  # (rows, dim)
+        window = state[..., state_len - d_conv + 1 :].to(dtype)
+        taps = [*window.unbind(-1), x_step.to(dtype)]
+        y = _add_taps(taps, weight, bias)
+        if silu_activation == "silu":
+            y = silu(y)
+        out[rows, step] = y.to(out.dtype)
+        state = torch.cat([state[..., 1:], x_step.to(state.dtype).unsqueeze(-1)], dim=-1)
+        if intermediate_conv_states is not None:
+            intermediate_conv_states[slots, step] = state.to(intermediate_conv_states.dtype)
+    conv_state[slots] = state
+    return out.squeeze(1) if x.dim() == 2 else out
+
+
+@torch.no_grad()
+def causal_conv1d_varlen_states(x: torch.Tensor, cu_seqlens: torch.Tensor, state_len: int) -> torch.Tensor:
+    """Returns the last `state_len` inputs of each packed sequence, newest last, zero-padded at the front.
+
+    The zeros are wrong for a span that continues an earlier one: the state should then keep the newest inputs of the
+    state before. That is upstream's defect with spans shorter than d_conv (the short tail after a restored prefix), and
+    it is kept here, because this function is what the unmodified upstream mixer must be measured with.
+
+    Args:
+        x: (total_tokens, dim).
+        cu_seqlens: (batch + 1,), integer, ascending.
+        state_len: inputs to keep.
+
+    Returns:
+        (batch, dim, state_len) in x's dtype, a transposed view of a contiguous (batch, state_len, dim).
+    """
+    total_tokens, dim = x.shape
+    start, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    states = torch.zeros(start.shape[0], state_len, dim, dtype=x.dtype, device=x.device)
+    if total_tokens:
+        source = end[:, None] + torch.arange(-state_len, 0, device=x.device)  # (batch, state_len)
+        inside = (source >= start[:, None]) & (source < end[:, None])
+        states[inside] = x[source[inside]]
+    return states.transpose(1, 2)

@@ -1,0 +1,113 @@
+"""Mamba2 recurrence for decode steps.
+
+Stands in for `megatron.core.ssm.ops.mamba_ssm.selective_state_update`.
+"""
+
+import torch
+
+from .elementwise import compute_dtype, silu, softplus
+
+
+def _with_steps_and_heads(tensor, has_heads, is_single_step):
+    """Views x, dt, z, B or C as (batch, steps, heads or groups, features)."""
+    if tensor is None:
+        return None
+    if is_single_step:
+        tensor = tensor.unsqueeze(1)
+    return tensor if has_heads else tensor.unsqueeze(2)
+
+
+def _untie(tensor, last_dims):
+    """Cuts trailing dimensions that a stride-0 expand made down to 1: the same values, without the copies."""
+    if all(tensor.stride(d) == 0 for d in range(-last_dims, 0)):
+        tensor = tensor[(..., *([slice(0, 1)] * last_dims))]
+    return tensor
+
+
+@torch.no_grad()
+def selective_state_update(
+    state,
+    x,
+    dt,
+    A,
+    B,
+    C,
+    D=None,
+    z=None,
+    dt_bias=None,
+    dt_softplus=False,
+    state_batch_indices=None,
+    intermediate_ssm_states=None,
+):
+    """Advances the recurrence by one or several tokens per request; updates `state` in place.
+
+    The state is float32 (float64 for float64 `x`) within a call and is rounded to its own dtype only when stored. A
+    negative state index marks padding: the output rows are zero, and neither state is read or written. Upstream, when
+    `intermediate_ssm_states` is None, uses `x` as a dummy pointer and stores states into its first element (the test
+    "pointer is None" never holds); this leaves `x` alone.
+
+    Args:
+        state: (slots, dim, dstate) or (slots, nheads, dim, dstate), floating. Updated in place.
+        x: (batch, dim), (batch, steps, dim), (batch, nheads, dim) or (batch, steps, nheads, dim), floating; with heads
+            exactly if `state` has them.
+        dt: as x; may be a stride-0 expand over dim.
+        A: (dim, dstate) or (nheads, dim, dstate); may be a stride-0 expand over dim and dstate.
+        B: (batch, dstate), (batch, steps, dstate), (batch, ngroups, dstate) or (batch, steps, ngroups, dstate).
+        C: as B.
+        D: (dim,) or (nheads, dim), or None.
+        z: as x, or None; the output is multiplied by silu(z).
+        dt_bias: (dim,) or (nheads, dim), or None.
+        dt_softplus: whether to apply softplus to dt (after the bias).
+        state_batch_indices: (batch,), integer: slot of each row, negative for padding; None means slot = row.
+        intermediate_ssm_states: (slots, steps, nheads, dim, dstate), without heads (slots, steps, dim, dstate), or
+            None: receives the state after every step, in the row of the request's *slot*.
+
+    Returns:
+        Shape and dtype of x.
+    """
+    has_heads = state.dim() > 3
+    is_single_step = x.dim() == (3 if has_heads else 2)
+    dtype = compute_dtype(x)
+    x_steps, dt, z, B, C = (_with_steps_and_heads(t, has_heads, is_single_step) for t in (x, dt, z, B, C))
+    if not has_heads:
+        state = state.unsqueeze(1)
+        if intermediate_ssm_states is not None and intermediate_ssm_states.dim() == 4:
+            intermediate_ssm_states = intermediate_ssm_states.unsqueeze(2)
+    A = _untie(A if A.dim() == 3 else A.unsqueeze(0), 2).to(dtype)  # (nheads, dim, dstate), or ones
+    dt = _untie(dt, 1)  # (batch, steps, nheads, dim or 1)
+    D = None if D is None else D.to(dtype)
+    dt_bias = None if dt_bias is None else _untie(dt_bias, 1).to(dtype)
+
+    batch, steps, nheads, _ = x_steps.shape
+    heads_per_group = nheads // B.shape[-2]
+    if state_batch_indices is None:
+        slots = rows = torch.arange(batch, device=x.device)
+    else:
+        rows = torch.nonzero(state_batch_indices >= 0).squeeze(1)
+        slots = state_batch_indices[rows].long()
+
+    out = torch.zeros_like(x_steps)
+    h = state[slots].to(dtype)  # (rows, nheads, dim, dstate)
+    for step in range(steps):
+        x_t = x_steps[rows, step].to(dtype)  # (rows, nheads, dim)
+        dt_t = dt[rows, step].to(dtype)  # (rows, nheads, dim or 1)
+        B_t = B[rows, step].to(dtype).repeat_interleave(heads_per_group, dim=1)  # (rows, nheads, dstate)
+        C_t = C[rows, step].to(dtype).repeat_interleave(heads_per_group, dim=1)
+        if dt_bias is not None:
+            dt_t = dt_t + dt_bias
+        if dt_softplus:
+            dt_t = softplus(dt_t)
+        h = h * torch.exp(A * dt_t[..., None]) + (B_t[:, :, None, :] * dt_t[..., None]) * x_t[..., None]
+        if intermediate_ssm_states is not None:
+            intermediate_ssm_states[slots, step] = h.to(intermediate_ssm_states.dtype)
+        y = (h * C_t[:, :, None, :]).sum(-1)  # (rows, nheads, dim)
+        if D is not None:
+            y = y + x_t * D
+        if z is not None:
+            y = y * silu(z[rows, step].to(dtype))
+        out[rows, step] = y.to(out.dtype)
+    state[slots] = h.to(state.dtype)
+
+    if not has_heads:
+        out = out.squeeze(2)
+    return out.squeeze(1) if is_single_step else out

@@ -1,0 +1,34 @@
+"""Activations whose result for an element does not depend on where in the tensor the element sits.
+
+Stands in for no upstream symbol: Triton kernels compute these inline. torch's own `silu`, `sigmoid`, `softplus` and
+`log1p` run vector code over most of a tensor and scalar code over each thread's tail, and the two round differently
+(seen with torch 2.11 on AVX-512). A token would then get other bits beside other tokens, and a restored prefix could
+not be compared bit by bit with a recomputed one. `exp`, `log`, and the four arithmetic operations have no such seam.
+"""
+
+import torch
+
+# Above this, softplus(x) equals x in float32; upstream's kernels switch over at the same place.
+SOFTPLUS_LINEAR_ABOVE = 20.0
+
+
+def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Returns the dtype to calculate in: float64 for a float64 tensor, else float32 (as upstream's kernels do)."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """Returns `x * sigmoid(x)`, same shape and dtype as `x`."""
+    return x / (1.0 + torch.exp(-x))
+
+
+def softplus(x: torch.Tensor) -> torch.Tensor:
+    """Returns `log(1 + exp(x))` up to `SOFTPLUS_LINEAR_ABOVE` and `x` above it, same shape and dtype as `x`.
+
+    `log(w) * u / (w - 1)` with `u = exp(x)`, `w = 1 + u` is log1p(u) to rounding: the error made in forming `w`
+    cancels (Kahan). The plain `log(1 + exp(x))` that upstream uses loses all digits for x below about -16.
+    """
+    u = torch.exp(x)
+    w = 1.0 + u
+    log1p_u = torch.where(w == 1.0, u, torch.log(w) * (u / (w - 1.0)))
+    return torch.where(x <= SOFTPLUS_LINEAR_ABOVE, log1p_u, x)

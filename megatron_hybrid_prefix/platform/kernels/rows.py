@@ -1,0 +1,106 @@
+"""Moving rows between packed tensors.
+
+Stands in for `tensor_get_slice_after`, `tensor_merge` and `tensor_masked_update` of
+`megatron.core.inference.contexts.attention_context.triton.tensor_ops`.
+"""
+
+import torch
+
+
+def _check_alike(*tensors):
+    if len({(t.dtype, t.device) for t in tensors}) != 1:
+        raise ValueError("tensors must have the same dtype and device")
+    if not all(t.is_contiguous() for t in tensors):
+        raise ValueError("tensors must be contiguous")
+
+
+def _check_rows(pos, limit, *tensors):
+    if len({t.shape[1:] for t in tensors}) != 1:
+        raise ValueError(f"row shapes differ: {[tuple(t.shape[1:]) for t in tensors]}")
+    if not 0 <= pos <= limit:
+        raise ValueError(f"position {pos} is not in [0, {limit}]")
+
+
+@torch.no_grad()
+def tensor_get_slice_after(input_tensor, output_tensor, pos_on_device, check_bounds: bool = False):
+    """Copies `input_tensor[pos:]` to the head of `output_tensor`; what does not fit is dropped.
+
+    Rows of the output after the copy stay untouched (upstream passes them uninitialised).
+
+    Args:
+        input_tensor: (rows, ...), contiguous.
+        output_tensor: (any rows, ...), contiguous, written in place.
+        pos_on_device: (>= 1,), integer; the first element is the position.
+        check_bounds: whether to check row shapes, position and room.
+
+    Raises:
+        ValueError: dtype, device or contiguity differ, or a requested check failed.
+    """
+    _check_alike(input_tensor, output_tensor)
+    pos = int(pos_on_device.reshape(-1)[0])
+    if check_bounds:
+        _check_rows(pos, input_tensor.shape[0], input_tensor, output_tensor)
+        if input_tensor.shape[0] - pos > output_tensor.shape[0]:
+            raise ValueError(f"{input_tensor.shape[0] - pos} rows do not fit in {output_tensor.shape[0]}")
+    count = min(input_tensor.shape[0] - pos, output_tensor.shape[0])
+    if count > 0:
+        output_tensor[:count] = input_tensor[pos : pos + count]
+
+
+@torch.no_grad()
+def tensor_merge(
+    tensor_a: torch.Tensor,
+    tensor_b: torch.Tensor,
+    pos_on_device: torch.Tensor,
+    output_tensor: torch.Tensor | None = None,
+    check_bounds: bool = False,
+):
+    """Writes `tensor_a[:pos]`, then all of `tensor_b` that fits, to the head of the output.
+
+    Rows of the output after that stay untouched.
+
+    Args:
+        tensor_a: (rows_a, ...), contiguous.
+        tensor_b: (rows_b, ...), contiguous.
+        pos_on_device: (>= 1,), integer; the first element is the position.
+        output_tensor: (rows, ...), contiguous, written in place; None means `tensor_a`.
+        check_bounds: whether to check row shapes, position and room.
+
+    Raises:
+        ValueError: dtype, device or contiguity differ, or a requested check failed.
+    """
+    output = tensor_a if output_tensor is None else output_tensor
+    _check_alike(tensor_a, tensor_b, output)
+    pos = int(pos_on_device.reshape(-1)[0])
+    if check_bounds:
+        _check_rows(pos, tensor_a.shape[0], tensor_a, tensor_b, output)
+        if output.shape[0] < tensor_a.shape[0]:
+            raise ValueError(f"{tensor_a.shape[0]} rows do not fit in {output.shape[0]}")
+    if output is not tensor_a:
+        head = min(pos, output.shape[0])
+        output[:head] = tensor_a[:head]
+    count = min(tensor_b.shape[0], output.shape[0] - pos)
+    if count > 0:
+        output[pos : pos + count] = tensor_b[:count]
+
+
+@torch.no_grad()
+def tensor_masked_update(states: torch.Tensor, idx: torch.Tensor, new_states: torch.Tensor):
+    """Writes `new_states[i]` to `states[idx[i]]` wherever `idx[i]` is not -1.
+
+    Args:
+        states: (slots, ...), 2 to 4 dimensions, any strides, updated in place.
+        idx: (batch,), integer: target slots, -1 for rows to skip.
+        new_states: (batch, ...), cast to the dtype of `states`.
+
+    Raises:
+        ValueError: shapes do not agree.
+        IndexError: an index is out of range or below -1 (upstream would write outside the tensor).
+    """
+    if idx.dim() != 1 or states.dim() not in (2, 3, 4) or states.shape[1:] != new_states.shape[1:]:
+        raise ValueError(f"cannot update {tuple(states.shape)} at {tuple(idx.shape)} with {tuple(new_states.shape)}")
+    rows = torch.nonzero(idx != -1).squeeze(1)
+    slots = idx[rows].long()
+    if slots.numel() and int(slots.min()) < 0:
+        raise IndexError(f"slot {int(slots.min())} is not a slot and not -1")
+    states[slots] = new_states[rows].to(states.dtype)

@@ -1,0 +1,142 @@
+"""One mechanism for every upstream name this package replaces: checked, listed, reversible.
+
+A `Rebinding` says which name, by what, and why. `apply` checks that the name exists and that the replacement takes the
+same parameters (so that a new upstream release fails here, with the symbol's name, and not inside a forward pass), and
+returns an `Applied` whose `undo` puts everything back.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_hybrid_prefix.errors import UpstreamDriftError
+
+_MISSING = object()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rebinding:
+    """One replaced name.
+
+    Attributes:
+        owner: Where the name lives: a module path, or ``module:Class`` for a class attribute.
+        name: The attribute of ``owner`` that is replaced.
+        make: Called once with the original value; returns the replacement.
+        why: One line: what is missing on this machine.
+        same_signature: Require the replacement to take the parameters of the original, by name and order.
+        same_parameters_as: ``module:function`` to compare with instead, where ``name`` may be absent or ``None``.
+    """
+
+    owner: str
+    name: str
+    make: Callable[[Any], Any]
+    why: str
+    same_signature: bool = False
+    same_parameters_as: str | None = None
+
+    @property
+    def symbol(self) -> str:
+        """The replaced name, dotted."""
+        return f"{self.owner.replace(':', '.')}.{self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placeholder:
+    """A module that is not installed and never called here, but that an upstream import asks for."""
+
+    name: str
+    why: str
+
+
+class Applied:
+    """What was replaced, newest last; `undo` restores it."""
+
+    def __init__(self) -> None:
+        self.rebindings: list[Rebinding] = []
+        self.placeholders: list[Placeholder] = []
+        self._undo: list[Callable[[], None]] = []
+
+    def add_placeholder(self, placeholder: Placeholder) -> None:
+        """Insert an empty module under ``placeholder.name`` unless it is already imported."""
+        if placeholder.name in sys.modules:
+            return
+        module = types.ModuleType(placeholder.name, f"Placeholder: {placeholder.why}")
+        sys.modules[placeholder.name] = module
+        self.placeholders.append(placeholder)
+        self._undo.append(lambda: sys.modules.pop(placeholder.name, None))
+
+    def rebind(self, rebinding: Rebinding) -> None:
+        """Check and apply one rebinding.
+
+        Raises:
+            UpstreamDriftError: The owner, the name, or the expected signature is not there.
+        """
+        owner = _resolve(rebinding)
+        original = inspect.getattr_static(owner, rebinding.name, _MISSING)
+        if original is _MISSING:
+            raise UpstreamDriftError(f"cannot rebind {rebinding.symbol}: it does not exist in the installed version")
+        current = getattr(owner, rebinding.name)
+        replacement = rebinding.make(current)
+        _check_signature(rebinding, current, replacement)
+        own = rebinding.name in vars(owner)
+        setattr(owner, rebinding.name, replacement)
+
+        def restore() -> None:
+            if own:
+                setattr(owner, rebinding.name, original)
+            else:
+                delattr(owner, rebinding.name)
+
+        self.rebindings.append(rebinding)
+        self._undo.append(restore)
+
+    def undo(self) -> None:
+        """Put every replaced name back, newest first. Safe to call twice."""
+        while self._undo:
+            self._undo.pop()()
+        self.rebindings.clear()
+        self.placeholders.clear()
+
+
+def apply(rebindings: Iterable[Rebinding], applied: Applied) -> None:
+    """Apply ``rebindings`` in order; when one fails, undo everything in ``applied`` and raise."""
+    try:
+        for rebinding in rebindings:
+            applied.rebind(rebinding)
+    except BaseException:
+        applied.undo()
+        raise
+
+
+def _resolve(rebinding: Rebinding) -> Any:
+    module_name, _, attribute = rebinding.owner.partition(":")
+    try:
+        owner: Any = importlib.import_module(module_name)
+        for part in filter(None, attribute.split(".")):
+            owner = getattr(owner, part)
+    except (ImportError, AttributeError) as error:
+        raise UpstreamDriftError(f"cannot rebind {rebinding.symbol}: {error}") from error
+    return owner
+
+
+def _check_signature(rebinding: Rebinding, original: Any, replacement: Any) -> None:
+    if rebinding.same_parameters_as is not None:
+        module_name, _, attribute = rebinding.same_parameters_as.partition(":")
+        original = getattr(importlib.import_module(module_name), attribute, None)
+        if original is None:
+            raise UpstreamDriftError(f"cannot rebind {rebinding.symbol}: {rebinding.same_parameters_as} does not exist")
+    elif not rebinding.same_signature:
+        return
+    expected = list(inspect.signature(original).parameters)
+    got = list(inspect.signature(replacement).parameters)
+    if expected != got:
+        raise UpstreamDriftError(
+            f"cannot rebind {rebinding.symbol}: the installed version takes ({', '.join(expected)}), "
+            f"the replacement ({', '.join(got)})"
+        )

@@ -1,0 +1,246 @@
+"""`ensure_platform`: replace what is missing, start ``torch.distributed`` and megatron's parallel state."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_hybrid_prefix.errors import PlatformError
+from megatron_hybrid_prefix.platform import table
+from megatron_hybrid_prefix.platform.rebinding import Applied, Placeholder, Rebinding, apply
+
+_MIXER_MODULE = "megatron.core.ssm.mamba_mixer"
+_applied = Applied()
+_platform: Platform | None = None
+_mixer_imported_here = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Platform:
+    """What was picked, and this process's place in it.
+
+    Attributes:
+        device: ``cuda:N`` or ``cpu``.
+        backend: The ``torch.distributed`` backend.
+        attention: Kernel family of the dynamic path's attention.
+        mamba: Where the Mamba kernels come from.
+        layers: "Transformer Engine" or "local" (megatron-core's own linear layers and norms).
+        tp: Tensor-parallel size.
+        pp: Pipeline-parallel size.
+        ep: Expert-parallel size.
+        dp: Data-parallel size.
+        rank: Global rank.
+        world_size: Number of processes.
+    """
+
+    device: torch.device
+    backend: str
+    attention: str
+    mamba: str
+    layers: str
+    tp: int
+    pp: int
+    ep: int
+    dp: int
+    rank: int
+    world_size: int
+
+    @property
+    def has_transformer_engine(self) -> bool:
+        """Whether models are built with Transformer Engine's layers."""
+        return self.layers == "Transformer Engine"
+
+    def describe(self) -> str:
+        """One line for the start of a run."""
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        return (
+            f"platform: {name} ({self.device}), {self.backend}, attention: {self.attention}, mamba: {self.mamba}, "
+            f"layers: {self.layers}, tp={self.tp} pp={self.pp} ep={self.ep} dp={self.dp}"
+        )
+
+
+def ensure_platform(
+    *, tp: int = 1, pp: int = 1, ep: int = 1, seed: int = 0, device: str | None = None, timeout_s: float = 600.0
+) -> Platform:
+    """Make this process ready to build a hybrid model and run the dynamic engine.
+
+    Alone, or as one of the processes that ``torchrun`` started. Calling it again with the same sizes does nothing.
+
+    Args:
+        tp: Tensor-parallel size.
+        pp: Pipeline-parallel size.
+        ep: Expert-parallel size.
+        seed: Seed of the sampling generators (models are seeded by ``build_hybrid_model``).
+        device: "cuda" or "cpu"; by default CUDA where there is a device.
+        timeout_s: Seconds after which a collective that nobody joins fails.
+
+    Raises:
+        ValueError: The sizes do not fit the number of processes.
+        PlatformError: megatron's mixer was imported too early, another layout is running, or upstream drifted.
+    """
+    global _platform
+    for name, size in (("tp", tp), ("pp", pp), ("ep", ep)):
+        if size < 1:
+            raise ValueError(f"{name}={size}: must be at least 1")
+    if _platform is not None:
+        running = (_platform.tp, _platform.pp, _platform.ep)
+        if running != (tp, pp, ep):
+            raise PlatformError(
+                f"already running with tp={running[0]} pp={running[1]} ep={running[2]}; "
+                f"cannot change to tp={tp} pp={pp} ep={ep} in one process"
+            )
+        return _platform
+    use_cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
+    if use_cuda and not torch.cuda.is_available():
+        raise ValueError("device='cuda' was asked for, but torch finds no CUDA device")
+    attention, mamba, layers = _replace_what_is_missing(use_cuda)
+    torch_device = _start_distributed(use_cuda, timeout_s)
+    world_size = dist.get_world_size()
+    if world_size % (tp * pp) or world_size % (ep * pp):
+        raise ValueError(f"tp={tp} x pp={pp} x ep={ep} does not divide the {world_size} process(es) that were started")
+    _start_parallel_state(tp, pp, ep, seed)
+    _platform = Platform(
+        device=torch_device,
+        backend=dist.get_backend(),
+        attention=attention,
+        mamba=mamba,
+        layers=layers,
+        tp=tp,
+        pp=pp,
+        ep=ep,
+        dp=world_size // (tp * pp),
+        rank=dist.get_rank(),
+        world_size=world_size,
+    )
+    return _platform
+
+
+def active_rebindings() -> tuple[Rebinding | Placeholder, ...]:
+    """What is replaced in this process right now."""
+    return (*_applied.placeholders, *_applied.rebindings)
+
+
+def undo_platform() -> None:
+    """Put back every name that was replaced. The process group keeps running (`shut_down` ends it)."""
+    global _platform
+    _applied.undo()
+    _platform = None
+
+
+def shut_down() -> None:
+    """End megatron's parallel state and ``torch.distributed``, then undo the replacements."""
+    if dist.is_initialized():
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+    undo_platform()
+
+
+def _replace_what_is_missing(use_cuda: bool) -> tuple[str, str, str]:
+    """Apply the tables that this machine needs; returns names of (attention, mamba kernels, layers)."""
+    global _mixer_imported_here
+    missing = [p for p in table.COMPILED_EXTENSIONS if importlib.util.find_spec(p.name) is None]
+    needs_us = not use_cuda or bool(missing)
+    if needs_us and _MIXER_MODULE in sys.modules and not _mixer_imported_here:
+        raise PlatformError(
+            f"{_MIXER_MODULE} was imported before ensure_platform(); on this machine it then has no kernels: "
+            "call ensure_platform() before the first megatron import"
+        )
+    if not use_cuda:
+        apply(table.HOST_TORCH, _applied)
+    for placeholder in missing:
+        _applied.add_placeholder(placeholder)
+    try:
+        with warnings.catch_warnings():
+            # A dozen lines that Transformer Engine, Apex and absl are missing; `Platform.describe` says what is used.
+            warnings.simplefilter("ignore", UserWarning)
+            from megatron.core.ssm import mamba_mixer
+
+            _mixer_imported_here = True
+            from megatron.core.extensions.transformer_engine import HAVE_TE
+            from megatron.core.models.hybrid import hybrid_model  # noqa: F401  (imported quietly, with the rest)
+            from megatron.core.transformer import attention as upstream_attention
+        if not mamba_mixer.HAVE_MAMBA_SSM:
+            raise PlatformError("mamba-ssm is not importable, and megatron's mixer needs it: pip install mamba-ssm")
+    except BaseException:
+        _applied.undo()
+        raise
+    rebindings: tuple[Rebinding, ...] = ()
+    if not use_cuda:
+        rebindings += table.HOST_MEGATRON + table.HOST_ATTENTION
+        attention, mamba = "gather (PyTorch)", "PyTorch"
+    else:
+        mamba = "Triton" + (" (no compiled extensions)" if missing else "")
+        if upstream_attention.HAVE_FA4:
+            attention = "FA4"
+            if torch.cuda.get_device_capability()[0] == 9:
+                rebindings += table.FA4_ON_HOPPER
+        elif upstream_attention.HAVE_FA3:
+            attention = "FA3"
+        elif upstream_attention.flash_attn_varlen_func is not None:
+            attention = "flash-attention 2"
+        else:
+            rebindings += table.CUDA_GATHERING_ATTENTION
+            attention = "gather + torch varlen"
+    # On the host Transformer Engine cannot run even where it is installed.
+    has_te = HAVE_TE and use_cuda
+    if not has_te:
+        rebindings += table.NO_TRANSFORMER_ENGINE
+    apply(rebindings, _applied)
+    return attention, mamba, "Transformer Engine" if has_te else "local"
+
+
+def _start_distributed(use_cuda: bool, timeout_s: float) -> torch.device:
+    """Join ``torchrun``'s processes, or be the only one. An already running process group is used as it is."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if use_cuda:
+        if local_rank >= torch.cuda.device_count():
+            raise ValueError(f"local rank {local_rank} has no GPU: this host has {torch.cuda.device_count()}")
+        torch.cuda.set_device(local_rank)
+        device = torch.device("cuda", local_rank)
+    else:
+        device = torch.device("cpu")
+    if not dist.is_initialized():
+        backend = "nccl" if use_cuda else "gloo"
+        timeout = timedelta(seconds=timeout_s)
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore(), timeout=timeout)
+    return device
+
+
+def _start_parallel_state(tp: int, pp: int, ep: int, seed: int) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    if parallel_state.model_parallel_is_initialized():
+        running = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+        )
+        if running != (tp, pp):
+            raise PlatformError(
+                f"megatron's parallel state already runs with tp={running[0]} pp={running[1]}, not tp={tp} pp={pp}"
+            )
+        return
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep,
+        create_gloo_process_groups=False,
+    )
+    model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True, force_reset_rng=True)
+
+
+def running_platform() -> Platform | None:
+    """What `ensure_platform` started in this process, or None."""
+    return _platform

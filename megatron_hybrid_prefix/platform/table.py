@@ -1,0 +1,205 @@
+"""Every name that is replaced, on which machine, and why. Nothing else in the package rebinds anything for a platform.
+
+Three groups, each only where the part is missing:
+  * `HOST`      no CUDA device: ``torch.cuda`` answers for the host, pinning is skipped, kernels are PyTorch.
+  * `NO_FLASH`  no flash-attention of any generation: attention gathers the pages.
+  * `NO_TE`     no Transformer Engine: the one norm that upstream's hybrid stack hard-codes.
+Placeholders stand for compiled modules that upstream's imports load and its dynamic path never calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from megatron_hybrid_prefix.platform import host_device as host
+from megatron_hybrid_prefix.platform.rebinding import Placeholder, Rebinding
+
+CORE = "megatron.core"
+ATTENTION = f"{CORE}.transformer.attention"
+MIXER = f"{CORE}.ssm.mamba_mixer"
+DYNAMIC_CONTEXT = f"{CORE}.inference.contexts.dynamic_context"
+CONTROLLER = f"{CORE}.inference.text_generation_controllers.text_generation_controller"
+
+COMPILED_EXTENSIONS = (
+    Placeholder(name="selective_scan_cuda", why="mamba-ssm loads its compiled extension; the dynamic path is Triton"),
+    Placeholder(name="causal_conv1d_cuda", why="causal-conv1d loads its compiled extension; the path is Triton"),
+)
+
+
+def _to(value: Any) -> Callable[[Any], Any]:
+    return lambda original: value
+
+
+def _kernel(module: str, name: str) -> Callable[[Any], Any]:
+    """The PyTorch version, imported when applied."""
+
+    def make(original: Any) -> Any:
+        from importlib import import_module
+
+        return getattr(import_module(f"megatron_hybrid_prefix.platform.kernels.{module}"), name)
+
+    return make
+
+
+def _cuda(name: str, value: Any, why: str, owner: str = "torch.cuda") -> Rebinding:
+    def make(original: Any) -> Any:
+        # torch.compile keeps one rule per function of torch: every name needs an object of its own.
+        if isinstance(value, FunctionType):
+            return FunctionType(value.__code__, value.__globals__, name, value.__defaults__, value.__closure__)
+        return value
+
+    return Rebinding(owner=owner, name=name, make=make, why=why)
+
+
+HOST_TORCH = (
+    _cuda("current_device", host.current_device, "passed as device= all over upstream; raises without a driver"),
+    _cuda("set_device", host.do_nothing, "one device"),
+    _cuda("synchronize", host.do_nothing, "host work is synchronous"),
+    _cuda("reset_peak_memory_stats", host.do_nothing, "no caching allocator"),
+    _cuda("is_current_stream_capturing", host.false, "no CUDA graphs"),
+    _cuda("mem_get_info", host.mem_get_info, "budgets are checked against host memory"),
+    _cuda("memory_stats", host.memory_stats, "the engine logs allocator counters each step"),
+    _cuda("Stream", host.HostStream, "copy streams"),
+    _cuda("Event", host.HostEvent, "step timing and fences"),
+    _cuda("current_stream", host.current_stream, "fences"),
+    _cuda("default_stream", host.current_stream, "fences"),
+    _cuda("stream", host.no_context, "copy streams"),
+    _cuda("device", host.no_context, "kernel launches select a device"),
+    _cuda("get_rng_state", host.get_rng_state, "model-parallel seeds fork the generator"),
+    _cuda("set_rng_state", host.set_rng_state, "model-parallel seeds fork the generator"),
+    _cuda("manual_seed", host.manual_seed, "model-parallel seeds"),
+    _cuda("manual_seed_all", host.manual_seed, "model-parallel seeds"),
+    _cuda("initial_seed", host.initial_seed, "model-parallel seeds"),
+    _cuda("default_generators", host.DEFAULT_GENERATORS, "model-parallel seeds"),
+    _cuda("_lazy_call", host.lazy_call, "deferred until CUDA starts, which never happens"),
+    _cuda("get_rng_state", host.get_rng_state, "model-parallel seeds fork the generator", owner="torch.cuda.random"),
+    _cuda("set_rng_state", host.set_rng_state, "model-parallel seeds fork the generator", owner="torch.cuda.random"),
+    Rebinding(owner="torch:Tensor", name="cuda", make=_to(host.same_tensor), why="everything is on the host"),
+    Rebinding(owner="torch:Tensor", name="pin_memory", make=_to(host.same_tensor), why="pinning needs a driver"),
+    Rebinding(owner="torch.nn:Module", name="cuda", make=_to(host.same_module), why="everything is on the host"),
+    _cuda("range_push", host.do_nothing, "a CPU build of torch has no NVTX", owner="torch.cuda.nvtx"),
+    _cuda("range_pop", host.do_nothing, "a CPU build of torch has no NVTX", owner="torch.cuda.nvtx"),
+)
+
+
+def _triton(owner: str, name: str, module: str, defined_in: str | None = None) -> Rebinding:
+    return Rebinding(
+        owner=owner,
+        name=name,
+        make=_kernel(module, name),
+        why="a Triton kernel",
+        same_signature=defined_in is None,
+        same_parameters_as=defined_in,
+    )
+
+
+HOST_MEGATRON = (
+    *(
+        Rebinding(
+            owner=owner,
+            name="torch",
+            make=host.torch_without_pinning,
+            why="bookkeeping tensors are made with pin_memory=True, which needs a driver",
+        )
+        for owner in (DYNAMIC_CONTEXT, CONTROLLER)
+    ),
+    Rebinding(
+        owner=f"{CORE}.tensor_parallel.random",
+        name="_lazy_call",
+        make=_to(host.lazy_call),
+        why="imported by value from torch.cuda",
+    ),
+    Rebinding(
+        owner=f"{CORE}.tensor_parallel.random",
+        name="device_ctx_manager",
+        make=_to(host.no_context),
+        why="imported by value from torch.cuda",
+    ),
+    Rebinding(
+        owner=f"{CORE}.tensor_parallel.random",
+        name="_set_cuda_rng_state",
+        make=lambda original: lambda new_state, device=-1, graph_safe=False: host.set_rng_state(new_state),
+        why="sets the generator through torch._C where CUDA is compiled in",
+        same_signature=True,
+    ),
+    _triton(DYNAMIC_CONTEXT, "triton_append_key_value_cache", "kv_append"),
+    _triton(MIXER, "mamba_chunk_scan_combined_varlen", "ssd"),
+    _triton(MIXER, "causal_conv1d_update", "conv"),
+    _triton(MIXER, "causal_conv1d_varlen_states", "conv"),
+    _triton(f"{CORE}.ssm.ops.causal_conv1d_varlen", "causal_conv1d_varlen_fn", "conv"),
+    _triton(MIXER, "selective_state_update", "decode"),
+    _triton(MIXER, "scatter_intermediate_ssm", "extraction"),
+    _triton(MIXER, "scatter_intermediate_conv", "extraction"),
+    _triton(MIXER, "tensor_get_slice_after", "rows"),
+    _triton(MIXER, "tensor_masked_update", "rows"),
+    _triton(MIXER, "tensor_merge", "rows"),
+    _triton("mamba_ssm.ops.triton.layernorm_gated", "rmsnorm_fn", "norm"),
+    _triton(CONTROLLER, "mamba_state_selective_copy", "speculative"),
+    _triton(CONTROLLER, "prepare_next_forward_pass", "speculative"),
+    _triton(CONTROLLER, "verify_speculative_tokens", "speculative"),
+)
+
+
+def _has_attention(original: Any) -> Any:
+    return lambda version, check_equality=True: True
+
+
+def _gathering_attention(module: str) -> tuple[Rebinding, ...]:
+    why = "no flash-attention of any generation: pages are gathered"
+    return (
+        Rebinding(
+            owner=ATTENTION,
+            name="is_fa_min_version",
+            make=_has_attention,
+            why="dynamic batching asks for flash-attention >= 2.7.3",
+            same_signature=True,
+        ),
+        Rebinding(
+            owner=ATTENTION, name="flash_attn_varlen_func", make=_kernel(module, "flash_attn_varlen_func"), why=why
+        ),
+        Rebinding(
+            owner=ATTENTION, name="flash_attn_with_kvcache", make=_kernel(module, "flash_attn_with_kvcache"), why=why
+        ),
+        Rebinding(owner=ATTENTION, name="HAVE_FA3", make=_to(False), why=why),
+        Rebinding(owner=ATTENTION, name="HAVE_FA4", make=_to(False), why=why),
+    )
+
+
+HOST_ATTENTION = _gathering_attention("attention")
+CUDA_GATHERING_ATTENTION = _gathering_attention("attention_cuda")
+
+
+def _one_split(original: Any) -> Any:
+    def flash_attn4_varlen_func(*args: Any, **kwargs: Any) -> Any:
+        kwargs["num_splits"] = 1
+        return original(*args, **kwargs)
+
+    return flash_attn4_varlen_func
+
+
+FA4_ON_HOPPER = (
+    Rebinding(
+        owner=ATTENTION,
+        name="flash_attn4_varlen_func",
+        make=_one_split,
+        why="FA4 raises 'SplitKV not supported on SM 9.0' unless called with num_splits=1",
+    ),
+)
+
+
+def _torch_norm(original: Any) -> Any:
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    return WrappedTorchNorm
+
+
+NO_TRANSFORMER_ENGINE = (
+    Rebinding(
+        owner=f"{CORE}.models.hybrid.hybrid_block",
+        name="TENorm",
+        make=_torch_norm,
+        why="HybridStack hard-codes Transformer Engine's norm as its final norm",
+    ),
+)

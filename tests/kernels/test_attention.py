@@ -1,0 +1,243 @@
+"""Attention over a paged cache: against loops, with everything outside the valid keys poisoned."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_hybrid_prefix.platform.kernels import attention, attention_cuda
+from tests.kernels import naive
+
+NAN = float("nan")
+DIM, PAGE = 4, 3
+
+
+def make(seed, q_lens, k_lens, heads, kv_heads, dtype=torch.float64, dim=DIM, page=PAGE):
+    """Returns (q, k_cache, v_cache, table); pages are shuffled, and what no request owns is NaN."""
+    g = torch.Generator().manual_seed(seed)
+    needed = [-(-n // page) for n in k_lens]
+    blocks = sum(needed) + 2
+    order = torch.randperm(blocks, generator=g)
+    k, v = (torch.randn(blocks, page, kv_heads, dim, generator=g, dtype=torch.float64).to(dtype) for _ in range(2))
+    table = torch.full((len(k_lens), max([*needed, 1]) + 1), -1, dtype=torch.int32)
+    owned = torch.zeros(blocks, page, dtype=torch.bool)
+    first = 0
+    for i, n in enumerate(needed):
+        table[i, :n] = order[first : first + n]
+        first += n
+        for t in range(k_lens[i]):
+            owned[table[i, t // page], t % page] = True
+    k[~owned] = NAN
+    v[~owned] = NAN
+    q = torch.randn(sum(q_lens), heads, dim, generator=g, dtype=torch.float64).to(dtype)
+    return q, k, v, table
+
+
+def cumulative(lengths):
+    """Returns (n + 1,) int32 starting at 0."""
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+
+
+def varlen(q, k, v, table, q_lens, k_lens, **options):
+    """Calls the varlen entry point the way upstream does: eight arguments by position."""
+    return attention.flash_attn_varlen_func(
+        q, k, v, cumulative(q_lens), cumulative(k_lens), max(q_lens), max(k_lens), block_table=table, **options
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lens=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 8)), min_size=1, max_size=4),
+    heads=st.sampled_from([(2, 2), (4, 2), (3, 1)]),
+    causal=st.booleans(),
+    window=st.sampled_from([(-1, -1), (0, 0), (2, 0), (2, -1), (-1, 1), (1, 2), None]),
+    padding=st.integers(0, 2),
+    seed=st.integers(0, 1000),
+    scores_per_block=st.sampled_from([1, 20, 2**24]),
+)
+def test_varlen_matches_the_loops(lens, heads, causal, window, padding, seed, scores_per_block):
+    q_lens, k_lens = [q for q, _ in lens], [k for _, k in lens]
+    q, k, v, table = make(seed, q_lens, k_lens, *heads)
+    q = torch.cat([q, torch.full((padding, *q.shape[1:]), NAN, dtype=q.dtype)])
+    before, attention.SCORES_PER_BLOCK = attention.SCORES_PER_BLOCK, scores_per_block
+    try:
+        out, lse, none = varlen(
+            q, k, v, table, q_lens, k_lens, causal=causal, window_size=window, softmax_scale=0.7, return_attn_probs=True
+        )
+    finally:
+        attention.SCORES_PER_BLOCK = before
+    assert none is None
+    assert lse.shape == (heads[0], q.shape[0])
+    left, right = window or (-1, -1)
+    start = 0
+    for i, (rows, keys) in enumerate(lens):
+        span = slice(start, start + rows)
+        start += rows
+        expected = naive.attention_rows(
+            q[span],
+            naive.pages(k, table[i], keys),
+            naive.pages(v, table[i], keys),
+            0.7,
+            left,
+            0 if causal else right,
+        )
+        torch.testing.assert_close(out[span], expected[0], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(lse[:, span], expected[1], rtol=1e-9, atol=1e-9)
+    assert (out[start:] == 0).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    k_lens=st.lists(st.integers(0, 8), min_size=1, max_size=4),
+    steps=st.integers(1, 3),
+    window=st.sampled_from([(-1, -1), (2, 0)]),
+    seed=st.integers(0, 1000),
+)
+def test_kvcache_matches_the_loops(k_lens, steps, window, seed):
+    q, k, v, table = make(seed, [steps] * len(k_lens), k_lens, 4, 2)
+    out, lse = attention.flash_attn_with_kvcache(
+        q=q.view(len(k_lens), steps, 4, DIM),
+        k_cache=k,
+        v_cache=v,
+        cache_seqlens=torch.tensor(k_lens, dtype=torch.int32),
+        causal=True,
+        window_size=window,
+        block_table=table,
+        num_splits=0,
+        return_softmax_lse=True,
+    )
+    assert out.shape == (len(k_lens), steps, 4, DIM)
+    assert lse.shape == (len(k_lens), 4, steps)
+    for i, keys in enumerate(k_lens):
+        expected = naive.attention_rows(
+            q[i * steps : (i + 1) * steps],
+            naive.pages(k, table[i], keys),
+            naive.pages(v, table[i], keys),
+            DIM**-0.5,
+            window[0],
+            0,
+        )
+        torch.testing.assert_close(out[i], expected[0], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(lse[i], expected[1], rtol=1e-9, atol=1e-9)
+
+
+def test_without_log_sum_exp_only_the_output_is_returned():
+    q, k, v, table = make(0, [2], [5], 2, 2)
+    out, _, _ = varlen(q, k, v, table, [2], [5], causal=True, return_attn_probs=True)
+    assert torch.equal(varlen(q, k, v, table, [2], [5], causal=True), out)
+    decode = attention.flash_attn_with_kvcache(q[None], k, v, cache_seqlens=5, block_table=table, causal=True)
+    assert torch.equal(decode[0], out)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_error_is_that_of_the_precision(dtype):
+    q, k, v, table = make(0, [6], [40], 4, 2, dtype=dtype, dim=16, page=8)
+    out, lse, _ = varlen(q, k, v, table, [6], [40], causal=True, return_attn_probs=True)
+    keys, values = naive.pages(k, table[0], 40), naive.pages(v, table[0], 40)
+    exact, exact_lse = naive.attention_rows(q.double(), keys, values, 0.25, -1, 0)
+    repeated = [t.to(dtype).repeat_interleave(2, 1).transpose(0, 1) for t in (keys, values)]
+    scores = (q.transpose(0, 1) @ repeated[0].transpose(1, 2)) * 0.25
+    hidden = torch.arange(40)[None, :] > torch.arange(6)[:, None] + 34
+    plain = (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ repeated[1]).transpose(0, 1)
+    assert out.dtype == dtype
+    assert lse.dtype == torch.float32
+    assert naive.error(out, exact) <= 2 * naive.error(plain, exact)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_other_requests_do_not_change_the_bits():
+    q_lens, k_lens = [5, 1, 30, 0, 7], [9, 40, 30, 4, 7]
+    q, k, v, table = make(0, q_lens, k_lens, 4, 2, dtype=torch.float32, dim=16, page=8)
+    out = varlen(q, k, v, table, q_lens, k_lens, causal=True)
+    start = 0
+    for i, rows in enumerate(q_lens):
+        if rows:
+            alone = varlen(q[start : start + rows], k, v, table[i : i + 1], [rows], [k_lens[i]], causal=True)
+            assert torch.equal(alone, out[start : start + rows])
+        start += rows
+
+
+def test_a_long_prompt_needs_no_square_matrix(monkeypatch):
+    """Peak scores stay below the limit: 3000 rows over 3000 keys and 2 heads would be 18 million."""
+    sizes = []
+    exp_ = torch.Tensor.exp_
+    monkeypatch.setattr(torch.Tensor, "exp_", lambda self: sizes.append(self.numel()) or exp_(self))
+    monkeypatch.setattr(attention, "SCORES_PER_BLOCK", 2**20)
+    q, k, v, table = make(0, [3000], [3000], 2, 1, dtype=torch.float32, page=256)
+    out = varlen(q, k, v, table, [3000], [3000], causal=True)
+    assert out.isfinite().all()
+    assert len(sizes) > 1
+    assert max(sizes) <= 2**20
+
+
+def test_options_that_are_not_implemented_are_refused():
+    q, k, v, table = make(0, [2], [5], 2, 2)
+    for name, value in {"dropout_p": 0.1, "softcap": 1.0, "alibi_slopes": torch.ones(2)}.items():
+        with pytest.raises(NotImplementedError, match=name):
+            varlen(q, k, v, table, [2], [5], causal=True, **{name: value})
+    with pytest.raises(NotImplementedError, match="block_table"):
+        varlen(q, k, v, None, [2], [5])
+    for name in ("k", "v", "rotary_cos", "cache_batch_idx", "cache_leftpad"):
+        with pytest.raises(NotImplementedError, match=name):
+            attention.flash_attn_with_kvcache(q[None], k, v, cache_seqlens=5, block_table=table, **{name: q})
+    with pytest.raises(NotImplementedError, match="block_table"):
+        attention.flash_attn_with_kvcache(q[None], k, v, cache_seqlens=5)
+    with pytest.raises(TypeError):
+        varlen(q, k, v, table, [2], [5], page_table=table)
+
+
+@pytest.fixture
+def stand_in_varlen_attn(monkeypatch):
+    """`varlen_attn` on the CPU: what its documentation promises, rows of no request left as NaN."""
+
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+        assert window_size == (-1, 0)
+        assert query.shape[1] == key.shape[1] == value.shape[1]
+        assert max_q >= int((cu_seq_q[1:] - cu_seq_q[:-1]).max())
+        assert max_k >= int((cu_seq_k[1:] - cu_seq_k[:-1]).max())
+        out = torch.full_like(query, NAN)
+        for i in range(len(cu_seq_q) - 1):
+            rows, keys = slice(cu_seq_q[i], cu_seq_q[i + 1]), slice(cu_seq_k[i], cu_seq_k[i + 1])
+            scale = query.shape[-1] ** -0.5 if scale is None else scale
+            out[rows] = naive.attention_rows(query[rows], key[keys], value[keys], scale, -1, 0)[0]
+        return out
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+
+
+@pytest.mark.parametrize("k_lens", [[7, 4, 0, 3], [0, 0, 0, 0]])
+def test_the_cuda_version_gathers_what_the_cpu_version_reads(stand_in_varlen_attn, k_lens):
+    q_lens = [3, 1, 0, 3]
+    q, k, v, table = make(0, q_lens, k_lens, 4, 2)
+    q = torch.cat([q, torch.full((2, 4, DIM), NAN, dtype=q.dtype)])
+    args = (q, k, v, cumulative(q_lens), cumulative(k_lens), 3, 7)
+    got, expected = (
+        m.flash_attn_varlen_func(*args, causal=True, softmax_scale=0.5, block_table=table)
+        for m in (attention_cuda, attention)
+    )
+    torch.testing.assert_close(got, expected)
+    got, expected = (
+        m.flash_attn_with_kvcache(
+            q[:7].nan_to_num()[[0, 1, 2, 3, 4, 5, 6, 0]].view(4, 2, 4, DIM),
+            k,
+            v,
+            cache_seqlens=torch.tensor(k_lens),
+            block_table=table,
+            causal=True,
+        )
+        for m in (attention_cuda, attention)
+    )
+    torch.testing.assert_close(got, expected)
+
+
+def test_the_cuda_version_says_what_it_cannot_do():
+    q, k, v, table = make(0, [2], [5], 2, 2)
+    args = (q, k, v, cumulative([2]), cumulative([5]), 2, 5)
+    for options in ({"causal": False}, {"window_size": (4, 0)}, {"return_attn_probs": True}, {"block_table": None}):
+        with pytest.raises(NotImplementedError):
+            attention_cuda.flash_attn_varlen_func(*args, **({"causal": True, "block_table": table} | options))
+    for options in ({"causal": False}, {"window_size": (4, 0)}, {"return_softmax_lse": True}, {"cache_seqlens": None}):
+        options = {"causal": True, "block_table": table, "cache_seqlens": 5} | options
+        with pytest.raises(NotImplementedError):
+            attention_cuda.flash_attn_with_kvcache(q[None], k, v, **options)

@@ -1,0 +1,282 @@
+"""The chunked scan: against the recurrence, and bit by bit against itself."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_hybrid_prefix.platform.kernels.ssd import mamba_chunk_scan_combined_varlen
+from tests.kernels import naive
+
+NAN = float("nan")
+
+
+def make(
+    lengths, seed=0, dtype=torch.float64, heads=4, dim=3, groups=2, dstate=5, with_state=True, d_dim=True, gate=True
+):
+    """Returns the arguments that depend on the tokens and the sequences."""
+    g = torch.Generator().manual_seed(seed)
+
+    def rand(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+
+    n = sum(lengths)
+    return {
+        "x": rand(n, heads, dim),
+        "dt": rand(n, heads),
+        "A": -torch.rand(heads, generator=g, dtype=torch.float64).to(dtype) - 0.1,
+        "B": rand(n, groups, dstate),
+        "C": rand(n, groups, dstate),
+        "D": rand(heads, dim) if d_dim else rand(heads),
+        "z": rand(n, heads, dim) if gate else None,
+        "dt_bias": rand(heads),
+        "initial_states": rand(len(lengths), heads, dim, dstate) if with_state else None,
+    }
+
+
+def chunks(lengths, chunk_size, cuts=None, padding=0):
+    """Cuts sequences into chunks as upstream's metadata does; `cuts[i]` are chunk lengths to use instead.
+
+    Returns:
+        (cu_chunk_seqlens, last_chunk_indices, seq_idx): int32; every empty sequence has one empty chunk, and `padding`
+        empty chunks with sequence 0 follow.
+    """
+    bounds, last, seq = [0], [], []
+    for i, length in enumerate(lengths):
+        sizes = cuts[i] if cuts else [min(chunk_size, length - s) for s in range(0, length, chunk_size)] or [0]
+        for size in sizes:
+            bounds.append(bounds[-1] + size)
+            seq.append(i)
+        last.append(len(seq) - 1)
+    bounds += [bounds[-1]] * padding
+    seq += [0] * padding
+    return tuple(torch.tensor(v, dtype=torch.int32) for v in (bounds, last, seq))
+
+
+def scan(args, lengths, chunk_size, cuts=None, padding=0, state_dtype=None, limit=(0.0, float("inf"))):
+    """Returns (out, states, raw_states, meta); rows of `out` that must not be written come back as NaN."""
+    cu, last, seq = meta = chunks(lengths, chunk_size, cuts, padding)
+    out = torch.full((args["x"].shape[0] + 2, *args["x"].shape[1:]), NAN, dtype=args["x"].dtype)
+    states, raw = mamba_chunk_scan_combined_varlen(
+        chunk_size=chunk_size,
+        cu_chunk_seqlens=cu,
+        last_chunk_indices=last,
+        seq_idx=seq,
+        out=out[:-2],
+        dt_softplus=True,
+        dt_limit=limit,
+        return_raw_states=True,
+        state_dtype=state_dtype,
+        **args,
+    )
+    assert out[-2:].isnan().all()
+    return out[:-2], states, raw, meta
+
+
+def reference(args, lengths, limit=(0.0, float("inf")), dtype=torch.float64):
+    """Returns (y, states per sequence and token) from the recurrence, computed in `dtype`."""
+    a = naive.low_precision(dtype, args)
+    heads, dim = a["x"].shape[1:]
+    D = a["D"] if a["D"].dim() == 2 else a["D"][:, None].expand(heads, dim)
+    ys, all_states, start = [], [], 0
+    for i, length in enumerate(lengths):
+        span = slice(start, start + length)
+        start += length
+        dt = torch.tensor(
+            [
+                [naive.step_size(v, b, True, limit) for v, b in zip(row, a["dt_bias"], strict=True)]
+                for row in a["dt"][span]
+            ],
+            dtype=torch.float64,
+        ).reshape(length, heads)
+        state = (
+            torch.zeros(heads, dim, a["B"].shape[2], dtype=dtype)
+            if a["initial_states"] is None
+            else a["initial_states"][i]
+        )
+        y, states = naive.mamba_sequence(
+            a["x"][span],
+            dt.to(dtype),
+            a["A"],
+            a["B"][span],
+            a["C"][span],
+            state,
+            D,
+            None if a["z"] is None else a["z"][span],
+        )
+        ys.append(y)
+        all_states.append([state, *states])
+    return torch.cat(ys), all_states
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 11), min_size=1, max_size=4),
+    seed=st.integers(0, 1000),
+    groups=st.sampled_from([1, 2, 4]),
+    with_state=st.booleans(),
+    d_dim=st.booleans(),
+    gate=st.booleans(),
+    padding=st.integers(0, 3),
+    limit=st.sampled_from([(0.0, float("inf")), (0.4, 0.9)]),
+    data=st.data(),
+)
+def test_matches_the_recurrence(lengths, seed, groups, with_state, d_dim, gate, padding, limit, data):
+    chunk_size = 4
+    cuts = []
+    for length in lengths:
+        sizes = []
+        while sum(sizes) < length:
+            sizes.append(data.draw(st.integers(0, min(chunk_size, length - sum(sizes)))))
+        cuts.append(sizes or [0])
+    args = make(lengths, seed, groups=groups, with_state=with_state, d_dim=d_dim, gate=gate)
+    args["dt"][::3] += 25.0  # above softplus's threshold
+    out, states, raw, (cu, last, seq) = scan(args, lengths, chunk_size, cuts, padding, limit=limit)
+    y, expected = reference(args, lengths, limit)
+    torch.testing.assert_close(out, y, rtol=1e-9, atol=1e-9)
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    for c, i in enumerate(seq.tolist()[: int(last[-1]) + 1]):
+        torch.testing.assert_close(raw[c], expected[i][int(cu[c + 1]) - starts[i]], rtol=1e-9, atol=1e-9)
+    for i in range(len(lengths)):
+        torch.testing.assert_close(states[i], expected[i][-1], rtol=1e-9, atol=1e-9)
+
+
+def test_padding_chunks_hold_the_initial_state_of_sequence_0():
+    args = make([3, 2])
+    _, _, raw, _ = scan(args, [3, 2], 4, padding=2)
+    assert torch.equal(raw[2], args["initial_states"][0])
+    assert torch.equal(raw[3], args["initial_states"][0])
+
+
+def test_a_batch_of_padding_only_writes_nothing():
+    args = make([0, 0])
+    args["x"], args["z"] = torch.full((5, 4, 3), NAN, dtype=torch.float64), torch.zeros(5, 4, 3, dtype=torch.float64)
+    args["dt"] = torch.full((5, 4), NAN, dtype=torch.float64)
+    args["B"] = args["C"] = torch.full((5, 2, 5), NAN, dtype=torch.float64)
+    out, states, _, _ = scan(args, [0, 0], 4, padding=1)
+    assert out.isnan().all()
+    assert torch.equal(states, args["initial_states"])
+
+
+@pytest.mark.parametrize("changed", ["x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states"])
+def test_every_argument_matters(changed):
+    args = make([6, 3])
+    base, base_states, _, _ = scan(args, [6, 3], 4)
+    args[changed] = args[changed] * 0.5
+    out, states, _, _ = scan(args, [6, 3], 4)
+    assert not torch.allclose(out, base)
+    assert changed in ("C", "D", "z") or not torch.allclose(states, base_states)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_error_is_that_of_the_precision(dtype):
+    lengths = [70, 9]
+    args = make(lengths, dtype=dtype, dim=8)
+    out, states, _, _ = scan(args, lengths, 16, state_dtype=dtype)
+    y, expected = reference(args, lengths)
+    plain_y, plain = reference(args, lengths, dtype=dtype)
+    assert out.dtype == states.dtype == dtype
+    assert naive.error(out, y) <= 2 * naive.error(plain_y, y)
+    for i in range(2):
+        assert naive.error(states[i], expected[i][-1]) <= 2 * naive.error(plain[i][-1], expected[i][-1])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_resuming_at_any_chunk_gives_the_same_bits(dtype, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        length, size = 90, 16
+        args = make([length], dtype=dtype, dim=32, dstate=16)
+        args["initial_states"] = args["initial_states"].float()
+        out, _, raw, _ = scan(args, [length], size, state_dtype=torch.float32)
+        for start in range(size, length, size):
+            rest = {k: v[start:] if k in ("x", "dt", "B", "C", "z") else v for k, v in args.items()}
+            rest["initial_states"] = raw[start // size - 1][None].clone()
+            resumed, states, _, _ = scan(rest, [length - start], size, state_dtype=torch.float32)
+            assert torch.equal(resumed, out[start:])
+            assert torch.equal(states[0], raw[-1])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_other_sequences_do_not_change_the_bits(seed):
+    lengths = [37, 0, 5, 64, 18]
+    args = make(lengths, seed, dtype=torch.float32, dim=32, dstate=16)
+    out, states, _, _ = scan(args, lengths, 16, padding=2)
+    start = 0
+    for i, length in enumerate(lengths):
+        alone = {k: v[start : start + length] if k in ("x", "dt", "B", "C", "z") else v for k, v in args.items()}
+        alone["initial_states"] = args["initial_states"][i : i + 1]
+        y, state, _, _ = scan(alone, [length], 16)
+        assert torch.equal(y, out[start : start + length])
+        assert torch.equal(state[0], states[i])
+        start += length
+
+
+def test_a_short_chunk_gives_the_bits_of_a_full_one():
+    args = make([32], dtype=torch.float32, dim=32, dstate=16)
+    out, _, _, _ = scan(args, [32], 32)
+    for n in range(1, 32):
+        part = {k: v[:n] if k in ("x", "dt", "B", "C", "z") else v for k, v in args.items()}
+        y, states, _, _ = scan(part, [n], 32)
+        assert torch.equal(y, out[:n])
+        assert states.isfinite().all()
+
+
+def test_what_follows_a_chunk_in_memory_does_not_reach_it():
+    args = make([32], dtype=torch.float32)
+    out, states, _, _ = scan(args, [20], 16)
+    poisoned = {k: v.clone() if k in ("x", "dt", "B", "C", "z") else v for k, v in args.items()}
+    for name in ("x", "dt", "B", "C", "z"):
+        poisoned[name][20:] = NAN
+    again, again_states, _, _ = scan(poisoned, [20], 16)
+    assert torch.equal(again[:20], out[:20])
+    assert torch.equal(again_states, states)
+
+
+def test_the_state_is_rounded_where_upstream_stores_it():
+    """Outputs of a later chunk see the rounded state; the recurrence does not."""
+    args = make([12], gate=False)
+    out, _, raw, _ = scan(args, [12], 4, state_dtype=torch.bfloat16)
+    exact_out, _, exact_raw, _ = scan(args, [12], 4)
+    assert torch.equal(raw, exact_raw.to(torch.bfloat16))
+    assert torch.equal(out[:4], exact_out[:4])
+    second = {k: v[4:8] if k in ("x", "dt", "B", "C") else v for k, v in args.items()}
+    second["initial_states"] = exact_raw[0].to(torch.bfloat16)[None]
+    assert torch.equal(out[4:8], scan(second, [4], 4)[0])
+    assert not torch.equal(out[4:8], exact_out[4:8])
+
+
+def test_state_dtype_defaults_to_that_of_c():
+    args = make([5], dtype=torch.float32)
+    args["C"] = args["C"].to(torch.bfloat16)
+    assert scan(args, [5], 4)[1].dtype == torch.bfloat16
+
+
+def test_without_raw_states_only_the_final_ones_are_returned():
+    args = make([5])
+    cu, last, seq = chunks([5], 4)
+    out = torch.empty_like(args["x"])
+    states = mamba_chunk_scan_combined_varlen(
+        args["x"], args["dt"], args["A"], args["B"], args["C"], 4, cu, last, seq, out, args["D"]
+    )
+    assert states.shape == (1, 4, 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("A", (3,)), ("D", (2, 3)), ("B", (4, 2, 5)), ("initial_states", (2, 4, 3, 5))]
+)
+def test_wrong_shapes_are_named(name, shape):
+    args = make([5]) | {name: torch.zeros(shape, dtype=torch.float64)}
+    with pytest.raises(ValueError, match=name):
+        scan(args, [5], 4)
+
+
+def test_a_chunk_longer_than_chunk_size_is_an_error():
+    with pytest.raises(ValueError, match=r"chunk \[0, 5\)"):
+        scan(make([5]), [5], 4, cuts=[[5]])
+    with pytest.raises(ValueError, match="power of 2"):
+        scan(make([5]), [5], 3)
