@@ -10,6 +10,7 @@ from tests.kernels import naive
 
 NAN = float("nan")
 HEADS, DIM, DSTATE, SLOTS = 4, 3, 5, 6
+NO_LIMIT = (-float("inf"), float("inf"))  # a decode step, unlike the scan, does not limit dt
 
 
 def make(seed, rows, steps, groups, dtype=torch.float64, tied=True):
@@ -44,7 +45,7 @@ def by_loops(state, a, row, dt_softplus=True, dtype=torch.float64):
     for s in range(steps):
         for h in range(HEADS):
             bias = None if a["dt_bias"] is None else a["dt_bias"][h, 0]
-            dt[s, h] = naive.step_size(a["dt"][row, s, h, 0], bias, dt_softplus)
+            dt[s, h] = naive.step_size(a["dt"][row, s, h, 0], bias, dt_softplus, NO_LIMIT)
     cast = naive.low_precision(dtype, a)
     return naive.mamba_sequence(
         cast["x"][row],

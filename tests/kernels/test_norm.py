@@ -67,9 +67,9 @@ def test_the_place_of_an_element_does_not_change_its_bits(function, threads):
 
 
 def test_softplus_is_accurate_far_out():
-    x = torch.linspace(-60, 60, 2001)
+    x = torch.linspace(-100, 200, 3001)  # exp overflows float32 at 89
     exact = torch.tensor([naive.softplus(v) for v in x.tolist()], dtype=torch.float64)
-    torch.testing.assert_close(softplus(x).double(), exact, rtol=3e-7, atol=0.0)
+    torch.testing.assert_close(softplus(x).double(), exact, rtol=3e-7, atol=1e-37)
 
 
 def test_silu_far_out():

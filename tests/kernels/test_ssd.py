@@ -237,6 +237,19 @@ def test_what_follows_a_chunk_in_memory_does_not_reach_it():
     assert torch.equal(again_states, states)
 
 
+def test_a_broken_sequence_does_not_reach_its_neighbours():
+    args = make([16, 3, 16, 5], dtype=torch.float32)
+    out, states, _, _ = scan(args, [16, 3, 16, 5], 16)
+    broken = {k: v.clone() for k, v in args.items()}
+    for name in ("x", "dt", "B", "C", "z"):
+        broken[name][:16] = NAN
+        broken[name][19:35] = float("inf")
+    again, again_states, _, _ = scan(broken, [16, 3, 16, 5], 16)
+    for span, i in ((slice(16, 19), 1), (slice(35, 40), 3)):
+        assert torch.equal(again[span], out[span])
+        assert torch.equal(again_states[i], states[i])
+
+
 def test_the_state_is_rounded_where_upstream_stores_it():
     """Outputs of a later chunk see the rounded state; the recurrence does not."""
     args = make([12], gate=False)

@@ -4,9 +4,8 @@ Stands in for `flash_attn.flash_attn_varlen_func` and `flash_attn.flash_attn_wit
 `megatron.core.transformer.attention.Attention.flash_decode_and_prefill`: both read keys and values through a block
 table, align the causal mask to the bottom right, and may return the log-sum-exp for attention sinks.
 
-Requests are computed one at a time from their own pages, in blocks of query rows, so a request's result does not depend
-on the rest of the batch and a long prompt needs no square matrix. What the cache holds outside a request's valid length
-is never read.
+Requests are computed one at a time from their own pages, in blocks of query rows: a result does not depend on the rest
+of the batch, and a long prompt needs no square matrix. What lies outside a request's valid length is never read.
 """
 
 import torch
@@ -44,8 +43,7 @@ def gather_pages(cache, block_ids, tokens):
         block_ids: (max_blocks,), integer; entries past the needed ones are ignored.
         tokens: rows wanted.
 
-    Returns:
-        (tokens, heads, head_dim), a copy.
+    Returns: (tokens, heads, head_dim), a copy.
     """
     block_size_tokens = cache.shape[1]
     blocks = -(-tokens // block_size_tokens)
@@ -216,8 +214,7 @@ def flash_attn_with_kvcache(
         (requests, heads, steps), float32 (float64 for float64 queries), +inf for those rows.
 
     Raises:
-        NotImplementedError: appending k or v, rotary embedding, batch indices, left padding, softcap, ALiBi, or no
-            block table or lengths.
+        NotImplementedError: any other option that is set, or no block table or lengths.
     """
     check_unused(
         "flash_attn_with_kvcache",

@@ -75,8 +75,8 @@ def _scan_chunk(chunk, A, carried, previous):
     y *= torch.exp(log_decay)[:, :, None]
 
     # Contribution of the chunk's own tokens: sum_{j <= i} (C_i . B_j) exp(log_decay_i - log_decay_j) dt_j x_j.
-    # Above the diagonal the difference is positive and exp could overflow, hence the clamp, and tril_ rather than a
-    # product with a 0/1 mask: inf * 0 would be NaN.
+    # Above the diagonal the difference is positive; the clamp, which upstream has too, keeps exp finite there, and
+    # tril_ writes zeros where a product with a 0/1 mask could leave NaN.
     weights = (log_decay[:, :, None] - log_decay[:, None, :]).clamp_(max=0.0).exp_()  # (nheads, chunk_size, chunk_size)
     scores = torch.bmm(chunk.c, chunk.b.transpose(1, 2))  # (ngroups, chunk_size, chunk_size)
     weights.view(ngroups, heads_per_group, chunk_size, chunk_size).mul_(scores[:, None])
