@@ -1,0 +1,36 @@
+"""Shared fixtures. The platform is started once a process; tests that need another layout start their own processes."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked ``gpu`` where there is none."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(scope="session")
+def platform():
+    """The running platform, tp=1 and pp=1."""
+    from megatron_hybrid_prefix.platform import ensure_platform
+
+    return ensure_platform()
+
+
+@pytest.fixture(scope="session")
+def tiny(platform):
+    """The ``tiny`` preset with seed 0."""
+    from megatron_hybrid_prefix.models import build_hybrid_model
+
+    return build_hybrid_model("tiny", seed=0, platform=platform)

@@ -1,0 +1,53 @@
+"""Drive an engine and recompute what it should have said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def greedy(count: int, **fields: Any) -> Any:
+    """Greedy sampling of ``count`` tokens with log-probs of the generated tokens."""
+    from megatron.core.inference.sampling_params import SamplingParams
+
+    return SamplingParams(
+        **{
+            "num_tokens_to_generate": count,
+            "top_k": 1,
+            "termination_id": -1,
+            "return_log_probs": True,
+            "skip_prompt_log_probs": True,
+        }
+        | fields
+    )
+
+
+def random_tokens(count: int, seed: int, vocabulary: int = 512) -> list[int]:
+    """``count`` token ids."""
+    return torch.randint(0, vocabulary, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def run_to_end(engine: Any, finished: dict[int, Any], steps: int | None = None) -> None:
+    """Step until nothing is left (or ``steps`` times); finished requests go into ``finished`` by id."""
+    while engine.has_unfinished_requests() and steps != 0:
+        for record in engine.step_modern()["finished_request_records"]:
+            request = record.merge()
+            finished[request.request_id] = request
+        steps = None if steps is None else steps - 1
+
+
+def assert_matches(reference: Any, request: Any, tolerance: float = 1e-5) -> None:
+    """Tokens are the reference's greedy choice, and log-probs its log-probs, at every generated position.
+
+    A choice whose two best are within 1e-4 of each other is not compared (rounding may flip it); its log-prob is.
+    """
+    prompt, generated = [int(t) for t in request.prompt_tokens], list(request.generated_tokens)
+    rows = reference.log_probs(prompt + generated)[len(prompt) - 1 : -1]
+    assert len(request.generated_log_probs) == len(generated)
+    for position, (row, token, log_prob) in enumerate(zip(rows, generated, request.generated_log_probs, strict=True)):
+        best, second = row.topk(2).values
+        if best - second > 1e-4:
+            assert token == int(row.argmax()), f"token {position} of {len(generated)} after {len(prompt)}"
+        difference = abs(float(row[token]) - log_prob)
+        assert difference <= tolerance, f"log-prob {position} after {len(prompt)} tokens is off by {difference:.2e}"

@@ -1,0 +1,85 @@
+"""The whole hybrid model in float64, token by token where it recurs: slow, short, and independent of every kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+class NaiveHybridModel:
+    """Reference of a tp=1, pp=1 model built with local layers.
+
+    Args:
+        model: The ``HybridModel``.
+        config: Its `HybridModelConfig`.
+    """
+
+    def __init__(self, model: Any, config: Any) -> None:
+        self.config = config
+        self.weights = {
+            name: value.detach().double() for name, value in model.state_dict().items() if value is not None
+        }
+
+    def log_probs(self, tokens: list[int], zero_ssm_at: int | None = None, zero_conv_at: int | None = None):
+        """Log-probs after every token: (tokens, vocabulary), float64.
+
+        Args:
+            tokens: Token ids.
+            zero_ssm_at: Position before which every layer's SSM state is replaced by zeros.
+            zero_conv_at: The same for the convolution windows.
+        """
+        w = self.weights
+        x = w["embedding.word_embeddings.weight"][tokens]
+        for i, symbol in enumerate(self.config.layer_pattern):
+            prefix = f"decoder.layers.{i}."
+            if symbol == "M":
+                x = x + self._mamba(self._norm(x, prefix + "norm.weight"), prefix + "mixer.", zero_ssm_at, zero_conv_at)
+            elif symbol == "*":
+                x = x + self._attention(self._norm(x, prefix + "input_layernorm.weight"), prefix + "self_attention.")
+            else:
+                h = self._norm(x, prefix + "pre_mlp_layernorm.weight") @ w[prefix + "mlp.linear_fc1.weight"].T
+                x = x + F.relu(h).square() @ w[prefix + "mlp.linear_fc2.weight"].T
+        logits = self._norm(x, "decoder.final_norm.weight") @ w["output_layer.weight"].T
+        return torch.log_softmax(logits, dim=-1)
+
+    def _norm(self, x, name):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.layernorm_epsilon) * self.weights[name]
+
+    def _attention(self, x, prefix):
+        c, w, n = self.config, self.weights, len(x)
+        per_group = c.num_attention_heads // c.num_query_groups
+        qkv = (x @ w[prefix + "linear_qkv.weight"].T).view(n, c.num_query_groups, per_group + 2, c.kv_channels)
+        q, k, v = qkv[:, :, :per_group], qkv[:, :, per_group], qkv[:, :, per_group + 1]
+        scores = torch.einsum("tgqd,sgd->gqts", q, k) * c.kv_channels**-0.5
+        scores.masked_fill_(torch.ones(n, n, dtype=torch.bool).triu(1), float("-inf"))
+        out = torch.einsum("gqts,sgd->tgqd", scores.softmax(-1), v).reshape(n, -1)
+        return out @ w[prefix + "linear_proj.weight"].T
+
+    def _mamba(self, x, prefix, zero_ssm_at, zero_conv_at):
+        c = self.config
+        w = {name.removeprefix(prefix): value for name, value in self.weights.items() if name.startswith(prefix)}
+        heads, dim, groups, state_dim = c.mamba_num_heads, c.mamba_head_dim, c.mamba_num_groups, c.mamba_state_dim
+        inner, shared = heads * dim, groups * state_dim
+        z, xbc, dt = (x @ w["in_proj.weight"].T).split([inner, inner + 2 * shared, heads], dim=-1)
+        dt = F.softplus(dt + w["dt_bias"])
+        decay = torch.exp(-torch.exp(w["A_log"]) * dt)
+        window = torch.zeros(xbc.shape[1], c.d_conv, dtype=torch.float64)
+        state = torch.zeros(heads, dim, state_dim, dtype=torch.float64)
+        taps, rows = w["conv1d_weight"].squeeze(1), []
+        for t in range(len(x)):
+            if t == zero_conv_at:
+                window = torch.zeros_like(window)
+            if t == zero_ssm_at:
+                state = torch.zeros_like(state)
+            window = torch.cat([window[:, 1:], xbc[t, :, None]], dim=1)
+            x_t, b_t, c_t = F.silu((window * taps).sum(-1) + w["conv1d_bias"]).split([inner, shared, shared])
+            x_t = x_t.view(heads, dim)
+            b_t = b_t.view(groups, state_dim).repeat_interleave(heads // groups, 0)
+            c_t = c_t.view(groups, state_dim).repeat_interleave(heads // groups, 0)
+            state = decay[t, :, None, None] * state + (dt[t, :, None] * x_t)[:, :, None] * b_t[:, None, :]
+            rows.append(((state * c_t[:, None, :]).sum(-1) + w["D"][:, None] * x_t).reshape(-1))
+        y = (torch.stack(rows) * F.silu(z)).view(len(x), groups, -1)
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5)
+        return (y.reshape(len(x), -1) * w["norm.weight"]) @ w["out_proj.weight"].T
