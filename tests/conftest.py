@@ -22,10 +22,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def platform():
-    """The running platform, tp=1 and pp=1."""
+    """The host platform, tp=1 and pp=1, also where there is a GPU: tests marked ``gpu`` start processes of their own."""
     from megatron_hybrid_prefix.platform import ensure_platform
 
-    return ensure_platform()
+    return ensure_platform(device="cpu")
 
 
 @pytest.fixture(scope="session")

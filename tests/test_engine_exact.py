@@ -94,3 +94,8 @@ def test_a_model_without_attention_is_refused():
     with pytest.raises(ValueError, match="no attention layer"):
         get_preset("tiny", layer_pattern="M-M-")
     assert isinstance(get_preset("tiny"), HybridModelConfig)
+
+
+def test_cuda_graphs_without_a_gpu_are_refused_in_one_line(platform):
+    with pytest.raises(ValueError, match="cuda_graph_impl='local' needs a CUDA device"):
+        build_hybrid_model("tiny", platform=platform, cuda_graph_impl="local")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_hybrid_prefix.config import HybridPrefixConfig
+from megatron_hybrid_prefix.platform import running_platform
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer, Tokenizer
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ def build_engine(
 
     if prefix is not None:
         raise NotImplementedError("the prefix cache is not built yet: pass prefix=None")
+    platform = running_platform()
+    if platform is not None:
+        platform.check_cuda_graphs(model.config.cuda_graph_impl)
     vocab_size = get_attr_wrapped_model(model, "vocab_size")
     inference_config = _inference_config(model, inference_config_fields)
     context = DynamicInferenceContext(model_config=model.config, inference_config=inference_config)

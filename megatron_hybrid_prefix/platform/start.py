@@ -57,6 +57,18 @@ class Platform:
         """Whether models are built with Transformer Engine's layers."""
         return self.layers == "Transformer Engine"
 
+    def check_cuda_graphs(self, cuda_graph_impl: str) -> None:
+        """Raise ValueError, in one line, if this platform cannot capture the engine's CUDA graphs."""
+        if cuda_graph_impl == "none":
+            return
+        if self.device.type != "cuda":
+            raise ValueError(f"cuda_graph_impl={cuda_graph_impl!r} needs a CUDA device")
+        if self.attention.startswith("gather"):
+            raise ValueError(
+                f"cuda_graph_impl={cuda_graph_impl!r} needs flash-attention (4, 3 or 2): "
+                f"attention by {self.attention} cannot be captured"
+            )
+
     def describe(self) -> str:
         """One line for the start of a run."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
@@ -181,8 +193,7 @@ def _replace_what_is_missing(use_cuda: bool) -> tuple[str, str, str]:
         mamba = "Triton" + (" (no compiled extensions)" if missing else "")
         if upstream_attention.HAVE_FA4:
             attention = "FA4"
-            if torch.cuda.get_device_capability()[0] == 9:
-                rebindings += table.FA4_ON_HOPPER
+            rebindings += table.FA4
         elif upstream_attention.HAVE_FA3:
             attention = "FA3"
         elif upstream_attention.flash_attn_varlen_func is not None:

@@ -84,6 +84,13 @@ HOST_TORCH = (
 )
 
 
+def _there(original: Any) -> Any:
+    def _is_cuda(tensor: Any) -> None:
+        assert tensor is not None
+
+    return _is_cuda
+
+
 def _triton(owner: str, name: str, module: str, defined_in: str | None = None) -> Rebinding:
     return Rebinding(
         owner=owner,
@@ -122,6 +129,13 @@ HOST_MEGATRON = (
         name="_set_cuda_rng_state",
         make=lambda original: lambda new_state, device=-1, graph_safe=False: host.set_rng_state(new_state),
         why="sets the generator through torch._C where CUDA is compiled in",
+        same_signature=True,
+    ),
+    Rebinding(
+        owner=f"{CORE}.inference.communication_utils",
+        name="_is_cuda",
+        make=_there,
+        why="pipeline stages assert that the logits they broadcast are on a GPU",
         same_signature=True,
     ),
     _triton(DYNAMIC_CONTEXT, "triton_append_key_value_cache", "kv_append"),
@@ -171,20 +185,20 @@ HOST_ATTENTION = _gathering_attention("attention")
 CUDA_GATHERING_ATTENTION = _gathering_attention("attention_cuda")
 
 
-def _one_split(original: Any) -> Any:
-    def flash_attn4_varlen_func(*args: Any, **kwargs: Any) -> Any:
-        kwargs["num_splits"] = 1
-        return original(*args, **kwargs)
+def _fa4(original: Any) -> Any:
+    import torch
 
-    return flash_attn4_varlen_func
+    from megatron_hybrid_prefix.platform.kernels.attention_cuda import flash_attn4_varlen_func
+
+    return flash_attn4_varlen_func(original, one_split=torch.cuda.get_device_capability()[0] == 9)
 
 
-FA4_ON_HOPPER = (
+FA4 = (
     Rebinding(
         owner=ATTENTION,
         name="flash_attn4_varlen_func",
-        make=_one_split,
-        why="FA4 raises 'SplitKV not supported on SM 9.0' unless called with num_splits=1",
+        make=_fa4,
+        why="FA4 raises 'SplitKV not supported on SM 9.0' unless called with num_splits=1, and takes no float32",
     ),
 )
 

@@ -8,6 +8,7 @@ Only causal attention without a window and without log-sum-exp is offered, the c
 
 import torch
 
+from . import attention
 from .attention import check_unused, window_of
 
 
@@ -35,7 +36,7 @@ def paged_varlen_attention_cuda(q, k, v, cu_seqlens_q, lengths, max_seqlen_q, so
     """Causal attention of packed queries over a paged cache.
 
     Args:
-        q: (total_q, heads, head_dim), float16 or bfloat16, CUDA.
+        q: (total_q, heads, head_dim), CUDA; float32, which no fused kernel takes, is computed request by request.
         k: (blocks, block_size_tokens, kv_heads, head_dim).
         v: as k.
         cu_seqlens_q: (requests + 1,), integer.
@@ -53,12 +54,26 @@ def paged_varlen_attention_cuda(q, k, v, cu_seqlens_q, lengths, max_seqlen_q, so
     if max_seqlen_k == 0 or q.shape[0] == 0:
         return torch.zeros_like(q)
     cu_seqlens_q = cu_seqlens_q.to(torch.int32)
+    cu_seqlens_k = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return attention.flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            softmax_scale=softmax_scale,
+            causal=True,
+            block_table=block_table,
+        )
     out = varlen_attn(
         q.contiguous(),
         _gather_packed(k, block_table, lengths, q.shape[1]),
         _gather_packed(v, block_table, lengths, q.shape[1]),
         cu_seqlens_q,
-        torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
+        cu_seqlens_k,
         max(1, int(max_seqlen_q)),
         max_seqlen_k,
         scale=softmax_scale,
@@ -164,3 +179,36 @@ def flash_attn_with_kvcache(
         q.reshape(-1, heads, head_dim), k_cache, v_cache, cu_seqlens_q, lengths, steps, softmax_scale, block_table
     )
     return out.view(q.shape)
+
+
+def flash_attn4_varlen_func(original, one_split):
+    """FA4's entry point with two gaps closed: Hopper takes no split KV, and float32 goes to the gathering attention.
+
+    Args:
+        original: ``flash_attn.cute.flash_attn_varlen_func``.
+        one_split: Call it with ``num_splits=1`` whatever upstream asks for.
+
+    Returns:
+        A function of the same arguments; (output, log-sum-exp or None).
+    """
+
+    def call(q, k, v, **kwargs):
+        if q.dtype in (torch.float16, torch.bfloat16):
+            if one_split:
+                kwargs["num_splits"] = 1
+            return original(q, k, v, **kwargs)
+        _check_causal("float32 attention", kwargs["causal"], kwargs["window_size"])
+        lengths = kwargs["seqused_k"].long()
+        out = paged_varlen_attention_cuda(
+            q,
+            k,
+            v,
+            kwargs["cu_seqlens_q"],
+            lengths,
+            kwargs["max_seqlen_q"],
+            kwargs["softmax_scale"],
+            kwargs["page_table"],
+        )
+        return out, None
+
+    return call
