@@ -31,7 +31,7 @@ def build_hybrid_model(
         **overrides: Fields of megatron's ``TransformerConfig``, such as ``cuda_graph_impl="local"``.
 
     Returns:
-        The model in ``eval`` mode on the platform's device.
+        The model in ``eval`` mode on the platform's device; its dimensions are ``model.hybrid_config``.
 
     Raises:
         ValueError: Unknown preset, or dimensions that this tp/pp cannot shard.
@@ -39,6 +39,7 @@ def build_hybrid_model(
     config = get_preset(preset_or_config) if isinstance(preset_or_config, str) else preset_or_config
     if platform is None:
         platform = running_platform() or ensure_platform()
+    platform.check_cuda_graphs(overrides.get("cuda_graph_impl", "none"))
     staged_pattern = config.check_parallel(tp=platform.tp, pp=platform.pp)
 
     from megatron.core import parallel_state
@@ -57,6 +58,7 @@ def build_hybrid_model(
         position_embedding_type="none" if config.rotary_base is None else "rope",
         rotary_base=config.rotary_base or 10000,
     )
+    model.hybrid_config = config
     model.requires_grad_(False)
     model.to(platform.device)
     initialise_weights(model, config, seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,32 +26,62 @@ def initialise_weights(model: Any, config: HybridModelConfig, seed: int) -> None
     """
     from megatron.core import parallel_state
 
-    tp, tp_rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
-    # HybridModel numbers layers from 1 over all stages; module names count from 0 on each stage.
-    layer_offset = model.decoder.layers[0].layer_number - 1
-    for name, parameter in model.named_parameters():
-        global_name = re.sub(
-            r"(?<=decoder\.layers\.)\d+", lambda match: str(int(match.group()) + layer_offset), name, count=1
-        )
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    for name, parameter in parameters_by_global_name(model):
         components = _components(name, parameter, config, tp)
-        full_rows = sum(components) * tp if components else 0
         shape = list(parameter.shape)
-        dim = getattr(parameter, "partition_dim", -1)
         if components:
-            shape[dim] = full_rows
-        digest = hashlib.blake2b(f"{seed}:{global_name}".encode(), digest_size=7).digest()
+            shape[parameter.partition_dim] = sum(components) * tp
+        digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
         generator = torch.Generator(device=parameter.device)
         generator.manual_seed(int.from_bytes(digest, "big"))
         full = torch.empty(shape, dtype=torch.float32, device=parameter.device)
         _draw(name, full, config, generator, components, tp)
-        if components:
-            shards = []
-            start = 0
-            for rows in components:
-                shards.append(full.narrow(dim, start + tp_rank * rows, rows))
-                start += rows * tp
-            full = torch.cat(shards, dim=dim)
-        parameter.copy_(full)
+        parameter.copy_(shard_for_this_rank(full, name, parameter, config))
+    mark_decode_caches_stale(model)
+
+
+def parameters_by_global_name(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """This rank's parameters, their layers counted from 0 over all pipeline stages."""
+    # HybridModel numbers layers from 1 over all stages; module names count from 0 on each stage.
+    layer_offset = model.decoder.layers[0].layer_number - 1
+    for name, parameter in model.named_parameters():
+        yield (
+            re.sub(r"(?<=decoder\.layers\.)\d+", lambda match: str(int(match.group()) + layer_offset), name, count=1),
+            parameter,
+        )
+
+
+def shard_for_this_rank(
+    full: torch.Tensor, name: str, parameter: torch.nn.Parameter, config: HybridModelConfig
+) -> torch.Tensor:
+    """What this tensor-parallel rank holds of ``full``, the parameter ``name`` of the unsharded model.
+
+    Args:
+        full: The unsharded parameter.
+        name: Its name.
+        parameter: This rank's parameter, which says how it is partitioned.
+        config: The whole model's dimensions.
+
+    Returns:
+        A tensor of ``parameter``'s shape; ``full`` itself where nothing is partitioned.
+    """
+    from megatron.core import parallel_state
+
+    tp, tp_rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    components = _components(name, parameter, config, tp)
+    if not components:
+        return full
+    shards = []
+    start = 0
+    for rows in components:
+        shards.append(full.narrow(parameter.partition_dim, start + tp_rank * rows, rows))
+        start += rows * tp
+    return torch.cat(shards, dim=parameter.partition_dim)
+
+
+def mark_decode_caches_stale(model: Any) -> None:
+    """Tell every Mamba mixer that its decode copy of A is of other weights. To be called after writing weights."""
     for module in model.modules():
         if hasattr(module, "_A_neg_exp_cache_stale"):
             module._A_neg_exp_cache_stale = True

@@ -1,0 +1,475 @@
+"""The prefix cache of a hybrid model. START HERE: the methods are the way of a prompt, top to bottom.
+
+    match -> admit -> plan -> (the engine runs the forward) -> publish or abandon -> append (decode) -> release
+
+It decides on numbers only: token counts, KV block ids, slot ids. The engine does what it says, and a trace replay
+runs this same file without one. It owns the KV blocks (which are free, held, cached) and the checkpoint slots.
+
+Pressure never raises: `admit`, `grow` and `allocate_blocks` return None when even eviction does not help, a checkpoint
+without a slot is skipped and counted. ValueError is a caller's mistake, CacheCorruptionError a broken invariant.
+
+Longer than 400 lines because every entry point of the engine is here, in order; half of it is docstrings. What is
+cached and how room is made is in `index/store.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from megatron_hybrid_prefix.errors import CacheCorruptionError
+from megatron_hybrid_prefix.index.blocks import KVBlocks
+from megatron_hybrid_prefix.index.integrity import check_integrity
+from megatron_hybrid_prefix.index.keys import KeyChain, KeyMaker, Tokens
+from megatron_hybrid_prefix.index.matcher import Match, match_prefix
+from megatron_hybrid_prefix.index.requests import Admission, LiveRequest, PlannedCheckpoint, StepPlan
+from megatron_hybrid_prefix.index.store import PrefixStore
+from megatron_hybrid_prefix.index.tree import Node
+from megatron_hybrid_prefix.metrics import PrefixStats
+from megatron_hybrid_prefix.policy.boundaries import Boundary, boundaries_in_span, prompt_boundaries
+from megatron_hybrid_prefix.policy.eviction import make_eviction_policy
+from megatron_hybrid_prefix.pool.slots import SlotPool
+
+
+class HybridPrefixCache:
+    """What is cached, who uses it, what is kept and what goes.
+
+    Args:
+        block_tokens: Tokens of a KV block.
+        kv_blocks: KV blocks, ids 0 .. kv_blocks - 1 (megatron's dummy block not counted).
+        state_slots: Checkpoint slots; 0 keeps nothing.
+        first_state_slot: Id of the first one; ids below are the live slots of the engine.
+        epoch: Weights epoch at the start.
+        secret: Key of the block digests; random by default. Give all ranks one if keys shall be comparable.
+        eviction_policy: Which checkpoint goes first: "lru".
+        min_computed_tokens: Tokens of a prompt that are computed even if all of it is cached.
+        bytes_budget: Bytes of all checkpoint slots, for the statistics.
+
+    Raises:
+        ValueError: A number is out of range, or there is no such policy.
+    """
+
+    def __init__(
+        self,
+        *,
+        block_tokens: int,
+        kv_blocks: int,
+        state_slots: int,
+        first_state_slot: int = 0,
+        epoch: int = 0,
+        secret: bytes | None = None,
+        eviction_policy: str = "lru",
+        min_computed_tokens: int = 1,
+        bytes_budget: int = 0,
+    ) -> None:
+        if min_computed_tokens < 1:
+            raise ValueError(f"min_computed_tokens={min_computed_tokens}: must be 1 or more")
+        self.block_tokens = block_tokens
+        self.min_computed_tokens = min_computed_tokens
+        self.epoch = epoch
+        self._keys = KeyMaker(block_tokens, secret)
+        self._stats = PrefixStats(bytes_budget=bytes_budget)
+        self._blocks = KVBlocks(kv_blocks)
+        self._slots = SlotPool(state_slots, first_state_slot)
+        self._store = PrefixStore(self._blocks, self._slots, make_eviction_policy(eviction_policy, Node), self._stats)
+        self._live: dict[int, LiveRequest] = {}
+        self._in_flight: dict[int, LiveRequest] = {}  # by plan id; outlives a release
+        self._writing: set[bytes] = set()  # keys whose state a forward in flight writes
+        self._loose: set[int] = set()  # blocks given out to nobody in particular
+        self._next_plan_id = 0
+
+    # -- 1. key, 2. match (read-only) ----------------------------------------------------------------------------------
+
+    def chain(self, tokens: Tokens = (), *, salt: str | None = None, adapter: str | None = None) -> KeyChain:
+        """Keys of a prompt under the present weights; make it once, when the request arrives.
+
+        Args:
+            tokens: The prompt: int64 in a buffer, or ints.
+            salt: Requests with different ones share nothing (``cache_salt``).
+            adapter: Name of the adapter it runs with.
+        """
+        return self._keys.chain(tokens, salt=salt, adapter=adapter, epoch=self.epoch)
+
+    def match(self, chain: KeyChain, *, read: bool = True, max_resume_tokens: int | None = None) -> Match:
+        """What of the prompt is cached. Changes nothing; a chain of another weights epoch matches nothing.
+
+        Args:
+            chain: Keys of the prompt.
+            read: False: the request does not want to reuse anything.
+            max_resume_tokens: Computing has to start here at the latest (prompt log-probs are wanted from there on).
+        """
+        if len(chain.keys) != chain.tokens // self.block_tokens:
+            raise ValueError(f"{len(chain.keys)} keys for {chain.tokens} tokens in blocks of {self.block_tokens}")
+        limit_tokens = chain.tokens - self.min_computed_tokens
+        if max_resume_tokens is not None:
+            limit_tokens = min(limit_tokens, max_resume_tokens)
+        return self._match(chain, limit_tokens, read)
+
+    # -- 3. admit ------------------------------------------------------------------------------------------------------
+
+    def can_admit(self, match: Match, *, length_tokens: int | None = None) -> bool:
+        """Whether `admit` would succeed now. Changes nothing."""
+        match = self._fresh(match)
+        own_blocks = self._blocks_for(match.chain.tokens if length_tokens is None else length_tokens) - len(match.path)
+        return own_blocks <= self._blocks.available_blocks - self._blocks.unheld(match.path)
+
+    def admit(
+        self, request_id: int, match: Match, *, length_tokens: int | None = None, write: bool = True
+    ) -> Admission | None:
+        """Takes all that the request needs, or nothing at all: shared blocks, the source state, own blocks.
+
+        A match that is out of date is made again, at the same limit.
+
+        Args:
+            request_id: Of no live request.
+            match: From `match`.
+            length_tokens: Own blocks are given up to here (the end of the first chunk); by default the whole prompt.
+            write: False: nothing that the request computes is cached.
+
+        Returns:
+            None when there are not enough KV blocks, evictable ones included.
+        """
+        if request_id in self._live:
+            raise ValueError(f"request {request_id} is live already")
+        expected, match = match, self._fresh(match)
+        chain, shared = match.chain, len(match.path)
+        own_blocks = max(0, self._blocks_for(chain.tokens if length_tokens is None else length_tokens) - shared)
+        if own_blocks > self._blocks.available_blocks - self._blocks.unheld(match.path):
+            return None
+        if match.resume_tokens < expected.resume_tokens:
+            self._stats.count_fallback("stale_match")
+        # Held before anything is allocated: allocating may evict, and must not evict what this request shares.
+        block_ids = self._blocks.share(match.path)
+        if match.source_slot is not None:
+            self._slots.pin(match.source_slot)
+            self._store.eviction.used(match.path[-1])
+        block_ids += self._store.take_blocks(own_blocks)
+        write = write and chain.epoch == self.epoch
+        live = self._live[request_id] = LiveRequest(
+            request_id=request_id,
+            chain=chain.copy(),
+            prompt_tokens=chain.tokens,
+            write=write,
+            block_ids=block_ids,
+            path=list(match.path),
+            boundaries=self._boundaries(match) if write and self._slots.total_slots else (),
+            computed_tokens=match.resume_tokens,
+            planned_tokens=match.resume_tokens,
+            pinned_slot=match.source_slot,
+        )
+        self._stats.prompt_tokens += chain.tokens
+        self._stats.reused_tokens += match.resume_tokens
+        self._stats.reused_tokens_device += match.resume_tokens
+        self._stats.lost_tokens_no_state += match.lost_tokens_no_state
+        return Admission(
+            request_id=request_id,
+            block_ids=tuple(block_ids),
+            shared_blocks=shared,
+            resume_tokens=match.resume_tokens,
+            source_slot=match.source_slot,
+            lost_tokens_no_state=match.lost_tokens_no_state,
+            boundaries=live.boundaries,
+        )
+
+    def grow(self, request_id: int, length_tokens: int) -> list[int] | None:
+        """Own blocks so that the request's KV can reach ``length_tokens``.
+
+        Returns:
+            The new block ids, maybe none; None (and nothing changed) when there are not enough.
+        """
+        live = self._request(request_id)
+        count = self._blocks_for(length_tokens) - len(live.block_ids)
+        if count > self._blocks.available_blocks:
+            return None
+        block_ids = self._store.take_blocks(max(0, count))
+        live.block_ids += block_ids
+        return block_ids
+
+    # -- 4. plan, 5. (the engine runs), 6. publish ---------------------------------------------------------------------
+
+    def plan(self, request_id: int, start_tokens: int, end_tokens: int) -> StepPlan:
+        """The request computes positions [start, end) in this step: where it starts from, what it writes.
+
+        Slots are reserved for the wanted boundaries in (start, end], evicting if need be. Whatever the outcome of the
+        forward, the plan has to be handed to `publish` or `abandon`.
+
+        Raises:
+            ValueError: The span is empty, or does not go on where the last one ended.
+        """
+        live = self._request(request_id)
+        if start_tokens != live.planned_tokens or end_tokens <= start_tokens:
+            raise ValueError(
+                f"request {request_id}: span [{start_tokens}, {end_tokens}), next is {live.planned_tokens}"
+            )
+        plan = StepPlan(
+            plan_id=self._next_plan_id,
+            request_id=request_id,
+            start_tokens=start_tokens,
+            end_tokens=end_tokens,
+            source_slot=live.pinned_slot if not live.plans else None,
+            checkpoints=self._reserve(live, start_tokens, end_tokens) if live.write else (),
+        )
+        self._next_plan_id += 1
+        live.planned_tokens = end_tokens
+        live.plans[plan.plan_id] = plan
+        self._in_flight[plan.plan_id] = live
+        return plan
+
+    def publish(self, plan: StepPlan) -> None:
+        """The plan's forward succeeded: its full blocks and its checkpoints become matchable, its source is unpinned.
+
+        Nothing becomes matchable when the weights changed since admission, or when an earlier step of the request was
+        abandoned.
+        """
+        live = self._in_flight.get(plan.plan_id)
+        if live is None:
+            return  # the cache was reset meanwhile
+        if live.computed_tokens != plan.start_tokens:
+            self._settle(live, plan, kept=False)
+            return
+        live.computed_tokens = plan.end_tokens
+        self._unpin(live)
+        self._stats.computed_prompt_tokens += max(0, min(plan.end_tokens, live.prompt_tokens) - plan.start_tokens)
+        if live.write:
+            self._register(live)
+        elif plan.checkpoints:
+            self._stats.count_fallback("epoch_changed")
+        self._settle(live, plan, kept=live.write)
+
+    def abandon(self, plan: StepPlan, reason: str = "forward_failed") -> None:
+        """The plan's forward failed or did not run: reserved slots are free again, nothing becomes matchable.
+
+        The request stays where it was, and a first forward can be planned again from the same source. A live slot
+        that a failed forward may have overwritten is the engine's to judge: release, and admit again.
+        """
+        live = self._in_flight.get(plan.plan_id)
+        if live is not None:
+            self._stats.count_fallback(reason)
+            self._settle(live, plan, kept=False)
+
+    # -- 7. decode -----------------------------------------------------------------------------------------------------
+
+    def append(self, request_id: int, tokens: Tokens, *, computed_tokens: int | None = None) -> None:
+        """The request's sequence goes on with ``tokens`` (sampled and accepted); blocks now full become matchable.
+
+        Call it for every token, or for many at once: it only matters where a block is filled.
+
+        Args:
+            request_id: A live request whose prompt is computed.
+            tokens: What follows the tokens known so far.
+            computed_tokens: Tokens whose KV a finished forward wrote; by default all but the last.
+        """
+        live = self._request(request_id)
+        if not live.write:
+            return
+        live.chain.extend(tokens)
+        computed = live.chain.tokens - 1 if computed_tokens is None else computed_tokens
+        if not live.plans and live.computed_tokens < computed <= live.chain.tokens:
+            live.computed_tokens = live.planned_tokens = computed
+            self._register(live)
+
+    # -- 8. release, evict ---------------------------------------------------------------------------------------------
+
+    def release(self, request_id: int) -> bool:
+        """The request is finished, aborted or preempted: all that it holds is let go; what is keyed stays cached.
+
+        With a plan in flight this happens when the last one is settled; the id is free at once.
+
+        Returns:
+            Whether there was such a request.
+        """
+        live = self._live.pop(request_id, None)
+        if live is None:
+            return False
+        live.released = True
+        if not live.plans:
+            self._let_go(live)
+        return True
+
+    def invalidate(self, epoch: int | None = None) -> None:
+        """The weights changed: nothing of before is ever matched, and live requests cache nothing more.
+
+        Args:
+            epoch: Of the new weights, by default the next number; nothing happens when it is the present one.
+        """
+        if epoch == self.epoch:
+            return
+        self.epoch = self.epoch + 1 if epoch is None else epoch
+        for live in self._all_requests():
+            live.write = False
+            live.path.clear()  # its blocks stay with it, without keys
+        self._writing.clear()
+        self._store.forget()
+
+    def reset(self) -> None:
+        """Forgets everything but the counters: requests, plans in flight, blocks, states."""
+        for live in self._all_requests():
+            live.plans.clear()
+        self._live.clear()
+        self._in_flight.clear()
+        self._writing.clear()
+        self._loose.clear()
+        self._store.reset()
+
+    # -- KV blocks by id, for megatron's allocator, which does not say for whom -----------------------------------------
+
+    def allocate_blocks(self, count: int) -> list[int] | None:
+        """Blocks for the caller, to be attached to a request or freed; None when there are not enough."""
+        if count > self._blocks.available_blocks:
+            return None
+        block_ids = self._store.take_blocks(count)
+        self._loose.update(block_ids)
+        return block_ids
+
+    def attach_blocks(self, request_id: int, block_ids: Iterable[int]) -> None:
+        """Blocks from `allocate_blocks` become the next blocks of a request."""
+        live = self._request(request_id)
+        for block_id in block_ids:
+            if block_id not in self._loose:
+                raise CacheCorruptionError(f"block {block_id} was not given out, or belongs to a request already")
+            self._loose.remove(block_id)
+            live.block_ids.append(block_id)
+
+    def free_blocks(self, block_ids: Sequence[int]) -> None:
+        """Gives back blocks that were not attached, or the last, unkeyed block of a request (a rewind). Free at once."""
+        for block_id in block_ids:
+            if block_id in self._loose:
+                self._loose.remove(block_id)
+            else:
+                self._cut_last_block(block_id)
+            self._blocks.release((block_id,))
+
+    @property
+    def available_blocks(self) -> int:
+        """KV blocks that can be had now: free ones, and cached ones that nobody holds."""
+        return self._blocks.available_blocks
+
+    @property
+    def free_kv_blocks(self) -> int:
+        """KV blocks that hold nothing."""
+        return self._blocks.free_blocks
+
+    def block_holders(self, block_id: int) -> int:
+        """How many live requests hold a KV block."""
+        return self._blocks.holders(block_id)
+
+    # -- what is going on ----------------------------------------------------------------------------------------------
+
+    def is_live(self, request_id: int) -> bool:
+        """Whether the request is admitted and not released."""
+        return request_id in self._live
+
+    def block_ids(self, request_id: int) -> tuple[int, ...]:
+        """KV blocks of a live request, front first."""
+        return tuple(self._request(request_id).block_ids)
+
+    def stats(self) -> PrefixStats:
+        """A snapshot."""
+        stats = self._stats.copy()
+        stats.slots_total = self._slots.total_slots
+        stats.slots_used = self._slots.used_slots
+        return stats
+
+    def check_integrity(self) -> None:
+        """Raises CacheCorruptionError if an invariant does not hold; O(everything), for tests and debugging."""
+        check_integrity(
+            tree=self._store.tree,
+            blocks=self._blocks,
+            slots=self._slots,
+            ranked_states=list(self._store.eviction),
+            requests=self._all_requests(),
+            loose_blocks=self._loose,
+            writing=self._writing,
+            block_tokens=self.block_tokens,
+            epoch=self.epoch,
+        )
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _match(self, chain: KeyChain, limit_tokens: int, read: bool) -> Match:
+        read = read and chain.epoch == self.epoch
+        return match_prefix(
+            self._store.tree, chain, block_tokens=self.block_tokens, limit_tokens=limit_tokens, read=read
+        )
+
+    def _fresh(self, match: Match) -> Match:
+        if match.version == self._store.tree.version and match.prompt_tokens == match.chain.tokens:
+            return match
+        return self._match(match.chain, match.limit_tokens, match.read)
+
+    def _boundaries(self, match: Match) -> tuple[Boundary, ...]:
+        return prompt_boundaries(
+            prompt_tokens=match.chain.tokens,
+            block_tokens=self.block_tokens,
+            resume_tokens=match.resume_tokens,
+            kv_depth_blocks=match.kv_depth_blocks,
+            min_computed_tokens=self.min_computed_tokens,
+        )
+
+    def _reserve(self, live: LiveRequest, start_tokens: int, end_tokens: int) -> tuple[PlannedCheckpoint, ...]:
+        """Slots for the boundaries that the span reaches, the most wanted first while there are any."""
+        planned: list[PlannedCheckpoint] = []
+        wanted = boundaries_in_span(live.boundaries, start_tokens, end_tokens)
+        for position_tokens, reason in sorted(wanted, key=lambda boundary: boundary.reason):
+            key = live.chain.keys[position_tokens // self.block_tokens - 1]
+            if key in self._writing or self._store.has_state(key):
+                continue  # another forward of this step is writing it, or it is kept already
+            slot = self._store.take_slot()
+            if slot is None:
+                self._stats.checkpoints_skipped += 1
+                continue
+            self._writing.add(key)
+            planned.append(PlannedCheckpoint(position_tokens=position_tokens, slot=slot, reason=reason))
+        planned.sort(key=lambda checkpoint: checkpoint.position_tokens)
+        return tuple(planned)
+
+    def _register(self, live: LiveRequest) -> None:
+        full_blocks = min(live.computed_tokens // self.block_tokens, len(live.chain.keys), len(live.block_ids))
+        self._store.register(live, full_blocks)
+
+    def _settle(self, live: LiveRequest, plan: StepPlan, *, kept: bool) -> None:
+        """The plan is over: its states are published if they shall be ``kept``, else their slots are free."""
+        for checkpoint in plan.checkpoints:
+            depth_blocks = checkpoint.position_tokens // self.block_tokens
+            if live.write:  # else the weights changed, and the key may mean another forward
+                self._writing.discard(live.chain.keys[depth_blocks - 1])
+            if kept and depth_blocks <= len(live.path):
+                self._store.publish_state(live.path[depth_blocks - 1], checkpoint.slot, checkpoint.reason)
+            else:
+                self._slots.abandon(checkpoint.slot)
+        del live.plans[plan.plan_id]
+        del self._in_flight[plan.plan_id]
+        if not live.plans:
+            live.planned_tokens = live.computed_tokens
+            if live.released:
+                self._let_go(live)
+
+    def _let_go(self, live: LiveRequest) -> None:
+        self._unpin(live)
+        self._blocks.release(live.block_ids, live.path)
+
+    def _unpin(self, live: LiveRequest) -> None:
+        if live.pinned_slot is not None:
+            self._slots.unpin(live.pinned_slot)
+            live.pinned_slot = None
+
+    def _cut_last_block(self, block_id: int) -> None:
+        # Rare (a rewind of speculative tokens over a block's edge), so a walk over the live requests will do.
+        for live in self._live.values():
+            if len(live.block_ids) > len(live.path) and live.block_ids[-1] == block_id:
+                live.block_ids.pop()
+                return
+        raise CacheCorruptionError(f"block {block_id} is neither unattached nor the last block of a request")
+
+    def _request(self, request_id: int) -> LiveRequest:
+        live = self._live.get(request_id)
+        if live is None:
+            raise ValueError(f"request {request_id} is not live")
+        return live
+
+    def _all_requests(self) -> list[LiveRequest]:
+        """Live ones, and released ones with a plan in flight."""
+        released = {id(live): live for live in self._in_flight.values() if live.released}
+        return [*self._live.values(), *released.values()]
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_tokens)

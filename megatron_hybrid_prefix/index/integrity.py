@@ -1,0 +1,119 @@
+"""`check_integrity`: the invariants of the design, each checked the slow and obvious way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from megatron_hybrid_prefix.errors import CacheCorruptionError
+from megatron_hybrid_prefix.index.blocks import KVBlocks
+from megatron_hybrid_prefix.index.requests import LiveRequest
+from megatron_hybrid_prefix.index.tree import NO_SLOT, Node, PrefixTree
+from megatron_hybrid_prefix.pool.slots import SlotPool, SlotState
+
+
+def check_integrity(
+    *,
+    tree: PrefixTree,
+    blocks: KVBlocks,
+    slots: SlotPool,
+    ranked_states: Sequence[Node],
+    requests: Sequence[LiveRequest],
+    loose_blocks: Collection[int],
+    writing: Collection[bytes],
+    block_tokens: int,
+    epoch: int,
+) -> None:
+    """Raises CacheCorruptionError, saying which, if an invariant does not hold.
+
+    Args:
+        tree: What is cached.
+        blocks: Who holds which KV block.
+        slots: Who owns which slot.
+        ranked_states: Nodes that the eviction policy knows.
+        requests: Live ones, and released ones with a plan in flight.
+        loose_blocks: Blocks given out to nobody in particular.
+        writing: Keys whose state a forward in flight writes.
+        block_tokens: Tokens of a block.
+        epoch: The present weights epoch.
+    """
+    blocks.check()
+    slots.check()
+    _check_tree(tree, blocks)
+    _check_requests(tree, blocks, requests, block_tokens, epoch)
+    _check_holders(blocks, requests, loose_blocks)
+    _check_slots(tree, slots, ranked_states, requests)
+    planned = [
+        live.chain.keys[checkpoint.position_tokens // block_tokens - 1]
+        for live in requests
+        if live.write
+        for plan in live.plans.values()
+        for checkpoint in plan.checkpoints
+    ]
+    _expect(sorted(planned) == sorted(writing), "the states being written and the plans in flight differ")
+
+
+def _expect(holds: bool, what: str) -> None:
+    if not holds:
+        raise CacheCorruptionError(what)
+
+
+def _check_tree(tree: PrefixTree, blocks: KVBlocks) -> None:
+    children = Counter(node.parent for node in tree)
+    for node in tree:
+        _expect(tree.get(node.key) is node, f"{node} is not found by its key")
+        _expect(blocks.node(node.block_id) is node, f"{node}: its block belongs to {blocks.node(node.block_id)}")
+        _expect(node.children == children[node], f"{node} counts {node.children} children, has {children[node]}")
+        _expect((node.slot == NO_SLOT) == (node.reason is None), f"{node}: reason {node.reason}")
+        parent = node.parent
+        _expect(node.depth_blocks == (parent.depth_blocks if parent else 0) + 1, f"{node} under {parent}")
+        if parent is not None:
+            _expect(tree.get(parent.key) is parent, f"{node}: its parent is gone")
+            held = blocks.holders(node.block_id) > 0
+            _expect(not held or blocks.holders(parent.block_id) > 0, f"{node} is held, its parent is not")
+    keyed = sum(blocks.node(block_id) is not None for block_id in range(blocks.total_blocks))
+    _expect(keyed == len(tree), f"{keyed} keyed blocks, {len(tree)} nodes")
+
+
+def _check_requests(
+    tree: PrefixTree, blocks: KVBlocks, requests: Sequence[LiveRequest], block_tokens: int, epoch: int
+) -> None:
+    for live in requests:
+        name = f"request {live.request_id}"
+        full_blocks = len(live.chain.keys)
+        _expect(len(set(live.block_ids)) == len(live.block_ids), f"{name} holds a block twice")
+        _expect(len(live.path) <= min(len(live.block_ids), full_blocks), f"{name}: path longer than its blocks")
+        _expect(len(live.path) * block_tokens <= live.computed_tokens, f"{name} registered what it has not computed")
+        _expect(not live.write or live.chain.epoch == epoch, f"{name} may write under other weights")
+        _expect(live.computed_tokens <= live.planned_tokens, f"{name}: computed more than planned")
+        _expect(not live.released or bool(live.plans), f"{name} is released and still there")
+        if live.pinned_slot is not None and live.path:  # no path: the weights changed
+            source = live.path[-1]
+            _expect(source.slot == live.pinned_slot, f"{name}: its source {live.pinned_slot} was evicted from {source}")
+        for index, node in enumerate(live.path):
+            _expect(tree.get(node.key) is node, f"{name}: {node} on its path is gone")
+            _expect(node.key == live.chain.keys[index], f"{name}: {node} is not of its tokens")
+            own = live.block_ids[index]
+            _expect(node.block_id == own or blocks.is_spare(node, own), f"{name}: block {own} is not that of {node}")
+
+
+def _check_holders(blocks: KVBlocks, requests: Sequence[LiveRequest], loose_blocks: Collection[int]) -> None:
+    holders = Counter(block_id for live in requests for block_id in live.block_ids)
+    holders.update(loose_blocks)
+    for block_id in range(blocks.total_blocks):
+        counted = blocks.holders(block_id)
+        _expect(counted == holders[block_id], f"block {block_id} counts {counted} holders, has {holders[block_id]}")
+
+
+def _check_slots(
+    tree: PrefixTree, slots: SlotPool, ranked_states: Sequence[Node], requests: Sequence[LiveRequest]
+) -> None:
+    published = [node.slot for node in tree if node.slot != NO_SLOT]
+    _expect(sorted(published) == slots.slots_in(SlotState.PUBLISHED), "published slots and the tree's differ")
+    _expect(Counter(ranked_states) == Counter(node for node in tree if node.slot != NO_SLOT), "the policy lost a state")
+    plans = [plan for live in requests for plan in live.plans.values()]
+    reserved = [checkpoint.slot for plan in plans for checkpoint in plan.checkpoints]
+    _expect(sorted(reserved) == slots.slots_in(SlotState.RESERVED), "reserved slots and the plans' differ")
+    pins = Counter(live.pinned_slot for live in requests if live.pinned_slot is not None)
+    for slot in range(slots.first_slot, slots.first_slot + slots.total_slots):
+        _expect(slots.pins(slot) == pins[slot], f"slot {slot} has {slots.pins(slot)} pins, should have {pins[slot]}")

@@ -1,0 +1,73 @@
+"""The matcher: from keys to one immutable value that says what can be reused. It only reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_hybrid_prefix.index.keys import KeyChain
+from megatron_hybrid_prefix.index.tree import NO_SLOT, Node, PrefixTree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """What of a prompt is cached, and from where it can be resumed.
+
+    Attributes:
+        chain: The prompt's keys.
+        prompt_tokens: The prompt's length when it was matched.
+        limit_tokens: A request may resume here at the latest.
+        read: Whether the cache may be read for this request at all.
+        kv_depth_blocks: Blocks from the front whose KV is resident. Those beyond ``resume_tokens`` are of no use: the
+            request computes them into blocks of its own.
+        path: Nodes of the blocks that the request will share, up to the state it resumes from.
+        resume_tokens: Prompt tokens that need not be computed; ends on a block boundary.
+        source_slot: Slot of the state at ``resume_tokens``; None when that is 0.
+        lost_tokens_no_state: Tokens whose KV is there and that are computed again for want of a state.
+        version: The tree's when it was matched.
+    """
+
+    chain: KeyChain
+    prompt_tokens: int
+    limit_tokens: int
+    read: bool
+    kv_depth_blocks: int
+    path: tuple[Node, ...]
+    resume_tokens: int
+    source_slot: int | None
+    lost_tokens_no_state: int
+    version: int
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """KV blocks that the request will share, front first."""
+        return tuple(node.block_id for node in self.path)
+
+
+def match_prefix(tree: PrefixTree, chain: KeyChain, *, block_tokens: int, limit_tokens: int, read: bool) -> Match:
+    """Matches ``chain``: O(blocks matched).
+
+    Args:
+        tree: What is cached.
+        chain: The prompt's keys.
+        block_tokens: Tokens of a block.
+        limit_tokens: A request may resume here at the latest (so that at least one token is computed).
+        read: False matches nothing.
+    """
+    path = tree.path(chain.keys) if read else []
+    # The deepest state within the limit. Only there can the request resume, and only up to there does it share KV.
+    usable_blocks = min(len(path), max(0, limit_tokens) // block_tokens)
+    resume_blocks = usable_blocks
+    while resume_blocks and path[resume_blocks - 1].slot == NO_SLOT:
+        resume_blocks -= 1
+    return Match(
+        chain=chain,
+        prompt_tokens=chain.tokens,
+        limit_tokens=limit_tokens,
+        read=read,
+        kv_depth_blocks=len(path),
+        path=tuple(path[:resume_blocks]),
+        resume_tokens=resume_blocks * block_tokens,
+        source_slot=path[resume_blocks - 1].slot if resume_blocks else None,
+        lost_tokens_no_state=(usable_blocks - resume_blocks) * block_tokens,
+        version=tree.version,
+    )

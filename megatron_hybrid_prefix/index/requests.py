@@ -1,0 +1,96 @@
+"""What the cache remembers of a live request, and what it tells the engine about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron_hybrid_prefix.index.keys import KeyChain
+from megatron_hybrid_prefix.index.tree import Node
+from megatron_hybrid_prefix.policy.boundaries import Boundary, Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """A request was admitted.
+
+    Attributes:
+        request_id: Whose.
+        block_ids: Its KV blocks, front first: shared ones, then its own. Own blocks start at ``resume_tokens``.
+        shared_blocks: How many of them are shared; they must not be written.
+        resume_tokens: Prompt tokens skipped; computing starts at this position.
+        source_slot: Slot of the state to start from, pinned until the first forward is published; None: from zero.
+        lost_tokens_no_state: See Match.
+        boundaries: Positions of the prompt that shall be kept.
+    """
+
+    request_id: int
+    block_ids: tuple[int, ...]
+    shared_blocks: int
+    resume_tokens: int
+    source_slot: int | None
+    lost_tokens_no_state: int
+    boundaries: tuple[Boundary, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedCheckpoint:
+    """The state after ``position_tokens`` tokens shall be written to ``slot`` by the coming forward."""
+
+    position_tokens: int
+    slot: int
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One request's part in a step; ends with ``publish`` or ``abandon``.
+
+    Attributes:
+        plan_id: Unique.
+        request_id: Whose.
+        start_tokens: The step computes positions [start, end).
+        end_tokens: As above.
+        source_slot: Checkpoint to read the state at ``start_tokens`` from. None: from the request's live slot, or
+            from zero where ``start_tokens`` is 0.
+        checkpoints: States to write, ascending by position, each in (start, end].
+    """
+
+    plan_id: int
+    request_id: int
+    start_tokens: int
+    end_tokens: int
+    source_slot: int | None
+    checkpoints: tuple[PlannedCheckpoint, ...]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class LiveRequest:
+    """A request between admission and release.
+
+    Attributes:
+        request_id: Given by the engine; free for another request once this one is released.
+        chain: Keys of its tokens so far, a copy of its own.
+        prompt_tokens: Length of its prompt.
+        write: Whether what it computes may be cached; False for good once the weights changed.
+        block_ids: KV blocks it holds, front first.
+        path: Nodes of its first blocks; for shared and for registered blocks alike.
+        boundaries: Positions of the prompt to keep.
+        computed_tokens: Tokens whose KV and state exist, reused ones included.
+        planned_tokens: The same, once the forwards in flight succeed.
+        pinned_slot: Checkpoint its first forward reads; None once that is done.
+        plans: Its plans in flight.
+        released: Given up by the engine while a plan was in flight; goes when the last plan is settled.
+    """
+
+    request_id: int
+    chain: KeyChain
+    prompt_tokens: int
+    write: bool
+    block_ids: list[int]
+    path: list[Node]
+    boundaries: tuple[Boundary, ...]
+    computed_tokens: int
+    planned_tokens: int
+    pinned_slot: int | None
+    plans: dict[int, StepPlan] = field(default_factory=dict)
+    released: bool = False

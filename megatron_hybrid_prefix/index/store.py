@@ -1,0 +1,101 @@
+"""What is cached: the prefix tree with the blocks and slots that its nodes are in, and how room is made in them."""
+
+from __future__ import annotations
+
+from megatron_hybrid_prefix.index.blocks import KVBlocks
+from megatron_hybrid_prefix.index.requests import LiveRequest
+from megatron_hybrid_prefix.index.tree import NO_SLOT, Node, PrefixTree
+from megatron_hybrid_prefix.metrics import PrefixStats
+from megatron_hybrid_prefix.policy.boundaries import Reason
+from megatron_hybrid_prefix.policy.eviction import EvictionPolicy
+from megatron_hybrid_prefix.pool.slots import SlotPool
+
+
+class PrefixStore:
+    """Tree, blocks and slots, changed together.
+
+    Args:
+        blocks: Who holds which KV block.
+        slots: Who owns which checkpoint slot.
+        eviction: Ranks the states.
+        stats: Where evictions and published states are counted.
+    """
+
+    def __init__(self, blocks: KVBlocks, slots: SlotPool, eviction: EvictionPolicy[Node], stats: PrefixStats) -> None:
+        self.tree = PrefixTree()
+        self.blocks = blocks
+        self.slots = slots
+        self.eviction = eviction
+        self._stats = stats
+
+    def has_state(self, key: bytes) -> bool:
+        """Whether the state at the end of the block with this key is kept."""
+        node = self.tree.get(key)
+        return node is not None and node.slot != NO_SLOT
+
+    def take_blocks(self, count: int) -> list[int]:
+        """``count`` of the available blocks, evicting cached ones, let go longest ago first, where too few are free."""
+        while self.blocks.free_blocks < count:
+            node = self.blocks.oldest()
+            assert node is not None, "more blocks taken than available"
+            if node.slot != NO_SLOT:
+                self._evict_state(node)  # without its KV it could never be reached again
+            self.blocks.unbind(node)
+            self.tree.remove(node)
+            self._stats.kv_evictions += 1
+        return self.blocks.take(count)
+
+    def take_slot(self) -> int | None:
+        """A reserved slot, evicting the state that the policy ranks last; None when every slot is pinned or reserved."""
+        slot = self.slots.reserve()
+        if slot is None:
+            victim = self.eviction.victim(self._is_evictable)
+            if victim is not None:
+                self._evict_state(victim)
+                slot = self.slots.reserve()
+        return slot
+
+    def register(self, live: LiveRequest, full_blocks: int) -> None:
+        """The request's first ``full_blocks`` blocks, computed by finished forwards, become matchable."""
+        path, keys = live.path, live.chain.keys
+        for index in range(len(path), full_blocks):
+            block_id = live.block_ids[index]
+            node = self.tree.get(keys[index])
+            if node is None:
+                node = self.tree.insert(keys[index], path[-1] if path else None, block_id)
+                self.blocks.bind(node)
+            else:
+                self.blocks.merge(node, block_id)
+            path.append(node)
+
+    def publish_state(self, node: Node, slot: int, reason: Reason) -> None:
+        """The state in the reserved ``slot`` becomes matchable; the node must not have one."""
+        self.slots.publish(slot)
+        self.tree.set_state(node, slot, reason)
+        self.eviction.added(node)
+        self._stats.checkpoints_published += 1
+        self._stats.checkpoints_by_reason[reason.name.lower()] += 1
+
+    def forget(self) -> None:
+        """Empties the tree. Blocks stay with their holders, pinned slots with who pinned them; the others are free."""
+        for node in self.tree:
+            if node.slot != NO_SLOT:
+                self.slots.retire(node.slot)
+            self.blocks.unbind(node)
+        self.eviction.clear()
+        self.tree.clear()
+
+    def reset(self) -> None:
+        """Empties everything, whoever holds it."""
+        self.eviction.clear()
+        self.tree.clear()
+        self.blocks.reset()
+        self.slots.reset()
+
+    def _is_evictable(self, node: Node) -> bool:
+        return self.slots.pins(node.slot) == 0
+
+    def _evict_state(self, node: Node) -> None:
+        self.eviction.removed(node)
+        self.slots.retire(self.tree.drop_state(node))
+        self._stats.evictions += 1

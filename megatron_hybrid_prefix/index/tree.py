@@ -1,0 +1,119 @@
+"""The prefix tree: one node per cached block, found by key in one dict.
+
+A node is in the tree while the KV of its block is on the device; a state at the end of the block may come and go
+meanwhile. Two facts keep everything else simple, and ``check_integrity`` holds them:
+
+- the tree is closed under prefixes: a node's parent is in the tree, so a match is a walk down the keys;
+- a live request holds every block on its path in the tree, so whatever nobody holds has only descendants that nobody
+  holds, and can be evicted from its leaves inward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from megatron_hybrid_prefix.policy.boundaries import Reason
+
+NO_SLOT = -1
+
+
+class Node:
+    """A cached block and, maybe, the state at its end.
+
+    Attributes:
+        key: Digest of all tokens up to the end of the block.
+        parent: The block before; None for the first block of a prompt.
+        depth_blocks: Blocks up to and with this one.
+        block_id: Where its KV is.
+        slot: Slot of the checkpoint at its end, or NO_SLOT.
+        reason: Why that checkpoint is kept.
+        children: How many nodes have this one as parent.
+        older, newer: Neighbours in the queue of blocks that nobody holds (``index/blocks.py``).
+    """
+
+    __slots__ = ("block_id", "children", "depth_blocks", "key", "newer", "older", "parent", "reason", "slot")
+
+    def __init__(self, key: bytes, parent: Node | None, block_id: int) -> None:
+        self.key = key
+        self.parent = parent
+        self.depth_blocks: int = 1 if parent is None else parent.depth_blocks + 1
+        self.block_id = block_id
+        self.slot = NO_SLOT
+        self.reason: Reason | None = None
+        self.children = 0
+        self.older: Node | None = None
+        self.newer: Node | None = None
+
+    def __repr__(self) -> str:
+        return f"Node({self.key.hex()[:8]}, depth {self.depth_blocks}, block {self.block_id}, slot {self.slot})"
+
+
+class PrefixTree:
+    """Nodes by key.
+
+    Attributes:
+        version: Grows whenever a match might come out differently.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: dict[bytes, Node] = {}
+        self.version = 0
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._nodes.values())
+
+    def get(self, key: bytes) -> Node | None:
+        """The node of ``key``, if it is cached."""
+        return self._nodes.get(key)
+
+    def path(self, keys: Iterable[bytes]) -> list[Node]:
+        """The nodes of the longest cached run of ``keys`` from the front."""
+        found: list[Node] = []
+        get = self._nodes.get
+        for key in keys:
+            node = get(key)
+            if node is None:
+                break
+            found.append(node)
+        return found
+
+    def insert(self, key: bytes, parent: Node | None, block_id: int) -> Node:
+        """A new node; its key must not be in the tree yet, its parent must."""
+        assert key not in self._nodes
+        node = self._nodes[key] = Node(key, parent, block_id)
+        if parent is not None:
+            parent.children += 1
+        self.version += 1
+        return node
+
+    def remove(self, node: Node) -> None:
+        """Takes out a leaf without state."""
+        assert node.children == 0 and node.slot == NO_SLOT, node
+        del self._nodes[node.key]
+        if node.parent is not None:
+            node.parent.children -= 1
+        self.version += 1
+
+    def set_state(self, node: Node, slot: int, reason: Reason) -> None:
+        """The state at the end of the node's block is in ``slot``."""
+        assert node.slot == NO_SLOT, node
+        node.slot = slot
+        node.reason = reason
+        self.version += 1
+
+    def drop_state(self, node: Node) -> int:
+        """The node keeps no state any more; returns the slot that it was in."""
+        assert node.slot != NO_SLOT, node
+        slot, node.slot, node.reason = node.slot, NO_SLOT, None
+        self.version += 1
+        return slot
+
+    def clear(self) -> None:
+        """Takes out everything."""
+        for node in self._nodes.values():
+            node.parent = node.older = node.newer = None  # no cycles are left to the garbage collector
+        self._nodes.clear()
+        self.version += 1

@@ -1,0 +1,248 @@
+"""`run_batch`: drive an engine until a batch of requests is done, and say what each request cost.
+
+Works the same on every rank: tensor- and pipeline-parallel ranks step in lockstep when each is given the same requests.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+    from megatron.core.inference.engines import DynamicInferenceEngine
+    from megatron.core.inference.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord
+    from megatron.core.inference.sampling_params import SamplingParams
+
+# An engine that schedules nothing in this many steps in a row never will.
+_MAX_IDLE_STEPS = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestResult:
+    """What one request produced and cost.
+
+    Attributes:
+        prompt_tokens: Length of the prompt.
+        status: "completed", "failed" (it cannot fit) or "stopped" (`should_stop` said so).
+        computed_tokens: Prompt tokens that went through the model.
+        reused_tokens: Prompt tokens that were skipped because the cache held them.
+        recomputed_tokens: Tokens computed again after the engine evicted the request (prompt and answer so far).
+        generated: Token ids of the answer.
+        log_probs: Natural-log probability of each generated token; empty unless asked for.
+        top_n_log_probs: For each generated token the likeliest tokens' text and log-probability; empty unless asked for.
+        text: The answer, decoded.
+        time_to_first_token_s: Seconds from `add_request` to the end of the step that gave the first token.
+        tokens_per_second: Generated tokens after the first, by the seconds after the first; None for fewer than two.
+        error: Why it failed.
+    """
+
+    prompt_tokens: int
+    status: str
+    computed_tokens: int = 0
+    reused_tokens: int = 0
+    recomputed_tokens: int = 0
+    generated: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    top_n_log_probs: list[dict[str, float]] = field(default_factory=list)
+    text: str = ""
+    time_to_first_token_s: float | None = None
+    tokens_per_second: float | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class _Prefill:
+    """Tokens of one request's admissions. ``first`` is the request as it was before any eviction."""
+
+    first: DynamicInferenceRequest
+    computed_tokens: int = 0
+    skipped_tokens: int = 0
+    recomputed_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The requests of one `run_batch`, by id; ``added_s`` is in the order they were added."""
+
+    prefills: dict[int, _Prefill]
+    added_s: dict[int, float] = field(default_factory=dict)
+    first_token_s: dict[int, float] = field(default_factory=dict)
+    results: dict[int, RequestResult] = field(default_factory=dict)
+
+
+def run_batch(
+    engine: DynamicInferenceEngine,
+    prompts: Sequence[list[int]],
+    sampling: SamplingParams | Sequence[SamplingParams],
+    on_step: Callable[[int, int], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> list[RequestResult]:
+    """Add every prompt at once and step the engine until all are done.
+
+    Args:
+        engine: An engine of `build_engine` without requests of its own.
+        prompts: Token ids of each prompt.
+        sampling: For all prompts, or one each. They are copied: the engine writes into its own.
+        on_step: Called after each step with the number of finished requests and of all requests.
+        should_stop: Asked before each step. All ranks must get the same answer. On True the unfinished requests come
+            back as "stopped" with the tokens they have, and the engine is reset (which empties its cache).
+
+    Returns:
+        One result a prompt, in order. A request that the engine refuses has status "failed".
+
+    Raises:
+        RuntimeError: The engine cannot schedule what waits.
+    """
+    params = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
+    with count_prefill(engine.context) as prefills:
+        batch = _Batch(prefills)
+        for prompt, own in zip(prompts, params, strict=True):
+            request_id = int(next(engine.request_counter))
+            batch.added_s[request_id] = time.perf_counter()
+            try:
+                check_fits(engine, len(prompt), own.num_tokens_to_generate)
+            except ValueError as error:
+                # Upstream refuses most of these itself, but crashes on a prompt of exactly the longest length.
+                batch.results[request_id] = RequestResult(prompt_tokens=len(prompt), status="failed", error=str(error))
+            else:
+                engine.add_request(request_id, prompt, copy.copy(own))
+        idle_steps = 0
+        # A refused request never becomes "unfinished"; the next step hands it out.
+        while engine.has_unfinished_requests() or engine.failed_request_ids:
+            if should_stop is not None and should_stop():
+                _collect_stopped(engine, batch)
+                break
+            step = engine.step_modern()
+            _collect(engine, batch, step["finished_request_records"])
+            idle_steps = 0 if step["active_request_ids"] or step["finished_request_records"] else idle_steps + 1
+            if idle_steps > _MAX_IDLE_STEPS:
+                raise RuntimeError(f"the engine cannot schedule {len(engine.waiting_request_ids)} waiting request(s)")
+            if on_step is not None:
+                on_step(len(batch.results), len(prompts))
+    return [batch.results[request_id] for request_id in batch.added_s]
+
+
+@contextmanager
+def count_prefill(context: DynamicInferenceContext) -> Iterator[dict[int, _Prefill]]:
+    """Attribute prefilled and skipped tokens to requests while the block runs.
+
+    Upstream's ``num_cached_tokens`` counts tokens whose KV matched, skipped or not, and its counters are the engine's.
+    Here ``context.add_request``, which plans one prefill chunk of one request, is wrapped on the instance; what it adds
+    to the context's prefill counter was computed, the rest of the chunk was skipped.
+    """
+    counts: dict[int, _Prefill] = {}
+    add_request = context.add_request
+    shadowed = vars(context).get("add_request")
+
+    def counting(req: DynamicInferenceRequest, prefill_chunk_length: int | None = None) -> None:
+        chunk_tokens = req.remaining_prompt_length if prefill_chunk_length is None else prefill_chunk_length
+        before = context.lifetime_prefill_token_count
+        add_request(req, prefill_chunk_length)
+        computed_tokens = context.lifetime_prefill_token_count - before
+        count = counts.setdefault(req.request_id, _Prefill(req))
+        if count.first is req:
+            count.computed_tokens += computed_tokens
+            count.skipped_tokens += chunk_tokens - computed_tokens
+        else:
+            count.recomputed_tokens += computed_tokens
+
+    context.add_request = counting
+    try:
+        yield counts
+    finally:
+        if shadowed is None:
+            del context.add_request
+        else:
+            context.add_request = shadowed
+
+
+def check_fits(engine: DynamicInferenceEngine, prompt_tokens: int, num_tokens_to_generate: int | None) -> None:
+    """Say why the engine would refuse a request of these lengths, before it is sent.
+
+    Raises:
+        ValueError: It is longer than a sequence or a step may be, or needs more KV blocks than there are.
+    """
+    context = engine.context
+    limit = context.max_sequence_length
+    if prompt_tokens >= limit:
+        raise ValueError(f"{prompt_tokens} prompt tokens leave no room to generate in max_sequence_length={limit}")
+    if prompt_tokens > context.max_tokens and not engine.enable_chunked_prefill:
+        raise ValueError(
+            f"{prompt_tokens} prompt tokens are more than max_tokens={context.max_tokens}: raise it, "
+            "or enable chunked prefill"
+        )
+    total_tokens = limit if num_tokens_to_generate is None else min(prompt_tokens + num_tokens_to_generate, limit)
+    need_blocks = -(-total_tokens // context.block_size_tokens)
+    have_blocks = context.kv_block_allocator.total_count - 1  # upstream keeps one for padding
+    if need_blocks > have_blocks:
+        raise ValueError(
+            f"{prompt_tokens} prompt tokens and {total_tokens - prompt_tokens} to generate need {need_blocks} KV blocks "
+            f"of {context.block_size_tokens} tokens, there are {have_blocks}: raise buffer_size_gb or lower max_requests"
+        )
+
+
+def release_engine(engine: DynamicInferenceEngine) -> None:
+    """Drop the CUDA graphs that an engine left on its model, so that another engine can capture its own."""
+    if engine.cuda_graph_impl == "local":
+        from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+
+        delete_cuda_graphs()
+
+
+def _collect(engine: DynamicInferenceEngine, batch: _Batch, finished: Sequence[DynamicInferenceRequestRecord]) -> None:
+    """Note first tokens and results of the step that just ended."""
+    records = {record.request_id: record for record in finished}
+    for request_id in batch.added_s.keys() - batch.first_token_s.keys() - batch.results.keys():
+        record = records.get(request_id) or engine.requests[request_id].record
+        if any(part.generated_tokens for part in record.requests):
+            batch.first_token_s[request_id] = _now_s()
+    for request_id, record in records.items():
+        batch.results[request_id] = _result(record, batch)
+
+
+def _collect_stopped(engine: DynamicInferenceEngine, batch: _Batch) -> None:
+    for request_id in batch.added_s.keys() - batch.results.keys():
+        batch.results[request_id] = _result(engine.requests[request_id].record, batch, stopped=True)
+    engine.reset()
+
+
+def _result(record: DynamicInferenceRequestRecord, batch: _Batch, stopped: bool = False) -> RequestResult:
+    request = record.merge()
+    prefill = batch.prefills.get(record.request_id) or _Prefill(request)
+    generated = [int(token) for token in request.generated_tokens]
+    first_s = batch.first_token_s.get(record.request_id)
+    decode_s = 0.0 if first_s is None else _now_s() - first_s
+    status = "stopped" if stopped else "failed" if request.failed() else "completed"
+    return RequestResult(
+        prompt_tokens=len(request.prompt_tokens),
+        status=status,
+        computed_tokens=prefill.computed_tokens,
+        reused_tokens=prefill.skipped_tokens,
+        recomputed_tokens=prefill.recomputed_tokens,
+        generated=generated,
+        # A stop word is cut off the tokens, but not off the log-probs of earlier steps.
+        log_probs=[float(value) for value in request.generated_log_probs or ()][: len(generated)],
+        top_n_log_probs=list(request.generated_top_n_logprobs or ())[: len(generated)],
+        text=request.generated_text or "",
+        time_to_first_token_s=None if first_s is None else first_s - batch.added_s[record.request_id],
+        tokens_per_second=(len(generated) - 1) / decode_s if len(generated) > 1 and decode_s > 0 else None,
+        error=_error_of(request) if status == "failed" else None,
+    )
+
+
+def _error_of(request: Any) -> str:
+    causes = (event.payload for event in request.events if isinstance(event.payload, Exception))
+    return "; ".join(f"{type(cause).__name__}: {cause}" for cause in causes) or "the engine refused it"
+
+
+def _now_s() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()

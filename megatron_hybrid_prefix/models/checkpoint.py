@@ -1,0 +1,198 @@
+"""`save_checkpoint`, `load_checkpoint`: megatron's distributed checkpoints, saved in one layout, loaded in any.
+
+A checkpoint is a folder of ``torch_dist`` files plus ``hybrid_model.json``, the dimensions. Every rank takes part in
+both calls and must see the same folder; what is wrong on one rank is raised on all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_hybrid_prefix.models.weights import mark_decode_caches_stale
+
+DIMENSIONS_FILE = "hybrid_model.json"
+# Says nothing about the weights: a checkpoint may be loaded into a model that differs in these.
+_NOT_COMPARED = ("max_sequence_length", "chunk_size", "dtype", "long_memory")
+
+
+def save_checkpoint(model: Any, path: str | os.PathLike[str]) -> None:
+    """Save the weights of all ranks' shards.
+
+    Written to a hidden folder beside ``path``, which takes its name when everything is on disk: a save that is cut
+    short leaves no ``path``.
+
+    Args:
+        model: This rank's shard, as `build_hybrid_model` returned it.
+        path: A folder that does not exist or is empty, on storage that every rank sees.
+
+    Raises:
+        ValueError: ``path`` is a file or is not empty, or the ranks do not share the storage.
+        OSError: Writing failed; what was written is removed.
+    """
+    from megatron.core import dist_checkpointing
+
+    path = Path(path).absolute()
+    dimensions = _dimensions(model)
+    names = [f".{path.name}.partial-{uuid.uuid4().hex[:8]}"]
+    dist.broadcast_object_list(names, src=0)
+    partial = path.with_name(names[0])
+
+    def prepare() -> None:
+        if path.is_dir() and any(path.iterdir()):
+            raise ValueError(f"{path} is not empty: save a checkpoint into a new folder")
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{path} is a file: save a checkpoint into a new folder")
+        partial.mkdir(parents=True)
+
+    def check_sharing() -> None:
+        if not partial.is_dir():
+            raise ValueError(f"rank {dist.get_rank()} does not see {partial}: a checkpoint needs shared storage")
+
+    def write() -> None:
+        dist_checkpointing.save(model.sharded_state_dict(), str(partial), _synchronous_strategy())
+
+    def complete() -> None:
+        _write_synced(partial / DIMENSIONS_FILE, json.dumps(dimensions, indent=2) + "\n")
+        _sync_folder(partial)
+        partial.rename(path)  # takes the place of an empty folder
+        _sync_folder(path.parent)
+
+    _together(prepare, only_rank_0=True)
+    try:
+        _together(check_sharing)
+        _together(write)
+        _together(complete, only_rank_0=True)
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # gone where all went well
+
+
+def load_checkpoint(model: Any, path: str | os.PathLike[str]) -> None:
+    """Load weights that `save_checkpoint` saved, in whatever tensor- and pipeline-parallel layout that was.
+
+    Values are converted to the model's dtype. A checkpoint that turns out to be unreadable halfway leaves some of its
+    weights in the model; every other error leaves the model as it was.
+
+    Args:
+        model: This rank's shard, as `build_hybrid_model` returned it.
+        path: The checkpoint's folder.
+
+    Raises:
+        ValueError: There is no complete checkpoint, it is of a model with other dimensions, it lacks a weight or has
+            one too many, or it cannot be read.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+
+    path = Path(path).absolute()
+
+    def read() -> None:
+        try:
+            loaded = dist_checkpointing.load(model.sharded_state_dict(), str(path), strict=StrictHandling.RAISE_ALL)
+            model.load_state_dict(loaded, strict=True)
+        except (Exception, CheckpointException) as error:
+            raise ValueError(f"the checkpoint at {path} cannot be loaded: {_one_line(error)}") from error
+        finally:
+            mark_decode_caches_stale(model)
+
+    _together(lambda: _check_complete(path))
+    _together(lambda: _check_dimensions(model, path))
+    _together(read)
+
+
+def _dimensions(model: Any) -> dict[str, Any]:
+    config = getattr(model, "hybrid_config", None)
+    if config is None:
+        raise ValueError("the model has no hybrid_config: only models of build_hybrid_model are saved and loaded")
+    return asdict(config) | {"layer_pattern": config.layer_pattern.replace("|", "")}
+
+
+def _check_complete(path: Path) -> None:
+    if not path.is_dir():
+        raise ValueError(f"there is no checkpoint at {path}")
+    for name in (DIMENSIONS_FILE, "metadata.json", ".metadata"):
+        if not (path / name).is_file():
+            raise ValueError(f"{path} is not a complete checkpoint: it has no {name}")
+
+
+def _check_dimensions(model: Any, path: Path) -> None:
+    wanted = _dimensions(model)
+    try:
+        saved = dict(json.loads((path / DIMENSIONS_FILE).read_text()))
+    except (OSError, TypeError, ValueError) as error:
+        raise ValueError(f"the checkpoint at {path} has an unreadable {DIMENSIONS_FILE}: {error}") from error
+    differences = [
+        f"{name}={saved[name]!r} (the model has {value!r})"
+        for name, value in wanted.items()
+        if name in saved and name not in _NOT_COMPARED and saved[name] != value
+    ]
+    if differences:
+        raise ValueError(f"the checkpoint at {path} is of another model: {', '.join(differences)}")
+
+
+def _synchronous_strategy() -> Any:
+    """Megatron's ``torch_dist`` strategy with PyTorch's own writer.
+
+    Upstream's ``save`` runs its asynchronous writer in the foreground, whose result queue is a process of its own: it
+    starts the caller's ``__main__`` again. The files are the same.
+    """
+    import torch.distributed.checkpoint as dcp
+    from megatron.core.dist_checkpointing.strategies import torch as upstream
+
+    class SynchronousStrategy(upstream.TorchDistSaveShardedStrategy):  # type: ignore[misc]
+        def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+            flat, _, _ = upstream._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+            dcp.save(
+                upstream.mcore_to_pyt_state_dict(flat, False),
+                storage_writer=dcp.FileSystemWriter(checkpoint_dir),
+                planner=upstream.MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            )
+
+    return SynchronousStrategy()
+
+
+def _together(action: Callable[[], None], *, only_rank_0: bool = False) -> None:
+    """Run ``action`` on every rank, or on rank 0 for all, and wait; when it raises on one rank, every rank raises."""
+    error: BaseException | None = None
+    try:
+        if dist.get_rank() == 0 or not only_rank_0:
+            action()
+    except (Exception, CheckpointException) as caught:
+        error = caught
+    errors: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, None if error is None else (isinstance(error, ValueError), _one_line(error, 2000)))
+    first = next((item for item in errors if item is not None), None)
+    if first is not None:
+        raise (ValueError if first[0] else OSError)(first[1]) from error
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _one_line(error: BaseException, limit: int = 300) -> str:
+    if isinstance(error, CheckpointException):  # its own text is the stack of every rank
+        error = next(iter(error.failures.values()))[0]
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else text[: limit - 3] + "..."

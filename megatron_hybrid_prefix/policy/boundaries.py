@@ -1,0 +1,68 @@
+"""Which block boundaries of a prompt shall get a checkpoint.
+
+Three rules, each answering a way in which prompts come back:
+
+- *junction*: KV matched deeper than a state did, so at least two prompts share the blocks up to there;
+- *tail*: the last full block of the prompt, from which the next turn goes on;
+- *replay*: the deepest boundary from which exactly this prompt can be resumed, where that is not the tail (the last
+  token is always computed, so a prompt of n blocks resumes at n - 1).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+
+class Reason(IntEnum):
+    """Why a checkpoint is kept; the lower, the earlier it is given a slot when there are few.
+
+    The junction comes first: it was matched already, a tail may never be. And where one conversation goes on, the
+    junction is near the tail, so little is lost; the other way round a shared prefix would never be kept.
+    """
+
+    JUNCTION = 0
+    TAIL = 1
+    REPLAY = 2
+
+
+class Boundary(NamedTuple):
+    """A token position that shall get a checkpoint."""
+
+    position_tokens: int
+    reason: Reason
+
+
+def prompt_boundaries(
+    *, prompt_tokens: int, block_tokens: int, resume_tokens: int, kv_depth_blocks: int, min_computed_tokens: int = 1
+) -> tuple[Boundary, ...]:
+    """Boundaries of a prompt that shall be kept, ascending, one reason each.
+
+    Args:
+        prompt_tokens: Length of the prompt.
+        block_tokens: Tokens of a block.
+        resume_tokens: Where computing starts; a boundary there or before cannot be had from this request.
+        kv_depth_blocks: Blocks from the front whose KV was resident when the prompt was matched.
+        min_computed_tokens: Tokens of a prompt that are always computed.
+    """
+    tail = prompt_tokens // block_tokens * block_tokens
+    replay = max(0, prompt_tokens - min_computed_tokens) // block_tokens * block_tokens
+    junction = kv_depth_blocks * block_tokens
+    found: dict[int, Reason] = {}
+    for position, reason in ((junction, Reason.JUNCTION), (tail, Reason.TAIL), (replay, Reason.REPLAY)):
+        if position > resume_tokens:
+            found.setdefault(position, reason)
+    return tuple(Boundary(position, found[position]) for position in sorted(found))
+
+
+def boundaries_in_span(boundaries: Sequence[Boundary], start_tokens: int, end_tokens: int) -> Sequence[Boundary]:
+    """Those of the sorted ``boundaries`` that computing [start, end) passes or reaches: in (start, end]."""
+    first = bisect_right(boundaries, start_tokens, key=_position)
+    last = bisect_right(boundaries, end_tokens, key=_position)
+    return boundaries[first:last]
+
+
+def _position(boundary: Boundary) -> int:
+    return boundary.position_tokens

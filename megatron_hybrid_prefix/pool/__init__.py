@@ -1,0 +1,1 @@
+"""Where recurrent states live. ``slots`` only counts; it needs no torch."""

@@ -1,0 +1,290 @@
+"""A pretend engine around the facade that remembers what every block and slot was last written with.
+
+Content is exact: the salt, and for every token up to there its id and the weights it was computed under. So whatever
+goes wrong (a block given to two, a state of another depth, something stale, something of other weights), what a
+request reads differs from its own history, and an assertion says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.index.requests import Admission, StepPlan
+from megatron_hybrid_prefix.index.tree import NO_SLOT
+
+Salt = tuple[str | None, str | None]  # cache_salt, adapter
+History = tuple[tuple[int, int], ...]  # (token, weights epoch it was computed under), from position 0
+Content = tuple[Salt, History]
+GARBAGE: Content = ((None, None), ((-1, -1),))
+
+
+@dataclass(eq=False)
+class Request:
+    """What the pretend engine knows of a request."""
+
+    request_id: int
+    salt: Salt
+    tokens: list[int]
+    prompt_tokens: int
+    admission: Admission
+    write: bool
+    history: History = ()
+    live_state: Content | None = None  # its live slot; None before the first forward
+    broken: bool = False  # a failed forward left its live state or a later plan unusable
+    released: bool = False
+    plans: list[StepPlan] = field(default_factory=list)
+
+    @property
+    def planned_tokens(self) -> int:
+        return self.plans[-1].end_tokens if self.plans else len(self.history)
+
+
+class ModelEngine:
+    """Runs requests on the facade, writes pretend contents, and checks everything that is read."""
+
+    def __init__(self, cache: HybridPrefixCache, kv_blocks: int, max_requests: int = 0) -> None:
+        self.cache = cache
+        self.kv_blocks = kv_blocks
+        self.max_requests = max_requests
+        self.block_tokens = cache.block_tokens
+        self.blocks: dict[int, Content] = {}
+        self.slots: dict[int, Content] = {}
+        self.requests: list[Request] = []  # live ones, and released ones with a plan in flight
+        self.stale_plans: list[StepPlan] = []
+        self.next_id = 0
+        self.expected_prompt = self.expected_reused = self.expected_computed = 0
+
+    # -- what should be there ------------------------------------------------------------------------------------------
+
+    def now(self, salt: Salt, tokens: list[int]) -> Content:
+        return salt, tuple((token, self.cache.epoch) for token in tokens)
+
+    def held_blocks(self) -> set[int]:
+        return {block_id for request in self.requests for block_id in self.table(request)}
+
+    def table(self, request: Request) -> tuple[int, ...]:
+        if request.released:
+            lives = {id(live): live for live in self.cache._in_flight.values()}.values()
+            return next(tuple(x.block_ids) for x in lives if request.plans and request.plans[0].plan_id in x.plans)
+        return self.cache.block_ids(request.request_id)
+
+    def oracle_match(self, salt: Salt, tokens: list[int], limit_tokens: int) -> tuple[int, int]:
+        """(KV depth, resume depth) in blocks: by comparing contents, not keys; slow and obvious."""
+        cached = {self.blocks[node.block_id] for node in self.cache._store.tree}
+        states = {self.slots[node.slot] for node in self.cache._store.tree if node.slot != NO_SLOT}
+        kv_depth = 0
+        while (kv_depth + 1) * self.block_tokens <= len(tokens):
+            if self.now(salt, tokens[: (kv_depth + 1) * self.block_tokens]) not in cached:
+                break
+            kv_depth += 1
+        for depth in range(min(kv_depth, max(0, limit_tokens) // self.block_tokens), 0, -1):
+            if self.now(salt, tokens[: depth * self.block_tokens]) in states:
+                return kv_depth, depth
+        return kv_depth, 0
+
+    # -- the way of a prompt -------------------------------------------------------------------------------------------
+
+    def admit(
+        self,
+        tokens: list[int],
+        salt: Salt = (None, None),
+        *,
+        read: bool = True,
+        write: bool = True,
+        max_resume_tokens: int | None = None,
+        first_chunk: int | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Request | None:
+        """Matches and admits; ``meanwhile`` is called between the two."""
+        chain = self.cache.chain(tokens, salt=salt[0], adapter=salt[1])
+        version = self.cache._store.tree.version
+        match = self.cache.match(chain, read=read, max_resume_tokens=max_resume_tokens)
+        assert self.cache._store.tree.version == version, "matching changed something"
+        limit = len(tokens) - self.cache.min_computed_tokens
+        limit = limit if max_resume_tokens is None else min(limit, max_resume_tokens)
+        kv_depth, depth = self.oracle_match(salt, tokens, limit) if read else (0, 0)
+        assert (match.kv_depth_blocks, match.resume_tokens) == (kv_depth, depth * self.block_tokens)
+        usable = min(kv_depth, max(0, limit) // self.block_tokens)
+        assert match.lost_tokens_no_state == (usable - depth) * self.block_tokens
+        for index, block_id in enumerate(match.block_ids):
+            assert self.blocks[block_id] == self.now(salt, tokens[: (index + 1) * self.block_tokens])
+        if depth:
+            assert match.source_slot is not None
+            assert self.slots[match.source_slot] == self.now(salt, tokens[: depth * self.block_tokens])
+
+        old_match = match
+        if meanwhile is not None:
+            meanwhile()
+            kv_depth, depth = self.oracle_match(salt, tokens, limit) if read else (0, 0)
+            match = self.cache.match(chain, read=read, max_resume_tokens=max_resume_tokens)
+        length = len(tokens) if first_chunk is None else min(len(tokens), first_chunk)
+        own = max(0, -(-length // self.block_tokens) - depth)
+        held = self.held_blocks()
+        room = own <= self.kv_blocks - len(held | set(match.block_ids))
+        assert self.cache.can_admit(old_match, length_tokens=first_chunk and length) == room
+        request_id, self.next_id = self.next_id, self.next_id + 1
+        before = (self.cache.available_blocks, self.cache.stats())
+        admission = self.cache.admit(request_id, old_match, length_tokens=first_chunk and length, write=write)
+        assert (admission is not None) == room
+        if admission is None:
+            assert (self.cache.available_blocks, self.cache.stats()) == before, "a refused admission left something"
+            return None
+        assert admission.block_ids[: admission.shared_blocks] == match.block_ids
+        assert (admission.resume_tokens, admission.source_slot) == (depth * self.block_tokens, match.source_slot)
+        own_ids = admission.block_ids[admission.shared_blocks :]
+        assert len(own_ids) == own and not set(own_ids) & (held | set(match.block_ids)), "own blocks belong to others"
+        request = Request(request_id, salt, list(tokens), len(tokens), admission, write)
+        request.history = self.now(salt, tokens[: admission.resume_tokens])[1]
+        self.requests.append(request)
+        self.expected_prompt += len(tokens)
+        self.expected_reused += admission.resume_tokens
+        return request
+
+    def plan(self, request: Request, tokens: int) -> StepPlan | None:
+        """Plans up to ``tokens`` more of the prompt; None when KV blocks are wanting."""
+        start = request.planned_tokens
+        end = min(start + tokens, request.prompt_tokens)
+        if self.cache.grow(request.request_id, end) is None:
+            return None
+        plan = self.cache.plan(request.request_id, start, end)
+        positions = [checkpoint.position_tokens for checkpoint in plan.checkpoints]
+        assert positions == sorted(set(positions)) and all(start < position <= end for position in positions)
+        assert request.write or not positions
+        assert all(checkpoint.slot >= self.max_requests for checkpoint in plan.checkpoints)
+        others = [p for other in self.requests for p in other.plans]
+        written = [checkpoint.slot for p in [*others, plan] for checkpoint in p.checkpoints]
+        assert len(set(written)) == len(written), "two forwards write one slot"
+        if not request.plans:
+            self.check_reads(request, plan)
+        request.plans.append(plan)
+        return plan
+
+    def settle(self, plan: StepPlan, request: Request, *, succeeds: bool) -> None:
+        """Runs the plan's forward, its reads checked once more, and publishes or abandons it."""
+        succeeds = succeeds and not request.broken
+        if not request.broken:
+            self.check_reads(request, plan)
+        self.write(request, plan, succeeds)
+        if succeeds:
+            if not request.released or plan.start_tokens < request.prompt_tokens:
+                self.expected_computed += plan.end_tokens - plan.start_tokens
+            self.cache.publish(plan)
+        else:
+            # What a failed forward leaves behind cannot be gone on from, unless it started from a kept state or zero.
+            retry = len(request.plans) == 1 and (plan.source_slot is not None or plan.start_tokens == 0)
+            request.broken = request.broken or not retry
+            self.cache.abandon(plan)
+        request.plans.remove(plan)
+        if request.released and not request.plans:
+            self.requests.remove(request)
+
+    def decode(self, request: Request, tokens: list[int], *, by_id: bool = False, at_once: bool = False) -> bool:
+        """Generates ``tokens`` one by one; False when it was preempted for want of KV blocks."""
+        appended = len(request.tokens)
+        if len(request.history) == len(request.tokens):  # the prompt's own forward samples the first
+            request.tokens.append(tokens[0])
+        for token in tokens[1:]:
+            position = len(request.tokens) - 1
+            if position >= len(self.table(request)) * self.block_tokens and not self.one_block(request, by_id):
+                self.cache.append(request.request_id, request.tokens[appended:])
+                self.release(request)
+                return False
+            self.write_block(request, position)
+            request.history += ((request.tokens[position], self.cache.epoch),)
+            request.live_state = (request.salt, request.history)
+            request.tokens.append(token)
+            if not at_once:
+                self.cache.append(request.request_id, request.tokens[appended:])
+                appended = len(request.tokens)
+        self.cache.append(request.request_id, request.tokens[appended:])
+        return True
+
+    def one_block(self, request: Request, by_id: bool) -> bool:
+        if not by_id:
+            return self.cache.grow(request.request_id, len(request.tokens)) is not None
+        block_ids = self.cache.allocate_blocks(1)
+        if block_ids is None:
+            assert len(self.held_blocks()) == self.kv_blocks
+            return False
+        assert not set(block_ids) & self.held_blocks()
+        self.cache.attach_blocks(request.request_id, block_ids)
+        return True
+
+    def release(self, request: Request) -> None:
+        if not request.plans:
+            self.requests.remove(request)
+        assert self.cache.release(request.request_id)
+        request.released = True
+        assert not self.cache.is_live(request.request_id)
+
+    def reset(self) -> None:
+        self.stale_plans += [plan for request in self.requests for plan in request.plans]
+        self.requests.clear()
+        self.cache.reset()
+
+    def drain(self) -> None:
+        """Ends everything, and checks that nothing leaked."""
+        for request in list(self.requests):
+            for plan in list(request.plans):
+                self.settle(plan, request, succeeds=True)
+            if not request.released:
+                self.release(request)
+        assert not self.requests and self.cache.available_blocks == self.kv_blocks
+        self.check()
+        self.cache.invalidate()
+        assert self.cache.free_kv_blocks == self.kv_blocks and self.cache.stats().slots_used == 0
+
+    # -- contents ------------------------------------------------------------------------------------------------------
+
+    def check_reads(self, request: Request, plan: StepPlan) -> None:
+        """What the forward reads is the request's own history: KV before the span, and the state it starts from."""
+        start, table = plan.start_tokens, self.table(request)
+        for index in range(-(-start // self.block_tokens)):
+            end = min((index + 1) * self.block_tokens, start)
+            assert self.blocks[table[index]] == (request.salt, request.history[:end]), f"block {index} of {request}"
+        if plan.source_slot is not None:
+            assert self.slots[plan.source_slot] == (request.salt, request.history[:start])
+        elif start:
+            assert request.live_state == (request.salt, request.history[:start])
+
+    def write(self, request: Request, plan: StepPlan, succeeds: bool) -> None:
+        span = request.tokens[plan.start_tokens : plan.end_tokens]
+        history = request.history + tuple((token, self.cache.epoch) for token in span)
+        for index in range(plan.start_tokens // self.block_tokens, -(-plan.end_tokens // self.block_tokens)):
+            content = (request.salt, history[: (index + 1) * self.block_tokens])
+            self.write_block(request, index * self.block_tokens, content if succeeds else GARBAGE)
+        for checkpoint in plan.checkpoints:
+            self.slots[checkpoint.slot] = (request.salt, history[: checkpoint.position_tokens])
+            if not succeeds:
+                self.slots[checkpoint.slot] = GARBAGE
+        request.live_state = (request.salt, history) if succeeds else GARBAGE
+        if succeeds:
+            request.history = history
+
+    def write_block(self, request: Request, position: int, content: Content | None = None) -> None:
+        block_id = self.table(request)[position // self.block_tokens]
+        others = [other for other in self.requests if other is not request and block_id in self.table(other)]
+        assert not others, f"block {block_id} is written by request {request.request_id}, read by {others}"
+        node = self.cache._blocks.node(block_id)
+        assert node is None, f"{node} is written again"
+        if content is None:
+            content = (request.salt, (*request.history, (request.tokens[position], self.cache.epoch)))
+        self.blocks[block_id] = content
+
+    def check(self) -> None:
+        """The facade's own check, and: whatever can be matched holds exactly what its place in the tree says."""
+        self.cache.check_integrity()
+        for node in self.cache._store.tree:
+            salt, history = content = self.blocks[node.block_id]
+            assert len(history) == node.depth_blocks * self.block_tokens, node
+            assert {epoch for _, epoch in history} == {self.cache.epoch}, f"{node} is of other weights"
+            if node.parent is not None:
+                assert self.blocks[node.parent.block_id] == (salt, history[: -self.block_tokens]), node
+            if node.slot != NO_SLOT:
+                assert self.slots[node.slot] == content, node
+        stats = self.cache.stats()
+        assert 0 <= stats.slots_used <= stats.slots_total
+        assert stats.prompt_tokens == self.expected_prompt and stats.reused_tokens == self.expected_reused
+        assert stats.computed_prompt_tokens == self.expected_computed

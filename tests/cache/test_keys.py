@@ -1,0 +1,113 @@
+"""Keys of blocks."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_hybrid_prefix.index.keys import KeyChain, KeyMaker
+
+SECRET = b"of the tests"
+tokens_st = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=40)
+
+
+@given(tokens_st, st.integers(1, 7), st.data())
+def test_growing_gives_the_same_keys(tokens, block_tokens, data):
+    maker = KeyMaker(block_tokens, SECRET)
+    whole = maker.chain(tokens)
+    assert len(whole.keys) == len(tokens) // block_tokens and whole.tokens == len(tokens)
+    chain, start = maker.chain(), 0
+    while start < len(tokens):
+        end = data.draw(st.integers(start + 1, len(tokens)))
+        chain.extend(tokens[start:end])
+        start = end
+    assert chain.keys == whole.keys and chain.tokens == whole.tokens
+
+
+@given(tokens_st, tokens_st, st.integers(1, 5))
+def test_equal_keys_mean_equal_prefixes(one, other, block_tokens):
+    maker = KeyMaker(block_tokens, SECRET)
+    for depth, (left, right) in enumerate(zip(maker.chain(one).keys, maker.chain(other).keys, strict=False), 1):
+        assert (left == right) == (one[: depth * block_tokens] == other[: depth * block_tokens])
+
+
+def test_a_key_depends_on_all_before_it():
+    maker = KeyMaker(2, SECRET)
+    assert maker.chain([1, 2, 3, 4]).keys[1] != maker.chain([0, 2, 3, 4]).keys[1]
+    assert len(set(maker.chain([7] * 20).keys)) == 10
+    assert all(len(key) == 16 for key in maker.chain([7] * 20).keys)
+
+
+def test_every_part_of_the_salt_counts():
+    maker = KeyMaker(2, SECRET)
+    salts = [
+        {},
+        {"salt": ""},
+        {"salt": "a"},
+        {"adapter": "a"},
+        {"adapter": ""},
+        {"salt": "a", "adapter": "b"},
+        {"salt": "ab"},
+        {"salt": "ab", "adapter": ""},
+        {"epoch": 1},
+        {"epoch": 11},
+        {"salt": "1"},
+        {"salt": "1:-"},
+        {"salt": "\ud800"},
+    ]
+    firsts = {maker.chain([1, 2], **salt).keys[0] for salt in salts}
+    firsts |= {KeyMaker(2, b"another").chain([1, 2]).keys[0], KeyMaker(2).chain([1, 2]).keys[0]}
+    firsts.add(KeyMaker(2).chain([1, 2]).keys[0])  # a random secret of its own
+    assert len(firsts) == len(salts) + 3
+
+
+def test_block_sizes_do_not_mix():
+    assert KeyMaker(2, SECRET).seed() != KeyMaker(3, SECRET).seed()
+
+
+def test_every_form_of_tokens_gives_the_same_keys():
+    numpy = pytest.importorskip("numpy")
+    maker = KeyMaker(3, SECRET)
+    tokens = [5, 0, -1, 2**40, 7, 8, 9]
+    packed = array("q", tokens)
+    forms = [tokens, tuple(tokens), packed, packed.tobytes(), bytearray(packed.tobytes()), memoryview(packed)]
+    forms += [numpy.array(tokens, dtype=numpy.int64), memoryview(packed.tobytes())]
+    assert {tuple(maker.chain(form).keys) for form in forms} == {tuple(maker.chain(tokens).keys)}
+
+
+@pytest.mark.parametrize(
+    "tokens", [array("i", [1, 2]), b"1234", memoryview(array("q", range(4)))[::2], array("d", [1.0])]
+)
+def test_other_buffers_are_refused(tokens):
+    with pytest.raises(ValueError, match="int64"):
+        KeyMaker(2).chain(tokens)
+
+
+def test_numpy_int32_is_refused():
+    numpy = pytest.importorskip("numpy")
+    with pytest.raises(ValueError, match="int64"):
+        KeyMaker(2).chain(numpy.arange(4, dtype=numpy.int32))
+
+
+def test_a_copy_is_independent():
+    chain = KeyMaker(2, SECRET).chain([1, 2, 3])
+    twin = chain.copy()
+    twin.extend([4])
+    assert (len(chain.keys), chain.tokens, len(twin.keys), twin.tokens) == (1, 3, 2, 4)
+    chain.extend([4])
+    assert chain.keys == twin.keys
+
+
+def test_a_chain_of_keys_alone_cannot_grow():
+    with pytest.raises(ValueError, match="cannot grow"):
+        KeyChain([b"k" * 16], 3).extend([1])
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="block_tokens=0"):
+        KeyMaker(0)
+    with pytest.raises(ValueError):
+        KeyMaker(2, b"x" * 65)

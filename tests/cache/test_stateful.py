@@ -1,0 +1,308 @@
+"""Hypothesis drives the facade through arbitrary orders of everything an engine does, checked after every step."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from megatron_hybrid_prefix.cache import HybridPrefixCache
+from tests.cache.model import ModelEngine, Request
+
+STEPS: Counter[str] = Counter()
+SALTS = [(None, None), ("", None), ("a", None), ("a", "lora"), (None, "a")]
+token_lists = st.lists(st.integers(0, 1), min_size=1, max_size=24)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Few token ids and small blocks, so that prefixes coincide; budgets from nothing to plenty."""
+
+    @initialize(
+        block_tokens=st.sampled_from([2, 1, 3, 4]),
+        kv_blocks=st.sampled_from([16, 0, 6, 10, 24, 40, 300]),
+        state_slots=st.sampled_from([3, 0, 1, 2, 6, 100]),
+        min_computed_tokens=st.sampled_from([1, 1, 2]),
+        max_requests=st.sampled_from([0, 4]),
+    )
+    def build(
+        self, block_tokens: int, kv_blocks: int, state_slots: int, min_computed_tokens: int, max_requests: int
+    ) -> None:
+        cache = HybridPrefixCache(
+            block_tokens=block_tokens,
+            kv_blocks=kv_blocks,
+            state_slots=state_slots,
+            first_state_slot=max_requests,
+            min_computed_tokens=min_computed_tokens,
+        )
+        self.engine = ModelEngine(cache, kv_blocks, max_requests)
+        self.known: list[list[int]] = [[]]
+        self.waiting: list[Request] = []  # preempted
+        STEPS["machines"] += 1
+
+    # -- choosing ------------------------------------------------------------------------------------------------------
+
+    def live(self) -> list[Request]:
+        return [request for request in self.engine.requests if not request.released]
+
+    def prefilling(self) -> list[Request]:
+        return [x for x in self.live() if not x.broken and x.planned_tokens < x.prompt_tokens]
+
+    def decoding(self) -> list[Request]:
+        return [x for x in self.live() if not x.broken and not x.plans and len(x.history) >= x.prompt_tokens]
+
+    def in_flight(self) -> list[Request]:
+        return [request for request in self.engine.requests if request.plans]
+
+    # -- rules ---------------------------------------------------------------------------------------------------------
+
+    @rule(
+        data=st.data(),
+        own=token_lists,
+        salt=st.sampled_from([*SALTS[:1] * 6, *SALTS]),
+        read=st.sampled_from([True] * 7 + [False]),
+        write=st.sampled_from([True] * 7 + [False]),
+        cap=st.none() | st.none() | st.none() | st.integers(0, 30),
+        first_chunk=st.none() | st.none() | st.integers(1, 12),
+        compute=st.sampled_from([True, True, False]),
+        finish=st.booleans(),
+    )
+    def admit(self, data, own, salt, read, write, cap, first_chunk, compute, finish) -> None:
+        prefix = data.draw(st.sampled_from(self.known[-12:]))
+        tokens = prefix[: int(len(prefix) * data.draw(st.sampled_from([1, 0.8, 0.5, 0])))] + own
+        self.known.append(tokens)
+        options = {"read": read, "write": write, "max_resume_tokens": cap, "first_chunk": first_chunk}
+        request = self.engine.admit(tokens, salt, **options)
+        STEPS["hits" if request and request.admission.resume_tokens else "misses" if request else "refused"] += 1
+        if request and compute and (plan := self.engine.plan(request, len(tokens))):
+            self.engine.settle(plan, request, succeeds=True)
+            if finish:
+                self.engine.release(request)
+
+    @precondition(lambda self: self.prefilling())
+    @rule(data=st.data(), tokens=st.integers(1, 9))
+    def plan_chunk(self, data, tokens) -> None:
+        request = data.draw(st.sampled_from(self.prefilling()))
+        if len(request.plans) < 3 and self.engine.plan(request, tokens) is None:
+            self.preempt(request)
+
+    @precondition(lambda self: self.in_flight())
+    @rule(data=st.data(), succeeds=st.sampled_from([True] * 5 + [False]))
+    def settle(self, data, succeeds) -> None:
+        request = data.draw(st.sampled_from(self.in_flight()))
+        self.engine.settle(request.plans[0], request, succeeds=succeeds)
+        STEPS["published" if succeeds else "abandoned"] += 1
+
+    @precondition(lambda self: self.decoding())
+    @rule(data=st.data(), tokens=token_lists, by_id=st.booleans(), at_once=st.booleans())
+    def decode(self, data, tokens, by_id, at_once) -> None:
+        request = data.draw(st.sampled_from(self.decoding()))
+        ran = self.engine.decode(request, tokens, by_id=by_id, at_once=at_once)
+        self.known.append(list(request.tokens))
+        if not ran:
+            self.waiting.append(request)
+            STEPS["preempted"] += 1
+
+    @precondition(lambda self: self.live())
+    @rule(data=st.data())
+    def release(self, data) -> None:
+        request = data.draw(st.sampled_from(self.live()))
+        STEPS["aborted in flight" if request.plans else "released"] += 1
+        self.engine.release(request)
+
+    @precondition(lambda self: any(not request.plans for request in self.live()))
+    @rule(data=st.data())
+    def preempt_one(self, data) -> None:
+        self.preempt(data.draw(st.sampled_from([request for request in self.live() if not request.plans])))
+
+    def preempt(self, request: Request) -> None:
+        self.engine.release(request)
+        self.waiting.append(request)
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def readmit(self) -> None:
+        request = self.waiting.pop(0)
+        if self.engine.admit(request.tokens, request.salt, write=request.write):
+            STEPS["readmitted"] += 1
+
+    @rule()
+    def rewind(self) -> None:
+        """Blocks for speculative tokens, attached to a request or to nobody, and given back."""
+        block_ids = self.engine.cache.allocate_blocks(2)
+        if block_ids is None:
+            return
+        if live := self.live():
+            self.engine.cache.attach_blocks(live[0].request_id, block_ids[:1])
+        self.engine.cache.check_integrity()
+        self.engine.cache.free_blocks(block_ids)
+
+    @rule(
+        what=st.sampled_from(["nothing"] * 5 + ["new weights", "reset", "keys of before"]),
+        epochs=st.none() | st.integers(0, 7),
+        tokens=token_lists,
+    )
+    def rarely(self, what, epochs, tokens) -> None:
+        cache = self.engine.cache
+        STEPS[what] += 1
+        if what == "new weights":
+            cache.invalidate(epochs and cache.epoch + epochs)
+        elif what == "reset":
+            self.engine.reset()
+        elif what == "keys of before":
+            self.admit_with_keys_of_before(tokens)
+
+    @precondition(lambda self: self.engine.stale_plans)
+    @rule(succeeds=st.booleans())
+    def settle_after_reset(self, succeeds) -> None:
+        plan = self.engine.stale_plans.pop()
+        self.engine.cache.publish(plan) if succeeds else self.engine.cache.abandon(plan)
+
+    def admit_with_keys_of_before(self, tokens: list[int]) -> None:
+        """A request that waited through a change of the weights has keys of the old ones: it runs without the cache."""
+        engine = self.engine
+        chain = engine.cache.chain(tokens)
+        match = engine.cache.match(chain)
+        engine.cache.invalidate()
+        admission = engine.cache.admit(10**6, match)
+        if admission is not None:
+            assert admission.resume_tokens == 0 and admission.boundaries == ()
+            plan = engine.cache.plan(10**6, 0, len(tokens))
+            engine.cache.publish(plan)
+            engine.cache.release(10**6)
+            engine.expected_prompt += len(tokens)
+            engine.expected_computed += len(tokens)
+        assert engine.cache.match(engine.cache.chain(tokens)).kv_depth_blocks == 0
+
+    @invariant()
+    def everything_holds(self) -> None:
+        STEPS["steps"] += 1
+        if hasattr(self, "engine"):
+            self.engine.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "engine"):
+            count_checks(self.engine)
+            self.engine.drain()
+
+
+def count_checks(engine: ModelEngine) -> None:
+    stats = engine.cache.stats()
+    STEPS["evictions"] += stats.evictions
+    STEPS["kv evictions"] += stats.kv_evictions
+    STEPS["skipped"] += stats.checkpoints_skipped
+    STEPS["lost"] += stats.lost_tokens_no_state
+    STEPS["junctions"] += stats.checkpoints_by_reason["junction"]
+    STEPS["replays"] += stats.checkpoints_by_reason["replay"]
+
+
+def run_seed(seed: int, steps: int) -> None:
+    """The same machine without Hypothesis: more, and more typical, traffic in the same time."""
+    rng = random.Random(seed)
+    kv_blocks, state_slots = rng.choice([8, 16, 24, 40, 60, 300]), rng.choice([0, 1, 2, 3, 8, 100])
+    cache = HybridPrefixCache(
+        block_tokens=rng.choice([1, 2, 3, 4]),
+        kv_blocks=kv_blocks,
+        state_slots=state_slots,
+        first_state_slot=rng.choice([0, 4]),
+        min_computed_tokens=rng.choice([1, 1, 2]),
+    )
+    engine = ModelEngine(cache, kv_blocks, cache._slots.first_slot)
+    known: list[list[int]] = [[]]
+    waiting: list[Request] = []
+    for _ in range(steps):
+        live = [x for x in engine.requests if not x.released]
+        prefilling = [x for x in live if not x.broken and x.planned_tokens < x.prompt_tokens and len(x.plans) < 3]
+        decoding = [x for x in live if not x.broken and not x.plans and len(x.history) >= x.prompt_tokens]
+        in_flight = [x for x in engine.requests if x.plans]
+        what = rng.choices(range(8), weights=[30, 45, 45, 25, 20, 12, 0.6, 0.3])[0]
+        if what == 0 and len(live) < 6:
+            prefix = rng.choice(known[-8:])
+            tokens = prefix[: rng.randint(0, len(prefix))] if rng.random() < 0.5 else list(prefix)
+            tokens = tokens[:60] + rng.choices(range(3), k=rng.randint(1, 12))
+            known.append(tokens)
+
+            def meanwhile(prefilling: list[Request] = prefilling) -> None:
+                """Another request evicts, or publishes, between this one's match and its admission."""
+                if prefilling and engine.plan(prefilling[0], 100) and rng.random() < 0.5:
+                    engine.settle(prefilling[0].plans[0], prefilling[0], succeeds=True)
+
+            request = engine.admit(
+                tokens,
+                rng.choice(SALTS) if rng.random() < 0.2 else SALTS[0],
+                read=rng.random() < 0.9,
+                write=rng.random() < 0.9,
+                max_resume_tokens=rng.randint(0, 30) if rng.random() < 0.1 else None,
+                first_chunk=rng.randint(1, 12) if rng.random() < 0.3 else None,
+                meanwhile=meanwhile if rng.random() < 0.3 else None,
+            )
+            STEPS["hits" if request and request.admission.resume_tokens else "misses" if request else "refused"] += 1
+        elif what == 1 and prefilling:
+            request = rng.choice(prefilling)
+            if engine.plan(request, rng.choice([1, 3, 7, 100])) is None and not request.plans:
+                engine.release(request)
+                waiting.append(request)
+        elif what == 2 and in_flight:
+            request = rng.choice(in_flight)
+            engine.settle(request.plans[0], request, succeeds=rng.random() < 0.93)
+        elif what == 3 and decoding:
+            request = rng.choice(decoding)
+            tokens = rng.choices(range(3), k=rng.randint(1, 9))
+            if not engine.decode(request, tokens, by_id=rng.random() < 0.5, at_once=rng.random() < 0.5):
+                waiting.append(request)
+                STEPS["preempted"] += 1
+            known.append(list(request.tokens))
+        elif what == 4 and live:
+            request = rng.choice(live)
+            STEPS["aborted in flight" if request.plans else "released"] += 1
+            engine.release(request)
+        elif what == 5 and waiting:
+            request = waiting.pop(0)
+            STEPS["readmitted"] += engine.admit(request.tokens, request.salt, write=request.write) is not None
+        elif what == 6:
+            cache.invalidate()
+        elif what == 7:
+            engine.reset()
+        engine.check()
+        STEPS["steps"] += 1
+    STEPS["machines"] += 1
+    count_checks(engine)
+    engine.drain()
+
+
+def test_random_traffic():
+    STEPS.clear()
+    for seed in range(300):
+        run_seed(seed, 120)
+    print(dict(STEPS))
+    # What was meant to happen did happen: traffic that never hits proves nothing.
+    common = ("hits", "misses", "refused", "preempted", "aborted in flight", "evictions", "kv evictions", "lost")
+    for what in (*common, "skipped", "junctions", "replays", "readmitted"):
+        assert STEPS[what] >= 50, f"{what}: only {STEPS[what]} times"
+
+
+def test_any_order_of_everything():
+    STEPS.clear()
+    run_state_machine_as_test(
+        CacheMachine,
+        settings=settings(
+            max_examples=250,
+            stateful_step_count=50,
+            derandomize=True,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    print(dict(STEPS))
+    assert STEPS["steps"] >= 2000 and STEPS["machines"] >= 50
+    for what in ("hits", "misses", "refused", "preempted", "aborted in flight", "evictions", "kv evictions", "lost"):
+        assert STEPS[what] >= 10, f"{what}: only {STEPS[what]} times"

@@ -1,0 +1,101 @@
+"""Text to token ids and back: bytes, and a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from megatron_hybrid_prefix.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
+
+SPECIAL = ["<s>", "</s>"]
+SENTENCE = "the cache keeps what the model has read, and the model reads what the cache lacks"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-pair tokenizer trained on one sentence."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator([SENTENCE] * 8, trainer)
+    path = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_bytes_round_trip(text: str) -> None:
+    tokenizer = ByteTokenizer()
+    tokens = tokenizer.tokenize(text)
+    assert tokens == list(text.encode())
+    assert tokenizer.detokenize(tokens) == text
+
+
+@given(st.lists(st.integers(0, 1000)))
+def test_bytes_decode_anything_and_skip_ids_that_are_no_bytes(tokens: list[int]) -> None:
+    tokenizer = ByteTokenizer(1001)
+    only_bytes = [token for token in tokens if token < 256]
+    assert tokenizer.detokenize(tokens) == bytes(only_bytes).decode(errors="replace")
+
+
+@given(st.text(st.characters(codec="utf-8"), max_size=40))
+def test_offsets_of_bytes_are_positions_of_whole_characters(text: str) -> None:
+    tokenizer = ByteTokenizer()
+    offsets = tokenizer.offsets(tokenizer.tokenize(text), text)
+    starts = [position for position, character in enumerate(text) for _ in character.encode()]
+    firsts = [i for i, position in enumerate(starts) if i == 0 or starts[i - 1] != position]
+    assert len(offsets) == len(starts)
+    assert [offsets[i] for i in firsts] == [starts[i] for i in firsts]
+
+
+def test_a_lone_surrogate_becomes_a_question_mark() -> None:
+    assert ByteTokenizer().tokenize("a\ud800b") == list(b"a?b")
+
+
+def test_bytes_need_room_for_the_special_tokens() -> None:
+    assert (ByteTokenizer().bos, ByteTokenizer().eod) == (256, 257)
+    with pytest.raises(ValueError, match="vocab_size=257"):
+        ByteTokenizer(257)
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+def test_hugging_face_round_trip(folder: Path, text: str) -> None:
+    tokenizer = HuggingFaceTokenizer(folder)
+    assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
+
+
+def test_hugging_face_merges_and_special_tokens(folder: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(folder, vocab_size=512)
+    tokens = tokenizer.tokenize(SENTENCE)
+    assert len(tokens) < len(SENTENCE) / 2
+    assert tokenizer.vocab_size == 512
+    assert (tokenizer.bos, tokenizer.eod) == (0, 1)
+    assert tokenizer.detokenize([0, *tokens, 1], skip_special_tokens=True) == SENTENCE
+    assert tokenizer.detokenize([0, *tokens, 1]).startswith("<s>")
+    offsets = tokenizer.offsets(tokens, SENTENCE)
+    assert offsets[0] == 0 and offsets == sorted(offsets)
+
+
+def test_load_tokenizer_picks_by_path(folder: Path) -> None:
+    assert isinstance(load_tokenizer(None, 512), ByteTokenizer)
+    assert isinstance(load_tokenizer(folder, 512), HuggingFaceTokenizer)
+    assert isinstance(load_tokenizer(folder / "tokenizer.json", 512), HuggingFaceTokenizer)
+
+
+def test_errors_say_what_is_wrong(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no tokenizer at .*: expected a folder with tokenizer\.json"):
+        load_tokenizer(tmp_path / "absent", 512)
+    with pytest.raises(ValueError, match="no tokenizer at"):
+        load_tokenizer(tmp_path, 512)
+    (tmp_path / "tokenizer.json").write_text("{not json")
+    with pytest.raises(ValueError, match="is not a Hugging Face tokenizer"):
+        load_tokenizer(tmp_path, 512)
+    with pytest.raises(ValueError, match=r"the tokenizer has \d+ ids, the model's vocabulary only 260"):
+        load_tokenizer(folder, 260)

@@ -1,0 +1,65 @@
+"""Write a random Nemotron-H of Hugging Face, prompts, its greedy continuations and its logits to a file.
+
+A process of its own: transformers must not see the mamba packages, whose compiled parts may be missing, and megatron
+must. Usage: ``python hf_reference.py CONFIG.json OUT.pt``; CONFIG holds "model" (fields of ``NemotronHConfig``),
+"prompt_lengths", "new_tokens" and "seed".
+"""
+
+import json
+import sys
+
+# Makes `import` raise and `find_spec` find nothing, so transformers takes its own PyTorch path.
+for hidden in ("mamba_ssm", "causal_conv1d"):
+    sys.modules[hidden] = None
+
+import torch  # noqa: E402
+from transformers import NemotronHConfig, NemotronHForCausalLM  # noqa: E402
+
+
+@torch.no_grad()
+def randomise(model, generator):
+    """Weights large enough that every one of them shows in the logits."""
+
+    def uniform(value, low, high):
+        value.copy_(torch.rand(value.shape, generator=generator) * (high - low) + low)
+
+    for name, value in model.named_parameters():
+        last = name.rsplit(".", 1)[-1]
+        if last == "A_log":
+            uniform(value, 0.05, 2.0)
+            value.log_()
+        elif last == "dt_bias":
+            uniform(value, -4.0, -1.0)
+        elif value.dim() == 1 and "norm" in name:
+            uniform(value, 0.5, 1.5)
+        elif value.dim() == 1 or "conv1d" in name:  # D, the convolution and its bias
+            uniform(value, -0.7, 0.7)
+        else:
+            std = 1.0 if "embeddings" in name else value.shape[-1] ** -0.5
+            value.copy_(torch.randn(value.shape, generator=generator) * std * (2.0 if "lm_head" in name else 1.0))
+
+
+@torch.no_grad()
+def main(config_path, out_path):
+    with open(config_path) as file:
+        asked = json.load(file)
+    generator = torch.Generator().manual_seed(asked["seed"])
+    model = NemotronHForCausalLM(NemotronHConfig(**asked["model"])).float().eval()
+    randomise(model, generator)
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.0, float("inf"))  # megatron does not clamp dt
+    cases = []
+    for length in asked["prompt_lengths"]:
+        tokens = torch.randint(0, model.config.vocab_size, (1, length), generator=generator)
+        for _ in range(asked["new_tokens"]):  # no cache: every step is one forward of the whole sequence
+            logits = model(tokens, use_cache=False).logits
+            tokens = torch.cat([tokens, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+        cases.append(
+            {"length": length, "tokens": tokens[0].tolist(), "logits": model(tokens, use_cache=False).logits[0]}
+        )
+    torch.save({"state_dict": model.state_dict(), "cases": cases}, out_path)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

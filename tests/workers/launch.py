@@ -1,0 +1,26 @@
+"""Start a worker script on several ranks and read what its rank 0 wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+WORKERS = Path(__file__).parent
+
+
+def run_ranks(script: str, out: Path, *arguments: Any, ranks: int = 2, timeout_s: float = 240.0) -> Any:
+    """Run ``torchrun tests/workers/SCRIPT OUT ARGUMENTS...`` on the host's CPU; returns what OUT holds (JSON)."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    result = subprocess.run(
+        [*command, str(WORKERS / script), str(out), *map(str, arguments)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(WORKERS.parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert result.returncode == 0, f"{script} {' '.join(map(str, arguments))}:\n{result.stderr[-6000:]}"
+    return json.loads(out.read_text())

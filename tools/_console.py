@@ -1,0 +1,312 @@
+"""What the commands share: one-line errors, Ctrl-C, output files that are whole or absent, progress, tables, plots.
+
+Nothing here imports torch or megatron, so that bad input is answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+EXIT_INPUT = 2
+EXIT_INTERRUPTED = 130
+# torchrun passes Ctrl-C on to processes that the terminal has already told: that is one Ctrl-C, not two.
+_SAME_SIGINT_S = 1.0
+# torchrun ends every rank soon after the first one left; rank 0 has something to say before that.
+_LET_RANK_0_SPEAK_S = 3.0
+# Requests up to which the answers are printed in full.
+_SHOW_WHOLE_TEXTS = 4
+
+
+class InputError(Exception):
+    """Bad input: shown as one line, exit code 2."""
+
+
+class Stopped(Exception):
+    """Ctrl-C was noticed, on every rank at the same place: exit code 130."""
+
+
+def is_main_rank() -> bool:
+    """Whether this process is the one that prints and writes (known before torch.distributed runs)."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse with its errors as `InputError`."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(message)
+
+
+class Interrupt:
+    """Context manager: SIGINT sets ``requested``; a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._since_s = 0.0
+        self._previous: Any = None
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # After a Ctrl-C the process is about to end; a second one then must not raise in the interpreter's shutdown.
+        if self._previous is not None and not self.requested:
+            signal.signal(signal.SIGINT, self._previous)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if not self.requested:
+            self.requested, self._since_s = True, now_s
+        elif now_s - self._since_s > _SAME_SIGINT_S:
+            os._exit(EXIT_INTERRUPTED)
+
+
+def run_command(command: Callable[[Interrupt], None]) -> int:
+    """Run a command's body and turn how it ends into an exit code, saying why on rank 0's stderr."""
+    with Interrupt() as interrupt:
+        try:
+            command(interrupt)
+        except InputError as error:
+            if is_main_rank():
+                print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
+            else:
+                time.sleep(_LET_RANK_0_SPEAK_S)
+            return EXIT_INPUT
+        except Stopped:
+            if is_main_rank():
+                print("interrupted: nothing was written", file=sys.stderr, flush=True)
+            return EXIT_INTERRUPTED
+    return 0
+
+
+def quiet_libraries() -> None:
+    """Keep two remarks off stderr that every start would make and nobody can act on."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # a CUDA toolkit without a GPU
+    warnings.filterwarnings("ignore", message="full scope is deprecated")  # megatron, about its own default
+
+
+@contextmanager
+def as_input_errors(*kinds: type[Exception], prefix: str = "") -> Iterator[None]:
+    """Inside, exceptions of these kinds mean that the user asked for something impossible."""
+    try:
+        yield
+    except kinds as error:
+        raise InputError(prefix + one_line(error)) from error
+
+
+def one_line(error: Exception) -> str:
+    """The message without line breaks."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def check_writable(path: Path) -> None:
+    """Fail now rather than after the work.
+
+    Raises:
+        InputError: A file cannot be written at ``path``.
+    """
+    if path.is_dir():
+        raise InputError(f"cannot write {path}: it is a folder")
+    if not path.parent.is_dir():
+        raise InputError(f"cannot write {path}: there is no folder {path.parent}")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from None
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` fill a file beside ``path``, then move it there, so that nobody sees half of it."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+        part = Path(folder) / path.name
+        write(part)
+        os.replace(part, path)
+
+
+def printable(text: str) -> str:
+    """``text`` without characters that would steer the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def excerpt(text: str, width: int) -> str:
+    """The beginning of ``text`` on one line."""
+    line = printable(" ".join(text.split()))
+    return line if len(line) <= width else line[: width - 1] + "…"
+
+
+def output_console() -> Console:
+    """Tables on stdout: the terminal's width, and a fixed one where the output goes to a file or pipe."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+
+
+@contextmanager
+def progress(names: Sequence[str], total: int) -> Iterator[Callable[[str, int], None]]:
+    """Bars on stderr, one a name, for people only: silent where stderr is no terminal, and on other ranks.
+
+    Yields:
+        A function that sets how many of ``total`` are done for a name.
+    """
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    bars = Progress(*columns, console=console, transient=True, disable=not (console.is_terminal and is_main_rank()))
+    with bars:
+        tasks = {name: bars.add_task(name, total=total, start=False) for name in names}
+
+        def done(name: str, count: int) -> None:
+            bars.start_task(tasks[name])
+            bars.update(tasks[name], completed=count)
+
+        yield done
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt. ``sampling`` holds fields of upstream's ``SamplingParams``."""
+
+    label: str
+    tokens: list[int]
+    sampling: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRun:
+    """What one engine did: results in the order of the requests, and the seconds that all took."""
+
+    name: str
+    requests: list[Request]
+    results: list[Any]
+    wall_s: float
+
+
+def compare(first: EngineRun, other: EngineRun) -> list[dict[str, Any]]:
+    """Token by token, one entry a request; log-probs are compared as far as the tokens agree."""
+    entries = []
+    for request, a, b in zip(first.requests, first.results, other.results, strict=True):
+        equal = a.generated == b.generated
+        pairs = zip(a.generated, b.generated, strict=False)
+        same = next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a.generated), len(b.generated)))
+        gaps = [abs(x - y) for x, y in zip(a.log_probs[:same], b.log_probs[:same], strict=False)]
+        entries.append(
+            {
+                "label": request.label,
+                "tokens_equal": equal,
+                "first_difference": None if equal else same,
+                "compared_log_probs": len(gaps),
+                "max_log_prob_difference": max(gaps, default=None),
+            }
+        )
+    return entries
+
+
+def totals(run: EngineRun) -> dict[str, Any]:
+    """Sums over an engine's requests."""
+    keys = ("prompt_tokens", "computed_tokens", "reused_tokens", "recomputed_tokens")
+    sums: dict[str, Any] = {key: sum(getattr(result, key) for result in run.results) for key in keys}
+    generated = sum(len(result.generated) for result in run.results)
+    return sums | {
+        "requests": len(run.results),
+        "failed_requests": sum(result.status == "failed" for result in run.results),
+        "generated_tokens": generated,
+        "wall_s": run.wall_s,
+        "generated_tokens_per_second": generated / run.wall_s,
+    }
+
+
+def print_report(console: Console, runs: list[EngineRun], comparisons: list[dict[str, Any]]) -> None:
+    """Tables of each engine and each comparison, and the answers where they are few."""
+    for run in runs:
+        console.print(_run_table(run))
+        for request, result in zip(run.requests, run.results, strict=True):
+            if result.error:
+                console.print(f"{request.label} failed: {printable(result.error)}", markup=False)
+            elif len(run.results) <= _SHOW_WHOLE_TEXTS and run is runs[0]:
+                console.print(f"--- {request.label}\n{printable(result.text)}", markup=False)
+    for comparison in comparisons:
+        console.print(_comparison_table(comparison))
+
+
+def _run_table(run: EngineRun) -> Table:
+    table = Table(title=f"engine: {run.name}", title_justify="left", show_footer=True)
+    total = totals(run)
+    footers = (
+        f"{total['wall_s']:.2f} s in all",
+        str(total["prompt_tokens"]),
+        str(total["computed_tokens"]),
+        str(total["reused_tokens"]),
+        "",
+        f"{total['generated_tokens_per_second']:.0f}",
+        f"{total['generated_tokens']} tokens generated",
+    )
+    heads = ("request", "prompt", "computed", "reused", "first token ms", "tokens/s", "answer")
+    for number, (head, footer) in enumerate(zip(heads, footers, strict=True)):
+        table.add_column(head, footer=footer, justify="right" if 0 < number < 6 else "left", no_wrap=True)
+    for request, result in zip(run.requests, run.results, strict=True):
+        first_s, rate = result.time_to_first_token_s, result.tokens_per_second
+        table.add_row(
+            request.label.replace("[", "\\["),
+            str(result.prompt_tokens),
+            str(result.computed_tokens),
+            str(result.reused_tokens),
+            "-" if first_s is None else f"{first_s * 1000:.1f}",
+            "-" if rate is None else f"{rate:.0f}",
+            excerpt(result.text, 28).replace("[", "\\[") if result.status == "completed" else result.status,
+        )
+    return table
+
+
+def _comparison_table(comparison: dict[str, Any]) -> Table:
+    table = Table(title=f"{comparison['engine']} against {comparison['against']}", title_justify="left")
+    for head in ("request", "tokens", "first difference", "max log-prob difference"):
+        table.add_column(head, justify="left" if head in ("request", "tokens") else "right", no_wrap=True)
+    for entry in comparison["requests"]:
+        gap = entry["max_log_prob_difference"]
+        table.add_row(
+            entry["label"].replace("[", "\\["),
+            "equal" if entry["tokens_equal"] else "[bold]DIFFERENT[/bold]",
+            "" if entry["first_difference"] is None else f"token {entry['first_difference']}",
+            "-" if gap is None else f"{gap:.2e}",
+        )
+    return table
+
+
+def save_plot(path: Path, runs: list[EngineRun], title: str) -> None:
+    """Computed prompt tokens and time to first token of every request, a line an engine."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    numbers = range(1, len(runs[0].results) + 1)
+    for run in runs:
+        axes[0].plot(numbers, [r.computed_tokens for r in run.results], marker="o", label=run.name)
+        first_ms = [float("nan") if (s := r.time_to_first_token_s) is None else s * 1000 for r in run.results]
+        axes[1].plot(numbers, first_ms, marker="o", label=run.name)
+    axes[0].plot(numbers, [r.prompt_tokens for r in runs[0].results], color="grey", linestyle=":", label="prompt")
+    for axis, label in zip(axes, ("prompt tokens computed", "time to first token, ms"), strict=True):
+        axis.set(xlabel="request", ylabel=label, ylim=(0, None))
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.legend()
+    figure.suptitle(title)
+    figure.savefig(path, format="png", dpi=110)
+    pyplot.close(figure)
