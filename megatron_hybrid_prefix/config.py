@@ -18,13 +18,11 @@ class HybridPrefixConfig:
             less than one checkpoint, keeps none.
         eviction_policy: Which checkpoint goes when a slot is needed: "lru", the least recently used.
         state_dtype: Type of the recurrent states, live and kept: "float32" or "bfloat16"; None: the parameters'.
-        verify_hits: Share of the hits, from 0 to 1, that are recomputed and compared, for operators.
     """
 
     mamba_gb: float
     eviction_policy: EvictionPolicyName = "lru"
     state_dtype: StateDtypeName | None = None
-    verify_hits: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.mamba_gb < float("inf"):
@@ -32,8 +30,6 @@ class HybridPrefixConfig:
         _check_choice("eviction_policy", self.eviction_policy, get_args(EvictionPolicyName))
         if self.state_dtype is not None:
             _check_choice("state_dtype", self.state_dtype, get_args(StateDtypeName))
-        if not 0 <= self.verify_hits <= 1:
-            raise ValueError(f"verify_hits={self.verify_hits}: must be a share from 0 to 1")
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

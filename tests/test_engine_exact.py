@@ -86,6 +86,8 @@ def test_600_prompt_tokens_take_less_than_300_ms(tiny):
 def test_a_budget_that_cannot_hold_the_live_states_is_one_clear_line(tiny):
     with pytest.raises(ValueError, match=r"buffer_size_gb=.* too small: .*max_requests=16"):
         build_engine(tiny, buffer_size_gb=0.0001)
+    with pytest.raises(ValueError, match="max_tokens=64 must be at least max_requests=128"):
+        build_engine(tiny, max_tokens=64, max_requests=128)
     with pytest.raises(ValueError, match="unknown InferenceConfig field"):
         build_engine(tiny, no_such_field=1)
 

@@ -6,14 +6,12 @@ Nothing here imports torch or megatron, so that bad input is answered at once.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import signal
 import sys
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,12 +95,6 @@ def run_command(command: Callable[[Interrupt], None]) -> int:
                 print("interrupted: nothing was written", file=sys.stderr, flush=True)
             return EXIT_INTERRUPTED
     return 0
-
-
-def quiet_libraries() -> None:
-    """Keep two remarks off stderr that every start would make and nobody can act on."""
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # a CUDA toolkit without a GPU
-    warnings.filterwarnings("ignore", message="full scope is deprecated")  # megatron, about its own default
 
 
 @contextmanager

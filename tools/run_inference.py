@@ -48,7 +48,6 @@ from _console import (
     output_console,
     print_report,
     progress,
-    quiet_libraries,
     run_command,
     save_plot,
     totals,
@@ -124,13 +123,14 @@ def make_parser() -> ArgumentParser:
     add("--async-scheduling", action="store_true", help="upstream's asynchronous scheduling")
     add("--cuda-graphs", type=positive_int, metavar="N", help="capture N CUDA graphs (GPU only)")
 
-    add = parser.add_argument_group("sampling (upstream's parameters)").add_argument
+    sampling = parser.add_argument_group("sampling (upstream's parameters)")
+    add = sampling.add_argument
     add("--num-tokens-to-generate", type=positive_int, default=32, metavar="N", help="default: %(default)s")
     add("--temperature", type=float, default=1.0, help="default: %(default)s")
     add("--top-k", type=int, help="default: 1 (greedy), or 0 (off) where --top-p is given")
     add("--top-p", type=float, default=0.0, help="default: 0 (off)")
     add("--stop-word", action="append", default=[], metavar="TEXT", help="end before this text (repeat)")
-    end = parser.add_mutually_exclusive_group()
+    end = sampling.add_mutually_exclusive_group()
     end.add_argument("--termination-id", type=int, metavar="ID", help="end at this token (default: the tokenizer's)")
     end.add_argument("--ignore-eos", action="store_true", help="end at no token")
     add("--log-probs", action=argparse.BooleanOptionalAction, default=True, help="log-probs of the generated tokens")
@@ -618,7 +618,6 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
     limit = args.max_sequence_length or config.max_sequence_length
     work = read_work(args, tokenizer, config.vocab_size, limit)
 
-    quiet_libraries()
     from megatron_hybrid_prefix.platform import ensure_platform, running_platform, shut_down
 
     was_running = running_platform() is not None

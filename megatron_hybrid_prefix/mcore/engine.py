@@ -137,21 +137,25 @@ def state_bytes(config: MambaInferenceStateConfig) -> int:
 
 
 def _check_budget(model: Any, config: InferenceConfig) -> None:
-    """Say in one line what does not fit, before upstream asserts on it."""
-    gib = 1024**3
-    total_bytes = int((config.buffer_size_gb + (config.paused_buffer_size_gb or 0)) * gib)
-    state = config.mamba_inference_state_config
-    if state is not None and config.max_requests is not None and config.mamba_memory_ratio is None:
-        live_bytes = (
-            config.max_requests
-            * state_bytes(state)
-            * (2 + config.num_speculative_tokens if config.num_speculative_tokens else 1)
-        )
-        if live_bytes >= total_bytes:
-            raise ValueError(
-                f"buffer_size_gb={config.buffer_size_gb} is too small: the recurrent states of max_requests="
-                f"{config.max_requests} need {live_bytes / gib:.3f} GiB; raise buffer_size_gb or lower max_requests"
-            )
+    """Say in one line what does not fit, before upstream asserts on it, or on a later step."""
+    tp = model.config.tensor_model_parallel_size
     max_tokens = config.max_tokens or 16384
-    if config.max_requests is not None and max_tokens < config.max_requests:
+    if config.max_requests is None:
+        return
+    if config.max_requests < 1 or config.max_requests % tp:
+        raise ValueError(f"max_requests={config.max_requests} must be a multiple of the tensor-parallel size {tp}")
+    if max_tokens < config.max_requests:
         raise ValueError(f"max_tokens={max_tokens} must be at least max_requests={config.max_requests}")
+    state = config.mamba_inference_state_config
+    if state is None or config.mamba_memory_ratio is not None:
+        return
+    # Live states, and with speculative decoding one more for each position that may be accepted.
+    states_per_request = 1 if config.num_speculative_tokens == 0 else 2 + config.num_speculative_tokens
+    need_bytes = config.max_requests * states_per_request * state_bytes(state)
+    have_bytes = (config.buffer_size_gb + (config.paused_buffer_size_gb or 0)) * 2**30
+    if need_bytes >= have_bytes:
+        raise ValueError(
+            f"buffer_size_gb={config.buffer_size_gb} is too small: the recurrent states of max_requests="
+            f"{config.max_requests} need {need_bytes / 2**20:.2f} MiB of {have_bytes / 2**20:.2f} MiB; "
+            "raise buffer_size_gb or lower max_requests"
+        )

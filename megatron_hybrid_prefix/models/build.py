@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,9 @@ def build_hybrid_model(
     model.hybrid_config = config
     model.requires_grad_(False)
     model.to(platform.device)
+    for module in model.modules():
+        if isinstance(module, torch.nn.RMSNorm):  # the local norms are made in float32 whatever the parameters are
+            module.to(getattr(torch, config.dtype))
     initialise_weights(model, config, seed)
     return model.eval()
 
@@ -110,7 +114,9 @@ def _transformer_config(config: HybridModelConfig, platform: Platform, overrides
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
     )
-    return TransformerConfig(**(fields | overrides))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="full scope is deprecated")  # about its own default
+        return TransformerConfig(**(fields | overrides))
 
 
 def _layer_specs(config: HybridModelConfig, platform: Platform) -> Any:

@@ -45,7 +45,8 @@ def copy_hf_weights(model: Any, state_dict: Mapping[str, torch.Tensor], config: 
     """Copy a ``NemotronHForCausalLM`` state dict into ``model``, whatever its tensor- and pipeline-parallel layout.
 
     The whole state dict is checked before the first weight is written. Values are converted to the model's dtype.
-    Hugging Face's Nemotron-H clamps the step size dt from below at its ``time_step_min``; megatron does not clamp it.
+    Two things are not weights: Hugging Face's Nemotron-H clamps the step size dt from below at its ``time_step_min``,
+    megatron does not clamp it; and the gated norm of megatron's mixer has an epsilon of 1e-5 whatever the config says.
 
     Args:
         model: This rank's shard, as `build_hybrid_model` returned it.

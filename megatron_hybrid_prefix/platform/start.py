@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import sys
 import warnings
@@ -172,8 +173,10 @@ def _replace_what_is_missing(use_cuda: bool) -> tuple[str, str, str]:
         _applied.add_placeholder(placeholder)
     try:
         with warnings.catch_warnings():
-            # A dozen lines that Transformer Engine, Apex and absl are missing; `Platform.describe` says what is used.
+            # A dozen lines that Transformer Engine, Apex, absl or a GPU are missing; `Platform.describe` says what is
+            # used instead.
             warnings.simplefilter("ignore", UserWarning)
+            logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
             from megatron.core.ssm import mamba_mixer
 
             _mixer_imported_here = True

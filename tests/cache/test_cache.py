@@ -388,6 +388,15 @@ def test_a_state_published_between_match_and_admission():
     assert model.cache.admit(50, match).resume_tokens == 8
 
 
+def test_kv_published_between_match_and_admission_makes_a_junction():
+    model = engine()
+    match = model.cache.match(model.cache.chain(tokens(1, 2, 3)))
+    first = model.admit(tokens(1, 2, 8))
+    model.settle(model.plan(first, 4), first, succeeds=True)  # a block, no state
+    admission = model.cache.admit(50, match)
+    assert admission.lost_tokens_no_state == 4 and admission.boundaries[0] == (4, Reason.JUNCTION)
+
+
 def test_a_match_that_is_out_of_date_is_made_again():
     model = engine(kv_blocks=8, state_slots=1)
     run(model, tokens(1, 2, rest=1))

@@ -107,8 +107,6 @@ def test_an_unknown_policy_is_refused():
         {"mamba_gb": float("inf")},
         {"mamba_gb": 1, "eviction_policy": "fifo"},
         {"mamba_gb": 1, "state_dtype": "float16"},
-        {"mamba_gb": 1, "verify_hits": 1.5},
-        {"mamba_gb": 1, "verify_hits": float("nan")},
     ],
 )
 def test_config_says_which_field_is_wrong(fields):
@@ -117,7 +115,7 @@ def test_config_says_which_field_is_wrong(fields):
 
 
 def test_config_is_frozen_and_by_keyword():
-    config = HybridPrefixConfig(mamba_gb=0, state_dtype="bfloat16", verify_hits=0.1)
+    config = HybridPrefixConfig(mamba_gb=0, state_dtype="bfloat16")
     with pytest.raises(AttributeError):
         config.mamba_gb = 2
     with pytest.raises(TypeError):

@@ -15,12 +15,20 @@ WORKERS = Path(__file__).parent
 def run_ranks(script: str, out: Path, *arguments: Any, ranks: int = 2, timeout_s: float = 240.0) -> Any:
     """Run ``torchrun tests/workers/SCRIPT OUT ARGUMENTS...`` on the host's CPU; returns what OUT holds (JSON)."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    result = subprocess.run(
+    process = subprocess.Popen(
         [*command, str(WORKERS / script), str(out), *map(str, arguments)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(WORKERS.parents[1])},
-        capture_output=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout_s,
     )
-    assert result.returncode == 0, f"{script} {' '.join(map(str, arguments))}:\n{result.stderr[-6000:]}"
+    what = f"{script} {' '.join(map(str, arguments))}"
+    try:
+        _, errors = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        raise AssertionError(f"{what} hung:\n{process.communicate(timeout=60)[1][-6000:]}") from None
+    finally:
+        process.terminate()  # not kill: torchrun then ends its workers, which are in sessions of their own
+    assert process.returncode == 0, f"{what}:\n{errors[-6000:]}"
     return json.loads(out.read_text())
