@@ -14,7 +14,7 @@ cached and how room is made is in `index/store.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.blocks import KVBlocks
@@ -285,6 +285,12 @@ class HybridPrefixCache:
             self._let_go(live)
         return True
 
+    def release_all(self) -> None:
+        """Releases every live request, and the blocks that were given out to nobody in particular."""
+        for request_id in self.live_requests():
+            self.release(request_id)
+        self.free_blocks(list(self._loose))
+
     def invalidate(self, epoch: int | None = None) -> None:
         """The weights changed: nothing of before is ever matched, and live requests cache nothing more.
 
@@ -348,6 +354,20 @@ class HybridPrefixCache:
         """KV blocks that hold nothing."""
         return self._blocks.free_blocks
 
+    @property
+    def cached_blocks(self) -> int:
+        """KV blocks that a prompt can match, held or not."""
+        return len(self._store.tree)
+
+    def cached_block(self, key: bytes) -> int | None:
+        """Id of the block with this key, if it is cached."""
+        node = self._store.tree.get(key)
+        return None if node is None else node.block_id
+
+    def cached_keys(self) -> Iterator[bytes]:
+        """Keys of all cached blocks, in any order."""
+        return (node.key for node in self._store.tree)
+
     def block_holders(self, block_id: int) -> int:
         """How many live requests hold a KV block."""
         return self._blocks.holders(block_id)
@@ -357,6 +377,14 @@ class HybridPrefixCache:
     def is_live(self, request_id: int) -> bool:
         """Whether the request is admitted and not released."""
         return request_id in self._live
+
+    def live_requests(self) -> list[int]:
+        """Ids of the requests that are admitted and not released."""
+        return list(self._live)
+
+    def is_current(self, match: Match) -> bool:
+        """Whether matching again would give the same."""
+        return match.version == self._store.tree.version and match.prompt_tokens == match.chain.tokens
 
     def block_ids(self, request_id: int) -> tuple[int, ...]:
         """KV blocks of a live request, front first."""
@@ -392,7 +420,7 @@ class HybridPrefixCache:
         )
 
     def _fresh(self, match: Match) -> Match:
-        if match.version == self._store.tree.version and match.prompt_tokens == match.chain.tokens:
+        if self.is_current(match):
             return match
         return self._match(match.chain, match.limit_tokens, match.read)
 

@@ -17,7 +17,8 @@ class HybridPrefixConfig:
         mamba_gb: Memory for checkpoints of the recurrent state on each rank, in GiB; all of it holds checkpoints. 0, or
             less than one checkpoint, keeps none.
         eviction_policy: Which checkpoint goes when a slot is needed: "lru", the least recently used.
-        state_dtype: Type of the recurrent states, live and kept: "float32" or "bfloat16"; None: the parameters'.
+        state_dtype: Type of the SSM states, live and kept: "float32" or "bfloat16"; None: the parameters'. (Windows of the
+            convolution are inputs of the layer, and stay in the parameters' type.)
     """
 
     mamba_gb: float

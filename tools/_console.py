@@ -182,12 +182,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRun:
-    """What one engine did: results in the order of the requests, and the seconds that all took."""
+    """What one engine did: results in the order of the requests, the seconds that all took, the counters of our cache."""
 
     name: str
     requests: list[Request]
     results: list[Any]
     wall_s: float
+    prefix_stats: dict[str, Any] | None = None
 
 
 def compare(first: EngineRun, other: EngineRun) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ from _console import (
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-CONTEXT_FILES = ("mcore/engine.py", "mcore/runner.py")
+CONTEXT_FILES = ("mcore/build.py", "mcore/runner.py")
 CONTEXT_BYTES = 8000  # cut by less than a block so that the repeated prompt ends where it should
 BLOCK_TOKENS = 256
 TAIL_TOKENS = 2
@@ -86,12 +86,12 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
     text = json.dumps(make_conversation(), indent=1) + "\n"
     write_whole(session, lambda part: part.write_text(text, encoding="utf-8"))
     if is_main_rank():
-        print("A question session about this project's source, with caching off and with upstream's cache.")
+        print("A question session about this project's source, with caching off, upstream's cache and this one's.")
         print("The weights are random, so the answers are noise; what is shown is the cache.")
         print(f"The last turn sends a prompt again that ends {TAIL_TOKENS} tokens behind a block boundary, where")
         print("upstream 0.19.1 is known to give other log-probs than without a cache.", flush=True)
     options = ["--conversation", session, "--preset", args.preset or default_preset(args.device)]
-    options += ["--compare", "off,upstream", "--num-tokens-to-generate", ANSWER_TOKENS, "--ignore-eos"]
+    options += ["--compare", "off,upstream,ours", "--num-tokens-to-generate", ANSWER_TOKENS, "--ignore-eos"]
     options += ["--block-size-tokens", BLOCK_TOKENS, "--json", args.out / "demo.json", "--plot", args.out / "demo.png"]
     options += ["--device", args.device] if args.device else []
     run_inference.run([str(option) for option in options], interrupt)

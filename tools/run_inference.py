@@ -6,11 +6,12 @@ turn; a table shows, for each request, how many prompt tokens were computed and 
 file is long because it is a whole command: options, input, run, comparison, report, in this order.
 
     tools/run_inference.py "Hello" --preset tiny
-    tools/run_inference.py --conversation session.json --compare off,upstream --json result.json --plot result.png
+    tools/run_inference.py --conversation session.json --compare off,upstream,ours --json result.json --plot result.png
     torchrun --nproc-per-node 2 tools/run_inference.py --jsonl prompts.jsonl --preset small --tp 2
 
 JSON lines: one object a line with "prompt" (text) or "tokens" (ids), and optionally sampling parameters of its own
-("num_tokens_to_generate", "temperature", "top_k", "top_p", "stop_words", "termination_id", "top_n_logprobs").
+("num_tokens_to_generate", "temperature", "top_k", "top_p", "stop_words", "termination_id", "top_n_logprobs"), and for
+the engine "ours" "cache_salt" (prompts with different salts share nothing), "cache_read" and "cache_write" (booleans).
 
 Conversation: {"system": "...", "context": "...", "turns": ["...", {"regenerate": true}, ...]} (a regenerated turn sends
 the previous prompt again and its answer takes the other's place), or {"messages": [{"role": "user", "content": "..."},
@@ -56,14 +57,15 @@ from _console import (
 from rich.console import Console
 
 from megatron_hybrid_prefix._version import __version__
+from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.errors import PlatformError
 from megatron_hybrid_prefix.tokenizer import Tokenizer, load_tokenizer
 
-# Name -> the arguments of build_engine that make it, given the command's options and the cache's budget in GiB.
-ENGINES: dict[str, Callable[[float], dict[str, Any]] | None] = {
+# Name -> the arguments of build_engine that make it, given the cache's budget in GiB.
+ENGINES: dict[str, Callable[[float], dict[str, Any]]] = {
     "off": lambda mamba_gb: {},
     "upstream": lambda mamba_gb: {"enable_prefix_caching": True, "prefix_caching_mamba_gb": mamba_gb},
-    "ours": None,  # not built yet
+    "ours": lambda mamba_gb: {"prefix": HybridPrefixConfig(mamba_gb=mamba_gb)},
 }
 DEFAULT_MAMBA_GB = {"cpu": 0.05, "cuda": 8.0}
 DEFAULT_MAX_TOKENS = {"cpu": 4096, "cuda": 16384}
@@ -78,6 +80,9 @@ SAMPLING_FIELDS: dict[str, tuple[type, ...]] = {
     "stop_words": (list,),
     "termination_id": (int,),
     "top_n_logprobs": (int,),
+    "cache_salt": (str,),
+    "cache_read": (bool,),
+    "cache_write": (bool,),
 }
 
 
@@ -113,6 +118,7 @@ def make_parser() -> ArgumentParser:
     add("--block-size-tokens", type=positive_int, default=256, help="tokens of a KV block (default: %(default)s)")
     add("--buffer-gb", type=positive_float, help="GiB for KV and live states (default: 0.25 on CPU, 20 on GPU)")
     add("--mamba-gb", type=positive_float, help="GiB for cached recurrent states (default: 0.05 on CPU, 8 on GPU)")
+    add("--state-dtype", choices=("float32", "bfloat16"), help="type of the SSM states (default: the parameters')")
     add("--max-requests", type=positive_int, default=16, help="requests that run at a time (default: %(default)s)")
     add(
         "--max-tokens",
@@ -277,7 +283,9 @@ class Reader:
                 continue
             if key not in SAMPLING_FIELDS:
                 raise InputError(f"{where}: unknown field {key!r}")
-            if not isinstance(value, SAMPLING_FIELDS[key]) or isinstance(value, bool):
+            if not isinstance(value, SAMPLING_FIELDS[key]) or isinstance(value, bool) != (
+                SAMPLING_FIELDS[key] == (bool,)
+            ):
                 raise InputError(f"{where}: {key}={value!r} is not of type {SAMPLING_FIELDS[key][-1].__name__}")
         sampling = self.sampling | {key: data[key] for key in data.keys() & SAMPLING_FIELDS.keys()}
         if "top_p" in data and "top_k" not in data:
@@ -437,8 +445,6 @@ def check_options(args: argparse.Namespace) -> tuple[list[str], Any]:
     for name in names:
         if name not in ENGINES:
             raise InputError(f"--compare: no engine {name!r}; there are: {', '.join(ENGINES)}")
-        if ENGINES[name] is None:
-            raise InputError(f"--compare: the engine {name!r} is not built yet")
     if len(set(names)) < len(names):
         raise InputError(f"--compare: {args.compare} names an engine twice")
     if (args.max_sequence_length or 0) > config.max_sequence_length:
@@ -539,7 +545,15 @@ class Runner:
                     sent = sent or work.prompts
                     for request in sent:
                         answer_to(request)
-            return EngineRun(name=name, requests=sent, results=results, wall_s=time.perf_counter() - started_s)
+            wall_s = time.perf_counter() - started_s
+            stats = getattr(engine.context, "prefix_stats", None)
+            return EngineRun(
+                name=name,
+                requests=sent,
+                results=results,
+                wall_s=wall_s,
+                prefix_stats=None if stats is None else stats().as_dict(),
+            )
         finally:
             release_engine(engine)
 
@@ -551,7 +565,7 @@ class Runner:
         results = run_batch(
             engine,
             [request.tokens for request in requests],
-            [SamplingParams(**request.sampling) for request in requests],
+            [SamplingParams.deserialize(request.sampling) for request in requests],
             on_step=lambda done, total: on_done(done),
             should_stop=self.should_stop,
         )
@@ -564,6 +578,8 @@ def run_engines(
     runner: Runner, names: Sequence[str], work: Work, args: argparse.Namespace
 ) -> tuple[list[EngineRun], dict[str, Any]]:
     """Each engine in turn, and the settings they had."""
+    import torch
+
     device_type = runner.platform.device.type
     longest = work.longest()
     shared = engine_fields(args, device_type, max(len(request.tokens) for request in longest))
@@ -571,14 +587,21 @@ def run_engines(
     runs: list[EngineRun] = []
     with progress(names, len(longest)) as done:
         for name in names:
-            own = ENGINES[name]
-            assert own is not None
             sent = runs[0].requests if runs else None
-            runs.append(
-                runner.run(name, shared | own(mamba_gb), work, sent, lambda count, name=name: done(name, count))
-            )
+            fields = shared | ENGINES[name](mamba_gb)
+            if args.state_dtype is not None:
+                from megatron_hybrid_prefix.mcore.build import mamba_state_config
+
+                fields["mamba_inference_state_config"] = mamba_state_config(
+                    runner.model, ssm_dtype=getattr(torch, args.state_dtype)
+                )
+            runs.append(runner.run(name, fields, work, sent, lambda count, name=name: done(name, count)))
             gc.collect()  # the engine's parts refer to each other
-    return runs, {"mamba_gb": mamba_gb, **{name: getattr(value, "value", value) for name, value in shared.items()}}
+    return runs, {
+        "mamba_gb": mamba_gb,
+        "state_dtype": args.state_dtype,
+        **{name: getattr(value, "value", value) for name, value in shared.items()},
+    }
 
 
 # --- Command ---------------------------------------------------------------------------------------------------------
@@ -598,6 +621,7 @@ def as_json(
         "engines": {
             run.name: {
                 "totals": totals(run),
+                "prefix_stats": run.prefix_stats,
                 "requests": [
                     {"label": request.label, "sampling": request.sampling, **asdict(result)}
                     for request, result in zip(run.requests, run.results, strict=True)

@@ -1,7 +1,28 @@
-"""The cache inside megatron-core: engine, context, allocators, mixer."""
+"""The cache inside megatron-core: context, block allocator, mixer, engine.
+
+Everything but `build_engine` imports megatron when it is asked for.
+"""
 
 from __future__ import annotations
 
-from megatron_hybrid_prefix.mcore.engine import build_engine
+from importlib import import_module
+from typing import Any
 
-__all__ = ["build_engine"]
+from megatron_hybrid_prefix.mcore.build import build_engine
+
+_PARTS = {
+    "HybridPrefixBlockAllocator": "blocks",
+    "HybridPrefixContext": "context",
+    "HybridPrefixEngine": "engine",
+    "HybridPrefixMambaMixer": "mixer",
+    "restore_mixers": "mixer",
+    "use_slot_mixers": "mixer",
+}
+
+__all__ = ["build_engine", *_PARTS]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PARTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"megatron_hybrid_prefix.mcore.{_PARTS[name]}"), name)

@@ -1,161 +1,138 @@
-"""`build_engine`: megatron's dynamic engine around a model, with or without this package's prefix cache."""
+"""`HybridPrefixEngine`: megatron's dynamic engine, where it has to know of the cache.
+
+Weights epochs, requests that are preempted or aborted, and forwards that fail. Scheduling and stepping are megatron's.
+"""
 
 from __future__ import annotations
 
-import math
+import asyncio
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from megatron_hybrid_prefix.config import HybridPrefixConfig
-from megatron_hybrid_prefix.platform import running_platform
-from megatron_hybrid_prefix.tokenizer import ByteTokenizer, Tokenizer
+from megatron.core.inference.engines import DynamicInferenceEngine
+from megatron.core.inference.inference_request import DynamicInferenceRequestRecord, Status
+from megatron.core.ssm.mamba_mixer import MambaMixer
 
 if TYPE_CHECKING:
-    from megatron.core.inference.config import InferenceConfig, MambaInferenceStateConfig
-    from megatron.core.inference.engines import DynamicInferenceEngine
-
-# Without a GPU upstream's defaults (20 GB of KV, 16,384 tokens a step) would exhaust an ordinary machine.
-HOST_DEFAULTS: dict[str, Any] = {"buffer_size_gb": 0.25, "max_requests": 16, "max_tokens": 4096}
+    from megatron.core.inference.inference_request import DynamicInferenceRequest
 
 
-def build_engine(
-    model: Any,
-    prefix: HybridPrefixConfig | None = None,
-    *,
-    tokenizer: Tokenizer | None = None,
-    **inference_config_fields: Any,
-) -> DynamicInferenceEngine:
-    """Build megatron's dynamic engine for a hybrid (or pure attention) model.
+class HybridPrefixEngine(DynamicInferenceEngine):
+    """Megatron's engine around a `HybridPrefixContext`."""
 
-    Args:
-        model: A model of ``build_hybrid_model``, or any ``HybridModel`` / ``GPTModel`` in this process.
-        prefix: Settings of the prefix cache; None leaves it off. (Megatron's own cache is switched on with its own
-            fields, ``enable_prefix_caching=True`` and ``prefix_caching_mamba_gb=...``.)
-        tokenizer: By default bytes.
-        **inference_config_fields: Fields of megatron's ``InferenceConfig``.
+    _epoch: int | None = None
+    _aborting: set[int] = frozenset()  # type: ignore[assignment]  # while megatron's constructor runs
 
-    Returns:
-        The engine: ``add_request``, ``step_modern``, ``has_unfinished_requests`` work as upstream's.
+    def reset(self) -> None:
+        """See upstream."""
+        super().reset()
+        self._aborting = set()
 
-    Raises:
-        ValueError: A field is unknown, or the memory asked for cannot hold what was asked for.
-    """
-    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
-    from megatron.core.inference.engines import DynamicInferenceEngine
-    from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
-    from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
-    from megatron.core.utils import get_attr_wrapped_model
+    # -- requests ------------------------------------------------------------------------------------------------------
 
-    if prefix is not None:
-        raise NotImplementedError("the prefix cache is not built yet: pass prefix=None")
-    platform = running_platform()
-    if platform is not None:
-        platform.check_cuda_graphs(model.config.cuda_graph_impl)
-    vocab_size = get_attr_wrapped_model(model, "vocab_size")
-    inference_config = _inference_config(model, inference_config_fields)
-    context = DynamicInferenceContext(model_config=model.config, inference_config=inference_config)
-    wrapped = GPTInferenceWrapper(model, context)
-    wrapped.prep_model_for_inference()
-    controller = TextGenerationController(
-        inference_wrapped_model=wrapped, tokenizer=tokenizer or ByteTokenizer(vocab_size)
-    )
-    return DynamicInferenceEngine(controller, context)
+    def _add_request(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:
+        """See upstream; the keys of the prompt are made here, on arrival."""
+        if self.context.prefix_cache is not None:
+            self.context.keys_of(request)
+        future = super()._add_request(request)
+        entry = self.requests[request.request_id]
+        if not isinstance(entry.record, _Record) and not future.done():
+            entry.record = _Record(requests=entry.record.requests, latency=entry.record.latency)
+        return future
 
+    def abort_request(self, request_id: int) -> bool:
+        """Give a request up; its blocks and slots are free by the end of the next step.
 
-def _inference_config(model: Any, fields: dict[str, Any]) -> InferenceConfig:
-    from megatron.core.inference.config import InferenceConfig, PrefixCachingEvictionPolicy
-    from megatron.core.utils import get_attr_wrapped_model
+        It comes back from that step as finished, with the tokens it has by then (a waiting one at once, without any).
 
-    unknown = set(fields) - set(InferenceConfig.__dataclass_fields__)
-    if unknown:
-        raise ValueError(f"unknown InferenceConfig field(s): {', '.join(sorted(unknown))}")
-    values: dict[str, Any] = {
-        "max_sequence_length": get_attr_wrapped_model(model, "max_sequence_length"),
-        "mamba_inference_state_config": mamba_state_config(model),
-        "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU,
-    }
-    on_host = next(model.parameters()).device.type == "cpu"
-    if on_host:
-        values |= HOST_DEFAULTS
-    values |= fields
-    config = InferenceConfig(**values)
-    _check_budget(model, config)
-    return config
+        Args:
+            request_id: Of a request that was added.
 
+        Returns:
+            Whether it was unfinished.
+        """
+        entry = self.requests.get(request_id)
+        if entry is None or request_id in self.failed_request_ids:
+            return False
+        if request_id in self.waiting_request_ids and entry.record[-1].finished_chunk_token_count == 0:
+            self.waiting_request_ids.remove(request_id)
+            self._finish_aborted(request_id)
+        else:
+            self._aborting.add(request_id)
+            # Active requests end the way of a stop word: with the step's bookkeeping, in either scheduling mode.
+            self.stop_word_finished_request_ids.add(request_id)
+        return True
 
-def mamba_state_config(
-    model: Any, conv_dtype: torch.dtype | None = None, ssm_dtype: torch.dtype | None = None
-) -> MambaInferenceStateConfig | None:
-    """Shapes of one recurrent state, also on a pipeline stage without Mamba layers (None: no stage has any).
+    def schedule_waiting_requests(self) -> None:
+        """See upstream; first takes out aborted requests that no forward is running for."""
+        for request_id in sorted(self._aborting):
+            if request_id not in self.requests:
+                self._aborting.discard(request_id)  # it finished
+                continue
+            waiting = request_id in self.waiting_request_ids
+            if self.context.remove_waiting_row(request_id) or waiting:
+                if waiting:
+                    self.waiting_request_ids.remove(request_id)
+                self._aborting.discard(request_id)
+                self.stop_word_finished_request_ids.discard(request_id)
+                self._finish_aborted(request_id)
+        super().schedule_waiting_requests()
 
-    Upstream derives them from the stage's own layers and treats a stage without Mamba as a plain transformer, which
-    then skips other tokens than its neighbours.
-    """
-    from megatron.core import parallel_state
-    from megatron.core.inference.config import MambaInferenceStateConfig
-    from megatron.core.utils import get_attr_wrapped_model
+    def _should_run_async_sched_overlap(self) -> bool:
+        """See upstream; not while an aborted request has to be taken out between two steps."""
+        return not self._aborting and super()._should_run_async_sched_overlap()
 
-    own = MambaInferenceStateConfig.from_model(model, conv_dtype, ssm_dtype)
-    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-        return own
-    stages: list[Any] = [None] * parallel_state.get_pipeline_model_parallel_world_size()
-    shapes = (
-        None
-        if own is None
-        else (
-            own.conv_states_shape,
-            own.ssm_states_shape,
-            own.mamba_chunk_size,
-            own.conv_states_dtype,
-            own.ssm_states_dtype,
-        )
-    )
-    torch.distributed.all_gather_object(stages, shapes, group=parallel_state.get_pipeline_model_parallel_group())
-    if own is not None:
-        return own
-    known = next((stage for stage in stages if stage is not None), None)
-    if known is None:
-        return None
-    return MambaInferenceStateConfig(
-        layer_type_list=get_attr_wrapped_model(model, "decoder").layer_type_list,
-        conv_states_shape=known[0],
-        ssm_states_shape=known[1],
-        mamba_chunk_size=known[2],
-        conv_states_dtype=known[3],
-        ssm_states_dtype=known[4],
-    )
+    def _finish_aborted(self, request_id: int) -> None:
+        # The next step hands it out among the finished ones, like a refused request.
+        request = self.requests[request_id].record[-1]
+        request.status = Status.COMPLETED
+        request.generated_length = len(request.generated_tokens)
+        request.add_event_finish()
+        self.failed_request_ids.append(request_id)
+        self.requests[request_id].future.set_result(self.requests[request_id].record)
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    async def async_forward(self) -> tuple[dict | None, dict, float]:
+        """See upstream; after a forward that raised, what it was to publish is dropped."""
+        try:
+            return await super().async_forward()
+        except BaseException:
+            self.context.fail_forward()
+            raise
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _generation_epoch(self) -> int | None:
+        return self._epoch
+
+    @_generation_epoch.setter
+    def _generation_epoch(self, epoch: int | None) -> None:
+        # Megatron sets it when a trainer announces new weights, and to None in `reset`.
+        if epoch is not None and epoch != self._epoch:
+            self.invalidate()
+        self._epoch = epoch
+
+    def invalidate(self) -> None:
+        """The weights changed: nothing that was cached before is reused, running requests cache no more."""
+        self.context.invalidate()
+        for module in self.controller.inference_wrapped_model.model.modules():
+            if isinstance(module, MambaMixer):
+                module._A_neg_exp_cache_stale = True  # megatron refreshes it only in train()
 
 
-def state_bytes(config: MambaInferenceStateConfig) -> int:
-    """Bytes of one recurrent state over this rank's layers."""
-    per_layer = (
-        math.prod(config.conv_states_shape) * config.conv_states_dtype.itemsize
-        + math.prod(config.ssm_states_shape) * config.ssm_states_dtype.itemsize
-    )
-    return per_layer * sum(symbol == "M" for symbol in config.layer_type_list)
+class _Record(DynamicInferenceRequestRecord):
+    """A request's record that keeps, on preemption, what megatron's drops."""
 
-
-def _check_budget(model: Any, config: InferenceConfig) -> None:
-    """Say in one line what does not fit, before upstream asserts on it, or on a later step."""
-    tp = model.config.tensor_model_parallel_size
-    max_tokens = config.max_tokens or 16384
-    if config.max_requests is None:
-        return
-    if config.max_requests < 1 or config.max_requests % tp:
-        raise ValueError(f"max_requests={config.max_requests} must be a multiple of the tensor-parallel size {tp}")
-    if max_tokens < config.max_requests:
-        raise ValueError(f"max_tokens={max_tokens} must be at least max_requests={config.max_requests}")
-    state = config.mamba_inference_state_config
-    if state is None or config.mamba_memory_ratio is not None:
-        return
-    # Live states, and with speculative decoding one more for each position that may be accepted.
-    states_per_request = 1 if config.num_speculative_tokens == 0 else 2 + config.num_speculative_tokens
-    need_bytes = config.max_requests * states_per_request * state_bytes(state)
-    have_bytes = (config.buffer_size_gb + (config.paused_buffer_size_gb or 0)) * 2**30
-    if need_bytes >= have_bytes:
-        raise ValueError(
-            f"buffer_size_gb={config.buffer_size_gb} is too small: the recurrent states of max_requests="
-            f"{config.max_requests} need {need_bytes / 2**20:.2f} MiB of {have_bytes / 2**20:.2f} MiB; "
-            "raise buffer_size_gb or lower max_requests"
-        )
+    def checkpoint(self, tokenizer: Any = None) -> None:
+        """See upstream; attributes of the sampling parameters, stop words and caching stay."""
+        old = self[-1]
+        super().checkpoint(tokenizer)
+        new = self[-1]
+        for name, value in vars(old.sampling_params).items():
+            if name not in vars(new.sampling_params):
+                setattr(new.sampling_params, name, value)
+        new.stop_word_ids = old.stop_word_ids
+        new.block_size_tokens = old.block_size_tokens
+        new.enable_prefix_caching = old.enable_prefix_caching
+        new.status = old.status

@@ -1,0 +1,134 @@
+"""`HybridPrefixBlockAllocator`: megatron's block allocator, with the prefix cache as its only book.
+
+Megatron asks for blocks and gives them back by id. Here every such call goes to the cache, which alone knows what is
+free, held and cached; nothing is kept twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from megatron.core.inference.config import PrefixCachingEvictionPolicy
+from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
+
+from megatron_hybrid_prefix.cache import HybridPrefixCache
+
+
+class _CachedKeys(Mapping[bytes, int]):
+    """Key of a cached block -> its id; what megatron's scheduler and log ask for, without a copy."""
+
+    def __init__(self, cache: HybridPrefixCache) -> None:
+        self._cache = cache
+
+    def __getitem__(self, key: bytes) -> int:
+        block_id = self._cache.cached_block(key)
+        if block_id is None:
+            raise KeyError(key)
+        return block_id
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self._cache.cached_keys()
+
+    def __len__(self) -> int:
+        return self._cache.cached_blocks
+
+
+class HybridPrefixBlockAllocator(KVBlockAllocator):
+    """Blocks ``0 .. total_count - 2``; the last one is megatron's dummy block.
+
+    Does not call ``super().__init__``: the free list, counts, hashes and clocks that it makes are what the cache replaces.
+
+    Args:
+        context: The inference context.
+        cache: Owns the blocks.
+        total_count: Blocks in the buffer, the dummy block included.
+        paused_count: Blocks of the paused buffer.
+    """
+
+    def __init__(self, context: Any, cache: HybridPrefixCache, total_count: int, paused_count: int) -> None:
+        self.context = context
+        self.cache = cache
+        self.enable_prefix_caching = True
+        self.prefix_caching_eviction_policy = PrefixCachingEvictionPolicy.LRU
+        self.on_blocks_deregistered = None
+        self.total_count = total_count
+        self.paused_count = paused_count
+        self.active_count = total_count - paused_count - 1
+        assert self.active_count >= 1
+        self.dummy_block_idx = total_count - 1
+        self.block_routing = {}
+        self.unattached: list[int] = []  # given out since they were last attached to requests
+        self._handed_over: list[int] | None = None
+
+    @property
+    def total_avail(self) -> int:
+        """Blocks that can be had now, evictable ones included (megatron's own count leaves those out)."""
+        return self.cache.available_blocks
+
+    @property
+    def kv_hash_to_block_id(self) -> Mapping[bytes, int]:
+        """Key of a cached block -> its id."""
+        return _CachedKeys(self.cache)
+
+    @property
+    def block_ref_counts(self) -> torch.Tensor:
+        """(total_count,) int32: live requests that hold each block. A copy: writing to it changes nothing."""
+        counts = [self.cache.block_holders(block_id) for block_id in range(self.total_count - 1)]
+        return torch.tensor([*counts, 0], dtype=torch.int32)
+
+    def hand_over(self, block_ids: list[int]) -> None:
+        """The next allocation gets these blocks, which a request holds already."""
+        self._handed_over = block_ids
+        self._forget_routing(block_ids)
+
+    def is_memory_available(self, num_blocks: int, potential_matched_count: int = 0) -> bool:
+        """See upstream."""
+        return num_blocks <= self.cache.available_blocks - potential_matched_count
+
+    def allocate_memory_blocks(self, num_blocks: int) -> torch.Tensor | None:
+        """See upstream; None when there are not enough blocks, evictable ones included."""
+        block_ids = self._handed_over
+        if block_ids is not None:
+            self._handed_over = None
+            assert len(block_ids) == num_blocks, (len(block_ids), num_blocks)
+        else:
+            block_ids = self.cache.allocate_blocks(num_blocks)
+            if block_ids is None:
+                return None
+            self.unattached += block_ids
+            self._forget_routing(block_ids)
+        return torch.tensor(block_ids, dtype=torch.int32)
+
+    def release_memory_blocks(self, blocks: torch.Tensor) -> None:
+        """Free blocks that no prefix of a request needs: not attached, or cut off by a rewind."""
+        block_ids = blocks.tolist()
+        self.cache.free_blocks(block_ids)
+        if self.unattached:
+            self.unattached = [block_id for block_id in self.unattached if block_id not in block_ids]
+
+    def reset(self) -> None:
+        """Forget everything: blocks and states alike."""
+        self.cache.reset()
+        self.block_routing.clear()
+        self.unattached.clear()
+        self._handed_over = None
+
+    def get_evictable_block_count(self) -> int:
+        """Cached blocks that nobody holds."""
+        return self.cache.available_blocks - self.cache.free_kv_blocks
+
+    def update_timestamps(self, block_ids: torch.Tensor) -> None:
+        """Nothing: the cache has clocks of its own."""
+
+    def register_kv_block_hashes(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: blocks become matchable when the forward that fills them succeeded."""
+
+    def evict_lru_blocks(self, num_blocks_needed: int) -> bool:
+        """Whether that many blocks can be had; the cache evicts when they are asked for."""
+        return num_blocks_needed <= self.cache.available_blocks
+
+    def _forget_routing(self, block_ids: list[int]) -> None:
+        for block_id in block_ids:
+            self.block_routing.pop(block_id, None)

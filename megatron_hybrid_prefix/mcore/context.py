@@ -1,0 +1,506 @@
+"""`HybridPrefixContext`: megatron's dynamic inference context with this package's prefix cache.
+
+What the cache decides on numbers (`cache.py`) is done here: a prompt's match is asked for when megatron asks what a request
+needs, admission and plan happen in ``add_request``, publication when the step's bookkeeping shows that the forward
+succeeded, release where megatron releases a request's blocks. Where a forward reads and writes states is in
+`metadata.py` and `mixer.py`.
+
+Longer than 400 lines because it is the one class that megatron's calls come into, in their order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.inference.config import KVCacheManagementMode
+from megatron.core.inference.contexts.dynamic_context import (
+    BlockOverflowError,
+    ContextOverflowError,
+    DynamicInferenceContext,
+    RequestOverflowError,
+    TokenOverflowError,
+)
+
+from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.config import HybridPrefixConfig
+from megatron_hybrid_prefix.errors import CacheCorruptionError
+from megatron_hybrid_prefix.index.requests import StepPlan
+from megatron_hybrid_prefix.mcore.agreement import min_over_model_ranks
+from megatron_hybrid_prefix.mcore.blocks import HybridPrefixBlockAllocator
+from megatron_hybrid_prefix.mcore.metadata import ChunkGrid, HybridPrefixMambaMetadata, PrefillSpan
+from megatron_hybrid_prefix.mcore.request_keys import RequestKeyBook, RequestKeys
+from megatron_hybrid_prefix.metrics import PrefixStats
+from megatron_hybrid_prefix.pool.device import StatePool
+from megatron_hybrid_prefix.pool.layout import StateComponent, StateLayout
+
+if TYPE_CHECKING:
+    from megatron.core.inference.config import InferenceConfig
+    from megatron.core.inference.inference_request import DynamicInferenceRequest
+    from megatron.core.transformer import TransformerConfig
+
+logger = logging.getLogger(__name__)
+
+# Attention kernels take a wrong turn where the longest query of a prefill is one token; the value is an upper bound.
+_MIN_PREFILL_SEQLEN_Q = 2
+
+
+class HybridPrefixContext(DynamicInferenceContext):
+    """Megatron's context, with prefix caching of hybrid models.
+
+    Without prefix caching (``prefix`` and ``inference_config.enable_prefix_caching`` both unset), or for a model without
+    recurrent layers, it is megatron's context unchanged.
+
+    Args:
+        model_config: The model's.
+        inference_config: Megatron's; not changed. Its ``prefix_caching_*`` fields other than the budget are not used.
+        prefix: Settings of the cache; by default made of ``enable_prefix_caching`` and ``prefix_caching_mamba_gb``.
+
+    Attributes:
+        prefix_cache: The cache, or None.
+        state_pool: Memory of the recurrent states, or None.
+    """
+
+    prefix_cache: HybridPrefixCache | None = None  # None also while megatron's constructor runs
+    state_pool: StatePool | None = None
+
+    def __init__(
+        self,
+        model_config: TransformerConfig,
+        inference_config: InferenceConfig,
+        prefix: HybridPrefixConfig | None = None,
+    ) -> None:
+        hybrid = inference_config.mamba_inference_state_config is not None
+        if prefix is None and hybrid and inference_config.enable_prefix_caching:
+            prefix = HybridPrefixConfig(mamba_gb=inference_config.prefix_caching_mamba_gb or 0.0)
+        if prefix is not None and not hybrid:
+            raise ValueError("this prefix cache is for models with recurrent layers: use megatron's own for this one")
+        self._prefix_config = prefix
+        self._request_keys = RequestKeyBook()
+        self._step_plans: dict[int, StepPlan] = {}  # by request id, of the forward that comes or runs
+        self._admitted: tuple[list[int], int] | None = None  # shared blocks and tokens to skip, inside add_request
+        self._forward_running = self._forward_failed = False
+        self._checkpoint_slots = 0
+        if prefix is not None:
+            # Megatron's own cache must not be allocated beside this one, nor its warnings appear.
+            inference_config = dataclasses.replace(inference_config, enable_prefix_caching=False)
+        super().__init__(model_config=model_config, inference_config=inference_config)
+        if prefix is None:
+            return
+        self.enable_prefix_caching = True
+        blocks = self.kv_block_allocator
+        self.prefix_cache = HybridPrefixCache(
+            block_tokens=self.block_size_tokens,
+            kv_blocks=blocks.total_count - 1,
+            state_slots=self._checkpoint_slots,
+            first_state_slot=self.max_requests,
+            eviction_policy=prefix.eviction_policy,
+            bytes_budget=self._checkpoint_slots * self.state_layout.slot_bytes,
+        )
+        self.kv_block_allocator = HybridPrefixBlockAllocator(
+            self, self.prefix_cache, blocks.total_count, blocks.paused_count
+        )
+        if torch.distributed.get_rank() == 0:
+            logger.info(self.memory_report())
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    @property
+    def state_layout(self) -> StateLayout:
+        """What one recurrent state is on this rank."""
+        conv, ssm = self.mamba_conv_states_dtype, self.mamba_ssm_states_dtype
+        return StateLayout(
+            kind="mamba2",
+            layers=self.num_mamba_layers,
+            components=(
+                StateComponent(name="conv", shape=tuple(self.mamba_conv_states_shape), dtype=_name(conv)),
+                StateComponent(name="ssm", shape=tuple(self.mamba_ssm_states_shape), dtype=_name(ssm)),
+            ),
+        )
+
+    def memory_report(self) -> str:
+        """Slots and bytes of the recurrent states on this rank: running requests, speculation, checkpoints."""
+        slot_bytes, live = self.state_layout.slot_bytes, self.max_requests
+        speculative = live * (self.num_speculative_tokens + 1) if self.num_speculative_tokens else 0
+        rows = (
+            ("running requests", live, "in buffer_size_gb"),
+            ("speculative decoding", speculative, "in buffer_size_gb"),
+            ("checkpoints", self._checkpoint_slots, f"of mamba_gb={self._prefix_config.mamba_gb:g}"),
+        )
+        lines = [f"recurrent states: {slot_bytes / 2**20:.2f} MiB each, SSM in {_name(self.mamba_ssm_states_dtype)}"]
+        lines += [f"  {name}: {slots} slots, {slots * slot_bytes / 2**30:.3f} GiB {of}" for name, slots, of in rows]
+        return "\n".join(lines)
+
+    @property
+    def _max_mamba_chunks(self) -> int:
+        return self.__dict__["_max_mamba_chunks"]
+
+    @_max_mamba_chunks.setter
+    def _max_mamba_chunks(self, count: int) -> None:
+        # Megatron sizes the chunk metadata for chunks counted from each span's start; the absolute grid can need more.
+        if self._prefix_config is not None and self.is_hybrid_model:
+            grid = ChunkGrid(chunk_tokens=self.mamba_chunk_size, block_tokens=self.block_size_tokens)
+            count = max(count, grid.max_chunks(self.max_tokens, self.max_requests))
+        self.__dict__["_max_mamba_chunks"] = count
+
+    def _allocate_mamba_states(self) -> None:
+        """Megatron's live states and this cache's checkpoints, in one tensor per component."""
+        if self._prefix_config is None:
+            super()._allocate_mamba_states()
+            return
+        layout, device = self.state_layout, torch.cuda.current_device()
+        slots = layout.slots_within(int(self._prefix_config.mamba_gb * 2**30))
+        self._checkpoint_slots = min_over_model_ranks(slots, self.config.pg_collection) or 0
+        self.mamba_metadata = HybridPrefixMambaMetadata(
+            block_tokens=self.block_size_tokens,
+            checkpoint_slots=self._checkpoint_slots,
+            max_requests=self.max_requests,
+            max_tokens=self.max_tokens,
+            mamba_chunk_size=self.mamba_chunk_size,
+            d_conv=self.mamba_conv_states_shape[-1],
+        )
+        names = ("batch_indices_decode", "batch_indices_prefill", "seq_idx", "cu_seqlens", "cu_chunk_seqlens")
+        names += ("last_chunk_indices", "seq_idx_for_varlen", "conv_seq_idx", "conv_seq_start")
+        self.mamba_metadata.bind_cpu_buffers({name: getattr(self, f"_cpu_mamba_{name}") for name in names})
+        self.mamba_metadata.bind_gpu_buffers(self.gpu_view)
+        self.state_pool = StatePool(
+            layout, live_slots=self.max_requests, checkpoint_slots=self._checkpoint_slots, device=device
+        )
+        self.mamba_conv_states = self.state_pool.tensors["conv"]
+        self.mamba_ssm_states = self.state_pool.tensors["ssm"]
+        large = ["mamba_conv_states", "mamba_ssm_states"]
+        if self.num_speculative_tokens > 0:
+            steps = self.num_speculative_tokens + 1
+            for component in layout.components:
+                name = f"mamba_intermediate_{component.name}_states"
+                shape = (layout.layers, self.max_requests, steps, *component.shape)
+                setattr(self, name, torch.empty(shape, dtype=getattr(torch, component.dtype), device=device))
+                large.append(name)
+        if self.kv_cache_management_mode == KVCacheManagementMode.OFFLOAD and not self._uses_torch_memory_saver:
+            assert self.unified_memory_level == 0
+            for name in large:
+                self._offloadable_tensor_names.add(name)
+                self._offloadable_cpu_backups[name] = torch.empty_like(getattr(self, name), device="cpu").pin_memory()
+
+    def deallocate_inference_state_buffers(self) -> None:
+        """See upstream; the pool lets go of its tensors where megatron deletes them."""
+        super().deallocate_inference_state_buffers()
+        if not hasattr(self, "mamba_ssm_states"):
+            self.state_pool = None
+
+    # -- what a request needs ------------------------------------------------------------------------------------------
+
+    def keys_of(self, req: DynamicInferenceRequest) -> RequestKeys:
+        """Keys of a request's prompt and what it allows, made once, and again when the weights changed."""
+        return self._request_keys.of(req, self.prefix_cache)
+
+    def _compute_prefix_match(
+        self, req: DynamicInferenceRequest, prefill_chunk_length: int, record_mamba_match: bool = False
+    ) -> tuple[list[int], int, int, int, int, int]:
+        """See upstream: shared block ids, new blocks, blocks held, blocks in all, tokens to skip, tokens to compute."""
+        if self.prefix_cache is None:
+            return super()._compute_prefix_match(req, prefill_chunk_length, record_mamba_match)
+        finished = req.finished_chunk_token_count
+        held = -(-finished // self.block_size_tokens)
+        required = -(-(finished + prefill_chunk_length) // self.block_size_tokens)
+        if self._admitted is not None:
+            shared, skip = self._admitted
+        elif finished:
+            shared, skip = [], 0
+        else:
+            match = self.keys_of(req).match(self.prefix_cache, prefill_chunk_length)
+            shared, skip = list(match.block_ids), match.resume_tokens
+        return shared, required - held - len(shared), held, required, skip, prefill_chunk_length - skip
+
+    def check_availability(self, req: DynamicInferenceRequest) -> tuple[bool, bool, bool]:
+        """See upstream: whether there is room for the request, for its tokens, for its KV. Changes nothing."""
+        cache = self.prefix_cache
+        if cache is None:
+            return super().check_availability(req)
+        rows = self.total_request_count < self.max_requests and self.paused_request_count == 0
+        length = req.remaining_prompt_length
+        if req.finished_chunk_token_count:
+            _, new_blocks, *_ = self._compute_prefix_match(req, length)
+            return rows, self.active_token_count + length <= self.max_tokens, new_blocks <= cache.available_blocks
+        match = self.keys_of(req).match(cache, length)
+        tokens = self.active_token_count + length - match.resume_tokens <= self.max_tokens
+        return rows, tokens, cache.can_admit(match, length_tokens=length)
+
+    # -- admit, plan ---------------------------------------------------------------------------------------------------
+
+    def add_request(self, req: DynamicInferenceRequest, prefill_chunk_length: int | None = None) -> None:
+        """See upstream. Takes all that the chunk needs, or raises and takes nothing.
+
+        Raises:
+            ContextOverflowError: There is no room; one of its subclasses says for what.
+        """
+        cache = self.prefix_cache
+        if cache is None or not self.is_tensor_state_allocated:
+            super().add_request(req, prefill_chunk_length)
+            return
+        request_id, finished = req.request_id, req.finished_chunk_token_count
+        length = req.remaining_prompt_length if prefill_chunk_length is None else prefill_chunk_length
+        source_slot = None
+        if finished:
+            self._check_room(req, length)
+            shared, skip = [], 0
+            own = cache.grow(request_id, finished + length)
+        else:
+            keys = self.keys_of(req)
+            match = keys.match(cache, length)
+            self._check_room(req, length - match.resume_tokens)
+            admission = cache.admit(request_id, match, length_tokens=length, write=keys.write)
+            own = None
+            if admission is not None:
+                shared = list(admission.block_ids[: admission.shared_blocks])
+                own = list(admission.block_ids[admission.shared_blocks :])
+                skip, source_slot = admission.resume_tokens, admission.source_slot
+        if own is None:
+            raise BlockOverflowError(request_id)
+        row = self.total_request_count
+        self._admitted = (shared, skip)
+        if own:
+            self.kv_block_allocator.hand_over(own)
+        try:
+            super().add_request(req, length)
+        except BaseException:
+            # Only a caller's mistake gets here (room was checked): nothing may stay behind.
+            cache.release(request_id)
+            raise
+        finally:
+            self._admitted = None
+        if source_slot is not None:
+            self._pending_mamba_zeros.pop()  # megatron would zero the live slot; this forward reads the checkpoint
+        start = int(self.request_kv_length_offsets[row])
+        self._step_plans[request_id] = cache.plan(request_id, start, start + int(self.request_query_lengths[row]))
+
+    def _check_room(self, req: DynamicInferenceRequest, computed_tokens: int) -> None:
+        """Megatron raises these after it has taken blocks, and loses them."""
+        if self.total_request_count >= self.max_requests:
+            raise RequestOverflowError(req.request_id)
+        if self.active_token_count + computed_tokens > self.max_tokens:
+            raise TokenOverflowError(req.request_id)
+        if not req.finished_chunk_token_count and self.mamba_metadata.mamba_state_free_slot_count == 0:
+            raise ContextOverflowError(req.request_id, "no live state slot is free")
+
+    # -- run -----------------------------------------------------------------------------------------------------------
+
+    def initialize_attention_state(self, **kwargs: Any) -> Any:
+        """See upstream.
+
+        Raises:
+            RuntimeError: The last forward failed half-way: live states are not to be trusted any more.
+        """
+        if self.prefix_cache is None:
+            return super().initialize_attention_state(**kwargs)
+        if self._forward_failed:
+            raise RuntimeError("a forward failed and left half-written states: call engine.reset() before going on")
+        self.mamba_metadata.prefill_spans = self._prefill_spans
+        result = super().initialize_attention_state(**kwargs)
+        self._forward_running = True
+        self._allow_one_token_prefills()
+        return result
+
+    def _prefill_spans(self, sequences: int) -> list[PrefillSpan]:
+        """The last ``sequences`` active rows: what each computes in this step, and the cache's plan for it."""
+        rows = slice(self.total_request_count - sequences, self.total_request_count)
+        columns = (
+            self.request_ids[rows],
+            self.request_kv_length_offsets[rows],
+            self.request_query_lengths[rows],
+            self.mamba_metadata.request_to_mamba_state_idx[rows],
+        )
+        return [
+            PrefillSpan(start_tokens=start, tokens=tokens, live_slot=slot, plan=self._step_plans.get(request_id))
+            for request_id, start, tokens, slot in zip(*(column.tolist() for column in columns), strict=True)
+        ]
+
+    def _allow_one_token_prefills(self) -> None:
+        metadata = self.active_attn_metadata["mha_metadata"]
+        if not self.is_decode_only() and metadata.state_data["max_seqlen_q"] < _MIN_PREFILL_SEQLEN_Q:
+            metadata._max_seqlen_q = metadata.state_data["max_seqlen_q"] = _MIN_PREFILL_SEQLEN_Q
+
+    def transfer_bookkeeping_to_gpu(self, skip_token_input_ids: bool = False, record_done_event: bool = False) -> Any:
+        """See upstream; sources and writes of the states go first, so that its event guards them too."""
+        pending = getattr(self, "_pending_mamba_transfer", None)
+        if self.prefix_cache is not None and pending is not None and pending["padded_prefill_count"]:
+            self.mamba_metadata.copy_indices(non_blocking=record_done_event)
+        return super().transfer_bookkeeping_to_gpu(skip_token_input_ids, record_done_event)
+
+    # -- publish -------------------------------------------------------------------------------------------------------
+
+    def update_requests(
+        self, active_requests_mask: torch.Tensor, new_tokens: torch.Tensor, new_speculative_tokens: Any = None
+    ) -> Any:
+        """See upstream; the forward before it succeeded, so what it wrote becomes matchable first."""
+        self._publish()
+        return super().update_requests(active_requests_mask, new_tokens, new_speculative_tokens)
+
+    def resolve_requests(self, active_requests_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See upstream and `update_requests`."""
+        self._publish()
+        return super().resolve_requests(active_requests_mask)
+
+    def _publish(self) -> None:
+        self._forward_running = False
+        plans, self._step_plans = self._step_plans, {}
+        for plan in plans.values():
+            self.prefix_cache.publish(plan)
+
+    def fail_forward(self) -> None:
+        """A step raised. Reserved slots go back; if a forward was running, the engine has to be reset."""
+        if self.prefix_cache is None or not self._forward_running:
+            return
+        self._forward_running, self._forward_failed = False, True
+        plans, self._step_plans = self._step_plans, {}
+        for plan in plans.values():
+            self.prefix_cache.abandon(plan)
+
+    # -- decode --------------------------------------------------------------------------------------------------------
+
+    def resume_paused_requests(
+        self, active_request_count: int, newly_paused_request_ids: torch.Tensor
+    ) -> tuple[int, torch.Tensor]:
+        """See upstream; the blocks it gave out are noted as the requests'."""
+        result = super().resume_paused_requests(active_request_count, newly_paused_request_ids)
+        self._attach_blocks()
+        return result
+
+    def can_prepare_requests(self) -> bool:
+        """See upstream, which leaves out that a hidden chunked prefill holds blocks too."""
+        if not super().can_prepare_requests():
+            return False
+        if self.prefix_cache is None:
+            return True
+        return int(self._get_async_sched_rows_requiring_new_block().sum()) <= self.prefix_cache.available_blocks
+
+    def prepare_requests(self) -> None:
+        """See upstream; the blocks it gave out are noted as the requests'."""
+        super().prepare_requests()
+        self._attach_blocks()
+
+    def _attach_blocks(self) -> None:
+        if self.prefix_cache is None or not self.kv_block_allocator.unattached:
+            return
+        # A row's newest block is its last one; paused rows that were resumed are among the active ones by now.
+        last_blocks = self.request_last_kv_block_id[: self.total_request_count].tolist()
+        row_of = {block_id: row for row, block_id in enumerate(last_blocks)}
+        for block_id in self.kv_block_allocator.unattached:
+            self.prefix_cache.attach_blocks(int(self.request_ids[row_of[block_id]]), [block_id])
+        self.kv_block_allocator.unattached.clear()
+
+    # -- release -------------------------------------------------------------------------------------------------------
+
+    def release_memory_blocks_from_request_indexes(self, request_indexes: torch.Tensor) -> None:
+        """See upstream: finished, evicted and aborted requests let go of all they hold; what has a key stays cached."""
+        if self.prefix_cache is None:
+            super().release_memory_blocks_from_request_indexes(request_indexes)
+            return
+        for request_id in self.request_ids[request_indexes].tolist():
+            plan = self._step_plans.pop(request_id, None)
+            if plan is not None:
+                self.prefix_cache.abandon(plan, "released")
+            self.prefix_cache.release(request_id)
+        self.request_to_kv_block_ids[request_indexes] = -1
+        self.mamba_metadata.free_slots(request_indexes)
+
+    def remove_waiting_row(self, request_id: int) -> bool:
+        """Take a paused request, or a chunked prefill between two chunks, out of the context.
+
+        Only between two steps, and where nothing of the request is in flight.
+
+        Returns:
+            Whether there was such a row; active rows are left alone.
+        """
+        ids = self.request_ids[: self.total_request_count + 1].tolist()
+        hidden = self.chunked_prefill_request_id == request_id and ids[-1] == request_id
+        if not hidden and request_id not in ids[: self.paused_request_count]:
+            return False
+        row = len(ids) - 1 if hidden else ids.index(request_id)
+        self.release_memory_blocks_from_request_indexes(torch.tensor([row]))
+        if hidden:
+            self.chunked_prefill_request_id = -1
+            return True
+        # Every row after it moves up, the hidden one included; active rows keep their order.
+        last = min(self.total_request_count + 1, self.max_requests)
+        for tensor in self._row_tensors():
+            tensor[row : last - 1] = tensor[row + 1 : last].clone()
+        self.request_to_kv_block_ids[last - 1] = -1
+        self.mamba_metadata.request_to_mamba_state_idx[last - 1] = -1
+        self.request_ids[last - 1] = -1
+        kept = [index for index in range(self.paused_request_count) if index != row]
+        self.paused_tokens = self.paused_tokens[kept]
+        if self.paused_speculative_tokens is not None:
+            self.paused_speculative_tokens = self.paused_speculative_tokens[:, kept]
+        self.token_to_request_idx[: self.active_token_count] -= 1
+        self.paused_request_count -= 1
+        self.total_request_count -= 1
+        return True
+
+    def _row_tensors(self) -> list[torch.Tensor]:
+        """All tensors with one row a request."""
+        return [
+            self.request_ids,
+            self.request_query_lengths,
+            self.request_in_prefill_status_tensor,
+            self.request_output_lengths,
+            self.request_kv_length_offsets,
+            self.request_kv_block_counts,
+            self.request_last_kv_block_id,
+            self.request_last_kv_block_offset,
+            self.request_to_kv_block_ids,
+            *self.request_metadata.values(),
+            self.mamba_metadata.request_to_mamba_state_idx,
+        ]
+
+    # -- forget --------------------------------------------------------------------------------------------------------
+
+    def reset_metadata(self, preserve_prefix_cache: bool = False, **kwargs: Any) -> None:
+        """See upstream. KV and states are kept together, or forgotten together."""
+        cache = self.prefix_cache
+        if cache is not None:
+            # Plans end here either way; without their requests nothing of them may be published.
+            for plan in self._step_plans.values():
+                cache.abandon(plan, "reset")
+            self._step_plans.clear()
+            cache.release_all()
+            self.kv_block_allocator.unattached.clear()
+            self._pending_mamba_zeros.clear()
+            self._forward_running = self._forward_failed = False
+        super().reset_metadata(preserve_prefix_cache, **kwargs)
+
+    def invalidate(self) -> None:
+        """The weights changed: no KV and no state computed before is matched again; running requests cache no more."""
+        if self.prefix_cache is not None:
+            self.prefix_cache.invalidate()
+
+    # -- what is going on ----------------------------------------------------------------------------------------------
+
+    def prefix_stats(self) -> PrefixStats:
+        """What the cache did since the start, and how full it is; all zero without a cache."""
+        return PrefixStats() if self.prefix_cache is None else self.prefix_cache.stats()
+
+    def check_integrity(self) -> None:
+        """Raises CacheCorruptionError if the cache, or its agreement with megatron's tables, is broken; for tests."""
+        if self.prefix_cache is None:
+            return
+        self.prefix_cache.check_integrity()
+        rows = self.total_request_count + (
+            self.get_index_of_chunked_prefill_request(safe=False) == self.total_request_count
+        )
+        slots = self.mamba_metadata.request_to_mamba_state_idx[:rows].tolist()
+        free = self.mamba_metadata.mamba_state_free_slots[: self.mamba_metadata.mamba_state_free_slot_count].tolist()
+        if sorted([*slots, *free]) != list(range(self.max_requests)):
+            raise CacheCorruptionError(f"live slots {slots} and free ones {free} are not all of {self.max_requests}")
+        for row, request_id in enumerate(self.request_ids[:rows].tolist()):
+            table = [block_id for block_id in self.request_to_kv_block_ids[row].tolist() if block_id != -1]
+            if not self.prefix_cache.is_live(request_id) or table != list(self.prefix_cache.block_ids(request_id)):
+                raise CacheCorruptionError(f"request {request_id}: its block table and the cache's differ")
+        if len(self.prefix_cache.live_requests()) != rows:
+            raise CacheCorruptionError(f"{len(self.prefix_cache.live_requests())} live requests in {rows} rows")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

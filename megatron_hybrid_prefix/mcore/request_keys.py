@@ -1,0 +1,81 @@
+"""What the cache needs to know of a megatron request: its keys, and what it allows.
+
+Set on a request's sampling parameters, as plain attributes (``sampling_params.add_attributes({...})``), so that they pass
+through megatron's data-parallel coordinator:
+
+- ``cache_salt``: requests with different salts share nothing (tenants);
+- ``cache_adapter``: likewise, name of the adapter that the request runs with;
+- ``cache_read``: False: reuse nothing;
+- ``cache_write``: False: keep nothing of what the request computes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.index.keys import KeyChain
+from megatron_hybrid_prefix.index.matcher import Match
+
+
+@dataclass(slots=True)
+class RequestKeys:
+    """Keys of one prompt, and the last match of it.
+
+    Attributes:
+        chain: The prompt's keys.
+        read: Whether the request may resume from what is cached.
+        write: Whether what it computes may be cached.
+        last: The last match.
+    """
+
+    chain: KeyChain
+    read: bool
+    write: bool
+    last: Match | None = None
+
+    def match(self, cache: HybridPrefixCache, length_tokens: int) -> Match:
+        """What of the first ``length_tokens`` is cached; at least one of them stays to be computed."""
+        limit = length_tokens - 1
+        last = self.last
+        if last is None or last.resume_tokens > limit or last.limit_tokens < limit or not cache.is_current(last):
+            self.last = last = cache.match(self.chain, read=self.read, max_resume_tokens=limit)
+        return last
+
+
+class RequestKeyBook:
+    """Keys of the requests that exist. Kept beside them: what is set on a request would travel with its reply."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[Any], RequestKeys]] = {}  # by id(), while the request lives
+
+    def of(self, req: Any, cache: HybridPrefixCache) -> RequestKeys:
+        """The keys of ``req``; made when first asked for, and again when the weights changed since."""
+        ref, keys = self._entries.get(id(req), (None, None))
+        if ref is None or keys is None or ref() is not req or keys.chain.epoch != cache.epoch:
+            keys = _make_keys(req, cache)
+            number, entries = id(req), self._entries
+            self._entries[number] = weakref.ref(req, lambda _: entries.pop(number, None)), keys
+            # Megatron's scheduler holds back a request while another that shares a new block is being admitted.
+            req.precomputed_block_hashes = keys.chain.keys
+        return keys
+
+
+def _make_keys(req: Any, cache: HybridPrefixCache) -> RequestKeys:
+    params = req.sampling_params
+    salt, adapter = (getattr(params, name, None) for name in ("cache_salt", "cache_adapter"))
+    # Log-probs of the prompt need the logits of every position: nothing can be skipped.
+    wants_prompt = getattr(params, "return_log_probs", False) and not getattr(params, "skip_prompt_log_probs", False)
+    return RequestKeys(
+        chain=cache.chain(
+            req.prompt_tokens.detach().to("cpu", torch.int64).contiguous().numpy(),
+            salt=None if salt is None else str(salt),
+            adapter=None if adapter is None else str(adapter),
+        ),
+        read=bool(getattr(params, "cache_read", True)) and not wants_prompt,
+        write=bool(getattr(params, "cache_write", True)),
+    )

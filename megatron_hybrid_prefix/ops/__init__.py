@@ -1,0 +1,1 @@
+"""Operations on states by slot. Each file: what it computes, and its PyTorch reference."""

@@ -1,0 +1,52 @@
+"""`StatePool`: the memory of recurrent states, live ones and checkpoints alike, one tensor per component.
+
+Slot ids: ``[0, live_slots)`` are the states of running requests (the engine's ids), checkpoints follow. A forward may
+so read a sequence's initial state from any slot, and write to any slot, without a copy between two pools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_hybrid_prefix.pool.layout import StateLayout
+
+
+class StatePool:
+    """Uninitialised memory for ``live_slots + checkpoint_slots`` states.
+
+    Args:
+        layout: What a state is.
+        live_slots: Slots of running requests.
+        checkpoint_slots: Slots of kept states.
+        device: Where.
+
+    Attributes:
+        tensors: By component name, (layers, slots, *component shape).
+    """
+
+    def __init__(
+        self, layout: StateLayout, *, live_slots: int, checkpoint_slots: int, device: torch.device | int | str
+    ) -> None:
+        self.layout = layout
+        self.live_slots = live_slots
+        self.checkpoint_slots = checkpoint_slots
+        self.tensors: dict[str, torch.Tensor] = {
+            component.name: torch.empty(
+                (layout.layers, live_slots + checkpoint_slots, *component.shape),
+                dtype=getattr(torch, component.dtype),
+                device=device,
+            )
+            for component in layout.components
+        }
+
+    def zero(self, slots: Sequence[int]) -> None:
+        """Sets the states in ``slots`` to zero, the state before the first token."""
+        for tensor in self.tensors.values():
+            tensor[:, list(slots)] = 0
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies states bit by bit; all are read before any is written."""
+        for tensor in self.tensors.values():
+            tensor[:, list(targets)] = tensor[:, list(sources)]

@@ -1,0 +1,70 @@
+"""`StateLayout`: what the recurrent layers of one kind hold at a token position, as names, shapes and types.
+
+A further recurrent layer (Gated DeltaNet, KDA) is one more layout and one more mixer; the pool, the slots and the cache
+do not know the kinds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+_DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateComponent:
+    """One tensor of a layer's state.
+
+    Attributes:
+        name: For Mamba2 "conv" (the last inputs of the convolution) or "ssm".
+        shape: Of one state in one layer, on this rank.
+        dtype: Name of the torch type.
+
+    Raises:
+        ValueError: The type is unknown, or the shape has no elements.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _DTYPE_BYTES:
+            raise ValueError(f"state component {self.name!r}: dtype {self.dtype!r} is none of {list(_DTYPE_BYTES)}")
+        if not self.shape or min(self.shape) < 1:
+            raise ValueError(f"state component {self.name!r}: shape {self.shape} has no elements")
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one state in one layer."""
+        return math.prod(self.shape) * _DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateLayout:
+    """The state of all recurrent layers of one kind on this rank.
+
+    Attributes:
+        kind: Name of the layer kind, "mamba2".
+        layers: How many layers of it this rank has; 0 on a pipeline stage without any.
+        components: Tensors of one layer's state.
+    """
+
+    kind: str
+    layers: int
+    components: tuple[StateComponent, ...]
+
+    def __post_init__(self) -> None:
+        names = [component.name for component in self.components]
+        if self.layers < 0 or not names or len(set(names)) < len(names):
+            raise ValueError(f"state layout {self.kind!r}: {self.layers} layers, components {names}")
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot: one state in every layer."""
+        return self.layers * sum(component.bytes for component in self.components)
+
+    def slots_within(self, budget_bytes: int) -> int | None:
+        """How many slots a budget holds; None where a slot takes nothing (no such layers on this rank)."""
+        return budget_bytes // self.slot_bytes if self.slot_bytes else None
