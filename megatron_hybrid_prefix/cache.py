@@ -23,9 +23,15 @@ from megatron_hybrid_prefix.index.keys import KeyChain, KeyMaker, Tokens
 from megatron_hybrid_prefix.index.matcher import Match, match_prefix
 from megatron_hybrid_prefix.index.requests import Admission, LiveRequest, PlannedCheckpoint, StepPlan
 from megatron_hybrid_prefix.index.store import PrefixStore
-from megatron_hybrid_prefix.index.tree import Node
+from megatron_hybrid_prefix.index.tree import NO_SLOT, Node
 from megatron_hybrid_prefix.metrics import PrefixStats
-from megatron_hybrid_prefix.policy.boundaries import Boundary, boundaries_in_span, prompt_boundaries
+from megatron_hybrid_prefix.policy.boundaries import (
+    Boundary,
+    Reason,
+    boundaries_in_span,
+    prompt_boundaries,
+    with_verification,
+)
 from megatron_hybrid_prefix.policy.eviction import make_eviction_policy
 from megatron_hybrid_prefix.pool.slots import SlotPool
 
@@ -113,7 +119,13 @@ class HybridPrefixCache:
         return own_blocks <= self._blocks.available_blocks - self._blocks.unheld(match.path)
 
     def admit(
-        self, request_id: int, match: Match, *, length_tokens: int | None = None, write: bool = True
+        self,
+        request_id: int,
+        match: Match,
+        *,
+        length_tokens: int | None = None,
+        write: bool = True,
+        verify_at_tokens: int = 0,
     ) -> Admission | None:
         """Takes all that the request needs, or nothing at all: shared blocks, the source state, own blocks.
 
@@ -124,6 +136,7 @@ class HybridPrefixCache:
             match: From `match`.
             length_tokens: Own blocks are given up to here (the end of the first chunk); by default the whole prompt.
             write: False: nothing that the request computes is cached.
+            verify_at_tokens: The state at this boundary is planned even if it is kept already, to be compared.
 
         Returns:
             None when there are not enough KV blocks, evictable ones included.
@@ -144,6 +157,9 @@ class HybridPrefixCache:
             self._store.eviction.used(match.path[-1])
         block_ids += self._store.take_blocks(own_blocks)
         write = write and chain.epoch == self.epoch
+        boundaries = self._boundaries(match) if write and self._slots.total_slots else ()
+        if boundaries and verify_at_tokens:
+            boundaries = with_verification(boundaries, verify_at_tokens)
         live = self._live[request_id] = LiveRequest(
             request_id=request_id,
             chain=chain.copy(),
@@ -151,7 +167,7 @@ class HybridPrefixCache:
             write=write,
             block_ids=block_ids,
             path=list(match.path),
-            boundaries=self._boundaries(match) if write and self._slots.total_slots else (),
+            boundaries=boundaries,
             computed_tokens=match.resume_tokens,
             planned_tokens=match.resume_tokens,
             pinned_slot=match.source_slot,
@@ -364,6 +380,16 @@ class HybridPrefixCache:
         node = self._store.tree.get(key)
         return None if node is None else node.block_id
 
+    def cached_slot(self, key: bytes) -> int | None:
+        """Slot of the state kept at the end of the block with this key, if there is one."""
+        node = self._store.tree.get(key)
+        return None if node is None or node.slot == NO_SLOT else node.slot
+
+    def count_verification(self, mismatch: bool) -> None:
+        """A hit was computed and compared."""
+        self._stats.verified_hits += 1
+        self._stats.verify_mismatches += mismatch
+
     def cached_keys(self) -> Iterator[bytes]:
         """Keys of all cached blocks, in any order."""
         return (node.key for node in self._store.tree)
@@ -371,6 +397,10 @@ class HybridPrefixCache:
     def block_holders(self, block_id: int) -> int:
         """How many live requests hold a KV block."""
         return self._blocks.holders(block_id)
+
+    def holder_counts(self) -> bytes:
+        """The same for all blocks, as int32 in native order."""
+        return self._blocks.holder_counts()
 
     # -- what is going on ----------------------------------------------------------------------------------------------
 
@@ -389,6 +419,10 @@ class HybridPrefixCache:
     def block_ids(self, request_id: int) -> tuple[int, ...]:
         """KV blocks of a live request, front first."""
         return tuple(self._request(request_id).block_ids)
+
+    def request_keys(self, request_id: int) -> tuple[bytes, ...]:
+        """Keys of a live request's full blocks, front first."""
+        return tuple(self._request(request_id).chain.keys)
 
     def stats(self) -> PrefixStats:
         """A snapshot."""
@@ -439,7 +473,7 @@ class HybridPrefixCache:
         wanted = boundaries_in_span(live.boundaries, start_tokens, end_tokens)
         for position_tokens, reason in sorted(wanted, key=lambda boundary: boundary.reason):
             key = live.chain.keys[position_tokens // self.block_tokens - 1]
-            if key in self._writing or self._store.has_state(key):
+            if key in self._writing or (reason != Reason.VERIFY and self._store.has_state(key)):
                 continue  # another forward of this step is writing it, or it is kept already
             slot = self._store.take_slot()
             if slot is None:
@@ -460,8 +494,9 @@ class HybridPrefixCache:
             depth_blocks = checkpoint.position_tokens // self.block_tokens
             if live.write:  # else the weights changed, and the key may mean another forward
                 self._writing.discard(live.chain.keys[depth_blocks - 1])
-            if kept and depth_blocks <= len(live.path):
-                self._store.publish_state(live.path[depth_blocks - 1], checkpoint.slot, checkpoint.reason)
+            node = live.path[depth_blocks - 1] if kept and depth_blocks <= len(live.path) else None
+            if node is not None and node.slot == NO_SLOT:
+                self._store.publish_state(node, checkpoint.slot, checkpoint.reason)
             else:
                 self._slots.abandon(checkpoint.slot)
         del live.plans[plan.plan_id]

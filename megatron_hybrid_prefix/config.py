@@ -17,17 +17,22 @@ class HybridPrefixConfig:
         mamba_gb: Memory for checkpoints of the recurrent state on each rank, in GiB; all of it holds checkpoints. 0, or
             less than one checkpoint, keeps none.
         eviction_policy: Which checkpoint goes when a slot is needed: "lru", the least recently used.
+        verify_hits: Share of the hits, 0 to 1, that are computed as if nothing were cached, and then compared with what is;
+            differences are logged and counted. Costs what those hits would have saved.
         state_dtype: Type of the SSM states, live and kept: "float32" or "bfloat16"; None: the parameters'. (Windows of the
             convolution are inputs of the layer, and stay in the parameters' type.)
     """
 
     mamba_gb: float
     eviction_policy: EvictionPolicyName = "lru"
+    verify_hits: float = 0.0
     state_dtype: StateDtypeName | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.mamba_gb < float("inf"):
             raise ValueError(f"mamba_gb={self.mamba_gb}: must be 0 or more")
+        if not 0 <= self.verify_hits <= 1:
+            raise ValueError(f"verify_hits={self.verify_hits}: must be from 0 to 1")
         _check_choice("eviction_policy", self.eviction_policy, get_args(EvictionPolicyName))
         if self.state_dtype is not None:
             _check_choice("state_dtype", self.state_dtype, get_args(StateDtypeName))

@@ -25,6 +25,8 @@ class PrefixStats:
         checkpoints_by_reason: States published, by why they were wanted.
         evictions: States evicted, to make room or because their KV went.
         kv_evictions: KV blocks evicted.
+        verified_hits: Hits that were computed instead, and compared with what the cache holds (``verify_hits``).
+        verify_mismatches: Those where they differed; 0 unless the cache is wrong.
         host_loads: States and KV blocks loaded from the host (0).
         host_stores: States and KV blocks stored on the host (0).
         fallbacks: Times that tokens were computed, or their caching given up, where the cache had promised more:
@@ -45,6 +47,8 @@ class PrefixStats:
     checkpoints_by_reason: dict[str, int] = field(default_factory=lambda: {reason.name.lower(): 0 for reason in Reason})
     evictions: int = 0
     kv_evictions: int = 0
+    verified_hits: int = 0
+    verify_mismatches: int = 0
     host_loads: int = 0
     host_stores: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)

@@ -23,8 +23,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def platform():
     """The host platform, tp=1 and pp=1, also where there is a GPU: tests marked ``gpu`` start processes of their own."""
+    import torch
+
     from megatron_hybrid_prefix.platform import ensure_platform
 
+    torch.set_num_threads(1)  # more only wait for each other in matrices this small, badly so beside other processes
     return ensure_platform(device="cpu")
 
 

@@ -28,6 +28,17 @@ def random_tokens(count: int, seed: int, vocabulary: int = 512) -> list[int]:
     return torch.randint(0, vocabulary, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+def few_blocks(model: Any, blocks: int, block_size_tokens: int, max_requests: int = 4) -> dict[str, Any]:
+    """Fields of an engine with so many KV blocks (the dummy one not counted)."""
+    from megatron_hybrid_prefix import build_engine
+
+    fields = {"max_requests": max_requests, "max_sequence_length": 1024, "block_size_tokens": block_size_tokens}
+    probe = build_engine(model, **fields).context
+    states = (probe.mamba_conv_states, probe.mamba_ssm_states)
+    live_bytes = sum(tensor.numel() * tensor.element_size() for tensor in states)
+    return fields | {"buffer_size_gb": (live_bytes + (blocks + 1.5) * probe.block_size_bytes) / 2**30}
+
+
 def run_to_end(engine: Any, finished: dict[int, Any], steps: int | None = None) -> None:
     """Step until nothing is left (or ``steps`` times); finished requests go into ``finished`` by id."""
     while engine.has_unfinished_requests() and steps != 0:

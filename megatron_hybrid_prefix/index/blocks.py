@@ -67,6 +67,10 @@ class KVBlocks:
         """How many live requests hold the block."""
         return self._holders[block_id]
 
+    def holder_counts(self) -> bytes:
+        """Holders of all blocks, as int32 in native order; a copy."""
+        return self._holders.tobytes()
+
     def node(self, block_id: int) -> Node | None:
         """The node whose KV the block holds, if it is keyed."""
         return self._node[block_id]

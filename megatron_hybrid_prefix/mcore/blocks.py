@@ -75,8 +75,9 @@ class HybridPrefixBlockAllocator(KVBlockAllocator):
     @property
     def block_ref_counts(self) -> torch.Tensor:
         """(total_count,) int32: live requests that hold each block. A copy: writing to it changes nothing."""
-        counts = [self.cache.block_holders(block_id) for block_id in range(self.total_count - 1)]
-        return torch.tensor([*counts, 0], dtype=torch.int32)
+        counts = torch.zeros(self.total_count, dtype=torch.int32)  # the dummy block is nobody's
+        counts[:-1] = torch.frombuffer(bytearray(self.cache.holder_counts()), dtype=torch.int32)
+        return counts
 
     def hand_over(self, block_ids: list[int]) -> None:
         """The next allocation gets these blocks, which a request holds already."""

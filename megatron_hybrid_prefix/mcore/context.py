@@ -32,6 +32,7 @@ from megatron_hybrid_prefix.mcore.agreement import min_over_model_ranks
 from megatron_hybrid_prefix.mcore.blocks import HybridPrefixBlockAllocator
 from megatron_hybrid_prefix.mcore.metadata import ChunkGrid, HybridPrefixMambaMetadata, PrefillSpan
 from megatron_hybrid_prefix.mcore.request_keys import RequestKeyBook, RequestKeys
+from megatron_hybrid_prefix.mcore.verify import verify_plan
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.pool.device import StatePool
 from megatron_hybrid_prefix.pool.layout import StateComponent, StateLayout
@@ -78,7 +79,7 @@ class HybridPrefixContext(DynamicInferenceContext):
         if prefix is not None and not hybrid:
             raise ValueError("this prefix cache is for models with recurrent layers: use megatron's own for this one")
         self._prefix_config = prefix
-        self._request_keys = RequestKeyBook()
+        self._request_keys = RequestKeyBook(0.0 if prefix is None else prefix.verify_hits)
         self._step_plans: dict[int, StepPlan] = {}  # by request id, of the forward that comes or runs
         self._admitted: tuple[list[int], int] | None = None  # shared blocks and tokens to skip, inside add_request
         self._forward_running = self._forward_failed = False
@@ -129,8 +130,8 @@ class HybridPrefixContext(DynamicInferenceContext):
             ("speculative decoding", speculative, "in buffer_size_gb"),
             ("checkpoints", self._checkpoint_slots, f"of mamba_gb={self._prefix_config.mamba_gb:g}"),
         )
-        lines = [f"recurrent states: {slot_bytes / 2**20:.2f} MiB each, SSM in {_name(self.mamba_ssm_states_dtype)}"]
-        lines += [f"  {name}: {slots} slots, {slots * slot_bytes / 2**30:.3f} GiB {of}" for name, slots, of in rows]
+        lines = [f"recurrent states: {_size(slot_bytes)} each, SSM in {_name(self.mamba_ssm_states_dtype)}"]
+        lines += [f"  {name}: {slots} slots, {_size(slots * slot_bytes)} {of}" for name, slots, of in rows]
         return "\n".join(lines)
 
     @property
@@ -251,7 +252,13 @@ class HybridPrefixContext(DynamicInferenceContext):
             keys = self.keys_of(req)
             match = keys.match(cache, length)
             self._check_room(req, length - match.resume_tokens)
-            admission = cache.admit(request_id, match, length_tokens=length, write=keys.write)
+            admission = cache.admit(
+                request_id,
+                match,
+                length_tokens=length,
+                write=keys.write,
+                verify_at_tokens=keys.verify_at_tokens,
+            )
             own = None
             if admission is not None:
                 shared = list(admission.block_ids[: admission.shared_blocks])
@@ -347,6 +354,8 @@ class HybridPrefixContext(DynamicInferenceContext):
         self._forward_running = False
         plans, self._step_plans = self._step_plans, {}
         for plan in plans.values():
+            if self._prefix_config.verify_hits:
+                verify_plan(self, plan)
             self.prefix_cache.publish(plan)
 
     def fail_forward(self) -> None:
@@ -500,6 +509,10 @@ class HybridPrefixContext(DynamicInferenceContext):
                 raise CacheCorruptionError(f"request {request_id}: its block table and the cache's differ")
         if len(self.prefix_cache.live_requests()) != rows:
             raise CacheCorruptionError(f"{len(self.prefix_cache.live_requests())} live requests in {rows} rows")
+
+
+def _size(count_bytes: int) -> str:
+    return f"{count_bytes / 2**30:.2f} GiB" if count_bytes >= 2**30 else f"{count_bytes / 2**20:.3f} MiB"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from megatron.core.inference.config import KVCacheManagementMode
 from megatron.core.inference.engines import DynamicInferenceEngine
+from megatron.core.inference.engines.dynamic_engine import EngineState
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord, Status
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
@@ -26,6 +28,37 @@ class HybridPrefixEngine(DynamicInferenceEngine):
         """See upstream."""
         super().reset()
         self._aborting = set()
+        self._drop_pending_logits()
+
+    def suspend(self) -> None:
+        """See upstream; requests that are over stay so, and those that start over start clean."""
+        if self._is_suspended:
+            return
+        recompute = self.context.kv_cache_management_mode == KVCacheManagementMode.RECOMPUTE
+        # The next step hands these out; megatron would take them for running ones.
+        over = {request_id: self.requests.pop(request_id) for request_id in self.failed_request_ids}
+        if recompute:
+            for request_id in self.waiting_request_ids:
+                request = self.get_request(request_id)
+                if request.finished_chunk_token_count:
+                    request.num_cached_tokens = 0
+                    request.prompt_log_probs = request.generated_log_probs = None
+                    request.prompt_top_n_logprobs = request.generated_top_n_logprobs = None
+        super().suspend()
+        self.requests |= over
+        if recompute:
+            self._drop_pending_logits()
+            for request_id in sorted(self._aborting):
+                self.resume_request_ids.remove(request_id)
+                self._finish_aborted(request_id)
+
+    @property
+    def _is_suspended(self) -> bool:
+        return self.state in (EngineState.SUSPENDED, EngineState.SUSPENDING)
+
+    def _drop_pending_logits(self) -> None:
+        # Async scheduling keeps the logits of a forward for the next step; megatron forgets that its rows are gone.
+        self.controller._async_sched_logits.clear()
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -53,8 +86,9 @@ class HybridPrefixEngine(DynamicInferenceEngine):
         entry = self.requests.get(request_id)
         if entry is None or request_id in self.failed_request_ids:
             return False
-        if request_id in self.waiting_request_ids and entry.record[-1].finished_chunk_token_count == 0:
-            self.waiting_request_ids.remove(request_id)
+        queue = self.resume_request_ids if self._is_suspended else self.waiting_request_ids
+        if request_id in queue and entry.record[-1].finished_chunk_token_count == 0:
+            queue.remove(request_id)
             self._finish_aborted(request_id)
         else:
             self._aborting.add(request_id)
@@ -62,27 +96,34 @@ class HybridPrefixEngine(DynamicInferenceEngine):
             self.stop_word_finished_request_ids.add(request_id)
         return True
 
+    def has_unfinished_requests(self) -> bool:
+        """See upstream; also while the next step has aborted or refused requests to hand out."""
+        return super().has_unfinished_requests() or bool(self.failed_request_ids)
+
     def schedule_waiting_requests(self) -> None:
         """See upstream; first takes out aborted requests that no forward is running for."""
-        for request_id in sorted(self._aborting):
-            if request_id not in self.requests:
-                self._aborting.discard(request_id)  # it finished
-                continue
-            waiting = request_id in self.waiting_request_ids
-            if self.context.remove_waiting_row(request_id) or waiting:
-                if waiting:
-                    self.waiting_request_ids.remove(request_id)
-                self._aborting.discard(request_id)
-                self.stop_word_finished_request_ids.discard(request_id)
-                self._finish_aborted(request_id)
+        self._take_out_aborted()
         super().schedule_waiting_requests()
 
     def _should_run_async_sched_overlap(self) -> bool:
-        """See upstream; not while an aborted request has to be taken out between two steps."""
+        """See upstream; not while an aborted request has to be taken out between two forwards."""
         return not self._aborting and super()._should_run_async_sched_overlap()
+
+    def _take_out_aborted(self) -> None:
+        context = self.context
+        chunk_runs = context.get_index_of_chunked_prefill_request() != -1
+        for request_id in sorted(self._aborting):
+            if chunk_runs and request_id == context.chunked_prefill_request_id:
+                continue
+            if context.remove_waiting_row(request_id):
+                if request_id in self.waiting_request_ids:
+                    self.waiting_request_ids.remove(request_id)
+                self._finish_aborted(request_id)
 
     def _finish_aborted(self, request_id: int) -> None:
         # The next step hands it out among the finished ones, like a refused request.
+        self._aborting.discard(request_id)
+        self.stop_word_finished_request_ids.discard(request_id)
         request = self.requests[request_id].record[-1]
         request.status = Status.COMPLETED
         request.generated_length = len(request.generated_tokens)
@@ -90,15 +131,44 @@ class HybridPrefixEngine(DynamicInferenceEngine):
         self.failed_request_ids.append(request_id)
         self.requests[request_id].future.set_result(self.requests[request_id].record)
 
+    def _check_stop_words_for_request_post_append(self, request: DynamicInferenceRequest) -> tuple[bool, int]:
+        """See upstream; a stop word may have begun before the request was preempted."""
+        earlier = self.requests[request.request_id].record.requests[:-1]
+        if not earlier or not request.stop_word_ids:
+            return super()._check_stop_words_for_request_post_append(request)
+        before = [token for part in earlier for token in part.generated_tokens]
+        request.generated_tokens = before + request.generated_tokens
+        result = super()._check_stop_words_for_request_post_append(request)
+        left = request.generated_tokens
+        request.generated_tokens = left[len(before) :]
+        surplus = len(before) - len(left)  # tokens of the stop word that earlier parts end with
+        for part in reversed(earlier):
+            cut = min(surplus, len(part.generated_tokens))
+            if cut <= 0:
+                break
+            for name in ("generated_tokens", "generated_log_probs", "generated_top_n_logprobs"):
+                if getattr(part, name):
+                    del getattr(part, name)[-cut:]
+            surplus -= cut
+        return result
+
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     async def async_forward(self) -> tuple[dict | None, dict, float]:
         """See upstream; after a forward that raised, what it was to publish is dropped."""
+        if not self._is_suspended:
+            self._take_out_aborted()
         try:
             return await super().async_forward()
         except BaseException:
             self.context.fail_forward()
             raise
+
+    async def async_bookkeep(self, *step: Any) -> Any:
+        """See upstream."""
+        result = await super().async_bookkeep(*step)
+        self._aborting.intersection_update(self.requests)  # the others finished; their ids may come again
+        return result
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -125,7 +195,7 @@ class _Record(DynamicInferenceRequestRecord):
     """A request's record that keeps, on preemption, what megatron's drops."""
 
     def checkpoint(self, tokenizer: Any = None) -> None:
-        """See upstream; attributes of the sampling parameters, stop words and caching stay."""
+        """See upstream; attributes of the sampling parameters, stop words and caching stay, and merging works."""
         old = self[-1]
         super().checkpoint(tokenizer)
         new = self[-1]
@@ -136,3 +206,11 @@ class _Record(DynamicInferenceRequestRecord):
         new.block_size_tokens = old.block_size_tokens
         new.enable_prefix_caching = old.enable_prefix_caching
         new.status = old.status
+        if not old.generated_tokens:
+            # It starts over: its parts would be merged with lists that it left half-filled.
+            new.prompt = old.prompt
+            new.events = old.events + new.events
+            del self.requests[-2]
+        for name in ("generated_log_probs", "generated_top_n_logprobs"):
+            if getattr(old, name) is not None and getattr(new, name) is None:
+                setattr(new, name, [])

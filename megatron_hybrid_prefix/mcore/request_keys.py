@@ -12,6 +12,7 @@ through megatron's data-parallel coordinator:
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +31,16 @@ class RequestKeys:
         chain: The prompt's keys.
         read: Whether the request may resume from what is cached.
         write: Whether what it computes may be cached.
+        take_sample: Asked once, at the first hit: whether this hit shall be computed and compared.
+        verify_at_tokens: Where then; 0: nowhere.
         last: The last match.
     """
 
     chain: KeyChain
     read: bool
     write: bool
+    take_sample: Callable[[], bool] | None = None
+    verify_at_tokens: int = 0
     last: Match | None = None
 
     def match(self, cache: HybridPrefixCache, length_tokens: int) -> Match:
@@ -44,13 +49,20 @@ class RequestKeys:
         last = self.last
         if last is None or last.resume_tokens > limit or last.limit_tokens < limit or not cache.is_current(last):
             self.last = last = cache.match(self.chain, read=self.read, max_resume_tokens=limit)
+            if last.resume_tokens and self.write and self.take_sample is not None:
+                if self.take_sample():
+                    self.read, self.verify_at_tokens = False, last.resume_tokens
+                    self.last = last = cache.match(self.chain, read=False)
+                self.take_sample = None
         return last
 
 
 class RequestKeyBook:
     """Keys of the requests that exist. Kept beside them: what is set on a request would travel with its reply."""
 
-    def __init__(self) -> None:
+    def __init__(self, verify_hits: float = 0.0) -> None:
+        self._verify_hits = verify_hits
+        self._hits = 0
         self._entries: dict[int, tuple[weakref.ref[Any], RequestKeys]] = {}  # by id(), while the request lives
 
     def of(self, req: Any, cache: HybridPrefixCache) -> RequestKeys:
@@ -58,11 +70,17 @@ class RequestKeyBook:
         ref, keys = self._entries.get(id(req), (None, None))
         if ref is None or keys is None or ref() is not req or keys.chain.epoch != cache.epoch:
             keys = _make_keys(req, cache)
+            keys.take_sample = self._take_sample if self._verify_hits else None
             number, entries = id(req), self._entries
             self._entries[number] = weakref.ref(req, lambda _: entries.pop(number, None)), keys
             # Megatron's scheduler holds back a request while another that shares a new block is being admitted.
             req.precomputed_block_hashes = keys.chain.keys
         return keys
+
+    def _take_sample(self) -> bool:
+        # Every so-manyth hit, not a random one: all ranks take the same.
+        self._hits += 1
+        return int(self._hits * self._verify_hits) > int((self._hits - 1) * self._verify_hits)
 
 
 def _make_keys(req: Any, cache: HybridPrefixCache) -> RequestKeys:

@@ -194,6 +194,12 @@ def release_engine(engine: DynamicInferenceEngine) -> None:
         from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 
         delete_cuda_graphs()
+        # It leaves the emptied runners, each tied to this engine's context.
+        for module in engine.controller.inference_wrapped_model.model.modules():
+            manager = getattr(module, "cudagraph_manager", None)
+            if manager is not None:
+                manager.cudagraph_runners.clear()
+                manager.custom_cudagraphs_lookup_table.clear()
 
 
 def _collect(engine: DynamicInferenceEngine, batch: _Batch, finished: Sequence[DynamicInferenceRequestRecord]) -> None:

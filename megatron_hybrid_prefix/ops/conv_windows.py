@@ -24,10 +24,12 @@ def conv_windows(
     Returns:
         (windows, dim, d_conv) in the type of ``initial``.
     """
+    if not inputs.shape[0]:
+        return initial[sequences]  # all spans are empty, and there is no row to point at
     d_conv = initial.shape[2]
     rows = ends[:, None] + torch.arange(-d_conv, 0, device=ends.device)  # (windows, d_conv)
     before = rows < starts[:, None]
-    computed = inputs[rows.clamp(0, max(0, inputs.shape[0] - 1))].transpose(1, 2)  # (windows, dim, d_conv)
+    computed = inputs[rows.clamp(0, inputs.shape[0] - 1)].transpose(1, 2)  # (windows, dim, d_conv)
     columns = (rows - starts[:, None] + d_conv).clamp(0, d_conv - 1)
     earlier = initial[sequences].gather(2, columns[:, None, :].expand(-1, initial.shape[1], -1))
     return torch.where(before[:, None, :], earlier, computed.to(initial.dtype))

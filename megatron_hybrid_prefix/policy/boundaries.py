@@ -26,6 +26,7 @@ class Reason(IntEnum):
     JUNCTION = 0
     TAIL = 1
     REPLAY = 2
+    VERIFY = 3  # not to be kept: computed again, to be compared with the state that is kept already
 
 
 class Boundary(NamedTuple):
@@ -55,6 +56,12 @@ def prompt_boundaries(
         if position > resume_tokens:
             found.setdefault(position, reason)
     return tuple(Boundary(position, found[position]) for position in sorted(found))
+
+
+def with_verification(boundaries: tuple[Boundary, ...], position_tokens: int) -> tuple[Boundary, ...]:
+    """The boundaries with the one at ``position_tokens`` for verification."""
+    others = [boundary for boundary in boundaries if boundary.position_tokens != position_tokens]
+    return tuple(sorted([*others, Boundary(position_tokens, Reason.VERIFY)]))
 
 
 def boundaries_in_span(boundaries: Sequence[Boundary], start_tokens: int, end_tokens: int) -> Sequence[Boundary]:

@@ -42,11 +42,32 @@ class StatePool:
         }
 
     def zero(self, slots: Sequence[int]) -> None:
-        """Sets the states in ``slots`` to zero, the state before the first token."""
+        """Sets the states in ``slots`` to zero, the state before the first token.
+
+        Raises:
+            ValueError: There is no such slot; nothing is written.
+        """
+        self._check(slots)
         for tensor in self.tensors.values():
             tensor[:, list(slots)] = 0
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies states bit by bit; all are read before any is written."""
+        """Copies states bit by bit; all are read before any is written.
+
+        Raises:
+            ValueError: There is no such slot, or no source to a target, or two of them; nothing is written.
+        """
+        if len(sources) != len(targets):
+            raise ValueError(f"{len(sources)} sources and {len(targets)} targets")
+        if len(set(targets)) < len(targets):
+            raise ValueError(f"targets {list(targets)}: one slot twice")
+        self._check(sources)
+        self._check(targets)
         for tensor in self.tensors.values():
             tensor[:, list(targets)] = tensor[:, list(sources)]
+
+    def _check(self, slots: Sequence[int]) -> None:
+        # As an index, -1 ("no slot") would silently mean the last one.
+        for slot in slots:
+            if not 0 <= slot < self.live_slots + self.checkpoint_slots:
+                raise ValueError(f"slot {slot} is none of {self.live_slots} live and {self.checkpoint_slots} others")

@@ -1,4 +1,4 @@
-"""Next-token log-probs of one preset on GPUs: alone, batched, in chunks, and resumed from megatron-core's prefix cache.
+"""Next-token log-probs of one preset on GPUs: alone, batched, in chunks, and resumed from either prefix cache.
 
 Run by `test_agreement.py`, alone or under torchrun; also useful by hand:
 
@@ -61,7 +61,7 @@ def main() -> None:
 
     from megatron.core.inference.sampling_params import SamplingParams
 
-    from megatron_hybrid_prefix import build_engine
+    from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
     from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 
     start = time.perf_counter()
@@ -82,6 +82,7 @@ def main() -> None:
             ("batched", batched, 1, {}),
             ("chunked", alone, 2, {"enable_chunked_prefill": True, "max_tokens": PREFIX_TOKENS}),
             ("upstream", alone, 1, {"enable_prefix_caching": True, "prefix_caching_mamba_gb": 6.0}),
+            ("ours", alone, 1, {"prefix": HybridPrefixConfig(mamba_gb=6.0)}),
         ):
             engine = build_engine(model, **(fields | extra))
             rows[name], report[f"tokens_{name}"] = next_log_probs(engine, work, sampling, steps)

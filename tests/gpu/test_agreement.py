@@ -1,4 +1,4 @@
-"""On GPUs: caching off and megatron-core's caching, and TP=1 and TP=2, agree within bf16 noise.
+"""On GPUs: caching off, megatron-core's caching and this package's, and TP=1 and TP=2, agree within bf16 noise.
 
 The noise is measured in the same run: the same prompts with caching off, computed whole and in two chunks.
 """
@@ -55,15 +55,19 @@ def test_generates_and_caching_agrees_within_noise(one):
     rows, report = one["rows"], one["report"]
     assert all(len(tokens) == 8 for tokens in report["tokens_alone"])
     assert report["computed_tokens_alone"] == report["prompt_tokens"]
-    assert report["computed_tokens_upstream"] < 0.5 * report["prompt_tokens"]
-    noise, cached = error(rows["chunked"], rows["alone"]), error(rows["upstream"], rows["alone"])
+    noise = error(rows["chunked"], rows["alone"])
+    cached = {}
+    for engine in ("upstream", "ours"):
+        assert report[f"computed_tokens_{engine}"] < 0.5 * report["prompt_tokens"]
+        cached[engine] = error(rows[engine], rows["alone"])
     batched = error(rows["batched"], rows["alone"])
     wrong = error(rows["alone"].roll(1, 0), rows["alone"])
     print(
-        f"{report['preset']}: in chunks {noise:.5f}, batched {batched:.5f}, upstream's cache {cached:.5f}, another prompt {wrong:.5f}"
+        f"{report['preset']}: in chunks {noise:.5f}, batched {batched:.5f}, upstream's cache "
+        f"{cached['upstream']:.5f}, ours {cached['ours']:.5f}, another prompt {wrong:.5f}"
     )
     assert batched <= 1.5 * noise
-    assert cached <= 1.5 * noise
+    assert max(cached.values()) <= 1.5 * noise
     assert wrong > 10 * max(noise, 1e-3)
 
 
@@ -72,5 +76,6 @@ def test_tp_2_agrees_with_tp_1(one, tmp_path_factory):
     two = run(tmp_path_factory, one["report"]["preset"], 2)
     noise = error(one["rows"]["chunked"], one["rows"]["alone"])
     split = error(two["rows"]["alone"], one["rows"]["alone"])
-    print(f"{one['report']['preset']}: noise {noise:.5f}, TP=2 against TP=1 {split:.5f}")
-    assert split <= 2.0 * noise
+    ours = error(two["rows"]["ours"], one["rows"]["alone"])
+    print(f"{one['report']['preset']}: noise {noise:.5f}, TP=2 against TP=1 {split:.5f}, with our cache {ours:.5f}")
+    assert max(split, ours) <= 2.0 * noise

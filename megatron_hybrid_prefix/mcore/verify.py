@@ -1,0 +1,68 @@
+"""Hits that are computed all the same, and compared with what the cache would have given: ``verify_hits``.
+
+For operators: a counter that stays 0 says that the cache is right on this hardware, with these kernels.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from megatron_hybrid_prefix.index.requests import StepPlan
+from megatron_hybrid_prefix.policy.boundaries import Reason
+
+logger = logging.getLogger(__name__)
+
+# Largest relative difference (L2) that is rounding: matrix products over other numbers of rows round differently, and so
+# do all layers after them. A state of another prompt or depth differs by about 1.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
+
+
+def verify_plan(context: Any, plan: StepPlan) -> None:
+    """Compares the states that ``plan`` computed for verification, and the KV before them, with the cached ones.
+
+    Args:
+        context: A `HybridPrefixContext` whose forward just succeeded; nothing is published yet.
+        plan: One request's part in it.
+    """
+    cache = context.prefix_cache
+    for checkpoint in plan.checkpoints:
+        if checkpoint.reason != Reason.VERIFY:
+            continue
+        keys = cache.request_keys(plan.request_id)[: checkpoint.position_tokens // cache.block_tokens]
+        kept_slot = cache.cached_slot(keys[-1])
+        if kept_slot is None:
+            continue  # evicted meanwhile
+        differences = {
+            name: _difference(tensor[:, checkpoint.slot], tensor[:, kept_slot])
+            for name, tensor in context.state_pool.tensors.items()
+        }
+        own = cache.block_ids(plan.request_id)
+        pairs = [(block_id, cache.cached_block(key)) for block_id, key in zip(own, keys, strict=False)]
+        pairs = [(block_id, kept) for block_id, kept in pairs if kept is not None and kept != block_id]
+        if pairs:
+            fresh, kept = (torch.tensor(ids, device=context.memory_buffer.device) for ids in zip(*pairs, strict=True))
+            block_dim = context.memory_buffer.dim() - (3 if context.cache_mla_latent else 4)
+            differences["kv"] = _difference(
+                context.memory_buffer.index_select(block_dim, fresh),
+                context.memory_buffer.index_select(block_dim, kept),
+            )
+        wrong = {name: value for name, (value, tolerance) in differences.items() if not value <= tolerance}
+        cache.count_verification(bool(wrong))
+        if wrong:
+            logger.warning(
+                "request %d: what is cached for its first %d tokens is not what they compute to; relative difference %s",
+                plan.request_id,
+                checkpoint.position_tokens,
+                ", ".join(f"{name} {value:.1e}" for name, value in wrong.items()),
+            )
+
+
+def _difference(fresh: torch.Tensor, kept: torch.Tensor) -> tuple[float, float]:
+    """Relative difference, and the largest that is rounding."""
+    if not fresh.numel():
+        return 0.0, 0.0  # a pipeline stage without recurrent layers
+    size = kept.float().norm()
+    return float((fresh.float() - kept.float()).norm() / size.clamp(min=1e-20)), TOLERANCE[fresh.dtype]

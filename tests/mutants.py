@@ -1,0 +1,41 @@
+"""Wrong states on purpose. A parity test that does not notice one of these is no test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+MUTANTS = ("ssm_zeroed", "conv_zeroed", "other_depth")
+
+
+@contextmanager
+def mutated_resume(engine: Any, mutant: str | None) -> Iterator[None]:
+    """While this is open, every state that a request resumes from is wrong, just before the forward that reads it.
+
+    "other_depth" takes the deepest state that the engine keeps when this opens; no request may resume at its depth.
+    """
+    context = engine.context
+    original = context.initialize_attention_state
+    deepest = max((node for node in context.prefix_cache._store.tree if node.slot != -1), key=lambda n: n.depth_blocks)
+    others = {name: tensor[:, deepest.slot].clone() for name, tensor in context.state_pool.tensors.items()}
+
+    def damaging(**kwargs: Any) -> Any:
+        for plan in context._step_plans.values():
+            if plan.source_slot is None:
+                continue
+            assert plan.start_tokens != deepest.depth_blocks * context.block_size_tokens
+            for name, tensor in context.state_pool.tensors.items():
+                if mutant == "other_depth":
+                    tensor[:, plan.source_slot] = others[name]
+                elif mutant == f"{name}_zeroed":
+                    tensor[:, plan.source_slot] = 0
+        return original(**kwargs)
+
+    assert mutant is None or mutant in MUTANTS
+    if mutant is not None:
+        context.initialize_attention_state = damaging
+    try:
+        yield
+    finally:
+        context.__dict__.pop("initialize_attention_state", None)

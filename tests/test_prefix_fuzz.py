@@ -1,0 +1,136 @@
+"""Random traffic on engines with random budgets: nothing raises, nothing leaks, every answer is that of caching off."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from megatron.core.inference.config import KVCacheManagementMode
+
+from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from megatron_hybrid_prefix.models import get_preset
+from tests.engine_helpers import assert_matches, few_blocks, greedy, random_tokens
+from tests.naive_model import NaiveHybridModel
+
+SEEDS = 24
+REQUESTS = 22
+TOLERANCE = 5e-5  # float32 noise of unlike batches, with caching off too, reaches 1.6e-5; a wrong state shows in 1e-3
+STATE_SLOTS = (0, 1, 3, 40)
+KV_BLOCKS = (7, 12, 60)
+MANAGEMENT = (KVCacheManagementMode.PERSIST, KVCacheManagementMode.OFFLOAD, KVCacheManagementMode.RECOMPUTE)
+
+
+class Traffic:
+    """An engine and a seed's worth of requests, which share prefixes of a few trunks."""
+
+    def __init__(self, model: Any, seed: int) -> None:
+        self.dice = dice = random.Random(seed)
+        block = dice.choice((64, 96, 128))
+        fields = few_blocks(model, dice.choice(KV_BLOCKS), block)
+        self.longest = 6 * block  # 7 blocks hold any one request
+        chunked = dice.random() < 0.6
+        self.engine = build_engine(
+            model,
+            HybridPrefixConfig(mamba_gb=self.slots_gb(model, fields, dice.choice(STATE_SLOTS))),
+            async_sched_mode=dice.choice(("legacy", "async")),
+            enable_chunked_prefill=chunked,
+            max_tokens=64 * dice.randint(1, 6) if chunked else 1024,
+            kv_cache_management_mode=dice.choice(MANAGEMENT),
+            **fields,
+        )
+        if chunked and self.engine.context.kv_cache_management_mode != KVCacheManagementMode.RECOMPUTE:
+            # The scheduler's budget, of any residue. (Where buffers are made again it has to be a multiple of 64.)
+            self.engine.context.max_tokens -= dice.randint(0, 50)
+        self.trunks = [random_tokens(self.longest, seed=1000 * seed + number) for number in range(3)]
+        self.seed = seed
+        self.sent = 0
+        self.finished: dict[int, Any] = {}
+        self.aborted: set[int] = set()
+
+    @staticmethod
+    def slots_gb(model: Any, fields: dict[str, Any], slots: int) -> float:
+        layout = build_engine(model, HybridPrefixConfig(mamba_gb=0), **fields).context.state_layout
+        return slots * layout.slot_bytes / 2**30
+
+    def send(self) -> None:
+        dice = self.dice
+        new_tokens = dice.choice((1, 3, 8, 30, 90))
+        own = random_tokens(dice.randint(1, 70), seed=777 * self.seed + self.sent)
+        shared = dice.choice((0, 1, 2, 3)) * self.engine.context.block_size_tokens + dice.choice((-1, 0, 0, 1, 2))
+        prompt = dice.choice(self.trunks)[: max(0, shared)] + own
+        if self.finished and dice.random() < 0.3:  # the next turn of a conversation
+            previous = self.finished[dice.choice(sorted(self.finished))]
+            prompt = previous.prompt_tokens.tolist() + list(previous.generated_tokens) + own
+        prompt = prompt[: self.longest - new_tokens]
+        params = greedy(new_tokens)
+        params.add_attributes({"cache_salt": dice.choice((None, None, None, "a"))})
+        if dice.random() < 0.1:
+            params.add_attributes(dice.choice(({"cache_read": False}, {"cache_write": False})))
+        self.engine.add_request(self.sent, prompt, params)
+        self.sent += 1
+
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            if not (self.engine.has_unfinished_requests() or self.engine.failed_request_ids):
+                return
+            for record in self.engine.step_modern()["finished_request_records"]:
+                request = record.merge()
+                self.finished[request.request_id] = request
+            self.engine.context.check_integrity()
+
+    def run(self) -> None:
+        dice = self.dice
+        while self.sent < REQUESTS:
+            for _ in range(dice.choice((1, 1, 2, 4))):
+                self.send()
+            self.step(dice.randint(0, 6))
+            if dice.random() < 0.12:
+                self.engine.suspend()
+                self.engine.resume()
+                self.engine.context.check_integrity()
+            running = sorted(self.engine.requests.keys() - self.aborted)
+            if running and dice.random() < 0.15:
+                victim = dice.choice(running)
+                self.aborted.add(victim)
+                assert self.engine.abort_request(victim)
+        self.step(5000)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_random_traffic(tiny, tiny_reference, seed):
+    traffic = Traffic(tiny, seed)
+    traffic.run()
+    assert not traffic.engine.has_unfinished_requests()
+    assert sorted(traffic.finished) == list(range(traffic.sent))
+    for request in traffic.finished.values():
+        assert not request.failed()
+        if request.request_id not in traffic.aborted:
+            assert len(request.generated_tokens) == request.sampling_params.num_tokens_to_generate
+            assert_matches(tiny_reference, request, tolerance=TOLERANCE)
+    context, cache = traffic.engine.context, traffic.engine.context.prefix_cache
+    assert cache.live_requests() == []
+    assert cache.available_blocks == context.kv_block_allocator.total_count - 1
+    assert context.mamba_metadata.mamba_state_free_slot_count == context.max_requests
+    stats = cache.stats()
+    assert stats.slots_used == sum(node.slot != -1 for node in cache._store.tree) <= stats.slots_total
+    if not stats.slots_total:
+        assert stats.reused_tokens == 0
+
+
+def test_the_traffic_is_worth_it(tiny):
+    """Over some seeds there are hits, evictions of both kinds, preemptions and skipped checkpoints."""
+    total: dict[str, int] = {}
+    for seed in range(12):
+        traffic = Traffic(tiny, seed)
+        traffic.run()
+        stats = traffic.engine.context.prefix_stats()
+        for name in ("reused_tokens", "evictions", "kv_evictions", "checkpoints_skipped"):
+            total[name] = total.get(name, 0) + getattr(stats, name)
+        total["preempted"] = total.get("preempted", 0) + traffic.engine.evicted_request_count
+    assert min(total.values()) > 0, total
+
+
+@pytest.fixture(scope="module")
+def tiny_reference(tiny) -> NaiveHybridModel:
+    return NaiveHybridModel(tiny, get_preset("tiny"))
