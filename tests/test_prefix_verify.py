@@ -51,7 +51,7 @@ def test_a_wrong_cache_is_noticed(tiny, part, caplog):
         context.state_pool.tensors[part][:, node.slot] *= 1.1
     finished: dict = {}
     with caplog.at_level(logging.WARNING, logger="megatron_hybrid_prefix"):
-        engine.add_request(50, random_tokens(512, seed=1) + [3, 4], greedy(3))
+        engine.add_request(50, [*random_tokens(512, seed=1), 3, 4], greedy(3))
         run_to_end(engine, finished)
     stats = context.prefix_stats()
     assert (stats.verified_hits, stats.verify_mismatches) == (1, 1)

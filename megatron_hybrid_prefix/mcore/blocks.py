@@ -16,20 +16,20 @@ from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 
 
-class _CachedKeys(Mapping[bytes, int]):
-    """Key of a cached block -> its id; what megatron's scheduler and log ask for, without a copy."""
+class _CachedKeys(Mapping[str, int]):
+    """Key of a cached block, in hex -> its id; what megatron's scheduler and log ask for, without a copy."""
 
     def __init__(self, cache: HybridPrefixCache) -> None:
         self._cache = cache
 
-    def __getitem__(self, key: bytes) -> int:
-        block_id = self._cache.cached_block(key)
+    def __getitem__(self, key: str) -> int:
+        block_id = self._cache.cached_block(bytes.fromhex(key))
         if block_id is None:
             raise KeyError(key)
         return block_id
 
-    def __iter__(self) -> Iterator[bytes]:
-        return self._cache.cached_keys()
+    def __iter__(self) -> Iterator[str]:
+        return (key.hex() for key in self._cache.cached_keys())
 
     def __len__(self) -> int:
         return self._cache.cached_blocks
@@ -39,15 +39,20 @@ class HybridPrefixBlockAllocator(KVBlockAllocator):
     """Blocks ``0 .. total_count - 2``; the last one is megatron's dummy block.
 
     Does not call ``super().__init__``: the free list, counts, hashes and clocks that it makes are what the cache replaces.
+    Made without a cache (where somebody put this class in place of megatron's), it is megatron's allocator.
 
     Args:
         context: The inference context.
-        cache: Owns the blocks.
         total_count: Blocks in the buffer, the dummy block included.
         paused_count: Blocks of the paused buffer.
+        cache: Owns the blocks.
     """
 
-    def __init__(self, context: Any, cache: HybridPrefixCache, total_count: int, paused_count: int) -> None:
+    def __new__(cls, *args: Any, cache: HybridPrefixCache | None = None, **kwargs: Any) -> Any:
+        """See above."""
+        return KVBlockAllocator(*args, **kwargs) if cache is None else super().__new__(cls)
+
+    def __init__(self, context: Any, total_count: int, paused_count: int, *, cache: HybridPrefixCache) -> None:
         self.context = context
         self.cache = cache
         self.enable_prefix_caching = True
@@ -68,8 +73,8 @@ class HybridPrefixBlockAllocator(KVBlockAllocator):
         return self.cache.available_blocks
 
     @property
-    def kv_hash_to_block_id(self) -> Mapping[bytes, int]:
-        """Key of a cached block -> its id."""
+    def kv_hash_to_block_id(self) -> Mapping[str, int]:
+        """Key of a cached block, in hex -> its id."""
         return _CachedKeys(self.cache)
 
     @property

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_hybrid_prefix.config import HybridPrefixConfig
-from megatron_hybrid_prefix.platform import running_platform
+from megatron_hybrid_prefix.mcore.table import CONTEXT_IN_CUDA_GRAPHS
+from megatron_hybrid_prefix.platform import replace_names, running_platform
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer, Tokenizer
 
 if TYPE_CHECKING:
@@ -58,11 +59,11 @@ def build_engine(
     else:
         from megatron_hybrid_prefix.mcore.context import HybridPrefixContext
         from megatron_hybrid_prefix.mcore.engine import HybridPrefixEngine
-        from megatron_hybrid_prefix.mcore.mixer import use_slot_mixers
 
         context = HybridPrefixContext(model.config, inference_config, prefix)
         engine_class = HybridPrefixEngine
-        use_slot_mixers(model)
+        if model.config.cuda_graph_impl == "local":
+            replace_names(CONTEXT_IN_CUDA_GRAPHS)
     wrapped = GPTInferenceWrapper(model, context)
     wrapped.prep_model_for_inference()
     controller = TextGenerationController(
@@ -73,6 +74,7 @@ def build_engine(
 
 def _inference_config(model: Any, prefix: HybridPrefixConfig | None, fields: dict[str, Any]) -> InferenceConfig:
     from megatron.core.inference.config import InferenceConfig, PrefixCachingEvictionPolicy
+    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
     from megatron.core.utils import get_attr_wrapped_model
 
     unknown = set(fields) - set(InferenceConfig.__dataclass_fields__)
@@ -90,9 +92,27 @@ def _inference_config(model: Any, prefix: HybridPrefixConfig | None, fields: dic
     if on_host:
         values |= HOST_DEFAULTS
     values |= fields
+    if values.get("max_tokens") is not None:
+        # Upstream pads a step to such a multiple, and asserts where that is more than max_tokens.
+        tp = model.config.tensor_model_parallel_size
+        values["max_tokens"] = DynamicInferenceContext.round_up_tokens(values["max_tokens"], tp)
     config = InferenceConfig(**values)
-    _check_budget(model, config)
+    problems = _of_all_stages(_budget_problem(model, config))
+    for problem in problems:
+        if problem is not None:
+            raise ValueError(problem)
     return config
+
+
+def _of_all_stages(value: Any) -> list[Any]:
+    """What each pipeline stage says; every rank has to ask."""
+    from megatron.core import parallel_state
+
+    stages: list[Any] = [value] * parallel_state.get_pipeline_model_parallel_world_size()
+    if len(stages) > 1:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        torch.distributed.all_gather_object(stages, value, group=group)
+    return stages
 
 
 def mamba_state_config(
@@ -103,14 +123,10 @@ def mamba_state_config(
     Upstream derives them from the stage's own layers and treats a stage without Mamba as a plain transformer, which
     then skips other tokens than its neighbours.
     """
-    from megatron.core import parallel_state
     from megatron.core.inference.config import MambaInferenceStateConfig
     from megatron.core.utils import get_attr_wrapped_model
 
     own = MambaInferenceStateConfig.from_model(model, conv_dtype, ssm_dtype)
-    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-        return own
-    stages: list[Any] = [None] * parallel_state.get_pipeline_model_parallel_world_size()
     shapes = (
         None
         if own is None
@@ -122,7 +138,7 @@ def mamba_state_config(
             own.ssm_states_dtype,
         )
     )
-    torch.distributed.all_gather_object(stages, shapes, group=parallel_state.get_pipeline_model_parallel_group())
+    stages = _of_all_stages(shapes)
     if own is not None:
         return own
     known = next((stage for stage in stages if stage is not None), None)
@@ -147,26 +163,27 @@ def state_bytes(config: MambaInferenceStateConfig) -> int:
     return per_layer * sum(symbol == "M" for symbol in config.layer_type_list)
 
 
-def _check_budget(model: Any, config: InferenceConfig) -> None:
-    """Say in one line what does not fit, before upstream asserts on it, or on a later step."""
+def _budget_problem(model: Any, config: InferenceConfig) -> str | None:
+    """What does not fit, in one line, before upstream asserts on it, or on a later step."""
     tp = model.config.tensor_model_parallel_size
     max_tokens = config.max_tokens or 16384
     if config.max_requests is None:
-        return
+        return None
     if config.max_requests < 1 or config.max_requests % tp:
-        raise ValueError(f"max_requests={config.max_requests} must be a multiple of the tensor-parallel size {tp}")
+        return f"max_requests={config.max_requests} must be a multiple of the tensor-parallel size {tp}"
     if max_tokens < config.max_requests:
-        raise ValueError(f"max_tokens={max_tokens} must be at least max_requests={config.max_requests}")
+        return f"max_tokens={max_tokens} must be at least max_requests={config.max_requests}"
     state = config.mamba_inference_state_config
     if state is None or config.mamba_memory_ratio is not None:
-        return
+        return None
     # Live states, and with speculative decoding one more for each position that may be accepted.
     states_per_request = 1 if config.num_speculative_tokens == 0 else 2 + config.num_speculative_tokens
     need_bytes = config.max_requests * states_per_request * state_bytes(state)
     have_bytes = (config.buffer_size_gb + (config.paused_buffer_size_gb or 0)) * 2**30
     if need_bytes >= have_bytes:
-        raise ValueError(
+        return (
             f"buffer_size_gb={config.buffer_size_gb} is too small: the recurrent states of max_requests="
             f"{config.max_requests} need {need_bytes / 2**20:.2f} MiB of {have_bytes / 2**20:.2f} MiB; "
             "raise buffer_size_gb or lower max_requests"
         )
+    return None

@@ -64,8 +64,10 @@ class HybridPrefixContext(DynamicInferenceContext):
         state_pool: Memory of the recurrent states, or None.
     """
 
-    prefix_cache: HybridPrefixCache | None = None  # None also while megatron's constructor runs
+    # Also what holds while megatron's constructor runs.
+    prefix_cache: HybridPrefixCache | None = None
     state_pool: StatePool | None = None
+    _prefix_config: HybridPrefixConfig | None = None
 
     def __init__(
         self,
@@ -101,10 +103,12 @@ class HybridPrefixContext(DynamicInferenceContext):
             bytes_budget=self._checkpoint_slots * self.state_layout.slot_bytes,
         )
         self.kv_block_allocator = HybridPrefixBlockAllocator(
-            self, self.prefix_cache, blocks.total_count, blocks.paused_count
+            self, blocks.total_count, blocks.paused_count, cache=self.prefix_cache
         )
         if torch.distributed.get_rank() == 0:
             logger.info(self.memory_report())
+            if not self._checkpoint_slots:
+                logger.warning("no state can be kept in mamba_gb=%g: every prompt is computed whole", prefix.mamba_gb)
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
@@ -213,6 +217,8 @@ class HybridPrefixContext(DynamicInferenceContext):
         else:
             match = self.keys_of(req).match(self.prefix_cache, prefill_chunk_length)
             shared, skip = list(match.block_ids), match.resume_tokens
+        if record_mamba_match:
+            req._mamba_num_matched_blocks = skip // self.block_size_tokens
         return shared, required - held - len(shared), held, required, skip, prefill_chunk_length - skip
 
     def check_availability(self, req: DynamicInferenceRequest) -> tuple[bool, bool, bool]:
@@ -351,6 +357,8 @@ class HybridPrefixContext(DynamicInferenceContext):
         return super().resolve_requests(active_requests_mask)
 
     def _publish(self) -> None:
+        if self.prefix_cache is None:
+            return
         self._forward_running = False
         plans, self._step_plans = self._step_plans, {}
         for plan in plans.values():

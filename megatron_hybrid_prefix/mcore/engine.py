@@ -14,20 +14,37 @@ from megatron.core.inference.engines.dynamic_engine import EngineState
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord, Status
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
+from megatron_hybrid_prefix.mcore.mixer import use_slot_mixers
+
 if TYPE_CHECKING:
+    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
     from megatron.core.inference.inference_request import DynamicInferenceRequest
+    from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 
 
 class HybridPrefixEngine(DynamicInferenceEngine):
-    """Megatron's engine around a `HybridPrefixContext`."""
+    """Megatron's engine around a `HybridPrefixContext`; around any other context it is megatron's engine.
+
+    Args:
+        controller: Megatron's text generation controller. The Mamba mixers of its model get prefill by slots.
+        context: The context.
+    """
+
+    def __init__(self, controller: TextGenerationController, context: DynamicInferenceContext) -> None:
+        if getattr(context, "prefix_cache", None) is not None:
+            use_slot_mixers(controller.inference_wrapped_model.model)
+        super().__init__(controller, context)
 
     _epoch: int | None = None
     _aborting: set[int] = frozenset()  # type: ignore[assignment]  # while megatron's constructor runs
 
     def reset(self) -> None:
-        """See upstream."""
+        """See upstream; figures of a step that never came to its end are dropped, too."""
         super().reset()
         self._aborting = set()
+        context = self.context
+        context.prefix_cache_hits = context.prefix_cache_blocks_matched = 0
+        context.prefix_cache_prefill_computed_tokens = context.prefix_cache_prefill_skipped_tokens = 0
         self._drop_pending_logits()
 
     def suspend(self) -> None:
@@ -64,7 +81,7 @@ class HybridPrefixEngine(DynamicInferenceEngine):
 
     def _add_request(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:
         """See upstream; the keys of the prompt are made here, on arrival."""
-        if self.context.prefix_cache is not None:
+        if self._has_cache:
             self.context.keys_of(request)
         future = super()._add_request(request)
         entry = self.requests[request.request_id]
@@ -100,6 +117,10 @@ class HybridPrefixEngine(DynamicInferenceEngine):
         """See upstream; also while the next step has aborted or refused requests to hand out."""
         return super().has_unfinished_requests() or bool(self.failed_request_ids)
 
+    @property
+    def _has_cache(self) -> bool:
+        return getattr(self.context, "prefix_cache", None) is not None
+
     def schedule_waiting_requests(self) -> None:
         """See upstream; first takes out aborted requests that no forward is running for."""
         self._take_out_aborted()
@@ -131,25 +152,35 @@ class HybridPrefixEngine(DynamicInferenceEngine):
         self.failed_request_ids.append(request_id)
         self.requests[request_id].future.set_result(self.requests[request_id].record)
 
+    # -- stop words ----------------------------------------------------------------------------------------------------
+
     def _check_stop_words_for_request_post_append(self, request: DynamicInferenceRequest) -> tuple[bool, int]:
         """See upstream; a stop word may have begun before the request was preempted."""
+        if not request.stop_word_ids:
+            return False, 0
         earlier = self.requests[request.request_id].record.requests[:-1]
-        if not earlier or not request.stop_word_ids:
-            return super()._check_stop_words_for_request_post_append(request)
         before = [token for part in earlier for token in part.generated_tokens]
         request.generated_tokens = before + request.generated_tokens
-        result = super()._check_stop_words_for_request_post_append(request)
+        found, trimmed_tokens = super()._check_stop_words_for_request_post_append(request)
         left = request.generated_tokens
         request.generated_tokens = left[len(before) :]
-        surplus = len(before) - len(left)  # tokens of the stop word that earlier parts end with
+        surplus = len(before) - len(left)  # earlier parts end with so much of the stop word
         for part in reversed(earlier):
-            cut = min(surplus, len(part.generated_tokens))
-            if cut <= 0:
-                break
-            for name in ("generated_tokens", "generated_log_probs", "generated_top_n_logprobs"):
-                if getattr(part, name):
-                    del getattr(part, name)[-cut:]
-            surplus -= cut
+            if surplus > 0:
+                own = len(part.generated_tokens)
+                part.generated_tokens = part.generated_tokens[: max(0, own - surplus)]
+                surplus -= own
+        # Megatron takes as many log-probs off this step's, and fails where that leaves none of a first token's.
+        return found, trimmed_tokens if request.generated_tokens else 0
+
+    def _get_and_clear_stop_word_finished_ids(self, active_request_ids: list[int]) -> set[int]:
+        """See upstream; log-probs of a stop word that was cut off go, too, those of earlier steps included."""
+        result = super()._get_and_clear_stop_word_finished_ids(active_request_ids)
+        for request_id in result:
+            for part in self.requests[request_id].record.requests:
+                for log_probs in (part.generated_log_probs, part.generated_top_n_logprobs):
+                    if log_probs:
+                        del log_probs[len(part.generated_tokens) :]
         return result
 
     # -- steps ---------------------------------------------------------------------------------------------------------
@@ -161,7 +192,8 @@ class HybridPrefixEngine(DynamicInferenceEngine):
         try:
             return await super().async_forward()
         except BaseException:
-            self.context.fail_forward()
+            if self._has_cache:
+                self.context.fail_forward()
             raise
 
     async def async_bookkeep(self, *step: Any) -> Any:
@@ -185,7 +217,8 @@ class HybridPrefixEngine(DynamicInferenceEngine):
 
     def invalidate(self) -> None:
         """The weights changed: nothing that was cached before is reused, running requests cache no more."""
-        self.context.invalidate()
+        if self._has_cache:
+            self.context.invalidate()
         for module in self.controller.inference_wrapped_model.model.modules():
             if isinstance(module, MambaMixer):
                 module._A_neg_exp_cache_stale = True  # megatron refreshes it only in train()

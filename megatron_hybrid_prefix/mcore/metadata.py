@@ -130,6 +130,19 @@ class HybridPrefixMambaMetadata(MambaMetadata):
                 count = d["padded_prefill_count"] if field == "source_slots" else d["writes"]
                 setattr(self, field, self._indices[row, :count])
 
+    @property
+    def intermediate_chunk_indices(self) -> None:
+        """Read by megatron's own prefill, which knows neither sources nor writes: an error rather than wrong tokens.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError("the model's Mamba mixers do not read states by slot: call use_slot_mixers(model)")
+
+    @intermediate_chunk_indices.setter
+    def intermediate_chunk_indices(self, value: Any) -> None:
+        """Megatron resets it every step."""
+
     def _update_intermediate_metadata(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: megatron's extraction of intermediate states is not used."""
 

@@ -74,7 +74,7 @@ class RequestKeyBook:
             number, entries = id(req), self._entries
             self._entries[number] = weakref.ref(req, lambda _: entries.pop(number, None)), keys
             # Megatron's scheduler holds back a request while another that shares a new block is being admitted.
-            req.precomputed_block_hashes = keys.chain.keys
+            req.precomputed_block_hashes = [key.hex() for key in keys.chain.keys]  # replies carry them as JSON
         return keys
 
     def _take_sample(self) -> bool:

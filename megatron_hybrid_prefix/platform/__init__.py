@@ -10,9 +10,18 @@ from megatron_hybrid_prefix.platform.start import (
     Platform,
     active_rebindings,
     ensure_platform,
+    replace_names,
     running_platform,
     shut_down,
     undo_platform,
 )
 
-__all__ = ["Platform", "active_rebindings", "ensure_platform", "running_platform", "shut_down", "undo_platform"]
+__all__ = [
+    "Platform",
+    "active_rebindings",
+    "ensure_platform",
+    "replace_names",
+    "running_platform",
+    "shut_down",
+    "undo_platform",
+]

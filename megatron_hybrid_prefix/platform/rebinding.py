@@ -96,6 +96,12 @@ class Applied:
         self.rebindings.append(rebinding)
         self._undo.append(restore)
 
+    def take(self, other: Applied) -> None:
+        """What ``other`` replaced, after all of this, is this one's to undo."""
+        self.rebindings += other.rebindings
+        self.placeholders += other.placeholders
+        self._undo += other._undo
+
     def undo(self) -> None:
         """Put every replaced name back, newest first. Safe to call twice."""
         while self._undo:

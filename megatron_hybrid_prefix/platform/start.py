@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import os
 import sys
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -118,7 +120,7 @@ def ensure_platform(
     world_size = dist.get_world_size()
     if world_size % (tp * pp) or world_size % (ep * pp):
         raise ValueError(f"tp={tp} x pp={pp} x ep={ep} does not divide the {world_size} process(es) that were started")
-    _start_parallel_state(tp, pp, ep, seed)
+    _start_parallel_state(tp, pp, ep, seed, timeout_s)
     _platform = Platform(
         device=torch_device,
         backend=dist.get_backend(),
@@ -138,6 +140,18 @@ def ensure_platform(
 def active_rebindings() -> tuple[Rebinding | Placeholder, ...]:
     """What is replaced in this process right now."""
     return (*_applied.placeholders, *_applied.rebindings)
+
+
+def replace_names(rebindings: Iterable[Rebinding]) -> None:
+    """Replace further names, once each; listed by `active_rebindings`, put back by `undo_platform`.
+
+    Raises:
+        UpstreamDriftError: A name or its signature is not as expected; nothing of these is replaced then.
+    """
+    wanted = [rebinding for rebinding in rebindings if rebinding not in _applied.rebindings]
+    own = Applied()
+    apply(wanted, own)
+    _applied.take(own)
 
 
 def undo_platform() -> None:
@@ -232,7 +246,7 @@ def _start_distributed(use_cuda: bool, timeout_s: float) -> torch.device:
     return device
 
 
-def _start_parallel_state(tp: int, pp: int, ep: int, seed: int) -> None:
+def _start_parallel_state(tp: int, pp: int, ep: int, seed: int, timeout_s: float) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -251,6 +265,7 @@ def _start_parallel_state(tp: int, pp: int, ep: int, seed: int) -> None:
         pipeline_model_parallel_size=pp,
         expert_model_parallel_size=ep,
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=math.ceil(timeout_s / 60),
     )
     model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True, force_reset_rng=True)
 
