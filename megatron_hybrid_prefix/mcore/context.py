@@ -160,7 +160,6 @@ class HybridPrefixContext(DynamicInferenceContext):
         self._checkpoint_slots = min_over_model_ranks(slots, self.config.pg_collection) or 0
         self.mamba_metadata = HybridPrefixMambaMetadata(
             block_tokens=self.block_size_tokens,
-            checkpoint_slots=self._checkpoint_slots,
             max_requests=self.max_requests,
             max_tokens=self.max_tokens,
             mamba_chunk_size=self.mamba_chunk_size,

@@ -1,12 +1,12 @@
-"""`HybridPrefixMambaMetadata`: where each prefilled sequence's state comes from, and which states go to which slots.
+"""`HybridPrefixMambaMetadata`: where each prefilled sequence's state comes from, and where its states go.
 
 Subclasses megatron's per-step Mamba metadata. Two things differ:
 
 - Chunks lie on the absolute token grid: they end at every multiple of the SSM chunk size and of the KV block size, counted
   from position 0 of the request, not from where this step's span starts. So a boundary that may be kept is always the
   end of a chunk, and a request that resumes splits the scan exactly as one that does not.
-- A sequence starts from a *source* slot (a checkpoint, or its own live slot), and a list of *writes* says which states
-  go to which slots: the final one to the live slot, planned ones to checkpoint slots.
+- A sequence starts from a *source* slot (a checkpoint, or its own live slot); its final state goes to its live slot, and
+  the states after some of its chunks to checkpoint slots.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from megatron_hybrid_prefix.index.requests import StepPlan
 
-NO_WRITE = -1
+NO_SLOT = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,31 +69,36 @@ class PrefillSpan:
     live_slot: int
     plan: StepPlan | None
 
+    @property
+    def source_slot(self) -> int:
+        """Slot of the state that the span starts from."""
+        return self.live_slot if self.plan is None or self.plan.source_slot is None else self.plan.source_slot
+
 
 class HybridPrefixMambaMetadata(MambaMetadata):
-    """Megatron's Mamba metadata of a step, with sources and writes.
+    """Megatron's Mamba metadata of a step, with sources and targets of the states.
+
+    All tensors are int64 on the device, and None before the first prefill. Sequences and chunks that only pad the step
+    to the size of a CUDA graph are empty and have no targets.
 
     Attributes:
         prefill_spans: Asked for the spans of so many sequences, in their order; set by the context.
-        source_slots: (sequences,) int64, the slot that each prefilled sequence starts from; None before the first prefill.
-        write_slots: (writes,) int64, target slots, NO_WRITE where there is nothing to write (padding).
-        write_chunks: (writes,) int64, the chunk whose final state goes there.
-        write_ends: (writes,) int64, the row of the packed prefill tokens after the one that the state is of.
-        write_starts: (writes,) int64, the row where its sequence starts.
-        write_sequences: (writes,) int64, its sequence.
+        first_chunks: (sequences + 1,), the chunks of sequence i are [first_chunks[i], first_chunks[i + 1]).
+        source_slots: (sequences,), the slot that each sequence starts from.
+        live_slots: (sequences,), the slot of its final state, or NO_SLOT.
+        chunk_slots: (chunks,), the slot where the state after a chunk goes too, or NO_SLOT.
     """
 
-    _FIELDS = ("source_slots", "write_slots", "write_chunks", "write_ends", "write_starts", "write_sequences")
+    _FIELDS = ("first_chunks", "source_slots", "live_slots", "chunk_slots")
 
-    def __init__(self, *, block_tokens: int, checkpoint_slots: int, **fields: Any) -> None:
+    def __init__(self, *, block_tokens: int, **fields: Any) -> None:
         super().__init__(max_intermediate_count=0, **fields)
         self.grid = ChunkGrid(chunk_tokens=self.mamba_chunk_size, block_tokens=block_tokens)
-        self.checkpoint_slots = checkpoint_slots
         self.max_chunks = self.grid.max_chunks(self.max_tokens, self.max_requests)
-        rows = self._max_writes(self.max_tokens, self.max_requests)
-        # Fixed addresses, for CUDA graphs; pinned, so that the copy needs no synchronisation.
-        self._host_indices = torch.zeros((len(self._FIELDS), rows), dtype=torch.int64).pin_memory()
-        self._indices = torch.zeros((len(self._FIELDS), rows), dtype=torch.int64, device=self.device)
+        # Fixed addresses, for CUDA graphs; pinned, so that the copy needs no synchronisation. One row a field.
+        shape = (len(self._FIELDS), max(self.max_chunks, self.max_requests + 1))
+        self._host_indices = torch.zeros(shape, dtype=torch.int64).pin_memory()
+        self._indices = torch.zeros(shape, dtype=torch.int64, device=self.device)
         self.prefill_spans: Callable[[int], list[PrefillSpan]] = lambda sequences: []
         for field in self._FIELDS:
             setattr(self, field, None)
@@ -105,34 +110,33 @@ class HybridPrefixMambaMetadata(MambaMetadata):
         padded_batch_dimensions: InferenceBatchDimensions,
         **fields: Any,
     ) -> dict:
-        """See upstream; chunks are cut again on the absolute grid, and sources and writes are added."""
+        """See upstream; chunks are cut again on the absolute grid, and sources and targets are added."""
         result = super().compute_cpu_metadata(
             batch_dimensions=batch_dimensions, padded_batch_dimensions=padded_batch_dimensions, **fields
         )
         sequences = padded_batch_dimensions.prefill_req_count
         if sequences:
-            tokens = padded_batch_dimensions.token_count
-            result["padded_max_chunks"] = self.grid.max_chunks(tokens, sequences)
-            result["writes"] = self._max_writes(tokens, sequences)
-            spans = self.prefill_spans(batch_dimensions.prefill_req_count)
-            self._cut_chunks(spans, result["padded_max_chunks"], sequences, result["writes"])
+            chunks = self.grid.max_chunks(padded_batch_dimensions.token_count, sequences)
+            result["padded_max_chunks"] = chunks
+            self._cut_chunks(self.prefill_spans(batch_dimensions.prefill_req_count), chunks, sequences)
         return result
 
     def copy_indices(self, *, non_blocking: bool) -> None:
-        """Sources and writes to the device; megatron's own copy, which follows, guards the pinned source."""
+        """Sources and targets to the device; megatron's own copy, which follows, guards the pinned source."""
         self._indices.copy_(self._host_indices, non_blocking=non_blocking)
 
     def load_from_cpu(self, d: dict) -> None:
         """See upstream."""
         super().load_from_cpu(d)
-        if d["padded_prefill_count"]:
-            for row, field in enumerate(self._FIELDS):
-                count = d["padded_prefill_count"] if field == "source_slots" else d["writes"]
-                setattr(self, field, self._indices[row, :count])
+        sequences = d["padded_prefill_count"]
+        if sequences:
+            counts = (sequences + 1, sequences, sequences, d["padded_max_chunks"])
+            for field, row, count in zip(self._FIELDS, self._indices, counts, strict=True):
+                setattr(self, field, row[:count])
 
     @property
     def intermediate_chunk_indices(self) -> None:
-        """Read by megatron's own prefill, which knows neither sources nor writes: an error rather than wrong tokens.
+        """Read by megatron's own prefill, which knows neither sources nor targets: an error rather than wrong tokens.
 
         Raises:
             RuntimeError: Always.
@@ -146,44 +150,44 @@ class HybridPrefixMambaMetadata(MambaMetadata):
     def _update_intermediate_metadata(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: megatron's extraction of intermediate states is not used."""
 
-    def _max_writes(self, tokens: int, sequences: int) -> int:
-        # A span of n tokens holds at most n // block + 1 block boundaries.
-        boundaries = min(self.checkpoint_slots, tokens // self.grid.block_tokens + sequences)
-        return sequences + boundaries
-
-    def _cut_chunks(self, spans: list[PrefillSpan], padded_chunks: int, sequences: int, writes: int) -> None:
-        """Fills the pinned buffers; sequences beyond the spans are padding: one empty chunk each, nothing written."""
-        bounds, of_sequence, last_chunks = [0], [], []
-        sources: list[int] = []
-        written: list[tuple[int, int, int, int, int]] = []  # slot, chunk, end, start, sequence
+    def _cut_chunks(self, spans: list[PrefillSpan], padded_chunks: int, sequences: int) -> None:
+        """Fills the pinned buffers; sequences beyond the spans are padding, with one empty chunk each."""
+        bounds, of_sequence, first_chunks, last_chunks = [0], [], [0], []
+        chunk_slots: list[int] = []
         for sequence, span in enumerate(spans):
-            row = bounds[-1]
-            ends = self.grid.ends(span.start_tokens, span.start_tokens + span.tokens)
-            first_chunk = len(of_sequence)
-            chunk_of = {position: first_chunk + index for index, position in enumerate(ends)}
-            bounds += [row + position - span.start_tokens for position in ends]
-            of_sequence += [sequence] * len(ends)
+            kept = {} if span.plan is None else {c.position_tokens: c.slot for c in span.plan.checkpoints}
+            row = bounds[-1] - span.start_tokens
+            for position in self.grid.ends(span.start_tokens, span.start_tokens + span.tokens):
+                bounds.append(row + position)
+                of_sequence.append(sequence)
+                chunk_slots.append(kept.pop(position, NO_SLOT))
+            assert not kept, "a boundary to be kept is not the end of a chunk"
+            first_chunks.append(len(of_sequence))
             last_chunks.append(len(of_sequence) - 1)
-            written.append((span.live_slot, last_chunks[-1], row + span.tokens, row, sequence))
-            plan = span.plan
-            sources.append(span.live_slot if plan is None or plan.source_slot is None else plan.source_slot)
-            for checkpoint in plan.checkpoints if plan is not None else ():
-                position = checkpoint.position_tokens
-                end = row + position - span.start_tokens
-                written.append((checkpoint.slot, chunk_of[position], end, row, sequence))
         for sequence in range(len(spans), sequences):
             bounds.append(bounds[-1])
             of_sequence.append(sequence)
+            first_chunks.append(len(of_sequence))
             last_chunks.append(len(of_sequence) - 1)
-        assert len(of_sequence) <= padded_chunks and len(written) <= writes, "metadata sized too small"
+        assert len(of_sequence) <= padded_chunks, "metadata sized too small"
+        sources = [span.source_slot for span in spans]
         buffers = self._cpu_bufs
         _fill(buffers["cu_chunk_seqlens"], bounds, padded_chunks + 1, bounds[-1])
         _fill(buffers["seq_idx_for_varlen"], of_sequence, padded_chunks, 0)
         _fill(buffers["last_chunk_indices"], last_chunks, sequences, 0)
-        _fill(self._host_indices[0], sources, sequences, 0)
-        columns = list(zip(*written, strict=True)) or [()] * 5
-        for row, (column, padding) in enumerate(zip(columns, (NO_WRITE, 0, 0, 0, 0), strict=True), start=1):
-            _fill(self._host_indices[row], column, writes, padding)
+        # Megatron's convolution looks up the window before a token's sequence by this; here it is a slot.
+        tokens = torch.tensor([span.tokens for span in spans], dtype=torch.int64)
+        by_token = torch.repeat_interleave(torch.tensor(sources, dtype=torch.int64), tokens)
+        buffers["conv_seq_idx"][: len(by_token)] = by_token
+        rows = zip(
+            self._host_indices,
+            (first_chunks, sources, [span.live_slot for span in spans], chunk_slots),
+            (sequences + 1, sequences, sequences, padded_chunks),
+            (0, 0, NO_SLOT, NO_SLOT),
+            strict=True,
+        )
+        for buffer, values, count, padding in rows:
+            _fill(buffer, values, count, padding)
 
 
 def _fill(buffer: torch.Tensor, values: Any, count: int, padding: int) -> None:

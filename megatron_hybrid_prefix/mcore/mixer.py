@@ -13,7 +13,8 @@ from megatron.core.ssm import mamba_mixer as upstream
 from megatron.core.ssm.ops import causal_conv1d_varlen
 
 from megatron_hybrid_prefix.mcore.metadata import HybridPrefixMambaMetadata
-from megatron_hybrid_prefix.ops.conv_windows import conv_windows
+from megatron_hybrid_prefix.mcore.scan import scan_by_slots
+from megatron_hybrid_prefix.ops.conv_windows import write_conv_windows
 
 
 class HybridPrefixPrefill:
@@ -50,58 +51,47 @@ class HybridPrefixPrefill:
             [self.d_inner_local_tp, self._conv_width, self.nheads_local_tp],
             dim=-1,
         )
-        # Read everything before anything is written: a continuation reads and writes the same slot.
-        source = metadata.source_slots
-        initial_windows, initial_states = conv_state[source], ssm_state[source]
-
-        # Convolution, in the type of its state, as megatron's.
+        # Convolution, in the type of its state, as megatron's; it reads the sources before the windows are written.
         inputs = xBC.to(conv_state.dtype).contiguous()
         convolved = causal_conv1d_varlen.causal_conv1d_varlen_fn(
             x=inputs,
             weight=self.cp.get_conv1d_weight().squeeze(1).to(conv_state.dtype),
             bias=self.cp.get_conv1d_bias().to(conv_state.dtype),
             cu_seqlens=metadata.cu_seqlens,
-            initial_states=initial_windows[:, :, 1:],
+            initial_states=conv_state[:, :, 1:],
             activation=self.activation,
             precomputed_seq_idx=metadata.conv_seq_idx,
             precomputed_seq_start=metadata.conv_seq_start,
         ).to(xBC.dtype)
-        windows = conv_windows(
-            inputs, initial_windows, metadata.write_sequences, metadata.write_starts, metadata.write_ends
+        write_conv_windows(
+            inputs,
+            conv_state,
+            first_chunks=metadata.first_chunks,
+            chunk_bounds=metadata.cu_chunk_seqlens,
+            source_slots=metadata.source_slots,
+            live_slots=metadata.live_slots,
+            chunk_slots=metadata.chunk_slots,
         )
-        upstream.tensor_masked_update(conv_state, metadata.write_slots, windows)
-
         x, B, C = torch.split(
             convolved,
             [self.d_inner_local_tp, self.ngroups_local_tp * self.d_state, self.ngroups_local_tp * self.d_state],
             dim=-1,
         )
-        x = x.reshape(tokens, self.nheads_local_tp, self.headdim).contiguous()
-        z = z.reshape(tokens, self.nheads_local_tp, self.headdim).contiguous()
-        y = torch.zeros_like(x)
         D = self.cp.get_D()
-        _, chunk_states = upstream.mamba_chunk_scan_combined_varlen(
-            x=x,
+        z = z.reshape(tokens, self.nheads_local_tp, self.headdim).contiguous()
+        y = scan_by_slots(
+            ssm_state,
+            metadata,
+            x=x.reshape(tokens, self.nheads_local_tp, self.headdim).contiguous(),
             dt=dt.contiguous(),
             A=-torch.exp(self.cp.get_A_log().float()),
             B=B.reshape(tokens, self.ngroups_local_tp, self.d_state).contiguous(),
             C=C.reshape(tokens, self.ngroups_local_tp, self.d_state).contiguous(),
-            chunk_size=self.chunk_size,
-            cu_chunk_seqlens=metadata.cu_chunk_seqlens,
-            last_chunk_indices=metadata.last_chunk_indices,
-            seq_idx=metadata.seq_idx_for_varlen,
-            out=y,
             D=D.float().view(-1, self.headdim) if self.D_has_hdim else D,
             z=None if self.rmsnorm else z,
             dt_bias=self.cp.get_dt_bias().float(),
-            initial_states=initial_states,
-            return_raw_states=True,
-            dt_softplus=True,
-            dt_limit=(0.0, float("inf")),
-            state_dtype=ssm_state.dtype,
+            chunk_tokens=self.chunk_size,
         )
-        upstream.tensor_masked_update(ssm_state, metadata.write_slots, chunk_states[metadata.write_chunks])
-
         y = y.view(tokens, 1, -1)
         return self.norm(y, z.view(tokens, 1, -1)) if self.rmsnorm else y
 

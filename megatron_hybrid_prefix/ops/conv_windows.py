@@ -1,4 +1,4 @@
-"""Windows of a causal convolution at given positions of packed sequences.
+"""Windows of a causal convolution, from and to slots.
 
 The state of the convolution after a token is its last ``d_conv`` inputs. Where fewer than that were computed in this
 step, the window reaches back into the one that the sequence started from. (megatron-core pads with zeros there.)
@@ -8,28 +8,130 @@ from __future__ import annotations
 
 import torch
 
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a machine without Triton has no CUDA device either
+    triton = None
 
-def conv_windows(
-    inputs: torch.Tensor, initial: torch.Tensor, sequences: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor
-) -> torch.Tensor:
-    """The last ``d_conv`` inputs before each end.
+_BLOCK = 256
+
+
+def write_conv_windows(
+    inputs: torch.Tensor,
+    windows: torch.Tensor,
+    *,
+    first_chunks: torch.Tensor,
+    chunk_bounds: torch.Tensor,
+    source_slots: torch.Tensor,
+    live_slots: torch.Tensor,
+    chunk_slots: torch.Tensor,
+) -> None:
+    """Writes the window after each sequence, and after chunks whose end is to be kept; updates ``windows`` in place.
+
+    A sequence may read and write the same slot. No slot may be written by one sequence and read or written by another.
 
     Args:
-        inputs: (tokens, dim), the convolution's inputs, sequences packed one after the other.
-        initial: (sequences, dim, d_conv), the window before each sequence's first token, newest last.
-        sequences: (windows,) int64, the row of ``initial`` for each window.
-        starts: (windows,) int64, the row of ``inputs`` where its sequence starts.
-        ends: (windows,) int64, the row of ``inputs`` after the window's newest input; ``ends >= starts``.
-
-    Returns:
-        (windows, dim, d_conv) in the type of ``initial``.
+        inputs: (tokens, dim), the convolution's inputs, sequences packed one after the other; contiguous.
+        windows: (slots, dim, d_conv), the pool of one layer, newest last; strided over slots, contiguous inside one.
+        first_chunks: (sequences + 1,) int64, the chunks of sequence i are [first_chunks[i], first_chunks[i + 1]).
+        chunk_bounds: (chunks + 1,) integer, chunk i is rows [chunk_bounds[i], chunk_bounds[i + 1]) of ``inputs``.
+        source_slots: (sequences,) int64, the window before each sequence.
+        live_slots: (sequences,) int64, where its final window goes; negative: nowhere.
+        chunk_slots: (chunks,) int64, where the window after a chunk goes too; negative: nowhere.
     """
-    if not inputs.shape[0]:
-        return initial[sequences]  # all spans are empty, and there is no row to point at
-    d_conv = initial.shape[2]
-    rows = ends[:, None] + torch.arange(-d_conv, 0, device=ends.device)  # (windows, d_conv)
-    before = rows < starts[:, None]
-    computed = inputs[rows.clamp(0, inputs.shape[0] - 1)].transpose(1, 2)  # (windows, dim, d_conv)
-    columns = (rows - starts[:, None] + d_conv).clamp(0, d_conv - 1)
-    earlier = initial[sequences].gather(2, columns[:, None, :].expand(-1, initial.shape[1], -1))
-    return torch.where(before[:, None, :], earlier, computed.to(initial.dtype))
+    if not inputs.is_cuda:
+        _write_conv_windows_reference(
+            inputs, windows, first_chunks, chunk_bounds, source_slots, live_slots, chunk_slots
+        )
+        return
+    _, dim, d_conv = windows.shape
+    assert windows[0].is_contiguous() and inputs.is_contiguous()
+    _write_conv_windows_kernel[(triton.cdiv(dim, _BLOCK), source_slots.shape[0])](
+        inputs,
+        windows,
+        first_chunks,
+        chunk_bounds,
+        source_slots,
+        live_slots,
+        chunk_slots,
+        dim,
+        windows.stride(0),
+        D_CONV=d_conv,
+        WIDTH=triton.next_power_of_2(d_conv),
+        BLOCK=_BLOCK,
+    )
+
+
+def _write_conv_windows_reference(
+    inputs, windows, first_chunks, chunk_bounds, source_slots, live_slots, chunk_slots
+) -> None:
+    """The same in plain PyTorch, one sequence at a time."""
+    d_conv = windows.shape[2]
+    initial = windows[source_slots].clone()
+    for sequence in range(source_slots.shape[0]):
+        first, last = int(first_chunks[sequence]), int(first_chunks[sequence + 1])
+        start = int(chunk_bounds[first])
+        slots = [(int(chunk_slots[chunk]), int(chunk_bounds[chunk + 1])) for chunk in range(first, last)]
+        slots.append((int(live_slots[sequence]), int(chunk_bounds[last])))
+        for slot, end in slots:
+            if slot >= 0:
+                own = inputs[max(start, end - d_conv) : end].T  # (dim, up to d_conv)
+                kept = d_conv - own.shape[1]
+                windows[slot, :, :kept] = initial[sequence, :, d_conv - kept :]
+                windows[slot, :, kept:] = own.to(windows.dtype)
+
+
+if triton is not None:
+
+    @triton.jit
+    def _write_conv_windows_kernel(
+        inputs_ptr,  # (tokens, dim)
+        windows_ptr,  # (slots, dim, d_conv), strided over slots
+        first_chunks_ptr,
+        chunk_bounds_ptr,
+        source_slots_ptr,
+        live_slots_ptr,
+        chunk_slots_ptr,
+        dim,
+        stride_slot: tl.int64,
+        D_CONV: tl.constexpr,
+        WIDTH: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        """One program: BLOCK channels of all windows of one sequence, so that it reads its source before it writes."""
+        channels = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        sequence = tl.program_id(1)
+        columns = tl.arange(0, WIDTH)
+        mask = (channels < dim)[:, None] & (columns < D_CONV)[None, :]
+        in_slot = channels[:, None] * D_CONV + columns[None, :]
+
+        first = tl.load(first_chunks_ptr + sequence)
+        last = tl.load(first_chunks_ptr + sequence + 1)
+        start = tl.load(chunk_bounds_ptr + first).to(tl.int64)
+        source_ptr = windows_ptr + tl.load(source_slots_ptr + sequence) * stride_slot
+        # Windows that reach back need the source at most D_CONV - 1 columns further on; a chunk that ends within the
+        # first D_CONV - 1 tokens is the only one (and the last, where the span is that short).
+        for write in range(first, last + 1):
+            is_live = write == last
+            slot = tl.load(chunk_slots_ptr + write, mask=write < last, other=-1)
+            if is_live:
+                slot = tl.load(live_slots_ptr + sequence)
+            end = tl.load(chunk_bounds_ptr + tl.minimum(write + 1, last)).to(tl.int64)
+            rows = end - D_CONV + columns  # (WIDTH,)
+            own = rows >= start
+            values = tl.load(
+                inputs_ptr + tl.maximum(rows, 0)[None, :] * dim + channels[:, None], mask=mask & own[None, :], other=0.0
+            ).to(windows_ptr.dtype.element_ty)
+            back = rows - start + D_CONV  # column of the source's window
+            earlier = tl.load(
+                source_ptr + channels[:, None] * D_CONV + tl.maximum(back, 0)[None, :],
+                mask=mask & (~own)[None, :] & (back >= 0)[None, :],
+                other=0.0,
+            )
+            tl.debug_barrier()  # within a program all is read before anything of this window is written
+            tl.store(
+                windows_ptr + slot * stride_slot + in_slot,
+                tl.where(own[None, :], values, earlier),
+                mask=mask & (slot >= 0),
+            )

@@ -1,0 +1,173 @@
+"""Operations that read and write states by slot, against loops in float64; what must not be read or written is NaN.
+
+On the host the plain PyTorch versions run, on a GPU the Triton kernels; both are held to the same loops.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from megatron_hybrid_prefix.ops.conv_windows import write_conv_windows
+from megatron_hybrid_prefix.ops.state_passing import pass_states
+
+NAN = float("nan")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+CHUNK_TOKENS = 8
+SLOTS = 24
+
+
+@dataclass
+class Step:
+    """Random sequences cut into chunks, with sources and targets; one empty sequence for padding at the end."""
+
+    lengths: list[int]  # of the chunks
+    first_chunks: list[int]
+    source_slots: list[int]
+    live_slots: list[int]
+    chunk_slots: list[int]
+
+    @classmethod
+    def draw(cls, seed: int) -> Step:
+        dice = random.Random(seed)
+        free = list(range(SLOTS))
+        dice.shuffle(free)
+        shared = free.pop()  # a checkpoint that several sequences start from
+        step = cls([], [0], [], [], [])
+        for _ in range(dice.randint(1, 5)):
+            live = free.pop()
+            step.source_slots.append(dice.choice((live, shared)))
+            step.live_slots.append(live)
+            for _ in range(dice.randint(1, 4)):
+                step.lengths.append(dice.randint(1, CHUNK_TOKENS))
+                step.chunk_slots.append(free.pop() if dice.random() < 0.4 and len(free) > 4 else -1)
+            step.first_chunks.append(len(step.lengths))
+        for padding, field in ((0, "lengths"), (-1, "chunk_slots"), (-1, "live_slots")):
+            getattr(step, field).append(padding)
+        step.source_slots.append(0)
+        step.first_chunks.append(len(step.lengths))
+        return step
+
+    @property
+    def bounds(self) -> list[int]:
+        return [sum(self.lengths[:i]) for i in range(len(self.lengths) + 1)]
+
+    def tensors(self, device: str, *names: str) -> dict[str, torch.Tensor]:
+        return {name: torch.tensor(getattr(self, name), dtype=torch.int64, device=device) for name in names}
+
+    def sequences(self):
+        """Index, chunks, and all (target slot, chunk before which it is the state) of each real sequence."""
+        for i, live in enumerate(self.live_slots[:-1]):
+            chunks = range(self.first_chunks[i], self.first_chunks[i + 1])
+            kept = [(self.chunk_slots[c], c + 1) for c in chunks if self.chunk_slots[c] >= 0]
+            yield i, chunks, [*kept, (live, chunks.stop)]
+
+
+def poisoned_pool(step: Step, shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -> torch.Tensor:
+    """A pool in which only the sources are numbers; strided over slots, as one layer of a larger tensor may be."""
+    generator = torch.Generator().manual_seed(seed)
+    pool = torch.full((SLOTS, 2, *shape), NAN, dtype=dtype, device=device)[:, 1]
+    for slot in sorted(set(step.source_slots[:-1])):
+        pool[slot] = torch.randn(shape, generator=generator).to(dtype).to(device)
+    return pool
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("d_conv", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_conv_windows(device, d_conv, dtype):
+    dim = 300  # more than one program's channels, and no multiple of them
+    for seed in range(40):
+        step = Step.draw(seed)
+        pool = poisoned_pool(step, (dim, d_conv), dtype, device, seed)
+        before = pool.clone()
+        bounds = step.bounds
+        inputs = torch.randn(bounds[-1] + 3, dim, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
+        inputs[bounds[-1] :] = NAN
+        write_conv_windows(
+            inputs,
+            pool,
+            chunk_bounds=torch.tensor([*bounds, bounds[-1]], dtype=torch.int32, device=device),
+            **step.tensors(device, "first_chunks", "source_slots", "live_slots", "chunk_slots"),
+        )
+        expected = before.clone()
+        for i, chunks, targets in step.sequences():
+            for slot, chunk in targets:
+                window = before[step.source_slots[i]].clone()
+                for row in range(bounds[chunks.start], bounds[chunk]):
+                    window = torch.cat([window[:, 1:], inputs[row, :, None]], dim=1)
+                expected[slot] = window
+        assert torch.equal(pool.nan_to_num(9e9), expected.nan_to_num(9e9)), seed  # copies: bit-equal
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_passing(device, dtype):
+    heads, headdim, d_state = 3, 40, 48  # 1920 values a head: more than one program, and no multiple of one
+    for seed in range(30):
+        step = Step.draw(seed)
+        generator = torch.Generator().manual_seed(seed)
+        pool = poisoned_pool(step, (heads, headdim, d_state), dtype, device, seed)
+        before = pool.clone()
+        chunks = len(step.lengths)
+        added = torch.randn(chunks, heads, headdim * d_state, generator=generator).to(device)
+        steps = -torch.rand(heads, chunks, CHUNK_TOKENS, generator=generator) * 0.2
+        for chunk, length in enumerate(step.lengths):
+            steps[:, chunk, length:] = 0
+        log_decay = steps.cumsum(-1).to(device)
+        names = ("first_chunks", "source_slots", "live_slots", "chunk_slots")
+        entering = pass_states(added, log_decay, pool, **step.tensors(device, *names))
+        assert entering.dtype == dtype
+        tolerance = {"rtol": 2e-6, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}
+        expected = before.clone()
+        for i, own, targets in step.sequences():
+            state = before[step.source_slots[i]].double()
+            for chunk in own:
+                found = entering[chunk].view(heads, headdim, d_state)
+                torch.testing.assert_close(found.double(), state, **tolerance)
+                state = torch.exp(log_decay[:, chunk, -1].double())[:, None, None] * state
+                state = state + added[chunk].double().view_as(state)
+                for slot, after in targets:
+                    if after == chunk + 1:
+                        expected[slot] = state.to(dtype)
+        torch.testing.assert_close(pool.double(), expected.double(), equal_nan=True, **tolerance)
+        untouched = [s for s in range(SLOTS) if s not in step.live_slots and s not in step.chunk_slots]
+        assert torch.equal(pool[untouched].nan_to_num(9e9), before[untouched].nan_to_num(9e9))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_resuming_has_the_same_bits(device, dtype):
+    """A sequence that starts from a kept float32 state goes on exactly as one that did not stop."""
+    heads, headdim, d_state, chunks = 2, 16, 32, 9
+    generator = torch.Generator().manual_seed(0)
+    added = torch.randn(chunks, heads, headdim * d_state, generator=generator).to(device)
+    log_decay = (-torch.rand(heads, chunks, CHUNK_TOKENS, generator=generator) * 0.1).cumsum(-1).to(device)
+    pool = torch.zeros(SLOTS, heads, headdim, d_state, dtype=dtype, device=device)
+
+    def run(first: int, source: int, live: int, keep: int | None) -> torch.Tensor:
+        own = chunks - first
+        slots = [-1] * own
+        if keep is not None:
+            slots[keep - first - 1] = 7
+        return pass_states(
+            added[first:].contiguous(),
+            log_decay[:, first:].contiguous(),
+            pool,
+            first_chunks=torch.tensor([0, own], device=device),
+            source_slots=torch.tensor([source], device=device),
+            live_slots=torch.tensor([live], device=device),
+            chunk_slots=torch.tensor(slots, device=device),
+        )
+
+    whole = run(0, source=0, live=1, keep=6)
+    resumed = run(6, source=7, live=2, keep=None)
+    again = run(6, source=7, live=4, keep=None)
+    assert torch.equal(resumed, again) and torch.equal(pool[2], pool[4])
+    if dtype == torch.float32:
+        assert torch.equal(whole[6:], resumed) and torch.equal(pool[1], pool[2])
+    unkept = run(0, source=0, live=3, keep=None)  # what is kept has no influence on what is computed
+    assert torch.equal(whole, unkept) and torch.equal(pool[1], pool[3])
