@@ -516,7 +516,7 @@ class HybridPrefixCache:
             live.pinned_slot = None
 
     def _cut_last_block(self, block_id: int) -> None:
-        # Rare (a rewind of speculative tokens over a block's edge), so a walk over the live requests will do.
+        # Only a rewind of speculative tokens over a block's edge, so a walk over the live requests will do.
         for live in self._live.values():
             if len(live.block_ids) > len(live.path) and live.block_ids[-1] == block_id:
                 live.block_ids.pop()

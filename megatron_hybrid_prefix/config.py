@@ -15,7 +15,7 @@ class HybridPrefixConfig:
 
     Attributes:
         mamba_gb: Memory for checkpoints of the recurrent state on each rank, in GiB; all of it holds checkpoints. 0, or
-            less than one checkpoint, keeps none.
+            less than one checkpoint, keeps none. (Where megatron offloads while suspended, as much pinned host memory.)
         eviction_policy: Which checkpoint goes when a slot is needed: "lru", the least recently used.
         verify_hits: Share of the hits, 0 to 1, that are computed as if nothing were cached, and then compared with what is;
             differences are logged and counted. Costs what those hits would have saved.

@@ -30,7 +30,8 @@ class PrefixStats:
         host_loads: States and KV blocks loaded from the host (0).
         host_stores: States and KV blocks stored on the host (0).
         fallbacks: Times that tokens were computed, or their caching given up, where the cache had promised more:
-            ``stale_match`` (evicted between match and admission), ``forward_failed``, ``epoch_changed``.
+            ``stale_match`` (evicted between match and admission), ``forward_failed``, ``epoch_changed``, ``released`` and
+            ``reset`` (while a forward was planned).
         slots_total: Checkpoint slots.
         slots_used: Those in use now, being written included.
         bytes_budget: Bytes of all checkpoint slots.

@@ -118,6 +118,7 @@ def test_abort_between_two_chunks(model, mode, max_requests):
     served = Served(
         model, async_sched_mode=mode, enable_chunked_prefill=True, max_tokens=2 * BLOCK, max_requests=max_requests
     )
+    served.send(tokens(0, 9, seed=4))
     other = served.add(tokens(0, 50, seed=1), 12)
     served.step(2)
     victim = served.add(tokens(5, 20, seed=2), 8)
@@ -140,6 +141,7 @@ def test_abort_between_two_chunks(model, mode, max_requests):
 def test_abort_while_paused_for_want_of_blocks(model, mode, victims):
     """Rows 0 and 1 are paused, 2 runs: where that goes too, its blocks must not wake one that was given up."""
     served = Served(model, blocks=8, paused_blocks=4, async_sched_mode=mode)
+    served.send(tokens(0, 9, seed=4))
     for seed in range(3):
         served.add(tokens(1, 50 + seed, seed=seed), 40)
     while served.context.paused_request_count < 2:
@@ -186,6 +188,23 @@ def test_ids_may_come_again(model, mode):
         assert served.send(tokens(1, 21, seed=2), count=6).request_id == number
         served.check()
         served._next_id -= 1
+    served.check_drained()
+
+
+@each_mode
+def test_abort_around_the_context_of_megatron(model, mode):
+    """The engine alone, without a cache: aborting works there, too."""
+    from megatron_hybrid_prefix.mcore import HybridPrefixEngine
+
+    served = Served(model, slots=None, async_sched_mode=mode)
+    served.engine = HybridPrefixEngine(served.engine.controller, served.context)
+    victim, other = (served.add(tokens(1, 20, seed=seed), 9) for seed in (1, 2))
+    served.step(4)
+    assert served.engine.abort_request(victim)
+    assert served.step() == [victim]
+    check_aborted(served, victim, range(2, 5))
+    served.run()
+    served.check(other)
     served.check_drained()
 
 
@@ -307,6 +326,31 @@ def test_a_stop_word_that_is_the_whole_answer(model, mode, params):
         request = served.finished[number]
         assert request.generated_tokens == request.generated_log_probs == request.generated_top_n_logprobs == []
         assert len(request.prompt_log_probs or ()) == (0 if params["skip_prompt_log_probs"] else len(prompt) - 1)
+    served.check_drained()
+
+
+@each_mode
+def test_a_chunked_prefill_that_finds_no_room_for_its_next_chunk(model, mode):
+    """A running request takes a block between two chunks. Megatron fails here with async scheduling, also uncached."""
+    served = Served(
+        model,
+        blocks=8,
+        enable_chunked_prefill=True,
+        max_tokens=2 * BLOCK,
+        async_sched_mode=mode,
+        materialize_only_last_token_logits=False,
+    )
+    running = served.add(tokens(1, 61, seed=1), 20)
+    served.step(2)
+    chunked = served.add(tokens(5, 40, seed=2), 5, params={"skip_prompt_log_probs": False})
+    alone = 0
+    while served.engine.has_unfinished_requests():
+        served.step()
+        alone += chunked in served.engine.waiting_request_ids and served.context.total_request_count == 1
+    assert alone > 10 and list(served.finished) == [running, chunked]
+    served.check()
+    assert len(served.finished[chunked].prompt_log_probs) == 5 * BLOCK + 40 - 1
+    assert len(served.finished[chunked].generated_log_probs) == 5
     served.check_drained()
 
 

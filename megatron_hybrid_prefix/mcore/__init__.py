@@ -13,6 +13,7 @@ from megatron_hybrid_prefix.mcore.build import build_engine
 _PARTS = {
     "HybridPrefixBlockAllocator": "blocks",
     "HybridPrefixContext": "context",
+    "HybridPrefixController": "controller",
     "HybridPrefixEngine": "engine",
     "HybridPrefixMambaMixer": "mixer",
     "restore_mixers": "mixer",

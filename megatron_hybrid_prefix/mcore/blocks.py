@@ -28,6 +28,9 @@ class _CachedKeys(Mapping[str, int]):
             raise KeyError(key)
         return block_id
 
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and self._cache.cached_block(bytes.fromhex(key)) is not None
+
     def __iter__(self) -> Iterator[str]:
         return (key.hex() for key in self._cache.cached_keys())
 
@@ -64,6 +67,7 @@ class HybridPrefixBlockAllocator(KVBlockAllocator):
         assert self.active_count >= 1
         self.dummy_block_idx = total_count - 1
         self.block_routing = {}
+        self._cached_keys = _CachedKeys(cache)
         self.unattached: list[int] = []  # given out since they were last attached to requests
         self._handed_over: list[int] | None = None
 
@@ -75,18 +79,18 @@ class HybridPrefixBlockAllocator(KVBlockAllocator):
     @property
     def kv_hash_to_block_id(self) -> Mapping[str, int]:
         """Key of a cached block, in hex -> its id."""
-        return _CachedKeys(self.cache)
+        return self._cached_keys
 
     @property
     def block_ref_counts(self) -> torch.Tensor:
-        """(total_count,) int32: live requests that hold each block. A copy: writing to it changes nothing."""
+        """(total_count,) int32: live requests that hold each block. A copy: writing to it, as megatron does, is lost."""
         counts = torch.zeros(self.total_count, dtype=torch.int32)  # the dummy block is nobody's
         counts[:-1] = torch.frombuffer(bytearray(self.cache.holder_counts()), dtype=torch.int32)
         return counts
 
     def hand_over(self, block_ids: list[int]) -> None:
-        """The next allocation gets these blocks, which a request holds already."""
-        self._handed_over = block_ids
+        """The next allocation gets these blocks, which a request holds already; none: it asks the cache."""
+        self._handed_over = block_ids or None
         self._forget_routing(block_ids)
 
     def is_memory_available(self, num_blocks: int, potential_matched_count: int = 0) -> bool:

@@ -54,21 +54,22 @@ def build_engine(
     vocab_size = get_attr_wrapped_model(model, "vocab_size")
     inference_config = _inference_config(model, prefix, inference_config_fields)
     engine_class: type[DynamicInferenceEngine] = DynamicInferenceEngine
+    controller_class: type[TextGenerationController] = TextGenerationController
     if prefix is None:
         context = DynamicInferenceContext(model_config=model.config, inference_config=inference_config)
     else:
         from megatron_hybrid_prefix.mcore.context import HybridPrefixContext
+        from megatron_hybrid_prefix.mcore.controller import HybridPrefixController
         from megatron_hybrid_prefix.mcore.engine import HybridPrefixEngine
 
         context = HybridPrefixContext(model.config, inference_config, prefix)
         engine_class = HybridPrefixEngine
+        controller_class = HybridPrefixController
         if model.config.cuda_graph_impl == "local":
             replace_names(CONTEXT_IN_CUDA_GRAPHS)
     wrapped = GPTInferenceWrapper(model, context)
     wrapped.prep_model_for_inference()
-    controller = TextGenerationController(
-        inference_wrapped_model=wrapped, tokenizer=tokenizer or ByteTokenizer(vocab_size)
-    )
+    controller = controller_class(inference_wrapped_model=wrapped, tokenizer=tokenizer or ByteTokenizer(vocab_size))
     return engine_class(controller, context)
 
 

@@ -241,6 +241,7 @@ class HybridPrefixContext(DynamicInferenceContext):
 
         Raises:
             ContextOverflowError: There is no room; one of its subclasses says for what.
+            ValueError: The chunk is empty, or longer than what remains of the prompt.
         """
         cache = self.prefix_cache
         if cache is None or not self.is_tensor_state_allocated:
@@ -248,6 +249,10 @@ class HybridPrefixContext(DynamicInferenceContext):
             return
         request_id, finished = req.request_id, req.finished_chunk_token_count
         length = req.remaining_prompt_length if prefill_chunk_length is None else prefill_chunk_length
+        if not 0 < length <= req.remaining_prompt_length:
+            raise ValueError(
+                f"request {request_id}: a chunk of {length} of {req.remaining_prompt_length} prompt tokens"
+            )
         source_slot = None
         if finished:
             self._check_room(req, length)
@@ -273,16 +278,17 @@ class HybridPrefixContext(DynamicInferenceContext):
             raise BlockOverflowError(request_id)
         row = self.total_request_count
         self._admitted = (shared, skip)
-        if own:
-            self.kv_block_allocator.hand_over(own)
+        self.kv_block_allocator.hand_over(own)
         try:
             super().add_request(req, length)
         except BaseException:
             # Only a caller's mistake gets here (room was checked): nothing may stay behind.
-            cache.release(request_id)
+            if not finished:
+                cache.release(request_id)
             raise
         finally:
             self._admitted = None
+            self.kv_block_allocator.hand_over([])
         if source_slot is not None:
             self._pending_mamba_zeros.pop()  # megatron would zero the live slot; this forward reads the checkpoint
         start = int(self.request_kv_length_offsets[row])
@@ -348,17 +354,20 @@ class HybridPrefixContext(DynamicInferenceContext):
     ) -> Any:
         """See upstream; the forward before it succeeded, so what it wrote becomes matchable first."""
         self._publish()
-        return super().update_requests(active_requests_mask, new_tokens, new_speculative_tokens)
+        result = super().update_requests(active_requests_mask, new_tokens, new_speculative_tokens)
+        self._forward_running = False
+        return result
 
     def resolve_requests(self, active_requests_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See upstream and `update_requests`."""
         self._publish()
-        return super().resolve_requests(active_requests_mask)
+        result = super().resolve_requests(active_requests_mask)
+        self._forward_running = False
+        return result
 
     def _publish(self) -> None:
         if self.prefix_cache is None:
             return
-        self._forward_running = False
         plans, self._step_plans = self._step_plans, {}
         for plan in plans.values():
             if self._prefix_config.verify_hits:
@@ -385,12 +394,10 @@ class HybridPrefixContext(DynamicInferenceContext):
         return result
 
     def can_prepare_requests(self) -> bool:
-        """See upstream, which leaves out that a hidden chunked prefill holds blocks too."""
-        if not super().can_prepare_requests():
-            return False
+        """See upstream, which leaves out a chunked prefill between two chunks: its hidden row, and the blocks it holds."""
         if self.prefix_cache is None:
-            return True
-        return int(self._get_async_sched_rows_requiring_new_block().sum()) <= self.prefix_cache.available_blocks
+            return super().can_prepare_requests()
+        return self.chunked_prefill_request_id == -1 and super().can_prepare_requests()
 
     def prepare_requests(self) -> None:
         """See upstream; the blocks it gave out are noted as the requests'."""

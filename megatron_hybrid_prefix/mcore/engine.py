@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import torch
 from megatron.core.inference.config import KVCacheManagementMode
+from megatron.core.inference.contexts.dynamic_context import BlockOverflowError
 from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.inference.engines.dynamic_engine import EngineState
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord, Status
@@ -84,15 +86,27 @@ class HybridPrefixEngine(DynamicInferenceEngine):
         if self._has_cache:
             self.context.keys_of(request)
         future = super()._add_request(request)
+        self._refuse_if_never_active(request)
         entry = self.requests[request.request_id]
         if not isinstance(entry.record, _Record) and not future.done():
             entry.record = _Record(requests=entry.record.requests, latency=entry.record.latency)
         return future
 
+    def _refuse_if_never_active(self, request: DynamicInferenceRequest) -> None:
+        # Megatron checks against all blocks, and would pause for good what needs more than the active ones.
+        allocator, block_tokens = self.context.kv_block_allocator, self.context.block_size_tokens
+        tokens = len(request.prompt_tokens) + request.sampling_params.num_tokens_to_generate
+        if request.status == Status.FAILED or -(-tokens // block_tokens) <= allocator.active_count:
+            return
+        self.waiting_request_ids.remove(request.request_id)
+        request.status = Status.FAILED
+        request.add_event_error_nontransient(BlockOverflowError(request.request_id))
+        self._handle_failed_request(request.request_id)
+
     def abort_request(self, request_id: int) -> bool:
         """Give a request up; its blocks and slots are free by the end of the next step.
 
-        It comes back from that step as finished, with the tokens it has by then (a waiting one at once, without any).
+        With tensor or pipeline parallelism call it on every rank, between the same two steps. The request comes back from that step as finished, with the tokens it has by then (a waiting one at once, without any).
 
         Args:
             request_id: Of a request that was added.
@@ -115,7 +129,7 @@ class HybridPrefixEngine(DynamicInferenceEngine):
 
     def has_unfinished_requests(self) -> bool:
         """See upstream; also while the next step has aborted or refused requests to hand out."""
-        return super().has_unfinished_requests() or bool(self.failed_request_ids)
+        return super().has_unfinished_requests() or bool(getattr(self, "failed_request_ids", ()))
 
     @property
     def _has_cache(self) -> bool:
@@ -130,7 +144,10 @@ class HybridPrefixEngine(DynamicInferenceEngine):
         """See upstream; not while an aborted request has to be taken out between two forwards."""
         return not self._aborting and super()._should_run_async_sched_overlap()
 
+    @torch.inference_mode()  # megatron's bookkeeping tensors may have been made in it
     def _take_out_aborted(self) -> None:
+        if not self._aborting or not hasattr(self.context, "remove_waiting_row"):
+            return  # around megatron's context they end once they run
         context = self.context
         chunk_runs = context.get_index_of_chunked_prefill_request() != -1
         for request_id in sorted(self._aborting):
@@ -158,7 +175,8 @@ class HybridPrefixEngine(DynamicInferenceEngine):
         """See upstream; a stop word may have begun before the request was preempted."""
         if not request.stop_word_ids:
             return False, 0
-        earlier = self.requests[request.request_id].record.requests[:-1]
+        entry = self.requests.get(request.request_id)
+        earlier = [] if entry is None else entry.record.requests[:-1]
         before = [token for part in earlier for token in part.generated_tokens]
         request.generated_tokens = before + request.generated_tokens
         found, trimmed_tokens = super()._check_stop_words_for_request_post_append(request)
@@ -199,7 +217,8 @@ class HybridPrefixEngine(DynamicInferenceEngine):
     async def async_bookkeep(self, *step: Any) -> Any:
         """See upstream."""
         result = await super().async_bookkeep(*step)
-        self._aborting.intersection_update(self.requests)  # the others finished; their ids may come again
+        if self._aborting:
+            self._aborting.intersection_update(self.requests)  # the others finished; their ids may come again
         return result
 
     # -- weights -------------------------------------------------------------------------------------------------------
@@ -216,7 +235,10 @@ class HybridPrefixEngine(DynamicInferenceEngine):
         self._epoch = epoch
 
     def invalidate(self) -> None:
-        """The weights changed: nothing that was cached before is reused, running requests cache no more."""
+        """The weights changed: nothing that was cached before is reused, running requests cache no more.
+
+        With tensor or pipeline parallelism call it on every rank, between the same two steps.
+        """
         if self._has_cache:
             self.context.invalidate()
         for module in self.controller.inference_wrapped_model.model.modules():

@@ -78,7 +78,7 @@ class PrefillSpan:
 class HybridPrefixMambaMetadata(MambaMetadata):
     """Megatron's Mamba metadata of a step, with sources and targets of the states.
 
-    All tensors are int64 on the device, and None before the first prefill. Sequences and chunks that only pad the step
+    All tensors are int64 (``chunk_ids`` int32) on the device, and None before the first prefill. Sequences and chunks that only pad the step
     to the size of a CUDA graph are empty and have no targets.
 
     Attributes:
@@ -87,6 +87,7 @@ class HybridPrefixMambaMetadata(MambaMetadata):
         source_slots: (sequences,), the slot that each sequence starts from.
         live_slots: (sequences,), the slot of its final state, or NO_SLOT.
         chunk_slots: (chunks,), the slot where the state after a chunk goes too, or NO_SLOT.
+        chunk_ids: (chunks,), 0, 1, ...
     """
 
     _FIELDS = ("first_chunks", "source_slots", "live_slots", "chunk_slots")
@@ -99,7 +100,9 @@ class HybridPrefixMambaMetadata(MambaMetadata):
         shape = (len(self._FIELDS), max(self.max_chunks, self.max_requests + 1))
         self._host_indices = torch.zeros(shape, dtype=torch.int64).pin_memory()
         self._indices = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        self._all_chunks = torch.arange(self.max_chunks, dtype=torch.int32, device=self.device)
         self.prefill_spans: Callable[[int], list[PrefillSpan]] = lambda sequences: []
+        self.chunk_ids = None
         for field in self._FIELDS:
             setattr(self, field, None)
 
@@ -131,6 +134,7 @@ class HybridPrefixMambaMetadata(MambaMetadata):
         sequences = d["padded_prefill_count"]
         if sequences:
             counts = (sequences + 1, sequences, sequences, d["padded_max_chunks"])
+            self.chunk_ids = self._all_chunks[: d["padded_max_chunks"]]
             for field, row, count in zip(self._FIELDS, self._indices, counts, strict=True):
                 setattr(self, field, row[:count])
 

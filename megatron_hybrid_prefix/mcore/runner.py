@@ -180,7 +180,7 @@ def check_fits(engine: DynamicInferenceEngine, prompt_tokens: int, num_tokens_to
         )
     total_tokens = limit if num_tokens_to_generate is None else min(prompt_tokens + num_tokens_to_generate, limit)
     need_blocks = -(-total_tokens // context.block_size_tokens)
-    have_blocks = context.kv_block_allocator.total_count - 1  # upstream keeps one for padding
+    have_blocks = context.kv_block_allocator.active_count
     if need_blocks > have_blocks:
         raise ValueError(
             f"{prompt_tokens} prompt tokens and {total_tokens - prompt_tokens} to generate need {need_blocks} KV blocks "

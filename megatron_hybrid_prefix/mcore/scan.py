@@ -59,7 +59,7 @@ def scan_by_slots(
     before = pass_states(added.flatten(-2), log_decay, states, **_slots(metadata)).view(-1, *states.shape[1:])
     scores = _bmm_chunk_fwd(C, B, chunk_tokens, bounds, output_dtype=torch.float32)
     # Each chunk is given the state before it as if it were a sequence of its own.
-    own = torch.arange(before.shape[0], dtype=torch.int32, device=x.device)
+    own = metadata.chunk_ids
     _chunk_scan_fwd(scores, x, dt, log_decay, C, before, bounds, y, own, D=D, z=z, initial_states=before)
     return y
 

@@ -121,12 +121,14 @@ if triton is not None:
             rows = end - D_CONV + columns  # (WIDTH,)
             own = rows >= start
             values = tl.load(
-                inputs_ptr + tl.maximum(rows, 0)[None, :] * dim + channels[:, None], mask=mask & own[None, :], other=0.0
+                inputs_ptr + tl.maximum(rows, 0)[None, :] * dim + channels[:, None],
+                mask=mask & own[None, :] & (slot >= 0),
+                other=0.0,
             ).to(windows_ptr.dtype.element_ty)
             back = rows - start + D_CONV  # column of the source's window
             earlier = tl.load(
                 source_ptr + channels[:, None] * D_CONV + tl.maximum(back, 0)[None, :],
-                mask=mask & (~own)[None, :] & (back >= 0)[None, :],
+                mask=mask & (~own)[None, :] & (back >= 0)[None, :] & (slot >= 0),
                 other=0.0,
             )
             tl.debug_barrier()  # within a program all is read before anything of this window is written

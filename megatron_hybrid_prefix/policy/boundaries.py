@@ -26,7 +26,7 @@ class Reason(IntEnum):
     JUNCTION = 0
     TAIL = 1
     REPLAY = 2
-    VERIFY = 3  # not to be kept: computed again, to be compared with the state that is kept already
+    VERIFY = 3  # computed again, to be compared with the state that is kept already
 
 
 class Boundary(NamedTuple):
