@@ -218,15 +218,18 @@ def test_chunked_prefill_notices_wrong_states(tiny, tiny_reference, mode, mutant
     session.check(mutant)
 
 
+@pytest.mark.parametrize("mutant", [None, *MUTANTS])
 @pytest.mark.parametrize("mode", MODES)
-def test_chunked_prefill_beside_decodes_and_other_prompts(tiny, tiny_reference, mode):
+def test_chunked_prefill_beside_decodes_and_other_prompts(tiny, tiny_reference, mode, mutant):
     """The budget left by decodes cuts chunks anywhere; a continuation finds KV that another request left meanwhile."""
     session = chunked_session(tiny, tiny_reference, 64, mode)
     session.engine.context.max_tokens = 192
     prefix = random_tokens(448, seed=9)
-    session.send(prefix[:385])
-    for number in range(6):
-        session.add(prefix[: 64 * (number + 2)] + random_tokens(100 + number, seed=60 + number), new_tokens=9)
-        session.run(steps=1 + number % 2)
-    session.run()
-    session.check(None)
+    session.send(random_tokens(449, seed=998), cache_salt="deeper than any that is resumed from")
+    with mutated_resume(session.engine, mutant):
+        session.send(prefix[:385])
+        for number in range(6):
+            session.add(prefix[: 64 * (number + 2)] + random_tokens(100 + number, seed=60 + number), new_tokens=9)
+            session.run(steps=1 + number % 2)
+        session.run()
+    session.check(mutant)
