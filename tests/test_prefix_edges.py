@@ -65,3 +65,16 @@ def test_a_chunk_longer_than_the_prompt_takes_nothing(tiny):
     served.run()
     served.check(running)
     served.check_drained()
+
+
+def test_a_chunk_that_runs_in_the_last_row_is_left_alone(tiny):
+    served = Served(tiny, async_sched_mode="async", max_requests=2, max_tokens=128, enable_chunked_prefill=True)
+    served.add(tokens(0, 20, seed=1), 12)
+    served.step(2)
+    chunked = served.add(tokens(4, 20, seed=2))
+    served.step(1)
+    assert served.context.get_index_of_chunked_prefill_request() != -1
+    assert not served.context.remove_waiting_row(chunked)
+    served.run()
+    served.check()
+    served.check_drained()

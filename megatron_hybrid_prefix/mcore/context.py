@@ -437,11 +437,12 @@ class HybridPrefixContext(DynamicInferenceContext):
         Returns:
             Whether there was such a row; active rows are left alone.
         """
-        ids = self.request_ids[: self.total_request_count + 1].tolist()
-        hidden = self.chunked_prefill_request_id == request_id and ids[-1] == request_id
-        if not hidden and request_id not in ids[: self.paused_request_count]:
+        paused = self.request_ids[: self.paused_request_count].tolist()
+        chunked = self.chunked_prefill_request_id == request_id
+        hidden = chunked and self.get_index_of_chunked_prefill_request() == -1
+        if not hidden and request_id not in paused:
             return False
-        row = len(ids) - 1 if hidden else ids.index(request_id)
+        row = self.total_request_count if hidden else paused.index(request_id)
         self.release_memory_blocks_from_request_indexes(torch.tensor([row]))
         if hidden:
             self.chunked_prefill_request_id = -1
