@@ -121,7 +121,7 @@ def test_random_traffic(tiny, tiny_reference, seed):
 def test_the_traffic_is_worth_it(tiny):
     """Over some seeds there are hits, evictions of both kinds, preemptions and skipped checkpoints."""
     total: dict[str, int] = {}
-    for seed in range(12):
+    for seed in range(6):
         traffic = Traffic(tiny, seed)
         traffic.run()
         stats = traffic.engine.context.prefix_stats()
