@@ -32,13 +32,13 @@ class HybridPrefixEngine(DynamicInferenceEngine):
         context: The context.
     """
 
+    _epoch: int | None = None
+    _aborting: set[int] = frozenset()  # type: ignore[assignment]  # while megatron's constructor runs
+
     def __init__(self, controller: TextGenerationController, context: DynamicInferenceContext) -> None:
         if getattr(context, "prefix_cache", None) is not None:
             use_slot_mixers(controller.inference_wrapped_model.model)
         super().__init__(controller, context)
-
-    _epoch: int | None = None
-    _aborting: set[int] = frozenset()  # type: ignore[assignment]  # while megatron's constructor runs
 
     def reset(self) -> None:
         """See upstream; figures of a step that never came to its end are dropped, too."""
@@ -106,7 +106,8 @@ class HybridPrefixEngine(DynamicInferenceEngine):
     def abort_request(self, request_id: int) -> bool:
         """Give a request up; its blocks and slots are free by the end of the next step.
 
-        With tensor or pipeline parallelism call it on every rank, between the same two steps. The request comes back from that step as finished, with the tokens it has by then (a waiting one at once, without any).
+        It comes back from that step as finished, with the tokens it has by then (a waiting one without any). With tensor
+        or pipeline parallelism call this on every rank, between the same two steps.
 
         Args:
             request_id: Of a request that was added.
