@@ -37,3 +37,19 @@ def tiny(platform):
     from megatron_hybrid_prefix.models import build_hybrid_model
 
     return build_hybrid_model("tiny", seed=0, platform=platform)
+
+
+@pytest.fixture(scope="session")
+def tiny_reference(tiny):
+    """``tiny`` in float64."""
+    from tests.naive_model import NaiveHybridModel
+
+    return NaiveHybridModel(tiny, tiny.hybrid_config)
+
+
+@pytest.fixture(scope="session")
+def tiny_mtp(platform):
+    """The ``tiny-mtp`` preset with seed 0."""
+    from megatron_hybrid_prefix.models import build_hybrid_model
+
+    return build_hybrid_model("tiny-mtp", seed=0, platform=platform)

@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
-from tests.engine_helpers import assert_matches, greedy, run_to_end
+from tests.engine_helpers import assert_matches, greedy, kv_budget, run_to_end, state_bytes
 from tests.naive_model import NaiveHybridModel
 
 BLOCK = 256  # tokens of a KV block, megatron's default
@@ -67,9 +67,7 @@ class Side:
     @property
     def slot_bytes(self) -> int:
         """Bytes of one recurrent state."""
-        from megatron_hybrid_prefix.mcore.build import mamba_state_config, state_bytes
-
-        return state_bytes(mamba_state_config(self.model))
+        return state_bytes(self.model)
 
     @property
     def reference(self) -> NaiveHybridModel:
@@ -99,11 +97,7 @@ class Side:
         fields = {"max_sequence_length": 4096, "max_requests": 8, "max_tokens": 4096} | fields
         block_tokens = fields.get("block_size_tokens", BLOCK)
         if blocks is not None:
-            config = self.model.hybrid_config
-            token_values = 2 * config.count("*") * config.num_query_groups * config.kv_channels
-            # One block more for megatron's dummy, and a half against rounding.
-            kv_bytes = (blocks + 1.5) * block_tokens * token_values * getattr(torch, config.dtype).itemsize
-            fields["buffer_size_gb"] = (kv_bytes + fields["max_requests"] * self.slot_bytes) / 2**30
+            fields |= kv_budget(self.model, blocks, block_tokens=block_tokens, max_requests=fields["max_requests"])
         if self.ours:
             gb = (slots + 0.5) * self.slot_bytes / 2**30 if gb is None else gb
             engine = build_engine(self.model, HybridPrefixConfig(mamba_gb=gb, state_dtype=state_dtype), **fields)

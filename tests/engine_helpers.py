@@ -28,15 +28,32 @@ def random_tokens(count: int, seed: int, vocabulary: int = 512) -> list[int]:
     return torch.randint(0, vocabulary, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def few_blocks(model: Any, blocks: int, block_size_tokens: int, max_requests: int = 4) -> dict[str, Any]:
-    """Fields of an engine with so many KV blocks (the dummy one not counted)."""
-    from megatron_hybrid_prefix import build_engine
+def state_bytes(model: Any) -> int:
+    """Bytes of one recurrent state."""
+    from megatron_hybrid_prefix.mcore.build import mamba_state_config
+    from megatron_hybrid_prefix.mcore.build import state_bytes as bytes_of
 
-    fields = {"max_requests": max_requests, "max_sequence_length": 1024, "block_size_tokens": block_size_tokens}
-    probe = build_engine(model, **fields).context
-    states = (probe.mamba_conv_states, probe.mamba_ssm_states)
-    live_bytes = sum(tensor.numel() * tensor.element_size() for tensor in states)
-    return fields | {"buffer_size_gb": (live_bytes + (blocks + 1.5) * probe.block_size_bytes) / 2**30}
+    return bytes_of(mamba_state_config(model))
+
+
+def kv_budget(
+    model: Any,
+    blocks: int,
+    *,
+    block_tokens: int,
+    max_requests: int,
+    paused_blocks: int = 0,
+    speculative_tokens: int = 0,
+) -> dict[str, float]:
+    """Budgets for so many KV blocks, the dummy one not counted, ``paused_blocks`` of them for paused requests."""
+    config = model.hybrid_config
+    values = 2 * config.count("*") * config.num_query_groups * config.kv_channels
+    block_bytes = block_tokens * values * getattr(torch, config.dtype).itemsize
+    active, paused = (blocks + 1.5) * block_bytes, (paused_blocks + 0.5) * block_bytes
+    # Megatron takes the live states, and one for each token that may be accepted, out of both in proportion.
+    states = max_requests * (2 + speculative_tokens if speculative_tokens else 1)
+    scale = 1 + states * state_bytes(model) / (active + paused)
+    return {"buffer_size_gb": active * scale / 2**30, "paused_buffer_size_gb": paused * scale / 2**30}
 
 
 def run_to_end(engine: Any, finished: dict[int, Any], steps: int | None = None) -> None:

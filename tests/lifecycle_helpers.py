@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
-from tests.engine_helpers import assert_matches, greedy, random_tokens
+from tests.engine_helpers import assert_matches, greedy, kv_budget, random_tokens, state_bytes
 from tests.naive_model import NaiveHybridModel
 
 BLOCK = 64  # tokens of a KV block
@@ -51,7 +51,14 @@ class Served:
             "block_size_tokens": BLOCK,
         } | fields
         if blocks is not None:
-            fields |= kv_blocks(model, blocks, paused_blocks, fields["max_requests"])
+            fields |= kv_budget(
+                model,
+                blocks,
+                block_tokens=fields["block_size_tokens"],
+                max_requests=fields["max_requests"],
+                paused_blocks=paused_blocks,
+                speculative_tokens=fields.get("num_speculative_tokens", 0),
+            )
         prefix = None if slots is None else HybridPrefixConfig(mamba_gb=slots * state_bytes(model) / 2**30)
         self.engine = build_engine(model, prefix, **fields)
         self.context = self.engine.context
@@ -151,24 +158,6 @@ class Served:
     def live_slots(self) -> int:
         """State slots of live requests."""
         return self.context.max_requests - self.context.mamba_metadata.mamba_state_free_slot_count
-
-
-def state_bytes(model: Any) -> int:
-    """Bytes of one recurrent state."""
-    from megatron_hybrid_prefix.mcore.build import mamba_state_config
-    from megatron_hybrid_prefix.mcore.build import state_bytes as bytes_of
-
-    return bytes_of(mamba_state_config(model))
-
-
-def kv_blocks(model: Any, blocks: int, paused_blocks: int, max_requests: int) -> dict[str, float]:
-    """Budgets for so many KV blocks, the dummy one not counted, ``paused_blocks`` of them for paused requests."""
-    config = model.hybrid_config
-    block_bytes = 2 * config.count("*") * config.num_query_groups * config.kv_channels * 4 * BLOCK
-    active, paused = (blocks + 1.5) * block_bytes, (paused_blocks + 0.5) * block_bytes
-    # Megatron takes the live states out of both in proportion.
-    scale = 1 + max_requests * state_bytes(model) / (active + paused)
-    return {"buffer_size_gb": active * scale / 2**30, "paused_buffer_size_gb": paused * scale / 2**30}
 
 
 def tokens(blocks: int, own: int, seed: int) -> list[int]:

@@ -39,13 +39,24 @@ class NaiveHybridModel:
             elif symbol == "*":
                 x = x + self._attention(self._norm(x, prefix + "input_layernorm.weight"), prefix + "self_attention.")
             else:
-                h = self._norm(x, prefix + "pre_mlp_layernorm.weight") @ w[prefix + "mlp.linear_fc1.weight"].T
-                x = x + F.relu(h).square() @ w[prefix + "mlp.linear_fc2.weight"].T
+                layer = self._experts if symbol == "E" else self._mlp
+                x = x + layer(self._norm(x, prefix + "pre_mlp_layernorm.weight"), prefix + "mlp.")
         logits = self._norm(x, "decoder.final_norm.weight") @ w["output_layer.weight"].T
         return torch.log_softmax(logits, dim=-1)
 
     def _norm(self, x, name):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.layernorm_epsilon) * self.weights[name]
+
+    def _mlp(self, x, prefix):
+        h = x @ self.weights[prefix + "linear_fc1.weight"].T
+        return F.relu(h).square() @ self.weights[prefix + "linear_fc2.weight"].T
+
+    def _experts(self, x, prefix):
+        best = (x @ self.weights[prefix + "router.weight"].T).topk(self.config.moe_router_topk, dim=-1)
+        weights = torch.zeros(len(x), self.config.num_moe_experts, dtype=torch.float64)
+        weights.scatter_(1, best.indices, best.values.softmax(-1))
+        outputs = [self._mlp(x, f"{prefix}experts.local_experts.{i}.") for i in range(self.config.num_moe_experts)]
+        return torch.einsum("te,eth->th", weights, torch.stack(outputs))
 
     def _attention(self, x, prefix):
         c, w, n = self.config, self.weights, len(x)

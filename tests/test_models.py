@@ -79,6 +79,9 @@ def test_presets_have_the_published_dimensions():
         ({"chunk_size": 100}, "power of two"),
         ({"d_conv": 5}, "d_conv=5"),
         ({"mamba_num_groups": 3}, "not a multiple"),
+        ({"mtp_num_layers": 2}, "give both"),
+        ({"mtp_num_layers": 1, "mtp_layer_pattern": "*X"}, "mtp_layer_pattern='\\*X'"),
+        ({"layer_pattern": "M*E"}, "moe_router_topk=2 from 1 to num_moe_experts=0"),
     ],
 )
 def test_bad_dimensions_are_one_clear_line(changes, message):
@@ -88,7 +91,7 @@ def test_bad_dimensions_are_one_clear_line(changes, message):
 
 
 def test_unknown_presets_name_the_known_ones():
-    with pytest.raises(ValueError, match="tiny, small"):
+    with pytest.raises(ValueError, match="tiny, tiny-mtp, tiny-moe, small"):
         get_preset("huge")
 
 
@@ -109,3 +112,11 @@ def test_stages_keep_the_layers_and_each_has_attention(pattern, pp):
 def test_impossible_layouts_are_refused(tp, pp, message):
     with pytest.raises(ValueError, match=message):
         get_preset("tiny").check_parallel(tp=tp, pp=pp)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"), [({"tp": 1, "ep": 3}, "ep=3 does not divide"), ({"tp": 2}, "needs sequence parallelism")]
+)
+def test_impossible_layouts_of_experts_are_refused(layout, message):
+    with pytest.raises(ValueError, match=message):
+        get_preset("tiny-moe").check_parallel(**({"pp": 1} | layout))

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
-from tests.engine_helpers import assert_matches, few_blocks, greedy, random_tokens, run_to_end
+from tests.engine_helpers import assert_matches, greedy, kv_budget, random_tokens, run_to_end
 from tests.mutants import MUTANTS, mutated_resume
 from tests.naive_model import NaiveHybridModel
 
@@ -155,12 +155,9 @@ def test_async_scheduling(tiny, tiny_reference, scenario, mutant):
 @pytest.mark.parametrize("mutant", [None, *MUTANTS])
 @pytest.mark.parametrize("mode", MODES)
 def test_preempted_requests(tiny, tiny_reference, mode, mutant):
-    _run((tiny, tiny_reference), preempted, mutant, **few_blocks(tiny, 10, 64), async_sched_mode=mode)
-
-
-@pytest.fixture(scope="module")
-def tiny_reference(tiny) -> NaiveHybridModel:
-    return NaiveHybridModel(tiny, get_preset("tiny"))
+    budget = kv_budget(tiny, 10, block_tokens=64, max_requests=4)
+    fields = {"max_requests": 4, "max_sequence_length": 1024, "block_size_tokens": 64, "async_sched_mode": mode}
+    _run((tiny, tiny_reference), preempted, mutant, **budget, **fields)
 
 
 def _run(model_and_reference, scenario, mutant, **fields) -> None:

@@ -9,11 +9,12 @@ import pytest
 from megatron.core.inference.config import KVCacheManagementMode
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
-from megatron_hybrid_prefix.models import get_preset
-from tests.engine_helpers import assert_matches, few_blocks, greedy, random_tokens
+from tests.drafts import forced_drafts
+from tests.engine_helpers import assert_matches, greedy, kv_budget, random_tokens, run_to_end, state_bytes
 from tests.naive_model import NaiveHybridModel
 
 SEEDS = 24
+DRAFT_SEEDS = 9
 REQUESTS = 22
 TOLERANCE = 5e-5  # float32 noise of unlike batches, with caching off too, reaches 1.6e-5; a wrong state shows in 1e-3
 STATE_SLOTS = (0, 1, 3, 40)
@@ -22,22 +23,32 @@ MANAGEMENT = (KVCacheManagementMode.PERSIST, KVCacheManagementMode.OFFLOAD, KVCa
 
 
 class Traffic:
-    """An engine and a seed's worth of requests, which share prefixes of a few trunks."""
+    """An engine and a seed's worth of requests, which share prefixes of a few trunks.
 
-    def __init__(self, model: Any, seed: int) -> None:
+    Args:
+        model: A model of ``build_hybrid_model``.
+        seed: Of everything.
+        drafts: Tokens drafted for speculative decoding; a random number of them is right each time.
+    """
+
+    def __init__(self, model: Any, seed: int, drafts: int = 0) -> None:
         self.dice = dice = random.Random(seed)
         block = dice.choice((64, 96, 128))
-        fields = few_blocks(model, dice.choice(KV_BLOCKS), block)
+        budget = kv_budget(model, dice.choice(KV_BLOCKS), block_tokens=block, max_requests=4, speculative_tokens=drafts)
         self.longest = 6 * block  # 7 blocks hold any one request
         chunked = dice.random() < 0.6
         self.engine = build_engine(
             model,
-            HybridPrefixConfig(mamba_gb=self.slots_gb(model, fields, dice.choice(STATE_SLOTS))),
+            HybridPrefixConfig(mamba_gb=dice.choice(STATE_SLOTS) * state_bytes(model) / 2**30),
             async_sched_mode=dice.choice(("legacy", "async")),
             enable_chunked_prefill=chunked,
             max_tokens=64 * dice.randint(1, 6) if chunked else 1024,
             kv_cache_management_mode=dice.choice(MANAGEMENT),
-            **fields,
+            max_requests=4,
+            max_sequence_length=1024,
+            block_size_tokens=block,
+            num_speculative_tokens=drafts,
+            **budget,
         )
         if chunked and self.engine.context.kv_cache_management_mode != KVCacheManagementMode.RECOMPUTE:
             # The scheduler's budget, of any residue. (Where buffers are made again it has to be a multiple of 64.)
@@ -47,11 +58,8 @@ class Traffic:
         self.sent = 0
         self.finished: dict[int, Any] = {}
         self.aborted: set[int] = set()
-
-    @staticmethod
-    def slots_gb(model: Any, fields: dict[str, Any], slots: int) -> float:
-        layout = build_engine(model, HybridPrefixConfig(mamba_gb=0), **fields).context.state_layout
-        return slots * layout.slot_bytes / 2**30
+        self.truth: dict[int, list[int]] = {}  # what each request should end as, where drafts are forced
+        self.plain = build_engine(model, max_sequence_length=1024) if drafts else None
 
     def send(self) -> None:
         dice = self.dice
@@ -67,6 +75,11 @@ class Traffic:
         params.add_attributes({"cache_salt": dice.choice((None, None, None, "a"))})
         if dice.random() < 0.1:
             params.add_attributes(dice.choice(({"cache_read": False}, {"cache_write": False})))
+        if self.plain is not None:
+            answer: dict[int, Any] = {}
+            self.plain.add_request(self.sent, prompt, greedy(new_tokens))
+            run_to_end(self.plain, answer)
+            self.truth[self.sent] = prompt + list(answer[self.sent].generated_tokens)
         self.engine.add_request(self.sent, prompt, params)
         self.sent += 1
 
@@ -80,6 +93,14 @@ class Traffic:
             self.engine.context.check_integrity()
 
     def run(self) -> None:
+        if self.plain is None:
+            self._run()
+            return
+        drafts = random.Random(self.seed)
+        with forced_drafts(self.engine, self.truth, lambda request_id, position: drafts.randrange(4)):
+            self._run()
+
+    def _run(self) -> None:
         dice = self.dice
         while self.sent < REQUESTS:
             for _ in range(dice.choice((1, 1, 2, 4))):
@@ -99,7 +120,16 @@ class Traffic:
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_random_traffic(tiny, tiny_reference, seed):
-    traffic = Traffic(tiny, seed)
+    _check(Traffic(tiny, seed), tiny_reference)
+
+
+@pytest.mark.parametrize("seed", range(DRAFT_SEEDS))
+def test_random_traffic_with_drafts(tiny_mtp, seed):
+    _check(Traffic(tiny_mtp, seed, drafts=1 + seed % 3), NaiveHybridModel(tiny_mtp, tiny_mtp.hybrid_config))
+
+
+def _check(traffic: Traffic, reference: NaiveHybridModel) -> None:
+    """Runs the traffic; all of it ends, with what the model says, and leaves nothing behind."""
     traffic.run()
     assert not traffic.engine.has_unfinished_requests()
     assert sorted(traffic.finished) == list(range(traffic.sent))
@@ -107,7 +137,7 @@ def test_random_traffic(tiny, tiny_reference, seed):
         assert not request.failed()
         if request.request_id not in traffic.aborted:
             assert len(request.generated_tokens) == request.sampling_params.num_tokens_to_generate
-            assert_matches(tiny_reference, request, tolerance=TOLERANCE)
+            assert_matches(reference, request, tolerance=TOLERANCE)
     context, cache = traffic.engine.context, traffic.engine.context.prefix_cache
     assert cache.live_requests() == []
     assert cache.available_blocks == context.kv_block_allocator.total_count - 1
@@ -129,8 +159,3 @@ def test_the_traffic_is_worth_it(tiny):
             total[name] = total.get(name, 0) + getattr(stats, name)
         total["preempted"] = total.get("preempted", 0) + traffic.engine.evicted_request_count
     assert min(total.values()) > 0, total
-
-
-@pytest.fixture(scope="module")
-def tiny_reference(tiny) -> NaiveHybridModel:
-    return NaiveHybridModel(tiny, get_preset("tiny"))

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
-from tests.lifecycle_helpers import BLOCK, MODES, Served, state_bytes, tokens
+from tests.engine_helpers import state_bytes
+from tests.lifecycle_helpers import BLOCK, MODES, Served, tokens
 
 each_mode = pytest.mark.parametrize("mode", MODES)
 

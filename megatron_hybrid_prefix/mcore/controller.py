@@ -1,4 +1,4 @@
-"""`HybridPrefixController`: megatron's text generation controller, right about a chunked prefill that has to wait."""
+"""`HybridPrefixController`: megatron's text generation controller, right about waiting chunks and about drafts."""
 
 from __future__ import annotations
 
@@ -24,3 +24,12 @@ class HybridPrefixController(TextGenerationController):
             return super()._build_async_sched_request_state(*args)
         finally:
             context.chunked_prefill_request_id = request_id
+
+    def _run_async_sched_sample_mtp(self) -> Any:
+        """See upstream, which takes what another request had accepted before for a prefill's.
+
+        Its rows say which drafts were accepted; those of prefills are not written, and only legacy scheduling clears them.
+        """
+        self._accepted_tokens_per_request.fill_(-1)
+        self._accepted_token_counts_per_request.zero_()
+        return super()._run_async_sched_sample_mtp()

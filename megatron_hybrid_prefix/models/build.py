@@ -41,7 +41,7 @@ def build_hybrid_model(
     if platform is None:
         platform = running_platform() or ensure_platform()
     platform.check_cuda_graphs(overrides.get("cuda_graph_impl", "none"))
-    staged_pattern = config.check_parallel(tp=platform.tp, pp=platform.pp)
+    staged_pattern = config.check_parallel(tp=platform.tp, pp=platform.pp, ep=platform.ep)
 
     from megatron.core import parallel_state
     from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -51,7 +51,7 @@ def build_hybrid_model(
         hybrid_stack_spec=_layer_specs(config, platform),
         vocab_size=config.vocab_size,
         max_sequence_length=config.max_sequence_length,
-        hybrid_layer_pattern=staged_pattern,
+        hybrid_layer_pattern="/".join([staged_pattern, *[config.mtp_layer_pattern] * config.mtp_num_layers]),
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         parallel_output=True,
@@ -101,6 +101,7 @@ def _transformer_config(config: HybridModelConfig, platform: Platform, overrides
         tensor_model_parallel_size=platform.tp,
         pipeline_model_parallel_size=platform.pp,
         expert_model_parallel_size=platform.ep,
+        mtp_num_layers=config.mtp_num_layers or None,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         # Weights are filled in afterwards, the same for every layout.
@@ -114,6 +115,15 @@ def _transformer_config(config: HybridModelConfig, platform: Platform, overrides
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
     )
+    if config.num_moe_experts:
+        fields |= dict(
+            num_moe_experts=config.num_moe_experts,
+            moe_router_topk=config.moe_router_topk,
+            moe_ffn_hidden_size=config.ffn_hidden_size,
+            moe_router_load_balancing_type="none",
+            moe_token_dispatcher_type="alltoall",
+            moe_grouped_gemm=platform.has_transformer_engine,
+        )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="full scope is deprecated")  # about its own default
         return TransformerConfig(**(fields | overrides))
@@ -125,14 +135,15 @@ def _layer_specs(config: HybridModelConfig, platform: Platform) -> Any:
 
         spec = copy.deepcopy(hybrid_stack_spec)
     else:
-        spec = _local_layer_specs()
+        spec = _local_layer_specs(config)
     spec.submodules.mamba_layer.submodules.mixer.params |= {"chunk_size": config.chunk_size, "d_conv": config.d_conv}
     return spec
 
 
-def _local_layer_specs() -> Any:
+def _local_layer_specs(config: HybridModelConfig) -> Any:
     """Layers from megatron-core's own linear layers and PyTorch norms, for machines without Transformer Engine."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
     from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
@@ -142,9 +153,19 @@ def _local_layer_specs() -> Any:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.multi_token_prediction import (
+        MultiTokenPredictionBlock,
+        MultiTokenPredictionBlockSubmodules,
+        MultiTokenPredictionLayer,
+        MultiTokenPredictionLayerSubmodules,
+    )
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+    from megatron.core.transformer.transformer_layer import (
+        MoETransformerLayer,
+        TransformerLayer,
+        TransformerLayerSubmodules,
+    )
 
     mixer = ModuleSpec(
         module=MambaMixer, submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
@@ -157,6 +178,12 @@ def _local_layer_specs() -> Any:
         ),
     )
     mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    prediction = ModuleSpec(
+        module=MultiTokenPredictionLayer,
+        submodules=MultiTokenPredictionLayerSubmodules(
+            enorm=WrappedTorchNorm, hnorm=WrappedTorchNorm, eh_proj=ColumnParallelLinear, layer_norm=WrappedTorchNorm
+        ),
+    )
     return ModuleSpec(
         module=HybridStack,
         submodules=HybridStackSubmodules(
@@ -177,6 +204,18 @@ def _local_layer_specs() -> Any:
                     mlp=partial(MLP.as_mlp_submodule, submodules=mlp),
                     mlp_bda=get_bias_dropout_add,
                 ),
+            ),
+            moe_layer=ModuleSpec(
+                module=MoETransformerLayer,
+                submodules=TransformerLayerSubmodules(
+                    pre_mlp_layernorm=WrappedTorchNorm,
+                    mlp=get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts),
+                    mlp_bda=get_bias_dropout_add,
+                ),
+            ),
+            mtp_block_spec=ModuleSpec(
+                module=MultiTokenPredictionBlock,
+                submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[prediction]),
             ),
         ),
     )

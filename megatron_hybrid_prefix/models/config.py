@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-LAYER_SYMBOLS = {"M": "Mamba2", "*": "attention", "-": "MLP"}
+LAYER_SYMBOLS = {"M": "Mamba2", "*": "attention", "-": "MLP", "E": "mixture of experts"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +14,8 @@ class HybridModelConfig:
     """Dimensions of a hybrid model, before it is sharded.
 
     Attributes:
-        layer_pattern: One symbol a layer: ``M`` Mamba2, ``*`` attention, ``-`` MLP; ``|`` may mark pipeline stages.
+        layer_pattern: One symbol a layer: ``M`` Mamba2, ``*`` attention, ``-`` MLP, ``E`` mixture of experts; ``|`` may
+            mark pipeline stages.
         hidden_size: Width of the residual stream.
         vocab_size: Number of token ids.
         max_sequence_length: Longest prompt plus output, in tokens.
@@ -27,7 +28,7 @@ class HybridModelConfig:
         num_attention_heads: Query heads.
         num_query_groups: Key/value heads.
         kv_channels: Channels of an attention head.
-        ffn_hidden_size: Width of an MLP layer.
+        ffn_hidden_size: Width of an MLP layer, and of an expert.
         activation: "relu2" (squared ReLU), "gelu", or "swiglu" (gated).
         rotary_base: Base of rotary embeddings; None for no position embedding (Nemotron-H).
         layernorm_epsilon: Epsilon of the RMS norms.
@@ -35,6 +36,10 @@ class HybridModelConfig:
         tie_embeddings: Share the embedding with the output layer.
         long_memory: Initialise A, dt and the convolution so that both state components matter for hundreds of
             tokens; a model that forgets cannot tell a right state from a wrong one.
+        num_moe_experts: Experts of an ``E`` layer.
+        moe_router_topk: Experts that each token goes through.
+        mtp_num_layers: Depths of multi-token prediction: so many tokens can be drafted for speculative decoding.
+        mtp_layer_pattern: Layers of one depth, in the same symbols.
     """
 
     layer_pattern: str
@@ -57,11 +62,17 @@ class HybridModelConfig:
     dtype: str = "bfloat16"
     tie_embeddings: bool = False
     long_memory: bool = False
+    num_moe_experts: int = 0
+    moe_router_topk: int = 2
+    mtp_num_layers: int = 0
+    mtp_layer_pattern: str = ""
 
     def __post_init__(self) -> None:
         unknown = set(self.layer_pattern) - set(LAYER_SYMBOLS) - {"|"}
         if unknown or not self.layer_pattern.strip("|"):
-            raise ValueError(f"layer_pattern={self.layer_pattern!r}: use the symbols M, * and - (and | between stages)")
+            raise ValueError(
+                f"layer_pattern={self.layer_pattern!r}: use the symbols M, *, - and E (and | between stages)"
+            )
         if "*" not in self.layer_pattern:
             raise ValueError(f"layer_pattern={self.layer_pattern!r} has no attention layer; the engine needs one")
         if self.dtype not in ("float32", "bfloat16"):
@@ -70,6 +81,17 @@ class HybridModelConfig:
             raise ValueError(f"activation={self.activation!r}: use 'relu2', 'gelu' or 'swiglu'")
         if self.chunk_size < 1 or self.chunk_size & (self.chunk_size - 1):
             raise ValueError(f"chunk_size={self.chunk_size}: must be a power of two")
+        if set(self.mtp_layer_pattern) - set(LAYER_SYMBOLS) or bool(self.mtp_layer_pattern) != (
+            self.mtp_num_layers > 0
+        ):
+            raise ValueError(
+                f"mtp_layer_pattern={self.mtp_layer_pattern!r}, mtp_num_layers={self.mtp_num_layers}: "
+                "give both, the pattern in the symbols M, *, - and E, or neither"
+            )
+        if "E" in self.layer_pattern + self.mtp_layer_pattern and not 1 <= self.moe_router_topk <= self.num_moe_experts:
+            raise ValueError(
+                f"E layers need moe_router_topk={self.moe_router_topk} from 1 to num_moe_experts={self.num_moe_experts}"
+            )
         if not 2 <= self.d_conv <= 4:
             raise ValueError(f"d_conv={self.d_conv}: megatron's decode kernel supports 2, 3 and 4 taps")
         for name, value, by, divisor in (
@@ -88,12 +110,16 @@ class HybridModelConfig:
         """Number of layers with this symbol."""
         return self.layer_pattern.count(symbol)
 
-    def check_parallel(self, *, tp: int, pp: int) -> str:
+    def check_parallel(self, *, tp: int, pp: int, ep: int = 1) -> str:
         """Return the pattern cut into ``pp`` stages.
 
         Raises:
-            ValueError: A dimension does not divide by ``tp``, or a stage would have no attention layer.
+            ValueError: A dimension does not divide by ``tp`` or ``ep``, or a stage would have no attention layer.
         """
+        if self.num_moe_experts % ep:
+            raise ValueError(f"ep={ep} does not divide num_moe_experts={self.num_moe_experts}")
+        if self.num_moe_experts and tp > 1:
+            raise ValueError(f"tp={tp} with experts needs sequence parallelism, which is not built in here: use tp=1")
         for name in ("mamba_num_groups", "num_query_groups", "num_attention_heads", "mamba_num_heads", "vocab_size"):
             if getattr(self, name) % tp:
                 raise ValueError(f"tp={tp} does not divide {name}={getattr(self, name)}")
@@ -135,24 +161,28 @@ def split_into_stages(layer_pattern: str, pp: int) -> str:
     return "|".join(layer_pattern[a:b] for a, b in pairwise(bounds))
 
 
+# A laptop CPU builds it in well under a second; every dimension divides by tp=4, two stages have attention.
+_TINY = HybridModelConfig(
+    layer_pattern="M*-M*-",
+    hidden_size=64,
+    vocab_size=512,
+    max_sequence_length=16896,
+    mamba_num_heads=8,
+    mamba_head_dim=16,
+    mamba_state_dim=16,
+    mamba_num_groups=4,
+    num_attention_heads=4,
+    num_query_groups=4,
+    kv_channels=16,
+    ffn_hidden_size=128,
+    dtype="float32",
+    long_memory=True,
+)
+
 PRESETS: dict[str, HybridModelConfig] = {
-    # A laptop CPU builds it in well under a second; every dimension divides by tp=4, two stages have attention.
-    "tiny": HybridModelConfig(
-        layer_pattern="M*-M*-",
-        hidden_size=64,
-        vocab_size=512,
-        max_sequence_length=16896,
-        mamba_num_heads=8,
-        mamba_head_dim=16,
-        mamba_state_dim=16,
-        mamba_num_groups=4,
-        num_attention_heads=4,
-        num_query_groups=4,
-        kv_channels=16,
-        ffn_hidden_size=128,
-        dtype="float32",
-        long_memory=True,
-    ),
+    "tiny": _TINY,
+    "tiny-mtp": replace(_TINY, mtp_num_layers=3, mtp_layer_pattern="*-"),
+    "tiny-moe": replace(_TINY, layer_pattern="M*EM*E", num_moe_experts=4),
     "small": HybridModelConfig(
         layer_pattern="M-M-M*-M-M-M*-M-M-",
         hidden_size=1024,

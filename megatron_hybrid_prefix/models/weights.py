@@ -42,14 +42,17 @@ def initialise_weights(model: Any, config: HybridModelConfig, seed: int) -> None
 
 
 def parameters_by_global_name(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """This rank's parameters, their layers counted from 0 over all pipeline stages."""
+    """This rank's parameters, their layers counted from 0 over all pipeline stages, experts over all their ranks."""
+    from megatron.core import parallel_state
+
     # HybridModel numbers layers from 1 over all stages; module names count from 0 on each stage.
     layer_offset = model.decoder.layers[0].layer_number - 1
+    experts = (model.config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
+    expert_offset = parallel_state.get_expert_model_parallel_rank() * experts
     for name, parameter in model.named_parameters():
-        yield (
-            re.sub(r"(?<=decoder\.layers\.)\d+", lambda match: str(int(match.group()) + layer_offset), name, count=1),
-            parameter,
-        )
+        for of, offset in ((r"^decoder\.layers", layer_offset), (r"\.local_experts", expert_offset)):
+            name = re.sub(rf"({of}\.)(\d+)", lambda m, offset=offset: f"{m[1]}{int(m[2]) + offset}", name, count=1)  # type: ignore[misc]
+        yield name, parameter
 
 
 def shard_for_this_rank(

@@ -156,6 +156,11 @@ def same_module(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Mo
     return self
 
 
+def causal_mask(sq: int) -> torch.Tensor:
+    """``get_default_causal_mask``: (sq, sq), True where a query must not look."""
+    return torch.ones(sq, sq, dtype=torch.bool).triu(diagonal=1)
+
+
 _FACTORIES = ("arange", "empty", "empty_like", "full", "full_like", "ones", "tensor", "zeros", "zeros_like")
 
 

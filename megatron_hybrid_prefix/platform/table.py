@@ -138,6 +138,13 @@ HOST_MEGATRON = (
         why="pipeline stages assert that the logits they broadcast are on a GPU",
         same_signature=True,
     ),
+    Rebinding(
+        owner=f"{CORE}.fusions.fused_softmax",
+        name="get_default_causal_mask",
+        make=_to(host.causal_mask),
+        why="attention outside the dynamic path, as drafting tokens has it, makes its mask on 'cuda'",
+        same_signature=True,
+    ),
     _triton(DYNAMIC_CONTEXT, "triton_append_key_value_cache", "kv_append"),
     _triton(MIXER, "mamba_chunk_scan_combined_varlen", "ssd"),
     _triton(MIXER, "causal_conv1d_update", "conv"),

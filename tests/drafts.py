@@ -1,0 +1,46 @@
+"""Forced drafts: speculative decoding whose drafts are right as often as a test wants, wherever it wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def forced_drafts(engine: Any, truth: dict[int, list[int]], accepted: Callable[[int, int], int]) -> Iterator[list[int]]:
+    """While this is open, drafts come from ``truth`` in place of the model's.
+
+    Args:
+        engine: An engine with speculative tokens.
+        truth: By request id, prompt and answer as they are without speculation.
+        accepted: Given a request's id and the position of the first drafted token: how many drafts shall be right.
+
+    Yields:
+        A list that collects how many right drafts were put before each forward of each request.
+    """
+    controller, context = engine.controller, engine.context
+    original = controller._compute_serial_mtp_and_sample
+    depths, vocab_size = controller.num_speculative_tokens, controller.vocab_size
+    drafted: list[int] = []
+
+    def forcing(base_position: Any = None) -> None:
+        active = slice(context.paused_request_count, context.total_request_count)
+        positions = base_position
+        if positions is None:
+            positions = context.request_kv_length_offsets[active] + context.request_query_lengths[active]
+        positions = positions.tolist()
+        original(base_position)
+        for row, (request_id, position) in enumerate(zip(context.request_ids[active].tolist(), positions, strict=True)):
+            known = truth[request_id][position + 1 :]
+            right = min(accepted(request_id, position + 1), len(known), depths)
+            drafted.append(right)
+            for depth in range(depths):
+                token = known[depth] if depth < len(known) else 0
+                controller._sampled_mtp_tokens_cuda[depth, row] = token if depth < right else (token + 1) % vocab_size
+
+    controller._compute_serial_mtp_and_sample = forcing
+    try:
+        yield drafted
+    finally:
+        del controller._compute_serial_mtp_and_sample
