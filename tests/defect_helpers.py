@@ -97,7 +97,13 @@ class Side:
         fields = {"max_sequence_length": 4096, "max_requests": 8, "max_tokens": 4096} | fields
         block_tokens = fields.get("block_size_tokens", BLOCK)
         if blocks is not None:
-            fields |= kv_budget(self.model, blocks, block_tokens=block_tokens, max_requests=fields["max_requests"])
+            fields |= kv_budget(
+                self.model,
+                blocks,
+                block_tokens=block_tokens,
+                max_requests=fields["max_requests"],
+                speculative_tokens=fields.get("num_speculative_tokens", 0),
+            )
         if self.ours:
             gb = (slots + 0.5) * self.slot_bytes / 2**30 if gb is None else gb
             engine = build_engine(self.model, HybridPrefixConfig(mamba_gb=gb, state_dtype=state_dtype), **fields)

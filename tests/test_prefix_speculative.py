@@ -133,7 +133,35 @@ def test_29_prefill_in_a_row_whose_drafts_were_accepted(side):
             run_to_end(engine, finished, steps=1)
         assert side.add(engine, prompts[3], counts[3]) == 3  # beside the first one, in the second one's row
         run_to_end(engine, finished)
+    check_tokens(side, finished, truth)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@defect(30, "a resumed request writes KV into the block of one that was evicted", raises=WrongAnswer)
+def test_30_resumed_where_another_one_is_evicted(side, mode):
+    """With caching off, too. Both need a block in the same step, and one block is left.
+
+    Megatron remembers the last block of each row, to which tokens before a block's end belong; then it evicts the first
+    row, the second one moves there, and its tokens go into the first one's block.
+    """
+    plain = Served(side.model, slots=None)
+    prompts = {number: random_tokens(BLOCK - 2, seed=number) for number in (1, 2)}
+    truth = {n: prompt + list(plain.send(prompt, count=40).generated_tokens) for n, prompt in prompts.items()}
+    engine = side.build(
+        slots=0, num_speculative_tokens=2, async_sched_mode=mode, blocks=3, block_size_tokens=BLOCK, max_requests=2
+    )
+    finished: dict = {}
+    with forced_drafts(engine, truth, lambda request_id, position: 0):
+        for prompt in prompts.values():
+            side.add(engine, prompt, 40)
+        run_to_end(engine, finished)
+    assert engine.evicted_request_count > 0
+    check_tokens(side, finished, truth)
+
+
+def check_tokens(side, finished, truth):
+    """Requests said what they say without drafts; log-probs are the reference's."""
     for number, request in finished.items():
-        if list(request.generated_tokens) != truth[number][len(prompts[number]) :]:
+        if [int(token) for token in request.prompt_tokens] + list(request.generated_tokens) != truth[number]:
             raise WrongAnswer(f"request {number}")
     side.check(*finished.values())

@@ -355,8 +355,17 @@ class HybridPrefixContext(DynamicInferenceContext):
         """See upstream; the forward before it succeeded, so what it wrote becomes matchable first."""
         self._publish()
         result = super().update_requests(active_requests_mask, new_tokens, new_speculative_tokens)
+        if self.prefix_cache is not None and self.num_speculative_tokens:
+            self._find_blocks_of_tokens()
         self._forward_running = False
         return result
+
+    def _find_blocks_of_tokens(self) -> None:
+        # Megatron remembers each row's last block, and takes another row's once rows moved: a request's tokens before a
+        # block's end then go into somebody else's block.
+        tokens = slice(0, self.active_token_count)
+        table_columns = self.token_to_pos_ids[tokens] // self.block_size_tokens
+        self.token_to_block_idx[tokens] = self.request_to_kv_block_ids[self.token_to_request_idx[tokens], table_columns]
 
     def resolve_requests(self, active_requests_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See upstream and `update_requests`."""

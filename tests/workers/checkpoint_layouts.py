@@ -6,7 +6,6 @@ reference for every rank's shard.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 
@@ -16,6 +15,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from megatron_hybrid_prefix.models import build_hybrid_model, load_checkpoint, save_checkpoint
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+from tests.workers.launch import write_findings
 
 SAVED_SEED = 1
 
@@ -53,12 +53,7 @@ def main(out, tp, pp, checkpoint, save_to):
     found["failed"] = message_of(lambda: save_checkpoint(model, save_to + ".failed"))
     dist.barrier()  # rank 0 removes what was written
     found["left"] = sorted(os.listdir(os.path.dirname(save_to)))
-    every_rank = [None] * dist.get_world_size()
-    dist.all_gather_object(every_rank, found)
-    if dist.get_rank() == 0:
-        with open(out, "w") as file:
-            json.dump(every_rank, file)
-    dist.barrier()
+    write_findings(out, found)
     shut_down()
 
 

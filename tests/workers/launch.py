@@ -1,4 +1,4 @@
-"""Start a worker script on several ranks and read what its rank 0 wrote."""
+"""Start a worker script on several ranks, and read what its rank 0 wrote."""
 
 from __future__ import annotations
 
@@ -32,3 +32,14 @@ def run_ranks(script: str, out: Path, *arguments: Any, ranks: int = 2, timeout_s
         process.terminate()  # not kill: torchrun then ends its workers, which are in sessions of their own
     assert process.returncode == 0, f"{what}:\n{errors[-6000:]}"
     return json.loads(out.read_text())
+
+
+def write_findings(out: str, found: Any) -> None:
+    """In a worker: ``found`` of every rank goes into OUT as a JSON list, in the order of the ranks."""
+    import torch.distributed as dist
+
+    every_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(every_rank, found)
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(every_rank))
+    dist.barrier()

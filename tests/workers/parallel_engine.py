@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import torch
-import torch.distributed as dist
 
 from megatron_hybrid_prefix import build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.models.hf_weights import copy_hf_weights, hf_shapes
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down, undo_platform
 from tests.engine_helpers import greedy, random_tokens, run_to_end
+from tests.workers.launch import write_findings
 
 LENGTHS = (257, 1, 128, 3, 600, 2, 256, 127, 129, 255)
 SHARED_TOKENS = 768
@@ -97,12 +96,7 @@ def refusals(tp, pp):
 def main(out, tp, pp):
     found = layout_answers(tp, pp)
     found["refusals"] = refusals(tp, pp)
-    every_rank = [None] * dist.get_world_size()
-    dist.all_gather_object(every_rank, found)
-    if dist.get_rank() == 0:
-        with open(out, "w") as file:
-            json.dump(every_rank, file)
-    dist.barrier()
+    write_findings(out, found)
     shut_down()
 
 

@@ -6,7 +6,6 @@ number of both, and must take the same decisions.
 
 from __future__ import annotations
 
-import json
 import sys
 from zlib import crc32
 
@@ -17,6 +16,7 @@ from megatron_hybrid_prefix.mcore.agreement import min_over_model_ranks
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.engine_helpers import greedy, random_tokens, run_to_end
+from tests.workers.launch import write_findings
 
 BLOCK_TOKENS = 64
 ROWS = 4
@@ -237,12 +237,7 @@ def main(out, tp, pp, *patterns):
     platform = ensure_platform(tp=tp, pp=pp, device="cpu", timeout_s=60)
     found = {pattern: layout_findings(pattern, tp, pp, platform) for pattern in patterns}
     found["agreements"] = agreements()
-    every_rank = [None] * dist.get_world_size()
-    dist.all_gather_object(every_rank, found)
-    if dist.get_rank() == 0:
-        with open(out, "w") as file:
-            json.dump(every_rank, file)
-    dist.barrier()
+    write_findings(out, found)
     with open(f"{out}.refusal{dist.get_rank()}", "w") as file:
         file.write(refusal(patterns[-1], tp, pp, platform))
     shut_down()
