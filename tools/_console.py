@@ -79,11 +79,11 @@ class Interrupt:
             os._exit(EXIT_INTERRUPTED)
 
 
-def run_command(command: Callable[[Interrupt], None]) -> int:
+def run_command(command: Callable[[Interrupt], int | None]) -> int:
     """Run a command's body and turn how it ends into an exit code, saying why on rank 0's stderr."""
     with Interrupt() as interrupt:
         try:
-            command(interrupt)
+            return command(interrupt) or 0
         except InputError as error:
             if is_main_rank():
                 print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
@@ -94,7 +94,6 @@ def run_command(command: Callable[[Interrupt], None]) -> int:
             if is_main_rank():
                 print("interrupted: nothing was written", file=sys.stderr, flush=True)
             return EXIT_INTERRUPTED
-    return 0
 
 
 @contextmanager

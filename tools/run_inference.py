@@ -22,15 +22,12 @@ answers is the history for all engines, so that they are given the same prompts.
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import gc
 import json
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version as version_of
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -54,22 +51,25 @@ from _console import (
     totals,
     write_whole,
 )
+from _engines import (
+    DEFAULT_MAMBA_GB,
+    ENGINES,
+    add_engine_options,
+    add_model_options,
+    check_engine_options,
+    engine_fields,
+    engine_names,
+    plain,
+    positive_int,
+    started_platform,
+    state_dtype_field,
+    stop_requested,
+    versions,
+)
 from rich.console import Console
 
-from megatron_hybrid_prefix._version import __version__
-from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.errors import PlatformError
 from megatron_hybrid_prefix.tokenizer import Tokenizer, load_tokenizer
-
-# Name -> the arguments of build_engine that make it, given the cache's budget in GiB.
-ENGINES: dict[str, Callable[[float], dict[str, Any]]] = {
-    "off": lambda mamba_gb: {},
-    "upstream": lambda mamba_gb: {"enable_prefix_caching": True, "prefix_caching_mamba_gb": mamba_gb},
-    "ours": lambda mamba_gb: {"prefix": HybridPrefixConfig(mamba_gb=mamba_gb)},
-}
-DEFAULT_MAMBA_GB = {"cpu": 0.05, "cuda": 8.0}
-DEFAULT_MAX_TOKENS = {"cpu": 4096, "cuda": 16384}
-STEP_TOKENS_MULTIPLE = 64  # upstream pads a step's tokens to this, and asserts where max_tokens is no multiple
 
 # A line of JSON lines may set these; the type that each must have.
 SAMPLING_FIELDS: dict[str, tuple[type, ...]] = {
@@ -102,32 +102,16 @@ def make_parser() -> ArgumentParser:
     add("--conversation", type=Path, metavar="F", help="a conversation as JSON, replayed turn by turn")
 
     add = parser.add_argument_group("model").add_argument
-    add("--preset", default="tiny", help="dimensions: tiny, small, hybrid-4b or nemotron-h-8b (default: %(default)s)")
-    add("--seed", type=int, default=0, help="seed of the random weights (default: %(default)s)")
+    add_model_options(add)
     add("--load", type=Path, metavar="DIR", help="take the weights from a checkpoint of --save")
     add("--save", type=Path, metavar="DIR", help="save the weights before generating")
     add("--tokenizer", type=Path, metavar="DIR", help="a Hugging Face tokenizer folder (default: bytes)")
-    add("--tp", type=positive_int, default=1, help="tensor-parallel size (default: %(default)s)")
-    add("--pp", type=positive_int, default=1, help="pipeline-parallel size (default: %(default)s)")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is a device")
 
     add = parser.add_argument_group("engine").add_argument
     add("--compare", default="off", metavar="NAMES", help=f"engines, by comma: {', '.join(ENGINES)} (default: off)")
     add("--concurrency", choices=("sequential", "batch"), help="default: batch; conversations are sequential")
     add("--max-sequence-length", type=positive_int, help="longest prompt plus answer in tokens (default: the model's)")
-    add("--block-size-tokens", type=positive_int, default=256, help="tokens of a KV block (default: %(default)s)")
-    add("--buffer-gb", type=positive_float, help="GiB for KV and live states (default: 0.25 on CPU, 20 on GPU)")
-    add("--mamba-gb", type=positive_float, help="GiB for cached recurrent states (default: 0.05 on CPU, 8 on GPU)")
-    add("--state-dtype", choices=("float32", "bfloat16"), help="type of the SSM states (default: the parameters')")
-    add("--max-requests", type=positive_int, default=16, help="requests that run at a time (default: %(default)s)")
-    add(
-        "--max-tokens",
-        type=positive_int,
-        help="tokens of a step (default: 4096 on CPU, 16384 on GPU, or the longest prompt)",
-    )
-    add("--chunked-prefill", action="store_true", help="split prompts over steps")
-    add("--async-scheduling", action="store_true", help="upstream's asynchronous scheduling")
-    add("--cuda-graphs", type=positive_int, metavar="N", help="capture N CUDA graphs (GPU only)")
+    add_engine_options(add, max_requests=16, max_requests_text="default: %(default)s", cuda_graphs_text="default: none")
 
     sampling = parser.add_argument_group("sampling (upstream's parameters)")
     add = sampling.add_argument
@@ -147,24 +131,6 @@ def make_parser() -> ArgumentParser:
     add("--json", type=Path, metavar="PATH", help="everything, as JSON")
     add("--plot", type=Path, metavar="PNG", help="computed prompt tokens and time to first token per request")
     return parser
-
-
-def positive_int(text: str) -> int:
-    """argparse type."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def positive_float(text: str) -> float:
-    """argparse type."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
 
 
 # --- Input -----------------------------------------------------------------------------------------------------------
@@ -436,23 +402,10 @@ def read_work(args: argparse.Namespace, tokenizer: Tokenizer, vocab_size: int, m
 
 def check_options(args: argparse.Namespace) -> tuple[list[str], Any]:
     """Check all that needs neither torch nor input files; returns engine names and the model's dimensions."""
-    from megatron_hybrid_prefix.models.config import get_preset
-
-    with as_input_errors(ValueError):
-        config = get_preset(args.preset)
-        config.check_parallel(tp=args.tp, pp=args.pp)
-    names = args.compare.split(",")
-    for name in names:
-        if name not in ENGINES:
-            raise InputError(f"--compare: no engine {name!r}; there are: {', '.join(ENGINES)}")
-    if len(set(names)) < len(names):
-        raise InputError(f"--compare: {args.compare} names an engine twice")
+    config = check_engine_options(args)
+    names = engine_names(args.compare, "--compare")
     if (args.max_sequence_length or 0) > config.max_sequence_length:
         raise InputError(f"--max-sequence-length: {args.preset} has {config.max_sequence_length}")
-    if args.max_requests % args.tp:
-        raise InputError(f"--max-requests {args.max_requests} is not a multiple of --tp {args.tp}")
-    if (args.max_tokens or 0) % STEP_TOKENS_MULTIPLE:
-        raise InputError(f"--max-tokens {args.max_tokens} is not a multiple of {STEP_TOKENS_MULTIPLE}")
     if args.load is not None and not args.load.is_dir():
         raise InputError(f"--load: there is no folder {args.load}")
     if args.plot is not None and find_spec("matplotlib") is None:
@@ -469,25 +422,6 @@ def check_options(args: argparse.Namespace) -> tuple[list[str], Any]:
 # --- Run -------------------------------------------------------------------------------------------------------------
 
 
-def engine_fields(args: argparse.Namespace, device_type: str, longest_tokens: int) -> dict[str, Any]:
-    """Fields of upstream's ``InferenceConfig`` that all engines share."""
-    from megatron.core.inference.config import AsyncScheduleMode
-
-    room_tokens = 0 if args.chunked_prefill else -(-longest_tokens // STEP_TOKENS_MULTIPLE) * STEP_TOKENS_MULTIPLE
-    fields: dict[str, Any] = {
-        "block_size_tokens": args.block_size_tokens,
-        "max_requests": args.max_requests,
-        "max_tokens": args.max_tokens or max(DEFAULT_MAX_TOKENS[device_type], room_tokens),
-        "enable_chunked_prefill": args.chunked_prefill,
-        "max_sequence_length": args.max_sequence_length,
-        "buffer_size_gb": args.buffer_gb,
-        "num_cuda_graphs": args.cuda_graphs,
-    }
-    if args.async_scheduling:
-        fields["async_sched_mode"] = AsyncScheduleMode.ASYNC
-    return {name: value for name, value in fields.items() if value is not None}
-
-
 class Runner:
     """Runs the same work on one engine after another."""
 
@@ -495,14 +429,8 @@ class Runner:
         self.model, self.tokenizer, self.platform, self._interrupt = model, tokenizer, platform, interrupt
 
     def should_stop(self) -> bool:
-        """Whether any rank got Ctrl-C; collective, so that all leave at the same step."""
-        if self.platform.world_size == 1:
-            return self._interrupt.requested
-        import torch
-
-        flag = torch.tensor([int(self._interrupt.requested)], dtype=torch.int32, device=self.platform.device)
-        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
-        return bool(flag.item())
+        """Whether any rank got Ctrl-C; see `stop_requested`."""
+        return stop_requested(self.platform, self._interrupt)
 
     def run(
         self,
@@ -578,29 +506,23 @@ def run_engines(
     runner: Runner, names: Sequence[str], work: Work, args: argparse.Namespace
 ) -> tuple[list[EngineRun], dict[str, Any]]:
     """Each engine in turn, and the settings they had."""
-    import torch
-
     device_type = runner.platform.device.type
     longest = work.longest()
-    shared = engine_fields(args, device_type, max(len(request.tokens) for request in longest))
+    longest_tokens = max(len(request.tokens) for request in longest)
+    shared = engine_fields(args, device_type, longest_tokens, args.max_sequence_length)
+    state_dtype = state_dtype_field(runner.model, args.state_dtype)
     mamba_gb = args.mamba_gb or DEFAULT_MAMBA_GB[device_type]
     runs: list[EngineRun] = []
     with progress(names, len(longest)) as done:
         for name in names:
             sent = runs[0].requests if runs else None
-            fields = shared | ENGINES[name](mamba_gb)
-            if args.state_dtype is not None:
-                from megatron_hybrid_prefix.mcore.build import mamba_state_config
-
-                fields["mamba_inference_state_config"] = mamba_state_config(
-                    runner.model, ssm_dtype=getattr(torch, args.state_dtype)
-                )
+            fields = shared | ENGINES[name](mamba_gb) | state_dtype
             runs.append(runner.run(name, fields, work, sent, lambda count, name=name: done(name, count)))
             gc.collect()  # the engine's parts refer to each other
     return runs, {
         "mamba_gb": mamba_gb,
         "state_dtype": args.state_dtype,
-        **{name: getattr(value, "value", value) for name, value in shared.items()},
+        **plain(shared),
     }
 
 
@@ -612,10 +534,7 @@ def as_json(
 ) -> dict[str, Any]:
     """Everything that was measured."""
     return {
-        "versions": {
-            "megatron-hybrid-prefix": __version__,
-            **{name: version_of(name) for name in ("megatron-core", "torch")},
-        },
+        "versions": versions(),
         "model": {"preset": args.preset, "seed": args.seed, "load": args.load and str(args.load)},
         **settings,
         "engines": {
@@ -642,27 +561,8 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
     limit = args.max_sequence_length or config.max_sequence_length
     work = read_work(args, tokenizer, config.vocab_size, limit)
 
-    from megatron_hybrid_prefix.platform import ensure_platform, running_platform, shut_down
-
-    was_running = running_platform() is not None
-    try:
-        with as_input_errors(ValueError, PlatformError):
-            platform = ensure_platform(tp=args.tp, pp=args.pp, device=args.device)
+    with started_platform(args) as platform:
         run_on(platform, names, config, tokenizer, work, args, interrupt)
-    except (InputError, Stopped):  # every rank is here; after anything else the others may not be
-        if not was_running:
-            shut_down()
-        raise
-    if not was_running:
-        shut_down()
-
-
-def unregister_stack_dumps() -> None:
-    """Take back what upstream's engine registers on import: a stack trace on stderr at every Ctrl-C and SIGTERM."""
-    import megatron.core.inference.engines  # noqa: F401
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        faulthandler.unregister(number)
 
 
 def run_on(
@@ -677,7 +577,6 @@ def run_on(
     """Build the model, run the engines, report."""
     from megatron_hybrid_prefix import models
 
-    unregister_stack_dumps()
     console = output_console() if is_main_rank() else Console(quiet=True)
     console.print(platform.describe(), markup=False, soft_wrap=True)
     with as_input_errors(ValueError, PlatformError):

@@ -1,6 +1,6 @@
-"""Speed and memory of the index and the facade. `python -m tests.cache.microbench` prints the figures.
+"""Speed and memory of the control plane: keys, prefix tree, slots and blocks as numbers. No torch, no megatron.
 
-`test_speed.py` runs the same functions at these sizes, with bounds three times the goals.
+`tools/bench.py index` reports the figures; `tests/cache/test_speed.py` holds them to three times the goals.
 """
 
 from __future__ import annotations
@@ -9,12 +9,52 @@ import gc
 import random
 import tracemalloc
 from array import array
+from itertools import pairwise
 from time import perf_counter
+
+from _bench_stats import Metric, Sample
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.keys import KeyChain
 
 BLOCK_TOKENS = 256
+STATE_SLOTS = 4096
+LEAST_BLOCKS = 2_000  # below, there is too little to evict
+PROMPT_BLOCKS = 24  # of the requests that fill the cache
+# Beyond this the memory of a block only gets smaller, and tracing it takes long.
+MOST_TRACED_BLOCKS = 200_000
+MOST_EVICTED_BLOCKS = 50_000
+
+METRICS = (
+    Metric(name="index_keys_ms", label="long prompt: keys, ms", digits=3),
+    Metric(name="index_match_ms", label="long prompt: match, ms", digits=3),
+    Metric(name="index_admit_ms", label="long prompt: admit, ms", digits=3),
+    Metric(name="index_plan_ms", label="long prompt: plan, ms", digits=3),
+    Metric(name="index_total_ms", label="long prompt: all four, ms", digits=3, goal="<= 3"),
+    Metric(name="index_kv_eviction_us", label="eviction of a KV block, us", digits=2, goal="<= 50"),
+    Metric(name="index_state_eviction_us", label="request that evicts a state, us", digits=2, goal="<= 50"),
+    Metric(name="index_bytes_per_block", label="memory of a block, bytes", digits=0, goal="<= 600"),
+    Metric(name="index_requests_per_second", label="requests of 24 blocks, a second", digits=0, goal=">= 5,000"),
+)
+
+
+def control_plane(blocks: int, prompt_tokens: int, repeats: int) -> list[Sample]:
+    """All figures against an index of ``blocks`` blocks, one sample a repeat (memory once: it does not vary)."""
+    memory_bytes = bytes_per_block(min(blocks, MOST_TRACED_BLOCKS))
+    cache = filled_cache(blocks, min(STATE_SLOTS, blocks // PROMPT_BLOCKS))
+    long_prompt = long_prompt_seconds(cache, prompt_tokens, repeats)
+    evicted_blocks = min(MOST_EVICTED_BLOCKS, blocks // 2) // repeats
+    # States first: evicting KV blocks frees slots.
+    states = [state_eviction_seconds(cache, max(64, blocks // 200), seed=repeat) for repeat in range(repeats)]
+    samples: list[Sample] = []
+    for repeat in range(repeats):
+        sample: Sample = {f"index_{name}_ms": seconds[repeat] * 1e3 for name, seconds in long_prompt.items()}
+        sample["index_state_eviction_us"] = states[repeat] * 1e6
+        sample["index_kv_eviction_us"] = eviction_seconds(cache, evicted_blocks) * 1e6
+        sample["index_bytes_per_block"] = memory_bytes
+        sample["index_requests_per_second"] = requests_per_second(min(5_000, max(200, blocks // 20)))
+        samples.append(sample)
+    return samples
 
 
 def run_request(cache: HybridPrefixCache, request_id: int, chain: KeyChain) -> int:
@@ -37,8 +77,8 @@ def filled_cache(blocks: int, slots: int, *, spare_blocks: int = 1024, seed: int
     """A cache that holds ``blocks`` blocks, in prompts of 24, and ``slots`` states."""
     rng = random.Random(seed)
     cache = HybridPrefixCache(block_tokens=BLOCK_TOKENS, kv_blocks=blocks + spare_blocks, state_slots=slots)
-    for request_id in range(blocks // 24):
-        run_request(cache, request_id, made_up_chain(rng, 24))
+    for request_id in range(blocks // PROMPT_BLOCKS):
+        run_request(cache, request_id, made_up_chain(rng, PROMPT_BLOCKS))
     return cache
 
 
@@ -48,20 +88,21 @@ def bytes_per_block(blocks: int) -> float:
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
-        cache = filled_cache(blocks, blocks // 24, spare_blocks=24)
+        cache = filled_cache(blocks, blocks // PROMPT_BLOCKS, spare_blocks=PROMPT_BLOCKS)
         gc.collect()
         used = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    assert cache.available_blocks == blocks + 24
+    assert cache.available_blocks == blocks + PROMPT_BLOCKS
     return used / blocks
 
 
-def long_prompt_seconds(cache: HybridPrefixCache, tokens: int = 100_000, repeats: int = 9) -> dict[str, float]:
-    """Best times of keys, match, admit and plan of one long prompt, cached to its last block, and their sum."""
+def long_prompt_seconds(cache: HybridPrefixCache, tokens: int = 100_000, repeats: int = 9) -> dict[str, list[float]]:
+    """Times of keys, match, admit and plan of one long prompt, cached to its last block, and their sum ("total")."""
     prompt = array("q", random.Random(1).choices(range(100_000), k=tokens))
     run_request(cache, -1, cache.chain(prompt))
-    best: dict[str, float] = {}
+    names = ("keys", "match", "admit", "plan", "total")
+    found: dict[str, list[float]] = {name: [] for name in names}
     for repeat in range(repeats):
         longer = array("q", [*prompt[:-1], repeat])
         times = [perf_counter()]
@@ -70,17 +111,16 @@ def long_prompt_seconds(cache: HybridPrefixCache, tokens: int = 100_000, repeats
         match = cache.match(chain)
         times.append(perf_counter())
         admission = cache.admit(-1, match)
-        assert admission is not None and admission.resume_tokens == tokens // BLOCK_TOKENS * BLOCK_TOKENS
+        assert admission is not None and admission.resume_tokens == (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         times.append(perf_counter())
         plan = cache.plan(-1, admission.resume_tokens, tokens)
         times.append(perf_counter())
         cache.abandon(plan)
         cache.release(-1)
-        names = ("keys", "match", "admit", "plan")
-        spent = {name: end - start for name, start, end in zip(names, times, times[1:], strict=False)}
-        spent["total"] = times[-1] - times[0]
-        best = {name: min(seconds, best.get(name, seconds)) for name, seconds in spent.items()}
-    return best
+        spent = [end - start for start, end in pairwise(times)]
+        for name, seconds in zip(names, [*spent, times[-1] - times[0]], strict=True):
+            found[name].append(seconds)
+    return found
 
 
 def eviction_seconds(cache: HybridPrefixCache, blocks: int) -> float:
@@ -99,9 +139,9 @@ def eviction_seconds(cache: HybridPrefixCache, blocks: int) -> float:
     return spent / evicted
 
 
-def state_eviction_seconds(cache: HybridPrefixCache, requests: int) -> float:
+def state_eviction_seconds(cache: HybridPrefixCache, requests: int, *, seed: int = 2) -> float:
     """Time of a request of two blocks that evicts one state, as a cache with all slots taken sees them."""
-    rng = random.Random(2)
+    rng = random.Random(f"evict {seed}")
     chains = [made_up_chain(rng, 2) for _ in range(requests)]
     gone_before = cache.stats().evictions
     start = perf_counter()
@@ -116,28 +156,11 @@ def requests_per_second(requests: int, *, slots: int = 1024, kv_blocks: int | No
     chains: list[KeyChain] = []
     for _ in range(requests):
         shared = rng.choice(chains[-200:]).keys[: rng.randrange(24)] if chains and rng.random() < 0.8 else None
-        chains.append(made_up_chain(rng, 24, shared))
-    cache = HybridPrefixCache(block_tokens=BLOCK_TOKENS, kv_blocks=kv_blocks or 24 * requests, state_slots=slots)
+        chains.append(made_up_chain(rng, PROMPT_BLOCKS, shared))
+    cache = HybridPrefixCache(
+        block_tokens=BLOCK_TOKENS, kv_blocks=kv_blocks or PROMPT_BLOCKS * requests, state_slots=slots
+    )
     start = perf_counter()
     for request_id, chain in enumerate(chains):
         run_request(cache, request_id, chain)
     return requests / (perf_counter() - start)
-
-
-def main() -> None:
-    """Prints all figures."""
-    print(f"bytes a block, 200,000 blocks:     {bytes_per_block(200_000):8.0f}  (goal <= 600)")
-    print(f"bytes a block, 1,000,000 blocks:   {bytes_per_block(1_000_000):8.0f}")
-    cache = filled_cache(1_000_000, 4096)
-    for name, seconds in long_prompt_seconds(cache).items():
-        goal = "  (goal <= 3)" if name == "total" else ""
-        print(f"100,000 tokens, 1M blocks, ms: {name:6} {seconds * 1e3:8.3f}{goal}")
-    print(f"KV eviction, us:                   {eviction_seconds(cache, 100_000) * 1e6:8.2f}  (goal <= 50)")
-    print(f"request that evicts a state, us:   {state_eviction_seconds(cache, 10_000) * 1e6:8.2f}  (goal <= 50)")
-    print(f"24-block requests/s, KV unlimited: {requests_per_second(20_000):8.0f}  (goal >= 5000)")
-    print(f"the same, 10 times as long:        {requests_per_second(200_000):8.0f}")
-    print(f"the same, 4,096 KV blocks:         {requests_per_second(20_000, kv_blocks=4096):8.0f}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,136 @@
+"""The scenario `index`: the control plane alone, and what it costs the processor in a decode step."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import _bench_index
+from _bench_base import MS, Scenario, size, tokens
+from _bench_engine import Contestant, greedy, timed_round
+from _bench_stats import Metric, Sample, median, rotated
+from _console import Stopped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Index(Scenario):
+    """The control plane: matching and evicting in a large index, and CPU time of a decode step.
+
+    The first part needs no engine. In the second the engines take turns step by step, with nothing to admit; the time is
+    that of the calling thread, which on a GPU includes waiting for it.
+    """
+
+    name: ClassVar[str] = "index"
+    index_blocks: int = size(1_000_000, 1_000_000, "blocks in the index")
+    long_prompt_tokens: int = size(100_000, 100_000, "tokens of the prompt that is matched and planned")
+    requests: int = size(8, 8, "running requests of the decode steps")
+    prompt_tokens: int = size(300, 300, "tokens of their prompts")
+    steps: int = size(100, 200, "decode steps that are measured, in each repeat")
+
+    WARM_STEPS: ClassVar[int] = 10
+
+    @property
+    def longest_tokens(self) -> int:
+        """See Scenario."""
+        return self.prompt_tokens
+
+    @property
+    def generated_tokens(self) -> int:
+        """See Scenario: so many that all still run when the last step is measured."""
+        return self.WARM_STEPS + self.steps + 8
+
+    @property
+    def max_requests(self) -> int:
+        """See Scenario."""
+        return max(16, self.requests)
+
+    def problem(self, block_tokens: int, max_requests: int) -> str | None:
+        """See Scenario."""
+        if self.index_blocks < _bench_index.LEAST_BLOCKS:
+            return f"--index-blocks {self.index_blocks} is too few: {_bench_index.LEAST_BLOCKS} or more"
+        if self.long_prompt_tokens > self.index_blocks * _bench_index.BLOCK_TOKENS:
+            return f"--long-prompt-tokens {self.long_prompt_tokens} is more than the index holds"
+        if self.requests > max_requests:
+            return f"--requests {self.requests} cannot run at once with --max-requests {max_requests}"
+        return None
+
+    def describe(self) -> str:
+        """See Scenario."""
+        return (
+            f"a prompt of {self.long_prompt_tokens:,} tokens and an index of {self.index_blocks:,} blocks; "
+            f"{self.steps} decode steps of {self.requests} requests"
+        )
+
+    def metrics(self) -> list[Metric]:
+        """See Scenario."""
+        return [
+            Metric(name="decode_cpu_ms", label="decode step, CPU time, ms", digits=3),
+            Metric(
+                name="decode_cpu_over_off_ms", label="the same less off's, ms", digits=3, ratios=False, goal="<= 0.2"
+            ),
+            Metric(name="decode_cpu_mean_ms", label="decode step, CPU time, mean, ms", digits=3),
+            Metric(name="decode_wall_ms", label="decode step, wall time, ms", digits=3),
+        ]
+
+    def without_engine(self, repeats: int) -> tuple[Sequence[Metric], list[Sample]]:
+        """See Scenario."""
+        samples = _bench_index.control_plane(self.index_blocks, self.long_prompt_tokens, repeats)
+        return _bench_index.METRICS, samples
+
+    def workload(self, rng: random.Random, vocab_size: int) -> list[list[int]]:
+        """See Scenario."""
+        return [tokens(rng, vocab_size, self.prompt_tokens) for _ in range(self.requests)]
+
+    def repeat(self, order: Sequence[Contestant], workload: list[list[int]]) -> dict[str, Sample]:
+        """See Scenario; step by step, each engine first in turn."""
+        spent = {contestant.name: _StepTimes() for contestant in order}
+        for contestant in order:
+            with contestant.attempt():
+                for prompt in workload:
+                    contestant.engine.add_request(
+                        int(next(contestant.engine.request_counter)), prompt, greedy(self.generated_tokens)
+                    )
+        with timed_round():
+            for step in range(self.WARM_STEPS + self.steps):
+                for contestant in rotated(order, step):
+                    if contestant.crash is None:
+                        with contestant.attempt():
+                            spent[contestant.name].step(contestant.engine, counted=step >= self.WARM_STEPS)
+                if order[0].should_stop():
+                    raise Stopped
+        for contestant in order:
+            with contestant.attempt():
+                while contestant.crash is None and contestant.engine.has_unfinished_requests():
+                    contestant.engine.step_modern()
+        off = spent.get("off")
+        return {c.name: spent[c.name].sample(off) for c in order if c.crash is None}
+
+
+class _StepTimes:
+    """Times of an engine's counted steps, in milliseconds."""
+
+    def __init__(self) -> None:
+        self.cpu_ms: list[float] = []
+        self.wall_ms: list[float] = []
+
+    def step(self, engine: Any, *, counted: bool) -> None:
+        """One step of the engine."""
+        wall_s, cpu_s = time.perf_counter(), time.thread_time()
+        engine.step_modern()
+        cpu_s, wall_s = time.thread_time() - cpu_s, time.perf_counter() - wall_s
+        if counted:
+            self.cpu_ms.append(MS * cpu_s)
+            self.wall_ms.append(MS * wall_s)
+
+    def sample(self, off: _StepTimes | None) -> Sample:
+        """Figures of the repeat; the difference to ``off`` is taken step by step."""
+        pairs = zip(self.cpu_ms, off.cpu_ms, strict=False) if off is not None and off is not self else ()
+        return {
+            "decode_cpu_ms": median(self.cpu_ms),
+            "decode_cpu_over_off_ms": median([own - other for own, other in pairs]),
+            "decode_cpu_mean_ms": sum(self.cpu_ms) / len(self.cpu_ms),
+            "decode_wall_ms": median(self.wall_ms),
+        }

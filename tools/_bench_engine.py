@@ -1,0 +1,191 @@
+"""Engines under test: built side by side in one process, timed, and out of the race once one of them raises."""
+
+from __future__ import annotations
+
+import gc
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from _console import InputError, Stopped, as_input_errors, one_line
+from _engines import ENGINES
+
+
+@contextmanager
+def timed_round() -> Iterator[None]:
+    """Garbage is collected before and not during what is timed, the same for every engine."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class Contestant:
+    """One engine, its results, and how it ended.
+
+    Attributes:
+        name: Of `ENGINES`.
+        fields: What it was built with.
+        engine: The engine; None if it could not be built.
+        crash: What it raised, in one line; None while it runs.
+        trace: The traceback of that.
+    """
+
+    def __init__(self, name: str, fields: dict[str, Any], should_stop: Callable[[], bool]) -> None:
+        self.name, self.fields, self.should_stop = name, fields, should_stop
+        self.engine: Any = None
+        self.crash: str | None = None
+        self.trace: str | None = None
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Inside, what the engine raises puts it out of the race, and the others go on."""
+        try:
+            yield
+        except (InputError, Stopped):
+            raise
+        except Exception as error:
+            self.crash = f"{type(error).__name__}: {one_line(error)}"
+            self.trace = traceback.format_exc()
+
+    def send(self, prompts: Sequence[list[int]], generate: int) -> tuple[list[Any], float]:
+        """Send prompts at once, greedy, to the end of exactly ``generate`` tokens each.
+
+        Returns:
+            A `RequestResult` a prompt, and the seconds that all took.
+        """
+        from megatron_hybrid_prefix.mcore.runner import run_batch
+
+        synchronize()
+        started_s = time.perf_counter()
+        results = run_batch(self.engine, prompts, greedy(generate), should_stop=self.should_stop)
+        wall_s = time.perf_counter() - started_s
+        if any(result.status == "stopped" for result in results):
+            raise Stopped
+        return results, wall_s
+
+    def counters(self) -> dict[str, Any]:
+        """The counters of our cache; none for the other engines."""
+        stats = getattr(self.engine.context, "prefix_stats", None)
+        return {} if stats is None else stats().as_dict()
+
+    def room(self) -> dict[str, int]:
+        """What it can hold: KV blocks, and slots of kept states."""
+        context = self.engine.context
+        allocator = getattr(context, "mamba_slot_allocator", None)
+        return {
+            "kv_blocks": context.kv_block_allocator.total_count - 1,
+            "state_slots": self.counters().get("slots_total", 0 if allocator is None else allocator.max_slots),
+        }
+
+
+def greedy(generate: int) -> Any:
+    """Sampling parameters: ``generate`` tokens, none ends it earlier."""
+    from megatron.core.inference.sampling_params import SamplingParams
+
+    return SamplingParams(num_tokens_to_generate=generate, top_k=1, termination_id=-1)
+
+
+def synchronize() -> None:
+    """Wait for the device."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def contestants(
+    names: Sequence[str],
+    make_model: Callable[[], Any],
+    make_fields: Callable[[Any], dict[str, Any]],
+    mamba_gb: Callable[[Any], float],
+    *,
+    cuda_graphs: bool,
+    crash_when_built: bool,
+    should_stop: Callable[[], bool],
+) -> Iterator[list[Contestant]]:
+    """Build all engines; their CUDA graphs go at the end.
+
+    Args:
+        names: Of `ENGINES`.
+        make_model: Builds a model, the same each time. CUDA graphs are tied to the model's modules, so with them each
+            engine has a model of its own; else all share one.
+        make_fields: Fields that all engines share, given the model.
+        mamba_gb: GiB for kept states, given the model.
+        cuda_graphs: Whether engines capture graphs.
+        crash_when_built: An engine that cannot be built is out of the race; else that is an `InputError`.
+        should_stop: Whether Ctrl-C was noticed.
+    """
+    from megatron_hybrid_prefix.mcore import build_engine
+    from megatron_hybrid_prefix.mcore.runner import release_engine
+
+    found: list[Contestant] = []
+    graphs = _GraphRecords() if cuda_graphs else None
+    model: Any = None
+    try:
+        for name in names:
+            if should_stop():
+                raise Stopped
+            if graphs is not None:
+                graphs.begin()
+            if model is None or graphs is not None:
+                model = make_model()
+            contestant = Contestant(name, make_fields(model) | ENGINES[name](mamba_gb(model)), should_stop)
+            found.append(contestant)
+            with contestant.attempt(), as_input_errors(*_refusals(crash_when_built), prefix=f"engine {name}: "):
+                contestant.engine = build_engine(model, **contestant.fields)
+            if graphs is not None:
+                graphs.end()
+        # What is there by now stays: collecting before each round need not look at it.
+        gc.collect()
+        gc.freeze()
+        yield found
+    finally:
+        gc.unfreeze()
+        if graphs is not None:
+            graphs.put_back()
+        for contestant in found:
+            if contestant.engine is not None:
+                release_engine(contestant.engine)
+
+
+def _refusals(crash_when_built: bool) -> tuple[type[Exception], ...]:
+    """What says that the user asked for an engine that cannot be had."""
+    import torch
+
+    return () if crash_when_built else (ValueError, torch.OutOfMemoryError)
+
+
+class _GraphRecords:
+    """Lets several engines capture CUDA graphs in one process as if each were alone.
+
+    Megatron looks for the buffer of the previous layer in one record of the process, and finds the first engine's: the
+    graphs of a second one would copy their input in every layer, and share the first one's memory pool.
+    """
+
+    def __init__(self) -> None:
+        from megatron.core.transformer.cuda_graphs import CudaGraphManager, _CudagraphGlobalRecord
+
+        self._manager, self._record = CudaGraphManager, _CudagraphGlobalRecord
+        self._captured: list[Any] = []
+
+    def begin(self) -> None:
+        """Before a model is made: no graphs are known, and the next manager makes a pool."""
+        self._record.cudagraph_inference_record = []
+        self._manager.global_mempool = None
+
+    def end(self) -> None:
+        """After its engine is built (the next one may use another stream)."""
+        self._captured += self._record.cudagraph_inference_record
+        synchronize()
+
+    def put_back(self) -> None:
+        """Make all graphs known, so that they can be deleted."""
+        self._record.cudagraph_inference_record = self._captured

@@ -1,0 +1,257 @@
+"""What the commands that run engines share: their options, the engines' names and fields, the platform, versions.
+
+Nothing here imports torch or megatron before a platform is started, so that bad input is answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import platform as host
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
+from pathlib import Path
+from typing import Any
+
+from _console import InputError, Interrupt, Stopped, as_input_errors
+
+from megatron_hybrid_prefix._version import __version__
+from megatron_hybrid_prefix.config import HybridPrefixConfig
+from megatron_hybrid_prefix.errors import PlatformError
+
+# Name -> the arguments of build_engine that make it, given the cache's budget in GiB.
+ENGINES: dict[str, Callable[[float], dict[str, Any]]] = {
+    "off": lambda mamba_gb: {},
+    "upstream": lambda mamba_gb: {"enable_prefix_caching": True, "prefix_caching_mamba_gb": mamba_gb},
+    "ours": lambda mamba_gb: {"prefix": HybridPrefixConfig(mamba_gb=mamba_gb)},
+}
+DEFAULT_MAMBA_GB = {"cpu": 0.05, "cuda": 8.0}
+DEFAULT_MAX_TOKENS = {"cpu": 4096, "cuda": 16384}
+STEP_TOKENS_MULTIPLE = 64  # upstream pads a step's tokens to this, and asserts where max_tokens is no multiple
+PACKAGES = ("megatron-core", "torch", "triton", "mamba-ssm", "causal-conv1d", "flash-attn-4", "transformer-engine")
+
+# --- Options ---------------------------------------------------------------------------------------------------------
+
+
+def add_model_options(add: Callable[..., Any], *, default_preset: str | None = "tiny") -> None:
+    """Which model on which ranks; with ``default_preset`` None the command chooses one by device."""
+    shown = default_preset or "tiny on CPU, hybrid-4b on GPU"
+    add("--preset", default=default_preset, help=f"tiny, small, hybrid-4b or nemotron-h-8b (default: {shown})")
+    add("--seed", type=int, default=0, help="seed of the random weights (default: %(default)s)")
+    add("--tp", type=positive_int, default=1, help="tensor-parallel size (default: %(default)s)")
+    add("--pp", type=positive_int, default=1, help="pipeline-parallel size (default: %(default)s)")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is a device")
+
+
+def add_engine_options(
+    add: Callable[..., Any], *, max_requests: int | None, max_requests_text: str, cuda_graphs_text: str
+) -> None:
+    """What all engines are given."""
+    add("--block-size-tokens", type=positive_int, default=256, help="tokens of a KV block (default: %(default)s)")
+    add("--buffer-gb", type=positive_float, help="GiB for KV and live states (default: 0.25 on CPU, 20 on GPU)")
+    add("--mamba-gb", type=positive_float, help="GiB for cached recurrent states (default: 0.05 on CPU, 8 on GPU)")
+    add("--state-dtype", choices=("float32", "bfloat16"), help="type of the SSM states (default: the parameters')")
+    add("--max-requests", type=positive_int, default=max_requests, help=f"running at a time ({max_requests_text})")
+    add(
+        "--max-tokens",
+        type=positive_int,
+        help="tokens of a step (default: 4096 on CPU, 16384 on GPU, or the longest prompt)",
+    )
+    add("--chunked-prefill", action="store_true", help="split prompts over steps")
+    add("--async-scheduling", action="store_true", help="upstream's asynchronous scheduling")
+    add("--cuda-graphs", type=whole_number, metavar="N", help=f"capture N CUDA graphs (GPU only; {cuda_graphs_text})")
+
+
+def positive_int(text: str) -> int:
+    """argparse type."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def whole_number(text: str) -> int:
+    """argparse type: 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def positive_float(text: str) -> float:
+    """argparse type."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def engine_names(text: str, option: str) -> list[str]:
+    """Names of engines, by comma.
+
+    Raises:
+        InputError: One is unknown, or given twice.
+    """
+    names = text.split(",")
+    for name in names:
+        if name not in ENGINES:
+            raise InputError(f"{option}: no engine {name!r}; there are: {', '.join(ENGINES)}")
+    if len(set(names)) < len(names):
+        raise InputError(f"{option}: {text} names an engine twice")
+    return names
+
+
+def check_engine_options(args: argparse.Namespace) -> Any:
+    """Check what needs neither torch nor a device; returns the model's dimensions.
+
+    Raises:
+        InputError: No engine can be built like that.
+    """
+    from megatron_hybrid_prefix.models.config import get_preset
+
+    with as_input_errors(ValueError):
+        config = get_preset(args.preset)
+        config.check_parallel(tp=args.tp, pp=args.pp)
+    if args.max_requests is not None and args.max_requests % args.tp:
+        raise InputError(f"--max-requests {args.max_requests} is not a multiple of --tp {args.tp}")
+    if (args.max_tokens or 0) % STEP_TOKENS_MULTIPLE:
+        raise InputError(f"--max-tokens {args.max_tokens} is not a multiple of {STEP_TOKENS_MULTIPLE}")
+    return config
+
+
+# --- Engines ---------------------------------------------------------------------------------------------------------
+
+
+def engine_fields(
+    args: argparse.Namespace, device_type: str, longest_tokens: int, max_sequence_length: int | None = None
+) -> dict[str, Any]:
+    """Fields of upstream's ``InferenceConfig`` that all engines share.
+
+    Args:
+        args: With the options of `add_engine_options`.
+        device_type: "cpu" or "cuda".
+        longest_tokens: Length of the longest prompt.
+        max_sequence_length: Longest prompt plus answer; None: the model's.
+    """
+    from megatron.core.inference.config import AsyncScheduleMode
+
+    room_tokens = 0 if args.chunked_prefill else step_tokens(longest_tokens)
+    fields: dict[str, Any] = {
+        "block_size_tokens": args.block_size_tokens,
+        "max_requests": args.max_requests,
+        "max_tokens": args.max_tokens or max(DEFAULT_MAX_TOKENS[device_type], room_tokens),
+        "enable_chunked_prefill": args.chunked_prefill,
+        "max_sequence_length": max_sequence_length,
+        "buffer_size_gb": args.buffer_gb,
+        "num_cuda_graphs": args.cuda_graphs or None,
+    }
+    if args.async_scheduling:
+        fields["async_sched_mode"] = AsyncScheduleMode.ASYNC
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def step_tokens(tokens: int) -> int:
+    """``tokens`` rounded up to what a step's limit may be."""
+    return -(-tokens // STEP_TOKENS_MULTIPLE) * STEP_TOKENS_MULTIPLE
+
+
+def state_dtype_field(model: Any, state_dtype: str | None) -> dict[str, Any]:
+    """The field of ``InferenceConfig`` that sets the type of the SSM states; none for the parameters' type."""
+    if state_dtype is None:
+        return {}
+    import torch
+
+    from megatron_hybrid_prefix.mcore.build import mamba_state_config
+
+    return {"mamba_inference_state_config": mamba_state_config(model, ssm_dtype=getattr(torch, state_dtype))}
+
+
+def plain(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields as JSON can hold them."""
+    return {name: getattr(value, "value", value) for name, value in fields.items()}
+
+
+# --- Platform --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def started_platform(args: argparse.Namespace) -> Iterator[Any]:
+    """The platform that ``--tp``, ``--pp`` and ``--device`` ask for, ended where this started it.
+
+    Raises:
+        InputError: It cannot be had.
+    """
+    from megatron_hybrid_prefix.platform import ensure_platform, running_platform, shut_down
+
+    was_running = running_platform() is not None
+    try:
+        with as_input_errors(ValueError, PlatformError):
+            started = ensure_platform(tp=args.tp, pp=args.pp, device=args.device)
+        unregister_stack_dumps()
+        yield started
+    except (InputError, Stopped):  # every rank is here; after anything else the others may not be
+        if not was_running:
+            shut_down()
+        raise
+    if not was_running:
+        shut_down()
+
+
+def unregister_stack_dumps() -> None:
+    """Take back what upstream's engine registers on import: a stack trace on stderr at every Ctrl-C and SIGTERM."""
+    import megatron.core.inference.engines  # noqa: F401
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        faulthandler.unregister(number)
+
+
+def stop_requested(platform: Any, interrupt: Interrupt) -> bool:
+    """Whether any rank got Ctrl-C; collective, so that all leave at the same step."""
+    if platform.world_size == 1:
+        return interrupt.requested
+    import torch
+
+    flag = torch.tensor([int(interrupt.requested)], dtype=torch.int32, device=platform.device)
+    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
+    return bool(flag.item())
+
+
+def versions() -> dict[str, str]:
+    """Of this package, Python, and the packages under it that are installed."""
+    found = {"megatron-hybrid-prefix": __version__, "python": host.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version_of(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware(platform: Any) -> dict[str, Any]:
+    """The processor and the GPU of this rank; call it once a platform runs."""
+    import torch
+
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), host.machine())
+    found: dict[str, Any] = {
+        "processor": model,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "ranks": platform.world_size,
+    }
+    if platform.device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(platform.device)
+        driver = Path("/proc/driver/nvidia/version")
+        found |= {
+            "gpu": gpu.name,
+            "gpu_memory_gib": round(gpu.total_memory / 2**30, 1),
+            "cuda": torch.version.cuda,
+            "driver": driver.read_text().splitlines()[0] if driver.is_file() else None,
+        }
+    return found
