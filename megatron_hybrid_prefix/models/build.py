@@ -123,6 +123,8 @@ def _transformer_config(config: HybridModelConfig, platform: Platform, overrides
             moe_router_load_balancing_type="none",
             moe_token_dispatcher_type="alltoall",
             moe_grouped_gemm=platform.has_transformer_engine,
+            # Megatron's default needs NVLink multicast.
+            inference_moe_token_dispatcher_type="nccl",
         )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="full scope is deprecated")  # about its own default

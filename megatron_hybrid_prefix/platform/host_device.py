@@ -161,6 +161,11 @@ def causal_mask(sq: int) -> torch.Tensor:
     return torch.ones(sq, sq, dtype=torch.bool).triu(diagonal=1)
 
 
+def move_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """``maybe_move_tensor_to_cpu``, whose callers need an array where they ask for one."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
 _FACTORIES = ("arange", "empty", "empty_like", "full", "full_like", "ones", "tensor", "zeros", "zeros_like")
 
 

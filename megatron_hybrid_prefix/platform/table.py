@@ -145,6 +145,13 @@ HOST_MEGATRON = (
         why="attention outside the dynamic path, as drafting tokens has it, makes its mask on 'cuda'",
         same_signature=True,
     ),
+    Rebinding(
+        owner=f"{CORE}.transformer.moe.token_dispatcher",
+        name="maybe_move_tensor_to_cpu",
+        make=_to(host.move_to_host),
+        why="sizes of the exchange between experts become arrays only on their way from a GPU",
+        same_signature=True,
+    ),
     _triton(DYNAMIC_CONTEXT, "triton_append_key_value_cache", "kv_append"),
     _triton(MIXER, "mamba_chunk_scan_combined_varlen", "ssd"),
     _triton(MIXER, "causal_conv1d_update", "conv"),
