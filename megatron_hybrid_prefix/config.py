@@ -21,12 +21,15 @@ class HybridPrefixConfig:
             differences are logged and counted. Costs what those hits would have saved.
         state_dtype: Type of the SSM states, live and kept: "float32" or "bfloat16"; None: the parameters'. (Windows of the
             convolution are inputs of the layer, and stay in the parameters' type.)
+        check_ranks: Before each forward, compare what the cache decided on all tensor- and pipeline-parallel ranks, and
+            stop with the first difference. For tests and for hunting a bug: it waits for all ranks.
     """
 
     mamba_gb: float
     eviction_policy: EvictionPolicyName = "lru"
     verify_hits: float = 0.0
     state_dtype: StateDtypeName | None = None
+    check_ranks: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.mamba_gb < float("inf"):

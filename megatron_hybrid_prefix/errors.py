@@ -15,3 +15,7 @@ class CapacityError(RuntimeError):
 
 class CacheCorruptionError(RuntimeError):
     """An invariant of the cache does not hold (see ``check_integrity``)."""
+
+
+class RankDisagreementError(RuntimeError):
+    """Tensor- or pipeline-parallel ranks took different decisions (see ``check_ranks``)."""

@@ -5,6 +5,7 @@ Stages of a pipeline may hold different numbers of layers that recur, or none.
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
@@ -161,3 +162,17 @@ def test_a_budget_that_is_too_small_on_one_stage_is_refused_on_all(launch, layou
     refusals = launch(layout)[1]
     assert len(refusals) == layout[0] * layout[1]
     assert all(line.startswith("ValueError: buffer_size_gb=") and "is too small" in line for line in refusals)
+
+
+@pytest.mark.parametrize("layout", PATTERNS, ids=name_of)
+def test_ranks_that_decide_differently_stop_with_both_decisions(launch, layout):
+    ranks = [found["disagreement"] for found in launch(layout)[0]]
+    assert len(set(ranks)) == 1
+    last = len(ranks) - 1
+    assert "\n" not in ranks[0]
+    assert re.fullmatch(
+        r"ranks decide differently: rank 0: request 1 shares KV blocks \[\d+\], gets \[\d+\], computes \[64, 66\) from "
+        rf"slot \d+, keeps \[\]; rank {last}: request 1 shares KV blocks \[\], gets \[\d+, \d+\], computes \[0, 66\) "
+        r"from slot None, keeps \[\]",
+        ranks[0],
+    ), ranks[0]

@@ -28,7 +28,7 @@ from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.requests import StepPlan
-from megatron_hybrid_prefix.mcore.agreement import min_over_model_ranks
+from megatron_hybrid_prefix.mcore.agreement import DecisionLog, min_over_model_ranks
 from megatron_hybrid_prefix.mcore.blocks import HybridPrefixBlockAllocator
 from megatron_hybrid_prefix.mcore.metadata import ChunkGrid, HybridPrefixMambaMetadata, PrefillSpan
 from megatron_hybrid_prefix.mcore.request_keys import RequestKeyBook, RequestKeys
@@ -68,6 +68,7 @@ class HybridPrefixContext(DynamicInferenceContext):
     prefix_cache: HybridPrefixCache | None = None
     state_pool: StatePool | None = None
     _prefix_config: HybridPrefixConfig | None = None
+    _decisions: DecisionLog | None = None
 
     def __init__(
         self,
@@ -93,6 +94,7 @@ class HybridPrefixContext(DynamicInferenceContext):
         if prefix is None:
             return
         self.enable_prefix_caching = True
+        self._decisions = DecisionLog(inference_config.pg_collection) if prefix.check_ranks else None
         blocks = self.kv_block_allocator
         self.prefix_cache = HybridPrefixCache(
             block_tokens=self.block_size_tokens,
@@ -292,7 +294,13 @@ class HybridPrefixContext(DynamicInferenceContext):
         if source_slot is not None:
             self._pending_mamba_zeros.pop()  # megatron would zero the live slot; this forward reads the checkpoint
         start = int(self.request_kv_length_offsets[row])
-        self._step_plans[request_id] = cache.plan(request_id, start, start + int(self.request_query_lengths[row]))
+        plan = cache.plan(request_id, start, start + int(self.request_query_lengths[row]))
+        self._step_plans[request_id] = plan
+        if self._decisions is not None:
+            self._decisions.note(
+                f"request {request_id} shares KV blocks {shared}, gets {own}, computes [{start}, {plan.end_tokens}) from "
+                f"slot {plan.source_slot}, keeps {[(c.position_tokens, c.slot) for c in plan.checkpoints]}"
+            )
 
     def _check_room(self, req: DynamicInferenceRequest, computed_tokens: int) -> None:
         """Megatron raises these after it has taken blocks, and loses them."""
@@ -315,11 +323,24 @@ class HybridPrefixContext(DynamicInferenceContext):
             return super().initialize_attention_state(**kwargs)
         if self._forward_failed:
             raise RuntimeError("a forward failed and left half-written states: call engine.reset() before going on")
+        if self._decisions is not None:
+            self._compare_decisions()
         self.mamba_metadata.prefill_spans = self._prefill_spans
         result = super().initialize_attention_state(**kwargs)
         self._forward_running = True
         self._allow_one_token_prefills()
         return result
+
+    def _compare_decisions(self) -> None:
+        rows = slice(0, self.total_request_count)
+        stats = self.prefix_cache.stats()
+        self._decisions.note(
+            f"forward of requests {self.request_ids[rows].tolist()} ({self.paused_request_count} paused) in live slots "
+            f"{self.mamba_metadata.request_to_mamba_state_idx[rows].tolist()} with KV blocks "
+            f"{[[block for block in row if block != -1] for row in self.request_to_kv_block_ids[rows].tolist()]}; "
+            f"{self.prefix_cache.available_blocks} KV blocks available, {stats.slots_used} slots used"
+        )
+        self._decisions.compare()
 
     def _prefill_spans(self, sequences: int) -> list[PrefillSpan]:
         """The last ``sequences`` active rows: what each computes in this step, and the cache's plan for it."""

@@ -12,6 +12,7 @@ from zlib import crc32
 import torch.distributed as dist
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from megatron_hybrid_prefix.errors import RankDisagreementError
 from megatron_hybrid_prefix.mcore.agreement import min_over_model_ranks
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
@@ -61,11 +62,11 @@ def budgets(config, pattern, tp, pp, *, slots, blocks):
 class Session:
     """One engine, with or without the cache; notes after every step what was decided."""
 
-    def __init__(self, model, pattern, tp, pp, *, mode, slots, blocks=200, cached=True, **fields):
+    def __init__(self, model, pattern, tp, pp, *, mode, slots, blocks=200, cached=True, check_ranks=False, **fields):
         mamba_gb, buffer_size_gb = budgets(model.hybrid_config, pattern, tp, pp, slots=slots, blocks=blocks)
         self.engine = build_engine(
             model,
-            HybridPrefixConfig(mamba_gb=mamba_gb) if cached else None,
+            HybridPrefixConfig(mamba_gb=mamba_gb, check_ranks=check_ranks) if cached else None,
             max_requests=ROWS,
             max_sequence_length=512,
             block_size_tokens=BLOCK_TOKENS,
@@ -189,6 +190,8 @@ def run_scenario(name, model, pattern, tp, pp, mode, *, cached=True, damaged=Fal
         "chunked": {"enable_chunked_prefill": True, "max_tokens": 256},
         "preempted": {"blocks": 8},
     }[name]
+    # The last scenario also compares as the check for users does.
+    fields["check_ranks"] = name == "preempted"
     session = Session(model, pattern, tp, pp, mode=mode, slots=SLOTS[name], cached=cached, **fields)
     if damaged:
         damage_sources(session.engine.context)
@@ -222,6 +225,22 @@ def agreements():
     return [[min_over_model_ranks(values[dist.get_rank()], given) for given in (None, groups)] for values in said]
 
 
+def disagreement(pattern, tp, pp, platform):
+    """What every rank says when the last one, alone, does not read the cache."""
+    model = build(pattern, tp, pp, platform)
+    session = Session(model, pattern, tp, pp, mode="legacy", slots=8, check_ranks=True)
+    prompt = random_tokens(BLOCK_TOKENS + 2, seed=1)
+    session.send(prompt)
+    params = greedy(4)
+    params.add_attributes({"cache_read": dist.get_rank() != dist.get_world_size() - 1})
+    session.engine.add_request(session.sent, prompt, params)
+    try:
+        session.run()
+    except RankDisagreementError as error:
+        return str(error)
+    return "nothing"
+
+
 def refusal(pattern, tp, pp, platform):
     """What this rank says to live states that fit on some stages only; called last, as ranks may part here."""
     model = build(pattern, tp, pp, platform)
@@ -237,6 +256,7 @@ def main(out, tp, pp, *patterns):
     platform = ensure_platform(tp=tp, pp=pp, device="cpu", timeout_s=60)
     found = {pattern: layout_findings(pattern, tp, pp, platform) for pattern in patterns}
     found["agreements"] = agreements()
+    found["disagreement"] = disagreement(patterns[0], tp, pp, platform)
     write_findings(out, found)
     with open(f"{out}.refusal{dist.get_rank()}", "w") as file:
         file.write(refusal(patterns[-1], tp, pp, platform))
