@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron_hybrid_prefix.ops.slot_copies import copy_slots
 from megatron_hybrid_prefix.pool.layout import StateLayout
 
 
@@ -49,13 +50,14 @@ class StatePool:
         """
         self._check(slots)
         for tensor in self.tensors.values():
-            tensor[:, list(slots)] = 0
+            tensor.index_fill_(1, self._on_device(slots), 0)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies states bit by bit; all are read before any is written.
+        """Copies states bit by bit.
 
         Raises:
-            ValueError: There is no such slot, or no source to a target, or two of them; nothing is written.
+            ValueError: There is no such slot, or no source to a target, or two of them, or a target is the source of
+                another copy; nothing is written.
         """
         if len(sources) != len(targets):
             raise ValueError(f"{len(sources)} sources and {len(targets)} targets")
@@ -63,8 +65,18 @@ class StatePool:
             raise ValueError(f"targets {list(targets)}: one slot twice")
         self._check(sources)
         self._check(targets)
+        overwritten = {source for source, target in zip(sources, targets, strict=True) if source != target}
+        if overwritten & set(targets):
+            raise ValueError(f"slots {sorted(overwritten & set(targets))} are both copied and written")
+        source_slots, target_slots = self._on_device(sources), self._on_device(targets)
         for tensor in self.tensors.values():
-            tensor[:, list(targets)] = tensor[:, list(sources)]
+            copy_slots(tensor, tensor, source_slots, target_slots)
+
+    def _on_device(self, slots: Sequence[int]) -> torch.Tensor:
+        """Ids for a kernel, without waiting for the device."""
+        device = next(iter(self.tensors.values())).device
+        ids = torch.tensor(slots, dtype=torch.int64)
+        return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ids
 
     def _check(self, slots: Sequence[int]) -> None:
         # As an index, -1 ("no slot") would silently mean the last one.

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_hybrid_prefix.ops.conv_windows import write_conv_windows
+from megatron_hybrid_prefix.ops.slot_copies import copy_slots
 from megatron_hybrid_prefix.ops.state_passing import pass_states
 
 NAN = float("nan")
@@ -171,3 +172,37 @@ def test_resuming_has_the_same_bits(device, dtype):
         assert torch.equal(whole[6:], resumed) and torch.equal(pool[1], pool[2])
     unkept = run(0, source=0, live=3, keep=None)  # what is kept has no influence on what is computed
     assert torch.equal(whole, unkept) and torch.equal(pool[1], pool[3])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(40, 4), (3, 5), (3, 40, 48)])
+def test_slot_copies(device, dtype, shape):
+    """Within a pool, and from one (layers, slots, accepted tokens) to another: bit-equal, and nothing else is touched."""
+    layers, bits = 3, {4: torch.int32, 2: torch.int16}[dtype.itemsize]
+    for seed in range(20):
+        dice = random.Random(seed)
+        generator = torch.Generator().manual_seed(seed)
+        whole = torch.randint(-(2**15), 2**15, (layers, 2, SLOTS, *shape), generator=generator, dtype=bits).to(device)
+        pool = whole.view(dtype)[:, seed % 2]  # any bits, NaNs among them; strided over layers
+        other = (
+            torch.randint(-(2**15), 2**15, (layers, 7, *shape), generator=generator, dtype=bits).to(device).view(dtype)
+        )
+        slots = dice.sample(range(SLOTS), 12)
+        for source, sources in ((pool, slots[6:]), (other, dice.choices(range(7), k=6))):
+            targets = slots[:6]
+            sources[1], targets[2] = -1, -1  # no copy
+            expected, others = pool.view(bits).clone(), whole[:, 1 - seed % 2].clone()
+            for one, to in zip(sources, targets, strict=True):
+                if one >= 0 and to >= 0:
+                    expected[:, to] = source.view(bits)[:, one]
+            copy_slots(source, pool, torch.tensor(sources, device=device), torch.tensor(targets, device=device))
+            assert torch.equal(pool.view(bits), expected)
+            assert torch.equal(whole[:, 1 - seed % 2], others)
+
+
+def test_slot_copies_of_unlike_states_are_refused():
+    slots = torch.tensor([0])
+    for other in (torch.zeros(2, 3, 5), torch.zeros(1, 3, 4), torch.zeros(2, 3, 4, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match="cannot be copied"):
+            copy_slots(torch.zeros(2, 3, 4), other, slots, slots)

@@ -1,0 +1,104 @@
+"""Copies of whole states between slots, in one launch over all layers and all slots."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a machine without Triton has no CUDA device either
+    triton = None
+
+_BLOCK = 2048  # words of 8 bytes
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+def copy_slots(
+    source: torch.Tensor, target: torch.Tensor, source_slots: torch.Tensor, target_slots: torch.Tensor
+) -> None:
+    """``target[:, target_slots[i]] = source[:, source_slots[i]]`` for every i, bit by bit.
+
+    No slot of ``target`` may be written twice, nor be read for another copy.
+
+    Args:
+        source: (layers, slots, *shape), strided over layers and slots, contiguous inside a slot.
+        target: (layers, slots, *shape), the same way; may be ``source``.
+        source_slots: (copies,) int64; negative: no copy.
+        target_slots: (copies,) int64; negative: no copy.
+
+    Raises:
+        ValueError: Layers, shapes or types of ``source`` and ``target`` differ.
+    """
+    if source.shape[0] != target.shape[0] or source.shape[2:] != target.shape[2:] or source.dtype != target.dtype:
+        raise ValueError(
+            f"states {tuple(source.shape)} {source.dtype} cannot be copied to {tuple(target.shape)} {target.dtype}"
+        )
+    copies = source_slots.shape[0]
+    if not source.is_cuda:
+        _copy_slots_reference(source, target, source_slots, target_slots)
+        return
+    if not copies or not target.numel():
+        return
+    assert source[0, 0].is_contiguous() and target[0, 0].is_contiguous()
+    source, target = _as_words(source, target)
+    words = source.shape[2]
+    _copy_slots_kernel[(triton.cdiv(words, _BLOCK), source.shape[0], copies)](
+        source,
+        target,
+        source_slots,
+        target_slots,
+        words,
+        source.stride(0),
+        source.stride(1),
+        target.stride(0),
+        target.stride(1),
+        BLOCK=_BLOCK,
+    )
+
+
+def _as_words(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """(layers, slots, words) views, in the widest integers that sizes and strides of all are multiples of."""
+    strides_bytes = [tensor.stride(dim) * tensor.element_size() for tensor in tensors for dim in (0, 1)]
+    slot_bytes = math.prod(tensors[0].shape[2:]) * tensors[0].element_size()
+    offsets_bytes = [tensor.storage_offset() * tensor.element_size() for tensor in tensors]
+    step = math.gcd(slot_bytes, *strides_bytes, *offsets_bytes)
+    word = next(dtype for dtype in _WORDS if step % dtype.itemsize == 0)
+    return [tensor.flatten(2).view(word) for tensor in tensors]
+
+
+def _copy_slots_reference(source, target, source_slots, target_slots) -> None:
+    """The same in plain PyTorch."""
+    wanted = (source_slots >= 0) & (target_slots >= 0)
+    target[:, target_slots[wanted]] = source[:, source_slots[wanted]]
+
+
+if triton is not None:
+
+    @triton.jit
+    def _copy_slots_kernel(
+        source_ptr,  # (layers, slots, words), strided over layers and slots
+        target_ptr,
+        source_slots_ptr,
+        target_slots_ptr,
+        words,
+        source_stride_layer: tl.int64,
+        source_stride_slot: tl.int64,
+        target_stride_layer: tl.int64,
+        target_stride_slot: tl.int64,
+        BLOCK: tl.constexpr,
+    ):
+        """One program: BLOCK words of one copy in one layer."""
+        offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        layer = tl.program_id(1).to(tl.int64)
+        source_slot = tl.load(source_slots_ptr + tl.program_id(2)).to(tl.int64)
+        target_slot = tl.load(target_slots_ptr + tl.program_id(2)).to(tl.int64)
+        mask = (offsets < words) & (source_slot >= 0) & (target_slot >= 0)
+        values = tl.load(
+            source_ptr + layer * source_stride_layer + source_slot * source_stride_slot + offsets, mask=mask, other=0
+        )
+        tl.store(
+            target_ptr + layer * target_stride_layer + target_slot * target_stride_slot + offsets, values, mask=mask
+        )
