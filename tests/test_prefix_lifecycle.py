@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.inference.config import KVCacheManagementMode
+from megatron.core.inference.engines import DynamicInferenceEngine
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_hybrid_prefix.models import build_hybrid_model
@@ -145,6 +146,40 @@ def test_requests_in_every_state_live_through_a_suspension(model, management, mo
         assert cached == [2 * BLOCK, 0, 2 * BLOCK, 2 * BLOCK]
     assert served.send(prefix + tokens(4, 12, seed=5)).num_cached_tokens >= 2 * BLOCK
     served.check()
+
+
+@each_mode
+def test_a_capture_on_resume_starts_running_requests_over_and_says_so(model, mode, monkeypatch, caplog):
+    """CUDA graphs are captured again where offloaded buffers may come back elsewhere; that resets the context."""
+    served = Served(
+        model,
+        kv_cache_management_mode=OFFLOAD,
+        async_sched_mode=mode,
+        enable_chunked_prefill=True,
+        max_tokens=2 * BLOCK,
+        max_requests=3,
+    )
+    prefix = tokens(2, 0, seed=1)
+    served.send(prefix + tokens(0, 9, seed=2))
+    running = [served.add(prefix + tokens(0, 7, seed=3), 30), served.add(tokens(1, 20, seed=4), 30)]
+    aborted = served.add(tokens(1, 3, seed=7), 30)
+    served.step(4)
+    assert served.engine.abort_request(aborted)
+    chunked = served.add(tokens(6, 11, seed=5), 5)
+    waiting = served.add(prefix + tokens(0, 30, seed=6), 5)
+    served.step(2)
+    assert served.context.chunked_prefill_request_id == chunked
+    served.engine.cuda_graph_impl = "local"
+    monkeypatch.setattr(DynamicInferenceEngine, "create_cuda_graphs", lambda engine: engine.context.reset())
+    kept = served.context.prefix_stats().slots_used
+    with caplog.at_level("WARNING"):
+        served.suspend_and_resume()
+    said = f"forgets {kept} cached states and starts {len(running)} running requests over"
+    assert kept and sum(said in record.message for record in caplog.records) == 1
+    served.run()
+    served.check(*running, chunked, waiting)
+    served.check_drained()
+    assert served.send(prefix + tokens(0, 12, seed=5)).num_cached_tokens == 2 * BLOCK
 
 
 @each_mode

@@ -6,6 +6,8 @@ Weights epochs, requests that are preempted or aborted, and forwards that fail. 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
     from megatron.core.inference.inference_request import DynamicInferenceRequest
     from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
+
+logger = logging.getLogger(__name__)
 
 
 class HybridPrefixEngine(DynamicInferenceEngine):
@@ -57,23 +61,59 @@ class HybridPrefixEngine(DynamicInferenceEngine):
         # The next step hands these out; megatron would take them for running ones.
         over = {request_id: self.requests.pop(request_id) for request_id in self.failed_request_ids}
         if recompute:
-            for request_id in self.waiting_request_ids:
-                request = self.get_request(request_id)
-                if request.finished_chunk_token_count:
-                    request.num_cached_tokens = 0
-                    request.prompt_log_probs = request.generated_log_probs = None
-                    request.prompt_top_n_logprobs = request.generated_top_n_logprobs = None
+            self._forget_chunks(self.waiting_request_ids)
         super().suspend()
         self.requests |= over
         if recompute:
             self._drop_pending_logits()
-            for request_id in sorted(self._aborting):
-                self.resume_request_ids.remove(request_id)
-                self._finish_aborted(request_id)
+            self._finish_aborted_on_resume()
+
+    def create_cuda_graphs(self, *args: Any, **kwargs: Any) -> Any:
+        """See upstream. A capture resets the context; what that costs is said, and running requests start over.
+
+        Resuming captures again where buffers were offloaded and their addresses changed; megatron would forget the running
+        requests.
+        """
+        if self.cuda_graph_impl == "local" and self._has_cache and self._is_suspended:
+            self._prepare_for_reset()
+        return super().create_cuda_graphs(*args, **kwargs)
+
+    def _prepare_for_reset(self) -> None:
+        running = sorted(set(self.requests) - {*self.resume_request_ids, *self.failed_request_ids})
+        stats = self.context.prefix_stats()
+        if running or stats.slots_used:
+            logger.warning(
+                "capturing CUDA graphs forgets %d cached states and starts %d running requests over; "
+                "static_kv_memory_pointers=True keeps them",
+                stats.slots_used,
+                len(running),
+            )
+        self._forget_chunks([*running, *self.resume_request_ids])
+        for request_id in running:
+            self.requests[request_id].record.checkpoint()
+        self.resume_request_ids = [*running, *self.resume_request_ids]
+        self._drop_pending_logits()
+        self._finish_aborted_on_resume()
+
+    def _forget_chunks(self, request_ids: Iterable[int]) -> None:
+        """Prompts that were computed in part will be computed whole."""
+        for request_id in request_ids:
+            request = self.get_request(request_id)
+            if request.finished_chunk_token_count:
+                request.remaining_prompt_tokens = request.prompt_tokens
+                request.finished_chunk_token_count = request.num_cached_tokens = 0
+                request.prompt_log_probs = request.generated_log_probs = None
+                request.prompt_top_n_logprobs = request.generated_top_n_logprobs = None
+
+    def _finish_aborted_on_resume(self) -> None:
+        for request_id in sorted(self._aborting):
+            self.resume_request_ids.remove(request_id)
+            self._finish_aborted(request_id)
 
     @property
     def _is_suspended(self) -> bool:
-        return self.state in (EngineState.SUSPENDED, EngineState.SUSPENDING)
+        # No state yet while megatron's constructor captures.
+        return getattr(self, "state", None) in (EngineState.SUSPENDED, EngineState.SUSPENDING)
 
     def _drop_pending_logits(self) -> None:
         # Async scheduling keeps the logits of a forward for the next step; megatron forgets that its rows are gone.
