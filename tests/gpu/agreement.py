@@ -55,9 +55,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", default="small")
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--out", required=True)
     arguments = parser.parse_args()
-    platform = ensure_platform(tp=arguments.tp)
+    platform = ensure_platform(tp=arguments.tp, pp=arguments.pp)
 
     from megatron.core.inference.sampling_params import SamplingParams
 
@@ -82,7 +83,7 @@ def main() -> None:
             ("batched", batched, 1, {}),
             ("chunked", alone, 2, {"enable_chunked_prefill": True, "max_tokens": PREFIX_TOKENS}),
             ("upstream", alone, 1, {"enable_prefix_caching": True, "prefix_caching_mamba_gb": 6.0}),
-            ("ours", alone, 1, {"prefix": HybridPrefixConfig(mamba_gb=6.0)}),
+            ("ours", alone, 1, {"prefix": HybridPrefixConfig(mamba_gb=6.0, check_ranks=True)}),
         ):
             engine = build_engine(model, **(fields | extra))
             rows[name], report[f"tokens_{name}"] = next_log_probs(engine, work, sampling, steps)

@@ -5,36 +5,20 @@ The noise is measured in the same run: the same prompts with caching off, comput
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+from tests.gpu.launch import run_script
+
 pytestmark = pytest.mark.gpu
-WORKER = Path(__file__).parent / "agreement.py"
 NEMOTRON_BYTES = 40 << 30
 
 
-def run(tmp_path_factory, preset: str, tp: int):
+def run(tmp_path_factory, preset: str, tp: int = 1, pp: int = 1):
     """What the worker saved for this preset and layout."""
-    out = tmp_path_factory.mktemp("agreement") / f"{preset}-{tp}.pt"
-    launcher = [sys.executable]
-    if tp > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(tp)]
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    result = subprocess.run(
-        [*launcher, str(WORKER), "--preset", preset, "--tp", str(tp), "--out", str(out)],
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "4"},
-        capture_output=True,
-        text=True,
-        timeout=550,
-    )
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    print(result.stdout.strip().splitlines()[-1])
+    out = tmp_path_factory.mktemp("agreement") / f"{preset}-{tp}-{pp}.pt"
+    printed = run_script("agreement.py", "--preset", preset, "--tp", tp, "--pp", pp, "--out", out, ranks=tp * pp)
+    print(printed.strip().splitlines()[-1])
     return torch.load(out)
 
 
@@ -42,7 +26,7 @@ def run(tmp_path_factory, preset: str, tp: int):
 def one(request, tmp_path_factory):
     if request.param != "small" and torch.cuda.get_device_properties(0).total_memory < NEMOTRON_BYTES:
         pytest.skip("needs 40 GiB of GPU memory")
-    return run(tmp_path_factory, request.param, 1)
+    return run(tmp_path_factory, request.param)
 
 
 def error(rows: torch.Tensor, reference: torch.Tensor) -> float:
@@ -71,11 +55,14 @@ def test_generates_and_caching_agrees_within_noise(one):
     assert wrong > 10 * max(noise, 1e-3)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_tp_2_agrees_with_tp_1(one, tmp_path_factory):
-    two = run(tmp_path_factory, one["report"]["preset"], 2)
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 1), (1, 2)], ids=["tp2", "tp4", "pp2"])
+def test_several_gpus_agree_with_one(one, tmp_path_factory, tp, pp):
+    if torch.cuda.device_count() < tp * pp:
+        pytest.skip(f"needs {tp * pp} GPUs")
+    several = run(tmp_path_factory, one["report"]["preset"], tp, pp)
     noise = error(one["rows"]["chunked"], one["rows"]["alone"])
-    split = error(two["rows"]["alone"], one["rows"]["alone"])
-    ours = error(two["rows"]["ours"], one["rows"]["alone"])
-    print(f"{one['report']['preset']}: noise {noise:.5f}, TP=2 against TP=1 {split:.5f}, with our cache {ours:.5f}")
+    split = error(several["rows"]["alone"], one["rows"]["alone"])
+    ours = error(several["rows"]["ours"], one["rows"]["alone"])
+    print(f"{one['report']['preset']}: noise {noise:.5f}, tp={tp} pp={pp} {split:.5f}, with our cache {ours:.5f}")
+    assert several["report"]["computed_tokens_ours"] == one["report"]["computed_tokens_ours"]
     assert max(split, ours) <= 2.0 * noise

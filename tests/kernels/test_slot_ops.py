@@ -206,3 +206,34 @@ def test_slot_copies_of_unlike_states_are_refused():
     for other in (torch.zeros(2, 3, 5), torch.zeros(1, 3, 4), torch.zeros(2, 3, 4, dtype=torch.bfloat16)):
         with pytest.raises(ValueError, match="cannot be copied"):
             copy_slots(torch.zeros(2, 3, 4), other, slots, slots)
+
+
+@pytest.mark.gpu
+def test_slots_beyond_two_to_the_31_elements():
+    """A pool of production size: offsets need 64 bits."""
+    heads, headdim, d_state, slots = 128, 64, 128, 2100
+    pool = torch.empty(slots, heads, headdim, d_state, dtype=torch.bfloat16, device="cuda")
+    low, live, kept = 0, slots - 1, slots - 2
+    for slot in (low, live, kept):
+        pool[slot] = NAN
+    source = slots - 3
+    pool[source] = torch.randn(heads, headdim, d_state, device="cuda").bfloat16()
+    one = {name: torch.tensor(value, device="cuda") for name, value in (("first_chunks", [0, 1]),)}
+    slots_of = {"source_slots": [source], "live_slots": [live], "chunk_slots": [kept]}
+    one |= {name: torch.tensor(value, device="cuda") for name, value in slots_of.items()}
+    added = torch.zeros(1, heads, headdim * d_state, device="cuda")
+    pass_states(added, torch.zeros(heads, 1, CHUNK_TOKENS, device="cuda"), pool, **one)
+    copy_slots(pool[None], pool[None], torch.tensor([source], device="cuda"), torch.tensor([low], device="cuda"))
+    assert all(torch.equal(pool[slot], pool[source]) for slot in (live, kept, low))
+    dim, d_conv = 10240, 4
+    windows = torch.empty(2**31 // (dim * d_conv) + 3, dim, d_conv, dtype=torch.bfloat16, device="cuda")
+    last = windows.shape[0] - 1
+    windows[last - 2], windows[last - 1 :] = 1.0, NAN
+    one = {
+        name: torch.tensor(value, device="cuda") for name, value in (("first_chunks", [0, 1]), ("chunk_bounds", [0, 1]))
+    }
+    slots_of = {"source_slots": [last - 2], "live_slots": [last], "chunk_slots": [last - 1]}
+    one |= {name: torch.tensor(value, device="cuda") for name, value in slots_of.items()}
+    write_conv_windows(torch.full((1, dim), 2.0, dtype=torch.bfloat16, device="cuda"), windows, **one)
+    expected = torch.tensor([1.0, 1.0, 1.0, 2.0], device="cuda").expand(dim, d_conv)
+    assert all(torch.equal(windows[slot].float(), expected) for slot in (last, last - 1))

@@ -1,0 +1,110 @@
+"""Answers with and without CUDA graphs, hits and misses, decode and mixed steps. Usage: ``graphs.py PRESET OUT.json``.
+
+Every engine has a model of its own: graphs are tied to the modules they were captured on.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from megatron_hybrid_prefix.mcore.runner import release_engine
+from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
+from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+from tests.engine_helpers import greedy, random_tokens
+
+NEW_TOKENS = 24
+PREFIX_TOKENS = 512
+
+
+def prompts(vocab_size):
+    """Groups that are sent together while the group before still decodes; most share a prefix."""
+    prefix = random_tokens(PREFIX_TOKENS, seed=1, vocabulary=vocab_size)
+    tails = ((3,), (1, 40), (2, 7, 100), (5, 64), (130,), (1, 2, 3, 4))
+    groups = []
+    for number, group in enumerate(tails):
+        own = [random_tokens(count, seed=10 * number + count, vocabulary=vocab_size) for count in group]
+        groups.append([tail if number == 3 else prefix + tail for tail in own])
+    return groups
+
+
+def run(preset, *, graphs, mode="legacy", together=True, **fields):
+    """Tokens and log-probs of every request, and how many steps of each kind replayed graphs."""
+    overrides = {"cuda_graph_impl": "local"} if graphs else {}
+    model = build_hybrid_model(preset, seed=0, **overrides)
+    if graphs:
+        fields["num_cuda_graphs"] = 8
+    engine = build_engine(
+        model,
+        HybridPrefixConfig(mamba_gb=0.5),
+        max_sequence_length=2048,
+        max_requests=16,
+        buffer_size_gb=2,
+        async_sched_mode=mode,
+        **fields,
+    )
+    context, finished, counts = engine.context, {}, {"prefill": 0, "decode": 0, "graph_prefill": 0, "graph_decode": 0}
+    addresses = {name: tensor.data_ptr() for name, tensor in context.state_pool.tensors.items()}
+    addresses["indices"] = context.mamba_metadata._indices.data_ptr()
+    initialize = context.initialize_attention_state
+
+    def counting(**kwargs):
+        result = initialize(**kwargs)
+        kind = "prefill" if context.num_prefill_requests else "decode"
+        counts[kind] += 1
+        counts[f"graph_{kind}"] += context.using_cuda_graph_this_step()
+        return result
+
+    context.initialize_attention_state = counting
+    with torch.inference_mode():
+        for group in prompts(get_preset(preset).vocab_size):
+            for prompt in group:
+                number = len(finished) + len(engine.requests)
+                engine.add_request(number, prompt, greedy(NEW_TOKENS))
+                if not together:
+                    steps(engine, finished)
+            steps(engine, finished, 6)
+        steps(engine, finished)
+    context.check_integrity()
+    now = {name: tensor.data_ptr() for name, tensor in context.state_pool.tensors.items()}
+    now["indices"] = context.mamba_metadata._indices.data_ptr()
+    assert now == addresses
+    found = {
+        "tokens": [list(map(int, finished[i].generated_tokens)) for i in sorted(finished)],
+        "log_probs": [list(finished[i].generated_log_probs) for i in sorted(finished)],
+        "cached_tokens": [finished[i].num_cached_tokens for i in sorted(finished)],
+        "counts": counts,
+    }
+    if graphs:
+        release_engine(engine)
+    return found
+
+
+def steps(engine, finished, count=None):
+    """Step to the end, or so many times."""
+    while engine.has_unfinished_requests() and count != 0:
+        for record in engine.step_modern()["finished_request_records"]:
+            request = record.merge()
+            finished[request.request_id] = request
+        count = None if count is None else count - 1
+
+
+def main(preset, out):
+    ensure_platform()
+    found = {"eager": run(preset, graphs=False), "alone": run(preset, graphs=False, together=False)}
+    for mode in ("legacy", "async"):
+        found[f"graphs_{mode}"] = run(preset, graphs=True, mode=mode)
+    if preset == "tiny":
+        found["eager_drafts"] = run("tiny-mtp", graphs=False, num_speculative_tokens=2)
+        found["graphs_drafts"] = run("tiny-mtp", graphs=True, num_speculative_tokens=2)
+    with open(out, "w") as file:
+        json.dump(found, file)
+    print({name: value["counts"] for name, value in found.items()})
+    shut_down()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

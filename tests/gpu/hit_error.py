@@ -1,0 +1,116 @@
+"""How far hits and misses in bfloat16 are from a float32 run, teacher-forced. Usage: ``hit_error.py PRESET PROMPTS``.
+
+Every prompt shares 1024 tokens and has 40 of its own; then 32 given tokens are decoded, and the log-prob of each is
+compared with that of a float32 model with the same weights and plain attention, which computes the whole at once.
+Prints JSON: mean |log-prob difference| of hits, of misses (caching off), and of misses computed in two chunks.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
+from megatron_hybrid_prefix.models.weights import mark_decode_caches_stale
+from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+from tests.engine_helpers import greedy, random_tokens
+
+PREFIX_TOKENS, OWN_TOKENS, FORCED_TOKENS, BATCH = 1024, 40, 32, 8
+
+
+def force_tokens(engine, wanted):
+    """The engine samples what ``wanted`` says next for each request, and notes the log-prob it gives it."""
+    controller, context = engine.controller, engine.context
+    original = controller._dynamic_step_sample_logits
+    found = {request_id: [] for request_id in wanted}
+
+    def forcing(*args, **kwargs):
+        result = original(*args, **kwargs)
+        ids = context.request_ids[context.paused_request_count : context.total_request_count].tolist()
+        logits = controller._all_logits_cuda[0, : len(ids)].float()
+        # What follows a chunk that is not a prompt's last is not used.
+        tokens = [0 if i == context.chunked_prefill_request_id else wanted[i][len(found[i])] for i in ids]
+        tokens = torch.tensor(tokens, device=logits.device)
+        chosen = torch.log_softmax(logits, dim=-1).gather(1, tokens[:, None])[:, 0].tolist()
+        for request_id, log_prob in zip(ids, chosen, strict=True):
+            if request_id != context.chunked_prefill_request_id:
+                found[request_id].append(log_prob)
+        controller._sampled_tokens_cuda[: len(ids)] = tokens
+        return result
+
+    controller._dynamic_step_sample_logits = forcing
+    return found
+
+
+def decoded(model, prompts, forced, prefix, **fields):
+    """Log-probs of the forced tokens, (prompts, FORCED_TOKENS), and how many prompt tokens were reused."""
+    fields = {"max_sequence_length": 2048, "max_requests": BATCH, "max_tokens": 16384, "buffer_size_gb": 4} | fields
+    engine = build_engine(model, prefix, **fields)
+    found = force_tokens(engine, dict(enumerate(forced)))
+    for start in range(0, len(prompts), BATCH):
+        for number in range(start, min(start + BATCH, len(prompts))):
+            engine.add_request(number, prompts[number], greedy(FORCED_TOKENS, return_log_probs=False))
+            if start == 0:  # one by one, so that the others find what the first two leave
+                steps(engine)
+        steps(engine)
+    reused = 0 if prefix is None else engine.context.prefix_stats().reused_tokens
+    return torch.tensor([found[number] for number in range(len(prompts))]), reused
+
+
+def steps(engine):
+    """Step to the end."""
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+
+
+def whole(model, prompts, forced):
+    """The same log-probs from one prefill of each prompt with its forced tokens."""
+    fields = {"max_sequence_length": 2048, "max_requests": 4, "buffer_size_gb": 2}
+    engine = build_engine(model, materialize_only_last_token_logits=False, **fields)
+    rows = []
+    for number, (prompt, tokens) in enumerate(zip(prompts, forced, strict=True)):
+        engine.add_request(number, prompt + tokens, greedy(1, return_log_probs=False))
+        engine.step_modern()
+        logits = engine.controller._all_logits_cuda[0, len(prompt) - 1 : len(prompt) + len(tokens) - 1].float()
+        targets = torch.tensor(tokens, device=logits.device)
+        rows.append(torch.log_softmax(logits, dim=-1).gather(1, targets[:, None])[:, 0].cpu())
+        steps(engine)
+    return torch.stack(rows)
+
+
+def main(preset, count, state_dtype=None):
+    platform = ensure_platform()
+    config = get_preset(preset, dtype="bfloat16")
+    model = build_hybrid_model(config, seed=0)
+    exact = build_hybrid_model(get_preset(preset, dtype="float32"), seed=0)
+    exact.load_state_dict(
+        {name: value for name, value in model.state_dict().items() if value is not None}, strict=False
+    )
+    mark_decode_caches_stale(exact)
+    vocabulary = config.vocab_size
+    shared = random_tokens(PREFIX_TOKENS, seed=1, vocabulary=vocabulary)
+    prompts = [shared + random_tokens(OWN_TOKENS, seed=100 + i, vocabulary=vocabulary) for i in range(int(count))]
+    forced = [random_tokens(FORCED_TOKENS, seed=10_000 + i, vocabulary=vocabulary) for i in range(int(count))]
+    prefix = HybridPrefixConfig(mamba_gb=2, state_dtype=state_dtype)
+    with torch.inference_mode():
+        right = whole(exact, prompts, forced)
+        hits, reused_tokens = decoded(model, prompts, forced, prefix)
+        misses, _ = decoded(model, prompts, forced, None)
+        chunked, _ = decoded(model, prompts, forced, None, enable_chunked_prefill=True, max_tokens=PREFIX_TOKENS)
+    hit_rows = slice(2, None)  # the first two computed all
+    errors = {
+        name: float((rows - right)[hit_rows].abs().mean())
+        for name, rows in (("hit", hits), ("miss", misses), ("chunked", chunked))
+    }
+    report = {"platform": platform.describe(), "preset": preset, "prompts": len(prompts), "state_dtype": state_dtype}
+    report |= {"forced_tokens": FORCED_TOKENS, "reused_tokens": reused_tokens, "errors": errors}
+    report["hit_over_miss"] = errors["hit"] / errors["miss"]
+    print(json.dumps(report))
+    shut_down()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,28 @@
+"""Start a script on this machine's GPUs, in a process of its own: the tests' own process has started the host platform."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+
+
+def run_script(script: str, *arguments: Any, ranks: int = 1, timeout_s: float = 550.0, **env: str) -> str:
+    """Run ``tests/gpu/SCRIPT ARGUMENTS...`` (under torchrun on several ranks); returns what it printed."""
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    path = os.pathsep.join(filter(None, (str(FOLDER.parents[1]), os.environ.get("PYTHONPATH"))))
+    result = subprocess.run(
+        [*launcher, str(FOLDER / script), *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "4"} | env,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert result.returncode == 0, f"{script}:\n{result.stdout[-3000:]}\n{result.stderr[-4000:]}"
+    return result.stdout

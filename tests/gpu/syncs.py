@@ -1,0 +1,105 @@
+"""Counts what makes the CPU wait for the GPU in steps of each engine, and runs the cache's own part where that is an error.
+
+Prints JSON: by engine and kind of step, how many synchronising calls torch warned of.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections import Counter
+from contextlib import contextmanager
+
+import torch
+
+from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from megatron_hybrid_prefix.models import build_hybrid_model
+from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+from tests.engine_helpers import greedy, random_tokens
+
+PREFIX_TOKENS = 1024
+
+
+@contextmanager
+def mode(name):
+    """``torch.cuda.set_sync_debug_mode`` while this is open."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode(name)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def forbid_syncs(engine):
+    """Plan, publish, and every part of a forward that this package runs: waiting for the GPU raises."""
+    context = engine.context
+    cache, metadata = context.prefix_cache, context.mamba_metadata
+    parts = [
+        (cache, ("match", "admit", "plan", "publish", "release", "can_admit")),
+        (context, ("keys_of", "_publish", "_prefill_spans", "_attach_blocks", "_check_room", "check_availability")),
+        (context, ("_allow_one_token_prefills", "_compute_prefix_match")),
+        (metadata, ("_cut_chunks", "copy_indices", "load_from_cpu")),
+    ]
+    parts += [
+        (module, ("_dynamic_inference_prefill",))
+        for module in engine.controller.inference_wrapped_model.model.modules()
+        if hasattr(module, "_dynamic_inference_prefill")
+    ]
+    called = Counter()
+
+    def forbidding(name, original):
+        def call(*args, **kwargs):
+            called[name] += 1
+            with mode("error"):
+                return original(*args, **kwargs)
+
+        return call
+
+    for owner, names in parts:
+        for name in names:
+            setattr(owner, name, forbidding(name, getattr(owner, name)))
+    metadata.prefill_spans = context._prefill_spans
+    return called
+
+
+def counted(engine, prompt, request_id):
+    """Synchronising calls of a request: its admission and first step, and each decode step after it (the least)."""
+    found = []
+    engine.add_request(request_id, prompt, greedy(6, return_log_probs=False))
+    while engine.has_unfinished_requests():
+        with warnings.catch_warnings(record=True) as caught, mode("warn"):
+            warnings.simplefilter("always")
+            engine.step_modern()
+        found.append(sum("synchronizing" in str(warning.message) for warning in caught))
+    return {"prefill": found[0], "decode": min(found[1:-1])}
+
+
+def main():
+    ensure_platform()
+    model = build_hybrid_model("small", seed=0)
+    fields = {"max_sequence_length": 4096, "max_requests": 8, "buffer_size_gb": 2}
+    prefix = random_tokens(PREFIX_TOKENS, seed=1)
+    found = {}
+    with torch.inference_mode():
+        for name, config in (("off", None), ("ours", HybridPrefixConfig(mamba_gb=1))):
+            engine = build_engine(model, config, **fields)
+            for repeat in range(2):  # the first compiles kernels, which may wait
+                if repeat == 1 and config is not None:
+                    called = forbid_syncs(engine)
+                first = [repeat, *prefix[:-1]]  # four blocks of 256, which the others share
+                for number, (kind, own) in enumerate((("whole", 0), ("short tail", 3), ("long tail", 300))):
+                    prompt = first + random_tokens(own, seed=2 + number)
+                    found[f"{name}, {kind}"] = counted(engine, prompt, 10 * repeat + number)
+        stats = engine.context.prefix_stats()
+        found |= {
+            "called": dict(called),
+            "reused_tokens": stats.reused_tokens,
+            "published": stats.checkpoints_published,
+        }
+    print(json.dumps(found))
+    shut_down()
+
+
+if __name__ == "__main__":
+    main()
