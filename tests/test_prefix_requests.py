@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
-from tests.engine_helpers import assert_matches
+from tests.engine_helpers import assert_matches, greedy
 from tests.lifecycle_helpers import BLOCK, MODES, IdTokenizer, Served, tokens
 
 each_mode = pytest.mark.parametrize("mode", MODES)
@@ -414,4 +415,28 @@ def test_read_and_write(model, mode):
     assert served.send(longer).num_cached_tokens == 2 * BLOCK
     assert served.send(longer).num_cached_tokens == 4 * BLOCK
     served.check()
+    served.check_drained()
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_as_text_ids_and_tensors_are_the_same_prompt(model):
+    served = Served(model, tokenizer=IdTokenizer())
+    ids = tokens(1, 9, seed=1)
+    for number, prompt in enumerate(
+        (" ".join(map(str, ids)), ids, torch.tensor(ids), torch.tensor(ids, dtype=torch.int32))
+    ):
+        served.engine.add_request(number, prompt, greedy(3))
+        served.run()
+        assert served.finished[number].num_cached_tokens == (BLOCK if number else 0)
+        assert served.finished[number].prompt_tokens.tolist() == ids
+    served.check()
+
+
+@pytest.mark.parametrize("prompt", [torch.zeros(2, 3, dtype=torch.int64), torch.zeros(3)])
+def test_other_tensors_are_refused(model, prompt):
+    served = Served(model)
+    with pytest.raises(ValueError, match="request 7: a prompt of shape"):
+        served.engine.add_request(7, prompt, greedy(3))
     served.check_drained()

@@ -15,14 +15,18 @@ from megatron.core.inference.config import KVCacheManagementMode
 from megatron.core.inference.contexts.dynamic_context import BlockOverflowError
 from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.inference.engines.dynamic_engine import EngineState
-from megatron.core.inference.inference_request import DynamicInferenceRequestRecord, Status
+from megatron.core.inference.inference_request import (
+    DynamicInferenceRequest,
+    DynamicInferenceRequestRecord,
+    Status,
+)
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
 from megatron_hybrid_prefix.mcore.mixer import use_slot_mixers
 
 if TYPE_CHECKING:
     from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
-    from megatron.core.inference.inference_request import DynamicInferenceRequest
+    from megatron.core.inference.sampling_params import SamplingParams
     from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 
 logger = logging.getLogger(__name__)
@@ -120,6 +124,33 @@ class HybridPrefixEngine(DynamicInferenceEngine):
         self.controller._async_sched_logits.clear()
 
     # -- requests ------------------------------------------------------------------------------------------------------
+
+    def add_request(
+        self, request_id: int, prompt: str | list[int] | torch.Tensor, sampling_params: SamplingParams | None = None
+    ) -> asyncio.Future[DynamicInferenceRequest]:
+        """See upstream. The prompt's tokens stay on the host, where keys are made and steps put together.
+
+        Megatron sends them to the device, and waits for them to come back for each of these.
+
+        Raises:
+            ValueError: A tensor is not (tokens,) integers. (Which device it is on does not matter.)
+        """
+        if not self._has_cache:
+            return super().add_request(request_id, prompt, sampling_params)
+        text = prompt if isinstance(prompt, str) else None
+        if text is not None:
+            prompt = self.controller.tokenize_prompt(self.controller.tokenizer, text, sampling_params.add_BOS)
+        if isinstance(prompt, torch.Tensor) and (prompt.dim() != 1 or prompt.is_floating_point()):
+            raise ValueError(f"request {request_id}: a prompt of shape {tuple(prompt.shape)} and type {prompt.dtype}")
+        request = DynamicInferenceRequest(
+            request_id=request_id,
+            prompt=text,
+            prompt_tokens=torch.as_tensor(prompt, dtype=torch.int64, device="cpu"),
+            sampling_params=sampling_params,
+            block_size_tokens=self.context.block_size_tokens,
+        )
+        request.enable_prefix_caching = True  # set afterwards: keys in place of megatron's hashes
+        return self._add_request(request)
 
     def _add_request(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:
         """See upstream; the keys of the prompt are made here, on arrival."""

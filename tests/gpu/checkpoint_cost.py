@@ -7,9 +7,9 @@ that resumes under the profiler: operators and copies that move as much as a lay
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import sys
+import tempfile
 from collections import Counter
 
 import torch
@@ -51,8 +51,8 @@ def first_step_ms(engine, request_id, prompt):
     return start.elapsed_time(end)
 
 
-def moved(engine, request_id, prompt, state_elements):
-    """Operators of the first step with an input as large as one layer's SSM state, and device-to-device copies."""
+def moved(engine, request_id, prompt):
+    """Of the first step: operators that move whole states, and the largest device-to-device copy in bytes."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     engine.add_request(request_id, prompt, greedy(2, return_log_probs=False))
     with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
@@ -60,17 +60,21 @@ def moved(engine, request_id, prompt, state_elements):
         torch.cuda.synchronize()
     while engine.has_unfinished_requests():
         engine.step_modern()
-    operators, copies = Counter(), Counter()
+    state_shapes = [tuple(tensor.shape[2:]) for tensor in engine.context.state_pool.tensors.values()]
+    operators = Counter()
     for event in profile.events():
-        shapes = [tuple(shape) for shape in event.input_shapes or () if shape]
-        large = [
-            s for s in shapes if math.prod(s) >= state_elements and s[-1:] == engine.context.mamba_ssm_states_shape[-1:]
-        ]
-        if large and any(part in event.name for part in MOVING):
-            operators[f"{event.name} {large[0]}"] += 1
-        if "Memcpy DtoD" in event.name:
-            copies[event.name] += 1
-    return dict(operators), dict(copies)
+        for shape in map(tuple, event.input_shapes or ()):
+            if any(shape[-len(state) :] == state for state in state_shapes) and any(
+                part in event.name for part in MOVING
+            ):
+                operators[f"{event.name} {shape}"] += 1
+    with tempfile.TemporaryDirectory() as folder:
+        profile.export_chrome_trace(f"{folder}/trace.json")
+        with open(f"{folder}/trace.json") as file:
+            events = json.load(file)["traceEvents"]
+    sizes = [event["args"].get("bytes", 0) for event in events if "Memcpy DtoD" in event.get("name", "")]
+    kernels = sum(event.get("cat") == "kernel" for event in events)
+    return dict(operators), max(sizes, default=0), kernels
 
 
 def main(preset, tokens, repeats):
@@ -99,14 +103,17 @@ def main(preset, tokens, repeats):
         wanted["on"] = True
         first_step_ms(engine, 10_000, last)
         reused = engine.context.prefix_stats().reused_tokens
-        state = math.prod(engine.context.mamba_ssm_states_shape)
         hit = last[: tokens // 2 + 256] + random_tokens(300, seed=7, vocabulary=vocabulary)
-        operators, copies = moved(engine, 10_001, hit, state)
+        operators, copied_bytes, kernels = moved(engine, 10_001, hit)
         reused = engine.context.prefix_stats().reused_tokens - reused
     medians = {name: statistics.median(values) for name, values in (("none", times[False]), ("four", times[True]))}
     report = {"platform": platform.describe(), "preset": preset, "tokens": tokens, "repeats": int(repeats)}
     report |= {"median_ms": medians, "four_over_none": medians["four"] / medians["none"]}
-    report |= {"hit_reused_tokens": reused, "moving_operators": operators, "device_copies": copies}
+    report |= {"hit_reused_tokens": reused, "moving_operators": operators, "largest_copy_bytes": copied_bytes}
+    report |= {
+        "kernels": kernels,
+        "state_bytes_of_a_layer": engine.context.state_layout.slot_bytes // engine.context.num_mamba_layers,
+    }
     print(json.dumps(report))
     shut_down()
 

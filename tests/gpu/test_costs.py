@@ -21,7 +21,7 @@ def report(script, *arguments, **env):
 def test_a_hit_is_as_near_to_float32_as_a_miss():
     found = report("hit_error.py", "small", 200, TRITON_F32_DEFAULT="ieee")
     assert found["prompts"] >= 200 and found["forced_tokens"] >= 32
-    assert found["reused_tokens"] == 198 * 1024
+    assert found["reused_tokens"] >= 198 * 1024
     assert found["hit_over_miss"] <= 1.05
 
 
@@ -29,5 +29,6 @@ def test_keeping_states_costs_no_time_and_moves_no_state():
     found = report("checkpoint_cost.py", "small", 8192, 30)
     assert found["four_over_none"] <= 1.01
     assert found["hit_reused_tokens"] == 4096
+    assert found["kernels"] > 100  # the profiler saw the step
     assert found["moving_operators"] == {}
-    assert found["device_copies"] == {}
+    assert found["largest_copy_bytes"] < 0.1 * found["state_bytes_of_a_layer"]
