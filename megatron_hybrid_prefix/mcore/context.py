@@ -365,7 +365,7 @@ class HybridPrefixContext(DynamicInferenceContext):
         """See upstream; sources and writes of the states go first, so that its event guards them too."""
         pending = getattr(self, "_pending_mamba_transfer", None)
         if self.prefix_cache is not None and pending is not None and pending["padded_prefill_count"]:
-            self.mamba_metadata.copy_indices(non_blocking=record_done_event)
+            self.mamba_metadata.copy_indices()
         return super().transfer_bookkeeping_to_gpu(skip_token_input_ids, record_done_event)
 
     # -- publish -------------------------------------------------------------------------------------------------------

@@ -124,9 +124,9 @@ class HybridPrefixMambaMetadata(MambaMetadata):
             self._cut_chunks(self.prefill_spans(batch_dimensions.prefill_req_count), chunks, sequences)
         return result
 
-    def copy_indices(self, *, non_blocking: bool) -> None:
+    def copy_indices(self) -> None:
         """Sources and targets to the device; megatron's own copy, which follows, guards the pinned source."""
-        self._indices.copy_(self._host_indices, non_blocking=non_blocking)
+        self._indices.copy_(self._host_indices, non_blocking=True)
 
     def load_from_cpu(self, d: dict) -> None:
         """See upstream."""

@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import torch
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # a machine without Triton has no CUDA device either
-    triton = None
+from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel, tl, triton
 
 _BLOCK = 256
 
@@ -40,7 +36,7 @@ def write_conv_windows(
         live_slots: (sequences,) int64, where its final window goes; negative: nowhere.
         chunk_slots: (chunks,) int64, where the window after a chunk goes too; negative: nowhere.
     """
-    if not inputs.is_cuda:
+    if not runs_kernel(inputs):
         _write_conv_windows_reference(
             inputs, windows, first_chunks, chunk_bounds, source_slots, live_slots, chunk_slots
         )

@@ -6,11 +6,7 @@ import math
 
 import torch
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # a machine without Triton has no CUDA device either
-    triton = None
+from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel, tl, triton
 
 _BLOCK = 2048  # words of 8 bytes
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -37,7 +33,7 @@ def copy_slots(
             f"states {tuple(source.shape)} {source.dtype} cannot be copied to {tuple(target.shape)} {target.dtype}"
         )
     copies = source_slots.shape[0]
-    if not source.is_cuda:
+    if not runs_kernel(source):
         _copy_slots_reference(source, target, source_slots, target_slots)
         return
     if not copies or not target.numel():

@@ -13,11 +13,7 @@ from __future__ import annotations
 
 import torch
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # a machine without Triton has no CUDA device either
-    triton = None
+from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel, tl, triton
 
 _BLOCK = 1024
 
@@ -49,7 +45,7 @@ def pass_states(
         (chunks, heads, size) in the type of ``states``: the state before each chunk. Chunks of no sequence are undefined.
     """
     before = torch.empty(added.shape, dtype=states.dtype, device=added.device)
-    if not added.is_cuda:
+    if not runs_kernel(added):
         _pass_states_reference(added, log_decay, states, first_chunks, source_slots, live_slots, chunk_slots, before)
         return before
     _, heads, size = added.shape

@@ -1,10 +1,12 @@
 """Operations that read and write states by slot, against loops in float64; what must not be read or written is NaN.
 
-On the host the plain PyTorch versions run, on a GPU the Triton kernels; both are held to the same loops.
+On the host the plain PyTorch versions run, on a GPU the Triton kernels; both are held to the same loops. With
+TRITON_INTERPRET=1 (``test_interpreted.py``) the kernels run on the host, slowly.
 """
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass
 
@@ -17,6 +19,8 @@ from megatron_hybrid_prefix.ops.state_passing import pass_states
 
 NAN = float("nan")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+SEEDS = 6 if INTERPRETED else 40
 CHUNK_TOKENS = 8
 SLOTS = 24
 
@@ -81,7 +85,7 @@ def poisoned_pool(step: Step, shape: tuple[int, ...], dtype: torch.dtype, device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_conv_windows(device, d_conv, dtype):
     dim = 300  # more than one program's channels, and no multiple of them
-    for seed in range(40):
+    for seed in range(SEEDS):
         step = Step.draw(seed)
         pool = poisoned_pool(step, (dim, d_conv), dtype, device, seed)
         before = pool.clone()
@@ -108,7 +112,7 @@ def test_conv_windows(device, d_conv, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_passing(device, dtype):
     heads, headdim, d_state = 3, 40, 48  # 1920 values a head: more than one program, and no multiple of one
-    for seed in range(30):
+    for seed in range(SEEDS):
         step = Step.draw(seed)
         generator = torch.Generator().manual_seed(seed)
         pool = poisoned_pool(step, (heads, headdim, d_state), dtype, device, seed)
@@ -180,7 +184,7 @@ def test_resuming_has_the_same_bits(device, dtype):
 def test_slot_copies(device, dtype, shape):
     """Within a pool, and from one (layers, slots, accepted tokens) to another: bit-equal, and nothing else is touched."""
     layers, bits = 3, {4: torch.int32, 2: torch.int16}[dtype.itemsize]
-    for seed in range(20):
+    for seed in range(SEEDS):
         dice = random.Random(seed)
         generator = torch.Generator().manual_seed(seed)
         whole = torch.randint(-(2**15), 2**15, (layers, 2, SLOTS, *shape), generator=generator, dtype=bits).to(device)

@@ -1,5 +1,8 @@
 """Attention over a paged KV cache on a CUDA device without flash-attn, through `torch.nn.attention.varlen`.
 
+float32, which no fused kernel takes, and CUDA graphs, in which no size may depend on a value, go through a kernel of this
+package.
+
 Stands in for `flash_attn.flash_attn_varlen_func` and `flash_attn.flash_attn_with_kvcache` at the call sites of
 `megatron.core.transformer.attention.Attention.flash_decode_and_prefill`. Pages are gathered into packed keys and values
 first, because torch 2.11's `varlen_attn` takes no block table: right, but with a copy of the context per step and layer.
@@ -8,7 +11,6 @@ Only causal attention without a window and without log-sum-exp is offered, the c
 
 import torch
 
-from . import attention
 from .attention import check_unused, window_of
 
 
@@ -36,7 +38,7 @@ def paged_varlen_attention_cuda(q, k, v, cu_seqlens_q, lengths, max_seqlen_q, so
     """Causal attention of packed queries over a paged cache.
 
     Args:
-        q: (total_q, heads, head_dim), CUDA; float32, which no fused kernel takes, is computed request by request.
+        q: (total_q, heads, head_dim), CUDA.
         k: (blocks, block_size_tokens, kv_heads, head_dim).
         v: as k.
         cu_seqlens_q: (requests + 1,), integer.
@@ -48,6 +50,10 @@ def paged_varlen_attention_cuda(q, k, v, cu_seqlens_q, lengths, max_seqlen_q, so
     Returns:
         (total_q, heads, head_dim) in q's dtype; zero for padding rows and requests without keys.
     """
+    if q.is_cuda and (q.dtype not in (torch.float16, torch.bfloat16) or torch.cuda.is_current_stream_capturing()):
+        from megatron_hybrid_prefix.platform.kernels.attention_triton import paged_attention_triton
+
+        return paged_attention_triton(q, k, v, cu_seqlens_q, lengths, softmax_scale, block_table)
     from torch.nn.attention.varlen import varlen_attn  # here: absent before torch 2.10, and CPU runs never need it
 
     max_seqlen_k = int(lengths.max()) if lengths.numel() else 0
@@ -55,19 +61,6 @@ def paged_varlen_attention_cuda(q, k, v, cu_seqlens_q, lengths, max_seqlen_q, so
         return torch.zeros_like(q)
     cu_seqlens_q = cu_seqlens_q.to(torch.int32)
     cu_seqlens_k = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        return attention.flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlen_q,
-            max_seqlen_k,
-            softmax_scale=softmax_scale,
-            causal=True,
-            block_table=block_table,
-        )
     out = varlen_attn(
         q.contiguous(),
         _gather_packed(k, block_table, lengths, q.shape[1]),

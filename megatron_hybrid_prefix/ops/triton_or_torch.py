@@ -1,0 +1,18 @@
+"""Whether an operation runs its Triton kernel or its PyTorch reference."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a machine without Triton has no CUDA device either
+    triton = tl = None
+
+
+def runs_kernel(tensor: torch.Tensor) -> bool:
+    """On a GPU, and where Triton interprets its kernels (``TRITON_INTERPRET=1``, read by Triton too)."""
+    return tensor.is_cuda or (triton is not None and os.environ.get("TRITON_INTERPRET") == "1")

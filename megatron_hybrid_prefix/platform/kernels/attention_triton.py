@@ -1,0 +1,116 @@
+"""Causal attention over a paged KV cache in plain float32 arithmetic, in one kernel without a host's decision in it.
+
+For what no flash-attention takes: float32, and CUDA graphs on a machine without any. One program a query and head, so
+slow where many queries share long contexts.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+_KEYS = 64
+
+
+def paged_attention_triton(q, k, v, cu_seqlens_q, lengths, softmax_scale, block_table):
+    """Causal attention of packed queries over a paged cache.
+
+    Args:
+        q: (total_q, heads, head_dim), CUDA.
+        k: (blocks, block_size_tokens, kv_heads, head_dim), contiguous over head_dim.
+        v: as k.
+        cu_seqlens_q: (requests + 1,), integer.
+        lengths: (requests,), integer: valid tokens of each request, its queries the last of them.
+        softmax_scale: multiplies the scores; None means head_dim ** -0.5.
+        block_table: (requests, max_blocks), integer, contiguous over blocks.
+
+    Returns:
+        (total_q, heads, head_dim) in q's dtype; zero for padding rows and requests without keys.
+    """
+    rows, heads, head_dim = q.shape
+    q = q.contiguous()
+    out = torch.empty_like(q)
+    if rows == 0:
+        return out
+    assert k.stride(3) == v.stride(3) == block_table.stride(1) == 1 and k.stride() == v.stride()
+    _paged_attention_kernel[(rows, heads)](
+        q,
+        k,
+        v,
+        out,
+        cu_seqlens_q,
+        lengths,
+        block_table,
+        head_dim**-0.5 if softmax_scale is None else softmax_scale,
+        lengths.shape[0],
+        heads,
+        heads // k.shape[2],
+        k.shape[1],
+        head_dim,
+        k.stride(0),
+        k.stride(1),
+        k.stride(2),
+        block_table.stride(0),
+        DIM=triton.next_power_of_2(head_dim),
+        KEYS=_KEYS,
+    )
+    return out
+
+
+@triton.jit
+def _paged_attention_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    cu_seqlens_q_ptr,
+    lengths_ptr,
+    block_table_ptr,
+    scale,
+    requests,
+    heads,
+    heads_per_kv_head,
+    block_tokens,
+    head_dim,
+    stride_block: tl.int64,
+    stride_token: tl.int64,
+    stride_head: tl.int64,
+    stride_table: tl.int64,
+    DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """One program: one query and head, its keys KEYS at a time, the softmax normalised as it goes."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    request = 0
+    for other in range(requests):
+        request += (tl.load(cu_seqlens_q_ptr + other + 1) <= row).to(tl.int32)
+    keys = 0
+    if request < requests:  # else a row that pads the step
+        behind = tl.load(cu_seqlens_q_ptr + request + 1).to(tl.int32) - row
+        keys = tl.load(lengths_ptr + request).to(tl.int32) - behind + 1
+    dims = tl.arange(0, DIM)
+    in_dim = dims < head_dim
+    in_row = (row.to(tl.int64) * heads + head) * head_dim + dims
+    query = tl.load(q_ptr + in_row, mask=in_dim, other=0.0).to(tl.float32) * scale
+    of_head = (head // heads_per_kv_head) * stride_head + dims[None, :]
+    highest = -float("inf")
+    total = 0.0
+    mixed = tl.zeros((DIM,), dtype=tl.float32)
+    for start in range(0, keys, KEYS):
+        positions = start + tl.arange(0, KEYS)
+        seen = positions < keys
+        block = tl.load(block_table_ptr + request * stride_table + positions // block_tokens, mask=seen, other=0)
+        offsets = (block.to(tl.int64) * stride_block + (positions % block_tokens) * stride_token)[:, None] + of_head
+        mask = seen[:, None] & in_dim[None, :]
+        key = tl.load(k_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        scores = tl.where(seen, tl.sum(query[None, :] * key, axis=1), -float("inf"))
+        now_highest = tl.maximum(highest, tl.max(scores, axis=0))
+        weights = tl.exp(scores - now_highest)
+        keep = tl.exp(highest - now_highest)
+        value = tl.load(v_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        mixed = mixed * keep + tl.sum(weights[:, None] * value, axis=0)
+        total = total * keep + tl.sum(weights, axis=0)
+        highest = now_highest
+    if keys > 0:
+        mixed = mixed / total
+    tl.store(out_ptr + in_row, mixed.to(out_ptr.dtype.element_ty), mask=in_dim)

@@ -1,0 +1,26 @@
+"""The Triton kernels on a machine without a GPU: Triton's interpreter runs them, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent
+pytest.importorskip("triton")
+
+
+def test_the_kernels_do_what_the_loops_do():
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_slot_ops.py", "test_paged_attention.py"],
+        cwd=FOLDER,
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stdout[-6000:]
+    assert " passed" in result.stdout
