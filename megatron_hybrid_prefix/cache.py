@@ -29,11 +29,16 @@ from megatron_hybrid_prefix.policy.boundaries import (
     Boundary,
     Reason,
     boundaries_in_span,
+    default_interval_tokens,
     prompt_boundaries,
     with_verification,
 )
 from megatron_hybrid_prefix.policy.eviction import make_eviction_policy
 from megatron_hybrid_prefix.pool.slots import SlotPool
+
+# States that a running request keeps of the block ends it reached while it generates. The next turn mostly goes on from the
+# latest, and from the one before where the end of an answer comes back changed.
+_DECODED_STATES = 2
 
 
 class HybridPrefixCache:
@@ -48,6 +53,8 @@ class HybridPrefixCache:
         secret: Key of the block digests; random by default. Give all ranks one if keys shall be comparable.
         eviction_policy: Which checkpoint goes first: "lru".
         min_computed_tokens: Tokens of a prompt that are computed even if all of it is cached.
+        retention_interval_tokens: Of each prompt the state after every so many tokens is kept, too, where there is room
+            for it: a multiple of ``block_tokens``; 0: none; None: chosen by the prompt's length, 16 states at most.
         bytes_budget: Bytes of all checkpoint slots, for the statistics.
 
     Raises:
@@ -65,12 +72,21 @@ class HybridPrefixCache:
         secret: bytes | None = None,
         eviction_policy: str = "lru",
         min_computed_tokens: int = 1,
+        retention_interval_tokens: int | None = None,
         bytes_budget: int = 0,
     ) -> None:
         if min_computed_tokens < 1:
             raise ValueError(f"min_computed_tokens={min_computed_tokens}: must be 1 or more")
+        if retention_interval_tokens is not None and (
+            retention_interval_tokens < 0 or retention_interval_tokens % block_tokens
+        ):
+            raise ValueError(
+                f"retention_interval_tokens={retention_interval_tokens}: must be 0, or a multiple of the {block_tokens} "
+                "tokens of a block"
+            )
         self.block_tokens = block_tokens
         self.min_computed_tokens = min_computed_tokens
+        self.retention_interval_tokens = retention_interval_tokens
         self.epoch = epoch
         self._keys = KeyMaker(block_tokens, secret)
         self._stats = PrefixStats(bytes_budget=bytes_budget)
@@ -126,6 +142,7 @@ class HybridPrefixCache:
         length_tokens: int | None = None,
         write: bool = True,
         verify_at_tokens: int = 0,
+        breakpoints: Sequence[int] = (),
     ) -> Admission | None:
         """Takes all that the request needs, or nothing at all: shared blocks, the source state, own blocks.
 
@@ -137,6 +154,8 @@ class HybridPrefixCache:
             length_tokens: Own blocks are given up to here (the end of the first chunk); by default the whole prompt.
             write: False: nothing that the request computes is cached.
             verify_at_tokens: The state at this boundary is planned even if it is kept already, to be compared.
+            breakpoints: Token positions up to which other prompts will share this one, each rounded down to the end of
+                a block; out of the prompt's range they mean nothing.
 
         Returns:
             None when there are not enough KV blocks, evictable ones included.
@@ -154,10 +173,10 @@ class HybridPrefixCache:
         block_ids = self._blocks.share(match.path)
         if match.source_slot is not None:
             self._slots.pin(match.source_slot)
-            self._store.eviction.used(match.path[-1])
+            self._store.use_state(match.path[-1])
         block_ids += self._store.take_blocks(own_blocks)
         write = write and chain.epoch == self.epoch
-        boundaries = self._boundaries(match) if write and self._slots.total_slots else ()
+        boundaries = self._boundaries(match, breakpoints) if write and self._slots.total_slots else ()
         if boundaries and verify_at_tokens:
             boundaries = with_verification(boundaries, verify_at_tokens)
         live = self._live[request_id] = LiveRequest(
@@ -262,6 +281,28 @@ class HybridPrefixCache:
             self._stats.count_fallback(reason)
             self._settle(live, plan, kept=False)
 
+    def prefilling(self) -> list[int]:
+        """Live requests that have prompt tokens left to plan, and cache what they compute, in the order of admission."""
+        return [i for i, live in self._live.items() if live.write and live.planned_tokens < live.prompt_tokens]
+
+    def planned_tokens(self, request_id: int) -> int:
+        """Up to where a live request's forwards are planned."""
+        return self._request(request_id).planned_tokens
+
+    def want(self, request_id: int, position_tokens: int) -> bool:
+        """Another request waits for the state at this boundary of the request's prompt: keep it when it is reached.
+
+        Returns:
+            Whether it can still be had from this request.
+        """
+        live = self._request(request_id)
+        last_tokens = live.prompt_tokens // self.block_tokens * self.block_tokens
+        if not live.write or not self._slots.total_slots or not live.planned_tokens < position_tokens <= last_tokens:
+            return False
+        others = [boundary for boundary in live.boundaries if boundary.position_tokens != position_tokens]
+        live.boundaries = tuple(sorted([*others, Boundary(position_tokens, Reason.JUNCTION)]))
+        return True
+
     # -- 7. decode -----------------------------------------------------------------------------------------------------
 
     def append(self, request_id: int, tokens: Tokens, *, computed_tokens: int | None = None) -> None:
@@ -282,6 +323,39 @@ class HybridPrefixCache:
         if not live.plans and live.computed_tokens < computed <= live.chain.tokens:
             live.computed_tokens = live.planned_tokens = computed
             self._register(live)
+
+    def reached(self, request_id: int, position_tokens: int) -> int | None:
+        """The request's state is that after ``position_tokens`` tokens, all of them appended: keep it?
+
+        Of the states that a request reaches while it generates, the two latest are kept, and those that another request
+        resumed from meanwhile.
+
+        Args:
+            request_id: A live request.
+            position_tokens: The end of a block.
+
+        Returns:
+            The slot that the state has to be copied to before the request's next forward; the state is matchable at
+            once. None: it is kept already, or must not or cannot be.
+        """
+        live = self._request(request_id)
+        depth_blocks = position_tokens // self.block_tokens
+        if not live.write or not self._slots.total_slots or depth_blocks > len(live.path):
+            return None
+        node = live.path[depth_blocks - 1]
+        if node.slot != NO_SLOT:
+            if node.reason == Reason.INTERVAL:
+                self._store.confirm_state(node.key, Reason.DECODE)
+            return None
+        if len(live.decoded) >= _DECODED_STATES:
+            self._store.drop_decoded(*live.decoded.pop(0))
+        slot = self._store.take_slot()
+        if slot is None:
+            self._stats.checkpoints_skipped += 1
+            return None
+        self._store.publish_state(node, slot, Reason.DECODE)
+        live.decoded.append((node, slot))
+        return slot
 
     # -- 8. release, evict ---------------------------------------------------------------------------------------------
 
@@ -420,6 +494,10 @@ class HybridPrefixCache:
         """KV blocks of a live request, front first."""
         return tuple(self._request(request_id).block_ids)
 
+    def sequence_tokens(self, request_id: int) -> int:
+        """Tokens of a live request that the cache knows: its prompt, and what was appended."""
+        return self._request(request_id).chain.tokens
+
     def request_keys(self, request_id: int) -> tuple[bytes, ...]:
         """Keys of a live request's full blocks, front first."""
         return tuple(self._request(request_id).chain.keys)
@@ -458,26 +536,42 @@ class HybridPrefixCache:
             return match
         return self._match(match.chain, match.limit_tokens, match.read)
 
-    def _boundaries(self, match: Match) -> tuple[Boundary, ...]:
+    def _boundaries(self, match: Match, breakpoints: Sequence[int]) -> tuple[Boundary, ...]:
+        interval_tokens = self.retention_interval_tokens
+        if interval_tokens is None:
+            interval_tokens = default_interval_tokens(match.chain.tokens, self.block_tokens)
         return prompt_boundaries(
             prompt_tokens=match.chain.tokens,
             block_tokens=self.block_tokens,
             resume_tokens=match.resume_tokens,
             kv_depth_blocks=match.kv_depth_blocks,
             min_computed_tokens=self.min_computed_tokens,
+            breakpoints=breakpoints,
+            interval_tokens=interval_tokens,
         )
 
     def _reserve(self, live: LiveRequest, start_tokens: int, end_tokens: int) -> tuple[PlannedCheckpoint, ...]:
         """Slots for the boundaries that the span reaches, the most wanted first while there are any."""
         planned: list[PlannedCheckpoint] = []
-        wanted = boundaries_in_span(live.boundaries, start_tokens, end_tokens)
-        for position_tokens, reason in sorted(wanted, key=lambda boundary: boundary.reason):
-            key = live.chain.keys[position_tokens // self.block_tokens - 1]
+        keys = live.chain.keys
+        wanted = sorted(
+            boundaries_in_span(live.boundaries, start_tokens, end_tokens), key=lambda boundary: boundary.reason
+        )
+        for position_tokens, reason in wanted:
+            if reason != Reason.INTERVAL:
+                self._store.confirm_state(keys[position_tokens // self.block_tokens - 1], reason)
+        room_for_guesses = True
+        for position_tokens, reason in wanted:
+            key = keys[position_tokens // self.block_tokens - 1]
             if key in self._writing or (reason != Reason.VERIFY and self._store.has_state(key)):
                 continue  # another forward of this step is writing it, or it is kept already
-            slot = self._store.take_slot()
+            if reason == Reason.INTERVAL:
+                slot = self._store.take_spare_slot(live.path) if room_for_guesses else None
+                room_for_guesses = slot is not None
+            else:
+                slot = self._store.take_slot()
+                self._stats.checkpoints_skipped += slot is None
             if slot is None:
-                self._stats.checkpoints_skipped += 1
                 continue
             self._writing.add(key)
             planned.append(PlannedCheckpoint(position_tokens=position_tokens, slot=slot, reason=reason))

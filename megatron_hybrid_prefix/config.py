@@ -21,6 +21,12 @@ class HybridPrefixConfig:
             differences are logged and counted. Costs what those hits would have saved.
         state_dtype: Type of the SSM states, live and kept: "float32" or "bfloat16"; None: the parameters'. (Windows of the
             convolution are inputs of the layer, and stay in the parameters' type.)
+        retention_interval_tokens: Of each prompt the state after every so many tokens is kept, too, where there is room for
+            it, so that a prefix can be resumed from the second time it is seen: a multiple of the block size; 0: none;
+            None: chosen by the prompt's length, 16 states at most.
+        decode_checkpoints: Whether the blocks and states that a request reaches while it generates are kept, so that the next
+            turn does not compute the answer again.
+        coalesce_prefixes: Whether a request waits for a prefix that another one is computing, rather than computing it too.
         check_ranks: Before each forward, compare what the cache decided on all tensor- and pipeline-parallel ranks, and
             stop with the first difference. For tests and for hunting a bug: it waits for all ranks.
     """
@@ -29,6 +35,9 @@ class HybridPrefixConfig:
     eviction_policy: EvictionPolicyName = "lru"
     verify_hits: float = 0.0
     state_dtype: StateDtypeName | None = None
+    retention_interval_tokens: int | None = None
+    decode_checkpoints: bool = True
+    coalesce_prefixes: bool = True
     check_ranks: bool = False
 
     def __post_init__(self) -> None:
@@ -36,6 +45,9 @@ class HybridPrefixConfig:
             raise ValueError(f"mamba_gb={self.mamba_gb}: must be 0 or more")
         if not 0 <= self.verify_hits <= 1:
             raise ValueError(f"verify_hits={self.verify_hits}: must be from 0 to 1")
+        interval = self.retention_interval_tokens
+        if interval is not None and interval < 0:
+            raise ValueError(f"retention_interval_tokens={interval}: must be 0 or more, or None")
         _check_choice("eviction_policy", self.eviction_policy, get_args(EvictionPolicyName))
         if self.state_dtype is not None:
             _check_choice("state_dtype", self.state_dtype, get_args(StateDtypeName))

@@ -106,7 +106,8 @@ class Side:
             )
         if self.ours:
             gb = (slots + 0.5) * self.slot_bytes / 2**30 if gb is None else gb
-            engine = build_engine(self.model, HybridPrefixConfig(mamba_gb=gb, state_dtype=state_dtype), **fields)
+            prefix = HybridPrefixConfig(mamba_gb=gb, state_dtype=state_dtype, retention_interval_tokens=0)
+            engine = build_engine(self.model, prefix, **fields)
         else:
             restore_mixers(self.model)
             if gb is None:

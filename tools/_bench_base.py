@@ -44,11 +44,18 @@ class Scenario:
         name: What the command calls it.
         crash_is_a_result: Also an engine that cannot be built is reported, not refused.
         repeats: Timed rounds on each kind of device.
+        block_tokens: Tokens of a KV block, of the engines' common options.
     """
 
     name: ClassVar[str]
     crash_is_a_result: ClassVar[bool] = False
     repeats: ClassVar[Mapping[str, int]] = {"cpu": 3, "cuda": 5}
+    block_tokens: int = 256
+
+    @classmethod
+    def sizes(cls) -> list[dataclasses.Field[Any]]:
+        """The fields that are options."""
+        return [field for field in dataclasses.fields(cls) if field.metadata]
 
     @property
     def longest_tokens(self) -> int:
@@ -110,6 +117,11 @@ class Scenario:
 def tokens(rng: random.Random, vocab_size: int, count: int) -> list[int]:
     """``count`` token ids."""
     return rng.choices(range(vocab_size), k=count)
+
+
+def first_tokens_ms(results: Sequence[Any]) -> list[float]:
+    """Times to first token, shortest first, of those that got one."""
+    return sorted(MS * result.time_to_first_token_s for result in results if result.time_to_first_token_s is not None)
 
 
 def sums(results: Sequence[Any]) -> Sample:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from _bench_forced import forced_answers
 from _console import InputError, Stopped, as_input_errors, one_line
 from _engines import ENGINES
 
@@ -54,20 +55,43 @@ class Contestant:
             self.crash = f"{type(error).__name__}: {one_line(error)}"
             self.trace = traceback.format_exc()
 
-    def send(self, prompts: Sequence[list[int]], generate: int) -> tuple[list[Any], float]:
+    def send(
+        self,
+        prompts: Sequence[list[int]],
+        generate: int,
+        *,
+        attributes: Sequence[Mapping[str, Any]] | None = None,
+        answers: Sequence[list[int]] | None = None,
+    ) -> tuple[list[Any], float]:
         """Send prompts at once, greedy, to the end of exactly ``generate`` tokens each.
+
+        Args:
+            prompts: Token ids of each.
+            generate: Length of each answer.
+            attributes: What each sets on its sampling parameters beside that; an engine that does not know it ignores it.
+            answers: ``generate`` tokens for each, that it answers with in place of what it would.
 
         Returns:
             A `RequestResult` a prompt, and the seconds that all took.
+
+        Raises:
+            RuntimeError: An answer is not the one it was to give.
         """
         from megatron_hybrid_prefix.mcore.runner import run_batch
 
-        synchronize()
-        started_s = time.perf_counter()
-        results = run_batch(self.engine, prompts, greedy(generate), should_stop=self.should_stop)
-        wall_s = time.perf_counter() - started_s
+        sampling = [greedy(generate) for _ in prompts]
+        for params, own in zip(sampling, attributes or (), strict=attributes is not None):
+            params.add_attributes(dict(own))
+        with nullcontext() if answers is None else forced_answers(self.engine, answers):
+            synchronize()
+            started_s = time.perf_counter()
+            results = run_batch(self.engine, prompts, sampling, should_stop=self.should_stop)
+            wall_s = time.perf_counter() - started_s
         if any(result.status == "stopped" for result in results):
             raise Stopped
+        for result, answer in zip(results, answers or (), strict=answers is not None):
+            if result.status == "completed" and result.generated != answer:
+                raise RuntimeError("an answer is not the one that was forced")
         return results, wall_s
 
     def counters(self) -> dict[str, Any]:

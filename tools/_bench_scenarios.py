@@ -1,5 +1,7 @@
 """The scenarios of `tools/bench.py`, each a class: its sizes, the prompts of a repeat, what an engine's round gives.
 
+Some are in files of their own: `_bench_sessions.py`, `_bench_concurrent.py`, `_bench_control_plane.py`.
+
 A new one is a subclass of `Scenario` in `SCENARIOS`: its fields become options, its `metrics` rows of the table.
 """
 
@@ -11,8 +13,10 @@ from functools import partial
 from typing import Any, ClassVar
 
 from _bench_base import MS, Machine, Scenario, size, sums, tokens
+from _bench_concurrent import Herd, Samples
 from _bench_control_plane import Index
 from _bench_engine import Contestant
+from _bench_sessions import FirstSighting, MultiTurn
 from _bench_stats import Metric, Sample, median, ratio
 from _engines import step_tokens
 
@@ -265,4 +269,5 @@ class Pressure(Scenario):
         return sample
 
 
-SCENARIOS: dict[str, type[Scenario]] = {kind.name: kind for kind in (SharedPrefix, NoReuse, Pressure, Index)}
+_KINDS = (SharedPrefix, FirstSighting, MultiTurn, Herd, Samples, NoReuse, Pressure, Index)
+SCENARIOS: dict[str, type[Scenario]] = {kind.name: kind for kind in _KINDS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,11 @@ def median(values: Sequence[float | None]) -> float | None:
     """The median of what is not None; None where that is nothing."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The least of ``values`` that a ``share`` of them does not exceed; None where there are none."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else None
 
 
 def ratio(value: float | None, to: float | None) -> float | None:

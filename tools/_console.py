@@ -126,6 +126,20 @@ def check_writable(path: Path) -> None:
         raise InputError(f"cannot write {path}: {error.strerror}") from None
 
 
+def read_text(path: Path) -> str:
+    """The file as UTF-8 text.
+
+    Raises:
+        InputError: It cannot be read, or is no text.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+
+
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a file beside ``path``, then move it there, so that nobody sees half of it."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:

@@ -2,6 +2,10 @@
 """Measure the engines side by side: caching off, megatron-core's own cache, this cache.
 
     tools/bench.py shared_prefix                       # time to first token of a prefix's 1st, 2nd, ... sighting
+    tools/bench.py first_sighting                      # the same where the request says how far a prefix is shared
+    tools/bench.py multi_turn --sessions 50 --turns 60 # conversations whose every turn sends the whole history
+    tools/bench.py herd                                # cold requests with a common prefix, at once
+    tools/bench.py samples                             # several answers to one prompt, at once
     tools/bench.py no_reuse --json no_reuse.json       # throughput where nothing can be reused
     tools/bench.py pressure --engine off,ours          # less memory than the working set
     tools/bench.py index                               # the control plane; no GPU needed
@@ -85,7 +89,7 @@ def make_parser() -> ArgumentParser:
         doc = kind.__doc__ or ""
         command = commands.add_parser(name, help=doc.partition("\n")[0], description=doc, allow_abbrev=False)
         add = command.add_argument_group("sizes").add_argument
-        for field in dataclasses.fields(kind):
+        for field in kind.sizes():
             cpu, cuda = field.metadata["cpu"], field.metadata["cuda"]
             shown = f"{cpu:,}" if cpu == cuda else f"{cpu:,} on CPU, {cuda:,} on GPU"
             convert = positive_int if isinstance(cpu, int) else positive_float
@@ -130,10 +134,11 @@ def complete(args: argparse.Namespace) -> tuple[list[str], Scenario, Any]:
     args.cuda_graphs = DEFAULT_CUDA_GRAPHS[device_type] if args.cuda_graphs is None else args.cuda_graphs
     kind = SCENARIOS[args.scenario]
     args.repeats = args.repeats or kind.repeats[device_type]
-    for field in dataclasses.fields(kind):
+    for field in kind.sizes():
         if getattr(args, field.name) is None:
             setattr(args, field.name, field.metadata[device_type])
-    scenario = kind(**{field.name: getattr(args, field.name) for field in dataclasses.fields(kind)})
+    sizes = {field.name: getattr(args, field.name) for field in kind.sizes()}
+    scenario = kind(block_tokens=args.block_size_tokens, **sizes)
     args.max_requests = args.max_requests or -(-scenario.max_requests // args.tp) * args.tp
     args.max_tokens = args.max_tokens or scenario.max_tokens
     config = check_engine_options(args)

@@ -1,22 +1,29 @@
 #!/usr/bin/env python
 """Generate with a hybrid model, with one or more caching engines side by side.
 
-Alone or under torchrun. Prompts come as arguments, text files, JSON lines or a conversation that is replayed turn by
-turn; a table shows, for each request, how many prompt tokens were computed and how many reused, and what it took. The
-file is long because it is a whole command: options, input, run, comparison, report, in this order.
+Alone or under torchrun. Prompts come as arguments, text files, JSON lines, a conversation that is replayed turn by turn
+or recorded sessions; a table shows, for each request, how many prompt tokens were computed and how many reused, and what
+it took. The file is long because it is a whole command: options, input, run, comparison, report, in this order.
 
     tools/run_inference.py "Hello" --preset tiny
     tools/run_inference.py --conversation session.json --compare off,upstream,ours --json result.json --plot result.png
+    tools/run_inference.py --sessions agents.jsonl --compare off,upstream,ours
     torchrun --nproc-per-node 2 tools/run_inference.py --jsonl prompts.jsonl --preset small --tp 2
 
 JSON lines: one object a line with "prompt" (text) or "tokens" (ids), and optionally sampling parameters of its own
 ("num_tokens_to_generate", "temperature", "top_k", "top_p", "stop_words", "termination_id", "top_n_logprobs"), and for
-the engine "ours" "cache_salt" (prompts with different salts share nothing), "cache_read" and "cache_write" (booleans).
+the engine "ours" "cache_salt" (prompts with different salts share nothing), "cache_read" and "cache_write" (booleans),
+and "cache_breakpoints" (lengths in tokens of beginnings of the prompt that others will share).
 
 Conversation: {"system": "...", "context": "...", "turns": ["...", {"regenerate": true}, ...]} (a regenerated turn sends
 the previous prompt again and its answer takes the other's place), or {"messages": [{"role": "user", "content": "..."},
 ...]} where an "assistant" message becomes the history in place of the generated answer. What the first engine
-answers is the history for all engines, so that they are given the same prompts.
+answers is the history for all engines, so that they are given the same prompts. Each prompt goes with the ends of the
+messages in it as "cache_breakpoints"; what separates a message from the next counts to it.
+
+Sessions: one object a line with "timestamp" (a number) and "input" (the whole prompt as text), sent in the order of time;
+other fields, recorded answers among them, are ignored. The report gives totals, and sets the computed tokens against the
+least possible: the tokens by which each prompt goes beyond what it has in common with the beginning of an earlier one.
 """
 
 from __future__ import annotations
@@ -27,8 +34,9 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +54,7 @@ from _console import (
     output_console,
     print_report,
     progress,
+    read_text,
     run_command,
     save_plot,
     totals,
@@ -66,6 +75,7 @@ from _engines import (
     stop_requested,
     versions,
 )
+from _sessions import against_least, least_tokens, print_sessions, read_sessions
 from rich.console import Console
 
 from megatron_hybrid_prefix.errors import PlatformError
@@ -83,6 +93,7 @@ SAMPLING_FIELDS: dict[str, tuple[type, ...]] = {
     "cache_salt": (str,),
     "cache_read": (bool,),
     "cache_write": (bool,),
+    "cache_breakpoints": (list,),
 }
 
 
@@ -100,6 +111,14 @@ def make_parser() -> ArgumentParser:
     add("--text-file", action="append", default=[], type=Path, metavar="F", help="a file that is one prompt (repeat)")
     add("--jsonl", action="append", default=[], type=Path, metavar="F", help="prompts as JSON lines (repeat)")
     add("--conversation", type=Path, metavar="F", help="a conversation as JSON, replayed turn by turn")
+    add(
+        "--sessions",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="F",
+        help="recorded requests of sessions as JSON lines, replayed in the order of time (repeat)",
+    )
 
     add = parser.add_argument_group("model").add_argument
     add_model_options(add)
@@ -109,7 +128,7 @@ def make_parser() -> ArgumentParser:
 
     add = parser.add_argument_group("engine").add_argument
     add("--compare", default="off", metavar="NAMES", help=f"engines, by comma: {', '.join(ENGINES)} (default: off)")
-    add("--concurrency", choices=("sequential", "batch"), help="default: batch; conversations are sequential")
+    add("--concurrency", choices=("sequential", "batch"), help="default: batch; conversations and sessions: sequential")
     add("--max-sequence-length", type=positive_int, help="longest prompt plus answer in tokens (default: the model's)")
     add_engine_options(add, max_requests=16, max_requests_text="default: %(default)s", cuda_graphs_text="default: none")
 
@@ -142,18 +161,21 @@ class Turn:
 
     Attributes:
         question: Tokens that follow the history; None sends the previous prompt again.
+        message_tokens: How many of them are the message; what follows begins the answer.
         answer: Tokens that become the history in place of the generated ones.
     """
 
     question: list[int] | None
+    message_tokens: int = 0
     answer: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """A shared beginning and turns; ``separator`` ends an answer."""
+    """A shared beginning, whose parts end at ``prefix_ends``, and turns; ``separator`` ends an answer."""
 
     prefix: list[int]
+    prefix_ends: list[int]
     turns: list[Turn]
     separator: list[int]
     sampling: dict[str, Any]
@@ -162,13 +184,19 @@ class Conversation:
         """Send turn after turn, each with the history so far; returns what was sent."""
         sent: list[Request] = []
         history, prompt = self.prefix, self.prefix
+        history_ends, ends = self.prefix_ends, self.prefix_ends
         for number, turn in enumerate(self.turns, 1):
             again = turn.question is None
-            prompt = prompt if again else [*history, *(turn.question or ())]
+            if not again:
+                prompt = [*history, *(turn.question or ())]
+                ends = [*history_ends, len(history) + turn.message_tokens]
             label = f"turn {number}" + (" (again)" if again else "")
-            sent.append(Request(label=label, tokens=prompt, sampling=self.sampling))
+            inner = sorted({end for end in ends if 0 < end < len(prompt)})
+            hint = {"cache_breakpoints": inner} if inner else {}
+            sent.append(Request(label=label, tokens=prompt, sampling=self.sampling | hint))
             answer = answer_to(sent[-1])
             history = [*prompt, *(answer if turn.answer is None else turn.answer), *self.separator]
+            history_ends = [*ends, len(history)]
         return sent
 
 
@@ -186,10 +214,14 @@ class Reader:
         found = [self._request(f"prompt {n}", self._begin(text)) for n, text in enumerate(args.prompt, 1)]
         found += [self._request(path.name, self._begin(read_text(path))) for path in args.text_file]
         for path in args.jsonl:
-            for number, line in enumerate(read_text(path).splitlines(), 1):
+            for number, line in enumerate(read_text(path).split("\n"), 1):
                 if line.strip():
                     found.append(self._json_line(f"{path}:{number}", f"{path.name}:{number}", line))
         return found
+
+    def sessions(self, paths: Sequence[Path]) -> list[Request]:
+        """Prompts of recorded sessions, in the order of time."""
+        return [self._request(line.label, self._begin(line.text), line.where) for line in read_sessions(paths)]
 
     def conversation(self, data: Any, where: str) -> Conversation:
         """The conversation in what a JSON file holds."""
@@ -199,8 +231,9 @@ class Reader:
         intro, turns = self._messages(where, data["messages"]) if "messages" in data else self._turns(where, data)
         if not turns:
             raise InputError(f"{where}: no user turn")
-        prefix = self._begin("".join(f"{text}\n\n" for text in intro))
-        return Conversation(prefix=prefix, turns=turns, separator=self._tokens("\n"), sampling=self.sampling)
+        prefix, ends = self._with_ends([f"{text}\n\n" for text in intro], self._begin)
+        separator = self._tokens("\n")
+        return Conversation(prefix=prefix, prefix_ends=ends, turns=turns, separator=separator, sampling=self.sampling)
 
     def _turns(self, where: str, data: dict[str, Any]) -> tuple[list[str], list[Turn]]:
         intro = [data[key] for key in ("system", "context") if key in data]
@@ -209,7 +242,7 @@ class Reader:
         turns: list[Turn] = []
         for number, turn in enumerate(data["turns"], 1):
             if isinstance(turn, str):
-                turns.append(Turn(question=self._question(turn)))
+                turns.append(self._question(turn))
             elif turn == {"regenerate": True} and turns:
                 turns.append(Turn(question=None))
             else:
@@ -225,17 +258,23 @@ class Reader:
                 raise InputError(f'{where} must be an object with "role" and "content"')
             role, text = message.get("role"), message["content"]
             if role == "user":
-                turns.append(Turn(question=self._question(text)))
+                turns.append(self._question(text))
             elif role == "system" and not turns:
                 intro.append(text)
             elif role == "assistant" and turns and turns[-1].answer is None:
-                turns[-1] = Turn(question=turns[-1].question, answer=self._tokens(f" {text}"))
+                turns[-1] = replace(turns[-1], answer=self._tokens(f" {text}"))
             else:
                 raise InputError(f"{where}: the role {role!r} cannot stand here")
         return intro, turns
 
-    def _question(self, text: str) -> list[int]:
-        return self._tokens(f"User: {text}\nAssistant:")
+    def _question(self, text: str) -> Turn:
+        question, ends = self._with_ends([f"User: {text}\n", "Assistant:"], self._tokens)
+        return Turn(question=question, message_tokens=ends[0])
+
+    def _with_ends(self, parts: list[str], tokenize: Callable[[str], list[int]]) -> tuple[list[int], list[int]]:
+        """Tokens of the parts as one text; and for each part how many tokens, from the front, end with it or before."""
+        tokens = tokenize("".join(parts))
+        return tokens, [common_tokens(tokens, tokenize(text)) for text in accumulate(parts)]
 
     def _json_line(self, where: str, label: str, line: str) -> Request:
         try:
@@ -275,6 +314,11 @@ class Reader:
         for token in tokens:
             if not 0 <= token < self.vocab_size:
                 raise InputError(f"{where}: token {token} is outside the vocabulary of {self.vocab_size}")
+        for position in (sampling or {}).get("cache_breakpoints", ()):
+            if type(position) is not int or not 0 < position <= len(tokens):
+                raise InputError(
+                    f"{where}: cache_breakpoints: {position!r} is no length from 1 to {len(tokens)} tokens"
+                )
         return Request(label=label, tokens=tokens, sampling=sampling or self.sampling)
 
     def _begin(self, text: str) -> list[int]:
@@ -287,18 +331,10 @@ class Reader:
         return list(self.tokenizer.tokenize(text))
 
 
-def read_text(path: Path) -> str:
-    """The file as UTF-8 text.
-
-    Raises:
-        InputError: It cannot be read, or is no text.
-    """
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from None
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from None
+def common_tokens(a: Sequence[int], b: Sequence[int]) -> int:
+    """Tokens at the beginning that are the same."""
+    pairs = zip(a, b, strict=False)
+    return next((at for at, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
 
 
 def read_json(path: Path) -> Any:
@@ -349,11 +385,12 @@ def check_sampling(fields: dict[str, Any], vocab_size: int, where: str = "") -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What to send: prompts, or a conversation."""
+    """What to send: prompts, or a conversation. Of ``sessions`` there are many, and the report has only their totals."""
 
     prompts: list[Request]
     conversation: Conversation | None
     batched: bool
+    sessions: bool = False
 
     def longest(self) -> list[Request]:
         """Every request, as long as it can become (an answer may end early)."""
@@ -377,14 +414,21 @@ def read_work(args: argparse.Namespace, tokenizer: Tokenizer, vocab_size: int, m
     if args.conversation is not None:
         conversation = reader.conversation(read_json(args.conversation), str(args.conversation))
     prompts = reader.prompts(args)
-    if bool(prompts) == (conversation is not None):
+    given = bool(prompts) + (conversation is not None) + bool(args.sessions)
+    if given != 1:
         raise InputError(
-            "give prompts (as text, --text-file or --jsonl) or a --conversation" + ", not both" * bool(prompts)
+            "give prompts (as text, --text-file or --jsonl) or a --conversation or --sessions"
+            + ", not both" * (given > 1)
         )
+    prompts = prompts or reader.sessions(args.sessions)
     if conversation is not None and args.concurrency == "batch":
         raise InputError("--concurrency batch: the turns of a conversation run one after another")
+    usual = "sequential" if args.sessions or conversation is not None else "batch"
     work = Work(
-        prompts=prompts, conversation=conversation, batched=conversation is None and args.concurrency != "sequential"
+        prompts=prompts,
+        conversation=conversation,
+        batched=(args.concurrency or usual) == "batch",
+        sessions=bool(args.sessions),
     )
     for request in work.longest():
         if len(request.tokens) >= max_sequence_length:
@@ -451,9 +495,9 @@ class Runner:
                 with as_input_errors(ValueError, prefix=f"{request.label}: "):
                     check_fits(engine, len(request.tokens), request.sampling["num_tokens_to_generate"])
             # The first forward of a process pays for lazy set-up. Two tokens are too few to be cached.
-            warm_up = Request(
-                label="", tokens=[0, 1], sampling=work.longest()[0].sampling | {"num_tokens_to_generate": 2}
-            )
+            sampling = work.longest()[0].sampling | {"num_tokens_to_generate": 2}
+            sampling.pop("cache_breakpoints", None)
+            warm_up = Request(label="", tokens=[0, 1], sampling=sampling)
             self._send(engine, [warm_up], lambda count: None)
             started_s = time.perf_counter()
             if work.batched:
@@ -530,20 +574,25 @@ def run_engines(
 
 
 def as_json(
-    runs: list[EngineRun], comparisons: list[dict[str, Any]], settings: dict[str, Any], args: argparse.Namespace
+    runs: list[EngineRun],
+    comparisons: list[dict[str, Any]],
+    settings: dict[str, Any],
+    args: argparse.Namespace,
+    least: list[int] | None,
 ) -> dict[str, Any]:
-    """Everything that was measured."""
+    """Everything that was measured; of sessions also the least tokens to compute for each request."""
     return {
         "versions": versions(),
         "model": {"preset": args.preset, "seed": args.seed, "load": args.load and str(args.load)},
         **settings,
         "engines": {
             run.name: {
-                "totals": totals(run),
+                "totals": totals(run) if least is None else totals(run) | against_least(run, least),
                 "prefix_stats": run.prefix_stats,
                 "requests": [
                     {"label": request.label, "sampling": request.sampling, **asdict(result)}
-                    for request, result in zip(run.requests, run.results, strict=True)
+                    | ({} if least is None else {"least_computed_tokens": least[number]})
+                    for number, (request, result) in enumerate(zip(run.requests, run.results, strict=True))
                 ],
             }
             for run in runs
@@ -595,10 +644,15 @@ def run_on(
     ]
     if not is_main_rank():
         return
-    print_report(console, runs, comparisons)
+    least = None
+    if work.sessions:
+        least = least_tokens([request.tokens for request in runs[0].requests])
+        print_sessions(console, runs, least, comparisons)
+    else:
+        print_report(console, runs, comparisons)
     if args.json is not None:
         settings = {"platform": platform.describe(), "engine_fields": fields}
-        text = json.dumps(as_json(runs, comparisons, settings, args), indent=1, allow_nan=False)
+        text = json.dumps(as_json(runs, comparisons, settings, args, least), indent=1, allow_nan=False)
         write_whole(args.json, lambda part: part.write_text(text + "\n", encoding="utf-8"))
         console.print(f"wrote {args.json}", markup=False, soft_wrap=True)
     if args.plot is not None:

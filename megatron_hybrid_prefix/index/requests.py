@@ -78,6 +78,7 @@ class LiveRequest:
         computed_tokens: Tokens whose KV and state exist, reused ones included.
         planned_tokens: The same, once the forwards in flight succeed.
         pinned_slot: Checkpoint its first forward reads; None once that is done.
+        decoded: Nodes whose state it reached while it generated, with the slot of each, oldest first; the latest ones.
         plans: Its plans in flight.
         released: Given up by the engine while a plan was in flight; goes when the last plan is settled.
     """
@@ -92,5 +93,6 @@ class LiveRequest:
     computed_tokens: int
     planned_tokens: int
     pinned_slot: int | None
+    decoded: list[tuple[Node, int]] = field(default_factory=list)
     plans: dict[int, StepPlan] = field(default_factory=dict)
     released: bool = False

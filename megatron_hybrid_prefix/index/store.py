@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_hybrid_prefix.index.blocks import KVBlocks
 from megatron_hybrid_prefix.index.requests import LiveRequest
 from megatron_hybrid_prefix.index.tree import NO_SLOT, Node, PrefixTree
@@ -49,10 +51,22 @@ class PrefixStore:
         """A reserved slot, evicting the state that the policy ranks last; None when every slot is pinned or reserved."""
         slot = self.slots.reserve()
         if slot is None:
-            victim = self.eviction.victim(self._is_evictable)
-            if victim is not None:
-                self._evict_state(victim)
-                slot = self.slots.reserve()
+            slot = self._slot_of(self.eviction.victim(self._is_evictable))
+        return slot
+
+    def take_spare_slot(self, path: Sequence[Node]) -> int | None:
+        """A reserved slot for a state that is kept on a guess: a free one, or that of a spare state; else None.
+
+        Args:
+            path: Nodes of the request. Spare states on it stay, or a prompt computed in chunks would push out its own.
+        """
+        slot = self.slots.reserve()
+        if slot is None:
+
+            def is_elsewhere(node: Node) -> bool:
+                return node.depth_blocks > len(path) or path[node.depth_blocks - 1] is not node
+
+            slot = self._slot_of(self.eviction.victim(is_elsewhere, spare_only=True))
         return slot
 
     def register(self, live: LiveRequest, full_blocks: int) -> None:
@@ -76,6 +90,24 @@ class PrefixStore:
         self._stats.checkpoints_published += 1
         self._stats.checkpoints_by_reason[reason.name.lower()] += 1
 
+    def confirm_state(self, key: bytes, reason: Reason) -> None:
+        """The state at the end of the block with this key, if it is kept for a while only, is wanted for ``reason`` now."""
+        node = self.tree.get(key)
+        if node is not None and node.reason in (Reason.INTERVAL, Reason.DECODE) and not node.used:
+            node.reason = reason
+            self.eviction.used(node)
+
+    def use_state(self, node: Node) -> None:
+        """A request resumes from the state of this node."""
+        node.used = True
+        self.eviction.used(node)
+
+    def drop_decoded(self, node: Node, slot: int) -> None:
+        """A newer state of the same answer takes the place of this one, unless it is gone already or somebody used it."""
+        if node.slot == slot and node.reason == Reason.DECODE and not node.used:
+            self.eviction.removed(node)
+            self.slots.retire(self.tree.drop_state(node))
+
     def forget(self) -> None:
         """Empties the tree. Blocks stay with their holders, pinned slots with who pinned them; the others are free."""
         for node in self.tree:
@@ -91,6 +123,12 @@ class PrefixStore:
         self.tree.clear()
         self.blocks.reset()
         self.slots.reset()
+
+    def _slot_of(self, victim: Node | None) -> int | None:
+        if victim is None:
+            return None
+        self._evict_state(victim)
+        return self.slots.reserve()
 
     def _is_evictable(self, node: Node) -> bool:
         return self.slots.pins(node.slot) == 0

@@ -27,11 +27,12 @@ class Node:
         block_id: Where its KV is.
         slot: Slot of the checkpoint at its end, or NO_SLOT.
         reason: Why that checkpoint is kept.
+        used: Whether a request resumed from it.
         children: How many nodes have this one as parent.
         older, newer: Neighbours in the queue of blocks that nobody holds (``index/blocks.py``).
     """
 
-    __slots__ = ("block_id", "children", "depth_blocks", "key", "newer", "older", "parent", "reason", "slot")
+    __slots__ = ("block_id", "children", "depth_blocks", "key", "newer", "older", "parent", "reason", "slot", "used")
 
     def __init__(self, key: bytes, parent: Node | None, block_id: int) -> None:
         self.key = key
@@ -40,6 +41,7 @@ class Node:
         self.block_id = block_id
         self.slot = NO_SLOT
         self.reason: Reason | None = None
+        self.used = False
         self.children = 0
         self.older: Node | None = None
         self.newer: Node | None = None
@@ -102,6 +104,7 @@ class PrefixTree:
         assert node.slot == NO_SLOT, node
         node.slot = slot
         node.reason = reason
+        node.used = False
         self.version += 1
 
     def drop_state(self, node: Node) -> int:

@@ -30,6 +30,7 @@ from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.requests import StepPlan
 from megatron_hybrid_prefix.mcore.agreement import DecisionLog, min_over_model_ranks
 from megatron_hybrid_prefix.mcore.blocks import HybridPrefixBlockAllocator
+from megatron_hybrid_prefix.mcore.decode import DecodeProgress
 from megatron_hybrid_prefix.mcore.metadata import ChunkGrid, HybridPrefixMambaMetadata, PrefillSpan
 from megatron_hybrid_prefix.mcore.request_keys import RequestKeyBook, RequestKeys
 from megatron_hybrid_prefix.mcore.verify import verify_plan
@@ -46,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 # Attention kernels take a wrong turn where the longest query of a prefill is one token; the value is an upper bound.
 _MIN_PREFILL_SEQLEN_Q = 2
+# So many prompts of less than a block, and nothing else, are worth a warning.
+_SHORT_PROMPTS = 64
 
 
 class HybridPrefixContext(DynamicInferenceContext):
@@ -69,6 +72,7 @@ class HybridPrefixContext(DynamicInferenceContext):
     state_pool: StatePool | None = None
     _prefix_config: HybridPrefixConfig | None = None
     _decisions: DecisionLog | None = None
+    _decode_progress: DecodeProgress | None = None
 
     def __init__(
         self,
@@ -95,6 +99,10 @@ class HybridPrefixContext(DynamicInferenceContext):
             return
         self.enable_prefix_caching = True
         self._decisions = DecisionLog(inference_config.pg_collection) if prefix.check_ranks else None
+        if prefix.decode_checkpoints and self._checkpoint_slots:
+            self._decode_progress = DecodeProgress(
+                rows=self.max_requests, block_tokens=self.block_size_tokens, drafts=self.num_speculative_tokens
+            )
         blocks = self.kv_block_allocator
         self.prefix_cache = HybridPrefixCache(
             block_tokens=self.block_size_tokens,
@@ -102,15 +110,23 @@ class HybridPrefixContext(DynamicInferenceContext):
             state_slots=self._checkpoint_slots,
             first_state_slot=self.max_requests,
             eviction_policy=prefix.eviction_policy,
+            retention_interval_tokens=prefix.retention_interval_tokens,
             bytes_budget=self._checkpoint_slots * self.state_layout.slot_bytes,
         )
         self.kv_block_allocator = HybridPrefixBlockAllocator(
             self, blocks.total_count, blocks.paused_count, cache=self.prefix_cache
         )
+        self._short_prompts = 0
         if torch.distributed.get_rank() == 0:
-            logger.info(self.memory_report())
+            logger.info("%s\n%s", self.memory_report(), self.policy_report())
             if not self._checkpoint_slots:
                 logger.warning("no state can be kept in mamba_gb=%g: every prompt is computed whole", prefix.mamba_gb)
+            elif self.max_sequence_length <= self.block_size_tokens:
+                logger.warning(
+                    "block_size_tokens=%d is not less than max_sequence_length=%d: no prompt fills a block, none is reused",
+                    self.block_size_tokens,
+                    self.max_sequence_length,
+                )
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
@@ -127,6 +143,11 @@ class HybridPrefixContext(DynamicInferenceContext):
             ),
         )
 
+    @property
+    def coalesces(self) -> bool:
+        """Whether requests wait for prefixes that others are computing."""
+        return self._prefix_config.coalesce_prefixes and self._checkpoint_slots > 0
+
     def memory_report(self) -> str:
         """Slots and bytes of the recurrent states on this rank: running requests, speculation, checkpoints."""
         slot_bytes, live = self.state_layout.slot_bytes, self.max_requests
@@ -139,6 +160,32 @@ class HybridPrefixContext(DynamicInferenceContext):
         lines = [f"recurrent states: {_size(slot_bytes)} each, SSM in {_name(self.mamba_ssm_states_dtype)}"]
         lines += [f"  {name}: {slots} slots, {_size(slots * slot_bytes)} {of}" for name, slots, of in rows]
         return "\n".join(lines)
+
+    def policy_report(self) -> str:
+        """What is kept, and when it goes, in one line."""
+        prefix = self._prefix_config
+        interval = prefix.retention_interval_tokens
+        every = "up to 16 a prompt" if interval is None else f"every {interval} tokens" if interval else "off"
+        switches = (("decode", prefix.decode_checkpoints), ("coalescing", self.coalesces))
+        return (
+            f"prefix cache: blocks of {self.block_size_tokens} tokens, SSM chunks of {self.mamba_chunk_size}; intervals {every}, "
+            + ", ".join(f"{name} {'on' if on else 'off'}" for name, on in switches)
+            + f"; eviction {prefix.eviction_policy}"
+        )
+
+    def _watch_length(self, prompt_tokens: int) -> None:
+        # Once: a workload of prompts shorter than a block gets nothing out of the cache, and nobody is told why.
+        if self._short_prompts < _SHORT_PROMPTS:
+            self._short_prompts = (
+                self._short_prompts + 1 if prompt_tokens <= self.block_size_tokens else 2 * _SHORT_PROMPTS
+            )
+            if self._short_prompts == _SHORT_PROMPTS:
+                logger.warning(
+                    "the first %d prompts have at most %d tokens: none fills a block before its last token, none is reused; "
+                    "a smaller block_size_tokens would help",
+                    _SHORT_PROMPTS,
+                    self.block_size_tokens,
+                )
 
     @property
     def _max_mamba_chunks(self) -> int:
@@ -201,6 +248,10 @@ class HybridPrefixContext(DynamicInferenceContext):
     def keys_of(self, req: DynamicInferenceRequest) -> RequestKeys:
         """Keys of a request's prompt and what it allows, made once, and again when the weights changed."""
         return self._request_keys.of(req, self.prefix_cache)
+
+    def lost_tokens(self, req: DynamicInferenceRequest) -> int:
+        """Prompt tokens whose KV was cached when the request was admitted, and that were computed for want of a state."""
+        return 0 if self.prefix_cache is None else self.keys_of(req).lost_tokens
 
     def _compute_prefix_match(
         self, req: DynamicInferenceRequest, prefill_chunk_length: int, record_mamba_match: bool = False
@@ -270,12 +321,15 @@ class HybridPrefixContext(DynamicInferenceContext):
                 length_tokens=length,
                 write=keys.write,
                 verify_at_tokens=keys.verify_at_tokens,
+                breakpoints=(*keys.breakpoints, *keys.wanted),
             )
             own = None
             if admission is not None:
                 shared = list(admission.block_ids[: admission.shared_blocks])
                 own = list(admission.block_ids[admission.shared_blocks :])
                 skip, source_slot = admission.resume_tokens, admission.source_slot
+                keys.lost_tokens = admission.lost_tokens_no_state
+                self._watch_length(keys.chain.tokens)
         if own is None:
             raise BlockOverflowError(request_id)
         row = self.total_request_count
@@ -301,6 +355,28 @@ class HybridPrefixContext(DynamicInferenceContext):
                 f"request {request_id} shares KV blocks {shared}, gets {own}, computes [{start}, {plan.end_tokens}) from "
                 f"slot {plan.source_slot}, keeps {[(c.position_tokens, c.slot) for c in plan.checkpoints]}"
             )
+
+    def add_beside_chunk(self, req: DynamicInferenceRequest) -> None:
+        """Admit a whole prompt while another one is between two of its chunks, whose hidden row moves on by one.
+
+        Raises:
+            ContextOverflowError: As `add_request`; nothing has changed then.
+        """
+        hidden = self.total_request_count
+        if hidden + 1 >= self.max_requests:
+            raise RequestOverflowError(req.request_id)
+        for tensor in self._row_tensors():
+            tensor[hidden + 1] = tensor[hidden]
+        self.request_to_kv_block_ids[hidden] = -1
+        try:
+            self.add_request(req)
+        except BaseException:
+            for tensor in self._row_tensors():
+                tensor[hidden] = tensor[hidden + 1]
+            self.request_to_kv_block_ids[hidden + 1] = -1
+            self.mamba_metadata.request_to_mamba_state_idx[hidden + 1] = -1
+            self.request_ids[hidden + 1] = -1
+            raise
 
     def _check_room(self, req: DynamicInferenceRequest, computed_tokens: int) -> None:
         """Megatron raises these after it has taken blocks, and loses them."""
@@ -375,6 +451,7 @@ class HybridPrefixContext(DynamicInferenceContext):
     ) -> Any:
         """See upstream; the forward before it succeeded, so what it wrote becomes matchable first."""
         self._publish()
+        self._follow_decodes()
         result = super().update_requests(active_requests_mask, new_tokens, new_speculative_tokens)
         if self.prefix_cache is not None and self.num_speculative_tokens:
             self._find_blocks_of_tokens()
@@ -431,8 +508,39 @@ class HybridPrefixContext(DynamicInferenceContext):
 
     def prepare_requests(self) -> None:
         """See upstream; the blocks it gave out are noted as the requests'."""
+        self._follow_decodes()
         super().prepare_requests()
         self._attach_blocks()
+
+    def _follow_decodes(self) -> None:
+        """Where a decode filled a block, the block gets its key, and the state at its end is kept.
+
+        Called when drafts are rewound and before the next forward is launched: live states are, in the order of the
+        stream, those after the tokens counted here, and the speculative ones still those after each token of the last
+        forward.
+        """
+        progress, cache = self._decode_progress, self.prefix_cache
+        if progress is None:
+            return
+        copies: dict[int, int] = {}  # by target: with few slots, one request's may go to the next at once
+        for block in progress.advance(self):
+            known = cache.sequence_tokens(block.request_id)
+            tokens = progress.tokens(block.live_slot, known, block.end_tokens)
+            cache.append(block.request_id, tokens, computed_tokens=block.end_tokens)
+            slot = cache.reached(block.request_id, block.end_tokens)
+            if slot is not None:
+                copies[slot] = block.live_slot * (self.num_speculative_tokens + 1) + block.forward_token
+            if self._decisions is not None:
+                self._decisions.note(f"request {block.request_id} filled a block at {block.end_tokens}, slot {slot}")
+        if not copies:
+            return
+        targets, sources = list(copies), list(copies.values())
+        if self.num_speculative_tokens:
+            # A live state is that after the last accepted token; those after each token are beside it.
+            between = {name: getattr(self, f"mamba_intermediate_{name}_states") for name in self.state_pool.tensors}
+            self.state_pool.copy_from({name: t.flatten(1, 2) for name, t in between.items()}, sources, targets)
+        else:
+            self.state_pool.copy(sources, targets)
 
     def _attach_blocks(self) -> None:
         if self.prefix_cache is None or not self.kv_block_allocator.unattached:

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from array import array
 from collections.abc import Iterable
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from megatron.core.inference.inference_request import (
 )
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
+from megatron_hybrid_prefix.mcore.coalesce import Coalescing
 from megatron_hybrid_prefix.mcore.mixer import use_slot_mixers
 
 if TYPE_CHECKING:
@@ -31,6 +33,12 @@ if TYPE_CHECKING:
     from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 
 logger = logging.getLogger(__name__)
+
+# While a prompt is computed in chunks, one part in so many of a step's tokens may go to prompts that are cached but for less
+# than a block.
+_BESIDE_CHUNK = 4
+# Waiting requests that are looked at for each row that is free: those that are held back take none.
+_LOOKED_AT = 4
 
 
 class HybridPrefixEngine(DynamicInferenceEngine):
@@ -42,12 +50,15 @@ class HybridPrefixEngine(DynamicInferenceEngine):
     """
 
     _epoch: int | None = None
+    _coalescing: Coalescing | None = None
     _aborting: set[int] = frozenset()  # type: ignore[assignment]  # while megatron's constructor runs
 
     def __init__(self, controller: TextGenerationController, context: DynamicInferenceContext) -> None:
         if getattr(context, "prefix_cache", None) is not None:
             use_slot_mixers(controller.inference_wrapped_model.model)
         super().__init__(controller, context)
+        if self._has_cache and context.coalesces:
+            self._coalescing = Coalescing(context.prefix_cache, context.keys_of)
 
     def reset(self) -> None:
         """See upstream; figures of a step that never came to its end are dropped, too."""
@@ -215,9 +226,68 @@ class HybridPrefixEngine(DynamicInferenceEngine):
         return getattr(self.context, "prefix_cache", None) is not None
 
     def schedule_waiting_requests(self) -> None:
-        """See upstream; first takes out aborted requests that no forward is running for."""
+        """See upstream. First takes out aborted requests that no forward is running for.
+
+        Requests whose prefix is being computed wait for it, out of the queue; prompts that are cached but for a little do
+        not wait for the chunks of another one.
+        """
         self._take_out_aborted()
+        if not self._has_cache or not self.waiting_request_ids:
+            super().schedule_waiting_requests()
+            return
+        before = list(self.waiting_request_ids)
+        held = self._hold_back()
+        if self.context.chunked_prefill_request_id != -1:
+            self._start_beside_chunk()
         super().schedule_waiting_requests()
+        if held:
+            left = held.union(self.waiting_request_ids)
+            chunked = self.context.chunked_prefill_request_id  # has to stay first
+            order = [i for i in before if i == chunked] + [i for i in before if i in left and i != chunked]
+            self.waiting_request_ids.clear()
+            self.waiting_request_ids.extend(order)
+
+    def _hold_back(self) -> set[int]:
+        """Takes requests out of the queue that shall wait in this round."""
+        if self._coalescing is None or len(self.waiting_request_ids) < 2:
+            return set()
+        head = self.get_request(self.waiting_request_ids[0])
+        if not (
+            self._can_schedule_chunked_prefill(head)
+            if self.enable_chunked_prefill
+            else all(self.context.check_availability(head))
+        ):
+            return set()  # nobody is admitted in this round
+        free_rows = self.context.max_requests - self.context.total_request_count
+        waiting = (self.get_request(i) for i in self.waiting_request_ids)
+        held = set(self._coalescing.held_back(waiting, most=_LOOKED_AT * free_rows))
+        if held:
+            self._prefix_coordination_waits += len(held)
+            left = [i for i in self.waiting_request_ids if i not in held]
+            self.waiting_request_ids.clear()
+            self.waiting_request_ids.extend(left)
+        return held
+
+    def _start_beside_chunk(self) -> None:
+        """Starts prompts of which little is left to compute, with a part of the step's tokens; the rest is the chunk's."""
+        context = self.context
+        most_tokens = context.max_tokens // _BESIDE_CHUNK
+        free_rows = context.max_requests - context.total_request_count - 1  # the chunk's own
+        for request_id in list(islice(self.waiting_request_ids, 1, 1 + _LOOKED_AT * max(0, free_rows))):
+            request = self.get_request(request_id)
+            length = request.remaining_prompt_length
+            resume = context.keys_of(request).match(context.prefix_cache, length).resume_tokens
+            tokens = length - resume
+            if not resume or tokens > min(most_tokens, context.block_size_tokens):
+                continue
+            if context.total_request_count + 2 > context.max_requests or not all(context.check_availability(request)):
+                return
+            context.add_beside_chunk(request)
+            most_tokens -= tokens
+            request.remaining_prompt_tokens = request.remaining_prompt_tokens.new_empty(0)
+            request.add_event_add_context()
+            self.waiting_request_ids.remove(request_id)
+            self._loop.call_soon_threadsafe(self._loop.create_task, self._notify_cond_for_new_request())
 
     def _should_run_async_sched_overlap(self) -> bool:
         """See upstream; not while an aborted request has to be taken out between two forwards."""

@@ -6,14 +6,17 @@ through megatron's data-parallel coordinator:
 - ``cache_salt``: requests with different salts share nothing (tenants);
 - ``cache_adapter``: likewise, name of the adapter that the request runs with;
 - ``cache_read``: False: reuse nothing;
-- ``cache_write``: False: keep nothing of what the request computes.
+- ``cache_write``: False: keep nothing of what the request computes;
+- ``cache_breakpoints``: token positions in the prompt, a sequence of ints, up to which other prompts will share it (the end
+  of a system prompt, of a document): the state there is kept on first sight. Each is rounded down to the end of a block;
+  their order does not matter, and those beyond the prompt mean nothing.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,17 +34,23 @@ class RequestKeys:
         chain: The prompt's keys.
         read: Whether the request may resume from what is cached.
         write: Whether what it computes may be cached.
+        breakpoints: Token positions up to which others share the prompt.
+        wanted: Positions whose state other requests wait for.
         take_sample: Asked once, at the first hit: whether this hit shall be computed and compared.
         verify_at_tokens: Where then; 0: nowhere.
         last: The last match.
+        lost_tokens: Tokens whose KV was there at admission and that were computed for want of a state.
     """
 
     chain: KeyChain
     read: bool
     write: bool
+    breakpoints: tuple[int, ...] = ()
+    wanted: set[int] = field(default_factory=set)
     take_sample: Callable[[], bool] | None = None
     verify_at_tokens: int = 0
     last: Match | None = None
+    lost_tokens: int = 0
 
     def match(self, cache: HybridPrefixCache, length_tokens: int) -> Match:
         """What of the first ``length_tokens`` is cached; at least one of them stays to be computed."""
@@ -66,7 +75,11 @@ class RequestKeyBook:
         self._entries: dict[int, tuple[weakref.ref[Any], RequestKeys]] = {}  # by id(), while the request lives
 
     def of(self, req: Any, cache: HybridPrefixCache) -> RequestKeys:
-        """The keys of ``req``; made when first asked for, and again when the weights changed since."""
+        """The keys of ``req``; made when first asked for, and again when the weights changed since.
+
+        Raises:
+            ValueError: An attribute is not what it should be.
+        """
         ref, keys = self._entries.get(id(req), (None, None))
         if ref is None or keys is None or ref() is not req or keys.chain.epoch != cache.epoch:
             keys = _make_keys(req, cache)
@@ -96,4 +109,19 @@ def _make_keys(req: Any, cache: HybridPrefixCache) -> RequestKeys:
         ),
         read=bool(getattr(params, "cache_read", True)) and not wants_prompt,
         write=bool(getattr(params, "cache_write", True)),
+        breakpoints=_breakpoints(req.request_id, getattr(params, "cache_breakpoints", None)),
     )
+
+
+def _breakpoints(request_id: int, value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    listed = isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+    if listed and all(isinstance(item, int) and not isinstance(item, bool) for item in value):
+        return tuple(value)
+    raise ValueError(f"request {request_id}: cache_breakpoints={_short(value)}: must be a sequence of ints")
+
+
+def _short(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."

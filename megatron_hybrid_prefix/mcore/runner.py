@@ -33,6 +33,7 @@ class RequestResult:
         status: "completed", "failed" (it cannot fit) or "stopped" (`should_stop` said so).
         computed_tokens: Prompt tokens that went through the model.
         reused_tokens: Prompt tokens that were skipped because the cache held them.
+        lost_tokens: Prompt tokens whose KV was cached and that were computed for want of a state; 0 with other caches.
         recomputed_tokens: Tokens computed again after the engine evicted the request (prompt and answer so far).
         generated: Token ids of the answer.
         log_probs: Natural-log probability of each generated token; empty unless asked for.
@@ -47,6 +48,7 @@ class RequestResult:
     status: str
     computed_tokens: int = 0
     reused_tokens: int = 0
+    lost_tokens: int = 0
     recomputed_tokens: int = 0
     generated: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -64,6 +66,7 @@ class _Prefill:
     first: DynamicInferenceRequest
     computed_tokens: int = 0
     skipped_tokens: int = 0
+    lost_tokens: int = 0
     recomputed_tokens: int = 0
 
 
@@ -140,6 +143,7 @@ def count_prefill(context: DynamicInferenceContext) -> Iterator[dict[int, _Prefi
     counts: dict[int, _Prefill] = {}
     add_request = context.add_request
     shadowed = vars(context).get("add_request")
+    lost_tokens = getattr(context, "lost_tokens", lambda req: 0)
 
     def counting(req: DynamicInferenceRequest, prefill_chunk_length: int | None = None) -> None:
         chunk_tokens = req.remaining_prompt_length if prefill_chunk_length is None else prefill_chunk_length
@@ -148,6 +152,7 @@ def count_prefill(context: DynamicInferenceContext) -> Iterator[dict[int, _Prefi
         computed_tokens = context.lifetime_prefill_token_count - before
         count = counts.setdefault(req.request_id, _Prefill(req))
         if count.first is req:
+            count.lost_tokens = lost_tokens(req)
             count.computed_tokens += computed_tokens
             count.skipped_tokens += chunk_tokens - computed_tokens
         else:
@@ -231,6 +236,7 @@ def _result(record: DynamicInferenceRequestRecord, batch: _Batch, stopped: bool 
         status=status,
         computed_tokens=prefill.computed_tokens,
         reused_tokens=prefill.skipped_tokens,
+        lost_tokens=prefill.lost_tokens,
         recomputed_tokens=prefill.recomputed_tokens,
         generated=generated,
         # A stop word is cut off the tokens, but not off the log-probs of earlier steps.

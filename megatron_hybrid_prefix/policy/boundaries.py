@@ -1,11 +1,14 @@
 """Which block boundaries of a prompt shall get a checkpoint.
 
-Three rules, each answering a way in which prompts come back:
+Five rules, each answering a way in which prompts come back:
 
 - *junction*: KV matched deeper than a state did, so at least two prompts share the blocks up to there;
+- *breakpoint*: the caller says that others will share the prompt up to there;
 - *tail*: the last full block of the prompt, from which the next turn goes on;
 - *replay*: the deepest boundary from which exactly this prompt can be resumed, where that is not the tail (the last
-  token is always computed, so a prompt of n blocks resumes at n - 1).
+  token is always computed, so a prompt of n blocks resumes at n - 1);
+- *interval*: every so many tokens, for a prefix that is shared for the first time. Nobody asked for these, so they only
+  get what is left over (``eviction.py``).
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
+
+MOST_INTERVALS = 16  # interval checkpoints of a prompt, where their distance is not set
 
 
 class Reason(IntEnum):
@@ -24,9 +29,12 @@ class Reason(IntEnum):
     """
 
     JUNCTION = 0
-    TAIL = 1
-    REPLAY = 2
-    VERIFY = 3  # computed again, to be compared with the state that is kept already
+    BREAKPOINT = 1  # named by the caller
+    TAIL = 2
+    REPLAY = 3
+    INTERVAL = 4  # a guess: may be shared by a prompt that nobody has seen yet
+    DECODE = 5  # reached while the answer was generated
+    VERIFY = 6  # computed again, to be compared with the state that is kept already
 
 
 class Boundary(NamedTuple):
@@ -36,10 +44,22 @@ class Boundary(NamedTuple):
     reason: Reason
 
 
+def default_interval_tokens(prompt_tokens: int, block_tokens: int) -> int:
+    """Tokens between the interval checkpoints of a prompt: as many blocks as make it at most `MOST_INTERVALS` of them."""
+    return max(1, -(-prompt_tokens // (MOST_INTERVALS * block_tokens))) * block_tokens
+
+
 def prompt_boundaries(
-    *, prompt_tokens: int, block_tokens: int, resume_tokens: int, kv_depth_blocks: int, min_computed_tokens: int = 1
+    *,
+    prompt_tokens: int,
+    block_tokens: int,
+    resume_tokens: int,
+    kv_depth_blocks: int,
+    min_computed_tokens: int = 1,
+    breakpoints: Sequence[int] = (),
+    interval_tokens: int = 0,
 ) -> tuple[Boundary, ...]:
-    """Boundaries of a prompt that shall be kept, ascending, one reason each.
+    """Boundaries of a prompt that shall be kept, ascending, one reason each: the most important one.
 
     Args:
         prompt_tokens: Length of the prompt.
@@ -47,14 +67,27 @@ def prompt_boundaries(
         resume_tokens: Where computing starts; a boundary there or before cannot be had from this request.
         kv_depth_blocks: Blocks from the front whose KV was resident when the prompt was matched.
         min_computed_tokens: Tokens of a prompt that are always computed.
+        breakpoints: Token positions up to which others share the prompt, each rounded down to the end of a block. In
+            any order; those that the request does not compute are passed over.
+        interval_tokens: A multiple of ``block_tokens``: each multiple of it is kept, too; 0: none.
     """
     tail = prompt_tokens // block_tokens * block_tokens
     replay = max(0, prompt_tokens - min_computed_tokens) // block_tokens * block_tokens
     junction = kv_depth_blocks * block_tokens
     found: dict[int, Reason] = {}
-    for position, reason in ((junction, Reason.JUNCTION), (tail, Reason.TAIL), (replay, Reason.REPLAY)):
+    if junction > resume_tokens:
+        found[junction] = Reason.JUNCTION
+    for breakpoint_tokens in breakpoints:
+        position = breakpoint_tokens // block_tokens * block_tokens
+        if resume_tokens < position <= tail:
+            found.setdefault(position, Reason.BREAKPOINT)
+    for position, reason in ((tail, Reason.TAIL), (replay, Reason.REPLAY)):
         if position > resume_tokens:
             found.setdefault(position, reason)
+    if interval_tokens:
+        first = (resume_tokens // interval_tokens + 1) * interval_tokens
+        for position in range(first, tail + 1, interval_tokens):
+            found.setdefault(position, Reason.INTERVAL)
     return tuple(Boundary(position, found[position]) for position in sorted(found))
 
 

@@ -2,17 +2,23 @@
 
 A policy only ranks. The facade drops a state whose KV path is gone at once, so what a policy is asked about is always
 reachable. Decisions follow the order of calls alone (no wall time, no addresses), so that every rank takes the same.
+
+A state is *spare* while it was kept on a guess (`Reason.INTERVAL`) and nobody has resumed from it. Spare states go before
+all others, and another guess may only have the slot of one of them: guessing never costs what is known to be of use.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Protocol
+
+from megatron_hybrid_prefix.policy.boundaries import Reason
 
 
 class KeptState(Protocol):
-    """What a policy may know of a published checkpoint: its place in the prefix tree."""
+    """What a policy may know of a published checkpoint: its place in the prefix tree, and why it is kept."""
 
     @property
     def depth_blocks(self) -> int:
@@ -21,6 +27,10 @@ class KeptState(Protocol):
     @property
     def slot(self) -> int:
         """Where it is; below 0 for a node that keeps no state (an ancestor)."""
+
+    @property
+    def reason(self) -> Reason | None:
+        """Why it is kept; None for a node that keeps no state."""
 
     @property
     def parent(self) -> KeptState | None:
@@ -37,55 +47,68 @@ class EvictionPolicy[T: KeptState](Protocol):
         """States ranked, in any order; for ``check_integrity``."""
 
     def added(self, state: T) -> None:
-        """``state`` was published."""
+        """``state`` was published; spare if it is kept on a guess."""
 
     def used(self, state: T) -> None:
-        """A request resumes from ``state``; its ancestors are not told, they were of no use."""
+        """A request resumes from ``state``, which is not spare any more; its ancestors are not told, they were of no use."""
 
     def removed(self, state: T) -> None:
         """``state`` is gone (evicted, or with its KV)."""
 
-    def victim(self, evictable: Callable[[T], bool]) -> T | None:
-        """The state to lose next among those that are ``evictable`` (not pinned), or None; nothing changes."""
+    def victim(self, evictable: Callable[[T], bool], *, spare_only: bool = False) -> T | None:
+        """The state to lose next among those that are ``evictable`` (not pinned), or None; nothing changes.
+
+        Args:
+            evictable: Which may go.
+            spare_only: Among the spare ones only.
+        """
 
     def clear(self) -> None:
         """All states are gone."""
 
 
 class LruEviction[T: KeptState]:
-    """Least recently used (or published) first, on the states' own clock: the order of a linked hash map.
+    """Least recently used (or published) first, on the states' own clock, spare ones before the others.
 
-    ``victim`` steps over pinned states, at most as many as requests wait between admission and first forward.
+    Two linked hash maps. ``victim`` steps over what is not evictable: pinned states, at most as many as requests wait
+    between admission and first forward (a spare one is never pinned).
     """
 
     def __init__(self) -> None:
-        self._order: OrderedDict[T, None] = OrderedDict()
+        self._spare: OrderedDict[T, None] = OrderedDict()
+        self._others: OrderedDict[T, None] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._spare) + len(self._others)
 
     def __iter__(self) -> Iterator[T]:
-        return iter(self._order)
+        return chain(self._spare, self._others)
 
     def added(self, state: T) -> None:
         """See EvictionPolicy."""
-        self._order[state] = None
+        (self._spare if state.reason == Reason.INTERVAL else self._others)[state] = None
 
     def used(self, state: T) -> None:
         """See EvictionPolicy."""
-        self._order.move_to_end(state)
+        if state in self._spare:
+            del self._spare[state]
+            self._others[state] = None
+        else:
+            self._others.move_to_end(state)
 
     def removed(self, state: T) -> None:
         """See EvictionPolicy."""
-        del self._order[state]
+        del (self._spare if state in self._spare else self._others)[state]
 
-    def victim(self, evictable: Callable[[T], bool]) -> T | None:
+    def victim(self, evictable: Callable[[T], bool], *, spare_only: bool = False) -> T | None:
         """See EvictionPolicy."""
-        return next((state for state in self._order if evictable(state)), None)
+        states = self._spare if spare_only else self
+        return next((state for state in states if evictable(state)), None)
 
     def clear(self) -> None:
         """See EvictionPolicy."""
-        self._order.clear()
+        self._spare.clear()
+        self._others.clear()
 
 
 def make_eviction_policy[T: KeptState](name: str, kind: type[T]) -> EvictionPolicy[T]:

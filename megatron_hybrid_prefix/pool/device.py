@@ -6,7 +6,7 @@ so read a sequence's initial state from any slot, and write to any slot, without
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -71,6 +71,27 @@ class StatePool:
         source_slots, target_slots = self._on_device(sources), self._on_device(targets)
         for tensor in self.tensors.values():
             copy_slots(tensor, tensor, source_slots, target_slots)
+
+    def copy_from(self, others: Mapping[str, torch.Tensor], sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies states of another memory into slots, bit by bit.
+
+        Args:
+            others: By component name, (layers, states, *component shape).
+            sources: Which of those states.
+            targets: Slots.
+
+        Raises:
+            ValueError: There is no such slot or state, or no source to a target, or two of them; nothing is written.
+        """
+        if len(sources) != len(targets) or len(set(targets)) < len(targets):
+            raise ValueError(f"sources {list(sources)} and targets {list(targets)}: not one to each")
+        self._check(targets)
+        for name in self.tensors:
+            if not all(0 <= source < others[name].shape[1] for source in sources):
+                raise ValueError(f"states {list(sources)}: there are {others[name].shape[1]} of component {name!r}")
+        source_slots, target_slots = self._on_device(sources), self._on_device(targets)
+        for name, tensor in self.tensors.items():
+            copy_slots(others[name], tensor, source_slots, target_slots)
 
     def _on_device(self, slots: Sequence[int]) -> torch.Tensor:
         """Ids for a kernel, without waiting for the device."""

@@ -7,12 +7,16 @@ request reads differs from its own history, and an assertion says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
-from megatron_hybrid_prefix.index.requests import Admission, StepPlan
+from megatron_hybrid_prefix.index.requests import Admission, LiveRequest, StepPlan
 from megatron_hybrid_prefix.index.tree import NO_SLOT
+from megatron_hybrid_prefix.policy.boundaries import Reason
+from megatron_hybrid_prefix.pool.slots import SlotState
 
 Salt = tuple[str | None, str | None]  # cache_salt, adapter
 History = tuple[tuple[int, int], ...]  # (token, weights epoch it was computed under), from position 0
@@ -41,6 +45,14 @@ class Request:
         return self.plans[-1].end_tokens if self.plans else len(self.history)
 
 
+@dataclass(eq=False)
+class Kept:
+    """A published state, in the order in which states are lost."""
+
+    slot: int
+    spare: bool  # kept on a guess, and nobody resumed from it
+
+
 class ModelEngine:
     """Runs requests on the facade, writes pretend contents, and checks everything that is read."""
 
@@ -53,6 +65,8 @@ class ModelEngine:
         self.slots: dict[int, Content] = {}
         self.requests: list[Request] = []  # live ones, and released ones with a plan in flight
         self.stale_plans: list[StepPlan] = []
+        self.order: list[Kept] = []  # used or published longest ago first
+        self.seen: Counter[str] = Counter()
         self.next_id = 0
         self.expected_prompt = self.expected_reused = self.expected_computed = 0
 
@@ -84,6 +98,94 @@ class ModelEngine:
                 return kv_depth, depth
         return kv_depth, 0
 
+    def oracle_boundaries(
+        self, prompt_tokens: int, resume_tokens: int, kv_depth: int, breakpoints: Sequence[int]
+    ) -> list[tuple[int, Reason]]:
+        """Position by position: the first reason that there is to keep it."""
+        block, interval = self.block_tokens, self.cache.retention_interval_tokens
+        if interval is None:
+            interval = next(tokens for tokens in count(block, block) if 16 * tokens >= prompt_tokens)
+        last = [position for position in range(prompt_tokens + 1) if position % block == 0]
+        replay = [position for position in last if position <= prompt_tokens - self.cache.min_computed_tokens]
+        found = []
+        for position in last:
+            reasons = {
+                Reason.JUNCTION: position == kv_depth * block,
+                Reason.BREAKPOINT: any(position <= named < position + block for named in breakpoints),
+                Reason.TAIL: position == last[-1],
+                Reason.REPLAY: [position] == replay[-1:],
+                Reason.INTERVAL: interval and position % interval == 0,
+            }
+            if position > resume_tokens and any(reasons.values()):
+                found.append((position, min(reason for reason, holds in reasons.items() if holds)))
+        return found
+
+    # -- what is kept, and what goes -----------------------------------------------------------------------------------
+
+    def live(self, request: Request) -> LiveRequest:
+        if not request.released:
+            return self.cache._live[request.request_id]
+        return next(live for live in self.cache._in_flight.values() if request.plans[0].plan_id in live.plans)
+
+    def forget_lost(self) -> None:
+        """States may go with their KV, or with the weights."""
+        published = set(self.cache._slots.slots_in(SlotState.PUBLISHED))
+        self.order = [kept for kept in self.order if kept.slot in published]
+        assert {kept.slot for kept in self.order} == published, "a state appeared from nowhere"
+
+    def use(self, slot: int, what: str = "used") -> None:
+        kept = next(kept for kept in self.order if kept.slot == slot)
+        self.seen[f"spare state {what}"] += kept.spare
+        self.order.remove(kept)
+        self.order.append(kept)
+        kept.spare = False
+
+    def victim(self, guess: bool, request: Request) -> Kept | None:
+        """What goes when there is no free slot: a spare state first. For a guess only a spare one, none of its own."""
+        spare = [kept for kept in self.order if kept.spare]
+        if guess:
+            salt, history = request.salt, request.history
+            held = [(salt, history[:end]) for end in range(0, len(history) + 1, self.block_tokens)]
+            spare = [kept for kept in spare if self.slots[kept.slot] not in held]
+        others = [kept for kept in self.order if not kept.spare and not self.cache._slots.pins(kept.slot)]
+        return next(iter(spare if guess else spare + others), None)
+
+    def oracle_plan(self, request: Request, start: int, end: int) -> tuple[list[tuple[int, Reason]], int]:
+        """What will be kept of positions (start, end], and how much that was asked for will not; evicts from the order."""
+        if not self.live(request).write:
+            return [], 0
+        kept = {self.slots[kept.slot]: kept for kept in self.order}
+        written = [
+            self.now(other.salt, other.tokens[: checkpoint.position_tokens])
+            for other in self.requests
+            if other.plans and self.live(other).write
+            for plan in other.plans
+            for checkpoint in plan.checkpoints
+        ]
+        wanted = [(reason, position) for position, reason in self.live(request).boundaries if start < position <= end]
+        contents = {position: self.now(request.salt, request.tokens[:position]) for _, position in wanted}
+        for reason, position in sorted(wanted):
+            state = kept.get(contents[position])
+            if reason != Reason.INTERVAL and state is not None and state.spare:
+                self.use(state.slot, "confirmed")
+        free, planned, skipped = self.cache._slots.free_slots, [], 0
+        for reason, position in sorted(wanted):
+            present = [self.slots[kept.slot] for kept in self.order]
+            if contents[position] in written or contents[position] in present:
+                continue
+            if free:
+                free -= 1
+            else:
+                victim = self.victim(reason == Reason.INTERVAL, request)
+                if victim is None:
+                    skipped += reason != Reason.INTERVAL
+                    self.seen["guess without a slot"] += reason == Reason.INTERVAL
+                    continue
+                self.order.remove(victim)
+                self.seen["spare state evicted"] += victim.spare
+            planned.append((position, reason))
+        return sorted(planned), skipped
+
     # -- the way of a prompt -------------------------------------------------------------------------------------------
 
     def admit(
@@ -95,6 +197,7 @@ class ModelEngine:
         write: bool = True,
         max_resume_tokens: int | None = None,
         first_chunk: int | None = None,
+        breakpoints: Sequence[int] = (),
         meanwhile: Callable[[], None] | None = None,
     ) -> Request | None:
         """Matches and admits; ``meanwhile`` is called between the two."""
@@ -126,13 +229,21 @@ class ModelEngine:
         assert self.cache.can_admit(old_match, length_tokens=first_chunk and length) == room
         request_id, self.next_id = self.next_id, self.next_id + 1
         before = (self.cache.available_blocks, self.cache.stats())
-        admission = self.cache.admit(request_id, old_match, length_tokens=first_chunk and length, write=write)
+        self.forget_lost()
+        admission = self.cache.admit(
+            request_id, old_match, length_tokens=first_chunk and length, write=write, breakpoints=breakpoints
+        )
         assert (admission is not None) == room
         if admission is None:
             assert (self.cache.available_blocks, self.cache.stats()) == before, "a refused admission left something"
             return None
         assert admission.block_ids[: admission.shared_blocks] == match.block_ids
         assert (admission.resume_tokens, admission.source_slot) == (depth * self.block_tokens, match.source_slot)
+        if match.source_slot is not None:
+            self.use(match.source_slot)
+        if write and before[1].slots_total:
+            expected = self.oracle_boundaries(len(tokens), admission.resume_tokens, kv_depth, breakpoints)
+            assert list(admission.boundaries) == expected
         own_ids = admission.block_ids[admission.shared_blocks :]
         assert len(own_ids) == own and not set(own_ids) & (held | set(match.block_ids)), "own blocks belong to others"
         request = Request(request_id, salt, list(tokens), len(tokens), admission, write)
@@ -148,7 +259,14 @@ class ModelEngine:
         end = min(start + tokens, request.prompt_tokens)
         if self.cache.grow(request.request_id, end) is None:
             return None
+        self.forget_lost()
+        before = {kept.slot: kept.spare for kept in self.order}
+        skipped = self.cache.stats().checkpoints_skipped
+        expected, expected_skipped = self.oracle_plan(request, start, end)
         plan = self.cache.plan(request.request_id, start, end)
+        assert [(checkpoint.position_tokens, checkpoint.reason) for checkpoint in plan.checkpoints] == expected
+        assert self.cache.stats().checkpoints_skipped - skipped == expected_skipped
+        self.check_displaced(plan, before)
         positions = [checkpoint.position_tokens for checkpoint in plan.checkpoints]
         assert positions == sorted(set(positions)) and all(start < position <= end for position in positions)
         assert request.write or not positions
@@ -161,6 +279,15 @@ class ModelEngine:
         request.plans.append(plan)
         return plan
 
+    def check_displaced(self, plan: StepPlan, before: dict[int, bool]) -> None:
+        """Just the states that should go went; no guess cost a state that was more than one."""
+        left = set(self.cache._slots.slots_in(SlotState.PUBLISHED))
+        assert {kept.slot for kept in self.order} == left
+        asked_for = sum(checkpoint.reason != Reason.INTERVAL for checkpoint in plan.checkpoints)
+        lost = [slot for slot, spare in before.items() if not spare and slot not in left]
+        assert len(lost) <= asked_for
+        assert not lost or not [kept for kept in self.order if kept.spare], "spare ones go first"
+
     def settle(self, plan: StepPlan, request: Request, *, succeeds: bool) -> None:
         """Runs the plan's forward, its reads checked once more, and publishes or abandons it."""
         succeeds = succeeds and not request.broken
@@ -170,7 +297,11 @@ class ModelEngine:
         if succeeds:
             if not request.released or plan.start_tokens < request.prompt_tokens:
                 self.expected_computed += plan.end_tokens - plan.start_tokens
+            self.forget_lost()
             self.cache.publish(plan)
+            for checkpoint in plan.checkpoints:
+                if self.cache._slots.state(checkpoint.slot) == SlotState.PUBLISHED:
+                    self.order.append(Kept(checkpoint.slot, checkpoint.reason == Reason.INTERVAL))
         else:
             # What a failed forward leaves behind cannot be gone on from, unless it started from a kept state or zero.
             retry = len(request.plans) == 1 and (plan.source_slot is not None or plan.start_tokens == 0)
@@ -276,6 +407,7 @@ class ModelEngine:
     def check(self) -> None:
         """The facade's own check, and: whatever can be matched holds exactly what its place in the tree says."""
         self.cache.check_integrity()
+        self.forget_lost()
         for node in self.cache._store.tree:
             salt, history = content = self.blocks[node.block_id]
             assert len(history) == node.depth_blocks * self.block_tokens, node

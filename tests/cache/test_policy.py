@@ -10,19 +10,29 @@ from hypothesis import strategies as st
 
 from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.index.tree import Node
-from megatron_hybrid_prefix.policy.boundaries import Boundary, Reason, boundaries_in_span, prompt_boundaries
-from megatron_hybrid_prefix.policy.eviction import make_eviction_policy
+from megatron_hybrid_prefix.policy.boundaries import (
+    Boundary,
+    Reason,
+    boundaries_in_span,
+    default_interval_tokens,
+    prompt_boundaries,
+)
+from megatron_hybrid_prefix.policy.eviction import LruEviction, make_eviction_policy
 
 JUNCTION, TAIL, REPLAY = Reason.JUNCTION, Reason.TAIL, Reason.REPLAY
+BREAKPOINT, INTERVAL = Reason.BREAKPOINT, Reason.INTERVAL
 
 
-def kept(prompt_tokens: int, resume_tokens: int = 0, kv_depth_blocks: int = 0, min_computed_tokens: int = 1):
+def kept(
+    prompt_tokens: int, resume_tokens: int = 0, kv_depth_blocks: int = 0, min_computed_tokens: int = 1, **retention
+):
     return prompt_boundaries(
         prompt_tokens=prompt_tokens,
         block_tokens=256,
         resume_tokens=resume_tokens,
         kv_depth_blocks=kv_depth_blocks,
         min_computed_tokens=min_computed_tokens,
+        **retention,
     )
 
 
@@ -55,6 +65,85 @@ def test_boundaries_are_sorted_unique_aligned_and_still_to_come(prompt, resume, 
     positions = [boundary.position_tokens for boundary in kept(prompt, 256 * resume, depth, min_computed)]
     assert positions == sorted(set(positions))
     assert all(position % 256 == 0 and position > 256 * resume for position in positions)
+
+
+@pytest.mark.parametrize(
+    ("breakpoints", "expected"),
+    [
+        ((512,), [(512, BREAKPOINT), (1024, TAIL)]),
+        ((767,), [(512, BREAKPOINT), (1024, TAIL)]),
+        ((700, 300, 700, 256), [(256, BREAKPOINT), (512, BREAKPOINT), (1024, TAIL)]),
+        ((0, -1, -256, -10_000, 255, 1280, 10**20), [(1024, TAIL)]),
+        ((1024,), [(1024, BREAKPOINT)]),  # the better reason
+        ((1100,), [(1024, BREAKPOINT)]),
+    ],
+)
+def test_breakpoints(breakpoints, expected):
+    assert list(kept(1100, breakpoints=breakpoints)) == expected
+
+
+def test_breakpoints_lie_in_what_is_computed():
+    assert list(kept(1100, resume_tokens=512, breakpoints=(300, 512, 800))) == [(768, BREAKPOINT), (1024, TAIL)]
+    assert list(kept(1100, kv_depth_blocks=2, breakpoints=(512,))) == [(512, JUNCTION), (1024, TAIL)]
+    assert list(kept(1024, breakpoints=(768,))) == [(768, BREAKPOINT), (1024, TAIL)]  # not the replay that it is too
+
+
+def test_intervals_are_counted_from_the_start_of_the_prompt():
+    assert list(kept(1300, interval_tokens=512)) == [(512, INTERVAL), (1024, INTERVAL), (1280, TAIL)]
+    assert list(kept(1300, resume_tokens=256, interval_tokens=512)) == [(512, INTERVAL), (1024, INTERVAL), (1280, TAIL)]
+    assert list(kept(1300, resume_tokens=512, interval_tokens=512)) == [(1024, INTERVAL), (1280, TAIL)]
+    assert list(kept(1024, breakpoints=(256,), interval_tokens=256)) == [
+        (256, BREAKPOINT),
+        (512, INTERVAL),
+        (768, REPLAY),
+        (1024, TAIL),
+    ]
+
+
+@given(
+    st.integers(0, 5000),
+    st.integers(0, 20),
+    st.integers(0, 20),
+    st.lists(st.integers(-600, 6000), max_size=6),
+    st.integers(0, 9),
+)
+def test_retention_adds_to_what_is_kept_anyway(prompt, resume, depth, breakpoints, interval):
+    resume = min(256 * resume, prompt // 256 * 256)
+    depth = min(depth, prompt // 256)
+    before = dict(kept(prompt, resume, depth))
+    after = kept(prompt, resume, depth, breakpoints=breakpoints, interval_tokens=256 * interval)
+    positions = [boundary.position_tokens for boundary in after]
+    assert positions == sorted(set(positions))
+    assert all(position % 256 == 0 and resume < position <= prompt for position in positions)
+    named = {position // 256 * 256 for position in breakpoints}
+    for position, reason in after:
+        if reason == BREAKPOINT:
+            assert position in named and before.get(position) != JUNCTION
+        elif reason == INTERVAL:
+            assert position % (256 * interval) == 0 and position not in before
+        else:
+            assert before[position] == reason
+    assert {position for position in before} <= set(positions)
+    assert {position for position in named if resume < position <= prompt} <= set(positions)
+    if interval:
+        assert set(range(256 * interval, prompt + 1, 256 * interval)) - set(range(resume + 1)) <= set(positions)
+    assert after == kept(
+        prompt, resume, depth, breakpoints=[*breakpoints[::-1], *breakpoints], interval_tokens=256 * interval
+    )
+
+
+@given(st.integers(0, 300_000), st.sampled_from([1, 3, 64, 96, 256, 1000]))
+def test_the_default_interval(prompt_tokens, block_tokens):
+    interval = default_interval_tokens(prompt_tokens, block_tokens)
+    assert interval % block_tokens == 0 and interval >= block_tokens
+    assert prompt_tokens // interval <= 16
+    smaller = interval - block_tokens
+    assert not smaller or 16 * smaller < prompt_tokens, "no wider than it has to be"
+
+
+def test_the_default_interval_of_usual_prompts():
+    found = [default_interval_tokens(prompt_tokens, 256) for prompt_tokens in (1, 4096, 4097, 8192, 8500, 100_000)]
+    assert found == [256, 256, 512, 512, 768, 6400]
 
 
 @given(st.lists(st.integers(1, 50), unique=True), st.lists(st.integers(1, 49), unique=True))
@@ -94,6 +183,77 @@ def test_lru_steps_over_what_is_pinned():
     assert list(policy) == []
 
 
+def guessed_and_asked_for(reasons: str) -> tuple[list[Node], LruEviction[Node]]:
+    """A state for each letter, g: kept on a guess, t: a tail."""
+    policy = make_eviction_policy("lru", Node)
+    nodes = [Node(bytes([index]), None, index) for index in range(len(reasons))]
+    for node, letter in zip(nodes, reasons, strict=True):
+        node.reason = {"g": INTERVAL, "t": TAIL}[letter]
+        policy.added(node)
+    return nodes, policy
+
+
+def lost_in_order(policy: LruEviction[Node], **options: bool) -> list[int]:
+    order = []
+    while (victim := policy.victim(lambda node: True, **options)) is not None:
+        policy.removed(victim)
+        order.append(victim.block_id)
+    return order
+
+
+def test_spare_states_go_first_the_oldest_before_the_others():
+    nodes, policy = guessed_and_asked_for("tgtgg")
+    assert len(policy) == 5 and set(policy) == set(nodes)
+    assert lost_in_order(policy) == [1, 3, 4, 0, 2]
+
+
+def test_a_used_guess_is_like_any_other():
+    nodes, policy = guessed_and_asked_for("gtggt")
+    policy.used(nodes[2])
+    policy.used(nodes[1])
+    assert len(policy) == 5 and set(policy) == set(nodes)
+    assert lost_in_order(policy) == [0, 3, 4, 2, 1]
+
+
+def test_a_guess_takes_the_place_of_a_spare_state_only():
+    nodes, policy = guessed_and_asked_for("gtggt")
+    policy.used(nodes[0])
+    assert lost_in_order(policy, spare_only=True) == [2, 3]
+    assert lost_in_order(policy) == [1, 4, 0]
+    nodes, policy = guessed_and_asked_for("tgg")
+    assert policy.victim(lambda node: node is nodes[2], spare_only=True) is nodes[2]
+    assert policy.victim(lambda node: node is nodes[0], spare_only=True) is None
+    policy.clear()
+    assert len(policy) == 0 and policy.victim(lambda node: True) is None
+
+
+@given(st.lists(st.tuples(st.sampled_from(["guess", "tail", "use", "remove", "victim", "spare"]), st.integers(0, 99))))
+def test_the_order_of_eviction_is_that_of_two_lists(calls):
+    policy = make_eviction_policy("lru", Node)
+    spare: list[Node] = []
+    others: list[Node] = []
+    for number, (what, choice) in enumerate(calls):
+        every = spare + others
+        if what in ("guess", "tail"):
+            node = Node(number.to_bytes(2), None, number)
+            node.reason = INTERVAL if what == "guess" else TAIL
+            policy.added(node)
+            (spare if what == "guess" else others).append(node)
+        elif what in ("victim", "spare"):
+            allowed = {node for node in every if (node.block_id + choice) % 3}
+            expected = next((node for node in (spare if what == "spare" else every) if node in allowed), None)
+            assert policy.victim(allowed.__contains__, spare_only=what == "spare") is expected
+        elif every:
+            node = every[choice % len(every)]
+            (spare if node in spare else others).remove(node)
+            if what == "use":
+                policy.used(node)
+                others.append(node)
+            else:
+                policy.removed(node)
+        assert list(policy) == spare + others and len(policy) == len(spare + others)
+
+
 def test_an_unknown_policy_is_refused():
     with pytest.raises(ValueError, match="eviction_policy='random'"):
         make_eviction_policy("random", Node)
@@ -107,6 +267,7 @@ def test_an_unknown_policy_is_refused():
         {"mamba_gb": float("inf")},
         {"mamba_gb": 1, "eviction_policy": "fifo"},
         {"mamba_gb": 1, "state_dtype": "float16"},
+        {"mamba_gb": 1, "retention_interval_tokens": -1},
     ],
 )
 def test_config_says_which_field_is_wrong(fields):

@@ -33,9 +33,16 @@ class CacheMachine(RuleBasedStateMachine):
         state_slots=st.sampled_from([3, 0, 1, 2, 6, 100]),
         min_computed_tokens=st.sampled_from([1, 1, 2]),
         max_requests=st.sampled_from([0, 4]),
+        interval_blocks=st.sampled_from([None, None, 0, 1, 2]),
     )
     def build(
-        self, block_tokens: int, kv_blocks: int, state_slots: int, min_computed_tokens: int, max_requests: int
+        self,
+        block_tokens: int,
+        kv_blocks: int,
+        state_slots: int,
+        min_computed_tokens: int,
+        max_requests: int,
+        interval_blocks: int | None,
     ) -> None:
         cache = HybridPrefixCache(
             block_tokens=block_tokens,
@@ -43,6 +50,7 @@ class CacheMachine(RuleBasedStateMachine):
             state_slots=state_slots,
             first_state_slot=max_requests,
             min_computed_tokens=min_computed_tokens,
+            retention_interval_tokens=None if interval_blocks is None else interval_blocks * block_tokens,
         )
         self.engine = ModelEngine(cache, kv_blocks, max_requests)
         self.known: list[list[int]] = [[]]
@@ -73,15 +81,16 @@ class CacheMachine(RuleBasedStateMachine):
         write=st.sampled_from([True] * 7 + [False]),
         cap=st.none() | st.none() | st.none() | st.integers(0, 30),
         first_chunk=st.none() | st.none() | st.integers(1, 12),
+        breakpoints=st.just([]) | st.lists(st.integers(-2, 40), max_size=3),
         compute=st.sampled_from([True, True, False]),
         finish=st.booleans(),
     )
-    def admit(self, data, own, salt, read, write, cap, first_chunk, compute, finish) -> None:
+    def admit(self, data, own, salt, read, write, cap, first_chunk, breakpoints, compute, finish) -> None:
         prefix = data.draw(st.sampled_from(self.known[-12:]))
         tokens = prefix[: int(len(prefix) * data.draw(st.sampled_from([1, 0.8, 0.5, 0])))] + own
         self.known.append(tokens)
         options = {"read": read, "write": write, "max_resume_tokens": cap, "first_chunk": first_chunk}
-        request = self.engine.admit(tokens, salt, **options)
+        request = self.engine.admit(tokens, salt, breakpoints=breakpoints, **options)
         STEPS["hits" if request and request.admission.resume_tokens else "misses" if request else "refused"] += 1
         if request and compute and (plan := self.engine.plan(request, len(tokens))):
             self.engine.settle(plan, request, succeeds=True)
@@ -203,18 +212,25 @@ def count_checks(engine: ModelEngine) -> None:
     STEPS["lost"] += stats.lost_tokens_no_state
     STEPS["junctions"] += stats.checkpoints_by_reason["junction"]
     STEPS["replays"] += stats.checkpoints_by_reason["replay"]
+    STEPS["breakpoints"] += stats.checkpoints_by_reason["breakpoint"]
+    STEPS["intervals"] += stats.checkpoints_by_reason["interval"]
+    STEPS.update(engine.seen)
 
 
 def run_seed(seed: int, steps: int) -> None:
     """The same machine without Hypothesis: more, and more typical, traffic in the same time."""
     rng = random.Random(seed)
     kv_blocks, state_slots = rng.choice([8, 16, 24, 40, 60, 300]), rng.choice([0, 1, 2, 3, 8, 100])
+    block_tokens = rng.choice([1, 2, 3, 4])
+    retention = random.Random(f"retention {seed}")  # of its own, so that seeds mean the traffic they meant before
+    interval_blocks = retention.choice([None, None, 0, 1, 3])
     cache = HybridPrefixCache(
-        block_tokens=rng.choice([1, 2, 3, 4]),
+        block_tokens=block_tokens,
         kv_blocks=kv_blocks,
         state_slots=state_slots,
         first_state_slot=rng.choice([0, 4]),
         min_computed_tokens=rng.choice([1, 1, 2]),
+        retention_interval_tokens=None if interval_blocks is None else interval_blocks * block_tokens,
     )
     engine = ModelEngine(cache, kv_blocks, cache._slots.first_slot)
     known: list[list[int]] = [[]]
@@ -243,6 +259,7 @@ def run_seed(seed: int, steps: int) -> None:
                 write=rng.random() < 0.9,
                 max_resume_tokens=rng.randint(0, 30) if rng.random() < 0.1 else None,
                 first_chunk=rng.randint(1, 12) if rng.random() < 0.3 else None,
+                breakpoints=retention.sample(range(60), 2) if retention.random() < 0.2 else (),
                 meanwhile=meanwhile if rng.random() < 0.3 else None,
             )
             STEPS["hits" if request and request.admission.resume_tokens else "misses" if request else "refused"] += 1
@@ -286,8 +303,10 @@ def test_random_traffic():
     print(dict(STEPS))
     # What was meant to happen did happen: traffic that never hits proves nothing.
     common = ("hits", "misses", "refused", "preempted", "aborted in flight", "evictions", "kv evictions", "lost")
-    for what in (*common, "skipped", "junctions", "replays", "readmitted"):
+    guesses = ("intervals", "spare state used", "spare state evicted", "guess without a slot")
+    for what in (*common, *guesses, "skipped", "junctions", "breakpoints", "replays", "readmitted"):
         assert STEPS[what] >= 50, f"{what}: only {STEPS[what]} times"
+    assert STEPS["spare state confirmed"] > 0
 
 
 def test_any_order_of_everything():

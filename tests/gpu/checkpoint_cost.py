@@ -28,7 +28,7 @@ def keep_four(cache):
     """Whatever the policy says, prompts keep four states, evenly spread; while `wanted` is off, none."""
     wanted = {"on": True}
 
-    def boundaries(match):
+    def boundaries(match, breakpoints):
         blocks = match.chain.tokens // cache.block_tokens
         positions = sorted({blocks * (i + 1) // CHECKPOINTS * cache.block_tokens for i in range(CHECKPOINTS)})
         return tuple(Boundary(position, Reason.JUNCTION) for position in positions) if wanted["on"] else ()

@@ -27,6 +27,12 @@ def prompts(rank):
     return [prefix + random_tokens(own, seed=10 * rank + own) for own in tails]
 
 
+def herd(rank):
+    """Prompts of rank 0 that come at once, with a long prefix that nobody has seen."""
+    prefix = random_tokens(5 * BLOCK_TOKENS, seed=77)
+    return [prefix + random_tokens(9 + number, seed=80 + number) for number in range(3)] if rank == 0 else []
+
+
 def answers(model, rank, mode, prefix, ranks=1):
     """What this rank's requests say, sent one by one and all at once."""
     engine = build_engine(
@@ -34,7 +40,7 @@ def answers(model, rank, mode, prefix, ranks=1):
     )
     finished: dict = {}
     idle_forwards = 0
-    for batches in ([prompt] for prompt in prompts(rank)), [prompts(rank)]:
+    for batches in ([prompt] for prompt in prompts(rank)), [prompts(rank)], [herd(rank)]:
         for batch in batches:
             for prompt in batch:
                 engine.add_request(len(finished) + len(engine.requests), prompt, greedy(6))

@@ -1,0 +1,90 @@
+"""`Coalescing`: a prefix that one request is computing is not computed by others at the same time.
+
+A waiting request whose prompt shares more with one that is being computed than with what is cached is held back, and the
+other one is asked to keep the state where the two prompts part. All decisions count tokens and rounds, never time, so that
+all ranks take the same.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from megatron_hybrid_prefix.cache import HybridPrefixCache
+
+if TYPE_CHECKING:
+    from megatron_hybrid_prefix.mcore.request_keys import RequestKeys
+
+# A round costs a step: for less than that a request does not wait. (On a GPU a step takes as long as a few hundred tokens.)
+_MIN_SAVED_TOKENS = 256
+# Rounds in which the other request got no further, for want of KV blocks, before a request goes on alone.
+_MAX_IDLE_ROUNDS = 8
+
+
+class Coalescing:
+    """Which waiting requests wait for a prefix.
+
+    Args:
+        cache: The cache.
+        keys_of: Keys of a request.
+    """
+
+    def __init__(self, cache: HybridPrefixCache, keys_of: Callable[[Any], RequestKeys]) -> None:
+        self._cache = cache
+        self._keys_of = keys_of
+        self._idle: dict[int, tuple[int, int, int]] = {}  # by waiting request: owner, its progress, rounds without any
+
+    def held_back(self, waiting: Iterable[Any], most: int) -> list[int]:
+        """Ids of the requests that shall not be admitted in this round.
+
+        Args:
+            waiting: The queue, in order.
+            most: How many of them are looked at.
+        """
+        cache, block_tokens = self._cache, self._cache.block_tokens
+        owner_of: dict[bytes, Any] = {}  # by key of a block that is, or will be, computed
+        for request_id in cache.prefilling():
+            self._add(owner_of, cache.request_keys(request_id), cache.planned_tokens(request_id), request_id)
+        held, idle = [], {}
+        for request in islice(waiting, most):
+            if cache.is_live(request.request_id):
+                continue  # between two chunks: an owner already
+            keys = self._keys_of(request)
+            length = request.remaining_prompt_length
+            resume = keys.match(cache, length).resume_tokens
+            if keys.read and owner_of:
+                last_block = (length - 1) // block_tokens
+                prompt_keys = keys.chain.keys
+                # Keys name whole prefixes: where one is not shared, none after it is.
+                first_own = bisect_left(
+                    range(last_block), True, lo=resume // block_tokens, key=lambda i: prompt_keys[i] not in owner_of
+                )
+                shared_tokens = first_own * block_tokens
+                if shared_tokens - resume >= _MIN_SAVED_TOKENS:
+                    owner = owner_of[prompt_keys[first_own - 1]]
+                    if self._waits(request.request_id, owner, shared_tokens, idle):
+                        held.append(request.request_id)
+                        continue
+            if keys.write:
+                self._add(owner_of, keys.chain.keys, resume, keys)
+        self._idle = idle
+        return held
+
+    def _add(self, owner_of: dict[bytes, Any], keys: Sequence[bytes], start_tokens: int, owner: Any) -> None:
+        for key in keys[start_tokens // self._cache.block_tokens :]:
+            owner_of.setdefault(key, owner)
+
+    def _waits(self, request_id: int, owner: Any, position_tokens: int, idle: dict[int, tuple[int, int, int]]) -> bool:
+        """Whether the owner will keep the state there; it is told to."""
+        if not isinstance(owner, int):
+            owner.wanted.add(position_tokens)  # not admitted yet: it comes first in the queue
+            return True
+        if not self._cache.want(owner, position_tokens):
+            return False
+        progress = self._cache.planned_tokens(owner)
+        last_owner, last_progress, rounds = self._idle.get(request_id, (owner, -1, 0))
+        rounds = rounds + 1 if (last_owner, last_progress) == (owner, progress) else 0
+        idle[request_id] = (owner, progress, rounds)
+        return rounds < _MAX_IDLE_ROUNDS

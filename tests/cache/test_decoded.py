@@ -1,0 +1,117 @@
+"""States that a request reaches while it generates, and states that others wait for."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.policy.boundaries import Reason
+
+BLOCK = 4
+
+
+class Generating:
+    """A request of one token and so many blocks of room, on a cache of its own."""
+
+    def __init__(self, *, state_slots: int = 10, write: bool = True, blocks: int = 12, prompt: int = 1) -> None:
+        self.cache = HybridPrefixCache(
+            block_tokens=BLOCK, kv_blocks=40, state_slots=state_slots, retention_interval_tokens=0
+        )
+        self.tokens = list(range(prompt))
+        chain = self.cache.chain(self.tokens)
+        assert self.cache.admit(1, self.cache.match(chain), length_tokens=blocks * BLOCK, write=write) is not None
+        self.cache.publish(self.cache.plan(1, 0, prompt))
+
+    def fill(self, blocks: int) -> list[int | None]:
+        """Generates to the end of so many more blocks; the slots that the states at their ends go to."""
+        slots = []
+        for _ in range(blocks):
+            end = (len(self.tokens) // BLOCK + 1) * BLOCK
+            new = [100 + position for position in range(len(self.tokens), end)]
+            self.tokens += new
+            self.cache.append(1, new, computed_tokens=end)
+            slots.append(self.cache.reached(1, end))
+            self.cache.check_integrity()
+        return slots
+
+    def depths(self) -> list[int]:
+        """Blocks at whose ends a state is kept."""
+        return sorted(node.depth_blocks for node in self.cache._store.tree if node.slot != -1)
+
+    def resume(self, blocks: int) -> int:
+        """Another prompt, of the first ``blocks`` blocks and one token; the tokens it skips."""
+        chain = self.cache.chain([*self.tokens[: blocks * BLOCK], 7])
+        admission = self.cache.admit(2, self.cache.match(chain), write=False)
+        assert admission is not None
+        self.cache.publish(self.cache.plan(2, admission.resume_tokens, blocks * BLOCK + 1))
+        self.cache.release(2)
+        return admission.resume_tokens
+
+
+def test_the_two_latest_are_kept_and_can_be_resumed_from():
+    one = Generating()
+    assert all(slot is not None for slot in one.fill(5))
+    assert one.depths() == [4, 5]
+    assert [one.resume(blocks) for blocks in (3, 4, 5)] == [0, 4 * BLOCK, 5 * BLOCK]
+    assert one.cache.stats().checkpoints_by_reason["decode"] == 5
+    one.cache.release(1)
+    one.cache.check_integrity()
+    assert one.depths() == [4, 5]
+
+
+def test_one_that_was_used_stays():
+    one = Generating()
+    one.fill(2)
+    assert one.resume(1) == BLOCK
+    one.fill(4)
+    assert one.depths() == [1, 5, 6]
+
+
+def test_one_that_was_evicted_meanwhile_is_not_dropped_again():
+    one = Generating(state_slots=2)
+    one.fill(2)
+    other = one.cache.chain([50] * BLOCK + [51] * BLOCK + [1])
+    one.cache.admit(3, one.cache.match(other))
+    one.cache.publish(one.cache.plan(3, 0, 2 * BLOCK + 1))  # its tail takes the older one's slot
+    assert one.cache.stats().evictions == 1
+    one.fill(3)
+    one.cache.check_integrity()
+    assert one.cache.stats().slots_used <= 2
+
+
+@pytest.mark.parametrize("options", [{"state_slots": 0}, {"write": False}])
+def test_nothing_is_kept_where_nothing_may_be(options):
+    one = Generating(**options)
+    assert one.fill(3) == [None, None, None]
+    assert one.depths() == []
+
+
+def test_what_is_kept_already_is_not_kept_twice():
+    one = Generating()
+    one.fill(1)
+    assert one.cache.reached(1, BLOCK) is None
+    assert one.cache.reached(1, 2 * BLOCK) is None  # not there yet
+
+
+def test_weights_that_change_end_it():
+    one = Generating()
+    one.fill(2)
+    one.cache.invalidate()
+    assert one.fill(2) == [None, None]
+    assert one.depths() == []
+
+
+def test_a_boundary_that_others_want():
+    one = Generating(prompt=1)
+    cache = one.cache
+    chain = cache.chain(range(200, 200 + 6 * BLOCK + 2))
+    cache.admit(5, cache.match(chain))
+    assert cache.prefilling() == [5]
+    cache.publish(cache.plan(5, 0, 2 * BLOCK))
+    assert [cache.want(5, depth * BLOCK) for depth in (1, 2, 3, 6, 7)] == [False, False, True, True, False]
+    plan = cache.plan(5, 2 * BLOCK, 6 * BLOCK + 2)
+    kept = {checkpoint.position_tokens // BLOCK: checkpoint.reason for checkpoint in plan.checkpoints}
+    assert kept == {3: Reason.JUNCTION, 6: Reason.JUNCTION}
+    assert cache.prefilling() == []
+    cache.publish(plan)
+    cache.check_integrity()

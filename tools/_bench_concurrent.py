@@ -1,0 +1,171 @@
+"""Scenarios of requests that come at once and have a beginning in common: a `herd` of cold ones, `samples` of a prompt."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from _bench_base import Scenario, first_tokens_ms, size, sums, tokens
+from _bench_engine import Contestant
+from _bench_stats import Metric, Sample
+
+
+def _too_many_at_once(option: str, requests: int, max_requests: int) -> str | None:
+    if requests <= max_requests:
+        return None
+    return f"--{option} {requests} cannot run at once with --max-requests {max_requests}"
+
+
+def _times(results: Sequence[Any], wall_s: float) -> Sample:
+    first_ms = first_tokens_ms(results)
+    ends = (first_ms[0], first_ms[-1]) if first_ms else (None, None)
+    return {"earliest_first_token_ms": ends[0], "latest_first_token_ms": ends[1], "wall_s": wall_s}
+
+
+def _common_metrics() -> list[Metric]:
+    count = partial(Metric, digits=0, ratios=False)
+    return [
+        Metric(name="earliest_first_token_ms", label="first token, earliest, ms", digits=2),
+        Metric(name="latest_first_token_ms", label="first token, latest, ms", digits=2),
+        Metric(name="wall_s", label="wall time, s", digits=3),
+        count(name="reused_tokens", label="prompt tokens reused"),
+        count(name="generated_tokens", label="tokens generated"),
+        count(name="failed_requests", label="failed requests", goal="0"),
+    ]
+
+
+# --- Cold requests with a common prefix ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Herd(Scenario):
+    """Cold requests that share a prefix, all at once: how many times is it computed?"""
+
+    name: ClassVar[str] = "herd"
+    requests: int = size(4, 8, "requests at once")
+    prefix_blocks: int = size(4, 10, "KV blocks of the prefix that they share")
+    own_tokens: int = size(300, 300, "tokens that each has for itself")
+    generate: int = size(4, 32, "tokens generated for each")
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Length of the prefix."""
+        return self.prefix_blocks * self.block_tokens
+
+    @property
+    def longest_tokens(self) -> int:
+        """See Scenario."""
+        return self.prefix_tokens + self.own_tokens
+
+    @property
+    def generated_tokens(self) -> int:
+        """See Scenario."""
+        return self.generate
+
+    @property
+    def max_requests(self) -> int:
+        """See Scenario."""
+        return max(16, self.requests)
+
+    def problem(self, block_tokens: int, max_requests: int) -> str | None:
+        """See Scenario."""
+        return _too_many_at_once("requests", self.requests, max_requests)
+
+    def describe(self) -> str:
+        """See Scenario."""
+        return (
+            f"{self.requests} cold requests at once of {self.prefix_blocks} shared blocks ({self.prefix_tokens} tokens) "
+            f"+ {self.own_tokens} own tokens, {self.generate} tokens generated each"
+        )
+
+    def metrics(self) -> list[Metric]:
+        """See Scenario."""
+        return [
+            Metric(name="computed_tokens", label="prompt tokens computed", digits=0),
+            Metric(name="prefix_computed_times", label="times that the prefix was computed", digits=2, goal="1"),
+            *_common_metrics(),
+        ]
+
+    def workload(self, rng: random.Random, vocab_size: int) -> list[list[int]]:
+        """See Scenario."""
+        shared = tokens(rng, vocab_size, self.prefix_tokens)
+        return [shared + tokens(rng, vocab_size, self.own_tokens) for _ in range(self.requests)]
+
+    def play(self, contestant: Contestant, workload: list[list[int]]) -> Sample:
+        """See Scenario."""
+        results, wall_s = contestant.send(workload, self.generate)
+        own_tokens = sum(result.prompt_tokens - self.prefix_tokens for result in results)
+        sample = sums(results) | _times(results, wall_s)
+        computed_tokens = sum(result.computed_tokens for result in results)
+        return sample | {"prefix_computed_times": (computed_tokens - own_tokens) / self.prefix_tokens}
+
+
+# --- Several answers to one prompt -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples(Scenario):
+    """One cold prompt, several times at once: all but the first need only what follows the last block boundary.
+
+    All are greedy: what is measured is the prompt.
+    """
+
+    name: ClassVar[str] = "samples"
+    samples: int = size(4, 8, "requests with the same prompt, at once")
+    prompt_tokens: int = size(1000, 8000, "tokens of the prompt")
+    generate: int = size(16, 128, "tokens generated for each")
+
+    @property
+    def longest_tokens(self) -> int:
+        """See Scenario."""
+        return self.prompt_tokens
+
+    @property
+    def generated_tokens(self) -> int:
+        """See Scenario."""
+        return self.generate
+
+    @property
+    def max_requests(self) -> int:
+        """See Scenario."""
+        return max(16, self.samples)
+
+    @property
+    def bound_tokens(self) -> int:
+        """Tokens to compute if the prompt is computed once, and what follows its last boundary by each other request."""
+        last_boundary_tokens = (self.prompt_tokens - 1) // self.block_tokens * self.block_tokens
+        return self.prompt_tokens + (self.samples - 1) * (self.prompt_tokens - last_boundary_tokens)
+
+    def problem(self, block_tokens: int, max_requests: int) -> str | None:
+        """See Scenario."""
+        if self.prompt_tokens <= block_tokens:
+            return f"--prompt-tokens {self.prompt_tokens} does not go beyond a block of {block_tokens} tokens"
+        return _too_many_at_once("samples", self.samples, max_requests)
+
+    def describe(self) -> str:
+        """See Scenario."""
+        return (
+            f"{self.samples} times the same prompt of {self.prompt_tokens} tokens at once, {self.generate} tokens "
+            f"generated each; at least {self.bound_tokens} tokens to compute with block boundaries"
+        )
+
+    def metrics(self) -> list[Metric]:
+        """See Scenario."""
+        return [
+            Metric(name="computed_tokens", label="prompt tokens computed", digits=0, goal=f"<= {self.bound_tokens:,}"),
+            Metric(name="computed_over_bound", label="computed over that bound", digits=3, ratios=False, goal="<= 1"),
+            *_common_metrics(),
+        ]
+
+    def workload(self, rng: random.Random, vocab_size: int) -> list[list[int]]:
+        """See Scenario."""
+        return [tokens(rng, vocab_size, self.prompt_tokens)] * self.samples
+
+    def play(self, contestant: Contestant, workload: list[list[int]]) -> Sample:
+        """See Scenario."""
+        results, wall_s = contestant.send(workload, self.generate)
+        computed_tokens = sum(result.computed_tokens for result in results)
+        return sums(results) | _times(results, wall_s) | {"computed_over_bound": computed_tokens / self.bound_tokens}

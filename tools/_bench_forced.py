@@ -1,0 +1,68 @@
+"""Forced answers: an engine samples what it is told, so that all engines' conversations have the same history."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from _console import InputError
+
+
+@contextmanager
+def forced_answers(engine: Any, answers: Sequence[Sequence[int]]) -> Iterator[None]:
+    """Inside, the requests that are added to ``engine`` answer with ``answers``, in this order.
+
+    Every step does all of its work; what it sampled is then overwritten where the next forward and the bookkeeping read it.
+    That is the same place in legacy and in asynchronous scheduling, and the host does not wait for the device. On tensor-
+    or pipeline-parallel ranks do the same on each.
+
+    Raises:
+        InputError: The engine has drafts verified, which are not to be forced.
+    """
+    controller, context = engine.controller, engine.context
+    if controller.num_speculative_tokens:
+        raise InputError("forced answers: not with speculative tokens")
+    add, sample = engine.add_request, controller._dynamic_step_sample_logits
+    shadowed_add = vars(engine).get("add_request")
+    waiting = iter(answers)
+    answer_of: dict[int, Sequence[int]] = {}
+
+    def adding(request_id: int, *args: Any, **kwargs: Any) -> Any:
+        answer_of[request_id] = next(waiting)
+        return add(request_id, *args, **kwargs)
+
+    def forcing() -> Any:
+        result = sample()
+        _overwrite(controller._sampled_tokens_cuda, [next_token(number) for number in _active_ids(context)])
+        return result
+
+    def next_token(request_id: int) -> int:
+        # The record has what was sampled before, across preemptions; what follows an unfinished chunk is not used.
+        parts = engine.requests[request_id].record.requests
+        at = sum(len(part.generated_tokens) for part in parts)
+        answer = answer_of[request_id]
+        return answer[at] if at < len(answer) else 0
+
+    engine.add_request, controller._dynamic_step_sample_logits = adding, forcing
+    try:
+        yield
+    finally:
+        del controller._dynamic_step_sample_logits
+        if shadowed_add is None:
+            del engine.add_request
+        else:
+            engine.add_request = shadowed_add
+
+
+def _active_ids(context: Any) -> list[int]:
+    """Ids of the requests of this step, in the order of the rows of logits."""
+    ids: list[int] = context.request_ids[context.paused_request_count : context.total_request_count].tolist()
+    return ids
+
+
+def _overwrite(sampled: Any, tokens: list[int]) -> None:
+    import torch
+
+    wanted = torch.tensor(tokens, dtype=sampled.dtype, pin_memory=sampled.is_cuda)
+    sampled[: len(tokens)].copy_(wanted, non_blocking=True)

@@ -1,0 +1,205 @@
+"""Scenarios of what comes back: `multi_turn` conversations, and the `first_sighting` of a shared system message."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from _bench_base import MS, Scenario, first_tokens_ms, size, sums, tokens
+from _bench_engine import Contestant
+from _bench_stats import Metric, Sample, median, percentile, ratio
+
+# --- Conversations ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MultiTurn(Scenario):
+    """Conversations, side by side, turn by turn: each turn sends the whole history and some new tokens.
+
+    The answers are forced: every engine does all the work of generating, and is then told which token it sampled, so that
+    the histories are the same for all. The turns of all conversations are sent at once, and the next ones when all have
+    their answer.
+    """
+
+    name: ClassVar[str] = "multi_turn"
+    repeats: ClassVar[Mapping[str, int]] = {"cpu": 2, "cuda": 3}
+    sessions: int = size(2, 4, "conversations side by side")
+    turns: int = size(4, 8, "turns of each")
+    new_tokens: int = size(200, 50, "tokens that a turn adds to the history")
+    generate: int = size(60, 600, "tokens of each answer")
+
+    @property
+    def longest_tokens(self) -> int:
+        """See Scenario."""
+        return self.turns * (self.new_tokens + self.generate) - self.generate
+
+    @property
+    def generated_tokens(self) -> int:
+        """See Scenario."""
+        return self.generate
+
+    @property
+    def max_requests(self) -> int:
+        """See Scenario."""
+        return max(16, self.sessions)
+
+    @property
+    def bound_tokens(self) -> int:
+        """Tokens that a turn after the first should compute at most: its own, and what a block leaves over."""
+        return self.new_tokens + self.block_tokens
+
+    def problem(self, block_tokens: int, max_requests: int) -> str | None:
+        """See Scenario."""
+        return "--turns 1: no turn has a history" if self.turns < 2 else None
+
+    def describe(self) -> str:
+        """See Scenario."""
+        return (
+            f"{self.sessions} conversations side by side of {self.turns} turns, each of {self.new_tokens} new and "
+            f"{self.generate} generated tokens (forced); prompts up to {self.longest_tokens} tokens"
+        )
+
+    def metrics(self) -> list[Metric]:
+        """See Scenario."""
+        count = partial(Metric, digits=0, ratios=False)
+        return [
+            Metric(
+                name="max_turn_computed_tokens",
+                label="later turns: tokens computed, most",
+                digits=0,
+                goal=f"<= {self.bound_tokens:,}",
+            ),
+            Metric(name="mean_turn_computed_tokens", label="later turns: tokens computed, mean"),
+            Metric(name="last_quarter_reused_share", label="last quarter: share reused", digits=3, ratios=False),
+            Metric(name="first_token_median_ms", label="later turns: first token, median, ms", digits=2),
+            Metric(name="first_token_p99_ms", label="later turns: first token, p99, ms", digits=2),
+            Metric(name="tokens_per_second", label="generated tokens/s"),
+            Metric(name="wall_s", label="wall time, s", digits=3),
+            Metric(name="computed_tokens", label="prompt tokens computed", digits=0),
+            count(name="reused_tokens", label="prompt tokens reused"),
+            count(name="recomputed_tokens", label="tokens computed again after preemption"),
+            count(name="generated_tokens", label="tokens generated"),
+            count(name="failed_requests", label="failed requests", goal="0"),
+        ]
+
+    def workload(self, rng: random.Random, vocab_size: int) -> list[list[int]]:
+        """See Scenario: whole conversations, the last answer included; a prompt is the beginning of one."""
+        length = self.longest_tokens + self.generate
+        return [tokens(rng, vocab_size, length) for _ in range(self.sessions)]
+
+    def play(self, contestant: Contestant, workload: list[list[int]]) -> Sample:
+        """See Scenario."""
+        turns: list[list[Any]] = []
+        wall_s = 0.0
+        for turn in range(self.turns):
+            end = turn * (self.new_tokens + self.generate) + self.new_tokens
+            prompts = [session[:end] for session in workload]
+            answers = [session[end : end + self.generate] for session in workload]
+            results, seconds = contestant.send(prompts, self.generate, answers=answers)
+            turns.append(results)
+            wall_s += seconds
+        later = [result for results in turns[1:] for result in results]
+        last = [result for results in turns[-max(1, self.turns // 4) :] for result in results]
+        first_ms = first_tokens_ms(later)
+        sample = sums([result for results in turns for result in results])
+        return sample | {
+            "max_turn_computed_tokens": max(result.computed_tokens for result in later),
+            "mean_turn_computed_tokens": sum(result.computed_tokens for result in later) / len(later),
+            "last_quarter_reused_share": ratio(sums(last)["reused_tokens"], sum(r.prompt_tokens for r in last)),
+            "first_token_median_ms": median(first_ms),
+            "first_token_p99_ms": percentile(first_ms, 0.99),
+            "tokens_per_second": ratio(sample["generated_tokens"], wall_s),
+            "wall_s": wall_s,
+        }
+
+
+# --- A shared system message -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstSighting(Scenario):
+    """Three requests behind one system message: is the second already as fast as the third?
+
+    Twice, each time with a system message of its own, in turns: once every request names the message's end (the attribute
+    `cache_breakpoints`, which other engines ignore), and once none does.
+    """
+
+    name: ClassVar[str] = "first_sighting"
+    shared_tokens: int = size(1024, 8192, "tokens of the system message")
+    own_tokens: int = size(300, 300, "tokens that each request has for itself")
+    generate: int = size(4, 4, "tokens generated for each")
+
+    REQUESTS: ClassVar[int] = 3
+    VARIANTS: ClassVar[dict[str, str]] = {"named": "breakpoint named", "plain": "no hint"}
+
+    @property
+    def longest_tokens(self) -> int:
+        """See Scenario."""
+        return self.shared_tokens + self.own_tokens
+
+    @property
+    def generated_tokens(self) -> int:
+        """See Scenario."""
+        return self.generate
+
+    def problem(self, block_tokens: int, max_requests: int) -> str | None:
+        """See Scenario."""
+        if self.shared_tokens < block_tokens:
+            return f"--shared-tokens {self.shared_tokens} is less than a block of {block_tokens} tokens"
+        return None
+
+    def describe(self) -> str:
+        """See Scenario."""
+        return (
+            f"{self.REQUESTS} requests of {self.shared_tokens} shared + {self.own_tokens} own tokens one after another, "
+            f"{self.generate} tokens generated each; with the end of the shared part named, and without"
+        )
+
+    def metrics(self) -> list[Metric]:
+        """See Scenario."""
+        found: list[Metric] = []
+        for variant, label in self.VARIANTS.items():
+            goal = "<= 1.1" if variant == "named" else ""
+            found += [
+                Metric(name=f"first_token_{n}_{variant}_ms", label=f"{label}, request {n}: first token, ms", digits=2)
+                for n in range(1, self.REQUESTS + 1)
+            ]
+            found.append(
+                Metric(
+                    name=f"second_over_third_{variant}",
+                    label=f"{label}: first token, request 2 over 3",
+                    digits=3,
+                    ratios=False,
+                    goal=goal,
+                )
+            )
+            found += [
+                Metric(name=f"computed_tokens_{n}_{variant}", label=f"{label}, request {n}: tokens computed", digits=0)
+                for n in range(1, self.REQUESTS + 1)
+            ]
+        return found
+
+    def workload(self, rng: random.Random, vocab_size: int) -> dict[str, list[list[int]]]:
+        """See Scenario: prompts of each variant."""
+        found: dict[str, list[list[int]]] = {}
+        for variant in self.VARIANTS:
+            shared = tokens(rng, vocab_size, self.shared_tokens)
+            found[variant] = [shared + tokens(rng, vocab_size, self.own_tokens) for _ in range(self.REQUESTS)]
+        return found
+
+    def play(self, contestant: Contestant, workload: dict[str, list[list[int]]]) -> Sample:
+        """See Scenario."""
+        sample: Sample = {}
+        for number in range(self.REQUESTS):
+            for variant, prompts in workload.items():
+                hint = {"cache_breakpoints": [self.shared_tokens]} if variant == "named" else {}
+                results, _ = contestant.send([prompts[number]], self.generate, attributes=[hint])
+                sample[f"first_token_{number + 1}_{variant}_ms"] = MS * results[0].time_to_first_token_s
+                sample[f"computed_tokens_{number + 1}_{variant}"] = results[0].computed_tokens
+        for variant in workload:
+            second, third = (sample[f"first_token_{n}_{variant}_ms"] for n in (2, 3))
+            sample[f"second_over_third_{variant}"] = ratio(second, third)
+        return sample
