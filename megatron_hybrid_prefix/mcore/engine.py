@@ -156,7 +156,9 @@ class HybridPrefixEngine(DynamicInferenceEngine):
         if not isinstance(prompt, torch.Tensor):
             # An array first: five times as fast as a tensor from a list, half a millisecond for 8,000 tokens.
             prompt = (
-                torch.frombuffer(array("q", prompt), dtype=torch.int64) if prompt else torch.empty(0, dtype=torch.int64)
+                torch.frombuffer(array("q", prompt), dtype=torch.int64)
+                if len(prompt)
+                else torch.empty(0, dtype=torch.int64)
             )
         if prompt.dim() != 1 or prompt.is_floating_point():
             raise ValueError(f"request {request_id}: a prompt of shape {tuple(prompt.shape)} and type {prompt.dtype}")
