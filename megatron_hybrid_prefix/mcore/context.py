@@ -486,9 +486,12 @@ class HybridPrefixContext(DynamicInferenceContext):
         if self.prefix_cache is None or not self._forward_running:
             return
         self._forward_running, self._forward_failed = False, True
+        self._abandon_plans("forward_failed")
+
+    def _abandon_plans(self, reason: str) -> None:
         plans, self._step_plans = self._step_plans, {}
         for plan in plans.values():
-            self.prefix_cache.abandon(plan)
+            self.prefix_cache.abandon(plan, reason)
 
     # -- decode --------------------------------------------------------------------------------------------------------
 
@@ -624,9 +627,7 @@ class HybridPrefixContext(DynamicInferenceContext):
         cache = self.prefix_cache
         if cache is not None:
             # Plans end here either way; without their requests nothing of them may be published.
-            for plan in self._step_plans.values():
-                cache.abandon(plan, "reset")
-            self._step_plans.clear()
+            self._abandon_plans("reset")
             cache.release_all()
             self.kv_block_allocator.unattached.clear()
             self._pending_mamba_zeros.clear()

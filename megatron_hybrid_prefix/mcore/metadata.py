@@ -78,8 +78,8 @@ class PrefillSpan:
 class HybridPrefixMambaMetadata(MambaMetadata):
     """Megatron's Mamba metadata of a step, with sources and targets of the states.
 
-    All tensors are int64 (``chunk_ids`` int32) on the device, and None before the first prefill. Sequences and chunks that only pad the step
-    to the size of a CUDA graph are empty and have no targets.
+    All tensors are int64 (``chunk_ids`` int32) on the device, and None before the first prefill. Sequences and chunks that
+    only pad the step to the size of a CUDA graph are empty and have no targets.
 
     Attributes:
         prefill_spans: Asked for the spans of so many sequences, in their order; set by the context.
@@ -137,6 +137,10 @@ class HybridPrefixMambaMetadata(MambaMetadata):
             self.chunk_ids = self._all_chunks[: d["padded_max_chunks"]]
             for field, row, count in zip(self._FIELDS, self._indices, counts, strict=True):
                 setattr(self, field, row[:count])
+
+    def slots(self) -> dict[str, torch.Tensor]:
+        """Sources and targets of this step by name, as the operations by slot take them."""
+        return {field: getattr(self, field) for field in self._FIELDS}
 
     @property
     def intermediate_chunk_indices(self) -> None:

@@ -66,11 +66,8 @@ class HybridPrefixPrefill:
         write_conv_windows(
             inputs,
             conv_state,
-            first_chunks=metadata.first_chunks,
             chunk_bounds=metadata.cu_chunk_seqlens,
-            source_slots=metadata.source_slots,
-            live_slots=metadata.live_slots,
-            chunk_slots=metadata.chunk_slots,
+            **metadata.slots(),
         )
         x, B, C = torch.split(
             convolved,

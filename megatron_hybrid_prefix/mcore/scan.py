@@ -45,7 +45,9 @@ def scan_by_slots(
     """
     y = torch.zeros_like(x)
     if not x.is_cuda:
-        _scan_on_host(states, metadata, y, x, dt, A, B, C, D, z, dt_bias, chunk_tokens)
+        _scan_on_host(
+            states, metadata, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, chunk_size=chunk_tokens, out=y
+        )
         return y
     from megatron.core.ssm.ops.ssd_bmm import _bmm_chunk_fwd
     from megatron.core.ssm.ops.ssd_chunk_scan import _chunk_scan_fwd
@@ -56,7 +58,7 @@ def scan_by_slots(
         dt, A, chunk_tokens, bounds, dt_bias=dt_bias, dt_softplus=True, dt_limit=(0.0, float("inf"))
     )
     added = _chunk_state_fwd(B, x, dt, log_decay, bounds, states_in_fp32=True)
-    before = pass_states(added.flatten(-2), log_decay, states, **_slots(metadata)).view(-1, *states.shape[1:])
+    before = pass_states(added.flatten(-2), log_decay, states, **metadata.slots()).view(-1, *states.shape[1:])
     scores = _bmm_chunk_fwd(C, B, chunk_tokens, bounds, output_dtype=torch.float32)
     # Each chunk is given the state before it as if it were a sequence of its own.
     own = metadata.chunk_ids
@@ -64,41 +66,14 @@ def scan_by_slots(
     return y
 
 
-def _slots(metadata: HybridPrefixMambaMetadata) -> dict[str, torch.Tensor]:
-    names = ("first_chunks", "source_slots", "live_slots", "chunk_slots")
-    return {name: getattr(metadata, name) for name in names}
-
-
-def _scan_on_host(
-    states: torch.Tensor,
-    metadata: HybridPrefixMambaMetadata,
-    y: torch.Tensor,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor,
-    z: torch.Tensor | None,
-    dt_bias: torch.Tensor,
-    chunk_tokens: int,
-) -> None:
+def _scan_on_host(states: torch.Tensor, metadata: HybridPrefixMambaMetadata, **inputs: Any) -> None:
     """The platform's scan in PyTorch; what is read is read before anything is written."""
     scan: Any = upstream.mamba_chunk_scan_combined_varlen
     final, after = scan(
-        x=x,
-        dt=dt,
-        A=A,
-        B=B,
-        C=C,
-        chunk_size=chunk_tokens,
+        **inputs,
         cu_chunk_seqlens=metadata.cu_chunk_seqlens,
         last_chunk_indices=metadata.last_chunk_indices,
         seq_idx=metadata.seq_idx_for_varlen,
-        out=y,
-        D=D,
-        z=z,
-        dt_bias=dt_bias,
         initial_states=states[metadata.source_slots],
         return_raw_states=True,
         dt_softplus=True,
