@@ -61,11 +61,6 @@ class Herd(Scenario):
         return self.prefix_tokens + self.own_tokens
 
     @property
-    def generated_tokens(self) -> int:
-        """See Scenario."""
-        return self.generate
-
-    @property
     def max_requests(self) -> int:
         """See Scenario."""
         return max(16, self.requests)
@@ -122,11 +117,6 @@ class Samples(Scenario):
     def longest_tokens(self) -> int:
         """See Scenario."""
         return self.prompt_tokens
-
-    @property
-    def generated_tokens(self) -> int:
-        """See Scenario."""
-        return self.generate
 
     @property
     def max_requests(self) -> int:

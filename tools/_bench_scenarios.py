@@ -43,11 +43,6 @@ class SharedPrefix(Scenario):
         """See Scenario."""
         return self.shared_tokens + self.own_tokens
 
-    @property
-    def generated_tokens(self) -> int:
-        """See Scenario."""
-        return self.generate
-
     def describe(self) -> str:
         """See Scenario."""
         return (
@@ -111,11 +106,6 @@ class NoReuse(Scenario):
         return self.prompt_tokens
 
     @property
-    def generated_tokens(self) -> int:
-        """See Scenario."""
-        return self.generate
-
-    @property
     def max_requests(self) -> int:
         """See Scenario."""
         return max(16, self.requests)
@@ -172,11 +162,6 @@ class Pressure(Scenario):
     def longest_tokens(self) -> int:
         """See Scenario."""
         return self.shared_tokens + self.own_tokens
-
-    @property
-    def generated_tokens(self) -> int:
-        """See Scenario."""
-        return self.generate
 
     @property
     def max_requests(self) -> int:

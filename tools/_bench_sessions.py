@@ -37,11 +37,6 @@ class MultiTurn(Scenario):
         return self.turns * (self.new_tokens + self.generate) - self.generate
 
     @property
-    def generated_tokens(self) -> int:
-        """See Scenario."""
-        return self.generate
-
-    @property
     def max_requests(self) -> int:
         """See Scenario."""
         return max(16, self.sessions)
@@ -139,11 +134,6 @@ class FirstSighting(Scenario):
     def longest_tokens(self) -> int:
         """See Scenario."""
         return self.shared_tokens + self.own_tokens
-
-    @property
-    def generated_tokens(self) -> int:
-        """See Scenario."""
-        return self.generate
 
     def problem(self, block_tokens: int, max_requests: int) -> str | None:
         """See Scenario."""
