@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.mcore.context import HybridPrefixContext
@@ -30,7 +31,8 @@ class FilledBlock(NamedTuple):
 class DecodeProgress:
     """Tokens of the running requests, by live slot, as far back as a block may begin.
 
-    Megatron's context keeps the tokens of the next forward only, and rows of requests move; live slots do not.
+    Megatron's context keeps the tokens of the next forward only, and rows of requests move; live slots do not. Most steps
+    fill no block: they are only noted, and taken in together when rows moved, or when the next block may be full.
 
     Args:
         rows: Requests that run at a time; live slots are below it.
@@ -45,36 +47,80 @@ class DecodeProgress:
         self._ring_tokens = 2 * (block_tokens + self._width)
         self._recent = np.zeros((rows, self._ring_tokens), dtype=np.int64)
         self._processed = np.zeros(rows, dtype=np.int64)
-        self._steps = np.arange(self._width)
+        self._slots = torch.zeros(0, dtype=torch.int32)  # live slots of the rows that the notes are about
+        self._notes: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # a forward's tokens, and how far rows got with it
+        self._quiet_steps = 0  # forwards to come in which these rows fill no block
 
     def advance(self, context: HybridPrefixContext) -> list[FilledBlock]:
         """Notes what the last forward processed; returns the blocks that were filled, in the order of the rows."""
         first, last = context.paused_request_count, context.total_request_count
         if first == last:
             return []
-        slots = context.mamba_metadata.request_to_mamba_state_idx[first:last].numpy()
-        processed = (context.request_kv_length_offsets[first:last] + context.request_query_lengths[first:last]).numpy()
-        decodes = last - first - context.num_prefill_requests  # they come first
+        slots = context.mamba_metadata.request_to_mamba_state_idx[first:last]
+        # A slot that went to another request was in a prefill since.
+        if not context.num_prefill_requests and torch.equal(slots, self._slots):
+            self._note(context, first, last)
+            if self._quiet_steps:
+                self._quiet_steps -= 1
+                return []
+        else:
+            self._take_in()
+            decodes = last - first - context.num_prefill_requests  # they come first
+            self._slots = slots[:decodes].clone()
+            if decodes:
+                self._note(context, first, first + decodes)
+        before = self._take_in()
+        own = slots.numpy()
         found = []
-        if decodes:
-            own, now = slots[:decodes], processed[:decodes]
-            before = self._processed[own]
-            tokens = context.token_to_input_ids[: decodes * self._width].numpy().reshape(decodes, self._width)
-            self._recent[own[:, None], (before[:, None] + self._steps) % self._ring_tokens] = tokens
-            filled = now // self._block_tokens > before // self._block_tokens
-            for row in np.flatnonzero(filled).tolist():
-                end_tokens = int(now[row]) // self._block_tokens * self._block_tokens
-                found.append(
-                    FilledBlock(
-                        request_id=int(context.request_ids[first + row]),
-                        live_slot=int(own[row]),
-                        end_tokens=end_tokens,
-                        forward_token=end_tokens - int(before[row]) - 1,
-                    )
+        now = self._processed[own[: len(before)]]
+        for row in np.flatnonzero(now // self._block_tokens > before // self._block_tokens).tolist():
+            end_tokens = int(now[row]) // self._block_tokens * self._block_tokens
+            found.append(
+                FilledBlock(
+                    request_id=int(context.request_ids[first + row]),
+                    live_slot=int(own[row]),
+                    end_tokens=end_tokens,
+                    forward_token=end_tokens - int(before[row]) - 1,
                 )
-        self._processed[slots] = processed
+            )
+        processed = self._processed[own] = _processed(context, first, last).numpy()
+        self._slots = slots.clone()
+        room = self._block_tokens - processed % self._block_tokens
+        self._quiet_steps = int((room.min() - 1) // self._width)
         return found
 
     def tokens(self, live_slot: int, start: int, end: int) -> np.ndarray:
         """Tokens of the request in ``live_slot`` at positions [start, end): generated ones, at most a block of them."""
         return self._recent[live_slot, np.arange(start, end) % self._ring_tokens]
+
+    def _note(self, context: HybridPrefixContext, first: int, last: int) -> None:
+        tokens = context.token_to_input_ids[: (last - first) * self._width].clone()
+        # Without drafts each row gets one token further.
+        self._notes.append((tokens, _processed(context, first, last) if self._width > 1 else None))
+
+    def _take_in(self) -> np.ndarray:
+        """Writes what was noted to the rings; returns where each row's last forward began, (rows,)."""
+        own = self._slots.numpy()
+        before = self._processed[own]
+        if not self._notes:
+            return before
+        tokens, processed = zip(*self._notes, strict=True)
+        self._notes.clear()
+        steps = len(tokens)
+        ends = (
+            torch.stack(processed).numpy() if self._width > 1 else before + np.arange(1, steps + 1)[:, None]
+        )  # (steps, rows)
+        starts = np.concatenate([before[None], ends[:-1]])
+        positions = starts[:, :, None] + np.arange(self._width)
+        kept = positions < ends[:, :, None]  # the others are drafts that were not accepted
+        rows = np.broadcast_to(own[None, :, None], positions.shape)
+        self._recent[rows[kept], positions[kept] % self._ring_tokens] = (
+            torch.stack(tokens).numpy().reshape(positions.shape)[kept]
+        )
+        self._processed[own] = ends[-1]
+        return starts[-1]
+
+
+def _processed(context: HybridPrefixContext, first: int, last: int) -> torch.Tensor:
+    """Tokens of each row that have been computed, (last - first,)."""
+    return context.request_kv_length_offsets[first:last] + context.request_query_lengths[first:last]
