@@ -48,7 +48,9 @@ class DecodeProgress:
         self._recent = np.zeros((rows, self._ring_tokens), dtype=np.int64)
         self._processed = np.zeros(rows, dtype=np.int64)
         self._slots = torch.zeros(0, dtype=torch.int32)  # live slots of the rows that the notes are about
-        self._notes: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # a forward's tokens, and how far rows got with it
+        self._notes: list[
+            tuple[torch.Tensor, torch.Tensor | None]
+        ] = []  # a forward's tokens, and how far rows got with it
         self._quiet_steps = 0  # forwards to come in which these rows fill no block
 
     def advance(self, context: HybridPrefixContext) -> list[FilledBlock]:
