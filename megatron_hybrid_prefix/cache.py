@@ -1,6 +1,7 @@
 """The prefix cache of a hybrid model. START HERE: the methods are the way of a prompt, top to bottom.
 
-    match -> admit -> plan -> (the engine runs the forward) -> publish or abandon -> append (decode) -> release
+    match -> (load from the host) -> admit -> plan -> (the engine runs the forward) -> publish or abandon
+    -> append (decode) -> release
 
 It decides on numbers only: token counts, KV block ids, slot ids. The engine does what it says, and a trace replay
 runs this same file without one. It owns the KV blocks (which are free, held, cached) and the checkpoint slots.
@@ -14,16 +15,27 @@ cached and how room is made is in `index/store.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
+from megatron_hybrid_prefix.host.units import Kind, Tag, TransferUnit
 from megatron_hybrid_prefix.index.blocks import KVBlocks
+from megatron_hybrid_prefix.index.host_tier import HostTier
 from megatron_hybrid_prefix.index.integrity import check_integrity
 from megatron_hybrid_prefix.index.keys import KeyChain, KeyMaker, Tokens
 from megatron_hybrid_prefix.index.matcher import Match, match_prefix
-from megatron_hybrid_prefix.index.requests import Admission, LiveRequest, PlannedCheckpoint, StepPlan
+from megatron_hybrid_prefix.index.requests import (
+    Admission,
+    LiveRequest,
+    Load,
+    PlannedCheckpoint,
+    Retracted,
+    StepPlan,
+)
 from megatron_hybrid_prefix.index.store import PrefixStore
-from megatron_hybrid_prefix.index.tree import NO_SLOT, Node
+from megatron_hybrid_prefix.index.tree import NO_BLOCK, NO_SLOT, Node
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.policy.boundaries import (
     Boundary,
@@ -56,6 +68,11 @@ class HybridPrefixCache:
         retention_interval_tokens: Of each prompt the state after every so many tokens is kept, too, where there is room
             for it: a multiple of ``block_tokens``; 0: none; None: chosen by the prompt's length, 16 states at most.
         bytes_budget: Bytes of all checkpoint slots, for the statistics.
+        host_pages: Pages of the host tier; 0: there is none.
+        host_kv_pages: Pages that a KV block takes there.
+        host_state_pages: Pages that a state takes there.
+        host_state_share: Part of them that states may take, the rest is for KV; None: by use.
+        host_write_through: Whether what is published goes to the host at once, not only when it is evicted.
 
     Raises:
         ValueError: A number is out of range, or there is no such policy.
@@ -74,6 +91,11 @@ class HybridPrefixCache:
         min_computed_tokens: int = 1,
         retention_interval_tokens: int | None = None,
         bytes_budget: int = 0,
+        host_pages: int = 0,
+        host_kv_pages: int = 1,
+        host_state_pages: int = 1,
+        host_state_share: float | None = None,
+        host_write_through: bool = False,
     ) -> None:
         if min_computed_tokens < 1:
             raise ValueError(f"min_computed_tokens={min_computed_tokens}: must be 1 or more")
@@ -93,7 +115,24 @@ class HybridPrefixCache:
         self._blocks = KVBlocks(kv_blocks)
         self._slots = SlotPool(state_slots, first_state_slot)
         self._store = PrefixStore(self._blocks, self._slots, make_eviction_policy(eviction_policy, Node), self._stats)
+        self._store.epoch = epoch
+        self._host: HostTier | None = None
+        if host_pages:
+            self._host = HostTier(
+                self._store.tree,
+                pages=host_pages,
+                kv_pages=host_kv_pages,
+                state_pages=host_state_pages,
+                block_tokens=block_tokens,
+                eviction=make_eviction_policy(eviction_policy, Node),
+                state_share=host_state_share,
+                stats=self._stats,
+            )
+            self._store.host, self._store.write_through = self._host, host_write_through
         self._live: dict[int, LiveRequest] = {}
+        self._loading: dict[int, LiveRequest] = {}  # by load id
+        self._retracted: dict[int, Retracted] = {}  # by request id
+        self._next_load_id = 0
         self._in_flight: dict[int, LiveRequest] = {}  # by plan id; outlives a release
         self._writing: set[bytes] = set()  # keys whose state a forward in flight writes
         self._loose: set[int] = set()  # blocks given out to nobody in particular
@@ -126,13 +165,102 @@ class HybridPrefixCache:
             limit_tokens = min(limit_tokens, max_resume_tokens)
         return self._match(chain, limit_tokens, read)
 
-    # -- 3. admit ------------------------------------------------------------------------------------------------------
+    # -- 3. load from the host (optional) ------------------------------------------------------------------------------
+
+    def prepare_load(self, request_id: int, match: Match, *, write: bool = True) -> Match | None:
+        """Takes blocks and a slot for what the request could resume from on the host, and queues the moves.
+
+        From now on the request holds them: it has to be handed to `admit`, with the match that is returned, or to
+        `release`. What is loaded becomes matchable for others once the request's first forward is published.
+
+        Args:
+            request_id: Of no live request.
+            match: From `match`.
+            write: As for `admit`.
+
+        Returns:
+            The match to go on with; None (and nothing changed) where the host has no more than the device, or where there
+            are not enough blocks, or no slot.
+        """
+        match = self._fresh(match)
+        path = match.loadable_path
+        if self._host is None or not path or request_id in self._live:
+            return None
+        shared, rest = _split_by_device(path)
+        return self._begin_load(
+            request_id,
+            match,
+            shared=shared,
+            kv_entries=[node.host_block for node in rest],
+            state_entry=path[-1].host_slot,
+            pinned=(*(node.host_block for node in rest), path[-1].host_slot),
+            resume_tokens=len(path) * self.block_tokens,
+            write=write,
+        )
+
+    def is_loading(self, request_id: int) -> bool:
+        """Whether the request holds a load and is not admitted yet."""
+        live = self._live.get(request_id)
+        return live is not None and live.load is not None and not live.load.admitted
+
+    def has_retracted(self, request_id: int) -> bool:
+        """Whether the request left something with `retract`."""
+        return request_id in self._retracted
+
+    def loads_elsewhere(self, match: Match) -> bool:
+        """Whether another request is loading what this one would load."""
+        path = match.loadable_path
+        return self._host is not None and bool(path) and self._host.is_pinned(path[-1].host_slot)
+
+    def load_pages(self, request_id: int) -> int:
+        """Size of the load that the request holds."""
+        load = self._request(request_id).load
+        return 0 if load is None else load.pages
+
+    def give_up_loads(self) -> bool:
+        """Releases all requests that hold a load and are not admitted; whether there were any."""
+        loading = [request_id for request_id in self._live if self.is_loading(request_id)]
+        for request_id in loading:
+            self.release(request_id)
+        return bool(loading)
+
+    def take_transfers(self) -> list[TransferUnit]:
+        """The moves queued since the last call; to be carried out in this order before anything else is written."""
+        if self._host is None or not self._host.transfers:
+            return []
+        units = list(self._host.transfers)
+        self._host.transfers.clear()
+        return units
+
+    def fail_load(self, plan: StepPlan) -> None:
+        """What the plan's forward started from was not what had been stored: in place of `publish`.
+
+        The entries are not used again. The request has to be released; nothing that it computed is cached.
+        """
+        live = self._in_flight.get(plan.plan_id)
+        if live is None:
+            return
+        load, host = live.load, self._host
+        assert load is not None and host is not None
+        self._stats.count_fallback("host_load_failed")
+        self._end_load(live, kept=False)
+        for entry in load.pinned:
+            host.drop(entry)
+        self._settle(live, plan, kept=False)
+        if live.write:
+            for later in live.plans.values():
+                self._writing.difference_update(self._planned_keys(live, later))
+            live.write = False
+
+    # -- 4. admit ------------------------------------------------------------------------------------------------------
 
     def can_admit(self, match: Match, *, length_tokens: int | None = None) -> bool:
         """Whether `admit` would succeed now. Changes nothing."""
         match = self._fresh(match)
-        own_blocks = self._blocks_for(match.chain.tokens if length_tokens is None else length_tokens) - len(match.path)
-        return own_blocks <= self._blocks.available_blocks - self._blocks.unheld(match.path)
+        own_blocks = self._blocks_for(match.chain.tokens if length_tokens is None else length_tokens)
+        own_blocks -= len(match.block_ids)
+        unheld = self._blocks.unheld(match.path) if match.load_id is None else 0
+        return own_blocks <= self._blocks.available_blocks - unheld
 
     def admit(
         self,
@@ -161,7 +289,12 @@ class HybridPrefixCache:
             None when there are not enough KV blocks, evictable ones included.
         """
         if request_id in self._live:
-            raise ValueError(f"request {request_id} is live already")
+            if not self.is_loading(request_id):
+                raise ValueError(f"request {request_id} is live already")
+            if match.load_id is not None:
+                return self._admit_loaded(self._live[request_id], length_tokens, write, breakpoints)
+            self.release(request_id)
+        self.drop_retracted(request_id)
         expected, match = match, self._fresh(match)
         chain, shared = match.chain, len(match.path)
         own_blocks = max(0, self._blocks_for(chain.tokens if length_tokens is None else length_tokens) - shared)
@@ -191,10 +324,7 @@ class HybridPrefixCache:
             planned_tokens=match.resume_tokens,
             pinned_slot=match.source_slot,
         )
-        self._stats.prompt_tokens += chain.tokens
-        self._stats.reused_tokens += match.resume_tokens
-        self._stats.reused_tokens_device += match.resume_tokens
-        self._stats.lost_tokens_no_state += match.lost_tokens_no_state
+        self._count_admission(match)
         return Admission(
             request_id=request_id,
             block_ids=tuple(block_ids),
@@ -219,7 +349,7 @@ class HybridPrefixCache:
         live.block_ids += block_ids
         return block_ids
 
-    # -- 4. plan, 5. (the engine runs), 6. publish ---------------------------------------------------------------------
+    # -- 5. plan, 6. (the engine runs), 7. publish ---------------------------------------------------------------------
 
     def plan(self, request_id: int, start_tokens: int, end_tokens: int) -> StepPlan:
         """The request computes positions [start, end) in this step: where it starts from, what it writes.
@@ -240,8 +370,9 @@ class HybridPrefixCache:
             request_id=request_id,
             start_tokens=start_tokens,
             end_tokens=end_tokens,
-            source_slot=live.pinned_slot if not live.plans else None,
+            source_slot=live.source_slot if not live.plans else None,
             checkpoints=self._reserve(live, start_tokens, end_tokens) if live.write else (),
+            load_id=live.load.load_id if live.load is not None and not live.plans else None,
         )
         self._next_plan_id += 1
         live.planned_tokens = end_tokens
@@ -268,6 +399,10 @@ class HybridPrefixCache:
             self._register(live)
         elif plan.checkpoints:
             self._stats.count_fallback("epoch_changed")
+        if live.load is not None:
+            self._stats.reused_tokens += live.load.match.resume_tokens
+            self._stats.reused_tokens_host += live.load.match.resume_tokens
+            self._end_load(live, kept=live.write)
         self._settle(live, plan, kept=live.write)
 
     def abandon(self, plan: StepPlan, reason: str = "forward_failed") -> None:
@@ -303,7 +438,7 @@ class HybridPrefixCache:
         live.boundaries = tuple(sorted([*others, Boundary(position_tokens, Reason.JUNCTION)]))
         return True
 
-    # -- 7. decode -----------------------------------------------------------------------------------------------------
+    # -- 8. decode -----------------------------------------------------------------------------------------------------
 
     def append(self, request_id: int, tokens: Tokens, *, computed_tokens: int | None = None) -> None:
         """The request's sequence goes on with ``tokens`` (sampled and accepted); blocks now full become matchable.
@@ -357,7 +492,7 @@ class HybridPrefixCache:
         live.decoded.append((node, slot))
         return slot
 
-    # -- 8. release, evict ---------------------------------------------------------------------------------------------
+    # -- 9. release, evict ---------------------------------------------------------------------------------------------
 
     def release(self, request_id: int) -> bool:
         """The request is finished, aborted or preempted: all that it holds is let go; what is keyed stays cached.
@@ -377,9 +512,107 @@ class HybridPrefixCache:
 
     def release_all(self) -> None:
         """Releases every live request, and the blocks that were given out to nobody in particular."""
-        for request_id in self.live_requests():
+        for request_id in list(self._live):
             self.release(request_id)
         self.free_blocks(list(self._loose))
+
+    def retract(self, request_id: int, depth_tokens: int, live_slot: int) -> bool:
+        """The request is about to be released, to go on later: what it has computed is kept on the host until then.
+
+        Args:
+            request_id: A live request.
+            depth_tokens: Tokens that it has computed.
+            live_slot: Where the state after them is.
+
+        Returns:
+            Whether there was room for all of it; otherwise nothing changed.
+        """
+        live, host = self._request(request_id), self._host
+        blocks = self._blocks_for(depth_tokens)
+        if host is None or not live.write or live.plans or blocks > len(live.block_ids):
+            return False
+        name = f"request {request_id}".encode()
+        pinned: list[int] = []
+        private: list[int] = []
+
+        def keep(kind: Kind, device_id: int) -> bool:
+            tag = Tag(kind=kind, key=name, depth_tokens=depth_tokens, epoch=self.epoch)
+            entry = host.store_private(kind, device_id, tag)
+            if entry is not None:
+                private.append(entry)
+            return entry is not None
+
+        def keep_node(node: Node) -> bool:
+            stored = host.store_kv(node, self.epoch)
+            if stored:
+                pinned.append(node.host_block)
+                host.pin(pinned[-1:])
+            return stored
+
+        own_blocks = live.block_ids[len(live.path) : blocks]
+        kept = (
+            keep(Kind.STATE, live_slot)
+            and all(keep(Kind.KV, block_id) for block_id in own_blocks)
+            and all(keep_node(node) for node in reversed(live.path))
+        )
+        if not kept:
+            host.unpin(pinned)
+            for entry in private:
+                host.free_private(entry)
+            return False
+        self.drop_retracted(request_id)
+        self._retracted[request_id] = Retracted(
+            depth_tokens=depth_tokens,
+            path=tuple(live.path),
+            pinned=tuple(reversed(pinned)),
+            kv_entries=tuple(private[1:]),
+            state_entry=private[0],
+        )
+        self._stats.host_preempted += 1
+        return True
+
+    def prepare_resume(self, request_id: int, match: Match, *, write: bool = True) -> Match | None:
+        """`prepare_load` for a request that left something with `retract`: it goes on where it was.
+
+        Returns:
+            As `prepare_load`. What it left is dropped if it does not belong to the prompt of ``match``.
+        """
+        left = self._retracted.get(request_id)
+        if left is None or request_id in self._live:
+            return None
+        match = self._fresh(match)
+        keys = match.chain.keys[: len(left.path)]
+        host = self._host
+        assert host is not None
+        fits = left.depth_tokens <= match.limit_tokens and keys == [node.key for node in left.path]
+        if not fits or not match.read or not all(host.holds(entry) for entry in left.pinned):
+            self.drop_retracted(request_id)
+            return None
+        shared, _ = _split_by_device(left.path)
+        loaded = self._begin_load(
+            request_id,
+            match,
+            shared=shared,
+            kv_entries=[*left.pinned[len(shared) :], *left.kv_entries],
+            state_entry=left.state_entry,
+            pinned=left.pinned,
+            private=(*left.kv_entries, left.state_entry),
+            resume_tokens=left.depth_tokens,
+            write=write,
+        )
+        if loaded is not None:
+            host.unpin(left.pinned)  # the load pins them, too
+            del self._retracted[request_id]
+        return loaded
+
+    def drop_retracted(self, request_id: int) -> None:
+        """What the request left with `retract`, if anything, is not needed any more."""
+        left = self._retracted.pop(request_id, None)
+        if left is not None:
+            assert self._host is not None
+            self._host.unpin(left.pinned)
+            for entry in (*left.kv_entries, left.state_entry):
+                self._host.free_private(entry)
 
     def invalidate(self, epoch: int | None = None) -> None:
         """The weights changed: nothing of before is ever matched, and live requests cache nothing more.
@@ -389,10 +622,14 @@ class HybridPrefixCache:
         """
         if epoch == self.epoch:
             return
-        self.epoch = self.epoch + 1 if epoch is None else epoch
+        self.epoch = self._store.epoch = self.epoch + 1 if epoch is None else epoch
+        self.give_up_loads()
+        self._retracted.clear()
         for live in self._all_requests():
             live.write = False
             live.path.clear()  # its blocks stay with it, without keys
+            if live.load is not None:
+                live.load.pinned = live.load.private = ()  # gone with all that is on the host
         self._writing.clear()
         self._store.forget()
 
@@ -401,6 +638,8 @@ class HybridPrefixCache:
         for live in self._all_requests():
             live.plans.clear()
         self._live.clear()
+        self._loading.clear()
+        self._retracted.clear()
         self._in_flight.clear()
         self._writing.clear()
         self._loose.clear()
@@ -447,12 +686,12 @@ class HybridPrefixCache:
     @property
     def cached_blocks(self) -> int:
         """KV blocks that a prompt can match, held or not."""
-        return len(self._store.tree)
+        return self._blocks.keyed_blocks
 
     def cached_block(self, key: bytes) -> int | None:
-        """Id of the block with this key, if it is cached."""
+        """Id of the block with this key, if it is cached on the device."""
         node = self._store.tree.get(key)
-        return None if node is None else node.block_id
+        return None if node is None or node.block_id == NO_BLOCK else node.block_id
 
     def cached_slot(self, key: bytes) -> int | None:
         """Slot of the state kept at the end of the block with this key, if there is one."""
@@ -466,7 +705,7 @@ class HybridPrefixCache:
 
     def cached_keys(self) -> Iterator[bytes]:
         """Keys of all cached blocks, in any order."""
-        return (node.key for node in self._store.tree)
+        return (node.key for node in self._store.tree if node.block_id != NO_BLOCK)
 
     def block_holders(self, block_id: int) -> int:
         """How many live requests hold a KV block."""
@@ -476,18 +715,25 @@ class HybridPrefixCache:
         """The same for all blocks, as int32 in native order."""
         return self._blocks.holder_counts()
 
+    def keep_payloads(self, payload_of: Callable[[int], Any]) -> None:
+        """What ``payload_of`` says of a KV block moves with it to the host, and back (`Admission.payloads`)."""
+        if self._host is not None:
+            self._host.payload_of = payload_of
+
     # -- what is going on ----------------------------------------------------------------------------------------------
 
     def is_live(self, request_id: int) -> bool:
         """Whether the request is admitted and not released."""
-        return request_id in self._live
+        return request_id in self._live and not self.is_loading(request_id)
 
     def live_requests(self) -> list[int]:
         """Ids of the requests that are admitted and not released."""
-        return list(self._live)
+        return [request_id for request_id in self._live if not self.is_loading(request_id)]
 
     def is_current(self, match: Match) -> bool:
         """Whether matching again would give the same."""
+        if match.load_id is not None:
+            return match.load_id in self._loading
         return match.version == self._store.tree.version and match.prompt_tokens == match.chain.tokens
 
     def block_ids(self, request_id: int) -> tuple[int, ...]:
@@ -507,6 +753,8 @@ class HybridPrefixCache:
         stats = self._stats.copy()
         stats.slots_total = self._slots.total_slots
         stats.slots_used = self._slots.used_slots
+        if self._host is not None:
+            stats.host_kv_blocks, stats.host_states = self._host.kv_entries, self._host.state_entries
         return stats
 
     def check_integrity(self) -> None:
@@ -521,6 +769,8 @@ class HybridPrefixCache:
             writing=self._writing,
             block_tokens=self.block_tokens,
             epoch=self.epoch,
+            host=self._host,
+            retracted=list(self._retracted.values()),
         )
 
     # -- inside --------------------------------------------------------------------------------------------------------
@@ -535,6 +785,127 @@ class HybridPrefixCache:
         if self.is_current(match):
             return match
         return self._match(match.chain, match.limit_tokens, match.read)
+
+    def _begin_load(
+        self,
+        request_id: int,
+        match: Match,
+        *,
+        shared: Sequence[Node],
+        kv_entries: Sequence[int],
+        state_entry: int,
+        pinned: tuple[int, ...],
+        private: tuple[int, ...] = (),
+        resume_tokens: int,
+        write: bool,
+    ) -> Match | None:
+        host = self._host
+        assert host is not None
+        if len(kv_entries) > self._blocks.available_blocks - self._blocks.unheld(shared):
+            return None
+        # Held and pinned before anything is taken: making room must not evict what this request needs.
+        block_ids = self._blocks.share(shared)
+        host.pin(pinned)
+        slot = self._store.take_slot()
+        if slot is None:
+            host.unpin(pinned)
+            self._blocks.release(block_ids, shared)
+            return None
+        block_ids += self._store.take_blocks(len(kv_entries))
+        load_id, self._next_load_id = self._next_load_id, self._next_load_id + 1
+        payloads: dict[int, Any] = {}
+        for entry, block_id in zip(kv_entries, block_ids[len(shared) :], strict=True):
+            payloads[block_id] = host.load(entry, block_id, load_id)
+        host.load(state_entry, slot, load_id)
+        usable_blocks = min(match.kv_depth_blocks, match.limit_tokens // self.block_tokens)
+        loaded = dataclasses.replace(
+            match,
+            path=tuple(shared),
+            resume_tokens=resume_tokens,
+            source_slot=slot,
+            lost_tokens_no_state=max(0, usable_blocks * self.block_tokens - resume_tokens),
+            loadable_path=(),
+            load_id=load_id,
+            loaded_blocks=tuple(block_ids),
+        )
+        live = self._live[request_id] = self._loading[load_id] = LiveRequest(
+            request_id=request_id,
+            chain=match.chain.copy(),
+            prompt_tokens=match.chain.tokens,
+            write=write and match.chain.epoch == self.epoch,
+            block_ids=block_ids,
+            path=list(shared),
+            boundaries=(),
+            computed_tokens=resume_tokens,
+            planned_tokens=resume_tokens,
+            pinned_slot=None,
+        )
+        live.load = Load(
+            load_id=load_id,
+            pinned=pinned,
+            private=private,
+            slot=slot,
+            restores=not private,
+            pages=len(kv_entries) * host.pages(Kind.KV) + host.pages(Kind.STATE),
+            match=loaded,
+            payloads=payloads,
+        )
+        return loaded
+
+    def _admit_loaded(
+        self, live: LiveRequest, length_tokens: int | None, write: bool, breakpoints: Sequence[int]
+    ) -> Admission | None:
+        load = live.load
+        assert load is not None
+        match, held = load.match, len(live.block_ids)
+        own_blocks = self._blocks_for(live.prompt_tokens if length_tokens is None else length_tokens) - held
+        if own_blocks > self._blocks.available_blocks:
+            return None
+        live.block_ids += self._store.take_blocks(max(0, own_blocks))
+        live.write = live.write and write
+        if live.write and self._slots.total_slots:
+            wanted = {position: reason for position, reason in self._boundaries(match, breakpoints)}
+            wanted |= dict(live.boundaries)  # others asked for them meanwhile
+            live.boundaries = tuple(Boundary(position, wanted[position]) for position in sorted(wanted))
+        load.admitted = True
+        self._count_admission(match)
+        return Admission(
+            request_id=live.request_id,
+            block_ids=tuple(live.block_ids),
+            shared_blocks=held,
+            resume_tokens=match.resume_tokens,
+            source_slot=load.slot,
+            lost_tokens_no_state=match.lost_tokens_no_state,
+            boundaries=live.boundaries,
+            payloads=load.payloads,
+        )
+
+    def _count_admission(self, match: Match) -> None:
+        self._stats.prompt_tokens += match.chain.tokens
+        if match.load_id is None:  # else once it is known that it was right
+            self._stats.reused_tokens += match.resume_tokens
+            self._stats.reused_tokens_device += match.resume_tokens
+        self._stats.lost_tokens_no_state += match.lost_tokens_no_state
+
+    def _end_load(self, live: LiveRequest, *, kept: bool) -> None:
+        """The request needs its load no more: what was loaded stays on the device if it shall be ``kept``."""
+        load, host = live.load, self._host
+        if load is None:
+            return
+        assert host is not None
+        live.load = None
+        del self._loading[load.load_id]
+        blocks = load.match.resume_tokens // self.block_tokens
+        node = live.path[blocks - 1] if kept and load.restores and blocks <= len(live.path) else None
+        if node is not None and node.slot == NO_SLOT and node.host_slot != NO_SLOT:
+            self._store.restore_state(node, load.slot)
+        else:
+            self._slots.abandon(load.slot)
+        if kept:
+            host.use(live.path[:blocks])
+        host.unpin(load.pinned)
+        for entry in load.private:
+            host.free_private(entry)
 
     def _boundaries(self, match: Match, breakpoints: Sequence[int]) -> tuple[Boundary, ...]:
         interval_tokens = self.retention_interval_tokens
@@ -584,10 +955,10 @@ class HybridPrefixCache:
 
     def _settle(self, live: LiveRequest, plan: StepPlan, *, kept: bool) -> None:
         """The plan is over: its states are published if they shall be ``kept``, else their slots are free."""
+        if live.write:  # else the weights changed, and the key may mean another forward
+            self._writing.difference_update(self._planned_keys(live, plan))
         for checkpoint in plan.checkpoints:
             depth_blocks = checkpoint.position_tokens // self.block_tokens
-            if live.write:  # else the weights changed, and the key may mean another forward
-                self._writing.discard(live.chain.keys[depth_blocks - 1])
             node = live.path[depth_blocks - 1] if kept and depth_blocks <= len(live.path) else None
             if node is not None and node.slot == NO_SLOT:
                 self._store.publish_state(node, checkpoint.slot, checkpoint.reason)
@@ -600,8 +971,14 @@ class HybridPrefixCache:
             if live.released:
                 self._let_go(live)
 
+    def _planned_keys(self, live: LiveRequest, plan: StepPlan) -> list[bytes]:
+        return [live.chain.keys[checkpoint.position_tokens // self.block_tokens - 1] for checkpoint in plan.checkpoints]
+
     def _let_go(self, live: LiveRequest) -> None:
         self._unpin(live)
+        if live.load is not None and not live.load.admitted:
+            self._stats.count_fallback("host_load_given_up")
+        self._end_load(live, kept=False)
         self._blocks.release(live.block_ids, live.path)
 
     def _unpin(self, live: LiveRequest) -> None:
@@ -630,3 +1007,11 @@ class HybridPrefixCache:
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
+
+
+def _split_by_device(path: Sequence[Node]) -> tuple[Sequence[Node], Sequence[Node]]:
+    """The front of the path, whose KV is on the device, and the rest."""
+    count = len(path)
+    while count and path[count - 1].block_id == NO_BLOCK:
+        count -= 1
+    return path[:count], path[count:]

@@ -27,6 +27,11 @@ class HybridPrefixConfig:
         decode_checkpoints: Whether the blocks and states that a request reaches while it generates are kept, so that the next
             turn does not compute the answer again.
         coalesce_prefixes: Whether a request waits for a prefix that another one is computing, rather than computing it too.
+        host_gb: Pinned host memory on each rank, in GiB, for KV blocks and states that the device has no more room for; they
+            come back when a prompt needs them. 0: none.
+        host_state_share: Part of it that states may take, 0 to 1, the rest is for KV blocks; None: by use.
+        host_write_through: Whether prompts go to the host as soon as they are computed, not only when they are evicted.
+        verify_host_loads: Whether every byte that comes back is checked, on the device.
         check_ranks: Before each forward, compare what the cache decided on all tensor- and pipeline-parallel ranks, and
             stop with the first difference. For tests and for hunting a bug: it waits for all ranks.
     """
@@ -38,11 +43,19 @@ class HybridPrefixConfig:
     retention_interval_tokens: int | None = None
     decode_checkpoints: bool = True
     coalesce_prefixes: bool = True
+    host_gb: float = 0.0
+    host_state_share: float | None = None
+    host_write_through: bool = False
+    verify_host_loads: bool = True
     check_ranks: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.mamba_gb < float("inf"):
-            raise ValueError(f"mamba_gb={self.mamba_gb}: must be 0 or more")
+        for name in ("mamba_gb", "host_gb"):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"{name}={value}: must be 0 or more")
+        if self.host_state_share is not None and not 0 <= self.host_state_share <= 1:
+            raise ValueError(f"host_state_share={self.host_state_share}: must be from 0 to 1, or None")
         if not 0 <= self.verify_hits <= 1:
             raise ValueError(f"verify_hits={self.verify_hits}: must be from 0 to 1")
         interval = self.retention_interval_tokens

@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
-from megatron_hybrid_prefix.index.tree import Node
+from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node
 
 
 class KVBlocks:
@@ -44,6 +44,7 @@ class KVBlocks:
         self._free = list(range(self.total_blocks - 1, -1, -1))
         self._spares: dict[Node, list[int]] = {}
         self._cached_blocks = 0
+        self._keyed_blocks = 0
         # Head of the circular queue: `newer` is the block let go longest ago, `older` the one let go last.
         self._queue = Node(b"", None, -1)
         self._queue.older = self._queue.newer = self._queue
@@ -57,6 +58,11 @@ class KVBlocks:
     def cached_blocks(self) -> int:
         """Keyed blocks that nobody holds: all of them can be evicted."""
         return self._cached_blocks
+
+    @property
+    def keyed_blocks(self) -> int:
+        """Blocks of nodes of the tree, held or not."""
+        return self._keyed_blocks
 
     @property
     def available_blocks(self) -> int:
@@ -122,10 +128,11 @@ class KVBlocks:
             self._drop(block_id)
 
     def bind(self, node: Node) -> None:
-        """The block of the new ``node``, held by the request that computed it, becomes keyed."""
+        """The block of the new ``node``, held by the request that computed or loaded it, becomes keyed."""
         if self._node[node.block_id] is not None or not self._holders[node.block_id]:
             raise CacheCorruptionError(f"block {node.block_id} gets a key while it has one, or while nobody holds it")
         self._node[node.block_id] = node
+        self._keyed_blocks += 1
 
     def merge(self, node: Node, block_id: int) -> None:
         """A request computed into ``block_id`` what ``node`` holds already: it becomes a spare, or takes the place."""
@@ -141,14 +148,16 @@ class KVBlocks:
         return None if node is self._queue else node
 
     def unbind(self, node: Node) -> None:
-        """The node leaves the tree. Its block, and spares, stay with their holders; without any, it is free."""
+        """The node is on the device no more. Its block, and spares, stay with their holders; without any, it is free."""
         block_id = node.block_id
         self._node[block_id] = None
+        self._keyed_blocks -= 1
         if self._holders[block_id]:
             self._spares.pop(node, None)
         else:
             self._dequeue(node)
             self._free.append(block_id)
+        node.block_id = NO_BLOCK
 
     def queue(self) -> Iterator[Node]:
         """Cached nodes that nobody holds, in the order of eviction."""

@@ -7,8 +7,9 @@ from collections.abc import Collection, Sequence
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.blocks import KVBlocks
-from megatron_hybrid_prefix.index.requests import LiveRequest
-from megatron_hybrid_prefix.index.tree import NO_SLOT, Node, PrefixTree
+from megatron_hybrid_prefix.index.host_tier import HostTier
+from megatron_hybrid_prefix.index.requests import LiveRequest, Retracted
+from megatron_hybrid_prefix.index.tree import NO_BLOCK, NO_SLOT, Node, PrefixTree
 from megatron_hybrid_prefix.pool.slots import SlotPool, SlotState
 
 
@@ -23,6 +24,8 @@ def check_integrity(
     writing: Collection[bytes],
     block_tokens: int,
     epoch: int,
+    host: HostTier | None = None,
+    retracted: Sequence[Retracted] = (),
 ) -> None:
     """Raises CacheCorruptionError, saying which, if an invariant does not hold.
 
@@ -36,6 +39,8 @@ def check_integrity(
         writing: Keys whose state a forward in flight writes.
         block_tokens: Tokens of a block.
         epoch: The present weights epoch.
+        host: What is on the host.
+        retracted: What preempted requests left there.
     """
     blocks.check()
     slots.check()
@@ -51,6 +56,16 @@ def check_integrity(
         for checkpoint in plan.checkpoints
     ]
     _expect(sorted(planned) == sorted(writing), "the states being written and the plans in flight differ")
+    if host is not None:
+        host.check()
+        loads = [live.load for live in requests if live.load is not None]
+        pins = Counter(entry for load in loads for entry in load.pinned)
+        pins.update(entry for left in retracted for entry in left.pinned)
+        pins = Counter({entry: times for entry, times in pins.items() if host.holds(entry)})  # others failed
+        _expect(pins == host.pins(), "entries pinned on the host, and loads and preempted requests differ")
+        private = [entry for load in loads for entry in load.private]
+        private += [entry for left in retracted for entry in (*left.kv_entries, left.state_entry)]
+        _expect(sorted(private) == host.private_entries(), "private entries on the host and their owners differ")
 
 
 def _expect(holds: bool, what: str) -> None:
@@ -62,17 +77,24 @@ def _check_tree(tree: PrefixTree, blocks: KVBlocks) -> None:
     children = Counter(node.parent for node in tree)
     for node in tree:
         _expect(tree.get(node.key) is node, f"{node} is not found by its key")
-        _expect(blocks.node(node.block_id) is node, f"{node}: its block belongs to {blocks.node(node.block_id)}")
         _expect(node.children == children[node], f"{node} counts {node.children} children, has {children[node]}")
-        _expect((node.slot == NO_SLOT) == (node.reason is None), f"{node}: reason {node.reason}")
+        _expect((node.slot == node.host_slot == NO_SLOT) == (node.reason is None), f"{node}: reason {node.reason}")
         parent = node.parent
+        if node.block_id == NO_BLOCK:
+            _expect(node.slot == NO_SLOT, f"{node} has a state on the device, and no KV")
+            left = node.host_block != NO_BLOCK or node.host_slot != NO_SLOT or node.children > 0
+            _expect(left, f"{node} is in the tree for nothing")
+        else:
+            _expect(blocks.node(node.block_id) is node, f"{node}: its block belongs to {blocks.node(node.block_id)}")
+            _expect(parent is None or parent.block_id != NO_BLOCK, f"{node} is on the device, its parent is not")
         _expect(node.depth_blocks == (parent.depth_blocks if parent else 0) + 1, f"{node} under {parent}")
         if parent is not None:
             _expect(tree.get(parent.key) is parent, f"{node}: its parent is gone")
-            held = blocks.holders(node.block_id) > 0
+            held = node.block_id != NO_BLOCK and blocks.holders(node.block_id) > 0
             _expect(not held or blocks.holders(parent.block_id) > 0, f"{node} is held, its parent is not")
     keyed = sum(blocks.node(block_id) is not None for block_id in range(blocks.total_blocks))
-    _expect(keyed == len(tree), f"{keyed} keyed blocks, {len(tree)} nodes")
+    on_device = sum(node.block_id != NO_BLOCK for node in tree)
+    _expect(keyed == on_device == blocks.keyed_blocks, f"{keyed} keyed blocks, {on_device} nodes on the device")
 
 
 def _check_requests(
@@ -113,7 +135,10 @@ def _check_slots(
     _expect(Counter(ranked_states) == Counter(node for node in tree if node.slot != NO_SLOT), "the policy lost a state")
     plans = [plan for live in requests for plan in live.plans.values()]
     reserved = [checkpoint.slot for plan in plans for checkpoint in plan.checkpoints]
-    _expect(sorted(reserved) == slots.slots_in(SlotState.RESERVED), "reserved slots and the plans' differ")
+    reserved += [live.load.slot for live in requests if live.load is not None]
+    _expect(
+        sorted(reserved) == slots.slots_in(SlotState.RESERVED), "reserved slots and those of plans and loads differ"
+    )
     pins = Counter(live.pinned_slot for live in requests if live.pinned_slot is not None)
     for slot in range(slots.first_slot, slots.first_slot + slots.total_slots):
         _expect(slots.pins(slot) == pins[slot], f"slot {slot} has {slots.pins(slot)} pins, should have {pins[slot]}")

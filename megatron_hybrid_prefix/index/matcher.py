@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_hybrid_prefix.index.keys import KeyChain
-from megatron_hybrid_prefix.index.tree import NO_SLOT, Node, PrefixTree
+from megatron_hybrid_prefix.index.tree import NO_BLOCK, NO_SLOT, Node, PrefixTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,13 +17,17 @@ class Match:
         prompt_tokens: The prompt's length when it was matched.
         limit_tokens: A request may resume here at the latest.
         read: Whether the cache may be read for this request at all.
-        kv_depth_blocks: Blocks from the front whose KV is resident. Those beyond ``resume_tokens`` are of no use: the
-            request computes them into blocks of its own.
+        kv_depth_blocks: Blocks from the front whose KV is on the device or on the host. Those beyond ``resume_tokens`` are
+            of no use: the request computes them into blocks of its own.
         path: Nodes of the blocks that the request will share, up to the state it resumes from.
-        resume_tokens: Prompt tokens that need not be computed; ends on a block boundary.
+        resume_tokens: Prompt tokens that need not be computed; ends on a block boundary (but for a preempted request that
+            goes on where it was).
         source_slot: Slot of the state at ``resume_tokens``; None when that is 0.
-        lost_tokens_no_state: Tokens whose KV is there and that are computed again for want of a state.
+        lost_tokens_no_state: Tokens whose KV is on the device and that are computed again for want of a state.
         version: The tree's when it was matched.
+        loadable_path: Where the request could resume deeper, with what is on the host: nodes up to there; else empty.
+        load_id: Of a request whose load has begun.
+        loaded_blocks: Then the KV blocks that it holds up to ``resume_tokens``, shared ones and those that are loaded.
     """
 
     chain: KeyChain
@@ -36,11 +40,14 @@ class Match:
     source_slot: int | None
     lost_tokens_no_state: int
     version: int
+    loadable_path: tuple[Node, ...] = ()
+    load_id: int | None = None
+    loaded_blocks: tuple[int, ...] = ()
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """KV blocks that the request will share, front first."""
-        return tuple(node.block_id for node in self.path)
+        """KV blocks that the request will share or has loaded, front first."""
+        return tuple(node.block_id for node in self.path) if self.load_id is None else self.loaded_blocks
 
 
 def match_prefix(tree: PrefixTree, chain: KeyChain, *, block_tokens: int, limit_tokens: int, read: bool) -> Match:
@@ -54,11 +61,18 @@ def match_prefix(tree: PrefixTree, chain: KeyChain, *, block_tokens: int, limit_
         read: False matches nothing.
     """
     path = tree.path(chain.keys) if read else []
-    # The deepest state within the limit. Only there can the request resume, and only up to there does it share KV.
     usable_blocks = min(len(path), max(0, limit_tokens) // block_tokens)
-    resume_blocks = usable_blocks
+    # What is on the device is the front of the path.
+    device_blocks = usable_blocks
+    while device_blocks and path[device_blocks - 1].block_id == NO_BLOCK:
+        device_blocks -= 1
+    # The deepest state within the limit. Only there can the request resume, and only up to there does it share KV.
+    resume_blocks = device_blocks
     while resume_blocks and path[resume_blocks - 1].slot == NO_SLOT:
         resume_blocks -= 1
+    loadable_blocks = usable_blocks
+    while loadable_blocks > resume_blocks and path[loadable_blocks - 1].host_slot == NO_SLOT:
+        loadable_blocks -= 1
     return Match(
         chain=chain,
         prompt_tokens=chain.tokens,
@@ -68,6 +82,7 @@ def match_prefix(tree: PrefixTree, chain: KeyChain, *, block_tokens: int, limit_
         path=tuple(path[:resume_blocks]),
         resume_tokens=resume_blocks * block_tokens,
         source_slot=path[resume_blocks - 1].slot if resume_blocks else None,
-        lost_tokens_no_state=(usable_blocks - resume_blocks) * block_tokens,
+        lost_tokens_no_state=(device_blocks - resume_blocks) * block_tokens,
         version=tree.version,
+        loadable_path=tuple(path[:loadable_blocks]) if loadable_blocks > resume_blocks else (),
     )

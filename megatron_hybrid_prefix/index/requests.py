@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_hybrid_prefix.index.keys import KeyChain
+from megatron_hybrid_prefix.index.matcher import Match
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.policy.boundaries import Boundary, Reason
 
@@ -20,6 +22,7 @@ class Admission:
         resume_tokens: Prompt tokens skipped; computing starts at this position.
         source_slot: Slot of the state to start from, pinned until the first forward is published; None: from zero.
         lost_tokens_no_state: See Match.
+        payloads: Of each KV block that was loaded, what belongs to it beside the KV, or None.
         boundaries: Positions of the prompt that shall be kept.
     """
 
@@ -30,6 +33,53 @@ class Admission:
     source_slot: int | None
     lost_tokens_no_state: int
     boundaries: tuple[Boundary, ...]
+    payloads: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Load:
+    """What a request gets from the host before it starts.
+
+    Attributes:
+        load_id: Unique.
+        pinned: Entries on the host that stay until the load is settled.
+        private: Entries that go then.
+        slot: Reserved, for the state to start from.
+        restores: Whether it is a state of the prefix tree, to be published there; False for that of a preempted request.
+        pages: Size of all moves.
+        match: What the request has been promised.
+        payloads: Of each block, what belongs to it beside the KV, or None.
+        admitted: Whether the request was admitted since.
+    """
+
+    load_id: int
+    pinned: tuple[int, ...]
+    private: tuple[int, ...]
+    slot: int
+    restores: bool
+    pages: int
+    match: Match
+    payloads: dict[int, Any]
+    admitted: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retracted:
+    """What a preempted request left on the host, to go on from.
+
+    Attributes:
+        depth_tokens: Tokens that it had computed.
+        path: Nodes of its first blocks.
+        pinned: Their entries.
+        kv_entries: Its further blocks, the last one filled in part.
+        state_entry: Its state.
+    """
+
+    depth_tokens: int
+    path: tuple[Node, ...]
+    pinned: tuple[int, ...]
+    kv_entries: tuple[int, ...]
+    state_entry: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +103,7 @@ class StepPlan:
         source_slot: Checkpoint to read the state at ``start_tokens`` from. None: from the request's live slot, or
             from zero where ``start_tokens`` is 0.
         checkpoints: States to write, ascending by position, each in (start, end].
+        load_id: Of the load from the host that the forward starts from; None for all others.
     """
 
     plan_id: int
@@ -61,6 +112,7 @@ class StepPlan:
     end_tokens: int
     source_slot: int | None
     checkpoints: tuple[PlannedCheckpoint, ...]
+    load_id: int | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -81,6 +133,7 @@ class LiveRequest:
         decoded: Nodes whose state it reached while it generated, with the slot of each, oldest first; the latest ones.
         plans: Its plans in flight.
         released: Given up by the engine while a plan was in flight; goes when the last plan is settled.
+        load: What it gets from the host, until its first forward is settled.
     """
 
     request_id: int
@@ -96,3 +149,9 @@ class LiveRequest:
     decoded: list[tuple[Node, int]] = field(default_factory=list)
     plans: dict[int, StepPlan] = field(default_factory=dict)
     released: bool = False
+    load: Load | None = None
+
+    @property
+    def source_slot(self) -> int | None:
+        """Slot of the state that its first forward starts from: pinned, or loaded for it; None: from zero."""
+        return self.pinned_slot if self.load is None else self.load.slot

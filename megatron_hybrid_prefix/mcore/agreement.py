@@ -30,6 +30,22 @@ def min_over_model_ranks(value: int | None, pg_collection: Any = None) -> int | 
     return None if agreed == _NO_CLAIM else agreed
 
 
+def max_over_model_ranks[T: (int, list[int])](values: T, pg_collection: Any = None) -> T:
+    """The largest value of all ranks that run the same requests; of a list, each one.
+
+    Args:
+        values: This rank's, as many on every rank.
+        pg_collection: Megatron's process groups; by default those of its parallel state.
+    """
+    groups = _model_groups(pg_collection)
+    if not groups:
+        return values
+    most = torch.tensor(values, device=torch.cuda.current_device())
+    for group in groups:
+        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
+    return most.tolist()
+
+
 def _model_groups(pg_collection: Any = None) -> list[Any]:
     """Process groups of more than one rank whose ranks run the same requests."""
     from megatron.core import parallel_state

@@ -93,6 +93,11 @@ class HybridPrefixBlockAllocator(KVBlockAllocator):
         self._handed_over = block_ids or None
         self._forget_routing(block_ids)
 
+    def take_routing(self, routing: Mapping[int, Any]) -> None:
+        """Of each KV block that came back from the host its routing, or None."""
+        self._forget_routing(list(routing))
+        self.block_routing.update({block_id: found for block_id, found in routing.items() if found is not None})
+
     def is_memory_available(self, num_blocks: int, potential_matched_count: int = 0) -> bool:
         """See upstream."""
         return num_blocks <= self.cache.available_blocks - potential_matched_count

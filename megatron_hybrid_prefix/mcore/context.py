@@ -31,6 +31,7 @@ from megatron_hybrid_prefix.index.requests import StepPlan
 from megatron_hybrid_prefix.mcore.agreement import DecisionLog, min_over_model_ranks
 from megatron_hybrid_prefix.mcore.blocks import HybridPrefixBlockAllocator
 from megatron_hybrid_prefix.mcore.decode import DecodeProgress
+from megatron_hybrid_prefix.mcore.host import HostMoves
 from megatron_hybrid_prefix.mcore.metadata import ChunkGrid, HybridPrefixMambaMetadata, PrefillSpan
 from megatron_hybrid_prefix.mcore.request_keys import RequestKeyBook, RequestKeys
 from megatron_hybrid_prefix.mcore.verify import verify_plan
@@ -65,11 +66,13 @@ class HybridPrefixContext(DynamicInferenceContext):
     Attributes:
         prefix_cache: The cache, or None.
         state_pool: Memory of the recurrent states, or None.
+        host_moves: The host tier, or None.
     """
 
     # Also what holds while megatron's constructor runs.
     prefix_cache: HybridPrefixCache | None = None
     state_pool: StatePool | None = None
+    host_moves: HostMoves | None = None
     _prefix_config: HybridPrefixConfig | None = None
     _decisions: DecisionLog | None = None
     _decode_progress: DecodeProgress | None = None
@@ -91,6 +94,8 @@ class HybridPrefixContext(DynamicInferenceContext):
         self._admitted: tuple[list[int], int] | None = None  # shared blocks and tokens to skip, inside add_request
         self._forward_running = self._forward_failed = False
         self._checkpoint_slots = 0
+        self._retracting = False  # megatron preempts requests
+        self._failed_loads: set[int] | None = None  # requests of the last forward, once asked for
         if prefix is not None:
             # Megatron's own cache must not be allocated beside this one, nor its warnings appear.
             inference_config = dataclasses.replace(inference_config, enable_prefix_caching=False)
@@ -99,7 +104,9 @@ class HybridPrefixContext(DynamicInferenceContext):
             return
         self.enable_prefix_caching = True
         self._decisions = DecisionLog(inference_config.pg_collection) if prefix.check_ranks else None
-        if prefix.decode_checkpoints and self._checkpoint_slots:
+        if prefix.host_gb and self._checkpoint_slots:
+            self.host_moves = HostMoves(self, prefix)
+        if self._checkpoint_slots and (prefix.decode_checkpoints or self.host_moves is not None):
             self._decode_progress = DecodeProgress(
                 rows=self.max_requests, block_tokens=self.block_size_tokens, drafts=self.num_speculative_tokens
             )
@@ -112,10 +119,12 @@ class HybridPrefixContext(DynamicInferenceContext):
             eviction_policy=prefix.eviction_policy,
             retention_interval_tokens=prefix.retention_interval_tokens,
             bytes_budget=self._checkpoint_slots * self.state_layout.slot_bytes,
+            **({} if self.host_moves is None else self.host_moves.cache_fields),
         )
         self.kv_block_allocator = HybridPrefixBlockAllocator(
             self, blocks.total_count, blocks.paused_count, cache=self.prefix_cache
         )
+        self.prefix_cache.keep_payloads(self.kv_block_allocator.block_routing.get)
         self._short_prompts = 0
         if torch.distributed.get_rank() == 0:
             logger.info("%s\n%s", self.memory_report(), self.policy_report())
@@ -159,6 +168,8 @@ class HybridPrefixContext(DynamicInferenceContext):
         )
         lines = [f"recurrent states: {_size(slot_bytes)} each, SSM in {_name(self.mamba_ssm_states_dtype)}"]
         lines += [f"  {name}: {slots} slots, {_size(slots * slot_bytes)} {of}" for name, slots, of in rows]
+        if self.host_moves is not None:
+            lines.append(f"  {self.host_moves.report()}")
         return "\n".join(lines)
 
     def policy_report(self) -> str:
@@ -239,6 +250,8 @@ class HybridPrefixContext(DynamicInferenceContext):
 
     def deallocate_inference_state_buffers(self) -> None:
         """See upstream; the pool lets go of its tensors where megatron deletes them."""
+        if self.host_moves is not None and self.is_tensor_state_allocated:
+            self.host_moves.finish()
         super().deallocate_inference_state_buffers()
         if not hasattr(self, "mamba_ssm_states"):
             self.state_pool = None
@@ -287,6 +300,60 @@ class HybridPrefixContext(DynamicInferenceContext):
         tokens = self.active_token_count + length - match.resume_tokens <= self.max_tokens
         return rows, tokens, cache.can_admit(match, length_tokens=length)
 
+    # -- load from the host --------------------------------------------------------------------------------------------
+
+    def load_back(self, req: DynamicInferenceRequest, others_run: bool) -> bool:
+        """Begins to load what a waiting request could resume from on the host, if there is anything.
+
+        Args:
+            req: Not admitted yet.
+            others_run: Whether the coming step runs other requests, in whose time the load takes place.
+
+        Returns:
+            Whether the request shall wait for another round. Without it its forward waits, on the device.
+        """
+        cache, keys = self.prefix_cache, self.keys_of(req)
+        match = keys.match(cache, req.remaining_prompt_length)
+        if match.load_id is None:
+            if others_run and cache.loads_elsewhere(match):
+                return True
+            if keys.resumes:
+                match = cache.prepare_resume(req.request_id, match, write=keys.write)
+            else:
+                match = cache.prepare_load(req.request_id, match, write=keys.write)
+            if match is None:
+                return False
+            keys.last = match
+            self.host_moves.start_load(req.request_id, match)
+            if self._decisions is not None:
+                self._decisions.note(
+                    f"request {req.request_id} loads up to {match.resume_tokens} into KV blocks {match.block_ids}, slot "
+                    f"{match.source_slot}"
+                )
+        return others_run and self.host_moves.waits(match.load_id)
+
+    def give_up_loads(self) -> bool:
+        """Takes blocks and slots from waiting requests that loaded into them; whether there were any."""
+        return self.host_moves is not None and self.prefix_cache.give_up_loads()
+
+    def forget_request(self, request_id: int) -> None:
+        """A request that is not in the context ended: what waited for it on the device and on the host goes."""
+        if self.host_moves is not None:
+            if self.prefix_cache.is_loading(request_id):
+                self.prefix_cache.release(request_id)
+            self.prefix_cache.drop_retracted(request_id)
+
+    def failed_loads(self) -> set[int]:
+        """Requests of the last forward that started from something else than had been stored; the same on all ranks.
+
+        To be asked by all ranks after each forward. They have to be computed again.
+        """
+        if self.host_moves is None:
+            return set()
+        if self._failed_loads is None:
+            self._failed_loads = self.host_moves.failed(self._step_plans.values())
+        return self._failed_loads
+
     # -- admit, plan ---------------------------------------------------------------------------------------------------
 
     def add_request(self, req: DynamicInferenceRequest, prefill_chunk_length: int | None = None) -> None:
@@ -329,6 +396,7 @@ class HybridPrefixContext(DynamicInferenceContext):
                 own = list(admission.block_ids[admission.shared_blocks :])
                 skip, source_slot = admission.resume_tokens, admission.source_slot
                 keys.lost_tokens = admission.lost_tokens_no_state
+                self.kv_block_allocator.take_routing(admission.payloads)
                 self._watch_length(keys.chain.tokens)
         if own is None:
             raise BlockOverflowError(request_id)
@@ -345,6 +413,8 @@ class HybridPrefixContext(DynamicInferenceContext):
         finally:
             self._admitted = None
             self.kv_block_allocator.hand_over([])
+        if not finished:
+            req.num_cached_tokens = skip  # megatron counts whole blocks
         if source_slot is not None:
             self._pending_mamba_zeros.pop()  # megatron would zero the live slot; this forward reads the checkpoint
         start = int(self.request_kv_length_offsets[row])
@@ -439,6 +509,8 @@ class HybridPrefixContext(DynamicInferenceContext):
 
     def transfer_bookkeeping_to_gpu(self, skip_token_input_ids: bool = False, record_done_event: bool = False) -> Any:
         """See upstream; sources and writes of the states go first, so that its event guards them too."""
+        if self.host_moves is not None:
+            self.host_moves.before_forward(self._step_plans.values())
         pending = getattr(self, "_pending_mamba_transfer", None)
         if self.prefix_cache is not None and pending is not None and pending["padded_prefill_count"]:
             self.mamba_metadata.copy_indices()
@@ -475,8 +547,13 @@ class HybridPrefixContext(DynamicInferenceContext):
     def _publish(self) -> None:
         if self.prefix_cache is None:
             return
+        failed = self.failed_loads()
+        self._failed_loads = None
         plans, self._step_plans = self._step_plans, {}
         for plan in plans.values():
+            if plan.request_id in failed:
+                self.prefix_cache.fail_load(plan)
+                continue
             if self._prefix_config.verify_hits:
                 verify_plan(self, plan)
             self.prefix_cache.publish(plan)
@@ -526,7 +603,10 @@ class HybridPrefixContext(DynamicInferenceContext):
         if progress is None:
             return
         copies: dict[int, int] = {}  # by target: with few slots, one request's may go to the next at once
-        for block in progress.advance(self):
+        blocks = progress.advance(self)
+        if not self._prefix_config.decode_checkpoints:
+            return
+        for block in blocks:
             known = cache.sequence_tokens(block.request_id)
             tokens = progress.tokens(block.live_slot, known, block.end_tokens)
             cache.append(block.request_id, tokens, computed_tokens=block.end_tokens)
@@ -537,6 +617,8 @@ class HybridPrefixContext(DynamicInferenceContext):
                 self._decisions.note(f"request {block.request_id} filled a block at {block.end_tokens}, slot {slot}")
         if not copies:
             return
+        if self.host_moves is not None:
+            self.host_moves.launch()  # what was in these slots
         targets, sources = list(copies), list(copies.values())
         if self.num_speculative_tokens:
             # A live state is that after the last accepted token; those after each token are beside it.
@@ -557,11 +639,27 @@ class HybridPrefixContext(DynamicInferenceContext):
 
     # -- release -------------------------------------------------------------------------------------------------------
 
+    def evict_overflow_paused_requests(self, *args: Any, **kwargs: Any) -> Any:
+        """See upstream; with a host tier, requests that are preempted leave there what they have computed."""
+        self._retracting = self.host_moves is not None
+        try:
+            return super().evict_overflow_paused_requests(*args, **kwargs)
+        finally:
+            self._retracting = False
+
+    def _retract(self, request_indexes: torch.Tensor) -> None:
+        slots = self.mamba_metadata.request_to_mamba_state_idx[request_indexes].tolist()
+        for request_id, slot in zip(self.request_ids[request_indexes].tolist(), slots, strict=True):
+            self.prefix_cache.retract(request_id, self._decode_progress.processed(slot), slot)
+        self.host_moves.launch()
+
     def release_memory_blocks_from_request_indexes(self, request_indexes: torch.Tensor) -> None:
         """See upstream: finished, evicted and aborted requests let go of all they hold; what has a key stays cached."""
         if self.prefix_cache is None:
             super().release_memory_blocks_from_request_indexes(request_indexes)
             return
+        if self._retracting:
+            self._retract(request_indexes)
         for request_id in self.request_ids[request_indexes].tolist():
             plan = self._step_plans.pop(request_id, None)
             if plan is not None:
@@ -643,7 +741,12 @@ class HybridPrefixContext(DynamicInferenceContext):
 
     def prefix_stats(self) -> PrefixStats:
         """What the cache did since the start, and how full it is; all zero without a cache."""
-        return PrefixStats() if self.prefix_cache is None else self.prefix_cache.stats()
+        if self.prefix_cache is None:
+            return PrefixStats()
+        stats = self.prefix_cache.stats()
+        if self.host_moves is not None:
+            self.host_moves.count(stats)
+        return stats
 
     def check_integrity(self) -> None:
         """Raises CacheCorruptionError if the cache, or its agreement with megatron's tables, is broken; for tests."""

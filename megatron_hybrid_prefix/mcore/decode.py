@@ -91,6 +91,11 @@ class DecodeProgress:
         self._quiet_steps = int((room.min() - 1) // self._width)
         return found
 
+    def processed(self, live_slot: int) -> int:
+        """Tokens of the request in ``live_slot`` that have been computed, as of the last forward that was noted."""
+        self._take_in()
+        return int(self._processed[live_slot])
+
     def tokens(self, live_slot: int, start: int, end: int) -> np.ndarray:
         """Tokens of the request in ``live_slot`` at positions [start, end): generated ones, at most a block of them."""
         return self._recent[live_slot, np.arange(start, end) % self._ring_tokens]

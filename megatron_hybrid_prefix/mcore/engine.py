@@ -52,6 +52,7 @@ class HybridPrefixEngine(DynamicInferenceEngine):
     _epoch: int | None = None
     _coalescing: Coalescing | None = None
     _aborting: set[int] = frozenset()  # type: ignore[assignment]  # while megatron's constructor runs
+    _start_over_chunked: set[int] = frozenset()  # type: ignore[assignment]
 
     def __init__(self, controller: TextGenerationController, context: DynamicInferenceContext) -> None:
         if getattr(context, "prefix_cache", None) is not None:
@@ -64,6 +65,9 @@ class HybridPrefixEngine(DynamicInferenceEngine):
         """See upstream; figures of a step that never came to its end are dropped, too."""
         super().reset()
         self._aborting = set()
+        # Requests whose load from the host failed: in this step; and those between two chunks, until the next one.
+        self._start_over: set[int] = set()
+        self._start_over_chunked = set()
         context = self.context
         context.prefix_cache_hits = context.prefix_cache_blocks_matched = 0
         context.prefix_cache_prefill_computed_tokens = context.prefix_cache_prefill_skipped_tokens = 0
@@ -238,7 +242,7 @@ class HybridPrefixEngine(DynamicInferenceEngine):
             super().schedule_waiting_requests()
             return
         before = list(self.waiting_request_ids)
-        held = self._hold_back()
+        held = self._wait_for_loads() | self._hold_back()
         if self.context.chunked_prefill_request_id != -1:
             self._start_beside_chunk()
         super().schedule_waiting_requests()
@@ -248,6 +252,33 @@ class HybridPrefixEngine(DynamicInferenceEngine):
             order = [i for i in before if i == chunked] + [i for i in before if i in left and i != chunked]
             self.waiting_request_ids.clear()
             self.waiting_request_ids.extend(order)
+        if self.waiting_request_ids and not self.context.total_request_count and self.context.give_up_loads():
+            # What waiting requests hold is all that the first of them needs.
+            super().schedule_waiting_requests()
+
+    def _wait_for_loads(self) -> set[int]:
+        """Begins loads from the host; takes requests out of the queue that shall wait for theirs in this round."""
+        context = self.context
+        if context.host_moves is None:
+            return set()
+        if context.paused_request_count:
+            context.give_up_loads()  # running requests come first, and nobody is admitted
+            return set()
+        held = set()
+        free_rows = context.max_requests - context.total_request_count
+        for request_id in list(islice(self.waiting_request_ids, _LOOKED_AT * free_rows)):
+            request = self.get_request(request_id)
+            between_chunks = request.finished_chunk_token_count > 0
+            if not between_chunks and context.load_back(request, others_run=context.total_request_count > 0):
+                held.add(request_id)
+        self._take_from_queue(held)
+        return held
+
+    def _take_from_queue(self, request_ids: set[int]) -> None:
+        if request_ids:
+            left = [i for i in self.waiting_request_ids if i not in request_ids]
+            self.waiting_request_ids.clear()
+            self.waiting_request_ids.extend(left)
 
     def _hold_back(self) -> set[int]:
         """Takes requests out of the queue that shall wait in this round."""
@@ -265,9 +296,7 @@ class HybridPrefixEngine(DynamicInferenceEngine):
         held = set(self._coalescing.held_back(waiting, most=_LOOKED_AT * free_rows))
         if held:
             self._prefix_coordination_waits += len(held)
-            left = [i for i in self.waiting_request_ids if i not in held]
-            self.waiting_request_ids.clear()
-            self.waiting_request_ids.extend(left)
+            self._take_from_queue(held)
         return held
 
     def _start_beside_chunk(self) -> None:
@@ -293,13 +322,17 @@ class HybridPrefixEngine(DynamicInferenceEngine):
 
     def _should_run_async_sched_overlap(self) -> bool:
         """See upstream; not while an aborted request has to be taken out between two forwards."""
-        return not self._aborting and super()._should_run_async_sched_overlap()
+        return not (self._aborting or self._start_over_chunked) and super()._should_run_async_sched_overlap()
 
     @torch.inference_mode()  # megatron's bookkeeping tensors may have been made in it
     def _take_out_aborted(self) -> None:
-        if not self._aborting or not hasattr(self.context, "remove_waiting_row"):
+        if not (self._aborting or self._start_over_chunked) or not hasattr(self.context, "remove_waiting_row"):
             return  # around megatron's context they end once they run
         context = self.context
+        for request_id in sorted(self._start_over_chunked):
+            if context.remove_waiting_row(request_id):
+                self._compute_again(request_id)  # it is still the first one waiting
+        self._start_over_chunked.clear()
         chunk_runs = context.get_index_of_chunked_prefill_request() != -1
         for request_id in sorted(self._aborting):
             if chunk_runs and request_id == context.chunked_prefill_request_id:
@@ -312,6 +345,8 @@ class HybridPrefixEngine(DynamicInferenceEngine):
     def _finish_aborted(self, request_id: int) -> None:
         # The next step hands it out among the finished ones, like a refused request.
         self._aborting.discard(request_id)
+        if self._has_cache:
+            self.context.forget_request(request_id)
         self.stop_word_finished_request_ids.discard(request_id)
         request = self.requests[request_id].record[-1]
         request.status = Status.COMPLETED
@@ -343,14 +378,56 @@ class HybridPrefixEngine(DynamicInferenceEngine):
         return found, trimmed_tokens if request.generated_tokens else 0
 
     def _get_and_clear_stop_word_finished_ids(self, active_request_ids: list[int]) -> set[int]:
-        """See upstream; log-probs of a stop word that was cut off go, too, those of earlier steps included."""
+        """See upstream; log-probs of a stop word that was cut off go, too, those of earlier steps included.
+
+        Requests whose load failed leave the context the same way: in this step, and without its token.
+        """
         result = super()._get_and_clear_stop_word_finished_ids(active_request_ids)
+        if self._has_cache and (failed := self.context.failed_loads().difference(result)):
+            between_chunks = failed & {self.context.chunked_prefill_request_id}
+            self._start_over_chunked |= between_chunks
+            self._start_over |= failed - between_chunks
+            self.stop_word_being_finished_ids = result | self._start_over
         for request_id in result:
             for part in self.requests[request_id].record.requests:
                 for log_probs in (part.generated_log_probs, part.generated_top_n_logprobs):
                     if log_probs:
                         del log_probs[len(part.generated_tokens) :]
+        return result | self._start_over
+
+    # -- loads that failed, preemption ---------------------------------------------------------------------------------
+
+    def post_process_requests(
+        self,
+        request_ids: torch.Tensor,
+        finished_request_ids: torch.Tensor,
+        evict_request_ids: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """See upstream; requests whose load failed did not finish, they wait again."""
+        again, self._start_over = self._start_over, set()
+        if again:
+            left = [request_id not in again for request_id in finished_request_ids.tolist()]
+            finished_request_ids = finished_request_ids[torch.tensor(left, dtype=torch.bool)]
+        result = super().post_process_requests(request_ids, finished_request_ids, evict_request_ids, *args, **kwargs)
+        for request_id in sorted(again):
+            self._compute_again(request_id)
+            # A prompt between two of its chunks stays first.
+            chunked = (
+                self.waiting_request_ids and self.waiting_request_ids[0] == self.context.chunked_prefill_request_id
+            )
+            self.waiting_request_ids.insert(1 if chunked else 0, request_id)
+        if self._has_cache and evict_request_ids is not None:
+            for request_id in evict_request_ids.tolist():
+                keys = self.context.keys_of(self.get_request(request_id))
+                keys.resumes = self.context.prefix_cache.has_retracted(request_id)
         return result
+
+    def _compute_again(self, request_id: int) -> None:
+        request = self.get_request(request_id)
+        request.remaining_prompt_tokens = request.prompt_tokens
+        request.finished_chunk_token_count = request.num_cached_tokens = 0
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 

@@ -40,6 +40,7 @@ class RequestKeys:
         verify_at_tokens: Where then; 0: nowhere.
         last: The last match.
         lost_tokens: Tokens whose KV was there at admission and that were computed for want of a state.
+        resumes: Whether the request was preempted, and may have left on the host what it had computed.
     """
 
     chain: KeyChain
@@ -51,6 +52,7 @@ class RequestKeys:
     verify_at_tokens: int = 0
     last: Match | None = None
     lost_tokens: int = 0
+    resumes: bool = False
 
     def match(self, cache: HybridPrefixCache, length_tokens: int) -> Match:
         """What of the first ``length_tokens`` is cached; at least one of them stays to be computed."""

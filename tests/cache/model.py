@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.host.units import Kind
 from megatron_hybrid_prefix.index.requests import Admission, LiveRequest, StepPlan
-from megatron_hybrid_prefix.index.tree import NO_SLOT
+from megatron_hybrid_prefix.index.tree import NO_BLOCK, NO_SLOT
 from megatron_hybrid_prefix.policy.boundaries import Reason
 from megatron_hybrid_prefix.pool.slots import SlotState
 
@@ -22,6 +23,7 @@ Salt = tuple[str | None, str | None]  # cache_salt, adapter
 History = tuple[tuple[int, int], ...]  # (token, weights epoch it was computed under), from position 0
 Content = tuple[Salt, History]
 GARBAGE: Content = ((None, None), ((-1, -1),))
+LIVE_SLOTS = 10_000  # ids of the pretend live slots of preempted requests begin here
 
 
 @dataclass(eq=False)
@@ -38,6 +40,7 @@ class Request:
     live_state: Content | None = None  # its live slot; None before the first forward
     broken: bool = False  # a failed forward left its live state or a later plan unusable
     released: bool = False
+    loaded: bool = False  # it waits for its first forward after a load from the host
     plans: list[StepPlan] = field(default_factory=list)
 
     @property
@@ -63,10 +66,13 @@ class ModelEngine:
         self.block_tokens = cache.block_tokens
         self.blocks: dict[int, Content] = {}
         self.slots: dict[int, Content] = {}
+        self.host: dict[tuple[int, ...], Content] = {}  # by pages
+        self.bad_loads: set[int] = set()  # loads that brought garbage
         self.requests: list[Request] = []  # live ones, and released ones with a plan in flight
         self.stale_plans: list[StepPlan] = []
         self.order: list[Kept] = []  # used or published longest ago first
         self.seen: Counter[str] = Counter()
+        self.expected: dict[bytes, Content] = {}  # what the keys of entries on the host name
         self.next_id = 0
         self.expected_prompt = self.expected_reused = self.expected_computed = 0
 
@@ -76,7 +82,21 @@ class ModelEngine:
         return salt, tuple((token, self.cache.epoch) for token in tokens)
 
     def held_blocks(self) -> set[int]:
-        return {block_id for request in self.requests for block_id in self.table(request)}
+        held = {block_id for request in self.requests for block_id in self.table(request)}
+        loading = [live for live in self.cache._live.values() if self.cache.is_loading(live.request_id)]
+        return held.union(*(live.block_ids for live in loading))
+
+    def carry_out(self) -> None:
+        """The moves between device and host, in their order, as late as they may be: before anything else is written."""
+        for unit in self.cache.take_transfers():
+            device = self.blocks if unit.tag.kind == Kind.KV else self.slots
+            self.seen["stored" if unit.to_host else "loaded"] += 1
+            if unit.to_host:
+                self.host[unit.pages] = self.expected[unit.tag.key] = device[unit.device_id]
+            else:
+                device[unit.device_id] = self.host[unit.pages]
+                if self.host[unit.pages] == GARBAGE:
+                    self.bad_loads.add(unit.load_id)
 
     def table(self, request: Request) -> tuple[int, ...]:
         if request.released:
@@ -85,9 +105,40 @@ class ModelEngine:
         return self.cache.block_ids(request.request_id)
 
     def oracle_match(self, salt: Salt, tokens: list[int], limit_tokens: int) -> tuple[int, int]:
-        """(KV depth, resume depth) in blocks: by comparing contents, not keys; slow and obvious."""
-        cached = {self.blocks[node.block_id] for node in self.cache._store.tree}
-        states = {self.slots[node.slot] for node in self.cache._store.tree if node.slot != NO_SLOT}
+        """(KV depth in either tier, resume depth on the device) in blocks: compares contents, not keys; slow and obvious."""
+        cached, states = self.on_device()
+        _, depth = self.deepest(salt, tokens, limit_tokens, cached, states)
+        kv_depth, _ = self.deepest(salt, tokens, limit_tokens, cached | self.on_host(Kind.KV), states)
+        return kv_depth, depth
+
+    def device_depth(self, salt: Salt, tokens: list[int]) -> int:
+        """Blocks whose KV is on the device."""
+        return self.deepest(salt, tokens, len(tokens), *self.on_device())[0]
+
+    def oracle_loadable(self, salt: Salt, tokens: list[int], limit_tokens: int) -> int:
+        """Depth in blocks from which the request could resume with what is on the host, too."""
+        cached, states = self.on_device()
+        cached, states = cached | self.on_host(Kind.KV), states | self.on_host(Kind.STATE)
+        return self.deepest(salt, tokens, limit_tokens, cached, states)[1]
+
+    def on_device(self) -> tuple[set[Content], set[Content]]:
+        """KV and states there."""
+        nodes = list(self.cache._store.tree)
+        cached = {self.blocks[node.block_id] for node in nodes if node.block_id != NO_BLOCK}
+        return cached, {self.slots[node.slot] for node in nodes if node.slot != NO_SLOT}
+
+    def on_host(self, kind: Kind) -> set[Content]:
+        """What the entries on the host should hold, by their tags (what they do hold may be garbage)."""
+        tier = self.cache._host
+        if tier is None:
+            return set()
+        self.carry_out()
+        nodes = [n for n in self.cache._store.tree if (n.host_block if kind == Kind.KV else n.host_slot) != NO_BLOCK]
+        return {self.expected[node.key] for node in nodes}
+
+    def deepest(
+        self, salt: Salt, tokens: list[int], limit_tokens: int, cached: set[Content], states: set[Content]
+    ) -> tuple[int, int]:
         kv_depth = 0
         while (kv_depth + 1) * self.block_tokens <= len(tokens):
             if self.now(salt, tokens[: (kv_depth + 1) * self.block_tokens]) not in cached:
@@ -209,7 +260,7 @@ class ModelEngine:
         limit = limit if max_resume_tokens is None else min(limit, max_resume_tokens)
         kv_depth, depth = self.oracle_match(salt, tokens, limit) if read else (0, 0)
         assert (match.kv_depth_blocks, match.resume_tokens) == (kv_depth, depth * self.block_tokens)
-        usable = min(kv_depth, max(0, limit) // self.block_tokens)
+        usable = min(self.device_depth(salt, tokens), max(0, limit) // self.block_tokens) if read else 0
         assert match.lost_tokens_no_state == (usable - depth) * self.block_tokens
         for index, block_id in enumerate(match.block_ids):
             assert self.blocks[block_id] == self.now(salt, tokens[: (index + 1) * self.block_tokens])
@@ -253,6 +304,68 @@ class ModelEngine:
         self.expected_reused += admission.resume_tokens
         return request
 
+    def admit_from_host(
+        self,
+        tokens: list[int],
+        salt: Salt = (None, None),
+        *,
+        write: bool = True,
+        first_chunk: int | None = None,
+        preempted: Request | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Request | None:
+        """Admits with a load, of a prefix or of what a preempted request left; None where there is nothing to load."""
+        cache, block = self.cache, self.block_tokens
+        request_id, self.next_id = self.next_id, self.next_id + 1
+        if preempted is not None:
+            request_id = preempted.request_id
+        match = cache.match(cache.chain(tokens, salt=salt[0], adapter=salt[1]))
+        depth = self.oracle_loadable(salt, tokens, match.limit_tokens) * block
+        assert len(match.loadable_path) * block == (depth if depth > match.resume_tokens else 0)
+        if preempted is not None:
+            depth = len(preempted.history)
+            loaded = cache.prepare_resume(request_id, match, write=write)
+        else:
+            loaded = cache.prepare_load(request_id, match, write=write)
+        self.forget_lost()
+        if loaded is None:
+            cache.drop_retracted(request_id)
+            return None
+        assert cache.is_loading(request_id) and not cache.is_live(request_id)
+        assert loaded.resume_tokens == depth and not cache.loads_elsewhere(loaded)
+        if meanwhile is not None:
+            meanwhile()
+            if not cache.is_current(loaded):
+                return None  # new weights, or a reset
+        length = len(tokens) if first_chunk is None else max(depth + 1, min(len(tokens), first_chunk))
+        room = -(-length // block) - len(loaded.block_ids) <= self.kv_blocks - len(self.held_blocks())
+        assert cache.can_admit(loaded, length_tokens=length) == room
+        admission = cache.admit(request_id, loaded, length_tokens=length, write=write)
+        assert (admission is not None) == room
+        if admission is None:
+            self.seen["load given up"] += 1
+            cache.release(request_id)
+            return None
+        assert (admission.resume_tokens, admission.source_slot) == (depth, loaded.source_slot)
+        assert admission.block_ids[: admission.shared_blocks] == loaded.block_ids
+        request = Request(request_id, salt, list(tokens), len(tokens), admission, write, loaded=True)
+        request.history = self.now(salt, tokens[:depth])[1]
+        self.requests.append(request)
+        self.seen["resumed" if preempted else "admitted from the host"] += 1
+        self.expected_prompt += len(tokens)
+        return request
+
+    def retract(self, request: Request) -> bool:
+        """Preempts the request; whether it can go on later."""
+        live_slot = LIVE_SLOTS + request.request_id
+        kept = False
+        if not request.plans and not request.broken and request.live_state not in (None, GARBAGE):
+            self.slots[live_slot] = request.live_state
+            kept = self.cache.retract(request.request_id, len(request.history), live_slot)
+        self.carry_out()
+        self.release(request)
+        return kept
+
     def plan(self, request: Request, tokens: int) -> StepPlan | None:
         """Plans up to ``tokens`` more of the prompt; None when KV blocks are wanting."""
         start = request.planned_tokens
@@ -279,6 +392,11 @@ class ModelEngine:
         request.plans.append(plan)
         return plan
 
+    def is_bad(self, request: Request) -> bool:
+        """Whether garbage was loaded for it."""
+        live = self.live(request)
+        return live.load is not None and live.load.load_id in self.bad_loads
+
     def check_displaced(self, plan: StepPlan, before: dict[int, bool]) -> None:
         """Just the states that should go went; no guess cost a state that was more than one."""
         left = set(self.cache._slots.slots_in(SlotState.PUBLISHED))
@@ -293,12 +411,26 @@ class ModelEngine:
         succeeds = succeeds and not request.broken
         if not request.broken:
             self.check_reads(request, plan)
+        self.carry_out()
         self.write(request, plan, succeeds)
+        load = self.live(request).load
+        if succeeds and load is not None and load.load_id in self.bad_loads:
+            self.forget_lost()
+            self.cache.fail_load(plan)
+            self.seen["load failed"] += 1
+            request.plans.remove(plan)
+            request.broken = True
+            if request.released and not request.plans:
+                self.requests.remove(request)
+            return
         if succeeds:
             if not request.released or plan.start_tokens < request.prompt_tokens:
                 self.expected_computed += plan.end_tokens - plan.start_tokens
             self.forget_lost()
             self.cache.publish(plan)
+            self.expected_reused += 0 if load is None else load.match.resume_tokens
+            if load is not None and self.cache._slots.state(load.slot) == SlotState.PUBLISHED:
+                self.order.append(Kept(load.slot, spare=False))
             for checkpoint in plan.checkpoints:
                 if self.cache._slots.state(checkpoint.slot) == SlotState.PUBLISHED:
                     self.order.append(Kept(checkpoint.slot, checkpoint.reason == Reason.INTERVAL))
@@ -366,11 +498,16 @@ class ModelEngine:
         self.check()
         self.cache.invalidate()
         assert self.cache.free_kv_blocks == self.kv_blocks and self.cache.stats().slots_used == 0
+        if self.cache._host is not None:
+            assert self.cache._host.free_pages == self.cache._host.total_pages
 
     # -- contents ------------------------------------------------------------------------------------------------------
 
     def check_reads(self, request: Request, plan: StepPlan) -> None:
         """What the forward reads is the request's own history: KV before the span, and the state it starts from."""
+        self.carry_out()
+        if self.is_bad(request):
+            return
         start, table = plan.start_tokens, self.table(request)
         for index in range(-(-start // self.block_tokens)):
             end = min((index + 1) * self.block_tokens, start)
@@ -385,7 +522,10 @@ class ModelEngine:
         history = request.history + tuple((token, self.cache.epoch) for token in span)
         for index in range(plan.start_tokens // self.block_tokens, -(-plan.end_tokens // self.block_tokens)):
             content = (request.salt, history[: (index + 1) * self.block_tokens])
-            self.write_block(request, index * self.block_tokens, content if succeeds else GARBAGE)
+            # A forward that failed leaves what was in the block before.
+            before = (request.salt, history[: plan.start_tokens])
+            spoilt = before if index * self.block_tokens < plan.start_tokens else GARBAGE
+            self.write_block(request, index * self.block_tokens, content if succeeds else spoilt)
         for checkpoint in plan.checkpoints:
             self.slots[checkpoint.slot] = (request.salt, history[: checkpoint.position_tokens])
             if not succeeds:
@@ -395,6 +535,7 @@ class ModelEngine:
             request.history = history
 
     def write_block(self, request: Request, position: int, content: Content | None = None) -> None:
+        self.carry_out()
         block_id = self.table(request)[position // self.block_tokens]
         others = [other for other in self.requests if other is not request and block_id in self.table(other)]
         assert not others, f"block {block_id} is written by request {request.request_id}, read by {others}"
@@ -408,7 +549,11 @@ class ModelEngine:
         """The facade's own check, and: whatever can be matched holds exactly what its place in the tree says."""
         self.cache.check_integrity()
         self.forget_lost()
+        self.carry_out()
+        self.check_host()
         for node in self.cache._store.tree:
+            if node.block_id == NO_BLOCK:
+                continue
             salt, history = content = self.blocks[node.block_id]
             assert len(history) == node.depth_blocks * self.block_tokens, node
             assert {epoch for _, epoch in history} == {self.cache.epoch}, f"{node} is of other weights"
@@ -417,6 +562,25 @@ class ModelEngine:
             if node.slot != NO_SLOT:
                 assert self.slots[node.slot] == content, node
         stats = self.cache.stats()
+        assert stats.reused_tokens == stats.reused_tokens_device + stats.reused_tokens_host
         assert 0 <= stats.slots_used <= stats.slots_total
         assert stats.prompt_tokens == self.expected_prompt and stats.reused_tokens == self.expected_reused
         assert stats.computed_prompt_tokens == self.expected_computed
+
+    def check_host(self) -> None:
+        """What is on the host is of its node's depth, and goes on from its parent's, but for what was spoilt on purpose."""
+        tier = self.cache._host
+        for node in self.cache._store.tree if tier is not None else ():
+            content = self.expected.get(node.key)
+            for entry in {node.host_block, node.host_slot} - {NO_BLOCK}:
+                assert self.host[tier._pages[entry]] in (content, GARBAGE), node
+                assert content is not None and len(content[1]) == node.depth_blocks * self.block_tokens, node
+                parent = None if node.parent is None else self.expected.get(node.parent.key)
+                assert parent is None or parent == (content[0], content[1][: -self.block_tokens]), node
+
+    def spoil(self, index: int) -> None:
+        """Something on the host goes bad."""
+        if self.host:
+            pages = sorted(self.host)[index % len(self.host)]
+            self.host[pages] = GARBAGE
+            self.seen["spoilt"] += 1

@@ -8,7 +8,7 @@ from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.blocks import KVBlocks
 from megatron_hybrid_prefix.index.keys import KeyChain, KeyMaker
 from megatron_hybrid_prefix.index.matcher import match_prefix
-from megatron_hybrid_prefix.index.tree import NO_SLOT, Node, PrefixTree
+from megatron_hybrid_prefix.index.tree import NO_BLOCK, NO_SLOT, Node, PrefixTree
 from megatron_hybrid_prefix.policy.boundaries import Reason
 
 MAKER = KeyMaker(4, b"of the tests")
@@ -41,7 +41,8 @@ def test_a_tree_knows_depths_children_and_branches():
     assert [node.parent for node in right] == [None, left[0], left[1]]
     assert tree.path(chain_of(1, 2, 5).keys) == left[:2]
     version = tree.version
-    tree.remove(left[2])
+    left[2].block_id = NO_BLOCK
+    tree.prune(left[2])
     assert tree.path(chain_of(1, 2, 3).keys) == left[:2] and left[1].children == 1 and tree.version > version
     tree.clear()
     assert len(tree) == 0 and tree.path(chain_of(1).keys) == []

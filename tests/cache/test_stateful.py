@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -21,6 +22,14 @@ from tests.cache.model import ModelEngine, Request
 
 STEPS: Counter[str] = Counter()
 SALTS = [(None, None), ("", None), ("a", None), ("a", "lora"), (None, "a")]
+HOSTS: list[dict[str, Any]] = [
+    {},
+    {"host_pages": 6, "host_kv_pages": 1, "host_state_pages": 2},
+    {"host_pages": 30, "host_kv_pages": 2, "host_state_pages": 3},
+    {"host_pages": 40, "host_kv_pages": 1, "host_state_pages": 1, "host_state_share": 0.3},
+    {"host_pages": 200, "host_kv_pages": 1, "host_state_pages": 1, "host_write_through": True},
+    {"host_pages": 1000, "host_kv_pages": 1, "host_state_pages": 2},
+]
 token_lists = st.lists(st.integers(0, 1), min_size=1, max_size=24)
 
 
@@ -34,6 +43,7 @@ class CacheMachine(RuleBasedStateMachine):
         min_computed_tokens=st.sampled_from([1, 1, 2]),
         max_requests=st.sampled_from([0, 4]),
         interval_blocks=st.sampled_from([None, None, 0, 1, 2]),
+        host=st.sampled_from([HOSTS[0], *HOSTS]),
     )
     def build(
         self,
@@ -43,6 +53,7 @@ class CacheMachine(RuleBasedStateMachine):
         min_computed_tokens: int,
         max_requests: int,
         interval_blocks: int | None,
+        host: dict[str, Any],
     ) -> None:
         cache = HybridPrefixCache(
             block_tokens=block_tokens,
@@ -51,6 +62,7 @@ class CacheMachine(RuleBasedStateMachine):
             first_state_slot=max_requests,
             min_computed_tokens=min_computed_tokens,
             retention_interval_tokens=None if interval_blocks is None else interval_blocks * block_tokens,
+            **host,
         )
         self.engine = ModelEngine(cache, kv_blocks, max_requests)
         self.known: list[list[int]] = [[]]
@@ -84,13 +96,18 @@ class CacheMachine(RuleBasedStateMachine):
         breakpoints=st.just([]) | st.lists(st.integers(-2, 40), max_size=3),
         compute=st.sampled_from([True, True, False]),
         finish=st.booleans(),
+        load=st.booleans(),
     )
-    def admit(self, data, own, salt, read, write, cap, first_chunk, breakpoints, compute, finish) -> None:
+    def admit(self, data, own, salt, read, write, cap, first_chunk, breakpoints, compute, finish, load) -> None:
         prefix = data.draw(st.sampled_from(self.known[-12:]))
         tokens = prefix[: int(len(prefix) * data.draw(st.sampled_from([1, 0.8, 0.5, 0])))] + own
         self.known.append(tokens)
         options = {"read": read, "write": write, "max_resume_tokens": cap, "first_chunk": first_chunk}
-        request = self.engine.admit(tokens, salt, breakpoints=breakpoints, **options)
+        request = None
+        if load and read and cap is None:
+            request = self.engine.admit_from_host(tokens, salt, write=write, first_chunk=first_chunk)
+        if request is None:
+            request = self.engine.admit(tokens, salt, breakpoints=breakpoints, **options)
         STEPS["hits" if request and request.admission.resume_tokens else "misses" if request else "refused"] += 1
         if request and compute and (plan := self.engine.plan(request, len(tokens))):
             self.engine.settle(plan, request, succeeds=True)
@@ -134,15 +151,18 @@ class CacheMachine(RuleBasedStateMachine):
         self.preempt(data.draw(st.sampled_from([request for request in self.live() if not request.plans])))
 
     def preempt(self, request: Request) -> None:
-        self.engine.release(request)
+        STEPS["retracted"] += self.engine.retract(request)
         self.waiting.append(request)
 
     @precondition(lambda self: self.waiting)
     @rule()
     def readmit(self) -> None:
         request = self.waiting.pop(0)
-        if self.engine.admit(request.tokens, request.salt, write=request.write):
-            STEPS["readmitted"] += 1
+        STEPS["readmitted"] += readmit(self.engine, request)
+
+    @rule(index=st.integers(0, 100))
+    def spoil(self, index) -> None:
+        self.engine.spoil(index)
 
     @rule()
     def rewind(self) -> None:
@@ -204,6 +224,13 @@ class CacheMachine(RuleBasedStateMachine):
             self.engine.drain()
 
 
+def readmit(engine: ModelEngine, request: Request) -> bool:
+    """A preempted request goes on where it was, or starts over."""
+    if engine.admit_from_host(request.tokens, request.salt, write=request.write, preempted=request):
+        return True
+    return engine.admit(request.tokens, request.salt, write=request.write) is not None
+
+
 def count_checks(engine: ModelEngine) -> None:
     stats = engine.cache.stats()
     STEPS["evictions"] += stats.evictions
@@ -224,6 +251,8 @@ def run_seed(seed: int, steps: int) -> None:
     block_tokens = rng.choice([1, 2, 3, 4])
     retention = random.Random(f"retention {seed}")  # of its own, so that seeds mean the traffic they meant before
     interval_blocks = retention.choice([None, None, 0, 1, 3])
+    tier = random.Random(f"host {seed}")
+    host = tier.choice([HOSTS[0], *HOSTS])
     cache = HybridPrefixCache(
         block_tokens=block_tokens,
         kv_blocks=kv_blocks,
@@ -231,6 +260,7 @@ def run_seed(seed: int, steps: int) -> None:
         first_state_slot=rng.choice([0, 4]),
         min_computed_tokens=rng.choice([1, 1, 2]),
         retention_interval_tokens=None if interval_blocks is None else interval_blocks * block_tokens,
+        **host,
     )
     engine = ModelEngine(cache, kv_blocks, cache._slots.first_slot)
     known: list[list[int]] = [[]]
@@ -249,9 +279,17 @@ def run_seed(seed: int, steps: int) -> None:
 
             def meanwhile(prefilling: list[Request] = prefilling) -> None:
                 """Another request evicts, or publishes, between this one's match and its admission."""
-                if prefilling and engine.plan(prefilling[0], 100) and rng.random() < 0.5:
-                    engine.settle(prefilling[0].plans[0], prefilling[0], succeeds=True)
+                left = [x for x in prefilling if x.planned_tokens < x.prompt_tokens]
+                if left and engine.plan(left[0], 100) and rng.random() < 0.5:
+                    engine.settle(left[0].plans[0], left[0], succeeds=True)
 
+            if host and tier.random() < 0.6:
+                salt = tier.choice(SALTS) if tier.random() < 0.2 else SALTS[0]
+                first_chunk = tier.randint(1, 12) if tier.random() < 0.3 else None
+                between = meanwhile if tier.random() < 0.5 else None
+                if engine.admit_from_host(tokens, salt, first_chunk=first_chunk, meanwhile=between):
+                    engine.check()
+                    continue
             request = engine.admit(
                 tokens,
                 rng.choice(SALTS) if rng.random() < 0.2 else SALTS[0],
@@ -266,7 +304,7 @@ def run_seed(seed: int, steps: int) -> None:
         elif what == 1 and prefilling:
             request = rng.choice(prefilling)
             if engine.plan(request, rng.choice([1, 3, 7, 100])) is None and not request.plans:
-                engine.release(request)
+                STEPS["retracted"] += engine.retract(request)
                 waiting.append(request)
         elif what == 2 and in_flight:
             request = rng.choice(in_flight)
@@ -281,14 +319,20 @@ def run_seed(seed: int, steps: int) -> None:
         elif what == 4 and live:
             request = rng.choice(live)
             STEPS["aborted in flight" if request.plans else "released"] += 1
-            engine.release(request)
+            if tier.random() < 0.3 and not request.plans:
+                STEPS["retracted"] += engine.retract(request)
+                waiting.append(request)
+            else:
+                engine.release(request)
         elif what == 5 and waiting:
             request = waiting.pop(0)
-            STEPS["readmitted"] += engine.admit(request.tokens, request.salt, write=request.write) is not None
+            STEPS["readmitted"] += readmit(engine, request)
         elif what == 6:
             cache.invalidate()
         elif what == 7:
             engine.reset()
+        if host and tier.random() < 0.02:
+            engine.spoil(tier.randrange(1000))
         engine.check()
         STEPS["steps"] += 1
     STEPS["machines"] += 1
@@ -307,6 +351,9 @@ def test_random_traffic():
     for what in (*common, *guesses, "skipped", "junctions", "breakpoints", "replays", "readmitted"):
         assert STEPS[what] >= 50, f"{what}: only {STEPS[what]} times"
     assert STEPS["spare state confirmed"] > 0
+    moves = ("stored", "loaded", "admitted from the host", "resumed", "retracted", "load failed", "load given up")
+    for what in moves:
+        assert STEPS[what] >= 10, f"{what}: only {STEPS[what]} times"
 
 
 def test_any_order_of_everything():

@@ -1,0 +1,273 @@
+"""`HostArena`: carries out transfers between the device and pinned host memory, and checks what comes back.
+
+On the device an entry is spread over all layers, on the host it lies in a row. So a store gathers entries into a staging
+buffer on the device, from where they go to the host in few large copies; a load goes the other way round. The forward that
+follows waits for the gathering only, not for the copies to the host.
+
+Every entry has a tag and a checksum, both made when it was stored: the checksum on the device, over every byte, where it
+costs a fraction of the copy. The expected ones stay on the device.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from megatron_hybrid_prefix.host.queue import DeviceQueue, HostQueue
+from megatron_hybrid_prefix.host.units import Kind, Tag, TransferUnit
+from megatron_hybrid_prefix.ops.checksum import checksum_rows
+from megatron_hybrid_prefix.ops.slot_copies import copy_slots
+
+logger = logging.getLogger(__name__)
+
+STAGING_BYTES = 64 * 2**20
+_ALIGNMENT_BYTES = 512
+_MOST_PAGES_AN_ENTRY = 16
+_LOADS = 4096  # that may be known at a time
+
+
+def choose_page_bytes(entry_bytes: Iterable[int]) -> int:
+    """Size of a page, so that entries of these sizes waste little of their last one, with few pages each.
+
+    Args:
+        entry_bytes: Of a KV block and of a state; 0 where there is none.
+    """
+    sizes = [size for size in entry_bytes if size]
+    parts = range(1, _MOST_PAGES_AN_ENTRY + 1)
+    choices = {-(-size // (part * _ALIGNMENT_BYTES)) * _ALIGNMENT_BYTES for size in sizes for part in parts}
+    choices = {page for page in choices if page * _MOST_PAGES_AN_ENTRY >= min(sizes)}
+
+    def waste(page: int) -> float:
+        return max(-(-size // page) * page / size for size in sizes)
+
+    # Less waste than a twentieth is not worth more copies.
+    return min(choices, key=lambda page: (max(waste(page), 1.05), -page), default=_ALIGNMENT_BYTES)
+
+
+class HostArena:
+    """Pinned memory in pages, and the transfers to and from it.
+
+    Args:
+        tensors: Asked at each transfer for the tensors on the device, by kind: each (layers, KV blocks or slots, *shape),
+            contiguous inside a block or slot. (They move when the engine is suspended.)
+        pages: How many pages.
+        page_bytes: Bytes of one.
+        pages_of: Pages of an entry, by kind.
+        device: Of the tensors.
+        verify: Whether checksums are made and compared.
+
+    Raises:
+        RuntimeError, MemoryError: The host has not so much memory, or does not let it be pinned.
+    """
+
+    def __init__(
+        self,
+        tensors: Callable[[], Mapping[Kind, Sequence[torch.Tensor]]],
+        *,
+        pages: int,
+        page_bytes: int,
+        pages_of: Mapping[Kind, int],
+        device: torch.device | str,
+        verify: bool = True,
+    ) -> None:
+        self._tensors = tensors
+        self._device = torch.device(device)
+        self._page_bytes = page_bytes
+        self._row_bytes = {kind: count * page_bytes for kind, count in pages_of.items()}
+        self._verify = verify
+        self.memory = torch.empty(pages * page_bytes, dtype=torch.uint8)
+        on_gpu = self._device.type == "cuda"
+        if on_gpu and pages:
+            # Registered, not allocated pinned: PyTorch's allocator of pinned memory rounds up to powers of two.
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), pages * page_bytes, 0))
+        self.queue = DeviceQueue(self._device) if on_gpu else HostQueue()
+        most_bytes = max(self._row_bytes.values(), default=0)
+        rows = max(1, min(STAGING_BYTES, pages * page_bytes) // max(1, most_bytes))
+        self._staging = torch.zeros(rows * most_bytes, dtype=torch.uint8, device=self._device)
+        self._sums = torch.zeros(max(1, pages), dtype=torch.int64, device=self._device)  # by first page
+        self._bad_rows = torch.zeros(_LOADS, dtype=torch.int32, device=self._device)  # by load
+        self._bad_rows_seen = torch.zeros(_LOADS, dtype=torch.int32)
+        if on_gpu:
+            self._bad_rows_seen = self._bad_rows_seen.pin_memory()
+        self._tags: dict[int, Tag] = {}  # by first page
+        self._failed: set[int] = set()  # loads
+        self._gathered: object | None = None
+        self._loaded: dict[int, object] = {}  # by load, in order
+        self.bytes_stored = self.bytes_loaded = 0
+
+    def close(self) -> None:
+        """Unpins the memory."""
+        if self._device.type == "cuda" and self.memory.numel():
+            torch.cuda.synchronize(self._device)
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr()))
+            self.memory = self.memory[:0]
+
+    def carry_out(self, units: Sequence[TransferUnit]) -> None:
+        """Launches the moves in their order. The model may write to what was stored after `wait_for_stores`.
+
+        What fails is logged; loads of it count as failed, on this rank.
+        """
+        with self.queue.running():
+            loads: list[int] = []
+            for batch in self._batches(units):
+                first = batch[0]
+                new_loads = sorted({unit.load_id for unit in batch if unit.load_id is not None} - set(loads))
+                try:
+                    if new_loads:
+                        loads += new_loads
+                        self._bad_rows[self._ids([load % _LOADS for load in new_loads])] = 0
+                    self._store(batch) if first.to_host else self._load(batch)
+                except (RuntimeError, OSError) as error:
+                    logger.error("a copy of %d %s failed: %s", len(batch), _direction(first), error)
+                    for unit in batch:
+                        self._tags.pop(unit.pages[0], None)
+                        if unit.load_id is not None:
+                            self._failed.add(unit.load_id)
+            if any(unit.to_host for unit in units):
+                self._gathered = self.queue.mark()
+            if loads:
+                self._bad_rows_seen.copy_(self._bad_rows, non_blocking=True)
+                self._loaded |= dict.fromkeys(loads, self.queue.mark())
+
+    def wait_for_stores(self) -> None:
+        """What the model launches from now on runs after everything that is to be stored was read."""
+        if self._gathered is not None:
+            self.queue.wait(self._gathered)
+            self._gathered = None
+
+    def wait_for_load(self, load_id: int) -> None:
+        """What the model launches from now on runs after this load."""
+        if load_id in self._loaded:
+            self.queue.wait(self._loaded[load_id])
+
+    def forget(self, load_id: int) -> None:
+        """Nobody will ask how the load ended."""
+        self._loaded.pop(load_id, None)
+        self._failed.discard(load_id)
+
+    def finish(self) -> None:
+        """The CPU waits until all moves are over."""
+        with self.queue.running():
+            mark = self.queue.mark()
+        self.queue.finish(mark)
+
+    def has_failed(self, load_id: int) -> bool:
+        """Whether something of the load was not what had been stored; it is forgotten with the question.
+
+        Ask after the model has used what was loaded: it does not have to be waited for then.
+        """
+        mark = self._loaded.pop(load_id, None)
+        failed = load_id in self._failed
+        self._failed.discard(load_id)
+        if mark is None and not isinstance(self.queue, HostQueue):
+            return failed
+        self.queue.finish(mark)
+        return failed or bool(self._bad_rows_seen[load_id % _LOADS])
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _batches(self, units: Sequence[TransferUnit]) -> Iterator[list[TransferUnit]]:
+        """Runs of units of one kind and direction that fit the staging buffer."""
+        batch: list[TransferUnit] = []
+        for unit in units:
+            if batch:
+                same = (unit.tag.kind, unit.to_host) == (batch[0].tag.kind, batch[0].to_host)
+                full = (len(batch) + 1) * self._row_bytes[unit.tag.kind] > len(self._staging)
+                if full or not same:
+                    yield batch
+                    batch = []
+            batch.append(unit)
+        if batch:
+            yield batch
+
+    def _store(self, units: Sequence[TransferUnit]) -> None:
+        kind = units[0].tag.kind
+        for unit in units:
+            self._tags.pop(unit.pages[0], None)  # until it is there
+        rows, views, valid_bytes = self._rows(kind, len(units))
+        sources, targets = self._ids([unit.device_id for unit in units]), self._ids(range(len(units)))
+        for (tensor, _), view in zip(self._parts(kind), views, strict=True):
+            copy_slots(tensor, view, sources, targets)
+        if self._verify and valid_bytes:
+            self._sums[self._ids([unit.pages[0] for unit in units])] = checksum_rows(
+                rows[:, :valid_bytes].view(torch.int64)
+            )
+        for start, page, length in self._pieces(units, valid_bytes):
+            self._host(page, length).copy_(self._staging[start : start + length], non_blocking=True)
+        self._tags |= {unit.pages[0]: unit.tag for unit in units}
+        self.bytes_stored += valid_bytes * len(units)
+
+    def _load(self, units: Sequence[TransferUnit]) -> None:
+        units = sorted(units, key=lambda unit: unit.pages)  # neighbours on the host become one copy
+        kind = units[0].tag.kind
+        rows, views, valid_bytes = self._rows(kind, len(units))
+        for start, page, length in self._pieces(units, valid_bytes):
+            self._staging[start : start + length].copy_(self._host(page, length), non_blocking=True)
+        for unit in units:
+            found = self._tags.get(unit.pages[0])
+            if found != unit.tag:
+                logger.error("host entry in page %d is %s, expected %s", unit.pages[0], found, unit.tag)
+                self._failed.add(unit.load_id)
+        if self._verify and valid_bytes:
+            expected = self._sums[self._ids([unit.pages[0] for unit in units])]
+            wrong = checksum_rows(rows[:, :valid_bytes].view(torch.int64)) != expected
+            loads = self._ids([unit.load_id % _LOADS for unit in units])
+            self._bad_rows.index_add_(0, loads, wrong.to(torch.int32))
+        sources, targets = self._ids(range(len(units))), self._ids([unit.device_id for unit in units])
+        for (tensor, _), view in zip(self._parts(kind), views, strict=True):
+            copy_slots(view, tensor, sources, targets)
+        self.bytes_loaded += valid_bytes * len(units)
+
+    def _parts(self, kind: Kind) -> list[tuple[torch.Tensor, int]]:
+        """The tensors as (layers, entries, bytes), each with its bytes of an entry in all layers."""
+        parts = []
+        for tensor in self._tensors()[kind]:
+            part = tensor.flatten(2).view(torch.uint8)
+            parts.append((part, part.shape[0] * part.shape[2]))
+        return parts
+
+    def _rows(self, kind: Kind, count: int) -> tuple[torch.Tensor, list[torch.Tensor], int]:
+        """Staging rows (count, row bytes); the place of each tensor in them, (layers, count, bytes); bytes in use."""
+        rows = self._staging[: count * self._row_bytes[kind]].view(count, -1)
+        views, start = [], 0
+        for part, part_bytes in self._parts(kind):
+            layers = part.shape[0]
+            views.append(rows[:, start : start + part_bytes].unflatten(1, (layers, part.shape[2])).transpose(0, 1))
+            start += part_bytes
+        return rows, views, -(-start // 8) * 8
+
+    def _pieces(self, units: Sequence[TransferUnit], valid_bytes: int) -> Iterator[tuple[int, int, int]]:
+        """Copies that move the rows: (start in the staging buffer, first page, bytes); neighbours are one copy."""
+        page_bytes = self._page_bytes
+        found: list[list[int]] = []
+        for row, unit in enumerate(units):
+            for index, page in enumerate(unit.pages):
+                length = min(page_bytes, valid_bytes - index * page_bytes)
+                if length <= 0:
+                    break
+                start = row * self._row_bytes[unit.tag.kind] + index * page_bytes
+                last = found[-1] if found else None
+                if (
+                    last is not None
+                    and last[0] + last[2] == start
+                    and last[1] * page_bytes + last[2] == page * page_bytes
+                ):
+                    last[2] += length
+                else:
+                    found.append([start, page, length])
+        yield from ((start, page, length) for start, page, length in found)
+
+    def _host(self, page: int, length: int) -> torch.Tensor:
+        return self.memory[page * self._page_bytes : page * self._page_bytes + length]
+
+    def _ids(self, ids: Iterable[int]) -> torch.Tensor:
+        """Ids for a kernel, without waiting for the device."""
+        tensor = torch.tensor(list(ids), dtype=torch.int64)
+        return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
+
+
+def _direction(unit: TransferUnit) -> str:
+    what = "KV blocks" if unit.tag.kind == Kind.KV else "states"
+    return f"{what} to the host" if unit.to_host else f"{what} from the host"

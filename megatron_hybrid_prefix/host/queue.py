@@ -1,0 +1,85 @@
+"""Where transfers run: a CUDA stream of their own, or, without a GPU, at once."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+class DeviceQueue:
+    """A CUDA stream beside the one that the model runs on; neither ever waits on the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._timed: deque[tuple[Any, Any]] = deque(maxlen=4096)
+        self._waits: deque[tuple[Any, Any]] = deque(maxlen=4096)
+        self._seconds = self._waited = 0.0
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """What is launched inside runs after everything that was launched before, beside what is launched later."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(self._stream):
+            start.record()
+            yield
+            end.record()
+        self._timed.append((start, end))
+
+    def mark(self) -> Any:
+        """A point that `wait` can be told to wait for; call it inside `running`."""
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def wait(self, mark: Any) -> None:
+        """What the model launches from now on runs after the mark."""
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record()
+        torch.cuda.current_stream().wait_event(mark)
+        after.record()
+        self._waits.append((before, after))
+
+    def finish(self, mark: Any) -> None:
+        """The CPU waits for the mark; for what the model waited for already."""
+        mark.synchronize()
+
+    def seconds(self) -> tuple[float, float]:
+        """Time that finished transfers took, and that the model waited for them."""
+        for events, name in ((self._timed, "_seconds"), (self._waits, "_waited")):
+            while events and events[0][1].query():  # a statistic: no decision hangs on it
+                start, end = events.popleft()
+                setattr(self, name, getattr(self, name) + start.elapsed_time(end) / 1e3)
+        return self._seconds, self._waited
+
+
+class HostQueue:
+    """Everything at once, in order: nothing is hidden, and there is nothing to wait for."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """See DeviceQueue."""
+        start = time.perf_counter()
+        yield
+        self._seconds += time.perf_counter() - start
+
+    def mark(self) -> None:
+        """See DeviceQueue."""
+
+    def wait(self, mark: None) -> None:
+        """See DeviceQueue."""
+
+    def finish(self, mark: None) -> None:
+        """See DeviceQueue."""
+
+    def seconds(self) -> tuple[float, float]:
+        """See DeviceQueue."""
+        return self._seconds, self._seconds

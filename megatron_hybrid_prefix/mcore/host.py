@@ -1,0 +1,172 @@
+"""`HostMoves`: when the context's KV and states move to the host and back, and what to do when a move fails.
+
+The cache queues moves (`cache.take_transfers`), the arena carries them out on a stream of its own. Here is what lies
+between: moves are launched before anything that might overwrite what they read; a forward waits for the loads that it
+uses; after it, all ranks agree on whether what was loaded was right.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_hybrid_prefix.host.arena import HostArena, choose_page_bytes
+from megatron_hybrid_prefix.host.units import Kind
+from megatron_hybrid_prefix.mcore.agreement import max_over_model_ranks, min_over_model_ranks
+
+if TYPE_CHECKING:
+    from megatron_hybrid_prefix.cache import HybridPrefixCache
+    from megatron_hybrid_prefix.config import HybridPrefixConfig
+    from megatron_hybrid_prefix.index.requests import StepPlan
+    from megatron_hybrid_prefix.mcore.context import HybridPrefixContext
+    from megatron_hybrid_prefix.metrics import PrefixStats
+
+logger = logging.getLogger(__name__)
+
+# While others run, a request waits one round for so much of its load: about what comes in while a step takes place.
+BYTES_A_ROUND = 256 * 2**20
+
+
+class HostMoves:
+    """The host tier of one context.
+
+    Args:
+        context: Its tensors are there already.
+        prefix: Settings, with ``host_gb`` above 0.
+
+    Attributes:
+        cache_fields: Arguments for the cache; its ``host_pages`` are 0 where the memory could not be had.
+    """
+
+    def __init__(self, context: HybridPrefixContext, prefix: HybridPrefixConfig) -> None:
+        self._context = context
+        self._groups = context.config.pg_collection
+        own_bytes = {
+            kind: sum(tensor[:, 0].numel() * tensor.element_size() for tensor in tensors)
+            for kind, tensors in self._tensors().items()
+        }
+        # Pipeline stages differ in their layers: all count with the largest, and so decide alike.
+        entry_bytes = {kind: max_over_model_ranks(size, self._groups) for kind, size in own_bytes.items()}
+        page_bytes = choose_page_bytes(entry_bytes.values())
+        pages_of = {kind: -(-size // page_bytes) for kind, size in entry_bytes.items()}
+        pages = min_over_model_ranks(int(prefix.host_gb * 2**30) // page_bytes, self._groups) or 0
+        self._arena: HostArena | None = None
+        try:
+            self._arena = HostArena(
+                self._tensors,
+                pages=pages,
+                page_bytes=page_bytes,
+                pages_of=pages_of,
+                device=torch.cuda.current_device() if context.memory_buffer.is_cuda else "cpu",
+                verify=prefix.verify_host_loads,
+            )
+        except (RuntimeError, MemoryError) as error:
+            logger.warning("no host tier: %g GiB cannot be had as pinned memory: %s", prefix.host_gb, error)
+        if not min_over_model_ranks(int(self._arena is not None), self._groups):
+            self.close()
+            pages = 0
+        self._page_bytes = page_bytes
+        self.cache_fields: dict[str, Any] = {
+            "host_pages": pages,
+            "host_kv_pages": pages_of[Kind.KV],
+            "host_state_pages": pages_of[Kind.STATE],
+            "host_state_share": prefix.host_state_share,
+            "host_write_through": prefix.host_write_through,
+        }
+        self._launched: dict[int, int] = {}  # request by load, until a forward has waited for it
+        self._rounds: dict[int, int] = {}  # by load: in how many more rounds its request waits
+        self._failed: set[int] = set()  # requests of the last forward
+
+    @property
+    def _cache(self) -> HybridPrefixCache:
+        return self._context.prefix_cache
+
+    def _tensors(self) -> dict[Kind, list[torch.Tensor]]:
+        context = self._context
+        kv = context.memory_buffer if context.cache_mla_latent else context.memory_buffer.flatten(0, 1)
+        return {Kind.KV: [kv], Kind.STATE: list(context.state_pool.tensors.values())}
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    # -- moves ---------------------------------------------------------------------------------------------------------
+
+    def launch(self) -> None:
+        """Starts the moves that were decided since; call it before anything writes to a slot or a block."""
+        if self._arena is None:
+            return
+        units = self._cache.take_transfers()
+        if units:
+            self._arena.carry_out(units)
+            self._arena.wait_for_stores()
+
+    def before_forward(self, plans: Iterable[StepPlan]) -> None:
+        """The coming forward waits for what it uses, and for what was given up and whose place it may write to."""
+        if self._arena is None:
+            return
+        self.launch()
+        if not self._launched:
+            return
+        used = {plan.load_id for plan in plans}
+        for load_id, request_id in list(self._launched.items()):
+            if load_id in used or not self._cache.is_loading(request_id):
+                self._arena.wait_for_load(load_id)
+                del self._launched[load_id]
+                self._rounds.pop(load_id, None)
+                if load_id not in used:
+                    self._arena.forget(load_id)
+
+    def start_load(self, request_id: int, match: Any) -> None:
+        """A load was prepared for the request."""
+        self.launch()
+        load_id = match.load_id
+        self._launched[load_id] = request_id
+        self._rounds[load_id] = -(-self._cache.load_pages(request_id) * self._page_bytes // BYTES_A_ROUND)
+
+    def waits(self, load_id: int) -> bool:
+        """Whether the request of a load waits one more round for it; counts the round."""
+        left = self._rounds.get(load_id, 0)
+        self._rounds[load_id] = left - 1
+        return left > 0
+
+    def failed(self, plans: Iterable[StepPlan]) -> set[int]:
+        """Requests of the forward that just ended to which something else was loaded than had been stored.
+
+        All ranks ask, and get the same answer: those that failed on any rank.
+        """
+        loads = [plan for plan in plans if plan.load_id is not None]
+        if self._arena is None or not loads:
+            return set()
+        flags = [int(self._arena.has_failed(plan.load_id)) for plan in loads]
+        flags = max_over_model_ranks(flags, self._groups)
+        found = {plan.request_id for plan, flag in zip(loads, flags, strict=True) if flag}
+        for request_id in sorted(found):
+            logger.error("what was loaded for request %d is not what was stored: it is computed again", request_id)
+        return found
+
+    def finish(self) -> None:
+        """The device's buffers are about to go: all moves are over."""
+        if self._arena is not None:
+            self.launch()
+            self._arena.finish()
+
+    def count(self, stats: PrefixStats) -> None:
+        """Adds what this rank's arena has moved."""
+        if self._arena is not None:
+            stats.host_bytes_budget = self._arena.memory.numel()
+            stats.host_bytes_stored, stats.host_bytes_loaded = self._arena.bytes_stored, self._arena.bytes_loaded
+            stats.host_seconds, stats.host_seconds_waited = self._arena.queue.seconds()
+
+    def report(self) -> str:
+        """Size of the tier, in one line."""
+        fields = self.cache_fields
+        return (
+            f"host tier: {fields['host_pages']} pages of {self._page_bytes / 2**20:.3f} MiB, {fields['host_kv_pages']} for a "
+            f"KV block, {fields['host_state_pages']} for a state"
+        )
