@@ -703,6 +703,15 @@ class HybridPrefixCache:
         self._stats.verified_hits += 1
         self._stats.verify_mismatches += mismatch
 
+    def nodes(self) -> Iterator[Node]:
+        """All nodes of the prefix tree, in any order; for tools."""
+        return iter(self._store.tree)
+
+    @property
+    def host_tier(self) -> HostTier | None:
+        """What is on the host; for tools."""
+        return self._host
+
     def cached_keys(self) -> Iterator[bytes]:
         """Keys of all cached blocks, in any order."""
         return (node.key for node in self._store.tree if node.block_id != NO_BLOCK)

@@ -202,10 +202,10 @@ def test_a_working_set_four_times_the_device(model, write_through):
 
 def spoil(served: Served, prompt: list[int], what: Kind) -> None:
     """One bit of an entry on the host is wrong."""
-    arena, tier = served.context.host_moves._arena, served.cache._host
+    arena, tier = served.context.host_moves.arena, served.cache.host_tier
     node = served.cache._store.tree.get(served.cache.chain(prompt).keys[-1])
     entry = node.host_block if what == Kind.KV else node.host_slot
-    arena.memory[tier._pages[entry][0] * arena._page_bytes + 17] ^= 4
+    arena.memory[tier.pages_of_entry(entry)[0] * arena._page_bytes + 17] ^= 4
 
 
 @each_mode
@@ -216,7 +216,7 @@ def test_a_fault_costs_time_only(model, mode, chunk, fault, caplog, monkeypatch)
 
     chunked = {} if chunk is None else {"enable_chunked_prefill": True, "max_tokens": chunk}
     served = small(model, async_sched_mode=mode, blocks=16, **chunked)
-    arena = served.context.host_moves._arena
+    arena = served.context.host_moves.arena
     prompt = tokens(4, 9, seed=1)
     served.send(prompt)
 
@@ -234,7 +234,7 @@ def test_a_fault_costs_time_only(model, mode, chunk, fault, caplog, monkeypatch)
         spoil(served, prompt, Kind.STATE)
     elif fault == "tag":
         node = served.cache._store.tree.get(served.cache.chain(prompt).keys[-1])
-        page = served.cache._host._pages[node.host_slot][0]
+        page = served.cache.host_tier.pages_of_entry(node.host_slot)[0]
         arena._tags[page] = arenas.Tag(kind=Kind.STATE, key=node.key, depth_tokens=3 * BLOCK, epoch=0)
     elif fault == "load raises":
         monkeypatch.setattr(arena, "_load", fails)
@@ -263,7 +263,7 @@ def test_a_fault_costs_time_only(model, mode, chunk, fault, caplog, monkeypatch)
 
 def test_a_full_arena_keeps_what_it_has_room_for(model):
     served = small(model, host_gb=0.0004)
-    tier = served.cache._host
+    tier = served.cache.host_tier
     assert tier.total_pages < 60
     prompt = tokens(4, 9, seed=1)
     for number in range(12):
@@ -298,7 +298,7 @@ def test_without_host_memory_there_is_nothing(model, monkeypatch):
 
     monkeypatch.setattr(host, "HostArena", None)  # would be called
     served = small(model, host_gb=0.0)
-    assert served.context.host_moves is None and served.cache._host is None
+    assert served.context.host_moves is None and served.cache.host_tier is None
     served.send(tokens(4, 9, seed=1))
     push_out(served)
     assert all(node.host_block == NO_BLOCK and node.host_slot == NO_SLOT for node in served.cache._store.tree)
@@ -342,10 +342,10 @@ def test_what_a_preempted_request_left_is_nobody_elses(model):
     served, ids = four_at_once(model, host_gb=HOST_GB)
     while not served.context.prefix_stats().host_preempted:
         served.step()
-    assert served.cache._host.private_entries()
+    assert served.cache.host_tier.private_entries()
     preempted = next(i for i in ids if served.cache.has_retracted(i))
     assert served.engine.abort_request(preempted)
-    assert served.cache._host.private_entries() == []
+    assert served.cache.host_tier.private_entries() == []
     served.run()
     served.check(*[i for i in ids if i != preempted])
     served.check_drained()
@@ -355,9 +355,9 @@ def test_a_preempted_request_that_cannot_go_on_starts_over(model):
     served, _ = four_at_once(model, host_gb=HOST_GB)
     while not served.context.prefix_stats().host_preempted:
         served.step()
-    arena, tier = served.context.host_moves._arena, served.cache._host
+    arena, tier = served.context.host_moves.arena, served.cache.host_tier
     for entry in tier.private_entries():
-        arena.memory[tier._pages[entry][0] * arena._page_bytes] ^= 1
+        arena.memory[tier.pages_of_entry(entry)[0] * arena._page_bytes] ^= 1
     served.run()
     assert served.context.prefix_stats().fallbacks == {"host_load_failed": 1}
     served.check()

@@ -82,7 +82,7 @@ class Scenario:
         return None
 
     def budgets(self, machine: Machine) -> dict[str, float]:
-        """``buffer_gb`` and ``mamba_gb`` on this rank where the scenario sets them; an option has the last word."""
+        """``buffer_gb``, ``mamba_gb`` and ``host_gb`` on this rank where the scenario sets them; an option has the last word."""
         return {}
 
     def describe(self) -> str:

@@ -1,6 +1,6 @@
 """The scenarios of `tools/bench.py`, each a class: its sizes, the prompts of a repeat, what an engine's round gives.
 
-Some are in files of their own: `_bench_sessions.py`, `_bench_concurrent.py`, `_bench_control_plane.py`.
+Some are in files of their own: `_bench_sessions.py`, `_bench_concurrent.py`, `_bench_host.py`, `_bench_control_plane.py`.
 
 A new one is a subclass of `Scenario` in `SCENARIOS`: its fields become options, its `metrics` rows of the table.
 """
@@ -16,6 +16,7 @@ from _bench_base import MS, Machine, Scenario, size, sums, tokens
 from _bench_concurrent import Herd, Samples
 from _bench_control_plane import Index
 from _bench_engine import Contestant
+from _bench_host import HostTier
 from _bench_sessions import FirstSighting, MultiTurn
 from _bench_stats import Metric, Sample, median, ratio
 from _engines import step_tokens
@@ -254,5 +255,5 @@ class Pressure(Scenario):
         return sample
 
 
-_KINDS = (SharedPrefix, FirstSighting, MultiTurn, Herd, Samples, NoReuse, Pressure, Index)
+_KINDS = (SharedPrefix, FirstSighting, MultiTurn, Herd, Samples, NoReuse, Pressure, HostTier, Index)
 SCENARIOS: dict[str, type[Scenario]] = {kind.name: kind for kind in _KINDS}

@@ -23,11 +23,11 @@ from megatron_hybrid_prefix._version import __version__
 from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.errors import PlatformError
 
-# Name -> the arguments of build_engine that make it, given the cache's budget in GiB.
-ENGINES: dict[str, Callable[[float], dict[str, Any]]] = {
-    "off": lambda mamba_gb: {},
-    "upstream": lambda mamba_gb: {"enable_prefix_caching": True, "prefix_caching_mamba_gb": mamba_gb},
-    "ours": lambda mamba_gb: {"prefix": HybridPrefixConfig(mamba_gb=mamba_gb)},
+# Name -> the arguments of build_engine that make it, given the cache's budgets in GiB: states on the device, host memory.
+ENGINES: dict[str, Callable[[float, float], dict[str, Any]]] = {
+    "off": lambda mamba_gb, host_gb: {},
+    "upstream": lambda mamba_gb, host_gb: {"enable_prefix_caching": True, "prefix_caching_mamba_gb": mamba_gb},
+    "ours": lambda mamba_gb, host_gb: {"prefix": HybridPrefixConfig(mamba_gb=mamba_gb, host_gb=host_gb)},
 }
 DEFAULT_MAMBA_GB = {"cpu": 0.05, "cuda": 8.0}
 DEFAULT_MAX_TOKENS = {"cpu": 4096, "cuda": 16384}
@@ -54,6 +54,7 @@ def add_engine_options(
     add("--block-size-tokens", type=positive_int, default=256, help="tokens of a KV block (default: %(default)s)")
     add("--buffer-gb", type=positive_float, help="GiB for KV and live states (default: 0.25 on CPU, 20 on GPU)")
     add("--mamba-gb", type=positive_float, help="GiB for cached recurrent states (default: 0.05 on CPU, 8 on GPU)")
+    add("--host-gb", type=positive_float, help="GiB of host memory behind them, for this cache only (default: none)")
     add("--state-dtype", choices=("float32", "bfloat16"), help="type of the SSM states (default: the parameters')")
     add("--max-requests", type=positive_int, default=max_requests, help=f"running at a time ({max_requests_text})")
     add(

@@ -7,6 +7,7 @@
     tools/bench.py herd                                # cold requests with a common prefix, at once
     tools/bench.py samples                             # several answers to one prompt, at once
     tools/bench.py no_reuse --json no_reuse.json       # throughput where nothing can be reused
+    tools/bench.py host_tier                           # prompts come back after the device let them go
     tools/bench.py pressure --engine off,ours          # less memory than the working set
     tools/bench.py index                               # the control plane; no GPU needed
     torchrun --nproc-per-node 2 tools/bench.py no_reuse --preset small --tp 2
@@ -204,7 +205,7 @@ class Bench:
             self.names,
             self._model,
             self._fields,
-            lambda model: self._budgets(model)["mamba_gb"],
+            self._cache_gb,
             cuda_graphs=bool(self.args.cuda_graphs),
             crash_when_built=self.scenario.crash_is_a_result,
             should_stop=self.should_stop,
@@ -250,10 +251,14 @@ class Bench:
             fields["buffer_size_gb"] = budgets["buffer_gb"]
         return fields | state_dtype_field(model, self.args.state_dtype)
 
+    def _cache_gb(self, model: Any) -> tuple[float, float]:
+        budgets = self._budgets(model)
+        return budgets["mamba_gb"], budgets["host_gb"]
+
     def _budgets(self, model: Any) -> dict[str, float]:
         """GiB on this rank: an option, else the scenario's, else a default."""
-        given = {"buffer_gb": self.args.buffer_gb, "mamba_gb": self.args.mamba_gb}
-        budgets = {"mamba_gb": DEFAULT_MAMBA_GB[self.platform.device.type]}
+        given = {"buffer_gb": self.args.buffer_gb, "mamba_gb": self.args.mamba_gb, "host_gb": self.args.host_gb}
+        budgets = {"mamba_gb": DEFAULT_MAMBA_GB[self.platform.device.type], "host_gb": 0.0}
         budgets |= self.scenario.budgets(machine_of(model, self.args))
         return budgets | {name: value for name, value in given.items() if value is not None}
 

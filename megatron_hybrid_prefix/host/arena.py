@@ -1,8 +1,9 @@
 """`HostArena`: carries out transfers between the device and pinned host memory, and checks what comes back.
 
 On the device an entry is spread over all layers, on the host it lies in a row. So a store gathers entries into a staging
-buffer on the device, from where they go to the host in few large copies; a load goes the other way round. The forward that
-follows waits for the gathering only, not for the copies to the host.
+buffer on the device, from where they go to the host in few large copies; a load goes the other way round. Stores and loads
+have a stream each, as the link to the host has two directions. What follows a store (a forward that writes to the block, a
+load into it) waits for the gathering only, not for the copies to the host.
 
 Every entry has a tag and a checksum, both made when it was stored: the checksum on the device, over every byte, where it
 costs a fraction of the copy. The expected ones stay on the device.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 
 import torch
 
@@ -22,7 +24,8 @@ from megatron_hybrid_prefix.ops.slot_copies import copy_slots
 
 logger = logging.getLogger(__name__)
 
-STAGING_BYTES = 64 * 2**20
+STORE_STAGING_BYTES = 256 * 2**20  # so much can be evicted at once without waiting for the link
+LOAD_STAGING_BYTES = 64 * 2**20
 _ALIGNMENT_BYTES = 512
 _MOST_PAGES_AN_ENTRY = 16
 _LOADS = 4096  # that may be known at a time
@@ -82,10 +85,16 @@ class HostArena:
         if on_gpu and pages:
             # Registered, not allocated pinned: PyTorch's allocator of pinned memory rounds up to powers of two.
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), pages * page_bytes, 0))
-        self.queue = DeviceQueue(self._device) if on_gpu else HostQueue()
+        self.stores, self.loads = (DeviceQueue(self._device) if on_gpu else HostQueue() for _ in range(2))
         most_bytes = max(self._row_bytes.values(), default=0)
-        rows = max(1, min(STAGING_BYTES, pages * page_bytes) // max(1, most_bytes))
-        self._staging = torch.zeros(rows * most_bytes, dtype=torch.uint8, device=self._device)
+        self._store_staging, self._load_staging = (
+            torch.zeros(
+                max(1, min(size, pages * page_bytes) // max(1, most_bytes)) * most_bytes,
+                dtype=torch.uint8,
+                device=self._device,
+            )
+            for size in (STORE_STAGING_BYTES, LOAD_STAGING_BYTES)
+        )
         self._sums = torch.zeros(max(1, pages), dtype=torch.int64, device=self._device)  # by first page
         self._bad_rows = torch.zeros(_LOADS, dtype=torch.int32, device=self._device)  # by load
         self._bad_rows_seen = torch.zeros(_LOADS, dtype=torch.int32)
@@ -93,8 +102,12 @@ class HostArena:
             self._bad_rows_seen = self._bad_rows_seen.pin_memory()
         self._tags: dict[int, Tag] = {}  # by first page
         self._failed: set[int] = set()  # loads
-        self._gathered: object | None = None
-        self._loaded: dict[int, object] = {}  # by load, in order
+        self._gathered: object | None = None  # the last time that stores had read all, until somebody waited for it
+        self._stored: object | None = None  # the end of the last stores
+        self._last_load: object | None = None
+        self._new_pages: set[int] = set()  # first pages of what may still be on its way to the host
+        self._loaded: dict[int, object] = {}  # by load
+        self._in_flight: dict[int | None, set[object]] = {}  # pages and places on the device, by load
         self.bytes_stored = self.bytes_loaded = 0
 
     def close(self) -> None:
@@ -104,80 +117,103 @@ class HostArena:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr()))
             self.memory = self.memory[:0]
 
+    def bytes_of(self, kind: Kind) -> int:
+        """Bytes of an entry on this rank."""
+        return sum(part_bytes for _, part_bytes in self._parts(kind))
+
     def carry_out(self, units: Sequence[TransferUnit]) -> None:
         """Launches the moves in their order. The model may write to what was stored after `wait_for_stores`.
 
         What fails is logged; loads of it count as failed, on this rank.
         """
-        with self.queue.running():
-            loads: list[int] = []
-            for batch in self._batches(units):
-                first = batch[0]
-                new_loads = sorted({unit.load_id for unit in batch if unit.load_id is not None} - set(loads))
-                try:
-                    if new_loads:
-                        loads += new_loads
-                        self._bad_rows[self._ids([load % _LOADS for load in new_loads])] = 0
-                    self._store(batch) if first.to_host else self._load(batch)
-                except (RuntimeError, OSError) as error:
-                    logger.error("a copy of %d %s failed: %s", len(batch), _direction(first), error)
-                    for unit in batch:
-                        self._tags.pop(unit.pages[0], None)
-                        if unit.load_id is not None:
-                            self._failed.add(unit.load_id)
-            if any(unit.to_host for unit in units):
-                self._gathered = self.queue.mark()
-            if loads:
-                self._bad_rows_seen.copy_(self._bad_rows, non_blocking=True)
-                self._loaded |= dict.fromkeys(loads, self.queue.mark())
+        for to_host, group in groupby(units, key=lambda unit: unit.to_host):
+            run = list(group)
+            if to_host:
+                self._run_stores(run)
+            else:
+                self._run_loads(run)
+
+    def _run_stores(self, units: Sequence[TransferUnit]) -> None:
+        # Loads that the model has not waited for, and that read these pages or write what is stored.
+        touched = set().union(*self._in_flight.values())
+        after = self._last_load if any(_places(unit) & touched for unit in units) else None
+        with self.stores.running(after):
+            for batch in self._batches(units, self._store_staging):
+                self._try(self._store, batch)
+            self._stored = self.stores.mark()
+        self._new_pages.update(unit.pages[0] for unit in units)
+
+    def _run_loads(self, units: Sequence[TransferUnit]) -> None:
+        new = any(unit.pages[0] in self._new_pages for unit in units)
+        with self.loads.running(self._gathered, self._stored if new else None):
+            if new:
+                self._new_pages.clear()
+            loads = sorted({unit.load_id for unit in units if unit.load_id is not None})
+            self._bad_rows[self._ids([load % _LOADS for load in loads])] = 0
+            for batch in self._batches(units, self._load_staging):
+                self._try(self._load, batch)
+            self._bad_rows_seen.copy_(self._bad_rows, non_blocking=True)
+            self._last_load = self.loads.mark()
+            for unit in units:
+                self._in_flight.setdefault(unit.load_id, set()).update(_places(unit))
+            self._loaded |= dict.fromkeys(loads, self._last_load)
+
+    def _try(self, move: Callable[[Sequence[TransferUnit]], None], batch: Sequence[TransferUnit]) -> None:
+        try:
+            move(batch)
+        except (RuntimeError, OSError) as error:
+            logger.error("a copy of %d %s failed: %s", len(batch), _direction(batch[0]), error)
+            for unit in batch:
+                self._tags.pop(unit.pages[0], None)
+                if unit.load_id is not None:
+                    self._failed.add(unit.load_id)
 
     def wait_for_stores(self) -> None:
         """What the model launches from now on runs after everything that is to be stored was read."""
         if self._gathered is not None:
-            self.queue.wait(self._gathered)
+            self.stores.wait(self._gathered)
             self._gathered = None
 
     def wait_for_load(self, load_id: int) -> None:
         """What the model launches from now on runs after this load."""
         if load_id in self._loaded:
-            self.queue.wait(self._loaded[load_id])
+            self.loads.wait(self._loaded[load_id])
 
     def forget(self, load_id: int) -> None:
-        """Nobody will ask how the load ended."""
+        """Nobody will ask how the load ended; the model has waited for it."""
         self._loaded.pop(load_id, None)
+        self._in_flight.pop(load_id, None)
         self._failed.discard(load_id)
 
     def finish(self) -> None:
         """The CPU waits until all moves are over."""
-        with self.queue.running():
-            mark = self.queue.mark()
-        self.queue.finish(mark)
+        for queue in (self.stores, self.loads):
+            with queue.running():
+                mark = queue.mark()
+            queue.finish(mark)
 
     def has_failed(self, load_id: int) -> bool:
         """Whether something of the load was not what had been stored; it is forgotten with the question.
 
         Ask after the model has used what was loaded: it does not have to be waited for then.
         """
-        mark = self._loaded.pop(load_id, None)
-        failed = load_id in self._failed
-        self._failed.discard(load_id)
-        if mark is None and not isinstance(self.queue, HostQueue):
+        mark, failed = self._loaded.get(load_id), load_id in self._failed
+        self.forget(load_id)
+        if mark is None and not isinstance(self.loads, HostQueue):
             return failed
-        self.queue.finish(mark)
+        self.loads.finish(mark)
         return failed or bool(self._bad_rows_seen[load_id % _LOADS])
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _batches(self, units: Sequence[TransferUnit]) -> Iterator[list[TransferUnit]]:
-        """Runs of units of one kind and direction that fit the staging buffer."""
+    def _batches(self, units: Sequence[TransferUnit], staging: torch.Tensor) -> Iterator[list[TransferUnit]]:
+        """Runs of units of one kind that fit the staging buffer."""
         batch: list[TransferUnit] = []
         for unit in units:
-            if batch:
-                same = (unit.tag.kind, unit.to_host) == (batch[0].tag.kind, batch[0].to_host)
-                full = (len(batch) + 1) * self._row_bytes[unit.tag.kind] > len(self._staging)
-                if full or not same:
-                    yield batch
-                    batch = []
+            full = (len(batch) + 1) * self._row_bytes[unit.tag.kind] > len(staging)
+            if batch and (full or unit.tag.kind != batch[0].tag.kind):
+                yield batch
+                batch = []
             batch.append(unit)
         if batch:
             yield batch
@@ -186,7 +222,8 @@ class HostArena:
         kind = units[0].tag.kind
         for unit in units:
             self._tags.pop(unit.pages[0], None)  # until it is there
-        rows, views, valid_bytes = self._rows(kind, len(units))
+        staging = self._store_staging
+        rows, views, valid_bytes = self._rows(staging, kind, len(units))
         sources, targets = self._ids([unit.device_id for unit in units]), self._ids(range(len(units)))
         for (tensor, _), view in zip(self._parts(kind), views, strict=True):
             copy_slots(tensor, view, sources, targets)
@@ -195,16 +232,17 @@ class HostArena:
                 rows[:, :valid_bytes].view(torch.int64)
             )
         for start, page, length in self._pieces(units, valid_bytes):
-            self._host(page, length).copy_(self._staging[start : start + length], non_blocking=True)
+            self._host(page, length).copy_(staging[start : start + length], non_blocking=True)
         self._tags |= {unit.pages[0]: unit.tag for unit in units}
         self.bytes_stored += valid_bytes * len(units)
 
     def _load(self, units: Sequence[TransferUnit]) -> None:
         units = sorted(units, key=lambda unit: unit.pages)  # neighbours on the host become one copy
         kind = units[0].tag.kind
-        rows, views, valid_bytes = self._rows(kind, len(units))
+        staging = self._load_staging
+        rows, views, valid_bytes = self._rows(staging, kind, len(units))
         for start, page, length in self._pieces(units, valid_bytes):
-            self._staging[start : start + length].copy_(self._host(page, length), non_blocking=True)
+            staging[start : start + length].copy_(self._host(page, length), non_blocking=True)
         for unit in units:
             found = self._tags.get(unit.pages[0])
             if found != unit.tag:
@@ -228,9 +266,9 @@ class HostArena:
             parts.append((part, part.shape[0] * part.shape[2]))
         return parts
 
-    def _rows(self, kind: Kind, count: int) -> tuple[torch.Tensor, list[torch.Tensor], int]:
-        """Staging rows (count, row bytes); the place of each tensor in them, (layers, count, bytes); bytes in use."""
-        rows = self._staging[: count * self._row_bytes[kind]].view(count, -1)
+    def _rows(self, staging: torch.Tensor, kind: Kind, count: int) -> tuple[torch.Tensor, list[torch.Tensor], int]:
+        """Rows of a staging buffer, (count, row bytes); the place of each tensor in them, (layers, count, bytes); bytes in use."""
+        rows = staging[: count * self._row_bytes[kind]].view(count, -1)
         views, start = [], 0
         for part, part_bytes in self._parts(kind):
             layers = part.shape[0]
@@ -266,6 +304,11 @@ class HostArena:
         """Ids for a kernel, without waiting for the device."""
         tensor = torch.tensor(list(ids), dtype=torch.int64)
         return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
+
+
+def _places(unit: TransferUnit) -> set[object]:
+    """Pages, and the place on the device."""
+    return {*unit.pages, (unit.tag.kind, unit.device_id)}
 
 
 def _direction(unit: TransferUnit) -> str:

@@ -12,7 +12,11 @@ import torch
 
 
 class DeviceQueue:
-    """A CUDA stream beside the one that the model runs on; neither ever waits on the CPU."""
+    """A CUDA stream beside the one that the model runs on.
+
+    Args:
+        device: Of the stream.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -21,9 +25,16 @@ class DeviceQueue:
         self._seconds = self._waited = 0.0
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """What is launched inside runs after everything that was launched before, beside what is launched later."""
+    def running(self, *after: Any) -> Iterator[None]:
+        """What is launched inside runs after all that the model launched before, beside what it launches later.
+
+        Args:
+            *after: Marks of other queues to run after, too.
+        """
         self._stream.wait_stream(torch.cuda.current_stream())
+        for mark in after:
+            if mark is not None:
+                self._stream.wait_event(mark)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(self._stream):
             start.record()
@@ -65,7 +76,7 @@ class HostQueue:
         self._seconds = 0.0
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self, *after: Any) -> Iterator[None]:
         """See DeviceQueue."""
         start = time.perf_counter()
         yield

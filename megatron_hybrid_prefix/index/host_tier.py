@@ -226,6 +226,14 @@ class HostTier:
         """States here."""
         return len(self._state_used)
 
+    def pages_of_entry(self, entry: int) -> tuple[int, ...]:
+        """Where the entry is."""
+        return self._pages[entry]
+
+    def tag_of_entry(self, entry: int) -> Tag:
+        """What the entry holds."""
+        return self._tags[entry]
+
     def pins(self) -> dict[int, int]:
         """How often each pinned entry is pinned."""
         return dict(self._pins)

@@ -38,6 +38,7 @@ class HostMoves:
         prefix: Settings, with ``host_gb`` above 0.
 
     Attributes:
+        arena: The memory, and the moves to and from it; None where it could not be had.
         cache_fields: Arguments for the cache; its ``host_pages`` are 0 where the memory could not be had.
     """
 
@@ -51,11 +52,11 @@ class HostMoves:
         # Pipeline stages differ in their layers: all count with the largest, and so decide alike.
         entry_bytes = {kind: max_over_model_ranks(size, self._groups) for kind, size in own_bytes.items()}
         page_bytes = choose_page_bytes(entry_bytes.values())
-        pages_of = {kind: -(-size // page_bytes) for kind, size in entry_bytes.items()}
+        pages_of = {kind: max(1, -(-size // page_bytes)) for kind, size in entry_bytes.items()}
         pages = min_over_model_ranks(int(prefix.host_gb * 2**30) // page_bytes, self._groups) or 0
-        self._arena: HostArena | None = None
+        self.arena: HostArena | None = None
         try:
-            self._arena = HostArena(
+            self.arena = HostArena(
                 self._tensors,
                 pages=pages,
                 page_bytes=page_bytes,
@@ -65,7 +66,7 @@ class HostMoves:
             )
         except (RuntimeError, MemoryError) as error:
             logger.warning("no host tier: %g GiB cannot be had as pinned memory: %s", prefix.host_gb, error)
-        if not min_over_model_ranks(int(self._arena is not None), self._groups):
+        if not min_over_model_ranks(int(self.arena is not None), self._groups):
             self.close()
             pages = 0
         self._page_bytes = page_bytes
@@ -91,24 +92,24 @@ class HostMoves:
 
     def close(self) -> None:
         """Gives the memory back."""
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        if self.arena is not None:
+            self.arena.close()
+            self.arena = None
 
     # -- moves ---------------------------------------------------------------------------------------------------------
 
     def launch(self) -> None:
         """Starts the moves that were decided since; call it before anything writes to a slot or a block."""
-        if self._arena is None:
+        if self.arena is None:
             return
         units = self._cache.take_transfers()
         if units:
-            self._arena.carry_out(units)
-            self._arena.wait_for_stores()
+            self.arena.carry_out(units)
+            self.arena.wait_for_stores()
 
     def before_forward(self, plans: Iterable[StepPlan]) -> None:
         """The coming forward waits for what it uses, and for what was given up and whose place it may write to."""
-        if self._arena is None:
+        if self.arena is None:
             return
         self.launch()
         if not self._launched:
@@ -116,11 +117,11 @@ class HostMoves:
         used = {plan.load_id for plan in plans}
         for load_id, request_id in list(self._launched.items()):
             if load_id in used or not self._cache.is_loading(request_id):
-                self._arena.wait_for_load(load_id)
+                self.arena.wait_for_load(load_id)
                 del self._launched[load_id]
                 self._rounds.pop(load_id, None)
                 if load_id not in used:
-                    self._arena.forget(load_id)
+                    self.arena.forget(load_id)
 
     def start_load(self, request_id: int, match: Any) -> None:
         """A load was prepared for the request."""
@@ -141,9 +142,9 @@ class HostMoves:
         All ranks ask, and get the same answer: those that failed on any rank.
         """
         loads = [plan for plan in plans if plan.load_id is not None]
-        if self._arena is None or not loads:
+        if self.arena is None or not loads:
             return set()
-        flags = [int(self._arena.has_failed(plan.load_id)) for plan in loads]
+        flags = [int(self.arena.has_failed(plan.load_id)) for plan in loads]
         flags = max_over_model_ranks(flags, self._groups)
         found = {plan.request_id for plan, flag in zip(loads, flags, strict=True) if flag}
         for request_id in sorted(found):
@@ -152,16 +153,17 @@ class HostMoves:
 
     def finish(self) -> None:
         """The device's buffers are about to go: all moves are over."""
-        if self._arena is not None:
+        if self.arena is not None:
             self.launch()
-            self._arena.finish()
+            self.arena.finish()
 
     def count(self, stats: PrefixStats) -> None:
         """Adds what this rank's arena has moved."""
-        if self._arena is not None:
-            stats.host_bytes_budget = self._arena.memory.numel()
-            stats.host_bytes_stored, stats.host_bytes_loaded = self._arena.bytes_stored, self._arena.bytes_loaded
-            stats.host_seconds, stats.host_seconds_waited = self._arena.queue.seconds()
+        if self.arena is not None:
+            stats.host_bytes_budget = self.arena.memory.numel()
+            stats.host_bytes_stored, stats.host_bytes_loaded = self.arena.bytes_stored, self.arena.bytes_loaded
+            times = [queue.seconds() for queue in (self.arena.stores, self.arena.loads)]
+            stats.host_seconds, stats.host_seconds_waited = (sum(part) for part in zip(*times, strict=True))
 
     def report(self) -> str:
         """Size of the tier, in one line."""

@@ -15,7 +15,17 @@ pytest.importorskip("triton")
 
 def test_the_kernels_do_what_the_loops_do():
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_slot_ops.py", "test_paged_attention.py"],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "test_slot_ops.py",
+            "test_paged_attention.py",
+            "test_checksum.py",
+        ],
         cwd=FOLDER,
         env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,

@@ -1,0 +1,87 @@
+"""Prompts that come back from the host while others run. Usage: ``host_tier.py legacy|async``. Prints JSON."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+
+import torch
+
+from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
+from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+from tests.engine_helpers import greedy, kv_budget, random_tokens, run_to_end, state_bytes
+
+PROMPTS, ROUNDS, BLOCK = 12, 4, 256
+
+
+def main(mode):
+    ensure_platform()
+    model = build_hybrid_model("small", seed=0)
+    vocabulary = get_preset("small").vocab_size
+    engine = build_engine(
+        model,
+        HybridPrefixConfig(mamba_gb=8.5 * state_bytes(model) / 2**30, host_gb=8, retention_interval_tokens=0),
+        max_sequence_length=8192,
+        max_requests=4,
+        max_tokens=8192,
+        block_size_tokens=BLOCK,
+        async_sched_mode=mode,
+        **kv_budget(model, 44, block_tokens=BLOCK, max_requests=4),
+    )
+    cache, pool, dice = engine.context.prefix_cache, engine.context.state_pool, random.Random(0)
+    prompts = [random_tokens(8 * BLOCK + 30, seed=i, vocabulary=vocabulary) for i in range(PROMPTS)]
+    key_of = [cache.chain(prompt).keys[-1] for prompt in prompts]
+    first, equal, unequal, compared, difference = {}, 0, 0, 0, 0.0
+    states, number = {}, 0
+
+    def look():
+        nonlocal equal, unequal
+        torch.cuda.synchronize()
+        for index, key in enumerate(key_of):
+            slot = cache.cached_slot(key)
+            if slot is not None:
+                now = {name: tensor[:, slot].clone() for name, tensor in pool.tensors.items()}
+                before = states.setdefault(index, now)
+                same = all(torch.equal(now[name], before[name]) for name in now)
+                equal, unequal = equal + (same and before is not now), unequal + (not same)
+
+    for turn in range(ROUNDS):
+        order = list(range(PROMPTS))
+        dice.shuffle(order)
+        for pair in zip(order[::2], order[1::2], strict=True):
+            finished, ids = {}, {}
+            for index in pair:
+                number += 1
+                ids[number] = index
+                engine.add_request(number, prompts[index], greedy(16))
+                run_to_end(engine, finished, steps=1 + dice.randrange(3))
+            run_to_end(engine, finished)
+            engine.context.check_integrity()
+            look()
+            for request_id, index in ids.items():
+                request = finished[request_id]
+                if turn == 0:
+                    first[index] = request
+                    continue
+                for token, log_prob, was, its in zip(
+                    request.generated_tokens,
+                    request.generated_log_probs,
+                    first[index].generated_tokens,
+                    first[index].generated_log_probs,
+                    strict=True,
+                ):
+                    if token != was:
+                        break
+                    compared, difference = compared + 1, difference + abs(log_prob - its)
+    stats = engine.context.prefix_stats().as_dict()
+    names = ("reused_tokens_host", "host_loads", "host_stores", "fallbacks", "host_seconds", "host_seconds_waited")
+    report = {name: stats[name] for name in names}
+    report |= {"mode": mode, "bit_equal_states": equal, "unequal_states": unequal, "tokens_compared": compared}
+    print(json.dumps(report | {"mean_log_prob_difference": difference / max(1, compared)}))
+    shut_down()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

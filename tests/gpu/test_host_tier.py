@@ -1,0 +1,21 @@
+"""The host tier on a GPU: three ways to the same bits, with copies on their own streams beside running requests."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpu.launch import run_script
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("mode", ["legacy", "async"])
+def test_cold_device_and_host_agree(mode):
+    import json
+
+    found = json.loads(run_script("host_tier.py", mode).strip().splitlines()[-1])
+    assert found["reused_tokens_host"] > 20_000 and found["host_loads"] > 500
+    assert found["fallbacks"] == {}
+    assert found["bit_equal_states"] >= 10 and found["unequal_states"] == 0
+    assert found["tokens_compared"] > 500
+    assert found["mean_log_prob_difference"] < 0.03

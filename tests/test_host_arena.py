@@ -1,0 +1,154 @@
+"""The arena alone: what is stored comes back bit by bit, whatever is written meanwhile; on a GPU beside a busy stream."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from megatron_hybrid_prefix.host import arena as arenas
+from megatron_hybrid_prefix.host.arena import HostArena, choose_page_bytes
+from megatron_hybrid_prefix.host.units import Kind, Tag, TransferUnit
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+BLOCKS, SLOTS, PAGES = 12, 10, 60
+
+
+class Pools:
+    """KV and two components of a state on a device, with an arena behind them."""
+
+    def __init__(self, device: str, scale: int = 1, *, verify: bool = True, mamba_layers: int = 3) -> None:
+        kv = torch.zeros(4, BLOCKS, 6 * scale, 2, dtype=torch.bfloat16, device=device)
+        conv = torch.zeros(mamba_layers, SLOTS, 5 * scale, 3, dtype=torch.bfloat16, device=device)
+        ssm = torch.zeros(mamba_layers, SLOTS, 7 * scale, dtype=torch.float32, device=device)
+        self.tensors = {Kind.KV: [kv], Kind.STATE: [conv, ssm]}
+        sizes = {k: sum(t[:, 0].numel() * t.element_size() for t in ts) for k, ts in self.tensors.items()}
+        self.page_bytes = choose_page_bytes(sizes.values())
+        self.pages_of = {kind: max(1, -(-size // self.page_bytes)) for kind, size in sizes.items()}
+        self.arena = HostArena(
+            lambda: self.tensors,
+            pages=PAGES * max(self.pages_of.values()),
+            page_bytes=self.page_bytes,
+            pages_of=self.pages_of,
+            device=device,
+            verify=verify,
+        )
+
+    def write(self, kind: Kind, index: int, value: float) -> None:
+        for number, tensor in enumerate(self.tensors[kind]):
+            tensor[:, index] = value + number
+
+    def read(self, kind: Kind, index: int) -> list[torch.Tensor]:
+        return [tensor[:, index].cpu() for tensor in self.tensors[kind]]
+
+    def unit(self, kind: Kind, index: int, entry: int, load_id: int | None = None, key: bytes = b"k") -> TransferUnit:
+        count = max(self.pages_of.values())
+        pages = range(entry * count, entry * count + self.pages_of[kind])
+        # Not in a row where there are several: an entry lies where there was room.
+        tag = Tag(kind=kind, key=key, depth_tokens=1, epoch=0)
+        return TransferUnit(
+            to_host=load_id is None, device_id=index, pages=tuple(reversed(pages)), tag=tag, load_id=load_id
+        )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", range(6))
+def test_any_order_of_moves_and_writes(device, seed, monkeypatch):
+    """Against a dictionary. Small staging buffers, so that they are used again and again."""
+    scale = 1 if device == "cpu" else 20_000
+    monkeypatch.setattr(arenas, "STORE_STAGING_BYTES", 3 * 30 * scale * 8)
+    monkeypatch.setattr(arenas, "LOAD_STAGING_BYTES", 2 * 30 * scale * 8)
+    pools, dice = Pools(device, scale), random.Random(seed)
+    places = [(Kind.KV, i) for i in range(BLOCKS)] + [(Kind.STATE, i) for i in range(SLOTS)]
+    on_device: dict[tuple[Kind, int], float] = {}
+    on_host: dict[int, tuple[Kind, float]] = {}
+    for number, place in enumerate(places):
+        pools.write(*place, number)
+        on_device[place] = number
+    load_id = 0
+    for step in range(40):
+        units = []
+        for _ in range(dice.randint(0, 12)):
+            if on_host and dice.random() < 0.4:
+                entry = dice.choice(sorted(on_host))
+                kind, value = on_host[entry]
+                index = dice.randrange(BLOCKS if kind == Kind.KV else SLOTS)
+                units.append(pools.unit(kind, index, entry, load_id))
+                on_device[kind, index] = value
+            else:
+                kind, index = dice.choice(places)
+                entry = dice.randrange(PAGES)
+                units.append(pools.unit(kind, index, entry))
+                on_host[entry] = (kind, on_device[kind, index])
+        pools.arena.carry_out(units)
+        pools.arena.wait_for_stores()
+        if any(unit.load_id is not None for unit in units):
+            if dice.random() < 0.7:
+                pools.arena.wait_for_load(load_id)
+                assert not pools.arena.has_failed(load_id)
+            else:
+                pools.arena.wait_for_load(load_id)
+                pools.arena.forget(load_id)
+            load_id += 1
+        for _ in range(dice.randint(0, 4)):
+            place = dice.choice(places)
+            pools.write(*place, 1000 + step)
+            on_device[place] = 1000 + step
+    for place, value in on_device.items():
+        for number, tensor in enumerate(pools.read(*place)):
+            assert torch.all(tensor == torch.tensor(value + number).to(tensor.dtype)), place
+    pools.arena.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", list(Kind))
+def test_a_wrong_bit_is_noticed(device, kind):
+    pools = Pools(device)
+    pools.write(kind, 1, 3.0)
+    unit = pools.unit(kind, 1, 5)
+    pools.arena.carry_out([unit])
+    pools.arena.finish()
+    pools.arena.memory[unit.pages[-1] * pools.page_bytes + 1] ^= 2
+    pools.arena.carry_out([pools.unit(kind, 2, 5, load_id=1), pools.unit(kind, 3, 5, load_id=2)])
+    pools.arena.wait_for_load(1)
+    assert pools.arena.has_failed(1) and pools.arena.has_failed(2)
+    pools.arena.carry_out([pools.unit(kind, 1, 5), pools.unit(kind, 2, 5, load_id=3)])
+    assert not pools.arena.has_failed(3)
+    pools.arena.close()
+
+
+def test_another_tag_is_noticed():
+    pools = Pools("cpu")
+    pools.arena.carry_out([pools.unit(Kind.KV, 1, 5), pools.unit(Kind.KV, 2, 5, load_id=1, key=b"other")])
+    assert pools.arena.has_failed(1)
+    pools.arena.carry_out([pools.unit(Kind.KV, 2, 7, load_id=2)])  # nothing was ever stored there
+    assert pools.arena.has_failed(2)
+
+
+def test_without_verification_nothing_is_compared():
+    pools = Pools("cpu", verify=False)
+    pools.write(Kind.KV, 1, 3.0)
+    unit = pools.unit(Kind.KV, 1, 5)
+    pools.arena.carry_out([unit])
+    pools.arena.memory[unit.pages[0] * pools.page_bytes] ^= 2
+    pools.arena.carry_out([pools.unit(Kind.KV, 2, 5, load_id=1)])
+    assert not pools.arena.has_failed(1)
+
+
+def test_a_stage_without_recurrent_layers_moves_nothing_of_states():
+    pools = Pools("cpu", mamba_layers=0)
+    pools.arena.carry_out([pools.unit(Kind.STATE, 1, 5), pools.unit(Kind.STATE, 2, 5, load_id=1)])
+    assert not pools.arena.has_failed(1) and pools.arena.bytes_stored == pools.arena.bytes_loaded == 0
+
+
+@pytest.mark.parametrize(
+    ("kv_bytes", "state_bytes"),
+    [(4 << 20, 27 << 20), (4 << 20, 4 << 20), (4 << 20, (4 << 20) + 512), (0, 1 << 20), (1 << 20, 0), (300, 70_000)],
+)
+def test_pages_waste_little(kv_bytes, state_bytes):
+    page = choose_page_bytes([kv_bytes, state_bytes])
+    assert page % 512 == 0
+    for size in filter(None, (kv_bytes, state_bytes)):
+        assert -(-size // page) * page <= max(1.15 * size, size + 512)
+        assert -(-size // page) <= 300

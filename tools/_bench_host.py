@@ -1,0 +1,171 @@
+"""The scenario `host_tier` of `tools/bench.py`: prompts that come back after the device had to let them go."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from _bench_base import MS, Machine, Scenario, size, tokens
+from _bench_engine import Contestant, synchronize
+from _bench_stats import Metric, Sample, ratio
+
+_COPIES = 10  # of which the median is taken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTier(Scenario):
+    """Prompts in turn, of which the device holds a part: cold, back from the host, and again while on the device.
+
+    This cache gets host memory for all of them, the others have nothing like it. The working set is the prompts' KV blocks.
+    """
+
+    name: ClassVar[str] = "host_tier"
+    crash_is_a_result: ClassVar[bool] = True
+    prompts: int = size(8, 8, "prompts")
+    shared_tokens: int = size(512, 8192, "tokens of each that come back")
+    own_tokens: int = size(60, 300, "tokens that are new each time")
+    generate: int = size(4, 4, "tokens generated for each")
+    on_device: int = size(2, 2, "prompts that the device has room for")
+    states: int = size(16, 32, "states that it has room for, for each of those")
+
+    @property
+    def longest_tokens(self) -> int:
+        """See Scenario."""
+        return self.shared_tokens + self.own_tokens
+
+    @property
+    def _request_blocks(self) -> int:
+        return -(-(self.longest_tokens + self.generate) // self.block_tokens)
+
+    def problem(self, block_tokens: int, max_requests: int) -> str | None:
+        """See Scenario."""
+        if self.on_device >= self.prompts:
+            return f"--on-device {self.on_device} of --prompts {self.prompts}: nothing would have to go"
+        return None
+
+    def budgets(self, machine: Machine) -> dict[str, float]:
+        """See Scenario."""
+        blocks = self.on_device * self._request_blocks + 1  # and megatron's dummy block
+        live_bytes = machine.max_requests * machine.state_bytes
+        prompt_bytes = self._request_blocks * machine.block_bytes + 20 * machine.state_bytes
+        return {
+            "buffer_gb": (live_bytes + (blocks + 0.5) * machine.block_bytes) / 2**30,
+            "mamba_gb": (self.on_device * self.states + 0.5) * machine.state_bytes / 2**30,
+            "host_gb": 1.2 * self.prompts * prompt_bytes / 2**30,
+        }
+
+    def describe(self) -> str:
+        """See Scenario."""
+        return (
+            f"{self.prompts} prompts of {self.shared_tokens} + {self.own_tokens} tokens in turn, room for {self.on_device} on "
+            "the device"
+        )
+
+    def metrics(self) -> list[Metric]:
+        """See Scenario."""
+        plain = partial(Metric, ratios=False)
+        return [
+            Metric(name="cold_ms", label="cold: first token, ms", digits=2),
+            Metric(name="back_ms", label="when it comes back: first token, ms", digits=2),
+            Metric(name="again_ms", label="at once again: first token, ms", digits=2),
+            plain(name="back_over_cold", label="comes back / cold", digits=3, goal="<= 0.2"),
+            plain(name="excess", label="(back - again) / (bytes / plain copy)", digits=3, goal="<= 1.5"),
+            plain(name="reused_share", label="reused of what was sent before", digits=3, goal=">= 0.95"),
+            plain(name="loaded_mb", label="MB loaded for each", digits=1),
+            plain(name="load_gb_s", label="loads, GB/s", digits=1),
+            plain(name="store_gb_s", label="stores, GB/s", digits=1),
+            plain(name="plain_gb_s", label="plain pinned copy to the device, GB/s", digits=1),
+            plain(name="load_share", label="loads / plain copy", digits=3, goal=">= 0.8"),
+        ]
+
+    def workload(self, rng: random.Random, vocab_size: int) -> Any:
+        """See Scenario: shared parts, and three own parts for each."""
+        shared = [tokens(rng, vocab_size, self.shared_tokens) for _ in range(self.prompts)]
+        return shared, [[tokens(rng, vocab_size, self.own_tokens) for _ in range(3)] for _ in shared]
+
+    def play(self, contestant: Contestant, workload: Any) -> Sample:
+        """See Scenario."""
+        shared, own = workload
+
+        def send(number: int, turn: int) -> Any:
+            return contestant.send([shared[number] + own[number][turn]], self.generate)[0][0]
+
+        cold = [send(number, 0) for number in range(self.prompts)]
+        before = contestant.counters()
+        back, again = [], []
+        for number in range(self.prompts):
+            back.append(send(number, 1))
+            again.append(send(number, 2))
+        after = contestant.counters()
+        sample: Sample = {}
+        for name, results in (("cold", cold), ("back", back), ("again", again)):
+            sample[f"{name}_ms"] = MS * statistics.median(result.time_to_first_token_s for result in results)
+        sample["back_over_cold"] = sample["back_ms"] / sample["cold_ms"]
+        sample["reused_share"] = ratio(
+            sum(result.reused_tokens for result in (*back, *again)), 2 * self.prompts * self.shared_tokens
+        )
+        moves = getattr(contestant.engine.context, "host_moves", None)
+        if moves is None:
+            return sample
+        loaded_bytes = (after["host_bytes_loaded"] - before["host_bytes_loaded"]) / self.prompts
+        speeds = _speeds(contestant.engine.context)
+        sample |= speeds | {"loaded_mb": loaded_bytes / 1e6}
+        if speeds:
+            sample["load_share"] = speeds["load_gb_s"] / speeds["plain_gb_s"]
+            copy_ms = loaded_bytes / speeds["plain_gb_s"] / 1e6
+            sample["excess"] = (sample["back_ms"] - sample["again_ms"]) / copy_ms
+        return sample
+
+
+def _speeds(context: Any) -> dict[str, float]:
+    """GB/s of loads and stores of what is in both tiers (so nothing changes), and of a plain copy of as many bytes."""
+    import torch
+
+    from megatron_hybrid_prefix.host.units import Kind, TransferUnit
+
+    tier, arena = context.prefix_cache.host_tier, context.host_moves.arena
+    nodes = [node for node in context.prefix_cache.nodes() if node.block_id >= 0 and node.host_block >= 0]
+    units = {
+        to_host: [
+            TransferUnit(
+                to_host=to_host,
+                device_id=node.block_id,
+                pages=tier.pages_of_entry(node.host_block),
+                tag=tier.tag_of_entry(node.host_block),
+                load_id=None if to_host else 0,
+            )
+            for node in nodes
+        ]
+        for to_host in (False, True)
+    }
+    if not nodes:
+        return {}
+    moved_bytes = len(nodes) * arena.bytes_of(Kind.KV)
+    source = torch.empty(moved_bytes, dtype=torch.uint8, pin_memory=context.memory_buffer.is_cuda)
+    target = torch.empty_like(source, device=context.memory_buffer.device)
+
+    def move(units: Sequence[TransferUnit]) -> None:
+        arena.carry_out(units)
+        arena.finish()
+
+    return {
+        "load_gb_s": _gb_s(moved_bytes, lambda: move(units[False])),
+        "store_gb_s": _gb_s(moved_bytes, lambda: move(units[True])),
+        "plain_gb_s": _gb_s(moved_bytes, lambda: target.copy_(source, non_blocking=True)),
+    }
+
+
+def _gb_s(moved_bytes: int, move: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(_COPIES + 2):
+        synchronize()
+        started_s = time.perf_counter()
+        move()
+        synchronize()
+        times.append(time.perf_counter() - started_s)
+    return moved_bytes / statistics.median(times[2:]) / 1e9
