@@ -19,7 +19,8 @@ _COPIES = 10  # of which the median is taken
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTier(Scenario):
-    """Prompts in turn, of which the device holds a part: cold, back from the host, and again while on the device.
+    """Conversations in turn, of which the device holds a part: a first turn each, cold; then the next turn, back from the host;
+    then another one, while it is on the device.
 
     This cache gets host memory for all of them, the others have nothing like it. The working set is the prompts' KV blocks.
     """
@@ -27,8 +28,8 @@ class HostTier(Scenario):
     name: ClassVar[str] = "host_tier"
     crash_is_a_result: ClassVar[bool] = True
     prompts: int = size(8, 8, "prompts")
-    shared_tokens: int = size(512, 8192, "tokens of each that come back")
-    own_tokens: int = size(60, 300, "tokens that are new each time")
+    shared_tokens: int = size(512, 8192, "tokens of each first turn")
+    own_tokens: int = size(60, 300, "tokens that are new in each later one")
     generate: int = size(4, 4, "tokens generated for each")
     on_device: int = size(2, 2, "prompts that the device has room for")
     states: int = size(16, 32, "states that it has room for, for each of those")
@@ -84,23 +85,23 @@ class HostTier(Scenario):
         ]
 
     def workload(self, rng: random.Random, vocab_size: int) -> Any:
-        """See Scenario: shared parts, and three own parts for each."""
+        """See Scenario: first turns, and what two later ones add to each."""
         shared = [tokens(rng, vocab_size, self.shared_tokens) for _ in range(self.prompts)]
-        return shared, [[tokens(rng, vocab_size, self.own_tokens) for _ in range(3)] for _ in shared]
+        return shared, [[tokens(rng, vocab_size, self.own_tokens) for _ in range(2)] for _ in shared]
 
     def play(self, contestant: Contestant, workload: Any) -> Sample:
         """See Scenario."""
         shared, own = workload
 
-        def send(number: int, turn: int) -> Any:
-            return contestant.send([shared[number] + own[number][turn]], self.generate)[0][0]
+        def send(prompt: list[int]) -> Any:
+            return contestant.send([prompt], self.generate)[0][0]
 
-        cold = [send(number, 0) for number in range(self.prompts)]
+        cold = [send(prompt) for prompt in shared]
         before = contestant.counters()
         back, again = [], []
         for number in range(self.prompts):
-            back.append(send(number, 1))
-            again.append(send(number, 2))
+            back.append(send(shared[number] + own[number][0]))
+            again.append(send(shared[number] + own[number][1]))
         after = contestant.counters()
         sample: Sample = {}
         for name, results in (("cold", cold), ("back", back), ("again", again)):
@@ -118,7 +119,7 @@ class HostTier(Scenario):
         if speeds:
             sample["load_share"] = speeds["load_gb_s"] / speeds["plain_gb_s"]
             copy_ms = loaded_bytes / speeds["plain_gb_s"] / 1e6
-            sample["excess"] = (sample["back_ms"] - sample["again_ms"]) / copy_ms
+            sample["excess"] = ratio(sample["back_ms"] - sample["again_ms"], copy_ms)
         return sample
 
 

@@ -101,12 +101,10 @@ class HostTier:
     def store_state(self, node: Node, epoch: int) -> bool:
         """The node's state, about to go from the device, is kept here; whether there is room.
 
-        A spare one only gets pages that are free.
+        A spare one only gets pages that are free, or those of other spare ones.
         """
         if node.host_slot == NO_SLOT:
-            entry = self._store(
-                Kind.STATE, node.slot, self._tag(Kind.STATE, node, epoch), only_free_pages=is_spare(node)
-            )
+            entry = self._store(Kind.STATE, node.slot, self._tag(Kind.STATE, node, epoch), spare=is_spare(node))
             if entry is None:
                 return False
             node.host_slot = entry
@@ -287,14 +285,10 @@ class HostTier:
             self._kv[node] = self._tick()
             self._kv.move_to_end(node)
 
-    def _store(self, kind: Kind, device_id: int, tag: Tag, *, only_free_pages: bool = False) -> int | None:
+    def _store(self, kind: Kind, device_id: int, tag: Tag, *, spare: bool = False) -> int | None:
         count = self._pages_of[kind]
-        if only_free_pages:
-            room = self._has_room(kind, count)
-        else:
-            room = self._make_room(kind, count)
-        if not room:
-            self._stats.host_full += not only_free_pages
+        if not self._make_room(kind, count, spare=spare):
+            self._stats.host_full += not spare
             return None
         pages = tuple(self._free[: -count - 1 : -1])
         del self._free[-count:]
@@ -316,10 +310,10 @@ class HostTier:
         fits = self._most_pages is None or self._used_pages[kind] + count <= self._most_pages[kind]
         return fits and count <= len(self._free)
 
-    def _make_room(self, kind: Kind, count: int) -> bool:
+    def _make_room(self, kind: Kind, count: int, *, spare: bool) -> bool:
         while not self._has_room(kind, count):
-            kv = next((node for node in self._kv if node.host_block not in self._pins), None)
-            state = self._eviction.victim(lambda node: node.host_slot not in self._pins)
+            state = self._eviction.victim(lambda node: node.host_slot not in self._pins, spare_only=spare)
+            kv = None if spare else next((node for node in self._kv if node.host_block not in self._pins), None)
             if self._most_pages is not None:
                 kv, state = (kv, None) if kind == Kind.KV else (None, state)
             if state is not None and (kv is None or is_spare(state) or self._state_used[state] < self._kv[kv]):

@@ -14,7 +14,7 @@ def test_cold_device_and_host_agree(mode):
     import json
 
     found = json.loads(run_script("host_tier.py", mode).strip().splitlines()[-1])
-    assert found["reused_tokens_host"] > 20_000 and found["host_loads"] > 500
+    assert found["reused_tokens_host"] > 20_000 and found["host_loads"] > 200
     assert found["fallbacks"] == {}
     assert found["bit_equal_states"] >= 10 and found["unequal_states"] == 0
     assert found["tokens_compared"] > 500
