@@ -16,6 +16,7 @@ cached and how room is made is in `index/store.py`.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -343,7 +344,7 @@ class HybridPrefixCache:
         """
         live = self._request(request_id)
         count = self._blocks_for(length_tokens) - len(live.block_ids)
-        if count > self._blocks.available_blocks:
+        if not self._reclaim(count):
             return None
         block_ids = self._store.take_blocks(max(0, count))
         live.block_ids += block_ids
@@ -649,7 +650,7 @@ class HybridPrefixCache:
 
     def allocate_blocks(self, count: int) -> list[int] | None:
         """Blocks for the caller, to be attached to a request or freed; None when there are not enough."""
-        if count > self._blocks.available_blocks:
+        if not self._reclaim(count):
             return None
         block_ids = self._store.take_blocks(count)
         self._loose.update(block_ids)
@@ -675,8 +676,8 @@ class HybridPrefixCache:
 
     @property
     def available_blocks(self) -> int:
-        """KV blocks that can be had now: free ones, and cached ones that nobody holds."""
-        return self._blocks.available_blocks
+        """KV blocks that running requests can have now: free ones, cached ones that nobody holds, those of loads."""
+        return self._blocks.available_blocks + self._loading_blocks()
 
     @property
     def free_kv_blocks(self) -> int:
@@ -794,6 +795,28 @@ class HybridPrefixCache:
         if self.is_current(match):
             return match
         return self._match(match.chain, match.limit_tokens, match.read)
+
+    def _reclaim(self, count: int) -> bool:
+        """Whether running requests can have so many blocks; waiting ones give up loads for them, the latest first."""
+        if count > self._blocks.available_blocks:
+            if not self._loading or count > self.available_blocks:
+                return False
+            for live in sorted(self._loading.values(), key=lambda live: -live.load.load_id):  # type: ignore[union-attr]
+                if self.is_loading(live.request_id) and count > self._blocks.available_blocks:
+                    self.release(live.request_id)
+        return True
+
+    def _loading_blocks(self) -> int:
+        """Blocks that only waiting requests hold, for their loads."""
+        if not self._loading:
+            return 0
+        holds = Counter(
+            block_id
+            for live in self._loading.values()
+            if live.load is not None and not live.load.admitted
+            for block_id in live.block_ids
+        )
+        return sum(self._blocks.holders(block_id) == held for block_id, held in holds.items())
 
     def _begin_load(
         self,

@@ -19,6 +19,7 @@ REQUESTS = 22
 TOLERANCE = 5e-5  # float32 noise of unlike batches, with caching off too, reaches 1.6e-5; a wrong state shows in 1e-3
 STATE_SLOTS = (0, 1, 3, 40)
 KV_BLOCKS = (7, 12, 60)
+HOST_GB = (0.0, 0.0004, 0.05)  # none, some entries, all of them
 MANAGEMENT = (KVCacheManagementMode.PERSIST, KVCacheManagementMode.OFFLOAD, KVCacheManagementMode.RECOMPUTE)
 
 
@@ -40,11 +41,15 @@ class Traffic:
             f"retention {seed}"
         )  # of its own, so that seeds mean the traffic they meant before
         interval = self.retention.choice((None, None, 0, block, 2 * block))
+        self.tier = random.Random(f"host {seed}")
+        host = {"host_gb": self.tier.choice(HOST_GB), "host_write_through": self.tier.random() < 0.3}
         chunked = dice.random() < 0.6
         self.engine = build_engine(
             model,
             HybridPrefixConfig(
-                mamba_gb=dice.choice(STATE_SLOTS) * state_bytes(model) / 2**30, retention_interval_tokens=interval
+                mamba_gb=dice.choice(STATE_SLOTS) * state_bytes(model) / 2**30,
+                retention_interval_tokens=interval,
+                **host,
             ),
             async_sched_mode=dice.choice(("legacy", "async")),
             enable_chunked_prefill=chunked,
@@ -100,6 +105,15 @@ class Traffic:
                 self.finished[request.request_id] = request
             self.engine.context.check_integrity()
 
+    def spoil(self) -> None:
+        """A bit of what is on the host is wrong."""
+        moves, tier = self.engine.context.host_moves, self.engine.context.prefix_cache.host_tier
+        nodes = sorted(self.engine.context.prefix_cache.nodes(), key=lambda node: (node.depth_blocks, node.host_slot))
+        entries = [entry for node in nodes for entry in (node.host_block, node.host_slot) if entry >= 0]
+        if moves is not None and entries:
+            page = tier.pages_of_entry(self.tier.choice(entries))[0]
+            moves.arena.memory[page * moves.arena.page_bytes + self.tier.randrange(400)] ^= 16
+
     def run(self) -> None:
         if self.plain is None:
             self._run()
@@ -118,6 +132,8 @@ class Traffic:
                 self.engine.suspend()
                 self.engine.resume()
                 self.engine.context.check_integrity()
+            if self.tier.random() < 0.1:
+                self.spoil()
             running = sorted(self.engine.requests.keys() - self.aborted)
             if running and dice.random() < 0.15:
                 victim = dice.choice(running)
@@ -163,7 +179,14 @@ def test_the_traffic_is_worth_it(tiny):
         traffic = Traffic(tiny, seed)
         traffic.run()
         stats = traffic.engine.context.prefix_stats()
-        for name in ("reused_tokens", "evictions", "kv_evictions", "checkpoints_skipped"):
+        for name in (
+            "reused_tokens",
+            "evictions",
+            "kv_evictions",
+            "checkpoints_skipped",
+            "host_loads",
+            "host_preempted",
+        ):
             total[name] = total.get(name, 0) + getattr(stats, name)
         for reason in ("junction", "breakpoint", "tail", "interval"):
             total[reason] = total.get(reason, 0) + stats.checkpoints_by_reason[reason]

@@ -205,7 +205,7 @@ def spoil(served: Served, prompt: list[int], what: Kind) -> None:
     arena, tier = served.context.host_moves.arena, served.cache.host_tier
     node = served.cache._store.tree.get(served.cache.chain(prompt).keys[-1])
     entry = node.host_block if what == Kind.KV else node.host_slot
-    arena.memory[tier.pages_of_entry(entry)[0] * arena._page_bytes + 17] ^= 4
+    arena.memory[tier.pages_of_entry(entry)[0] * arena.page_bytes + 17] ^= 4
 
 
 @each_mode
@@ -357,7 +357,7 @@ def test_a_preempted_request_that_cannot_go_on_starts_over(model):
         served.step()
     arena, tier = served.context.host_moves.arena, served.cache.host_tier
     for entry in tier.private_entries():
-        arena.memory[tier.pages_of_entry(entry)[0] * arena._page_bytes] ^= 1
+        arena.memory[tier.pages_of_entry(entry)[0] * arena.page_bytes] ^= 1
     served.run()
     assert served.context.prefix_stats().fallbacks == {"host_load_failed": 1}
     served.check()

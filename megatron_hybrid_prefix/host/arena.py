@@ -77,7 +77,7 @@ class HostArena:
     ) -> None:
         self._tensors = tensors
         self._device = torch.device(device)
-        self._page_bytes = page_bytes
+        self.page_bytes = page_bytes
         self._row_bytes = {kind: count * page_bytes for kind, count in pages_of.items()}
         self._verify = verify
         self.memory = torch.empty(pages * page_bytes, dtype=torch.uint8)
@@ -278,7 +278,7 @@ class HostArena:
 
     def _pieces(self, units: Sequence[TransferUnit], valid_bytes: int) -> Iterator[tuple[int, int, int]]:
         """Copies that move the rows: (start in the staging buffer, first page, bytes); neighbours are one copy."""
-        page_bytes = self._page_bytes
+        page_bytes = self.page_bytes
         found: list[list[int]] = []
         for row, unit in enumerate(units):
             for index, page in enumerate(unit.pages):
@@ -298,7 +298,7 @@ class HostArena:
         yield from ((start, page, length) for start, page, length in found)
 
     def _host(self, page: int, length: int) -> torch.Tensor:
-        return self.memory[page * self._page_bytes : page * self._page_bytes + length]
+        return self.memory[page * self.page_bytes : page * self.page_bytes + length]
 
     def _ids(self, ids: Iterable[int]) -> torch.Tensor:
         """Ids for a kernel, without waiting for the device."""

@@ -17,5 +17,5 @@ def test_cold_device_and_host_agree(mode):
     assert found["reused_tokens_host"] > 20_000 and found["host_loads"] > 200
     assert found["fallbacks"] == {}
     assert found["bit_equal_states"] >= 10 and found["unequal_states"] == 0
-    assert found["tokens_compared"] > 500
+    assert found["tokens_compared"] > 300
     assert found["mean_log_prob_difference"] < 0.03

@@ -22,8 +22,11 @@ from tests.workers.launch import write_findings
 BLOCK_TOKENS = 64
 ROWS = 4
 MODES = ("legacy", "async")
-SCENARIOS = ("tails", "chunked", "preempted")
-SLOTS = {"tails": 40, "chunked": 3, "preempted": 6}
+SCENARIOS = ("tails", "chunked", "preempted", "host")
+SLOTS = {"tails": 40, "chunked": 3, "preempted": 6, "host": 3}
+# Statistics of one rank's memory.
+OWN_STATS = ("bytes_budget", "host_bytes_budget", "host_bytes_loaded", "host_bytes_stored", "host_seconds")
+OWN_STATS += ("host_seconds_waited",)
 
 
 def one_rank(pattern):
@@ -62,11 +65,13 @@ def budgets(config, pattern, tp, pp, *, slots, blocks):
 class Session:
     """One engine, with or without the cache; notes after every step what was decided."""
 
-    def __init__(self, model, pattern, tp, pp, *, mode, slots, blocks=200, cached=True, check_ranks=False, **fields):
+    def __init__(
+        self, model, pattern, tp, pp, *, mode, slots, blocks=200, cached=True, host_gb=0.0, check_ranks=False, **fields
+    ):
         mamba_gb, buffer_size_gb = budgets(model.hybrid_config, pattern, tp, pp, slots=slots, blocks=blocks)
         self.engine = build_engine(
             model,
-            HybridPrefixConfig(mamba_gb=mamba_gb, check_ranks=check_ranks) if cached else None,
+            HybridPrefixConfig(mamba_gb=mamba_gb, host_gb=host_gb, check_ranks=check_ranks) if cached else None,
             max_requests=ROWS,
             max_sequence_length=512,
             block_size_tokens=BLOCK_TOKENS,
@@ -109,6 +114,7 @@ class Session:
             "available_blocks": cache.available_blocks,
             "cached_keys": len(list(cache.cached_keys())),
             "cached": sorted([node.block_id, node.slot, node.depth_blocks] for node in nodes),
+            "on_host": sorted([node.host_block, node.host_slot, node.depth_blocks] for node in nodes),
         }
 
     def found(self):
@@ -170,6 +176,20 @@ def preempted(session):
     session.send(*([*prompt, number] for number, prompt in enumerate(prompts)), new_tokens=30)
 
 
+def host(session):
+    """Prompts that come back from the host; then one of which the last rank, alone, has kept something else."""
+    prompts = [random_tokens(3 * BLOCK_TOKENS + 9 + number, seed=60 + number) for number in range(5)]
+    session.send(*prompts)
+    session.send(*prompts, new_tokens=6)
+    context = session.engine.context
+    if session.cached and dist.get_rank() == dist.get_world_size() - 1:
+        tier, arena = context.prefix_cache.host_tier, context.host_moves.arena
+        keys = context.prefix_cache.chain(prompts[0]).keys
+        entry = next(node.host_block for node in context.prefix_cache.nodes() if node.key == keys[-1])
+        arena.memory[tier.pages_of_entry(entry)[0] * arena.page_bytes + 5] ^= 1
+    session.send(*prompts[:2], new_tokens=40)
+
+
 def damage_sources(context):
     """Every state that a request resumes from becomes zero, just before the forward that reads it."""
     initialize = context.initialize_attention_state
@@ -189,13 +209,14 @@ def run_scenario(name, model, pattern, tp, pp, mode, *, cached=True, damaged=Fal
         "tails": {},
         "chunked": {"enable_chunked_prefill": True, "max_tokens": 256},
         "preempted": {"blocks": 8},
+        "host": {"blocks": 9, "host_gb": 0.05},
     }[name]
-    # The last scenario also compares as the check for users does.
-    fields["check_ranks"] = name == "preempted"
+    # The last scenarios also compare as the check for users does.
+    fields["check_ranks"] = name in ("preempted", "host")
     session = Session(model, pattern, tp, pp, mode=mode, slots=SLOTS[name], cached=cached, **fields)
     if damaged:
         damage_sources(session.engine.context)
-    {"tails": tails, "chunked": chunked, "preempted": preempted}[name](session)
+    {"tails": tails, "chunked": chunked, "preempted": preempted, "host": host}[name](session)
     return session.found()
 
 
