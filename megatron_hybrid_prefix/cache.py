@@ -213,6 +213,11 @@ class HybridPrefixCache:
         path = match.loadable_path
         return self._host is not None and bool(path) and self._host.is_pinned(path[-1].host_slot)
 
+    @property
+    def has_waiting_loads(self) -> bool:
+        """Whether any request holds a load and is not admitted yet."""
+        return any(live.load is not None and not live.load.admitted for live in self._loading.values())
+
     def load_pages(self, request_id: int) -> int:
         """Size of the load that the request holds."""
         load = self._request(request_id).load

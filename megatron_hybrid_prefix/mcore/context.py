@@ -332,6 +332,11 @@ class HybridPrefixContext(DynamicInferenceContext):
                 )
         return others_run and self.host_moves.waits(match.load_id)
 
+    @property
+    def loads_wait(self) -> bool:
+        """Whether waiting requests hold what they loaded."""
+        return self.host_moves is not None and self.prefix_cache.has_waiting_loads
+
     def give_up_loads(self) -> bool:
         """Takes blocks and slots from waiting requests that loaded into them; whether there were any."""
         return self.host_moves is not None and self.prefix_cache.give_up_loads()

@@ -321,8 +321,10 @@ class HybridPrefixEngine(DynamicInferenceEngine):
             self._loop.call_soon_threadsafe(self._loop.create_task, self._notify_cond_for_new_request())
 
     def _should_run_async_sched_overlap(self) -> bool:
-        """See upstream; not while an aborted request has to be taken out between two forwards."""
-        return not (self._aborting or self._start_over_chunked) and super()._should_run_async_sched_overlap()
+        """See upstream; not while an aborted request has to be taken out between two forwards, or one waits for its load."""
+        if self._aborting or self._start_over_chunked or (self._has_cache and self.context.loads_wait):
+            return False
+        return super()._should_run_async_sched_overlap()
 
     @torch.inference_mode()  # megatron's bookkeeping tensors may have been made in it
     def _take_out_aborted(self) -> None:
