@@ -44,7 +44,7 @@ INSTALL_REQUIRES = [
 EXTRAS_REQUIRE = {
     # Published as pre-releases only; the specifier names one, so pip takes them without --pre.
     "gpu": ['flash-attn-4[cu13]>=4.0.0b20; sys_platform == "linux"'],
-    "serve": ["openai", "prometheus-client", "starlette", "uvicorn"],
+    "serve": ["jinja2", "openai", "prometheus-client", "starlette", "uvicorn"],
     "demo": ["matplotlib"],
     "dev": [
         "hypothesis",

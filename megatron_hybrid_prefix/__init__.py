@@ -5,22 +5,42 @@ Importing this package changes nothing in torch or megatron, and does not import
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.config import HybridPrefixConfig
-    from megatron_hybrid_prefix.mcore import build_engine
+    from megatron_hybrid_prefix.mcore import (
+        add_hybrid_prefix_args,
+        build_engine,
+        hybrid_prefix_config_from_args,
+        install,
+        installed,
+        uninstall,
+    )
 
-__all__ = ["HybridPrefixConfig", "build_engine"]
+_PARTS = {
+    "HybridPrefixConfig": "config",
+    "add_hybrid_prefix_args": "mcore",
+    "build_engine": "mcore",
+    "hybrid_prefix_config_from_args": "mcore",
+    "install": "mcore",
+    "installed": "mcore",
+    "uninstall": "mcore",
+}
+
+__all__ = [
+    "HybridPrefixConfig",
+    "add_hybrid_prefix_args",
+    "build_engine",
+    "hybrid_prefix_config_from_args",
+    "install",
+    "installed",
+    "uninstall",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "HybridPrefixConfig":
-        from megatron_hybrid_prefix.config import HybridPrefixConfig
-
-        return HybridPrefixConfig
-    if name == "build_engine":
-        from megatron_hybrid_prefix.mcore import build_engine
-
-        return build_engine
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _PARTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"megatron_hybrid_prefix.{_PARTS[name]}"), name)

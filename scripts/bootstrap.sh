@@ -121,7 +121,7 @@ elif question == "requirements":
     from packaging.requirements import Requirement
     for text in importlib.metadata.requires("megatron-hybrid-prefix"):
         need = Requirement(text)
-        wanted = need.marker is None or any(need.marker.evaluate({"extra": e}) for e in ("dev", "demo"))
+        wanted = need.marker is None or any(need.marker.evaluate({"extra": e}) for e in ("dev", "demo", "serve"))
         if wanted and need.name not in ("mamba-ssm", "causal-conv1d"):
             need.marker = None
             print(need)

@@ -11,12 +11,18 @@ from typing import Any
 from megatron_hybrid_prefix.mcore.build import build_engine
 
 _PARTS = {
+    "add_hybrid_prefix_args": "arguments",
+    "build_engine_from_args": "arguments",
+    "hybrid_prefix_config_from_args": "arguments",
     "HybridPrefixBlockAllocator": "blocks",
     "HybridPrefixContext": "context",
     "HybridPrefixController": "controller",
     "HybridPrefixEngine": "engine",
     "HybridPrefixMambaMixer": "mixer",
+    "install": "installation",
+    "installed": "installation",
     "restore_mixers": "mixer",
+    "uninstall": "installation",
     "use_slot_mixers": "mixer",
 }
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from megatron_hybrid_prefix.platform.rebinding import Rebinding
+
+_CONTEXT = "megatron.core.inference.contexts.dynamic_context:DynamicInferenceContext"
+_CONTROLLER = "megatron.core.inference.text_generation_controllers.text_generation_controller:TextGenerationController"
+_ENGINE = "megatron.core.inference.engines.dynamic_engine:DynamicInferenceEngine"
 
 
 def _accepting_subclasses(original: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -24,6 +29,90 @@ CONTEXT_IN_CUDA_GRAPHS = (
         name="_check_supported_type",
         make=_accepting_subclasses,
         why="graphs of layers take the inference context by its exact class; only replaced when graphs are asked for",
+        same_signature=True,
+    ),
+)
+
+
+def _our_context(original: Callable[..., None]) -> Callable[..., None]:
+    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+
+    def __init__(self: Any, model_config: Any, inference_config: Any) -> None:
+        from megatron_hybrid_prefix.mcore.context import HybridPrefixContext
+        from megatron_hybrid_prefix.mcore.installation import installed_prefix
+        from megatron_hybrid_prefix.platform import replace_names
+
+        prefix = installed_prefix()
+        state = inference_config.mamba_inference_state_config
+        wanted = state is not None and (prefix is not None or inference_config.enable_prefix_caching)
+        if type(self) is not DynamicInferenceContext or not wanted:
+            original(self, model_config=model_config, inference_config=inference_config)
+            return
+        if prefix is not None and prefix.state_dtype is not None:
+            import torch
+
+            state = dataclasses.replace(state, ssm_states_dtype=getattr(torch, prefix.state_dtype))
+            inference_config = dataclasses.replace(inference_config, mamba_inference_state_config=state)
+        if model_config.cuda_graph_impl == "local":
+            replace_names(CONTEXT_IN_CUDA_GRAPHS)
+        self.__class__ = HybridPrefixContext
+        HybridPrefixContext.__init__(self, model_config, inference_config, prefix)
+
+    return __init__
+
+
+def _our_controller(original: Callable[..., None]) -> Callable[..., None]:
+    from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
+
+    def __init__(self: Any, inference_wrapped_model: Any, tokenizer: Any) -> None:
+        from megatron_hybrid_prefix.mcore.controller import HybridPrefixController
+
+        context = inference_wrapped_model.inference_context
+        if type(self) is TextGenerationController and getattr(context, "prefix_cache", None) is not None:
+            self.__class__ = HybridPrefixController
+        original(self, inference_wrapped_model=inference_wrapped_model, tokenizer=tokenizer)
+
+    return __init__
+
+
+def _our_engine(original: Callable[..., None]) -> Callable[..., None]:
+    from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
+
+    def __init__(self: Any, controller: Any, context: Any) -> None:
+        from megatron_hybrid_prefix.mcore.engine import HybridPrefixEngine
+
+        if getattr(context, "prefix_cache", None) is None or isinstance(self, HybridPrefixEngine):
+            original(self, controller=controller, context=context)
+        elif type(self) is DynamicInferenceEngine:
+            self.__class__ = HybridPrefixEngine
+            HybridPrefixEngine.__init__(self, controller, context)
+        else:
+            raise TypeError(f"{type(self).__name__} has to be derived from HybridPrefixEngine to run with this cache")
+
+    return __init__
+
+
+# Replaced by `install`. They can go once megatron's high-level API takes its classes as parameters.
+CONSTRUCTORS = (
+    Rebinding(
+        owner=_CONTEXT,
+        name="__init__",
+        make=_our_context,
+        why="scripts, MegatronLLM and the static engine name the class",
+        same_signature=True,
+    ),
+    Rebinding(
+        owner=_CONTROLLER,
+        name="__init__",
+        make=_our_controller,
+        why="scripts and MegatronLLM name the class",
+        same_signature=True,
+    ),
+    Rebinding(
+        owner=_ENGINE,
+        name="__init__",
+        make=_our_engine,
+        why="scripts and MegatronLLM name the class",
         same_signature=True,
     ),
 )

@@ -137,13 +137,17 @@ def _layer_specs(config: HybridModelConfig, platform: Platform) -> Any:
 
         spec = copy.deepcopy(hybrid_stack_spec)
     else:
-        spec = _local_layer_specs(config)
+        spec = local_layer_specs(config.num_moe_experts)
     spec.submodules.mamba_layer.submodules.mixer.params |= {"chunk_size": config.chunk_size, "d_conv": config.d_conv}
     return spec
 
 
-def _local_layer_specs(config: HybridModelConfig) -> Any:
-    """Layers from megatron-core's own linear layers and PyTorch norms, for machines without Transformer Engine."""
+def local_layer_specs(num_moe_experts: int = 0) -> Any:
+    """Layers from megatron-core's own linear layers and PyTorch norms, for machines without Transformer Engine.
+
+    Args:
+        num_moe_experts: Experts of a mixture-of-experts layer.
+    """
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
@@ -211,7 +215,7 @@ def _local_layer_specs(config: HybridModelConfig) -> Any:
                 module=MoETransformerLayer,
                 submodules=TransformerLayerSubmodules(
                     pre_mlp_layernorm=WrappedTorchNorm,
-                    mlp=get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts),
+                    mlp=get_moe_module_spec(use_te=False, num_experts=num_moe_experts),
                     mlp_bda=get_bias_dropout_add,
                 ),
             ),

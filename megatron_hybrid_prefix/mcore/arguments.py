@@ -1,0 +1,212 @@
+"""The cache as flags of ``megatron.training``: `add_hybrid_prefix_args`, `hybrid_prefix_config_from_args`.
+
+Megatron's own flags switch the cache on and set its budget; every other field of `HybridPrefixConfig` has a flag
+``--hybrid-prefix-...``, made from the field and its docstring. Nothing here imports megatron before it is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import types
+from dataclasses import MISSING, Field, fields
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from megatron_hybrid_prefix.config import HybridPrefixConfig
+
+if TYPE_CHECKING:
+    from megatron.core.inference.engines import DynamicInferenceEngine
+
+    from megatron_hybrid_prefix.tokenizer import Tokenizer
+
+# Megatron's flags. Where its parser lacks them (an older release, or a parser of one's own) they are added.
+SWITCH = "--inference-dynamic-batching-prefix-caching"
+BUDGET = "--inference-dynamic-batching-prefix-caching-mamba-gb"
+SWITCH_DEST = "inference_dynamic_batching_enable_prefix_caching"
+BUDGET_DEST = "inference_dynamic_batching_prefix_caching_mamba_gb"
+PREFIX = "hybrid_prefix_"
+# Without a budget, so much of `--inference-dynamic-batching-buffer-size-gb`.
+_DEFAULT_SHARE = 0.25
+_MEGATRON_BUFFER_GB = 40.0
+_NONE = "auto"  # on the command line, for a field that may be None
+
+
+def add_hybrid_prefix_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the cache's flags; an ``extra_args_provider`` of ``megatron.training``. Adding them again does nothing.
+
+    Args:
+        parser: Megatron's, or any other.
+
+    Returns:
+        ``parser``.
+    """
+    known = parser._option_string_actions
+    if flag_of(own_fields()[0].name) in known:
+        return parser
+    group = parser.add_argument_group("hybrid prefix cache", f"switched on with {SWITCH}; {_NONE!r} stands for None")
+    if SWITCH not in known:
+        group.add_argument(
+            SWITCH,
+            dest=SWITCH_DEST,
+            action=argparse.BooleanOptionalAction,
+            default=False,
+            help="cache prefixes of prompts",
+        )
+    if BUDGET not in known:
+        group.add_argument(
+            BUDGET, dest=BUDGET_DEST, type=float, default=None, help="GiB for states of recurrent layers"
+        )
+    texts, types_ = _field_texts(), get_type_hints(HybridPrefixConfig)
+    for field in own_fields():
+        group.add_argument(
+            flag_of(field.name),
+            dest=PREFIX + field.name,
+            default=None,  # not given
+            help=f"{texts.get(field.name, field.name)} (default: {_shown(field.default)})".replace("%", "%%"),
+            **_argument(field.name, types_[field.name]),
+        )
+    return parser
+
+
+def hybrid_prefix_config_from_args(args: argparse.Namespace) -> HybridPrefixConfig | None:
+    """The cache's settings in parsed arguments; None: it is off.
+
+    The budget is megatron's ``...-mamba-gb``; without it, a quarter of ``--inference-dynamic-batching-buffer-size-gb``,
+    beside that buffer. Chunked prefill, blocks and buffers stay what the arguments say.
+
+    Raises:
+        ValueError: Flags contradict each other, or a value is out of range; one line that names the flag.
+    """
+    given = {
+        field.name: value for field in own_fields() if (value := getattr(args, PREFIX + field.name, None)) is not None
+    }
+    budget = getattr(args, BUDGET_DEST, None)
+    if not getattr(args, SWITCH_DEST, False):
+        settings = [flag_of(name) for name in given] + [BUDGET] * (budget is not None)
+        if settings:
+            raise ValueError(f"{settings[0]} has no effect without {SWITCH}")
+        return None
+    _check_upstream(args, given)
+    if budget is None:
+        budget = _DEFAULT_SHARE * (
+            getattr(args, "inference_dynamic_batching_buffer_size_gb", None) or _MEGATRON_BUFFER_GB
+        )
+    given = {name: None if value == _NONE else value for name, value in given.items()}
+    try:
+        return HybridPrefixConfig(mamba_gb=budget, **given)
+    except ValueError as error:
+        # The configuration names fields; here they are flags.
+        name, _, rest = str(error).partition("=")
+        flag = BUDGET if name == "mamba_gb" else flag_of(name)
+        raise ValueError(f"{flag}={rest}" if name == "mamba_gb" or name in given else str(error)) from None
+
+
+def build_engine_from_args(
+    model: Any, args: argparse.Namespace, *, tokenizer: Tokenizer | None = None
+) -> DynamicInferenceEngine:
+    """`build_engine` with what ``megatron.training`` arguments say of inference, with the cache if they switch it on.
+
+    Args:
+        model: This rank's shard, in ``eval`` mode, not wrapped for training.
+        args: Parsed and validated by ``megatron.training``, with `add_hybrid_prefix_args`.
+        tokenizer: By default bytes.
+
+    Raises:
+        ValueError: As `hybrid_prefix_config_from_args` and `build_engine`.
+    """
+    from megatron.training.argument_utils import inference_cfg_from_args
+
+    from megatron_hybrid_prefix.mcore.build import build_engine, mamba_state_config
+
+    prefix = hybrid_prefix_config_from_args(args)
+    capture = getattr(args, "cuda_graph_impl", "none") == "local"
+    upstream = inference_cfg_from_args(args).to_inference_config(model, enable_cuda_graphs=capture)
+    values = {field.name: getattr(upstream, field.name) for field in fields(upstream)}
+    values = {name: value for name, value in values.items() if value is not None}
+    values["enable_prefix_caching"] = False
+    if prefix is not None and prefix.state_dtype is not None:
+        import torch
+
+        ssm_dtype = getattr(torch, prefix.state_dtype)
+    else:
+        ssm_dtype = args.mamba_inference_ssm_states_dtype
+    state = mamba_state_config(model, args.mamba_inference_conv_states_dtype, ssm_dtype)
+    return build_engine(model, prefix, tokenizer=tokenizer, **values | {"mamba_inference_state_config": state})
+
+
+def own_fields() -> list[Field[Any]]:
+    """Fields of `HybridPrefixConfig` that have a flag of their own."""
+    return [field for field in fields(HybridPrefixConfig) if field.name != "mamba_gb"]
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field."""
+    return f"--{PREFIX}{name}".replace("_", "-")
+
+
+def _check_upstream(args: argparse.Namespace, given: dict[str, Any]) -> None:
+    """Flags of megatron that say something else. (A flag at its default cannot be told from one that was not given.)"""
+    if getattr(args, "use_legacy_static_engine", False):
+        raise ValueError(f"{SWITCH} needs the dynamic engine: leave out --use-legacy-static-engine")
+    policy = getattr(args, "inference_dynamic_batching_prefix_caching_eviction_policy", None)
+    own = given.get("eviction_policy", "lru")
+    if policy == "lru" and own != "lru":
+        flag = "--inference-dynamic-batching-prefix-caching-eviction-policy"
+        raise ValueError(f"{flag_of('eviction_policy')} {own} contradicts {flag} {policy}")
+    interval = given.get("retention_interval_tokens")
+    block_tokens = getattr(args, "inference_dynamic_batching_block_size", None)
+    if isinstance(interval, int) and block_tokens and interval % block_tokens:
+        flag = "--inference-dynamic-batching-block-size"
+        raise ValueError(
+            f"{flag_of('retention_interval_tokens')} {interval} is not a multiple of {flag} {block_tokens}"
+        )
+    dtype = str(getattr(args, "mamba_inference_ssm_states_dtype", None)).removeprefix("torch.")
+    dtype = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}.get(dtype, dtype)
+    wanted = given.get("state_dtype")
+    if wanted not in (None, _NONE) and dtype not in ("None", "bfloat16", wanted):  # bfloat16: megatron's default
+        flag = "--mamba-inference-ssm-states-dtype"
+        raise ValueError(f"{flag_of('state_dtype')} {wanted} contradicts {flag} {dtype}")
+
+
+def _argument(name: str, kind: Any) -> dict[str, Any]:
+    """What argparse has to know of a field's type."""
+    optional = False
+    if get_origin(kind) in (Union, types.UnionType):
+        kinds = [item for item in get_args(kind) if item is not type(None)]
+        optional, kind = len(kinds) < len(get_args(kind)), kinds[0] if len(kinds) == 1 else None
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if get_origin(kind) is Literal:
+        return {"choices": [*get_args(kind), *([_NONE] if optional else [])]}
+    if kind in (int, float, str):
+        return {"type": _or_none(kind) if optional else kind, "metavar": {int: "N", float: "X", str: "TEXT"}[kind]}
+    raise TypeError(f"HybridPrefixConfig.{name}: there is no flag for a field of this type")
+
+
+def _or_none(kind: type) -> Any:
+    def parse(text: str) -> Any:
+        return _NONE if text == _NONE else kind(text)
+
+    parse.__name__ = f"{kind.__name__} or {_NONE!r}"  # argparse names it in its error
+    return parse
+
+
+def _shown(default: Any) -> str:
+    if default is MISSING:
+        return "none: it has to be given"
+    if default is None:
+        return _NONE
+    return ("on" if default else "off") if isinstance(default, bool) else str(default)
+
+
+def _field_texts() -> dict[str, str]:
+    """What the docstring says of each field."""
+    _, _, listed = (inspect.getdoc(HybridPrefixConfig) or "").partition("Attributes:\n")
+    texts: dict[str, list[str]] = {}
+    for line in listed.splitlines():
+        name, colon, text = line.strip().partition(": ")
+        if colon and line.startswith("    ") and not line.startswith("     ") and name.isidentifier():
+            texts[name] = [text]
+        elif texts and line.strip():
+            texts[list(texts)[-1]].append(line.strip())
+    return {name: " ".join(parts).rstrip(".") for name, parts in texts.items()}

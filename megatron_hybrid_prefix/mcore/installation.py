@@ -1,0 +1,69 @@
+"""`install`: scripts that construct megatron's context, controller and engine themselves get this package's.
+
+Opt-in, and undone by `uninstall`. Three constructors are replaced (`table.CONSTRUCTORS`): they turn an object of exactly
+megatron's class into one of the subclass here, so that it does not matter when, or from where, a script imported the
+class. That is also how megatron's ``MegatronLLM`` and ``MegatronAsyncLLM`` are given the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megatron_hybrid_prefix.config import HybridPrefixConfig
+from megatron_hybrid_prefix.platform.rebinding import Applied, Rebinding, apply
+
+_applied = Applied()
+_prefix: HybridPrefixConfig | None = None
+
+
+def install(prefix: HybridPrefixConfig | None = None) -> None:
+    """From now on megatron's ``DynamicInferenceContext``, ``TextGenerationController`` and ``DynamicInferenceEngine`` are ours.
+
+    Only for models with recurrent layers; for others, and where nothing asks for a cache, megatron's objects stay as they
+    are, and so do those that exist already. Calling it again changes the settings. Call ``ensure_platform`` first.
+
+    Args:
+        prefix: Settings of the cache, for every context. None: those contexts whose ``InferenceConfig`` has
+            ``enable_prefix_caching``, with its ``prefix_caching_mamba_gb``.
+
+    Raises:
+        UpstreamDriftError: A constructor does not exist or takes other parameters; nothing is replaced then.
+    """
+    global _prefix
+    from megatron_hybrid_prefix.mcore.table import CONSTRUCTORS
+
+    if not _applied.rebindings:
+        apply(CONSTRUCTORS, _applied)
+    _prefix = prefix
+
+
+def uninstall() -> None:
+    """Put megatron's constructors back; what was built in between goes on. Safe to call twice."""
+    global _prefix
+    _applied.undo()
+    _prefix = None
+
+
+@contextmanager
+def installed(prefix: HybridPrefixConfig | None = None) -> Iterator[None]:
+    """`install` for a block: ``with installed(config): llm = MegatronLLM(...)``. What was installed before comes back."""
+    before, was_installed = _prefix, bool(_applied.rebindings)
+    install(prefix)
+    try:
+        yield
+    finally:
+        if was_installed:
+            install(before)
+        else:
+            uninstall()
+
+
+def installed_prefix() -> HybridPrefixConfig | None:
+    """What `install` was given."""
+    return _prefix
+
+
+def installed_rebindings() -> tuple[Rebinding, ...]:
+    """What is replaced right now."""
+    return tuple(_applied.rebindings)

@@ -1,0 +1,194 @@
+#!/usr/bin/env bash
+# Collects every wheel that an air-gapped x86-64 GPU host needs beside its own Python 3.12 and PyTorch, and prints
+# the line that installs them there.
+#   scripts/wheelhouse.sh DIR [--split MB] [--dry-run | --no-download]
+#
+#   DIR            where the wheels go; what is there already is not downloaded again
+#   --split MB     cuts files larger than MB into parts, for carriers with a limit, and writes join.sh beside them
+#   --dry-run      only says what it would do
+#   --no-download  only splits and prints, for the wheels that are in DIR
+#
+# It needs the network and a Python 3.12 with torch to build with: $MHP_PYTHON, or else the environment that
+# scripts/bootstrap.sh makes. Any Linux will do; no GPU is needed.
+set -euo pipefail
+
+say() { printf 'wheelhouse: %s\n' "$*" >&2; }
+die() { say "$*"; exit 2; }
+usage() { sed -n '2,/^set -euo/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
+
+here=${BASH_SOURCE[0]%/*}
+[[ $here == "${BASH_SOURCE[0]}" ]] && here=.
+root=$(cd "$here/.." && pwd -P)
+
+# The FA4 set: these go together. (nvidia-cutlass-dsl alone would pull in the libraries for CUDA 12.)
+fa4=(
+  flash-attn-4==4.0.0b36
+  nvidia-cutlass-dsl==4.8.1
+  nvidia-cutlass-dsl-libs-base==4.8.1
+  nvidia-cutlass-dsl-libs-core==4.8.1
+  nvidia-cutlass-dsl-libs-cu13==4.8.1
+  quack-kernels==0.6.5
+  apache-tvm-ffi==0.1.15.post2
+  torch-c-dlpack-ext==0.1.5
+  protobuf
+)
+# What the package and megatron-core import, and PyTorch does not bring; versions are those of constraints.txt.
+binary=(megatron-core einops pyzmq msgpack packaging psutil safetensors tokenizers rich markdown-it-py mdurl pygments)
+# What mamba-ssm imports before the parts that are used.
+binary+=(transformers huggingface-hub httpx2 httpcore2 truststore tqdm pyyaml regex)
+# The server.
+binary+=(prometheus-client starlette uvicorn anyio idna h11 click)
+# Built here, without their CUDA extensions: only their Triton parts are used.
+source=(mamba-ssm causal-conv1d)
+
+dir="" split="" dry=0 download=1
+while (($#)); do
+  case $1 in
+    -h | --help) usage; exit 0 ;;
+    --split)
+      [[ ${2:-} =~ ^[1-9][0-9]{0,6}$ ]] || die "--split needs a size in MB, such as 60"
+      split=$2
+      shift
+      ;;
+    --dry-run) dry=1 ;;
+    --no-download) download=0 ;;
+    -*) die "unknown option $1 (see --help)" ;;
+    *)
+      [[ -z $dir ]] || die "one folder, not two: $dir and $1"
+      dir=$1
+      ;;
+  esac
+  shift
+done
+[[ -n $dir ]] || die "name a folder for the wheels (see --help)"
+[[ ! -e $dir || -d $dir ]] || die "$dir is no folder"
+
+# The version that constraints.txt pins, as "name==version", or the name alone.
+pinned() {
+  sed -n "s/^\($1==[^; ]*\).*/\1/p" "$root/constraints.txt" | grep . || printf '%s\n' "$1"
+}
+
+run() {
+  if ((dry)); then
+    printf '%s\n' "$(printf '%q ' "$@")"
+  else
+    "$@" </dev/null >&2
+  fi
+}
+
+pip_download() {
+  # For the host, whatever this machine is. pip takes each of these tags by its very name.
+  local platforms=() minor
+  for minor in 5 12 17 18 24 26 27 28; do platforms+=(--platform "manylinux_2_${minor}_x86_64"); done
+  platforms+=(--platform manylinux1_x86_64 --platform manylinux2010_x86_64 --platform manylinux2014_x86_64)
+  run "$python" -m pip download --no-input --disable-pip-version-check --no-deps --only-binary :all: \
+    --python-version 3.12 --implementation cp --abi cp312 --abi abi3 --abi none "${platforms[@]}" --dest "$dir" "$@"
+}
+
+pip_build() {
+  # Not from pip's cache: it would not tell a wheel with extensions from one without.
+  run env MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE \
+    CAUSAL_CONV1D_FORCE_BUILD=TRUE CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE \
+    "$python" -m pip wheel --no-input --disable-pip-version-check --no-deps --no-build-isolation --no-cache-dir \
+    --wheel-dir "$dir" "$@"
+}
+
+collect() {
+  local name wanted=() missing=() file
+  for name in "${binary[@]}"; do wanted+=("$(pinned "$name")"); done
+  say "downloading ${#wanted[@]} wheels, and the ${#fa4[@]} of FlashAttention 4"
+  pip_download "${wanted[@]}" "${fa4[@]}"
+  for name in "${source[@]}"; do
+    file=("$dir/${name//-/_}"-*.whl)
+    [[ -e ${file[0]} ]] || missing+=("$(pinned "$name")")
+  done
+  if ((${#missing[@]})); then
+    say "building ${missing[*]} without CUDA extensions"
+    pip_build "${missing[@]}"
+  fi
+  say "building this package"
+  ((dry)) || rm -f "$dir"/megatron_hybrid_prefix-*.whl
+  # From a copy: setuptools leaves its build folder in the source tree.
+  copy=$(mktemp -d)
+  trap 'rm -rf "$copy"' EXIT
+  cp -R "$root/setup.py" "$root/pyproject.toml" "$root/README.md" "$root/LICENSE" "$root/megatron_hybrid_prefix" "$copy"
+  pip_build "$copy"
+}
+
+# Wheels that would not install on the host.
+check_wheels() {
+  local file name
+  for file in "$dir"/*.whl; do
+    name=${file##*/}
+    case $name in
+      *-cp312-* | *-py3-none-any.whl | *-py2.py3-none-any.whl | *-abi3-*x86_64.whl | *-py3-none-*x86_64.whl) ;;
+      *) die "$name is not for Python 3.12 on x86-64 (was it built with another Python?)" ;;
+    esac
+    case $name in
+      *-any.whl | *x86_64.whl) ;;
+      *) die "$name is not for x86-64" ;;
+    esac
+  done
+}
+
+split_large() {
+  local file limit_bytes=$((split * 1000000)) large=()
+  for file in "$dir"/*.whl; do
+    (($(wc -c <"$file") <= limit_bytes)) || large+=("${file##*/}")
+  done
+  (cd "$dir" && sha256sum -- *.whl >SHA256SUMS)
+  for file in ${large[@]+"${large[@]}"}; do
+    rm -f "$dir/$file".part-*
+    split --bytes="$limit_bytes" --numeric-suffixes=1 --suffix-length=3 "$dir/$file" "$dir/$file.part-"
+    rm "$dir/$file"
+    say "split $file"
+  done
+  cat >"$dir/join.sh" <<'JOIN'
+#!/bin/sh
+# Puts the parts of large wheels together again and checks all wheels. Safe to repeat.
+set -eu
+cd "$(dirname "$0")"
+for first in *.whl.part-001; do
+  [ -e "$first" ] || continue
+  wheel=${first%.part-001}
+  cat "$wheel".part-* >"$wheel.joining"
+  mv "$wheel.joining" "$wheel"
+done
+sha256sum --check --quiet SHA256SUMS
+rm -f ./*.whl.part-*
+JOIN
+  chmod +x "$dir/join.sh"
+}
+
+python=${MHP_PYTHON:-}
+if ((download)); then
+  if [[ -z $python ]] && ((dry)); then
+    python=python3.12
+  elif [[ -z $python ]]; then
+    . "$root/scripts/bootstrap.sh"
+    python=$MHP_PYTHON
+  fi
+  if ((!dry)); then
+    "$python" -c 'import sys, pip, setuptools, wheel, torch; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null ||
+      die "$python is no Python 3.12 with pip, setuptools, wheel and torch: set MHP_PYTHON"
+    mkdir -p "$dir"
+    # Parts of an earlier run: pip would not know them.
+    if compgen -G "$dir/*.whl.part-001" >/dev/null; then (cd "$dir" && ./join.sh); fi
+  fi
+  collect
+fi
+if ((!dry)); then
+  compgen -G "$dir/*.whl" >/dev/null || die "there are no wheels in $dir"
+  check_wheels
+  say "$(find "$dir" -name '*.whl' | wc -l) wheels, $(du -sm "$dir" | cut -f1) MB in $dir"
+  [[ -z $split ]] || split_large
+fi
+
+# Not $dir: on the host it will be somewhere else.
+{
+  [[ -z $split ]] || echo 'sh WHEELS/join.sh'
+  echo 'python3.12 -m pip install --no-index --no-deps --upgrade --target TARGET WHEELS/*.whl'
+  # With --target, pip does not make the .pth file work that would add the second folder.
+  echo 'export PYTHONPATH=TARGET:TARGET/nvidia_cutlass_dsl/dsl_packages'
+} | if ((dry)); then cat; else tee "$dir/INSTALL.txt"; fi
+say "on the host, with WHEELS for the folder of these files and TARGET for a new, absolute one, run the lines above"

@@ -1,0 +1,108 @@
+"""What `/metrics` shows: the cache's counters, the engine's queues, and the server's own.
+
+The cache's statistics are turned into metrics field by field, so that a new field appears by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+PREFIX = "hybrid_prefix"
+_FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+# Fields that are one metric with a label: the beginning of their names -> metric, label, what it counts.
+_LABELLED = {
+    "reused_tokens_": ("reused_tokens", "tier", "Prompt tokens that were skipped, by where their state was"),
+    "lost_tokens_": ("lost_tokens", "reason", "Prompt tokens that were cached and computed again, by why"),
+    "checkpoints_by_": ("checkpoints", "reason", "States that were kept, by why they were wanted"),
+    "fallbacks": ("fallbacks", "reason", "Times that the cache gave less than it had promised, by why"),
+}
+# Sums of labelled ones.
+_SUMS = ("reused_tokens",)
+_LEVELS = ("_total", "_used", "_budget", "_available", "_resident", "_capacity")
+
+
+class ServerMetrics:
+    """Counters of the server, and a snapshot of the engine's: set ``snapshot`` before the registry is read."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.snapshot: dict[str, Any] = {}
+        self.http = Counter(
+            f"{PREFIX}_http_requests", "Requests that were answered", ["path", "status"], registry=self.registry
+        )
+        self.cancelled = Counter(
+            f"{PREFIX}_cancelled_requests", "Requests whose client went away", registry=self.registry
+        )
+        self.generated = Counter(f"{PREFIX}_generated_tokens", "Tokens that were generated", registry=self.registry)
+        self._first_token = Histogram(
+            f"{PREFIX}_time_to_first_token_seconds",
+            "Seconds from a request's arrival to its first token, with and without a hit",
+            ["cache"],
+            buckets=_FIRST_TOKEN_S,
+            registry=self.registry,
+        )
+        for cache in ("hit", "miss"):  # both are there from the start
+            self._first_token.labels(cache)
+        self.registry.register(self)
+
+    def first_token(self, seconds: float, hit: bool) -> None:
+        """A sequence got its first token; called in the engine's thread."""
+        self._first_token.labels("hit" if hit else "miss").observe(seconds)
+
+    def collect(self) -> Iterator[Metric]:
+        """The snapshot as metrics, for the registry."""
+        for name, value in self.snapshot.get("gauges", {}).items():
+            yield GaugeMetricFamily(f"{PREFIX}_{name}", name.replace("_", " "), value=value)
+        yield from prefix_metrics(self.snapshot.get("prefix_stats", {}))
+
+
+def prefix_metrics(stats: dict[str, Any]) -> Iterator[Metric]:
+    """``prefix_stats().as_dict()`` as metrics.
+
+    Args:
+        stats: Numbers, and numbers by reason.
+    """
+    labelled: dict[str, CounterMetricFamily] = {}
+    for name, value in stats.items():
+        start = next((start for start in _LABELLED if name.startswith(start)), None)
+        if start is not None and not name.endswith(_LEVELS):
+            metric, label, text = _LABELLED[start]
+            values = value if isinstance(value, dict) else {name.removeprefix(start): value}
+            family = labelled.setdefault(metric, CounterMetricFamily(f"{PREFIX}_{metric}", text, labels=[label]))
+            for key, count in values.items():
+                family.add_metric([str(key)], count)
+        elif isinstance(value, dict):
+            family = CounterMetricFamily(f"{PREFIX}_{name}", name.replace("_", " "), labels=["kind"])
+            for key, count in value.items():
+                family.add_metric([str(key)], count)
+            yield family
+        elif isinstance(value, bool) or not isinstance(value, int | float) or name in _SUMS:
+            continue
+        elif name.endswith(_LEVELS) or name.startswith("bytes_"):
+            yield GaugeMetricFamily(f"{PREFIX}_{name.removesuffix('_total')}", name.replace("_", " "), value=value)
+        else:
+            yield CounterMetricFamily(f"{PREFIX}_{name}", name.replace("_", " "), value=value)
+    yield from labelled.values()
+
+
+def engine_snapshot(engine: Any) -> dict[str, Any]:
+    """What `ServerMetrics.snapshot` holds; call it in the engine's thread."""
+    context = engine.context
+    stats = context.prefix_stats().as_dict()
+    allocator = context.kv_block_allocator
+    slot_bytes = stats["bytes_budget"] / stats["slots_total"] if stats["slots_total"] else 0
+    return {
+        "prefix_stats": stats,
+        "gauges": {
+            "running_requests": int(context.total_request_count),
+            "waiting_requests": len(engine.waiting_request_ids),
+            "kv_blocks": allocator.total_count - 1,  # one is a dummy
+            "kv_blocks_available": int(allocator.total_avail),
+            "bytes_used": stats["slots_used"] * slot_bytes,
+        },
+    }

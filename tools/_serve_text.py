@@ -1,0 +1,133 @@
+"""`TextStream`: tokens to text as they come, ending at stop strings.
+
+What is shown depends on the tokens alone, not on how many came at a time: a streamed answer is the unstreamed one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_hybrid_prefix.tokenizer import Tokenizer
+
+_UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+# A character of which bytes are missing decodes to up to so many of these.
+_MOST_UNKNOWN = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenNote:
+    """A token for the ``logprobs`` of an answer; ``offset`` is where its text begins."""
+
+    text: str
+    log_prob: float
+    top: dict[str, float]
+    offset: int
+
+
+class TextStream:
+    """Text of one answer.
+
+    Args:
+        tokenizer: Decodes.
+        stop: The answer ends before the first of these.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, stop
+        self._tokens: list[int] = []  # decoded together: some tokens for context, then those that are not shown yet
+        self._context_tokens = 0
+        self._shown = ""  # text of the context, and what is decoded after it
+        self._held = ""  # decoded, and maybe the beginning of a stop string
+        self._length = 0  # characters decoded in all
+        self._given = 0  # characters given out
+        self._notes: list[TokenNote] = []
+        self.stopped = False
+
+    def feed(self, token: int, log_prob: float | None = None, top: dict[str, float] | None = None) -> str:
+        """One more token; returns the text that is certain by now."""
+        assert not self.stopped
+        if log_prob is not None:
+            text = self._tokenizer.detokenize([token])
+            self._notes.append(TokenNote(text=text, log_prob=log_prob, top=top or {}, offset=self._length))
+        self._tokens.append(token)
+        text = self._decode(self._tokens)
+        certain = text.rstrip(_UNKNOWN) if 0 < _trailing(text) <= _MOST_UNKNOWN else text
+        if _trailing(text) > _MOST_UNKNOWN:
+            certain = text[:-_MOST_UNKNOWN]
+        new = ""
+        if len(certain) > len(self._shown):
+            new, self._shown = certain[len(self._shown) :], certain
+        if certain == text and text:
+            # The next tokens are decoded after these: how a token reads can depend on the one before it.
+            self._tokens = self._tokens[self._context_tokens :]
+            self._context_tokens = len(self._tokens)
+            self._shown = self._decode(self._tokens)
+        return self._take(new)
+
+    def finish(self) -> str:
+        """No more tokens come; returns the rest of the text."""
+        if self.stopped:
+            return ""
+        rest = self._take(self._decode(self._tokens)[len(self._shown) :])
+        if not self.stopped:
+            rest, self._held = rest + self._held, ""
+            self._given = self._length
+        return rest
+
+    def notes(self, *, last: bool = False) -> list[TokenNote]:
+        """Tokens whose text has been given out; with ``last`` also those without any text at its end."""
+        count = len(self._notes)
+        if self.stopped or not last:
+            count = next((i for i, note in enumerate(self._notes) if note.offset >= self._given), count)
+        found, self._notes = self._notes[:count], self._notes[count:]
+        return found
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.detokenize(tokens, skip_special_tokens=True)
+
+    def _take(self, new: str) -> str:
+        self._length += len(new)
+        text = self._held + new
+        cuts = [at for at in (text.find(word) for word in self._stop) if at >= 0]
+        if cuts:
+            self.stopped = True
+            self._held, out = "", text[: min(cuts)]
+        else:
+            held = max((_overlap(text, word) for word in self._stop), default=0)
+            self._held, out = text[len(text) - held :], text[: len(text) - held]
+        self._given += len(out)
+        return out
+
+
+def completion_logprobs(notes: Sequence[TokenNote], base_offset: int = 0) -> dict[str, Any]:
+    """In the form of ``/v1/completions``."""
+    return {
+        "tokens": [note.text for note in notes],
+        "token_logprobs": [note.log_prob for note in notes],
+        "top_logprobs": [note.top for note in notes] if any(note.top for note in notes) else None,
+        "text_offset": [base_offset + note.offset for note in notes],
+    }
+
+
+def chat_logprobs(notes: Sequence[TokenNote]) -> dict[str, Any]:
+    """In the form of ``/v1/chat/completions``."""
+
+    def entry(text: str, log_prob: float) -> dict[str, Any]:
+        return {"token": text, "logprob": log_prob, "bytes": list(text.encode("utf-8"))}
+
+    content = [
+        entry(note.text, note.log_prob) | {"top_logprobs": [entry(*item) for item in note.top.items()]}
+        for note in notes
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _trailing(text: str) -> int:
+    return len(text) - len(text.rstrip(_UNKNOWN))
+
+
+def _overlap(text: str, word: str) -> int:
+    """Length of the longest end of ``text`` that ``word`` begins with."""
+    return next((size for size in range(min(len(text), len(word) - 1), 0, -1) if word.startswith(text[-size:])), 0)
