@@ -64,7 +64,7 @@ class HybridPrefixCache:
         first_state_slot: Id of the first one; ids below are the live slots of the engine.
         epoch: Weights epoch at the start.
         secret: Key of the block digests; random by default. Give all ranks one if keys shall be comparable.
-        eviction_policy: Which checkpoint goes first: "lru".
+        eviction_policy: Which checkpoint goes first: "lru" or "replay_cost".
         min_computed_tokens: Tokens of a prompt that are computed even if all of it is cached.
         retention_interval_tokens: Of each prompt the state after every so many tokens is kept, too, where there is room
             for it: a multiple of ``block_tokens``; 0: none; None: chosen by the prompt's length, 16 states at most.

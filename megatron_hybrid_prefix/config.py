@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-EvictionPolicyName = Literal["lru"]
+EvictionPolicyName = Literal["lru", "replay_cost"]
 StateDtypeName = Literal["float32", "bfloat16"]
 
 
@@ -16,7 +16,9 @@ class HybridPrefixConfig:
     Attributes:
         mamba_gb: Memory for checkpoints of the recurrent state on each rank, in GiB; all of it holds checkpoints. 0, or
             less than one checkpoint, keeps none. (Where megatron offloads while suspended, as much pinned host memory.)
-        eviction_policy: Which checkpoint goes when a slot is needed: "lru", the least recently used.
+        eviction_policy: Which checkpoint goes when a slot is needed: "replay_cost", the one whose loss is expected to cost the
+            least, by the distance to the nearest other one and by how often such states are used again; or "lru", the
+            least recently used.
         verify_hits: Share of the hits, 0 to 1, that are computed as if nothing were cached, and then compared with what is;
             differences are logged and counted. Costs what those hits would have saved.
         state_dtype: Type of the SSM states, live and kept: "float32" or "bfloat16"; None: the parameters'. (Windows of the
@@ -37,7 +39,7 @@ class HybridPrefixConfig:
     """
 
     mamba_gb: float
-    eviction_policy: EvictionPolicyName = "lru"
+    eviction_policy: EvictionPolicyName = "replay_cost"
     verify_hits: float = 0.0
     state_dtype: StateDtypeName | None = None
     retention_interval_tokens: int | None = None

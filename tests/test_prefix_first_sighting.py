@@ -116,7 +116,12 @@ def test_requests_beside_each_other_share_what_the_first_of_them_kept(model, mod
 @each_mode
 def test_under_pressure_spare_states_go_first_and_a_used_one_stays(model, mode):
     served = Served(
-        model, slots=5, async_sched_mode=mode, retention_interval_tokens=2 * BLOCK, decode_checkpoints=False
+        model,
+        eviction_policy="lru",
+        slots=5,
+        async_sched_mode=mode,
+        retention_interval_tokens=2 * BLOCK,
+        decode_checkpoints=False,
     )
     shared = tokens(5, 0, seed=1)
     served.send(shared + tokens(3, 30, seed=2))

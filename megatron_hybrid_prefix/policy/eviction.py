@@ -3,8 +3,11 @@
 A policy only ranks. The facade drops a state whose KV path is gone at once, so what a policy is asked about is always
 reachable. Decisions follow the order of calls alone (no wall time, no addresses), so that every rank takes the same.
 
-A state is *spare* while it was kept on a guess (`Reason.INTERVAL`) and nobody has resumed from it. Spare states go before
-all others, and another guess may only have the slot of one of them: guessing never costs what is known to be of use.
+A state is *spare* while it was kept on a guess (`Reason.INTERVAL`) and nobody has resumed from it. Another guess may only
+have the slot of a spare state: guessing never costs what is known to be of use.
+
+- ``lru``: here; the least recently used goes first, spare ones before all others.
+- ``replay_cost``: the one goes first whose loss is expected to cost the least (``replay_cost.py``).
 """
 
 from __future__ import annotations
@@ -12,59 +15,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Protocol
+from operator import attrgetter
 
+from megatron_hybrid_prefix.policy.base import EvictionPolicy, KeptState
 from megatron_hybrid_prefix.policy.boundaries import Reason
+from megatron_hybrid_prefix.policy.replay_cost import ReplayCostEviction
 
-
-class KeptState(Protocol):
-    """What a policy may know of a published checkpoint: its place in the prefix tree, and why it is kept."""
-
-    @property
-    def depth_blocks(self) -> int:
-        """Blocks before the state."""
-
-    @property
-    def slot(self) -> int:
-        """Where it is; below 0 for a node that keeps no state (an ancestor)."""
-
-    @property
-    def reason(self) -> Reason | None:
-        """Why it is kept; None for a node that keeps no state."""
-
-    @property
-    def parent(self) -> KeptState | None:
-        """The node one block earlier."""
-
-
-class EvictionPolicy[T: KeptState](Protocol):
-    """Ranks published states; each verb O(log n) or better, amortised."""
-
-    def __len__(self) -> int:
-        """States ranked."""
-
-    def __iter__(self) -> Iterator[T]:
-        """States ranked, in any order; for ``check_integrity``."""
-
-    def added(self, state: T) -> None:
-        """``state`` was published; spare if it is kept on a guess."""
-
-    def used(self, state: T) -> None:
-        """A request resumes from ``state``, which is not spare any more; its ancestors are not told, they were of no use."""
-
-    def removed(self, state: T) -> None:
-        """``state`` is gone (evicted, or with its KV)."""
-
-    def victim(self, evictable: Callable[[T], bool], *, spare_only: bool = False) -> T | None:
-        """The state to lose next among those that are ``evictable`` (not pinned), or None; nothing changes.
-
-        Args:
-            evictable: Which may go.
-            spare_only: Among the spare ones only.
-        """
-
-    def clear(self) -> None:
-        """All states are gone."""
+__all__ = ["EvictionPolicy", "KeptState", "LruEviction", "ReplayCostEviction", "make_eviction_policy"]
 
 
 class LruEviction[T: KeptState]:
@@ -72,9 +29,13 @@ class LruEviction[T: KeptState]:
 
     Two linked hash maps. ``victim`` steps over what is not evictable: pinned states, at most as many as requests wait
     between admission and first forward (a spare one is never pinned).
+
+    Args:
+        reason_of: Why a state is kept, where that is not its ``reason`` (in another tier).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reason_of: Callable[[T], Reason | None] = attrgetter("reason")) -> None:
+        self._reason_of = reason_of
         self._spare: OrderedDict[T, None] = OrderedDict()
         self._others: OrderedDict[T, None] = OrderedDict()
 
@@ -86,7 +47,7 @@ class LruEviction[T: KeptState]:
 
     def added(self, state: T) -> None:
         """See EvictionPolicy."""
-        (self._spare if state.reason == Reason.INTERVAL else self._others)[state] = None
+        (self._spare if self._reason_of(state) == Reason.INTERVAL else self._others)[state] = None
 
     def used(self, state: T) -> None:
         """See EvictionPolicy."""
@@ -111,12 +72,21 @@ class LruEviction[T: KeptState]:
         self._others.clear()
 
 
-def make_eviction_policy[T: KeptState](name: str, kind: type[T]) -> EvictionPolicy[T]:
+def make_eviction_policy[T: KeptState](
+    name: str, kind: type[T], *, reason_of: Callable[[T], Reason | None] = attrgetter("reason")
+) -> EvictionPolicy[T]:
     """The policy called ``name`` over states of ``kind``.
+
+    Args:
+        name: "lru" or "replay_cost".
+        kind: Of the states.
+        reason_of: Why a state is kept, where that is not its ``reason``: each tier has a policy of its own.
 
     Raises:
         ValueError: There is no such policy.
     """
     if name == "lru":
-        return LruEviction[T]()
-    raise ValueError(f"eviction_policy={name!r}: must be 'lru'")
+        return LruEviction[T](reason_of)
+    if name == "replay_cost":
+        return ReplayCostEviction[T](reason_of=reason_of)
+    raise ValueError(f"eviction_policy={name!r}: must be 'lru' or 'replay_cost'")

@@ -1,0 +1,61 @@
+"""What a policy may know of a kept state, and what a policy is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol, Self
+
+from megatron_hybrid_prefix.policy.boundaries import Reason
+
+
+class KeptState(Protocol):
+    """What a policy may know of a published checkpoint: its place in the prefix tree, and why it is kept.
+
+    Where a state is kept (on the device, on the host) is not asked: a policy ranks what it is told of.
+    """
+
+    @property
+    def key(self) -> bytes:
+        """Digest of all tokens before the state; the same when the state is lost and made again."""
+
+    @property
+    def depth_blocks(self) -> int:
+        """Blocks before the state."""
+
+    @property
+    def reason(self) -> Reason | None:
+        """Why it is kept; None for a node that keeps no state."""
+
+    @property
+    def parent(self) -> Self | None:
+        """The node one block earlier."""
+
+
+class EvictionPolicy[T: KeptState](Protocol):
+    """Ranks published states; each verb O(log n) or better, amortised."""
+
+    def __len__(self) -> int:
+        """States ranked."""
+
+    def __iter__(self) -> Iterator[T]:
+        """States ranked, in any order; for ``check_integrity``."""
+
+    def added(self, state: T) -> None:
+        """``state`` was published; spare if it is kept on a guess."""
+
+    def used(self, state: T) -> None:
+        """A request resumes from ``state``, which is not spare any more; its ancestors are not told, they were of no use."""
+
+    def removed(self, state: T) -> None:
+        """``state`` is gone (evicted, or with its KV)."""
+
+    def victim(self, evictable: Callable[[T], bool], *, spare_only: bool = False) -> T | None:
+        """The state to lose next among those that are ``evictable`` (not pinned), or None; asking changes no order.
+
+        Args:
+            evictable: Which may go.
+            spare_only: Among the spare ones only.
+        """
+
+    def clear(self) -> None:
+        """All states are gone."""

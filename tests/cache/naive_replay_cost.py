@@ -1,0 +1,167 @@
+"""`replay_cost` the slow and obvious way: every number worked out from all states at every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_hybrid_prefix.index.tree import Node
+from megatron_hybrid_prefix.policy import likelihood, replay_cost
+from megatron_hybrid_prefix.policy.boundaries import Reason
+
+
+@dataclass(eq=False)
+class Known:
+    """A state that is kept, or remembered (``node`` None)."""
+
+    node: Node | None
+    key: bytes
+    serial: int
+    origin: Reason
+    uses: int
+    first_blocks: int
+    touched: int = 0
+    kind: tuple[int, ...] = ()
+    age: int = 0
+
+
+class NaiveReplayCost:
+    """As `ReplayCostEviction`, in O(n) and more."""
+
+    def __init__(self) -> None:
+        self.known: list[Known] = []  # kept ones in the order of publication, then remembered ones as they were lost
+        self.uses: dict[tuple[tuple[int, ...], int], float] = {}
+        self.exposure: dict[tuple[tuple[int, ...], int], float] = {}
+        self.rates: dict[tuple[tuple[int, ...], int], float] = {}
+        self.rising: set[tuple[tuple[int, ...], int]] = set()
+        self.now = self.serials = self.refreshes = self.most_kept = 0
+        self.next_refresh = replay_cost._REFRESH_AT_LEAST
+
+    # -- the verbs -----------------------------------------------------------------------------------------------------
+
+    def added(self, node: Node) -> None:
+        self.tick()
+        lost = next((known for known in self.known if known.node is None and known.key == node.key), None)
+        if lost is not None:
+            self.known.remove(lost)
+            self.count_use(lost)
+            lost.uses += 1
+            lost.node = node
+        else:
+            depth = node.depth_blocks - self.depth_above(node)
+            lost = Known(node, node.key, self.serials, node.reason, int(node.reason <= Reason.BREAKPOINT), depth)
+            self.serials += 1
+        self.known.append(lost)
+        self.most_kept = max(self.most_kept, len(self.kept()))
+        self.start(lost)
+
+    def used(self, node: Node) -> None:
+        self.tick()
+        known = self.of(node)
+        self.count_use(known)
+        known.uses += 1
+        if known.origin == Reason.INTERVAL:
+            known.origin = node.reason
+        self.start(known)
+
+    def removed(self, node: Node) -> None:
+        above, known = self.above(node), self.of(node)
+        if above is not None:
+            heir = self.of(above)
+            if self.rate(known) > self.rate(heir):
+                heir.touched, heir.age, heir.kind = known.touched, known.age, known.kind
+                self.cell(heir)
+        self.known.remove(known)
+        known.node = None
+        if known.origin == Reason.INTERVAL and not known.uses:
+            return
+        self.known.append(known)
+        remembered = [other for other in self.known if other.node is None]
+        room = replay_cost._REMEMBERED * self.most_kept + replay_cost._REMEMBERED_AT_LEAST
+        for other in remembered[: max(0, len(remembered) - room)]:
+            self.known.remove(other)
+
+    def victim(self, evictable: Callable[[Node], bool], *, spare_only: bool = False) -> Node | None:
+        found = [
+            known
+            for known in self.kept()
+            if evictable(known.node) and not (spare_only and (known.origin != Reason.INTERVAL or known.uses))
+        ]
+        best = min(found, key=lambda known: (self.value(known.node), self.order(known), known.serial), default=None)
+        return None if best is None else best.node
+
+    def value(self, node: Node) -> float:
+        return (node.depth_blocks - self.depth_above(node)) * self.rate(self.of(node))
+
+    def order(self, known: Known) -> int:
+        spare = known.origin == Reason.INTERVAL and not known.uses
+        return -known.touched if (known.kind, known.age) in self.rising and not spare else known.touched
+
+    # -- behind them ---------------------------------------------------------------------------------------------------
+
+    def kept(self) -> list[Known]:
+        return [known for known in self.known if known.node is not None]
+
+    def of(self, node: Node) -> Known:
+        return next(known for known in self.known if known.node is node)
+
+    def above(self, node: Node) -> Node | None:
+        kept = {id(known.node) for known in self.kept()}
+        above = node.parent
+        while above is not None and id(above) not in kept:
+            above = above.parent
+        return above
+
+    def depth_above(self, node: Node) -> int:
+        above = self.above(node)
+        return 0 if above is None else above.depth_blocks
+
+    def start(self, known: Known) -> None:
+        known.touched, known.age = self.now, 0
+        bits = min(known.uses.bit_length(), replay_cost._MOST_USES_BITS)
+        known.kind = (known.origin, bits, known.first_blocks.bit_length())
+        self.cell(known)
+
+    def prior(self, age: int) -> float:
+        return float(1 << (likelihood.YOUNGEST_BITS + age))
+
+    def cell(self, known: Known) -> None:
+        for age in range(known.age + 1):
+            if (known.kind, age) not in self.uses:
+                self.uses[known.kind, age] = self.exposure[known.kind, age] = 0.0
+                self.rates[known.kind, age] = 1 / self.prior(age)
+
+    def rate(self, known: Known) -> float:
+        return self.rates[known.kind, known.age]
+
+    def count_use(self, known: Known) -> None:
+        self.uses[known.kind, known.age] += 1
+
+    def tick(self) -> None:
+        self.now += 1
+        for known in self.known:
+            self.exposure[known.kind, known.age] += 1
+        for known in self.known:
+            while self.now - known.touched >= 1 << (likelihood.YOUNGEST_BITS + known.age):
+                known.age += 1
+                self.cell(known)
+        if self.now < self.next_refresh:
+            return
+        self.refreshes += 1
+        if self.refreshes % replay_cost._FADE_REFRESHES == 0:
+            for counts in (self.uses, self.exposure):
+                for cell in counts:
+                    counts[cell] /= 2
+        for kind, age in self.rates:
+            stretches, uses, exposure = [], 0.0, 0.0
+            older = age
+            while (kind, older) in self.uses:
+                uses += self.uses[kind, older] + 1
+                exposure += self.exposure[kind, older] + self.prior(older)
+                stretches.append(uses / exposure)
+                older += 1
+            self.rates[kind, age] = max(stretches)
+        self.rising = {
+            (kind, age) for kind, age in self.rates if self.rates.get((kind, age + 1), 0) > self.rates[kind, age]
+        }
+        self.next_refresh = self.now + max(replay_cost._REFRESH_AT_LEAST, len(self.kept()))

@@ -1,0 +1,117 @@
+"""Made-up requests of several kinds, as tokens or as keys of blocks."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
+from _traces import Trace, TraceRequest
+
+from megatron_hybrid_prefix.index.keys import KeyMaker
+
+BLOCK = 512  # tokens of a block where only keys matter
+
+
+def token_prompts(
+    count: int, *, block_tokens: int, most_blocks: int, seed: int, vocabulary: int = 512
+) -> list[list[int]]:
+    """Prompts that begin like earlier ones: the same again, turns of chats, common prefixes, new ones; all lengths."""
+    rng = random.Random(seed)
+    prompts: list[list[int]] = []
+    while len(prompts) < count:
+        earlier = rng.choice(prompts) if prompts and rng.random() < 0.8 else []
+        cut = rng.choice([len(earlier), rng.randrange(len(earlier) + 1), len(earlier) // block_tokens * block_tokens])
+        own = rng.choice([0, 1, 2, rng.randrange(3 * block_tokens), rng.randrange(1, 4) * block_tokens])
+        prompt = earlier[:cut] + rng.choices(range(vocabulary), k=own)
+        if 2 <= len(prompt) <= most_blocks * block_tokens:
+            prompts.append(prompt)
+    return prompts
+
+
+def as_trace(prompts: list[list[int]], block_tokens: int) -> Trace:
+    """The same as recorded requests."""
+    keys = KeyMaker(block_tokens, secret=b"test")
+    requests = [
+        TraceRequest(keys=keys.chain(prompt).keys, prompt_tokens=len(prompt), timestamp=number)
+        for number, prompt in enumerate(prompts)
+    ]
+    return Trace(format="text", block_tokens=block_tokens, requests=tuple(requests))
+
+
+class _Keys:
+    """A key for each way to a block."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[object, ...], int] = {}
+
+    def __call__(self, *name: object) -> bytes:
+        return self._numbers.setdefault(name, len(self._numbers)).to_bytes(16, "big")
+
+
+def _chat(rng: random.Random, count: int, sessions: int) -> Iterator[list[bytes]]:
+    """Conversations that go on after a while, each turn with the whole history; a common system prompt."""
+    key, live, started = _Keys(), [], 0
+    for _ in range(count):
+        while len(live) < sessions:
+            started += 1
+            system = rng.randrange(3)
+            live.append((started, [key("system", system, number) for number in range(3)]))
+        session = rng.randrange(len(live))
+        name, keys = live[session]
+        keys = keys + [key(name, len(keys) + number) for number in range(rng.randint(1, 5))]
+        live[session] = (name, keys)
+        yield keys
+        if rng.random() < 0.15:
+            live.pop(session)
+
+
+def _scan(rng: random.Random, count: int, documents: int) -> Iterator[list[bytes]]:
+    """The same documents, one after another, again and again, each with another question."""
+    key = _Keys()
+    for number in range(count):
+        document = number % documents
+        yield [*(key(document, block) for block in range(12)), key("question", number)]
+
+
+def _popular(rng: random.Random, count: int, documents: int) -> Iterator[list[bytes]]:
+    """Documents of different length, some far more popular, with questions of different length."""
+    key = _Keys()
+    lengths = [rng.randint(1, 40) for _ in range(documents)]
+    weights = [1 / (rank + 1) for rank in range(documents)]
+    for number in range(count):
+        (document,) = rng.choices(range(documents), weights)
+        keys = [key(document, block) for block in range(lengths[document])]
+        yield keys + [key("question", number, block) for block in range(rng.randrange(6))]
+
+
+def _agents(rng: random.Random, count: int, agents: int) -> Iterator[list[bytes]]:
+    """Agents whose every step adds a little to a long history; they take turns, and end."""
+    key, live, started = _Keys(), [], 0
+    for _ in range(count):
+        while len(live) < agents:
+            started += 1
+            live.append([started, [key("tools", number) for number in range(5)], rng.randint(5, 40)])
+        agent = rng.choice(live)
+        agent[1] = agent[1] + [key(agent[0], len(agent[1]) + number) for number in range(rng.randint(1, 3))]
+        agent[2] -= 1
+        yield agent[1]
+        if not agent[2]:
+            live.remove(agent)
+
+
+KINDS = {"chat": (_chat, 60), "scan": (_scan, 60), "popular": (_popular, 200), "agents": (_agents, 20)}
+
+
+def made_up(kind: str, count: int, seed: int = 0) -> Trace:
+    """A trace of one of `KINDS`."""
+    generate, size = KINDS[kind]
+    rng = random.Random(f"{kind} {seed}")
+    requests = [
+        TraceRequest(keys=keys, prompt_tokens=len(keys) * BLOCK + rng.randrange(1, BLOCK), timestamp=number)
+        for number, keys in enumerate(generate(rng, count, size))
+    ]
+    return Trace(format="mooncake", block_tokens=BLOCK, requests=tuple(requests))

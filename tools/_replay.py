@@ -1,0 +1,255 @@
+"""Replaying recorded requests through the cache that the engine uses, with slots and blocks that are numbers only.
+
+Requests run one after another, each prompt in one step and without an answer (traces seldom say what was generated).
+Nothing here imports torch or megatron.
+"""
+
+from __future__ import annotations
+
+import gc
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, Protocol
+
+from _replay_upstream import UpstreamRule
+from _traces import Trace, TraceRequest
+
+from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.index.keys import KeyChain
+from megatron_hybrid_prefix.index.matcher import Match
+from megatron_hybrid_prefix.policy.boundaries import Boundary
+
+ADMISSIONS = ("adaptive", "asked", "tail")
+_SAMPLES = 200  # points of a time series
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What is kept of prompts, and what goes.
+
+    Attributes:
+        name: For tables.
+        eviction: "lru" or "replay_cost"; "upstream": all by megatron-core 0.19.1's rule.
+        admission: "adaptive": junctions, tails, replays, and states at intervals where there is room; "asked": without
+            the intervals; "tail": the last full block of each prompt only.
+        interval_tokens: Distance of interval states; None: by the prompt's length.
+        options: Further arguments of `HybridPrefixCache`.
+    """
+
+    name: str
+    eviction: str
+    admission: str = "adaptive"
+    interval_tokens: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Occupancy:
+    """How full the cache was after ``requests`` requests, and what had been reused of all prompts up to there."""
+
+    requests: int
+    timestamp: float
+    state_slots_used: int
+    kv_blocks_cached: int
+    reused_tokens: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """What came of a replay.
+
+    Attributes:
+        policy: With which it ran.
+        state_slots: As given.
+        kv_blocks: As given; None: unlimited.
+        prompt_tokens: Of all requests.
+        reused_tokens: Of each request.
+        refused_requests: Those whose prompt needs more KV blocks than there are; nothing of them was reused or kept.
+        series: How full the cache was, in the order of time.
+        counters: Of the cache, by name.
+        seconds: What the replay took.
+    """
+
+    policy: Policy
+    state_slots: int
+    kv_blocks: int | None
+    prompt_tokens: int
+    reused_tokens: array[int]
+    refused_requests: int
+    series: tuple[Occupancy, ...]
+    counters: Mapping[str, Any]
+    seconds: float
+
+    @property
+    def reused_token_fraction(self) -> float:
+        """Share of all prompt tokens that were not computed."""
+        return sum(self.reused_tokens) / self.prompt_tokens
+
+    @property
+    def requests_per_second(self) -> float:
+        """Speed of the replay."""
+        return len(self.reused_tokens) / self.seconds
+
+
+class Server(Protocol):
+    """A cache that requests are put through."""
+
+    def serve(self, request: TraceRequest) -> int | None:
+        """Runs a request to its end; returns the prompt tokens reused, or None where it needs too many KV blocks."""
+
+    def used_slots(self) -> int:
+        """State slots in use."""
+
+    def cached_blocks(self) -> int:
+        """KV blocks that a prompt can match."""
+
+    def counters(self) -> Mapping[str, Any]:
+        """What happened, by name."""
+
+
+class CacheServer:
+    """`HybridPrefixCache`, as the engine drives it."""
+
+    def __init__(self, policy: Policy, block_tokens: int, kv_blocks: int, state_slots: int) -> None:
+        kind = _TailOnly if policy.admission == "tail" else HybridPrefixCache
+        self._cache = kind(
+            block_tokens=block_tokens,
+            kv_blocks=kv_blocks,
+            state_slots=state_slots,
+            eviction_policy=policy.eviction,
+            retention_interval_tokens=policy.interval_tokens if policy.admission == "adaptive" else 0,
+            **policy.options,
+        )
+        self._next_id = 0
+
+    def serve(self, request: TraceRequest) -> int | None:
+        """See Server."""
+        cache = self._cache
+        self._next_id += 1
+        admission = cache.admit(self._next_id, cache.match(KeyChain(request.keys, request.prompt_tokens)))
+        if admission is None:
+            return None
+        cache.publish(cache.plan(self._next_id, admission.resume_tokens, request.prompt_tokens))
+        cache.release(self._next_id)
+        return admission.resume_tokens
+
+    def used_slots(self) -> int:
+        """See Server."""
+        return self._cache.stats().slots_used
+
+    def cached_blocks(self) -> int:
+        """See Server."""
+        return self._cache.cached_blocks
+
+    def counters(self) -> Mapping[str, Any]:
+        """See Server."""
+        return self._cache.stats().as_dict()
+
+
+class _TailOnly(HybridPrefixCache):
+    """Keeps the state after the last full block of a prompt and no other, as vLLM does for aligned states."""
+
+    def _boundaries(self, match: Match, breakpoints: Sequence[int]) -> tuple[Boundary, ...]:
+        tail = match.chain.tokens // self.block_tokens * self.block_tokens
+        every = super()._boundaries(match, breakpoints)
+        return tuple(boundary for boundary in every if boundary.position_tokens == tail)
+
+
+def replay(
+    trace: Trace,
+    policy: Policy,
+    *,
+    state_slots: int,
+    kv_blocks: int | None = None,
+    on_request: Callable[[int], None] = lambda done: None,
+) -> Replayed:
+    """Puts all requests of a trace through a new cache.
+
+    Args:
+        trace: Recorded requests.
+        policy: What is kept, and what goes.
+        state_slots: Checkpoint slots.
+        kv_blocks: KV blocks; None: as many as the trace can use.
+        on_request: Told now and then how many requests are done; may raise to stop.
+    """
+    blocks = unlimited_kv_blocks(trace) if kv_blocks is None else kv_blocks
+    server: Server
+    if policy.eviction == "upstream":
+        server = UpstreamRule(block_tokens=trace.block_tokens, kv_blocks=blocks, state_slots=state_slots)
+    else:
+        server = CacheServer(policy, trace.block_tokens, blocks, state_slots)
+    reused = array("q")
+    series: list[Occupancy] = []
+    refused = reused_so_far = prompt_so_far = 0
+    every = -(-len(trace.requests) // _SAMPLES)
+    with _without_garbage_collection():
+        start = perf_counter()
+        for number, request in enumerate(trace.requests, 1):
+            tokens = server.serve(request)
+            refused += tokens is None
+            reused.append(tokens or 0)
+            reused_so_far += tokens or 0
+            prompt_so_far += request.prompt_tokens
+            if number % every == 0 or number == len(trace.requests):
+                on_request(number)
+                series.append(
+                    Occupancy(
+                        requests=number,
+                        timestamp=request.timestamp,
+                        state_slots_used=server.used_slots(),
+                        kv_blocks_cached=server.cached_blocks(),
+                        reused_tokens=reused_so_far,
+                        prompt_tokens=prompt_so_far,
+                    )
+                )
+        seconds = perf_counter() - start
+    return Replayed(
+        policy=policy,
+        state_slots=state_slots,
+        kv_blocks=kv_blocks,
+        prompt_tokens=prompt_so_far,
+        reused_tokens=reused,
+        refused_requests=refused,
+        series=tuple(series),
+        counters=server.counters(),
+        seconds=seconds,
+    )
+
+
+def ceiling_tokens(trace: Trace, min_computed_tokens: int = 1) -> array[int]:
+    """Tokens of each request that a cache without limits, with a state after every block, would reuse."""
+    seen: set[bytes] = set()
+    ceiling = array("q")
+    for request in trace.requests:
+        depth_blocks = 0
+        for key in request.keys:
+            if key not in seen:
+                break
+            depth_blocks += 1
+        usable_blocks = max(0, request.prompt_tokens - min_computed_tokens) // trace.block_tokens
+        ceiling.append(min(depth_blocks, usable_blocks) * trace.block_tokens)
+        seen.update(request.keys[depth_blocks:])
+    return ceiling
+
+
+def unlimited_kv_blocks(trace: Trace) -> int:
+    """KV blocks with which none is ever evicted: one for every different block, and what one request holds besides."""
+    different = {key for request in trace.requests for key in request.keys}
+    return len(different) + max(len(request.keys) for request in trace.requests) + 2
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    # A long trace makes millions of objects that stay; looking for cycles among them again and again takes longer than
+    # the replay.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

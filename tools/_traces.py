@@ -1,0 +1,274 @@
+"""Recorded requests for a replay: three formats, each line checked.
+
+- *mooncake*: a line a request with ``timestamp`` (ms), ``input_length``, ``output_length`` and ``hash_ids``, one id per
+  block of 512 tokens; an id means the same text in every request.
+- *session*: ids that mean something within their session only, and a ``block_size``. A line is a session, with
+  ``block_size`` and ``requests`` of ``t`` (s), ``in`` and ``hash_ids`` (a request of ``type`` "subagent" holds ``requests`` of
+  its own); or a line is a request, with ``session_id``, ``timestamp``, ``input_length``, ``hash_ids`` and ``block_size``.
+- *text*: a line a request with ``timestamp`` and ``input``, the whole prompt as text, which is cut into bytes.
+
+Requests come out in the order of time. A last block that the prompt does not fill has an id in most traces, but is no
+block that a cache could keep: it is left out. Ids are taken together with those before them, so that equal keys
+mean equal prompts up to there even where a trace repeats an id at another place.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from _console import InputError, read_text
+
+from megatron_hybrid_prefix.index.keys import KEY_BYTES, KeyMaker
+from megatron_hybrid_prefix.tokenizer import ByteTokenizer
+
+FORMATS = ("mooncake", "session", "text")
+MOONCAKE_BLOCK_TOKENS = 512
+TEXT_BLOCK_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRequest:
+    """One recorded request.
+
+    Attributes:
+        keys: One per full block of the prompt, front first.
+        prompt_tokens: Length of the prompt.
+        timestamp: When it came, in the unit of the trace.
+    """
+
+    keys: list[bytes]
+    prompt_tokens: int
+    timestamp: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """Recorded requests in the order of time.
+
+    Attributes:
+        format: One of `FORMATS`.
+        block_tokens: Tokens of a block.
+        requests: As above.
+    """
+
+    format: str
+    block_tokens: int
+    requests: tuple[TraceRequest, ...]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all requests."""
+        return sum(request.prompt_tokens for request in self.requests)
+
+
+class _Malformed(Exception):
+    """What is wrong with a line, without its place."""
+
+
+def read_trace(paths: Sequence[Path], *, block_tokens: int | None = None, limit: int | None = None) -> Trace:
+    """All requests of these files; the first line says which format all lines have.
+
+    Args:
+        paths: Files of one JSON object a line.
+        block_tokens: Tokens of a block, for texts (256); other formats say it themselves.
+        limit: Only so many requests, the first by time.
+
+    Raises:
+        InputError: A file cannot be read, a line is malformed, or there are no requests.
+    """
+    reader: _Reader | None = None
+    found: list[TraceRequest] = []
+    for path in paths:
+        # Other characters that end a line elsewhere may stand in a JSON text.
+        for number, line in enumerate(read_text(path).split("\n"), 1):
+            if not line.strip():
+                continue
+            try:
+                data = _parse(line)
+                if reader is None:
+                    reader = _READERS[_format_of(data)](block_tokens)
+                found.extend(reader.requests(data))
+            except _Malformed as error:
+                raise InputError(f"{path}:{number}: {error}") from None
+    if reader is None or not found:
+        raise InputError(f"{', '.join(map(str, paths))}: no requests in it")
+    assert reader.block_tokens is not None
+    found.sort(key=lambda request: request.timestamp)
+    return Trace(format=reader.format, block_tokens=reader.block_tokens, requests=tuple(found[:limit]))
+
+
+def _parse(line: str) -> dict[str, Any]:
+    try:
+        data = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise _Malformed(f"not JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise _Malformed(f"not JSON that can be read: {error}") from None
+    if not isinstance(data, dict):
+        raise _Malformed("expected a JSON object")
+    return data
+
+
+def _format_of(data: dict[str, Any]) -> str:
+    if "block_size" in data:
+        return "session"
+    if "hash_ids" in data:
+        return "mooncake"
+    if "input" in data:
+        return "text"
+    raise _Malformed('no known format: expected "hash_ids", "hash_ids" and "block_size", or "input"')
+
+
+# --- Fields ----------------------------------------------------------------------------------------------------------
+
+
+def _field(data: dict[str, Any], name: str) -> Any:
+    if name not in data:
+        raise _Malformed(f'"{name}" is missing')
+    return data[name]
+
+
+def _time(data: dict[str, Any], name: str) -> float:
+    value = _field(data, name)
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise _Malformed(f'"{name}" must be a number')
+    return value  # type: ignore[no-any-return]
+
+
+def _count(data: dict[str, Any], name: str, least: int = 1) -> int:
+    value = _field(data, name)
+    if type(value) is not int or value < least:
+        raise _Malformed(f'"{name}" must be a whole number, {least} or more')
+    return value
+
+
+def _hash_ids(data: dict[str, Any], prompt_tokens: int, block_tokens: int) -> list[int]:
+    """Ids of the full blocks."""
+    ids = _field(data, "hash_ids")
+    if not isinstance(ids, list) or any(type(item) is not int for item in ids):
+        raise _Malformed('"hash_ids" must be a list of whole numbers')
+    full_blocks = prompt_tokens // block_tokens
+    if len(ids) not in (full_blocks, -(-prompt_tokens // block_tokens)):
+        raise _Malformed(f'"hash_ids" has {len(ids)} ids for {prompt_tokens} tokens in blocks of {block_tokens}')
+    return ids[:full_blocks]
+
+
+# --- Formats ---------------------------------------------------------------------------------------------------------
+
+
+class _Reader:
+    """Requests out of the lines of one file format."""
+
+    format: str
+
+    def __init__(self, block_tokens: int | None) -> None:
+        self.block_tokens = block_tokens
+
+    def requests(self, data: dict[str, Any]) -> Iterator[TraceRequest]:
+        """Those of one line."""
+        raise NotImplementedError
+
+    def fix_block_tokens(self, found: int) -> None:
+        """All lines, and the caller, have to agree on the tokens of a block."""
+        if self.block_tokens is None:
+            self.block_tokens = found
+        if found != self.block_tokens:
+            raise _Malformed(f"blocks of {found} tokens, where {self.block_tokens} were expected")
+
+
+class _IdReader(_Reader):
+    """Formats with ids of blocks: a key is the number of (key before, scope of the id, id)."""
+
+    def __init__(self, block_tokens: int | None) -> None:
+        super().__init__(block_tokens)
+        self._numbers: dict[tuple[int, Any, int], int] = {}
+
+    def keys(self, scope: Any, ids: list[int]) -> list[bytes]:
+        """Keys of blocks with these ids."""
+        keys: list[bytes] = []
+        numbers, number = self._numbers, 0
+        for item in ids:
+            number = numbers.setdefault((number, scope, item), len(numbers) + 1)
+            keys.append(number.to_bytes(KEY_BYTES, "big"))
+        return keys
+
+
+class _MooncakeReader(_IdReader):
+    format = "mooncake"
+
+    def __init__(self, block_tokens: int | None) -> None:
+        super().__init__(block_tokens or MOONCAKE_BLOCK_TOKENS)
+
+    def requests(self, data: dict[str, Any]) -> Iterator[TraceRequest]:
+        assert self.block_tokens is not None
+        tokens = _count(data, "input_length")
+        _count(data, "output_length", 0)
+        keys = self.keys(None, _hash_ids(data, tokens, self.block_tokens))
+        yield TraceRequest(keys=keys, prompt_tokens=tokens, timestamp=_time(data, "timestamp"))
+
+
+class _SessionReader(_IdReader):
+    format = "session"
+
+    def __init__(self, block_tokens: int | None) -> None:
+        super().__init__(block_tokens)
+        self._sessions = 0
+
+    def requests(self, data: dict[str, Any]) -> Iterator[TraceRequest]:
+        self.fix_block_tokens(_count(data, "block_size"))
+        if "requests" in data:
+            self._sessions += 1
+            yield from self._of_session(data, None if data.get("hash_id_scope") == "global" else self._sessions)
+            return
+        session = _field(data, "session_id")
+        if type(session) not in (int, str):
+            raise _Malformed('"session_id" must be text or a whole number')
+        yield self._request(data, (session,), "timestamp", "input_length")
+
+    def _of_session(self, data: dict[str, Any], scope: int | None) -> Iterator[TraceRequest]:
+        requests = data["requests"]
+        if not isinstance(requests, list) or not all(isinstance(item, dict) for item in requests):
+            raise _Malformed('"requests" must be a list of objects')
+        for number, item in enumerate(requests, 1):
+            try:
+                if "requests" in item:
+                    yield from self._of_session(item, scope)
+                else:
+                    yield self._request(item, scope, "t", "in")
+            except _Malformed as error:
+                raise _Malformed(f"request {number}: {error}") from None
+
+    def _request(self, data: dict[str, Any], scope: Any, time_name: str, length_name: str) -> TraceRequest:
+        assert self.block_tokens is not None
+        tokens = _count(data, length_name)
+        keys = self.keys(scope, _hash_ids(data, tokens, self.block_tokens))
+        return TraceRequest(keys=keys, prompt_tokens=tokens, timestamp=_time(data, time_name))
+
+
+class _TextReader(_Reader):
+    format = "text"
+
+    def __init__(self, block_tokens: int | None) -> None:
+        super().__init__(block_tokens or TEXT_BLOCK_TOKENS)
+        assert self.block_tokens is not None
+        self._tokenizer = ByteTokenizer()
+        self._keys = KeyMaker(self.block_tokens, secret=b"replay")
+
+    def requests(self, data: dict[str, Any]) -> Iterator[TraceRequest]:
+        text = _field(data, "input")
+        if not isinstance(text, str) or not text:
+            raise _Malformed('"input" must be text, and not empty')
+        chain = self._keys.chain(self._tokenizer.tokenize(text))
+        yield TraceRequest(keys=chain.keys, prompt_tokens=chain.tokens, timestamp=_time(data, "timestamp"))
+
+
+_READERS: dict[str, Callable[[int | None], _Reader]] = {
+    "mooncake": _MooncakeReader,
+    "session": _SessionReader,
+    "text": _TextReader,
+}
