@@ -325,3 +325,28 @@ def test_speed():
 @pytest.mark.slow
 def test_a_trace_ten_times_as_long_is_no_slower():
     assert requests_per_cpu_second(80_000) >= requests_per_cpu_second(8_000) / 1.5
+
+
+# -- a second tier -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("eviction", ["lru", "replay_cost"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_large_host_gives_what_a_large_device_gives(kind, eviction):
+    """States that anybody asked for are never lost then; guesses may be."""
+    trace = made_up(kind, 400, seed=3)
+    host = {"host_pages": 20_000}
+    few = Policy(name="few", eviction=eviction, admission="asked", options=host)
+    many = Policy(name="many", eviction=eviction, admission="asked")
+    with_host = replay(trace, few, state_slots=4)
+    assert with_host.reused_tokens == replay(trace, many, state_slots=20_000).reused_tokens
+    assert with_host.counters["host_loads"] > 0
+
+
+def test_host_options(trace_file, tmp_path):
+    out = tmp_path / "out.json"
+    assert run(trace_file, "--state-slots", "1", "--host-state-slots", "8", "--host-kv-blocks", "8", "--json", out) == 0
+    own, *others = json.loads(out.read_text())["runs"]
+    assert own["policy"]["options"] == {"host_pages": 16, "host_state_share": 0.5}
+    by_name = {run["policy"]["name"]: run["policy"]["options"] for run in others}
+    assert by_name["upstream 0.19.1"] == {} and by_name["lru"] == own["policy"]["options"]

@@ -130,8 +130,13 @@ class CacheServer:
         """See Server."""
         cache = self._cache
         self._next_id += 1
-        admission = cache.admit(self._next_id, cache.match(KeyChain(request.keys, request.prompt_tokens)))
+        match = cache.match(KeyChain(request.keys, request.prompt_tokens))
+        if match.loadable_path:
+            match = cache.prepare_load(self._next_id, match) or match
+        admission = cache.admit(self._next_id, match)
+        cache.take_transfers()  # there is nothing to move
         if admission is None:
+            cache.release(self._next_id)
             return None
         cache.publish(cache.plan(self._next_id, admission.resume_tokens, request.prompt_tokens))
         cache.release(self._next_id)

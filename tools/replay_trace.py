@@ -84,6 +84,14 @@ def make_parser() -> ArgumentParser:
         help="recurrent states that can be kept (default: %(default)s)",
     )
     add("--kv-blocks", default="unlimited", metavar="N", help="KV blocks, or 'unlimited' (default)")
+    add(
+        "--host-state-slots",
+        type=whole_number,
+        default=0,
+        metavar="N",
+        help="states behind them on the host (default: 0)",
+    )
+    add("--host-kv-blocks", type=whole_number, default=0, metavar="N", help="KV blocks behind them there (default: 0)")
     add("--preset", metavar="MODEL", help="show bytes for this preset, Megatron arguments or Hugging Face config.json")
     add = parser.add_argument_group("policy").add_argument
     add("--eviction", choices=EVICTIONS, default=EVICTIONS[0], help="which state goes first (default: %(default)s)")
@@ -144,10 +152,14 @@ def policies(args: argparse.Namespace, block_tokens: int) -> list[Policy]:
     interval = None if args.interval is None else _interval(args.interval, "--interval", block_tokens)
     if interval is not None and args.admission != "adaptive":
         raise InputError(f"--interval {interval}: --admission {args.admission} keeps no states at intervals")
+    states, blocks = args.host_state_slots, args.host_kv_blocks
+    host: dict[str, Any] = {}
+    if states + blocks:
+        host = {"host_pages": states + blocks, "host_state_share": states / (states + blocks)}
     name = args.eviction if args.admission == "adaptive" else f"{args.eviction}, {args.admission}"
     if interval is not None:
         name += f", every {interval}"
-    first = Policy(name=name, eviction=args.eviction, admission=args.admission, interval_tokens=interval)
+    first = Policy(name=name, eviction=args.eviction, admission=args.admission, interval_tokens=interval, options=host)
     found = [first]
     for item in () if args.baselines == "none" else args.baselines.split(","):
         head, _, tokens = item.partition(":")
@@ -158,6 +170,8 @@ def policies(args: argparse.Namespace, block_tokens: int) -> list[Policy]:
             policy = Policy(name=f"lru, every {distance}", eviction="lru", interval_tokens=distance)
         else:
             raise InputError(f"--baselines: no {item!r}; there are: {', '.join(BASELINES)}, interval:TOKENS, none")
+        if policy.eviction != "upstream":  # which has no second tier
+            policy = dataclasses.replace(policy, options=host)
         if policy.name not in [other.name for other in found]:
             found.append(policy)
     return found

@@ -62,7 +62,7 @@ class HostTier:
         self._stats = stats
         self._most_pages: dict[Kind, int] | None = None
         if state_share is not None:
-            states = int(pages * state_share)
+            states = round(pages * state_share)
             self._most_pages = {Kind.KV: pages - states, Kind.STATE: states}
         self.transfers: list[TransferUnit] = []
         self.payload_of: Callable[[int], Any] = lambda block_id: None
