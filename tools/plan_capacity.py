@@ -7,8 +7,8 @@
 
 MODEL is a preset, a YAML or JSON file of Megatron arguments, or a Hugging Face config.json (or the folder it is in). Budgets are
 GiB of one rank. With a trace, the expected reuse is that of a replay (tools/replay_trace.py) at this budget, and again with
-each budget raised by the same amount; the one that gains most is to be raised first. States on the host count like
-states on the device: what loading them costs is not in the figure.
+each budget raised by the same amount; the one that gains most is to be raised first. What loading from the host costs is not
+in the figure.
 
 No GPU, no torch. Exit code: 0; 2 for bad input; 130 after Ctrl-C.
 """
@@ -100,7 +100,18 @@ def plan_of(budget: Budget, sizes: Sizes, args: argparse.Namespace) -> Plan:
     )
 
 
-def expected_reuse(trace: Trace, plan: Plan, eviction: str, interrupt: Interrupt) -> float:
+def host_options(budget: Budget, sizes: Sizes, block_tokens: int) -> dict[str, int]:
+    """The host tier of a replay with blocks of ``block_tokens``: pages of an eighth of the smaller kind of entry."""
+    kv_bytes, state_bytes = sizes.kv_block_bytes(block_tokens), sizes.state_bytes
+    page_bytes = max(1, min(kv_bytes, state_bytes) // 8)
+    return {
+        "host_pages": budget.host_bytes // page_bytes,
+        "host_kv_pages": -(-kv_bytes // page_bytes),
+        "host_state_pages": -(-state_bytes // page_bytes),
+    }
+
+
+def expected_reuse(trace: Trace, budget: Budget, sizes: Sizes, args: argparse.Namespace, interrupt: Interrupt) -> float:
     """Share of the trace's prompt tokens that a cache of this size reuses.
 
     Raises:
@@ -111,10 +122,12 @@ def expected_reuse(trace: Trace, plan: Plan, eviction: str, interrupt: Interrupt
         if interrupt.requested:
             raise Stopped
 
+    plan = plan_of(budget, sizes, args)
+    host = host_options(budget, sizes, trace.block_tokens)
     return replay(
         trace,
-        Policy(name=eviction, eviction=eviction),
-        state_slots=plan.device_states + plan.host_states,
+        Policy(name=args.eviction, eviction=args.eviction, options=host),
+        state_slots=plan.device_states,
         kv_blocks=max(1, plan.history_tokens // trace.block_tokens),
         on_request=on_request,
     ).reused_token_fraction
@@ -153,7 +166,7 @@ def make_parser() -> ArgumentParser:
     add = parser.add_argument_group("budget of one rank").add_argument
     add("--mamba-gb", type=positive_float, required=True, help="GiB for checkpoints on the device")
     add("--buffer-gb", type=positive_float, required=True, help="GiB for KV and the states of running requests")
-    add("--host-gb", type=positive_float, help="GiB for checkpoints on the host (default: none)")
+    add("--host-gb", type=positive_float, help="GiB of host memory behind both (default: none)")
     add("--block-size-tokens", type=positive_int, default=256, help="tokens of a KV block (default: %(default)s)")
     add("--max-requests", type=positive_int, default=64, help="running at a time (default: %(default)s)")
     add("--speculative-tokens", type=whole_number, default=0, help="drafted tokens (default: %(default)s)")
@@ -166,19 +179,19 @@ def make_parser() -> ArgumentParser:
 
 
 def measured(
-    args: argparse.Namespace, sizes: Sizes, budget: Budget, plan: Plan, interrupt: Interrupt
+    args: argparse.Namespace, sizes: Sizes, budget: Budget, interrupt: Interrupt
 ) -> tuple[dict[str, Any], str]:
     """Expected reuse at this budget, and what each budget gains when it is raised; and the advice."""
     trace = read_trace(args.trace, limit=args.limit)
     ceiling = sum(ceiling_tokens(trace)) / trace.prompt_tokens
     step = max(int(budget.all_bytes * RAISED_BY), sizes.state_bytes)
     with progress(["replays"], 1 + len(KNOBS)) as done:
-        reuse = expected_reuse(trace, plan, args.eviction, interrupt)
+        reuse = expected_reuse(trace, budget, sizes, args, interrupt)
         done("replays", 1)
         gains: dict[str, float] = {}
         for number, name in enumerate(KNOBS, 2):
             raised = replace(budget, **{name: getattr(budget, name) + step})
-            gains[name] = expected_reuse(trace, plan_of(raised, sizes, args), args.eviction, interrupt) - reuse
+            gains[name] = expected_reuse(trace, raised, sizes, args, interrupt) - reuse
             done("replays", number)
     found = {
         "requests": len(trace.requests),
@@ -206,7 +219,7 @@ def print_report(
         (f"states of a running request{drafts}", f"{sizes.live_bytes(args.speculative_tokens):,} bytes"),
         ("a checkpoint takes as much as KV of", f"{sizes.state_bytes / sizes.kv_token_bytes:,.0f} tokens"),
         ("checkpoints on the device", f"{plan.device_states:,}"),
-        ("checkpoints on the host", f"{plan.host_states:,}"),
+        ("checkpoints on the host, if it held nothing else", f"{plan.host_states:,}"),
         (f"states of {args.max_requests} running requests", f"{plan.live_bytes / GIB:.2f} GiB"),
         ("KV blocks", f"{plan.kv_blocks:,}"),
         ("tokens of history", f"{plan.history_tokens:,}"),
@@ -235,7 +248,7 @@ def run(argv: Sequence[str], interrupt: Interrupt) -> int:
     plan = plan_of(budget, sizes, args)
     reuse, text = None, blind_advice(plan, sizes)
     if args.trace:
-        reuse, text = measured(args, sizes, budget, plan, interrupt)
+        reuse, text = measured(args, sizes, budget, interrupt)
     console = output_console()
     print_report(console, args, sizes, plan, reuse)
     console.print(text, markup=False, soft_wrap=True)
