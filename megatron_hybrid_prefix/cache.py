@@ -168,7 +168,7 @@ class HybridPrefixCache:
 
     # -- 3. load from the host (optional) ------------------------------------------------------------------------------
 
-    def prepare_load(self, request_id: int, match: Match, *, write: bool = True) -> Match | None:
+    def prepare_load(self, request_id: int, match: Match, *, write: bool = True, leave_blocks: int = 0) -> Match | None:
         """Takes blocks and a slot for what the request could resume from on the host, and queues the moves.
 
         From now on the request holds them: it has to be handed to `admit`, with the match that is returned, or to
@@ -178,6 +178,7 @@ class HybridPrefixCache:
             request_id: Of no live request.
             match: From `match`.
             write: As for `admit`.
+            leave_blocks: So many blocks have to be left for running requests, or they take these back at once.
 
         Returns:
             The match to go on with; None (and nothing changed) where the host has no more than the device, or where there
@@ -197,6 +198,7 @@ class HybridPrefixCache:
             pinned=(*(node.host_block for node in rest), path[-1].host_slot),
             resume_tokens=len(path) * self.block_tokens,
             write=write,
+            leave_blocks=leave_blocks,
         )
 
     def is_loading(self, request_id: int) -> bool:
@@ -212,6 +214,10 @@ class HybridPrefixCache:
         """Whether another request is loading what this one would load."""
         path = match.loadable_path
         return self._host is not None and bool(path) and self._host.is_pinned(path[-1].host_slot)
+
+    def has_load(self, load_id: int) -> bool:
+        """Whether a request, admitted or not, still needs what this load brings."""
+        return load_id in self._loading
 
     @property
     def has_waiting_loads(self) -> bool:
@@ -577,7 +583,9 @@ class HybridPrefixCache:
         self._stats.host_preempted += 1
         return True
 
-    def prepare_resume(self, request_id: int, match: Match, *, write: bool = True) -> Match | None:
+    def prepare_resume(
+        self, request_id: int, match: Match, *, write: bool = True, leave_blocks: int = 0
+    ) -> Match | None:
         """`prepare_load` for a request that left something with `retract`: it goes on where it was.
 
         Returns:
@@ -605,6 +613,7 @@ class HybridPrefixCache:
             private=(*left.kv_entries, left.state_entry),
             resume_tokens=left.depth_tokens,
             write=write,
+            leave_blocks=leave_blocks,
         )
         if loaded is not None:
             host.unpin(left.pinned)  # the load pins them, too
@@ -835,10 +844,11 @@ class HybridPrefixCache:
         private: tuple[int, ...] = (),
         resume_tokens: int,
         write: bool,
+        leave_blocks: int,
     ) -> Match | None:
         host = self._host
         assert host is not None
-        if len(kv_entries) > self._blocks.available_blocks - self._blocks.unheld(shared):
+        if len(kv_entries) + leave_blocks > self._blocks.available_blocks - self._blocks.unheld(shared):
             return None
         # Held and pinned before anything is taken: making room must not evict what this request needs.
         block_ids = self._blocks.share(shared)

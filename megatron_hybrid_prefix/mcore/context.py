@@ -317,10 +317,8 @@ class HybridPrefixContext(DynamicInferenceContext):
         if match.load_id is None:
             if others_run and cache.loads_elsewhere(match):
                 return True
-            if keys.resumes:
-                match = cache.prepare_resume(req.request_id, match, write=keys.write)
-            else:
-                match = cache.prepare_load(req.request_id, match, write=keys.write)
+            prepare = cache.prepare_resume if keys.resumes else cache.prepare_load
+            match = prepare(req.request_id, match, write=keys.write, leave_blocks=self.total_request_count)
             if match is None:
                 return False
             keys.last = match

@@ -66,6 +66,9 @@ class HostMoves:
             )
         except (RuntimeError, MemoryError) as error:
             logger.warning("no host tier: %g GiB cannot be had as pinned memory: %s", prefix.host_gb, error)
+        if pages < sum(pages_of.values()):
+            logger.warning("host_gb=%g has no room for a state and a KV block: there is no host tier", prefix.host_gb)
+            pages = 0
         if not min_over_model_ranks(int(self.arena is not None), self._groups):
             self.close()
             pages = 0
@@ -77,9 +80,8 @@ class HostMoves:
             "host_state_share": prefix.host_state_share,
             "host_write_through": prefix.host_write_through,
         }
-        self._launched: dict[int, int] = {}  # request by load, until a forward has waited for it
-        self._rounds: dict[int, int] = {}  # by load: in how many more rounds its request waits
-        self._failed: set[int] = set()  # requests of the last forward
+        # By load that the model has not waited for: in how many more rounds its request waits.
+        self._launched: dict[int, int] = {}
 
     @property
     def _cache(self) -> HybridPrefixCache:
@@ -99,42 +101,45 @@ class HostMoves:
     # -- moves ---------------------------------------------------------------------------------------------------------
 
     def launch(self) -> None:
-        """Starts the moves that were decided since; call it before anything writes to a slot or a block."""
+        """Starts the moves that were decided since; call it before anything writes to a slot or a block.
+
+        What the model launches from now on runs after stores have read, and after loads that were given up, whose places
+        may be others' by now.
+        """
         if self.arena is None:
             return
         units = self._cache.take_transfers()
         if units:
             self.arena.carry_out(units)
             self.arena.wait_for_stores()
+        for load_id in [load_id for load_id in self._launched if not self._cache.has_load(load_id)]:
+            self._wait_for(load_id)
+            self.arena.forget(load_id)
 
     def before_forward(self, plans: Iterable[StepPlan]) -> None:
-        """The coming forward waits for what it uses, and for what was given up and whose place it may write to."""
-        if self.arena is None:
-            return
+        """The coming forward waits for what it uses."""
         self.launch()
-        if not self._launched:
-            return
-        used = {plan.load_id for plan in plans}
-        for load_id, request_id in list(self._launched.items()):
-            if load_id in used or not self._cache.is_loading(request_id):
-                self.arena.wait_for_load(load_id)
-                del self._launched[load_id]
-                self._rounds.pop(load_id, None)
-                if load_id not in used:
-                    self.arena.forget(load_id)
+        if self._launched:
+            for plan in plans:
+                if plan.load_id in self._launched:
+                    self._wait_for(plan.load_id)
 
     def start_load(self, request_id: int, match: Any) -> None:
         """A load was prepared for the request."""
         self.launch()
-        load_id = match.load_id
-        self._launched[load_id] = request_id
-        self._rounds[load_id] = -(-self._cache.load_pages(request_id) * self._page_bytes // BYTES_A_ROUND)
+        load_bytes = self._cache.load_pages(request_id) * self._page_bytes
+        self._launched[match.load_id] = -(-load_bytes // BYTES_A_ROUND)
 
     def waits(self, load_id: int) -> bool:
         """Whether the request of a load waits one more round for it; counts the round."""
-        left = self._rounds.get(load_id, 0)
-        self._rounds[load_id] = left - 1
+        left = self._launched.get(load_id, 0)
+        if left > 0:
+            self._launched[load_id] = left - 1
         return left > 0
+
+    def _wait_for(self, load_id: int) -> None:
+        self.arena.wait_for_load(load_id)
+        del self._launched[load_id]
 
     def failed(self, plans: Iterable[StepPlan]) -> set[int]:
         """Requests of the forward that just ended to which something else was loaded than had been stored.
