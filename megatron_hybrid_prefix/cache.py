@@ -526,6 +526,8 @@ class HybridPrefixCache:
         """Releases every live request, and the blocks that were given out to nobody in particular."""
         for request_id in list(self._live):
             self.release(request_id)
+        for request_id in list(self._retracted):
+            self.drop_retracted(request_id)
         self.free_blocks(list(self._loose))
 
     def retract(self, request_id: int, depth_tokens: int, live_slot: int) -> bool:
@@ -610,7 +612,7 @@ class HybridPrefixCache:
             kv_entries=[*left.pinned[len(shared) :], *left.kv_entries],
             state_entry=left.state_entry,
             pinned=left.pinned,
-            private=(*left.kv_entries, left.state_entry),
+            left=left,
             resume_tokens=left.depth_tokens,
             write=write,
             leave_blocks=leave_blocks,
@@ -626,7 +628,7 @@ class HybridPrefixCache:
         if left is not None:
             assert self._host is not None
             self._host.unpin(left.pinned)
-            for entry in (*left.kv_entries, left.state_entry):
+            for entry in left.private:
                 self._host.free_private(entry)
 
     def invalidate(self, epoch: int | None = None) -> None:
@@ -644,7 +646,7 @@ class HybridPrefixCache:
             live.write = False
             live.path.clear()  # its blocks stay with it, without keys
             if live.load is not None:
-                live.load.pinned = live.load.private = ()  # gone with all that is on the host
+                live.load.pinned, live.load.left = (), None  # gone with all that is on the host
         self._writing.clear()
         self._store.forget()
 
@@ -841,7 +843,7 @@ class HybridPrefixCache:
         kv_entries: Sequence[int],
         state_entry: int,
         pinned: tuple[int, ...],
-        private: tuple[int, ...] = (),
+        left: Retracted | None = None,
         resume_tokens: int,
         write: bool,
         leave_blocks: int,
@@ -890,9 +892,8 @@ class HybridPrefixCache:
         live.load = Load(
             load_id=load_id,
             pinned=pinned,
-            private=private,
             slot=slot,
-            restores=not private,
+            left=left,
             pages=len(kv_entries) * host.pages(Kind.KV) + host.pages(Kind.STATE),
             match=loaded,
             payloads=payloads,
@@ -935,7 +936,10 @@ class HybridPrefixCache:
         self._stats.lost_tokens_no_state += match.lost_tokens_no_state
 
     def _end_load(self, live: LiveRequest, *, kept: bool) -> None:
-        """The request needs its load no more: what was loaded stays on the device if it shall be ``kept``."""
+        """The request needs its load no more: what was loaded stays on the device if it shall be ``kept``.
+
+        A preempted request that never started keeps what it had left.
+        """
         load, host = live.load, self._host
         if load is None:
             return
@@ -943,13 +947,16 @@ class HybridPrefixCache:
         live.load = None
         del self._loading[load.load_id]
         blocks = load.match.resume_tokens // self.block_tokens
-        node = live.path[blocks - 1] if kept and load.restores and blocks <= len(live.path) else None
+        node = live.path[blocks - 1] if kept and load.left is None and blocks <= len(live.path) else None
         if node is not None and node.slot == NO_SLOT and node.host_slot != NO_SLOT:
             self._store.restore_state(node, load.slot)
         else:
             self._slots.abandon(load.slot)
         if kept:
             host.use(live.path[:blocks])
+        if load.left is not None and not load.admitted:
+            self._retracted[live.request_id] = load.left
+            return
         host.unpin(load.pinned)
         for entry in load.private:
             host.free_private(entry)

@@ -64,7 +64,7 @@ def check_integrity(
         pins = Counter({entry: times for entry, times in pins.items() if host.holds(entry)})  # others failed
         _expect(pins == host.pins(), "entries pinned on the host, and loads and preempted requests differ")
         private = [entry for load in loads for entry in load.private]
-        private += [entry for left in retracted for entry in (*left.kv_entries, left.state_entry)]
+        private += [entry for left in retracted for entry in left.private]
         _expect(sorted(private) == host.private_entries(), "private entries on the host and their owners differ")
 
 

@@ -36,33 +36,6 @@ class Admission:
     payloads: dict[int, Any] = field(default_factory=dict)
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Load:
-    """What a request gets from the host before it starts.
-
-    Attributes:
-        load_id: Unique.
-        pinned: Entries on the host that stay until the load is settled.
-        private: Entries that go then.
-        slot: Reserved, for the state to start from.
-        restores: Whether it is a state of the prefix tree, to be published there; False for that of a preempted request.
-        pages: Size of all moves.
-        match: What the request has been promised.
-        payloads: Of each block, what belongs to it beside the KV, or None.
-        admitted: Whether the request was admitted since.
-    """
-
-    load_id: int
-    pinned: tuple[int, ...]
-    private: tuple[int, ...]
-    slot: int
-    restores: bool
-    pages: int
-    match: Match
-    payloads: dict[int, Any]
-    admitted: bool = False
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retracted:
     """What a preempted request left on the host, to go on from.
@@ -80,6 +53,41 @@ class Retracted:
     pinned: tuple[int, ...]
     kv_entries: tuple[int, ...]
     state_entry: int
+
+    @property
+    def private(self) -> tuple[int, ...]:
+        """Entries that are nobody else's."""
+        return (*self.kv_entries, self.state_entry)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Load:
+    """What a request gets from the host before it starts.
+
+    Attributes:
+        load_id: Unique.
+        pinned: Entries on the host that stay until the load is settled.
+        slot: Reserved, for the state to start from.
+        left: What a preempted request goes on from; None where it is a state of the prefix tree, to be published there.
+        pages: Size of all moves.
+        match: What the request has been promised.
+        payloads: Of each block, what belongs to it beside the KV, or None.
+        admitted: Whether the request was admitted since.
+    """
+
+    load_id: int
+    pinned: tuple[int, ...]
+    slot: int
+    left: Retracted | None
+    pages: int
+    match: Match
+    payloads: dict[int, Any]
+    admitted: bool = False
+
+    @property
+    def private(self) -> tuple[int, ...]:
+        """Entries that go with it."""
+        return () if self.left is None else self.left.private
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

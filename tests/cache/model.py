@@ -336,7 +336,8 @@ class ModelEngine:
         if meanwhile is not None:
             meanwhile()
             if not cache.is_current(loaded):
-                return None  # new weights, or a reset
+                cache.drop_retracted(request_id)
+                return None  # new weights, a reset, or running requests needed the blocks
         length = len(tokens) if first_chunk is None else max(depth + 1, min(len(tokens), first_chunk))
         room = -(-length // block) - len(loaded.block_ids) <= self.kv_blocks - len(self.held_blocks())
         assert cache.can_admit(loaded, length_tokens=length) == room
@@ -345,6 +346,8 @@ class ModelEngine:
         if admission is None:
             self.seen["load given up"] += 1
             cache.release(request_id)
+            assert cache.has_retracted(request_id) == (preempted is not None)
+            cache.drop_retracted(request_id)
             return None
         assert (admission.resume_tokens, admission.source_slot) == (depth, loaded.source_slot)
         assert admission.block_ids[: admission.shared_blocks] == loaded.block_ids
