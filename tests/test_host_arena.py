@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,6 +14,16 @@ from megatron_hybrid_prefix.host.units import Kind, Tag, TransferUnit
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BLOCKS, SLOTS, PAGES = 12, 10, 60
+OPEN: list[HostArena] = []
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """Whatever a test comes to, its memory is unpinned before it is freed."""
+    yield
+    for arena in OPEN:
+        arena.close()
+    OPEN.clear()
 
 
 class Pools:
@@ -34,6 +45,7 @@ class Pools:
             device=device,
             verify=verify,
         )
+        OPEN.append(self.arena)
 
     def write(self, kind: Kind, index: int, value: float) -> None:
         for number, tensor in enumerate(self.tensors[kind]):
@@ -98,7 +110,21 @@ def test_any_order_of_moves_and_writes(device, seed, monkeypatch):
     for place, value in on_device.items():
         for number, tensor in enumerate(pools.read(*place)):
             assert torch.all(tensor == torch.tensor(value + number).to(tensor.dtype)), place
-    pools.arena.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_of_two_into_one_place_the_later_is_there(device):
+    """An entry that is dropped at once for another one, in its pages; a block that is loaded twice."""
+    pools = Pools(device)
+    for index in range(BLOCKS):
+        pools.write(Kind.KV, index, index)
+    pools.arena.carry_out([pools.unit(Kind.KV, index, 5) for index in (3, 4, 1)] + [pools.unit(Kind.KV, 6, 7)])
+    units = [pools.unit(Kind.KV, 2, entry, load_id=0) for entry in (7, 5)]
+    pools.arena.carry_out([*units, pools.unit(Kind.KV, 8, 7, load_id=0)])
+    pools.arena.wait_for_load(0)
+    assert not pools.arena.has_failed(0)
+    assert [float(pools.read(Kind.KV, index)[0].max()) for index in (2, 8)] == [1, 6]
+    assert [float(pools.read(Kind.KV, index)[0].min()) for index in (2, 8)] == [1, 6]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -115,7 +141,6 @@ def test_a_wrong_bit_is_noticed(device, kind):
     assert pools.arena.has_failed(1) and pools.arena.has_failed(2)
     pools.arena.carry_out([pools.unit(kind, 1, 5), pools.unit(kind, 2, 5, load_id=3)])
     assert not pools.arena.has_failed(3)
-    pools.arena.close()
 
 
 def test_another_tag_is_noticed():

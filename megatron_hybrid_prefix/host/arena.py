@@ -207,14 +207,17 @@ class HostArena:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _batches(self, units: Sequence[TransferUnit], staging: torch.Tensor) -> Iterator[list[TransferUnit]]:
-        """Runs of units of one kind that fit the staging buffer."""
+        """Runs of units of one kind that fit the staging buffer, and of which no two write to the same place."""
         batch: list[TransferUnit] = []
+        written: set[int] = set()
         for unit in units:
+            target = unit.pages[0] if unit.to_host else unit.device_id
             full = (len(batch) + 1) * self._row_bytes[unit.tag.kind] > len(staging)
-            if batch and (full or unit.tag.kind != batch[0].tag.kind):
+            if batch and (full or target in written or unit.tag.kind != batch[0].tag.kind):
                 yield batch
-                batch = []
+                batch, written = [], set()
             batch.append(unit)
+            written.add(target)
         if batch:
             yield batch
 
