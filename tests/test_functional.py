@@ -42,6 +42,7 @@ def test_two_ranks_on_the_cpu(tmp_path):
     assert lines[-1] == "6 passed, 0 failed, 1 skipped (cpu, N=2)"
     report = json.loads((tmp_path / "found.json").read_text())
     assert [case["outcome"] for case in report["cases"]].count("passed") == 6
+    assert report["hardware"]["megatron-core"].startswith("0.19.")
     assert "needs 4 ranks, there are 2" in result.stdout
 
 

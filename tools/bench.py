@@ -10,6 +10,8 @@
     tools/bench.py host_tier                           # prompts come back after the device let them go
     tools/bench.py pressure --engine off,ours          # less memory than the working set
     tools/bench.py index                               # the control plane; no GPU needed
+    tools/bench.py all --json b.json --report out      # every scenario, then tables and plots; --quick: small sizes
+    tools/bench.py report b.json out                   # tables and plots again
     torchrun --nproc-per-node 2 tools/bench.py no_reuse --preset small --tp 2
 
 All engines are built in one process and take turns: in every repeat each runs the same new random prompts, so that no
@@ -33,6 +35,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from _bench_all import add_commands, run_all, run_report
 from _bench_base import Machine, Scenario
 from _bench_engine import Contestant, contestants
 from _bench_scenarios import SCENARIOS
@@ -97,18 +100,19 @@ def make_parser() -> ArgumentParser:
             metavar = "N" if isinstance(cpu, int) else "X"
             text = f"{field.metadata['help']} (default: {shown})"
             add(f"--{field.name.replace('_', '-')}", type=convert, metavar=metavar, help=text)
-        _add_common(command, kind)
+        cpu, cuda = kind.repeats["cpu"], kind.repeats["cuda"]
+        _add_common(command, str(cpu) if cpu == cuda else f"{cpu} on CPU, {cuda} on GPU")
+        add = command.add_argument_group("output").add_argument
+        add("--json", type=Path, metavar="PATH", help="everything, with the samples of each repeat")
+    add_commands(commands, SCENARIOS, _add_common)
     return parser
 
 
-def _add_common(parser: ArgumentParser, kind: type[Scenario]) -> None:
+def _add_common(parser: ArgumentParser, shown_repeats: str = "each scenario's") -> None:
     add = parser.add_argument_group("measuring").add_argument
     every = ",".join(ENGINES)
     add("--engine", default=every, metavar="NAMES", help="engines, by comma (default: %(default)s)")
-    cpu, cuda = kind.repeats["cpu"], kind.repeats["cuda"]
-    shown = str(cpu) if cpu == cuda else f"{cpu} on CPU, {cuda} on GPU"
-    add("--repeats", type=positive_int, metavar="N", help=f"timed rounds of each engine (default: {shown})")
-    add("--json", type=Path, metavar="PATH", help="everything, with the samples of each repeat")
+    add("--repeats", type=positive_int, metavar="N", help=f"timed rounds of each engine (default: {shown_repeats})")
     add_model_options(parser.add_argument_group("model").add_argument, default_preset=None)
     add_engine_options(
         parser.add_argument_group("engine").add_argument,
@@ -345,6 +349,11 @@ def print_report(console: Console, bench: Bench, report: dict[str, Any]) -> None
 def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
     """The whole command; see the module's docstring."""
     args = make_parser().parse_args(argv)
+    command = [Path(sys.argv[0]).name, *(sys.argv[1:] if argv is None else argv)]
+    if args.scenario == "all":
+        return run_all(args, SCENARIOS, command, interrupt)
+    if args.scenario == "report":
+        return run_report(args)
     names, scenario, config = complete(args)
     with started_platform(args) as platform:
         console = output_console() if is_main_rank() else Console(quiet=True)
@@ -354,7 +363,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
         if bench.should_stop():
             raise Stopped
         if is_main_rank():
-            report = as_json(bench, [Path(sys.argv[0]).name, *(sys.argv[1:] if argv is None else argv)])
+            report = as_json(bench, command)
             print_report(console, bench, report)
             if args.json is not None:
                 text = json.dumps(report, indent=1, allow_nan=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import re
 import signal
 import socket
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -295,6 +297,17 @@ def gpus() -> int:
     return torch.cuda.device_count()
 
 
+def hardware(device: str) -> dict[str, Any]:
+    """This host, and what of it and of its packages matters here."""
+    import torch
+
+    found = {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
+    found |= {name: version(name) for name in ("torch", "megatron-core")}
+    if device == "cuda":
+        found["gpus"] = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    return found
+
+
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Run the cases, each with its line; returns the outcomes."""
     outcomes = []
@@ -350,7 +363,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     counts = {kind: sum(one["outcome"] == kind for one in outcomes) for kind in ("passed", "failed", "skipped")}
     print(f"{', '.join(f'{count} {kind}' for kind, count in counts.items())} ({args.device}, N={args.ranks})")
     if args.json is not None:
-        report = {"device": args.device, "ranks": args.ranks, "tolerance": TOLERANCE[args.device], "cases": outcomes}
+        report = {"device": args.device, "ranks": args.ranks, "tolerance": TOLERANCE[args.device]}
+        report |= {"hardware": hardware(args.device), "cases": outcomes}
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 1 if counts["failed"] else 0
 

@@ -12,12 +12,21 @@ from typing import Any
 WORKERS = Path(__file__).parent
 
 
-def run_ranks(script: str, out: Path, *arguments: Any, ranks: int = 2, timeout_s: float = 240.0) -> Any:
-    """Run ``torchrun tests/workers/SCRIPT OUT ARGUMENTS...`` on the host's CPU; returns what OUT holds (JSON)."""
+def environment(device: str = "cpu") -> dict[str, str]:
+    """This process's, for ranks on ``device``."""
+    path = os.pathsep.join(filter(None, (str(WORKERS.parents[1]), os.environ.get("PYTHONPATH"))))
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | hidden
+
+
+def run_ranks(
+    script: str | Path, out: Path, *arguments: Any, ranks: int = 2, timeout_s: float = 240.0, device: str = "cpu"
+) -> Any:
+    """Run ``torchrun tests/workers/SCRIPT OUT ARGUMENTS...`` on the host's CPU or GPUs; returns what OUT holds (JSON)."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     process = subprocess.Popen(
         [*command, str(WORKERS / script), str(out), *map(str, arguments)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(WORKERS.parents[1])},
+        env=environment(device),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

@@ -184,6 +184,7 @@ def host(session):
     context = session.engine.context
     if session.cached and dist.get_rank() == dist.get_world_size() - 1:
         tier, arena = context.prefix_cache.host_tier, context.host_moves.arena
+        arena.finish()  # on a GPU, what is changed could still be on its way
         keys = context.prefix_cache.chain(prompts[0]).keys
         entry = next(node.host_block for node in context.prefix_cache.nodes() if node.key == keys[-1])
         arena.memory[tier.pages_of_entry(entry)[0] * arena.page_bytes + 5] ^= 1

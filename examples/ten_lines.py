@@ -1,0 +1,13 @@
+"""A hit in ten lines, on a GPU or the CPU: ``python examples/ten_lines.py``."""
+
+from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from megatron_hybrid_prefix.models import build_hybrid_model
+from megatron_hybrid_prefix.platform import ensure_platform
+
+ensure_platform()  # before megatron's other imports
+from megatron.core.inference.sampling_params import SamplingParams  # noqa: E402
+
+engine = build_engine(build_hybrid_model("tiny", seed=0), prefix=HybridPrefixConfig(mamba_gb=0.05))
+for question in ("Who wrote it?", "When?"):
+    (record,) = engine.generate(["A long text. " * 50 + question], SamplingParams(num_tokens_to_generate=8, top_k=1))
+    print(record.merge().num_cached_tokens, "prompt tokens were not computed")

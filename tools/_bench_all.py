@@ -1,0 +1,199 @@
+"""`tools/bench.py all`: every scenario, each in a process of its own, into one JSON; `report`: tables and plots of it.
+
+A process each, so that one that fails, or leaves its device in a bad way, does not end the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from _bench_report import write_report
+from _console import InputError, Interrupt, check_writable, printable, read_text, write_whole
+
+BENCH = Path(__file__).with_name("bench.py")
+KIND = "megatron_hybrid_prefix benchmarks"  # what the JSON says it is
+EXIT_FAILED = 1
+# Sizes of --quick: enough to see each scenario's effect, not to measure it.
+QUICK: dict[str, dict[str, int]] = {
+    "shared_prefix": {"shared_tokens": 512, "own_tokens": 100, "cold_prompts": 2},
+    "first_sighting": {"shared_tokens": 512, "own_tokens": 100},
+    "multi_turn": {"turns": 3, "new_tokens": 150, "generate": 20},
+    "herd": {"requests": 3, "prefix_blocks": 2, "own_tokens": 100},
+    "samples": {"samples": 3, "prompt_tokens": 600},
+    "no_reuse": {"requests": 4, "prompt_tokens": 300, "generate": 8},
+    "pressure": {"prefixes": 8, "shared_tokens": 512, "requests": 20, "running": 2},
+    "host_tier": {"prompts": 4, "shared_tokens": 512, "own_tokens": 60},
+    "index": {"index_blocks": 20_000, "long_prompt_tokens": 30_000, "steps": 12, "requests": 3},
+}
+QUICK_REPEATS = 2
+# Options of its own; all others are handed on to each scenario.
+OWN = ("scenario", "scenarios", "quick", "json", "report")
+# Those that say how figures were had, one by one, and are said once for all.
+COMMON = ("versions", "platform", "hardware")
+
+
+# --- Options ---------------------------------------------------------------------------------------------------------
+
+
+def add_commands(commands: Any, scenarios: Mapping[str, Any], add_common: Callable[..., None]) -> None:
+    """The commands ``all`` and ``report``.
+
+    Args:
+        commands: argparse's subparsers.
+        scenarios: All there are.
+        add_common: Adds ``--engine``, ``--repeats``, and the options of the model and the engines to a parser.
+    """
+    doc = "every scenario with its defaults, one JSON; with --report tables and plots, too"
+    command = commands.add_parser("all", help=doc, description=doc, allow_abbrev=False)
+    add = command.add_argument
+    add("--scenarios", default=",".join(scenarios), metavar="NAMES", help="by comma (default: %(default)s)")
+    add("--quick", action="store_true", help=f"small sizes and {QUICK_REPEATS} rounds: to see that it works")
+    add("--json", type=Path, default=Path("bench.json"), metavar="PATH", help="what is measured (default: %(default)s)")
+    add("--report", type=Path, metavar="FOLDER", help="write tables and plots there")
+    add_common(command)
+    doc = "tables (report.md) and plots of a JSON that `all` wrote"
+    command = commands.add_parser("report", help=doc, description=doc, allow_abbrev=False)
+    command.add_argument("input", type=Path, metavar="JSON")
+    command.add_argument("folder", type=Path, metavar="FOLDER")
+
+
+def scenario_names(text: str, scenarios: Mapping[str, Any]) -> list[str]:
+    """Names by comma.
+
+    Raises:
+        InputError: One is unknown, or given twice.
+    """
+    names = text.split(",")
+    for name in names:
+        if name not in scenarios:
+            raise InputError(f"--scenarios: no scenario {name!r}; there are: {', '.join(scenarios)}")
+    if len(set(names)) < len(names):
+        raise InputError(f"--scenarios: {text} names a scenario twice")
+    return names
+
+
+def check_folder(folder: Path) -> None:
+    """A folder for a report can be had.
+
+    Raises:
+        InputError: It cannot.
+    """
+    if not folder.parent.is_dir():
+        raise InputError(f"cannot write {folder}: there is no folder {folder.parent}")
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"cannot write {folder}: it is no folder")
+
+
+# --- Running ---------------------------------------------------------------------------------------------------------
+
+
+def run_all(
+    args: argparse.Namespace, scenarios: Mapping[str, Any], command: Sequence[str], interrupt: Interrupt
+) -> int:
+    """Run them one after another; what there is gets written after each, so that little is lost.
+
+    Returns:
+        0; `EXIT_FAILED` if a scenario failed or an engine other than upstream's crashed in it; 130 after Ctrl-C.
+    """
+    names = scenario_names(args.scenarios, scenarios)
+    check_writable(args.json)
+    if args.report is not None:
+        check_folder(args.report)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InputError("all starts a process for each scenario: run scenarios one by one under torchrun")
+    data: dict[str, Any] = {"kind": KIND, "command": shlex.join(command), "quick": args.quick, "scenarios": {}}
+    for number, name in enumerate(names, 1):
+        print(f"--- {number} of {len(names)}: {name}", flush=True)
+        found = data["scenarios"][name] = run_one(name, args)
+        if found["status"] == "interrupted" or interrupt.requested:
+            del data["scenarios"][name]
+            print(f"interrupted: {number - 1} of {len(names)} scenarios are in {args.json}", file=sys.stderr)
+            return 130
+        for key in COMMON:
+            if key in found["result"]:
+                data.setdefault(key, found["result"][key])
+        text = json.dumps(data, indent=1, allow_nan=False) + "\n"
+        write_whole(args.json, lambda part, text=text: part.write_text(text, encoding="utf-8"))
+    print(f"wrote {args.json}")
+    if args.report is not None:
+        print(f"wrote {write_report(data, args.report)}")
+    failed = [name for name, found in data["scenarios"].items() if found["status"] != "completed"]
+    for name in failed:
+        print(printable(f"{name} {data['scenarios'][name]['status']}: {data['scenarios'][name]['error']}"))
+    return EXIT_FAILED if failed else 0
+
+
+def run_one(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One scenario in a process of its own.
+
+    Returns:
+        ``status`` (completed; crashed: an engine did; failed: there are no figures; interrupted), ``error``, ``exit_code``, and
+        ``result``: what ``--json`` of the scenario wrote.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        path = Path(folder) / "result.json"
+        command = [str(BENCH), name, *options_of(name, args)]
+        argv = [sys.executable, *command, "--json", str(path)]
+        process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, errors="replace")
+        _, errors = process.communicate()
+        result = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if result:  # what to type for it; the file is gone
+        result["command"], result["options"]["json"] = shlex.join([BENCH.name, *command[1:]]), None
+    code = process.returncode
+    if code:
+        sys.stderr.write(errors)
+    crashed = {engine: one["error"] for engine, one in result.get("engines", {}).items() if one["status"] == "crashed"}
+    if code == 130:
+        status, error = "interrupted", None
+    elif code == 0 and result:
+        status, error = "completed", None
+    elif result and crashed:
+        status, error = "crashed", "; ".join(f"engine {engine}: {text}" for engine, text in crashed.items())
+    else:
+        lines = [line for line in errors.splitlines() if line.strip()]
+        status, error = "failed", lines[-1].strip() if lines else f"ended with {code}"
+    return {"status": status, "error": error, "exit_code": code, "result": result}
+
+
+def options_of(name: str, args: argparse.Namespace) -> list[str]:
+    """Options that the scenario's own command is given."""
+    options = {key: value for key, value in vars(args).items() if key not in OWN}
+    if args.quick:
+        options |= QUICK[name] | {"repeats": args.repeats or QUICK_REPEATS}
+    argv: list[str] = []
+    for key, value in options.items():
+        if value is True:
+            argv.append(_option(key))
+        elif value is not None and value is not False:
+            argv += [_option(key), str(value)]
+    return argv
+
+
+def _option(key: str) -> str:
+    return f"--{key.replace('_', '-')}"
+
+
+def run_report(args: argparse.Namespace) -> int:
+    """Tables and plots of a file, again.
+
+    Raises:
+        InputError: It is not what `run_all` writes.
+    """
+    check_folder(args.folder)
+    try:
+        data = json.loads(read_text(args.input))
+    except json.JSONDecodeError as error:
+        raise InputError(f"{args.input}: no JSON: {error}") from None
+    if not isinstance(data, dict) or data.get("kind") != KIND:
+        raise InputError(f"{args.input} was not written by `bench.py all`")
+    print(f"wrote {write_report(data, args.folder)}")
+    return 0
