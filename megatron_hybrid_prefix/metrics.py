@@ -8,6 +8,16 @@ from typing import Any
 
 from megatron_hybrid_prefix.policy.boundaries import Reason
 
+# Fields that say something of one rank's memory; ranks that run the same requests have all others alike.
+OWN_STATS = (
+    "bytes_budget",
+    "host_bytes_budget",
+    "host_bytes_loaded",
+    "host_bytes_stored",
+    "host_seconds",
+    "host_seconds_waited",
+)
+
 
 @dataclass(slots=True, kw_only=True)
 class PrefixStats:

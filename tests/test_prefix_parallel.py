@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megatron_hybrid_prefix.metrics import OWN_STATS
 from megatron_hybrid_prefix.models import get_preset
 from tests.workers import prefix_parallel as worker
 from tests.workers.launch import run_ranks
@@ -106,7 +107,7 @@ def test_all_ranks_decide_alike_and_as_one_alone(case, alone, mode, name):
         assert found["present"] == right["present"]
         assert found["preempted"] == right["preempted"]
         # What slots and entries take is each rank's own; how many there are is not.
-        own = dict.fromkeys(worker.OWN_STATS, 0)
+        own = dict.fromkeys(OWN_STATS, 0)
         assert found["stats"] | own == right["stats"] | own
         assert [a["cached_tokens"] for a in found["answers"]] == [a["cached_tokens"] for a in right["answers"]]
 

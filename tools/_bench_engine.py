@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from _bench_forced import forced_answers
-from _console import InputError, Stopped, as_input_errors, one_line
+from _console import InputError, Stopped, as_input_errors, no_garbage_collection, one_line
 from _engines import ENGINES
 
 
@@ -18,13 +18,8 @@ from _engines import ENGINES
 def timed_round() -> Iterator[None]:
     """Garbage is collected before and not during what is timed, the same for every engine."""
     gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with no_garbage_collection():
         yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class Contestant:

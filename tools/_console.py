@@ -6,6 +6,7 @@ Nothing here imports torch or megatron, so that bad input is answered at once.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import signal
 import sys
@@ -316,3 +317,15 @@ def save_plot(path: Path, runs: list[EngineRun], title: str) -> None:
     figure.suptitle(title)
     figure.savefig(path, format="png", dpi=110)
     pyplot.close(figure)
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Inside, Python does not look for garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -6,14 +6,13 @@ Nothing here imports torch or megatron.
 
 from __future__ import annotations
 
-import gc
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
 
+from _console import no_garbage_collection
 from _replay_upstream import UpstreamRule
 from _traces import Trace, TraceRequest
 
@@ -191,7 +190,9 @@ def replay(
     series: list[Occupancy] = []
     refused = reused_so_far = prompt_so_far = 0
     every = -(-len(trace.requests) // _SAMPLES)
-    with _without_garbage_collection():
+    # A long trace makes millions of objects that stay; looking for cycles among them again and again takes longer than
+    # the replay.
+    with no_garbage_collection():
         start = perf_counter()
         for number, request in enumerate(trace.requests, 1):
             tokens = server.serve(request)
@@ -245,16 +246,3 @@ def unlimited_kv_blocks(trace: Trace) -> int:
     """KV blocks with which none is ever evicted: one for every different block, and what one request holds besides."""
     different = {key for request in trace.requests for key in request.keys}
     return len(different) + max(len(request.keys) for request in trace.requests) + 2
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    # A long trace makes millions of objects that stay; looking for cycles among them again and again takes longer than
-    # the replay.
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

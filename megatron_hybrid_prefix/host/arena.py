@@ -20,7 +20,7 @@ import torch
 from megatron_hybrid_prefix.host.queue import DeviceQueue, HostQueue
 from megatron_hybrid_prefix.host.units import Kind, Tag, TransferUnit
 from megatron_hybrid_prefix.ops.checksum import checksum_rows
-from megatron_hybrid_prefix.ops.slot_copies import copy_slots
+from megatron_hybrid_prefix.ops.slot_copies import copy_slots, ids_on_device
 
 logger = logging.getLogger(__name__)
 
@@ -304,9 +304,7 @@ class HostArena:
         return self.memory[page * self.page_bytes : page * self.page_bytes + length]
 
     def _ids(self, ids: Iterable[int]) -> torch.Tensor:
-        """Ids for a kernel, without waiting for the device."""
-        tensor = torch.tensor(list(ids), dtype=torch.int64)
-        return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
+        return ids_on_device(ids, self._device)
 
 
 def _places(unit: TransferUnit) -> set[object]:

@@ -120,8 +120,7 @@ class HybridPrefixEngine(DynamicInferenceEngine):
         for request_id in request_ids:
             request = self.get_request(request_id)
             if request.finished_chunk_token_count:
-                request.remaining_prompt_tokens = request.prompt_tokens
-                request.finished_chunk_token_count = request.num_cached_tokens = 0
+                self._compute_again(request_id)
                 request.prompt_log_probs = request.generated_log_probs = None
                 request.prompt_top_n_logprobs = request.generated_top_n_logprobs = None
 

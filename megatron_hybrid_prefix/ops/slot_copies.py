@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 
@@ -10,6 +11,12 @@ from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel, tl, triton
 
 _BLOCK = 2048  # words of 8 bytes
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+def ids_on_device(ids: Iterable[int], device: torch.device) -> torch.Tensor:
+    """Ids for a kernel, (ids,) int64 on ``device``, without waiting for it."""
+    tensor = torch.tensor(list(ids), dtype=torch.int64)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def copy_slots(

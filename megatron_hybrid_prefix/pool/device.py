@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megatron_hybrid_prefix.ops.slot_copies import copy_slots
+from megatron_hybrid_prefix.ops.slot_copies import copy_slots, ids_on_device
 from megatron_hybrid_prefix.pool.layout import StateLayout
 
 
@@ -94,10 +94,7 @@ class StatePool:
             copy_slots(others[name], tensor, source_slots, target_slots)
 
     def _on_device(self, slots: Sequence[int]) -> torch.Tensor:
-        """Ids for a kernel, without waiting for the device."""
-        device = next(iter(self.tensors.values())).device
-        ids = torch.tensor(slots, dtype=torch.int64)
-        return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ids
+        return ids_on_device(slots, next(iter(self.tensors.values())).device)
 
     def _check(self, slots: Sequence[int]) -> None:
         # As an index, -1 ("no slot") would silently mean the last one.

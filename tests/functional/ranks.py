@@ -114,29 +114,18 @@ def replicas(case: Case, platform: Any) -> dict[str, Any]:
 
 async def _serve(engine: Any, rounds: Sequence[Sequence[list[int]]], *, is_client: bool) -> list[dict[str, Any]]:
     """Serves until the client says stop; on the client's rank returns its replies."""
-    from megatron.core.inference.inference_client import InferenceClient
-
-    address = await engine.start_listening_to_data_parallel_coordinator(hostname="127.0.0.1")
     if not is_client:
+        await engine.start_listening_to_data_parallel_coordinator(hostname="127.0.0.1")
         await asyncio.wait_for(engine.engine_loop_task, timeout=TIMEOUT_S)
         return []
-    client = InferenceClient(address, deserialize=True)
-    try:
-        client.start()
+
+    async def send(client: Any) -> list[Any]:
         replies = []
         for prompts in rounds:
             replies += await asyncio.gather(*(coordinator.ask(client, prompt) for prompt in prompts))
-        client.pause_engines()
-        await asyncio.wait_for(coordinator.wait_for_state(engine, "PAUSED"), timeout=60)
-        client.stop_engines()
-        await asyncio.wait_for(engine.engine_loop_task, timeout=60)
-    finally:
-        client.shutdown_coordinator()
-        await asyncio.sleep(0.2)
-        client.stop()
-        engine.inference_coordinator_process.join(timeout=10)
-        engine.inference_coordinator_process.kill()
-    return [coordinator.described(reply) for reply in replies]
+        return replies
+
+    return [coordinator.described(reply) for reply in await coordinator.serve(engine, send)]
 
 
 # --- A rank dies -----------------------------------------------------------------------------------------------------

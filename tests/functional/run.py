@@ -23,6 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from megatron_hybrid_prefix.metrics import OWN_STATS
 from tests.workers.launch import environment, run_ranks
 
 WORKER = Path(__file__).with_name("ranks.py")
@@ -34,9 +35,6 @@ END_TIMEOUT_S = {"cpu": 30.0, "cuda": TIMEOUT_S + 90.0}
 TOLERANCE = {"cpu": 1e-5, "cuda": 5e-5}
 _RAISED = re.compile(r"(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception): .*)")
 WRONG = 1e-3  # a wrong state is farther off than this
-# Statistics of one rank's memory.
-OWN_STATS = ("bytes_budget", "host_bytes_budget", "host_bytes_loaded", "host_bytes_stored", "host_seconds")
-OWN_STATS += ("host_seconds_waited",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,15 +54,15 @@ async def talk(client, prompt):
     return replies
 
 
-async def serve(engine, prompt):
-    """Starts the coordinator, talks to the engine through it, and stops both; returns the replies."""
+async def serve(engine, conversation):
+    """Starts the coordinator, has ``conversation(client)`` with the engine through it, and stops both; returns the replies."""
     from megatron.core.inference.inference_client import InferenceClient
 
     address = await engine.start_listening_to_data_parallel_coordinator(hostname="127.0.0.1")
     client = InferenceClient(address, deserialize=True)
     try:
         client.start()
-        replies = await talk(client, prompt)
+        replies = await conversation(client)
         client.pause_engines()
         await asyncio.wait_for(wait_for_state(engine, "PAUSED"), timeout=60)
         client.stop_engines()
@@ -109,7 +109,8 @@ def main(out):
     engine = build_engine(
         model, HybridPrefixConfig(mamba_gb=0.01), max_sequence_length=512, block_size_tokens=BLOCK_TOKENS
     )
-    replies = asyncio.run(serve(engine, random_tokens(2 * BLOCK_TOKENS + 3, seed=5)))
+    prompt = random_tokens(2 * BLOCK_TOKENS + 3, seed=5)
+    replies = asyncio.run(serve(engine, lambda client: talk(client, prompt)))
     engine.context.check_integrity()
     found = {
         "replies": {name: described(reply) for name, reply in replies.items()},

@@ -24,9 +24,6 @@ ROWS = 4
 MODES = ("legacy", "async")
 SCENARIOS = ("tails", "chunked", "preempted", "host")
 SLOTS = {"tails": 40, "chunked": 3, "preempted": 6, "host": 3}
-# Statistics of one rank's memory.
-OWN_STATS = ("bytes_budget", "host_bytes_budget", "host_bytes_loaded", "host_bytes_stored", "host_seconds")
-OWN_STATS += ("host_seconds_waited",)
 
 
 def one_rank(pattern):
