@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from megatron_hybrid_prefix.host import arena as arenas
-from megatron_hybrid_prefix.host.arena import HostArena, choose_page_bytes
+from megatron_hybrid_prefix.host.arena import HostArena, choose_page_bytes, pin, unpin
 from megatron_hybrid_prefix.host.units import Kind, Tag, TransferUnit
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BLOCKS, SLOTS, PAGES = 12, 10, 60
-OPEN: list[HostArena] = []
-
-
-@pytest.fixture(autouse=True)
-def closed() -> Iterator[None]:
-    """Whatever a test comes to, its memory is unpinned before it is freed."""
-    yield
-    for arena in OPEN:
-        arena.close()
-    OPEN.clear()
 
 
 class Pools:
@@ -45,7 +35,6 @@ class Pools:
             device=device,
             verify=verify,
         )
-        OPEN.append(self.arena)
 
     def write(self, kind: Kind, index: int, value: float) -> None:
         for number, tensor in enumerate(self.tensors[kind]):
@@ -165,6 +154,33 @@ def test_a_stage_without_recurrent_layers_moves_nothing_of_states():
     pools = Pools("cpu", mamba_layers=0)
     pools.arena.carry_out([pools.unit(Kind.STATE, 1, 5), pools.unit(Kind.STATE, 2, 5, load_id=1)])
     assert not pools.arena.has_failed(1) and pools.arena.bytes_stored == pools.arena.bytes_loaded == 0
+
+
+@pytest.mark.gpu
+def test_the_end_of_an_arena_unpins_its_memory():
+    pools = Pools("cuda")
+    memory, device = pools.arena.memory, torch.device("cuda")
+    with pytest.raises(RuntimeError):
+        pin(memory, device)
+    assert torch.ones(3, device=device).sum().item() == 3  # the error is gone with its exception
+    del pools
+    gc.collect()
+    pin(memory, device)
+    unpin(memory, device)
+
+
+@pytest.mark.gpu
+def test_an_arena_that_ends_while_a_graph_is_captured_unpins_later():
+    memory, device, ones = torch.empty(1 << 20, dtype=torch.uint8), torch.device("cuda"), torch.ones(3, device="cuda")
+    pin(memory, device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        twos = ones + 1
+        unpin(memory, device)
+    graph.replay()
+    assert twos.sum().item() == 6
+    pin(memory, device)
+    unpin(memory, device)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@ costs a fraction of the copy. The expected ones stay on the device.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby
 
 import torch
@@ -49,6 +51,35 @@ def choose_page_bytes(entry_bytes: Iterable[int]) -> int:
     return min(choices, key=lambda page: (max(waste(page), 1.05), -page), default=_ALIGNMENT_BYTES)
 
 
+def pin(memory: torch.Tensor, device: torch.device) -> None:
+    """Registers host memory with the driver. (PyTorch's allocator of pinned memory rounds up to powers of two.)
+
+    Raises:
+        RuntimeError: The driver refused.
+    """
+    while _pinned:
+        unpin(*_pinned.pop())
+    try:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    except RuntimeError:
+        # It stays the runtime's last error until somebody asks, and the next launch would take it for its own.
+        with suppress(RuntimeError):
+            torch.zeros(1, device=device)
+        raise
+
+
+def unpin(memory: torch.Tensor, device: torch.device) -> None:
+    """Undoes `pin`, when all copies are over."""
+    if torch.cuda.is_current_stream_capturing():  # where the collector of garbage runs now: no calls to the driver then
+        _pinned.append((memory, device))
+        return
+    torch.cuda.synchronize(device)
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
+
+
+_pinned: list[tuple[torch.Tensor, torch.device]] = []  # nobody's any more
+
+
 class HostArena:
     """Pinned memory in pages, and the transfers to and from it.
 
@@ -82,9 +113,12 @@ class HostArena:
         self._verify = verify
         self.memory = torch.empty(pages * page_bytes, dtype=torch.uint8)
         on_gpu = self._device.type == "cuda"
+        self._unpin: weakref.finalize | None = None
         if on_gpu and pages:
-            # Registered, not allocated pinned: PyTorch's allocator of pinned memory rounds up to powers of two.
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), pages * page_bytes, 0))
+            pin(self.memory, self._device)
+            # Memory that is freed while it is pinned: the next one that lies there could not be.
+            self._unpin = weakref.finalize(self, unpin, self.memory, self._device)
+            self._unpin.atexit = False
         self.stores, self.loads = (DeviceQueue(self._device) if on_gpu else HostQueue() for _ in range(2))
         most_bytes = max(self._row_bytes.values(), default=0)
         self._store_staging, self._load_staging = (
@@ -111,11 +145,10 @@ class HostArena:
         self.bytes_stored = self.bytes_loaded = 0
 
     def close(self) -> None:
-        """Unpins the memory."""
-        if self._device.type == "cuda" and self.memory.numel():
-            torch.cuda.synchronize(self._device)
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr()))
-            self.memory = self.memory[:0]
+        """Gives the memory back; so does the end of the arena."""
+        if self._unpin is not None:
+            self._unpin()
+        self.memory = torch.empty(0, dtype=torch.uint8)
 
     def bytes_of(self, kind: Kind) -> int:
         """Bytes of an entry on this rank."""
