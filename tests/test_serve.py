@@ -34,9 +34,9 @@ sys.path.insert(0, str(TOOL.parent))
 import serve  # noqa: E402
 from _console import InputError  # noqa: E402
 from _serve_chat import ChatForm  # noqa: E402
-from _serve_metrics import prefix_metrics  # noqa: E402
+from _serve_metrics import Families, add_prefix_metrics  # noqa: E402
 from _serve_text import TextStream  # noqa: E402
-from hypothesis import given, settings  # noqa: E402
+from hypothesis import example, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine  # noqa: E402
@@ -87,7 +87,7 @@ class Server:
 
     @property
     def loop(self) -> Any:
-        return self.app.state.engine_loop
+        return self.app.state.backend
 
     def client(self, key: str = "none", **options: Any) -> Any:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60, **options)
@@ -415,10 +415,10 @@ def test_new_statistics_become_metrics_by_themselves():
         "loads_by_kind": {"kv": 1, "state": 2},
         "note": "text",
     }
+    families = Families()
+    add_prefix_metrics(families, stats)
     samples = {
-        (sample.name, tuple(sample.labels.values())): sample.value
-        for family in prefix_metrics(stats)
-        for sample in family.samples
+        (sample.name, tuple(sample.labels.values())): sample.value for family in families for sample in family.samples
     }
     assert samples[("hybrid_prefix_host_bytes_loaded_total", ())] == 7
     assert samples[("hybrid_prefix_host_slots_used", ())] == 3
@@ -789,6 +789,7 @@ def test_many_clients_at_once(tiny, mode):
 
 
 @settings(max_examples=300, deadline=None)
+@example(list("a€\ufffd".encode()), ["€", "a€\ufffd"])
 @given(
     st.lists(st.integers(0, 300), max_size=40) | st.text(max_size=20).map(lambda text: list(text.encode())),
     st.lists(st.text("ab\ufffd€", min_size=1, max_size=3), max_size=2),
@@ -802,8 +803,8 @@ def test_text_streams_say_what_decoding_at_once_says(tokens, stop):
             break
     pieces.append(stream.finish())
     whole = TOKENIZER.detokenize(tokens)
-    ends = [at for at in (whole.find(word) for word in stop) if at >= 0]
-    assert "".join(pieces) == whole[: min(ends)] if ends else "".join(pieces) == whole
+    ends = [(at + len(word), at) for word in stop if (at := whole.find(word)) >= 0]
+    assert "".join(pieces) == whole[: min(ends)[1] if ends else None]
     assert stream.stopped == bool(ends)
     notes = stream.notes(last=True)
     assert len(notes) == len(tokens) or ends
@@ -842,7 +843,7 @@ def test_a_chat_template():
     "argv, problem",
     [
         (["--preset", "nope"], "no preset 'nope'"),
-        (["--tp", "2"], "one process"),
+        (["--tp", "2"], "tp=2"),
         (["--port", "99999"], "above 65535"),
         (["--api-keys", "nowhere"], "cannot read nowhere"),
         (["--max-sequence-length", "99999999"], "--max-sequence-length"),

@@ -16,8 +16,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from _serve_engine import EngineLoop, Stream, Update
-from _serve_metrics import ServerMetrics, engine_snapshot
+from _serve_engine import Backend, Stream, Update
+from _serve_metrics import ServerMetrics
 from _serve_protocol import ApiError, Job, Prompt, Served, model_not_found, read_job, read_json
 from _serve_text import TextStream, TokenNote, chat_logprobs, completion_logprobs
 from prometheus_client.exposition import choose_encoder
@@ -91,7 +91,7 @@ class Choice:
 class Generation:
     """A request's answers. Leave it as a context, so that what is unfinished is given up."""
 
-    def __init__(self, job: Job, engine: EngineLoop, served: Served, arrived_s: float) -> None:
+    def __init__(self, job: Job, engine: Backend, served: Served, arrived_s: float) -> None:
         self.job, self._engine = job, engine
         self.id = f"{'chatcmpl' if job.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
@@ -111,6 +111,7 @@ class Generation:
             sampling=sampling,
             arrived_s=arrived_s,
             deliver=lambda update: self._updates.put_nowait((choice, update)),
+            stop=self.job.stop,
         )
         choice = Choice(len(self.choices), prompt, stream, TextStream(served.tokenizer, self.job.stop), most_tokens)
         self.choices.append(choice)
@@ -286,19 +287,19 @@ async def _unless_gone(receive: Receive, work: Awaitable[Any]) -> bool:
 class Api:
     """The routes."""
 
-    def __init__(self, engine: EngineLoop, served: Served, limits: Limits, metrics: ServerMetrics) -> None:
+    def __init__(self, engine: Backend, served: Served, limits: Limits, metrics: ServerMetrics) -> None:
         self._engine, self._served, self._limits, self._metrics = engine, served, limits, metrics
         self._started_s = int(time.time())
 
     def app(self, on_start: Callable[[], None] = lambda: None) -> Starlette:
-        """The application; it starts and stops the engine's thread."""
+        """The application; it starts and stops what generates."""
 
         @asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
             self._engine.start()
             on_start()
             yield
-            await run_in_threadpool(self._engine.stop)
+            await self._engine.stop()
 
         def route(path: str, method: str, handler: Callable[[Request], Awaitable[Response]]) -> Route:
             async def counted(request: Request) -> Response:
@@ -325,7 +326,7 @@ class Api:
         ]
         handlers: Any = {HTTPException: _http_error, Exception: _server_error}
         app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
-        app.state.engine_loop = self._engine
+        app.state.backend = self._engine
         return app
 
     # -- generating ----------------------------------------------------------------------------------------------------
@@ -431,10 +432,11 @@ class Api:
 
     async def _show_metrics(self, request: Request) -> Response:
         if self._engine.problem is None:  # else what it last said
-            self._metrics.snapshot = await self._engine.call(lambda: engine_snapshot(self._engine.engine))
-        self._metrics.snapshot.setdefault("gauges", {}).update(
-            open_sequences=self._engine.open_sequences, engine_failures=self._engine.failures
-        )
+            self._metrics.snapshots = await self._engine.snapshots()
+        self._metrics.gauges = {
+            "open_sequences": self._engine.open_sequences,
+            "engine_failures": self._engine.failures,
+        }
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(self._metrics.registry), headers={"content-type": content_type})
 
@@ -448,7 +450,7 @@ class Api:
             )
         if self._engine.problem is not None:
             raise ApiError(503, self._engine.problem, type="server_error", code="engine_stopped")
-        await self._engine.call(self._engine.engine.invalidate)
+        await self._engine.reset_cache()
         logger.warning("the cache was reset")
         return JSONResponse({"status": "ok"})
 

@@ -1,7 +1,7 @@
-"""`EngineLoop`: one thread owns an engine and steps it; sequences go in, their tokens come out after every step.
+"""What generates behind the routes: `Backend`, and `EngineLoop`, which is one engine in this process.
 
-The engine is touched by that thread alone, between two steps. The asyncio side submits, aborts and asks; what the thread
-has to say reaches it once a step, in one callback.
+Sequences go in, their tokens come out after every step. The engine is touched by one thread alone, between two steps. The
+asyncio side submits, aborts and asks; what the thread has to say reaches it once a step, in one callback.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ import asyncio
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from _serve_metrics import engine_snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +53,7 @@ class Stream:
         prompt: Token ids.
         sampling: Fields and attributes of upstream's ``SamplingParams``.
         deliver: Called with each update, until the last one, or until it is aborted.
+        stop: Strings at which whoever gets the updates ends it.
         arrived_s: When the request arrived, for the time to first token.
         closed: Whether no more updates come.
     """
@@ -57,14 +61,65 @@ class Stream:
     prompt: list[int]
     sampling: dict[str, Any]
     deliver: Callable[[Update], None]
+    stop: Sequence[str] = ()
     arrived_s: float = field(default_factory=time.perf_counter)
     closed: bool = False
     request_id: int | None = None  # from here on only the engine's thread looks at it
     seen_tokens: int = 0
 
 
-class EngineLoop:
-    """See the module.
+class Backend(ABC):
+    """Generates for the routes. All of it is called in the running asyncio loop.
+
+    Attributes:
+        open_sequences: That run or wait.
+        failures: Steps that raised.
+    """
+
+    def __init__(self) -> None:
+        self.open_sequences = 0
+        self.failures = 0
+
+    @property
+    @abstractmethod
+    def problem(self) -> str | None:
+        """Why nothing can be generated any more; None while all is well."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begins."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """Ends; what is unfinished gets no more updates."""
+
+    @abstractmethod
+    def submit(self, sequence: Stream) -> None:
+        """Queue a sequence."""
+
+    @abstractmethod
+    def abort(self, sequence: Stream) -> None:
+        """Give a sequence up, finished or not; it gets no more updates."""
+
+    @abstractmethod
+    async def snapshots(self) -> dict[str, dict[str, Any]]:
+        """What `engine_snapshot` says of each replica, by name.
+
+        Raises:
+            RuntimeError: There is a problem.
+        """
+
+    @abstractmethod
+    async def reset_cache(self) -> None:
+        """Nothing that is cached now is reused.
+
+        Raises:
+            RuntimeError: There is a problem.
+        """
+
+
+class EngineLoop(Backend):
+    """One engine, and the thread that steps it.
 
     Args:
         engine: An engine of ``build_engine`` with this package's cache, without requests.
@@ -72,9 +127,8 @@ class EngineLoop:
     """
 
     def __init__(self, engine: Any, on_first_token: Callable[[float, bool], None] = lambda seconds, hit: None) -> None:
+        super().__init__()
         self.engine = engine
-        self.open_sequences = 0
-        self.failures = 0
         self._on_first_token = on_first_token
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
@@ -88,33 +142,41 @@ class EngineLoop:
 
     @property
     def problem(self) -> str | None:
-        """Why nothing can be generated any more; None while all is well."""
+        """See `Backend`."""
         if self._broken is None and not self._thread.is_alive():
             return "the engine's thread is not running"
         return self._broken
 
     def start(self) -> None:
-        """Starts the thread; call it in the running asyncio loop."""
+        """Starts the thread."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    def stop(self, timeout_s: float = 60.0) -> None:
-        """Ends the thread after the step it is in; what is unfinished gets no more updates."""
+    async def stop(self, timeout_s: float = 60.0) -> None:
+        """Ends the thread after the step it is in."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        self._thread.join(timeout_s)
+        await asyncio.to_thread(self._thread.join, timeout_s)
 
     def submit(self, sequence: Stream) -> None:
-        """Queue a sequence."""
+        """See `Backend`."""
         self.open_sequences += 1
         self._send(lambda: self._add(sequence))
 
     def abort(self, sequence: Stream) -> None:
-        """Give a sequence up, finished or not; it gets no more updates."""
+        """See `Backend`."""
         if not sequence.closed:
             self._close(sequence)
-            self._send(lambda: self._abort(sequence))
+            self._send(lambda: self._take_out(sequence))
+
+    async def snapshots(self) -> dict[str, dict[str, Any]]:
+        """See `Backend`."""
+        return {"0": await self.call(lambda: engine_snapshot(self.engine))}
+
+    async def reset_cache(self) -> None:
+        """See `Backend`."""
+        await self.call(self.engine.invalidate)
 
     async def call(self, function: Callable[[], Any]) -> Any:
         """What ``function`` returns, called in the engine's thread between two steps.
@@ -227,7 +289,7 @@ class EngineLoop:
         sequence.request_id = request_id
         self._live[request_id] = sequence
 
-    def _abort(self, sequence: Stream) -> None:
+    def _take_out(self, sequence: Stream) -> None:
         request_id = sequence.request_id
         if self._broken is None and request_id is not None and self._live.get(request_id) is sequence:
             del self._live[request_id]
@@ -272,7 +334,7 @@ class EngineLoop:
                     top_log_probs=tops,
                     cached_tokens=cached_tokens,
                     finished=record is not None,
-                    error=_refusal(parts[-1]) if record is not None and parts[-1].failed() else None,
+                    error=refusal(parts[-1]) if record is not None and parts[-1].failed() else None,
                 ),
             )
 
@@ -287,6 +349,7 @@ def _since(parts: Sequence[Any], name: str, start: int) -> list[Any]:
     return found
 
 
-def _refusal(request: Any) -> str:
+def refusal(request: Any) -> str:
+    """Why a request failed."""
     causes = (event.payload for event in request.events if isinstance(event.payload, Exception))
     return "; ".join(f"{type(cause).__name__}: {cause}" for cause in causes) or "the engine refused it"

@@ -27,11 +27,17 @@ _LEVELS = ("_total", "_used", "_budget", "_available", "_resident", "_capacity")
 
 
 class ServerMetrics:
-    """Counters of the server, and a snapshot of the engine's: set ``snapshot`` before the registry is read."""
+    """Counters of the server, and what it last heard of the engines: set both before the registry is read.
+
+    Attributes:
+        gauges: Of the server, by name.
+        snapshots: What `engine_snapshot` said of each replica, by name. With several, their metrics have the label "replica".
+    """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.snapshot: dict[str, Any] = {}
+        self.gauges: dict[str, float] = {}
+        self.snapshots: dict[str, dict[str, Any]] = {}
         self.http = Counter(
             f"{PREFIX}_http_requests", "Requests that were answered", ["path", "status"], registry=self.registry
         )
@@ -55,43 +61,67 @@ class ServerMetrics:
         self._first_token.labels("hit" if hit else "miss").observe(seconds)
 
     def collect(self) -> Iterator[Metric]:
-        """The snapshot as metrics, for the registry."""
-        for name, value in self.snapshot.get("gauges", {}).items():
-            yield GaugeMetricFamily(f"{PREFIX}_{name}", name.replace("_", " "), value=value)
-        yield from prefix_metrics(self.snapshot.get("prefix_stats", {}))
+        """Gauges and snapshots as metrics, for the registry."""
+        families = Families()
+        for name, value in self.gauges.items():
+            families.add(GaugeMetricFamily, name, value)
+        for replica, snapshot in self.snapshots.items():
+            labels = {"replica": replica} if len(self.snapshots) > 1 else {}
+            for name, value in snapshot["gauges"].items():
+                families.add(GaugeMetricFamily, name, value, labels)
+            add_prefix_metrics(families, snapshot["prefix_stats"], labels)
+        yield from families
 
 
-def prefix_metrics(stats: dict[str, Any]) -> Iterator[Metric]:
-    """``prefix_stats().as_dict()`` as metrics.
+class Families:
+    """Metrics by name, with their samples."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Any] = {}
+
+    def add(
+        self, kind: type[Metric], name: str, value: float, labels: dict[str, str] | None = None, text: str | None = None
+    ) -> None:
+        """One sample; all of one name have the same labels."""
+        labels = labels or {}
+        if name not in self._by_name:
+            family: Any = kind
+            self._by_name[name] = family(f"{PREFIX}_{name}", text or name.replace("_", " "), labels=list(labels))
+        self._by_name[name].add_metric(list(labels.values()), value)
+
+    def __iter__(self) -> Iterator[Metric]:
+        return iter(self._by_name.values())
+
+
+def add_prefix_metrics(families: Families, stats: dict[str, Any], labels: dict[str, str] | None = None) -> None:
+    """Adds ``prefix_stats().as_dict()``.
 
     Args:
+        families: Where to.
         stats: Numbers, and numbers by reason.
+        labels: That all get.
     """
-    labelled: dict[str, CounterMetricFamily] = {}
+    labels = labels or {}
     for name, value in stats.items():
         start = next((start for start in _LABELLED if name.startswith(start)), None)
         if start is not None and not name.endswith(_LEVELS):
             metric, label, text = _LABELLED[start]
             values = value if isinstance(value, dict) else {name.removeprefix(start): value}
-            family = labelled.setdefault(metric, CounterMetricFamily(f"{PREFIX}_{metric}", text, labels=[label]))
             for key, count in values.items():
-                family.add_metric([str(key)], count)
+                families.add(CounterMetricFamily, metric, count, {label: str(key)} | labels, text)
         elif isinstance(value, dict):
-            family = CounterMetricFamily(f"{PREFIX}_{name}", name.replace("_", " "), labels=["kind"])
             for key, count in value.items():
-                family.add_metric([str(key)], count)
-            yield family
+                families.add(CounterMetricFamily, name, count, {"kind": str(key)} | labels)
         elif isinstance(value, bool) or not isinstance(value, int | float) or name in _SUMS:
             continue
         elif name.endswith(_LEVELS) or name.startswith("bytes_"):
-            yield GaugeMetricFamily(f"{PREFIX}_{name.removesuffix('_total')}", name.replace("_", " "), value=value)
+            families.add(GaugeMetricFamily, name.removesuffix("_total"), value, labels)
         else:
-            yield CounterMetricFamily(f"{PREFIX}_{name}", name.replace("_", " "), value=value)
-    yield from labelled.values()
+            families.add(CounterMetricFamily, name, value, labels)
 
 
 def engine_snapshot(engine: Any) -> dict[str, Any]:
-    """What `ServerMetrics.snapshot` holds; call it in the engine's thread."""
+    """What `ServerMetrics` shows of an engine; call it in the engine's thread."""
     context = engine.context
     stats = context.prefix_stats().as_dict()
     allocator = context.kv_block_allocator

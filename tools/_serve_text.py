@@ -31,7 +31,7 @@ class TextStream:
 
     Args:
         tokenizer: Decodes.
-        stop: The answer ends before the first of these.
+        stop: The answer ends before that of these which is complete first.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
@@ -90,10 +90,10 @@ class TextStream:
     def _take(self, new: str) -> str:
         self._length += len(new)
         text = self._held + new
-        cuts = [at for at in (text.find(word) for word in self._stop) if at >= 0]
-        if cuts:
+        found = [(at + len(word), at) for word in self._stop if (at := text.find(word)) >= 0]
+        if found:
             self.stopped = True
-            self._held, out = "", text[: min(cuts)]
+            self._held, out = "", text[: min(found)[1]]
         else:
             held = max((_overlap(text, word) for word in self._stop), default=0)
             self._held, out = text[len(text) - held :], text[: len(text) - held]

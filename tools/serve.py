@@ -1,12 +1,13 @@
 #!/usr/bin/env python
 """Serve a hybrid model over HTTP, in the OpenAI API, with this package's prefix cache.
 
-One process, one replica. `/v1/completions`, `/v1/chat/completions` and `/v1/models` answer the `openai` client;
+`/v1/completions`, `/v1/chat/completions` and `/v1/models` answer the `openai` client;
 `usage.prompt_tokens_details.cached_tokens` says how many prompt tokens were skipped. `/health` and `/metrics`
 (Prometheus) are for operators; `POST /admin/reset_cache` makes everything cached unreachable.
 
     tools/serve.py --preset tiny --port 8000
     tools/serve.py --preset nemotron-h-8b --load CHECKPOINT --tokenizer FOLDER --cuda-graphs 8 --max-requests 64
+    torchrun --nproc-per-node 8 tools/serve.py --tp 2 ...   # 4 replicas of 2 GPUs
 
 Request fields beside OpenAI's (`extra_body` of its client): "cache_salt" (requests with different salts share nothing),
 "cache_breakpoints" (up to where other prompts will share this one: token positions of a prompt, or numbers of messages,
@@ -16,16 +17,22 @@ log-probs of the prompt, and "seed" but for temperature 0.
 
 With --api-keys each line of the file is "NAME KEY"; requests of different names share nothing, whatever their salts.
 
-Several replicas (megatron's data-parallel coordinator), and one replica on several GPUs, are not offered yet.
+Alone it is one process with one replica. Under torchrun, --tp x --pp ranks are a replica, and requests go through megatron's
+data-parallel coordinator to the replica that has most of their prefix. Its protocol knows whole answers only: streams come
+in one piece, and what a client no longer waits for is generated to its end. /metrics shows each replica. The end of any
+process ends all.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,6 +43,7 @@ from _console import (
     Interrupt,
     Stopped,
     as_input_errors,
+    is_main_rank,
     output_console,
     read_text,
     run_command,
@@ -59,8 +67,10 @@ from megatron_hybrid_prefix.tokenizer import load_tokenizer
 
 ADMIN_TOKEN = "HYBRID_PREFIX_ADMIN_TOKEN"
 NEEDS = ("starlette", "uvicorn", "prometheus_client")
+NEEDS_OF_REPLICAS = ("zmq", "msgpack")
 # Streams that are open when the server is told to end may go on for so long.
 _GRACE_S = 5
+_CONNECT_S = 60.0
 
 
 def make_parser() -> ArgumentParser:
@@ -98,11 +108,10 @@ def make_parser() -> ArgumentParser:
 
 def check_options(args: argparse.Namespace) -> Any:
     """Check what needs neither torch nor a device; returns the model's dimensions."""
-    missing = [name for name in NEEDS if find_spec(name) is None]
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    missing = [name for name in NEEDS + (NEEDS_OF_REPLICAS if several else ()) if find_spec(name) is None]
     if missing:
         raise InputError(f"{', '.join(missing)} not installed: pip install 'megatron-hybrid-prefix[serve]'")
-    if args.tp > 1 or args.pp > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise InputError("the server runs in one process: leave out --tp, --pp and torchrun")
     config = check_engine_options(args)
     if (args.max_sequence_length or 0) > config.max_sequence_length:
         raise InputError(f"--max-sequence-length: {args.preset} has {config.max_sequence_length}")
@@ -165,9 +174,17 @@ def make_app(
     body_bytes: int = 16 << 20,
     keys: dict[str, str] | None = None,
     admin_token: str | None = None,
-    on_start: Any = lambda: None,
+    on_start: Callable[[], None] = lambda: None,
+    make_backend: Callable[[Callable[[float, bool], None]], Any] | None = None,
+    replicas: int = 1,
 ) -> Any:
-    """The ASGI application around an engine of ``build_engine``; from its start to its end the engine is its own."""
+    """The ASGI application around an engine of ``build_engine``; from its start to its end the engine is its own.
+
+    Args:
+        engine: Says what fits; generates, unless ``make_backend`` is there.
+        make_backend: Makes a `Backend`, given what to call at a first token.
+        replicas: Engines like this one behind the backend.
+    """
     from _serve_app import Api, Limits
     from _serve_engine import EngineLoop
     from _serve_metrics import ServerMetrics
@@ -189,10 +206,14 @@ def make_app(
         limit_tokens=limit_tokens,
     )
     limits = Limits(
-        sequences=context.max_requests + max_waiting, body_bytes=body_bytes, keys=keys or {}, admin_token=admin_token
+        sequences=replicas * context.max_requests + max_waiting,
+        body_bytes=body_bytes,
+        keys=keys or {},
+        admin_token=admin_token,
     )
     metrics = ServerMetrics()
-    return Api(EngineLoop(engine, metrics.first_token), served, limits, metrics).app(on_start)
+    make_backend = make_backend or partial(EngineLoop, engine)
+    return Api(make_backend(metrics.first_token), served, limits, metrics).app(on_start)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -206,7 +227,7 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family)
 
 
-def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
+def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
     """The whole command; see the module's docstring."""
     args = make_parser().parse_args(argv)
     config = check_options(args)
@@ -216,22 +237,27 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
     chat = load_chat_form(args.chat_template, args.tokenizer)
     if args.add_bos and tokenizer.bos is None:
         raise InputError("--add-bos: the tokenizer has no such token")
-    with listen(args.host, args.port) as listener, started_platform(args) as platform:
-        import uvicorn
-
+    with ExitStack() as stack:
+        listener = stack.enter_context(listen(args.host, args.port)) if is_main_rank() else None
+        platform = stack.enter_context(started_platform(args))
         from megatron_hybrid_prefix import models
 
-        console = output_console()
-        console.print(platform.describe(), markup=False, soft_wrap=True)
+        output_console().print(platform.describe(), markup=False, soft_wrap=True)
         with as_input_errors(ValueError, PlatformError):
             overrides = {"cuda_graph_impl": "local"} if args.cuda_graphs else {}
             model = models.build_hybrid_model(config, seed=args.seed, platform=platform, **overrides)
             if args.load is not None:
                 models.load_checkpoint(model, args.load)
+        engine = make_engine(model, tokenizer, platform.device.type, args)
+        if listener is None:
+            from _serve_replicas import serve_with_others
+
+            return serve_with_others(engine, platform)
         name = args.served_model_name or args.preset
         host, port = listener.getsockname()[:2]
-        app = make_app(
-            make_engine(model, tokenizer, platform.device.type, args),
+        app_of = partial(
+            make_app,
+            engine,
             tokenizer,
             model=name,
             vocab_size=config.vocab_size,
@@ -243,10 +269,50 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
             admin_token=args.admin_token,
             on_start=lambda: print(f"serving {name} on http://{host}:{port}", flush=True),
         )
-        if interrupt.requested:
-            raise Stopped
-        server = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_S, lifespan="on")
-        uvicorn.Server(server).run(sockets=[listener])
+        if platform.world_size == 1:
+            if interrupt.requested:
+                raise Stopped
+            serve_http(app_of(), listener)
+            return 0
+        return serve_replicas(app_of, engine, platform, listener)
+
+
+def serve_http(app: Any, listener: socket.socket) -> None:
+    """Serves until Ctrl-C or SIGTERM; what is being answered gets some seconds."""
+    import uvicorn
+
+    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn ends at it, and then raises it once more
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_S, lifespan="on")
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def serve_replicas(app_of: Callable[..., Any], engine: Any, platform: Any, listener: socket.socket) -> int:
+    """What rank 0 does where there are others: serves, ends all of them, returns the exit code."""
+    from _serve_replicas import RankEngine, ReplicaLoop, SnapshotBoard, hostname, leave_in_time
+
+    from megatron_hybrid_prefix.mcore.coordinator import CoordinatorProcess
+
+    coordinator = CoordinatorProcess(engine, hostname())
+    try:
+        board = SnapshotBoard(platform)
+        rank = RankEngine(engine, board, coordinator.port)
+        rank.wait_until_connected()
+        coordinator.wait_until_ready(_CONNECT_S)
+        backend = None
+
+        def make_backend(on_first_token: Callable[[float, bool], None]) -> Any:
+            nonlocal backend
+            backend = ReplicaLoop(
+                rank, coordinator, board, on_first_token, on_failure=lambda: os.kill(os.getpid(), signal.SIGTERM)
+            )
+            return backend
+
+        serve_http(app_of(make_backend=make_backend, replicas=platform.dp), listener)
+        leave_in_time()
+        assert backend is not None
+        return 0 if backend.problem is None else 1
+    finally:
+        coordinator.stop()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

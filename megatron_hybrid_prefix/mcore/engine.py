@@ -25,6 +25,7 @@ from megatron.core.inference.inference_request import (
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
 from megatron_hybrid_prefix.mcore.coalesce import Coalescing
+from megatron_hybrid_prefix.mcore.coordinator import meet_subscribers
 from megatron_hybrid_prefix.mcore.mixer import use_slot_mixers
 
 if TYPE_CHECKING:
@@ -137,6 +138,12 @@ class HybridPrefixEngine(DynamicInferenceEngine):
     def _drop_pending_logits(self) -> None:
         # Async scheduling keeps the logits of a forward for the next step; megatron forgets that its rows are gone.
         self.controller._async_sched_logits.clear()
+
+    async def start_listening_to_data_parallel_coordinator(self, *args: Any, **kwargs: Any) -> str:
+        """See upstream; returns when all ranks hear each other."""
+        address = await super().start_listening_to_data_parallel_coordinator(*args, **kwargs)
+        meet_subscribers(self)  # before the engine's loop gets its first turn
+        return address
 
     # -- requests ------------------------------------------------------------------------------------------------------
 

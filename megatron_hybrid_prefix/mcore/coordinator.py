@@ -1,0 +1,154 @@
+"""Replicas behind megatron's data-parallel coordinator: the coordinator's process, and how ranks meet before they serve.
+
+Clients send requests to the coordinator over ZeroMQ; it sends each to the replica that has most of its prefix, unless that
+one has too much to do, and hands the answer back whole.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from itertools import islice
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+from megatron.core.inference.config import PrefixCachingCoordinatorPolicy
+from megatron.core.inference.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
+from megatron.core.utils import get_pg_size
+
+# Of a block that the coordinator remembers: some 300 bytes.
+_MOST_BLOCKS = 2**20
+_MEET_MS = 50
+
+
+class PrefixCoordinator(DataParallelInferenceCoordinator):
+    """Megatron's coordinator; it forgets which replica has a block where it would have to remember too many."""
+
+    most_blocks = _MOST_BLOCKS
+
+    def _update_rank_hashes(self, rank_identity: bytes, request_hashes: list[int]) -> None:
+        """See upstream; what was not asked for longest goes first."""
+        known = self._hash_table
+        for key in request_hashes:
+            known[key] = known.pop(key, {})
+        super()._update_rank_hashes(rank_identity, request_hashes)
+        if len(known) > self.most_blocks:
+            for key in list(islice(known, len(known) - self.most_blocks * 3 // 4)):
+                del known[key]
+
+
+class CoordinatorProcess:
+    """The coordinator of all replicas, in a process that ends with this one, at the latest.
+
+    It does not mind what the terminal or torchrun send to all processes: requests that still run then need it.
+
+    Args:
+        engine: Of the first rank of the first replica.
+        hostname: To listen on.
+
+    Attributes:
+        port: Where it listens.
+
+    Raises:
+        RuntimeError: It did not start.
+    """
+
+    def __init__(self, engine: Any, hostname: str) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        receiver, sender = spawn.Pipe(duplex=False)
+        self._ready = spawn.Event()
+        self._process = spawn.Process(
+            target=_run,
+            kwargs={
+                "pipe_connection": sender,
+                "ready_event": self._ready,
+                "data_parallel_size": get_pg_size(engine.pg_collection.dp),
+                "tokenizer": engine.controller.tokenizer,
+                "max_requests": engine.context.max_requests,
+                "block_size_tokens": engine.context.block_size_tokens,
+                "enable_prefix_caching": engine.context.enable_prefix_caching,
+                # By the first block alone all conversations with one system prompt would go to one replica.
+                "prefix_caching_coordinator_policy": PrefixCachingCoordinatorPolicy.LONGEST_PREFIX,
+                "hostname": hostname,
+            },
+        )
+        self._process.start()
+        sender.close()
+        try:
+            self.address: str = receiver.recv()
+        except EOFError:
+            self.stop()
+            raise RuntimeError("the coordinator did not start; what it said is above") from None
+        self.port = int(self.address.rpartition(":")[2])
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Returns once all replicas are connected.
+
+        Raises:
+            RuntimeError: They are not.
+        """
+        if not self._ready.wait(timeout_s):
+            raise RuntimeError(f"not all replicas were there after {timeout_s:g} s")
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+        return self._process.is_alive()
+
+    def stop(self, timeout_s: float = 0.0) -> None:
+        """Waits for its end, after which it is killed."""
+        self._process.join(timeout_s)
+        self._process.kill()
+        self._process.join()
+
+
+def _run(**arguments: Any) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    PrefixCoordinator.entrypoint(**arguments)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def meet_subscribers(engine: Any) -> None:
+    """Returns once every rank hears what the first one of its group publishes; what is published before that is lost.
+
+    Megatron's engine begins to publish as soon as the sockets are there. A rank that misses a message with requests then
+    waits for the others, and they for it.
+
+    Args:
+        engine: Just connected, by ``start_listening_to_data_parallel_coordinator``.
+    """
+    first = engine.is_mp_coordinator
+    socket = engine.model_parallel_publisher_socket if first else engine.model_parallel_subscriber_socket
+    _meet(socket, first, engine.pg_collection.mp)
+    for name in ("expert_parallel_zmq_communicator", "world_zmq_communicator"):
+        communicator = getattr(engine, name, None)
+        if communicator is not None:
+            group = engine.pg_collection.ep if name.startswith("expert") else None
+            _meet(communicator.bcast_sock, communicator.is_leader, group)
+
+
+def _meet(socket: Any, publishes: bool, group: Any) -> None:
+    if torch.distributed.get_world_size(group) == 1:
+        return
+    heard = torch.zeros(1, dtype=torch.int32, device=torch.cuda.current_device())
+    while not heard.item():
+        if publishes:
+            socket.send(b"hello")
+        heard.fill_(int(publishes or socket.poll(_MEET_MS) > 0))
+        torch.distributed.all_reduce(heard, op=torch.distributed.ReduceOp.MIN, group=group)
+    if publishes:
+        socket.send(b"start")
+    else:
+        while socket.recv() != b"start":
+            pass

@@ -1,0 +1,44 @@
+"""`PrefixCoordinator` alone: what it remembers of which replica has what."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_hybrid_prefix.mcore.coordinator import PrefixCoordinator
+
+RANKS = [b"first", b"second"]
+
+
+def coordinator(most_blocks: int) -> PrefixCoordinator:
+    """One without sockets."""
+    made = PrefixCoordinator.__new__(PrefixCoordinator)
+    made.identity_to_rank_index = {name: number for number, name in enumerate(RANKS)}
+    made._identities_list, made._pending_counts = list(RANKS), np.zeros(len(RANKS), dtype=np.int32)
+    made._hash_table, made._hash_assignment_counter, made.most_blocks = {}, 0, most_blocks
+    return made
+
+
+def test_it_forgets_what_was_not_asked_for_longest():
+    made = coordinator(most_blocks=100)
+    made._update_rank_hashes(RANKS[1], [1, 2, 3])
+    for number in range(1000):
+        made._update_rank_hashes(RANKS[0], [10 * number + 1000, 10 * number + 1001])
+        made._update_rank_hashes(RANKS[1], [1, 2])  # asked for again and again
+        assert len(made._hash_table) <= 100
+    match, _ = made._match_vector([1, 2, 3])
+    assert match.tolist() == [0, 2 / 3]  # the third was not asked for
+    assert made._match_vector([10 * 999 + 1000])[0].tolist() == [1, 0]
+    assert made._match_vector([1000])[0].tolist() == [0, 0]
+
+
+def test_within_its_limits_it_is_megatrons():
+    from megatron.core.inference.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
+
+    made, upstream = coordinator(most_blocks=1000), coordinator(most_blocks=1000)
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        keys = rng.integers(0, 50, size=4).tolist()
+        rank = RANKS[int(rng.integers(2))]
+        made._update_rank_hashes(rank, keys)
+        DataParallelInferenceCoordinator._update_rank_hashes(upstream, rank, keys)
+        assert made._hash_table == upstream._hash_table

@@ -1,0 +1,293 @@
+"""Replicas behind megatron's data-parallel coordinator: `ReplicaLoop` for the routes, on rank 0; `RankEngine` on every rank.
+
+Rank 0 has the routes, the coordinator (a process of its own), megatron's client, and the first rank of the first replica.
+The coordinator's protocol knows whole answers only: a stream comes in one piece, and what a client no longer wants is
+generated to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from _serve_engine import Backend, Stream, Update, refusal
+from _serve_metrics import engine_snapshot
+from megatron.core.inference.engines.dynamic_engine import EngineState
+from megatron.core.inference.inference_client import InferenceClient
+from megatron.core.inference.sampling_params import SamplingParams
+
+from megatron_hybrid_prefix.mcore.coordinator import CoordinatorProcess
+
+logger = logging.getLogger(__name__)
+
+_SNAPSHOT_S = 1.0  # between two of a replica
+_WATCH_S = 0.5
+_START_S = 120.0
+_END_S = 10.0  # for all replicas to end
+_LEAVE_S = 25.0  # after which a process that was told to end does, whatever it waits for; torchrun kills it after 30
+
+
+def leave_in_time(*_: Any) -> None:
+    """From now on the process ends soon, whatever it waits for. Also a signal handler."""
+    timer = threading.Timer(_LEAVE_S, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
+
+
+def hostname() -> str:
+    """What other ranks reach this process by."""
+    one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    return "127.0.0.1" if one_host else socket.gethostname()
+
+
+class SnapshotBoard:
+    """What each replica last said of itself; collective to make.
+
+    Args:
+        platform: Running.
+    """
+
+    def __init__(self, platform: Any) -> None:
+        self._replicas = platform.dp
+        first = platform.rank == 0
+        store = torch.distributed.TCPStore(hostname(), 0, is_master=True, wait_for_workers=False) if first else None
+        address = [None if store is None else (hostname(), store.port)]
+        torch.distributed.broadcast_object_list(address, src=0)
+        self._store = store or torch.distributed.TCPStore(*address[0], is_master=False)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether rank 0, which has it, lives."""
+        try:
+            self._store.check(["0"])
+        except RuntimeError:  # torch's errors of a connection
+            return False
+        return True
+
+    def write(self, replica: int, snapshot: dict[str, Any]) -> None:
+        """In a replica."""
+        self._store.set(str(replica), json.dumps(snapshot))
+
+    def read(self) -> dict[str, dict[str, Any]]:
+        """By replica; those that said nothing so far are not there."""
+        names = [str(number) for number in range(self._replicas)]
+        return {name: json.loads(self._store.get(name)) for name in names if self._store.check([name])}
+
+
+class RankEngine:
+    """The engine of one rank, and the thread in which it serves the coordinator.
+
+    Args:
+        engine: Of ``build_engine``, without requests.
+        board: Where the replica says how it is.
+        port: Of the coordinator; only rank 0 has to know it.
+
+    Attributes:
+        error: Why the thread ended before it was told to.
+    """
+
+    def __init__(self, engine: Any, board: SnapshotBoard, port: int = 0) -> None:
+        self.engine = engine
+        self.error: str | None = None
+        self._board, self._port = board, port
+        self._connected = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it serves."""
+        return self._thread.is_alive()
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Waits for its end."""
+        self._thread.join(timeout_s)
+
+    def wait_until_connected(self, timeout_s: float = _START_S) -> None:
+        """Returns once the ranks hear each other.
+
+        Raises:
+            RuntimeError: They do not.
+        """
+        if not self._connected.wait(timeout_s) or self.error is not None:
+            raise RuntimeError(self.error or f"the ranks did not find each other in {timeout_s:g} s")
+
+    async def wait_until_paused(self) -> None:
+        """Returns once all replicas are; call it in any asyncio loop."""
+        assert self._loop is not None
+        waiting = asyncio.run_coroutine_threadsafe(self.engine.wait_until(EngineState.PAUSED), self._loop)
+        await asyncio.wrap_future(waiting)
+
+    def _run(self) -> None:
+        try:
+            if torch.cuda.is_available():
+                torch.cuda.set_device(next(self.engine.controller.inference_wrapped_model.model.parameters()).device)
+            asyncio.run(self._serve())
+        except BaseException as error:  # megatron's tasks end with SystemExit
+            logger.exception("an engine ended")
+            self.error = f"the engine of rank {torch.distributed.get_rank()} ended: {type(error).__name__}: {error}"
+        finally:
+            self._connected.set()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        await self.engine.start_listening_to_data_parallel_coordinator(
+            self._port, launch_inference_coordinator=False, hostname=hostname()
+        )
+        self._connected.set()
+        talking = asyncio.create_task(self._talk())
+        try:
+            await self.engine.engine_loop_task
+        finally:
+            talking.cancel()
+
+    async def _talk(self) -> None:
+        replica = torch.distributed.get_rank(self.engine.pg_collection.dp)
+        while self.engine.is_mp_coordinator:
+            self._board.write(replica, engine_snapshot(self.engine))
+            await asyncio.sleep(_SNAPSHOT_S)
+
+
+class ReplicaLoop(Backend):
+    """All replicas, on rank 0.
+
+    Args:
+        rank: Of this process; connected.
+        coordinator: Ready.
+        board: Of all replicas.
+        on_first_token: Called with seconds since arrival and whether the cache was hit.
+        on_failure: Called once nothing can be generated any more.
+    """
+
+    def __init__(
+        self,
+        rank: RankEngine,
+        coordinator: CoordinatorProcess,
+        board: SnapshotBoard,
+        on_first_token: Callable[[float, bool], None],
+        on_failure: Callable[[], None],
+    ) -> None:
+        super().__init__()
+        self._rank, self._coordinator, self._board = rank, coordinator, board
+        self._on_first_token, self._on_failure = on_first_token, on_failure
+        self._live: set[Stream] = set()  # aborted ones, too: they are generated to their end
+        self._epoch = 0
+        self._broken: str | None = None
+        self._client: Any = None
+        self._watching: asyncio.Task[None] | None = None
+
+    @property
+    def problem(self) -> str | None:
+        """See `Backend`."""
+        return self._broken
+
+    def start(self) -> None:
+        """See `Backend`."""
+        self._client = InferenceClient(self._coordinator.address, deserialize=True)
+        self._client.start()
+        self._watching = asyncio.create_task(self._watch())
+
+    async def stop(self) -> None:
+        """Ends all replicas, on all ranks."""
+        assert self._watching is not None
+        self._watching.cancel()
+        try:
+            if self._broken is None:
+                async with asyncio.timeout(_END_S):
+                    self._client.pause_engines()
+                    await self._rank.wait_until_paused()
+                    self._client.stop_engines()
+                    await asyncio.to_thread(self._rank.join, _END_S)
+                self._client.shutdown_coordinator()
+        except TimeoutError:
+            self._broken = f"the replicas did not end in {_END_S:g} s"
+        finally:
+            await asyncio.to_thread(self._coordinator.stop, 0.0 if self._broken else _END_S)
+            self._client.stop()
+
+    def submit(self, sequence: Stream) -> None:
+        """See `Backend`."""
+        if self._broken is not None:
+            sequence.deliver(Update(finished=True, error=self._broken))
+            return
+        # Whoever gets the answer looks for stop strings in its text; an engine that finds one in the tokens ends earlier.
+        fields = sequence.sampling | {"stop_words": list(sequence.stop), "detokenize_stop_sequence": True}
+        sent_s = time.perf_counter()
+        future = self._client.add_request(sequence.prompt, SamplingParams.deserialize(fields))
+        self._live.add(sequence)
+        self.open_sequences = len(self._live)
+        future.add_done_callback(partial(self._finish, sequence, sent_s))
+
+    def abort(self, sequence: Stream) -> None:
+        """See `Backend`; the coordinator's protocol has no word for it: it is generated to its end, for nobody."""
+        sequence.closed = True
+
+    async def snapshots(self) -> dict[str, dict[str, Any]]:
+        """See `Backend`; at most about a second old, but for a replica that is in a long step."""
+        return await asyncio.to_thread(self._board.read)
+
+    async def reset_cache(self) -> None:
+        """See `Backend`."""
+        self._epoch += 1
+        self._client.set_generation_epoch(self._epoch)  # reaches the replicas before what is submitted next
+
+    def _finish(self, sequence: Stream, sent_s: float, future: asyncio.Future[Any]) -> None:
+        self._live.discard(sequence)
+        self.open_sequences = len(self._live)
+        if future.cancelled():
+            return
+        request = future.result()
+        cached_tokens = int(request.num_cached_tokens)
+        if request.ttft is not None:
+            self._on_first_token(sent_s - sequence.arrived_s + request.ttft, cached_tokens > 0)
+        update = Update(
+            tokens=request.generated_tokens,
+            log_probs=request.generated_log_probs or (),
+            top_log_probs=request.generated_top_n_logprobs or (),
+            cached_tokens=cached_tokens,
+            finished=True,
+            error=refusal(request) if request.failed() else None,
+        )
+        self._deliver(sequence, update)
+
+    @staticmethod
+    def _deliver(sequence: Stream, update: Update) -> None:
+        if not sequence.closed:
+            sequence.closed = True
+            sequence.deliver(update)
+
+    async def _watch(self) -> None:
+        while self._rank.is_alive and self._coordinator.is_alive:
+            await asyncio.sleep(_WATCH_S)
+        what = "the coordinator" if self._rank.is_alive else "the engine of rank 0"
+        self._broken = self._rank.error or f"{what} ended"
+        self.failures += 1
+        logger.error("%s", self._broken)
+        for sequence in self._live:
+            self._deliver(sequence, Update(finished=True, error=self._broken))
+        self._on_failure()
+
+
+def serve_with_others(engine: Any, platform: Any) -> int:
+    """What ranks other than 0 do: serves until rank 0 ends it; returns the exit code."""
+    board = SnapshotBoard(platform)
+    rank = RankEngine(engine, board)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, leave_in_time)
+    while rank.is_alive:
+        rank.join(_SNAPSHOT_S)
+        if rank.is_alive and not board.is_there:
+            logger.error("rank 0 is gone")
+            os._exit(1)  # the engine may wait for others forever
+    return 0 if rank.error is None else 1
