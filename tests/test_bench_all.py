@@ -222,6 +222,36 @@ def test_what_is_there_is_kept_after_ctrl_c(
     assert f"interrupted: 1 of 3 scenarios are in {path}" in capsys.readouterr().err
 
 
+def test_several_at_a_time_have_a_gpu_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The fake scenario writes which it sees, and that it is there until both are."""
+    script = """import json, os, pathlib, sys, time
+gpu, folder = os.environ["CUDA_VISIBLE_DEVICES"], pathlib.Path(os.environ["SEEN"])
+(folder / gpu).touch()
+while len(list(folder.iterdir())) < 2:
+    time.sleep(0.01)
+print("on", gpu)
+open(sys.argv[-1], "w").write(json.dumps({"options": {}, "engines": {}, "hardware": {"gpu": gpu}}))
+"""
+    fake, seen, path = tmp_path / "bench.py", tmp_path / "seen", tmp_path / "b.json"
+    fake.write_text(script)
+    seen.mkdir()
+    monkeypatch.setattr(_bench_all, "BENCH", fake)
+    monkeypatch.setattr(_bench_all, "gpu_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    monkeypatch.setenv("SEEN", str(seen))
+    argv = ["all", "--scenarios", "samples,herd,no_reuse", "--json", str(path)]
+    assert bench.main([*argv, "--gpus", "2"]) == 0
+    data = json.loads(path.read_text())
+    assert list(data["scenarios"]) == ["samples", "herd", "no_reuse"] and data["gpus"] == 2
+    assert {found["result"]["hardware"]["gpu"] for found in data["scenarios"].values()} == {"5", "7"}
+    out = capsys.readouterr().out
+    assert "on 5" in out and "on 7" in out and "--- 3 of 3: " in out
+    assert bench.main([*argv, "--gpus", "3"]) == 2
+    assert "--gpus 3: there are 2" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("status", "code"), [("completed", 0), ("crashed", 1), ("failed", 1)])
 def test_exit_codes(status: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
-import re
 import signal
-import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,120 +15,15 @@ import pytest
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("starlette")
-prometheus_parser = pytest.importorskip("prometheus_client.parser")
+pytest.importorskip("prometheus_client")
 
 from megatron_hybrid_prefix import build_engine  # noqa: E402
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer  # noqa: E402
+from tests.serve_helpers import ADMIN, BLOCK, HIT, LIMIT_TOKENS, PROMPT, Server, children, started  # noqa: E402
 
 pytestmark = pytest.mark.multi
 
-ROOT = Path(__file__).resolve().parents[1]
-BLOCK = 64
-LIMIT_TOKENS = 1024
-ADMIN = "admin-secret"
 TOKENIZER = ByteTokenizer(512)
-PROMPT = "Keys and values lie in blocks, and a state at the ends of some of them. " * 4
-HIT = len(PROMPT) // BLOCK * BLOCK
-
-
-class Server:
-    """A server under torchrun, and all processes of it."""
-
-    def __init__(self, process: subprocess.Popen[str], url: str, errors: Path) -> None:
-        self.process, self.url, self._errors = process, url, errors
-        self.ranks = sorted(_children(process.pid), key=_rank)
-        self.pids = [pid for rank in self.ranks for pid in (rank, *_children(rank))]
-
-    def client(self, kind: Any = None) -> Any:
-        return (kind or openai.OpenAI)(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-    def send(self, path: str, data: bytes | None = None, token: str = "") -> tuple[int, Any]:
-        request = urllib.request.Request(self.url + path, data, {"authorization": f"Bearer {token}"})
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return answer.status, json.load(answer)
-        except urllib.error.HTTPError as error:
-            return error.code, json.load(error)
-
-    def metric(self, name: str, **labels: str) -> list[float]:
-        """Samples with these labels, in the order of the replicas."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
-            families = prometheus_parser.text_string_to_metric_families(answer.read().decode())
-        samples = [sample for family in families for sample in family.samples]
-        found = [
-            (sample.labels.get("replica", ""), sample.value)
-            for sample in samples
-            if sample.name == f"hybrid_prefix_{name}" and labels.items() <= sample.labels.items()
-        ]
-        return [value for _, value in sorted(found)]
-
-    def wait_until(self, holds: Any, timeout_s: float = 30) -> None:
-        end_s = time.monotonic() + timeout_s
-        while not holds():
-            assert time.monotonic() < end_s
-            time.sleep(0.1)
-
-    def wait_until_drained(self) -> None:
-        """Nothing runs, and nothing that ran holds a block."""
-        self.wait_until(
-            lambda: (
-                not any(
-                    self.metric("running_requests") + self.metric("waiting_requests") + self.metric("open_sequences")
-                )
-                and self.metric("kv_blocks") == self.metric("kv_blocks_available")
-            )
-        )
-
-    def errors(self) -> str:
-        return self._errors.read_text()
-
-    def wait_until_gone(self, timeout_s: float = 40) -> None:
-        self.process.wait(timeout_s)
-        self.wait_until(lambda: not any(map(_is_running, self.pids)), 10)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return " Z " not in re.sub(r"\(.*\)", "", Path(f"/proc/{pid}/stat").read_text())
-    except FileNotFoundError:
-        return False
-
-
-def _children(pid: int) -> list[int]:
-    return [
-        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-    ]
-
-
-def _rank(pid: int) -> int:
-    found = re.search(rb"\0RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_bytes())
-    return int(found[1]) if found else -1
-
-
-@contextmanager
-def started(folder: Path, *argv: str) -> Iterator[Server]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    options = ["--port", "0", "--block-size-tokens", str(BLOCK), "--max-sequence-length", str(LIMIT_TOKENS)]
-    options += ["--max-requests", "4", "--max-waiting", "200", "--admin-token", ADMIN, *argv]
-    errors = folder / "errors"
-    with errors.open("w") as stderr:
-        process = subprocess.Popen(
-            [*torchrun, str(ROOT / "tools" / "serve.py"), *options],
-            env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-        )
-    try:
-        assert process.stdout is not None
-        lines = iter(process.stdout.readline, "")
-        found = (re.match(r"serving tiny on (http://\S+)", line) for line in lines)
-        url = next((match[1] for match in found if match), None)
-        assert url is not None, errors.read_text()[-4000:]
-        yield Server(process, url, errors)
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 @pytest.fixture(scope="module")
@@ -313,7 +201,7 @@ def test_one_replica_of_two_ranks_until_one_is_killed(tmp_path, tiny):
 def test_a_coordinator_that_ends_ends_the_server(tmp_path):
     with started(tmp_path) as server:
         coordinator = next(
-            pid for pid in _children(server.ranks[0]) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            pid for pid in children(server.ranks[0]) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
         )
         os.kill(coordinator, signal.SIGKILL)
         server.wait_until_gone()

@@ -1,6 +1,7 @@
 """`tools/bench.py all`: every scenario, each in a process of its own, into one JSON; `report`: tables and plots of it.
 
-A process each, so that one that fails, or leaves its device in a bad way, does not end the others.
+A process each, so that one that fails, or leaves its device in a bad way, does not end the others; with ``--gpus`` so many at
+a time.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from _bench_report import write_report
 from _console import InputError, Interrupt, check_writable, printable, read_text, write_whole
+from _engines import positive_int
 
 BENCH = Path(__file__).with_name("bench.py")
 KIND = "megatron_hybrid_prefix benchmarks"  # what the JSON says it is
@@ -36,7 +40,7 @@ QUICK: dict[str, dict[str, int]] = {
 }
 QUICK_REPEATS = 2
 # Options of its own; all others are handed on to each scenario.
-OWN = ("scenario", "scenarios", "quick", "json", "report")
+OWN = ("scenario", "scenarios", "quick", "gpus", "json", "report")
 # Those that say how figures were had, one by one, and are said once for all.
 COMMON = ("versions", "platform", "hardware")
 
@@ -57,6 +61,13 @@ def add_commands(commands: Any, scenarios: Mapping[str, Any], add_common: Callab
     add = command.add_argument
     add("--scenarios", default=",".join(scenarios), metavar="NAMES", help="by comma (default: %(default)s)")
     add("--quick", action="store_true", help=f"small sizes and {QUICK_REPEATS} rounds: to see that it works")
+    add(
+        "--gpus",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="scenarios at a time, each on a GPU of its own (default: 1)",
+    )
     add("--json", type=Path, default=Path("bench.json"), metavar="PATH", help="what is measured (default: %(default)s)")
     add("--report", type=Path, metavar="FOLDER", help="write tables and plots there")
     add_common(command)
@@ -93,6 +104,13 @@ def check_folder(folder: Path) -> None:
         raise InputError(f"cannot write {folder}: it is no folder")
 
 
+def gpu_count() -> int:
+    """GPUs that this process sees."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
 # --- Running ---------------------------------------------------------------------------------------------------------
 
 
@@ -110,14 +128,19 @@ def run_all(
         check_folder(args.report)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("all starts a process for each scenario: run scenarios one by one under torchrun")
+    if args.gpus > 1 and args.gpus > (found := gpu_count()):
+        raise InputError(f"--gpus {args.gpus}: there are {found}")
     data: dict[str, Any] = {"kind": KIND, "command": shlex.join(command), "quick": args.quick, "scenarios": {}}
-    for number, name in enumerate(names, 1):
-        print(f"--- {number} of {len(names)}: {name}", flush=True)
-        found = data["scenarios"][name] = run_one(name, args)
+    if args.gpus > 1:
+        data["gpus"] = args.gpus
+    for name, found in run_scenarios(names, args, interrupt):
         if found["status"] == "interrupted" or interrupt.requested:
-            del data["scenarios"][name]
-            print(f"interrupted: {number - 1} of {len(names)} scenarios are in {args.json}", file=sys.stderr)
+            print(
+                f"interrupted: {len(data['scenarios'])} of {len(names)} scenarios are in {args.json}", file=sys.stderr
+            )
             return 130
+        data["scenarios"][name] = found
+        data["scenarios"] = {known: data["scenarios"][known] for known in names if known in data["scenarios"]}
         for key in COMMON:
             if key in found["result"]:
                 data.setdefault(key, found["result"][key])
@@ -132,19 +155,63 @@ def run_all(
     return EXIT_FAILED if failed else 0
 
 
-def run_one(name: str, args: argparse.Namespace) -> dict[str, Any]:
+def run_scenarios(
+    names: Sequence[str], args: argparse.Namespace, interrupt: Interrupt
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What `run_one` says of each, as they end."""
+    if args.gpus == 1:
+        for number, name in enumerate(names, 1):
+            print(f"--- {number} of {len(names)}: {name}", flush=True)
+            yield name, run_one(name, args)
+        return
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    free: SimpleQueue[str] = SimpleQueue()
+    for gpu in given.split(",")[: args.gpus] if given else map(str, range(args.gpus)):
+        free.put(gpu)
+
+    def on_a_gpu(name: str) -> dict[str, Any]:
+        if interrupt.requested:
+            return {"status": "interrupted"}
+        gpu = free.get()
+        try:
+            return run_one(name, args, gpu)
+        finally:
+            free.put(gpu)
+
+    with ThreadPoolExecutor(args.gpus) as pool:
+        running = {pool.submit(on_a_gpu, name): name for name in names}
+        for number, ended in enumerate(as_completed(running), 1):
+            print(f"--- {number} of {len(names)}: {running[ended]}", flush=True)
+            found = ended.result()
+            print(found.pop("output", ""), flush=True)
+            yield running[ended], found
+
+
+def run_one(name: str, args: argparse.Namespace, gpu: str | None = None) -> dict[str, Any]:
     """One scenario in a process of its own.
+
+    Args:
+        name: Which.
+        args: Options.
+        gpu: Which one it sees, beside others; None: it is alone, and shows what it does as it does it.
 
     Returns:
         ``status`` (completed; crashed: an engine did; failed: there are no figures; interrupted), ``error``, ``exit_code``, and
-        ``result``: what ``--json`` of the scenario wrote.
+        ``result``: what ``--json`` of the scenario wrote; ``output``, what it would have shown.
     """
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         path = Path(folder) / "result.json"
         command = [str(BENCH), name, *options_of(name, args)]
         argv = [sys.executable, *command, "--json", str(path)]
-        process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, errors="replace")
-        _, errors = process.communicate()
+        process = subprocess.Popen(
+            argv,
+            env=None if gpu is None else os.environ | {"CUDA_VISIBLE_DEVICES": gpu},
+            stdout=None if gpu is None else subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        output, errors = process.communicate()
         result = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if result:  # what to type for it; the file is gone
         result["command"], result["options"]["json"] = shlex.join([BENCH.name, *command[1:]]), None
@@ -161,7 +228,9 @@ def run_one(name: str, args: argparse.Namespace) -> dict[str, Any]:
     else:
         lines = [line for line in errors.splitlines() if line.strip()]
         status, error = "failed", lines[-1].strip() if lines else f"ended with {code}"
-    return {"status": status, "error": error, "exit_code": code, "result": result}
+    return {"status": status, "error": error, "exit_code": code, "result": result} | (
+        {"output": output} if output is not None else {}
+    )
 
 
 def options_of(name: str, args: argparse.Namespace) -> list[str]:

@@ -47,6 +47,8 @@ def _lines(data: Mapping[str, Any], plots: Mapping[str, str]) -> list[str]:
         facts = ", ".join(f"{name} {value}" for name, value in data.get(key, {}).items() if value is not None)
         lines.append(f"{title}: {facts or 'unknown: no scenario came to the end'}.")
     lines += ["", f"    {data['command']}", "", "Medians of the rounds; ratios are quotients of medians."]
+    if "gpus" in data:
+        lines.append(f"{data['gpus']} scenarios ran at a time, each on a GPU of its own.")
     lines += ["", "| scenario | |", "|---|---|"]
     for name, found in data["scenarios"].items():
         lines.append(
