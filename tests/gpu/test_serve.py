@@ -35,6 +35,7 @@ def ask(server, prompt=PROMPT, **fields):
         (2, ["--preset", "hybrid-4b", "--cuda-graphs", "4", "--max-tokens", "4096"]),
         (4, ["--preset", "hybrid-4b", "--cuda-graphs", "4", "--max-tokens", "4096", "--tp", "2"]),
     ],
+    ids=["tiny-1", "tiny-2", "tiny-tp2", "hybrid-4b-2", "hybrid-4b-2x2"],
 )
 def test_the_second_call_is_cached(ranks, argv, tmp_path, monkeypatch):
     if torch.cuda.device_count() < ranks:
