@@ -171,6 +171,8 @@ def test_the_error_that_is_shown_is_the_ranks_own():
     assert functional.last_error(text) == "ValueError: first"
     assert functional.last_error("RuntimeError: x closed by peer") == "RuntimeError: x closed by peer"
     assert functional.last_error("") == "nothing on stderr"
+    text = "[rank0]:[E1 a.cpp:6] [Rank 0] Watchdog caught collective operation timeout: x\nExtension modules: y\n"
+    assert functional.last_error(text) == "Watchdog caught collective operation timeout: x"
 
 
 RAN = "import os, sys, time; open(f\"{sys.argv[1]}.rank{os.environ['RANK']}\", 'w').write(str(os.getpid())); "

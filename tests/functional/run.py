@@ -33,7 +33,7 @@ CASE_TIMEOUT_S = {"cpu": 240.0, "cuda": 400.0}
 END_TIMEOUT_S = {"cpu": 30.0, "cuda": TIMEOUT_S + 90.0}
 # Log-probs, float32; on GPUs with the products of Triton's kernels in float32, too (TRITON_F32_DEFAULT=ieee).
 TOLERANCE = {"cpu": 1e-5, "cuda": 5e-5}
-_RAISED = re.compile(r"(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception): .*)")
+_RAISED = re.compile(r"(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception): .*)|.*(Watchdog caught .*)")
 WRONG = 1e-3  # a wrong state is farther off than this
 
 
@@ -281,7 +281,7 @@ def run_killed_alone(name: str, case: Case, device: str, out: Path) -> str:
 
 def last_error(text: str) -> str:
     """The last error that a rank raised, on one line; one that only says that another rank went away, if there is none else."""
-    raised = [found.group(1) for found in map(_RAISED.match, text.splitlines()) if found is not None]
+    raised = [found[1] or found[2] for found in map(_RAISED.match, text.splitlines()) if found is not None]
     own = [line for line in raised if "closed by peer" not in line and "ChildFailedError" not in line]
     said = [line.strip() for line in text.splitlines() if line.strip()]
     line = (own or raised or said or ["nothing on stderr"])[-1]
