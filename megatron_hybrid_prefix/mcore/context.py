@@ -229,6 +229,7 @@ class HybridPrefixContext(DynamicInferenceContext):
         names += ("last_chunk_indices", "seq_idx_for_varlen", "conv_seq_idx", "conv_seq_start")
         self.mamba_metadata.bind_cpu_buffers({name: getattr(self, f"_cpu_mamba_{name}") for name in names})
         self.mamba_metadata.bind_gpu_buffers(self.gpu_view)
+        self.mamba_metadata.prefill_spans = self._prefill_spans
         self.state_pool = StatePool(
             layout, live_slots=self.max_requests, checkpoint_slots=self._checkpoint_slots, device=device
         )
@@ -474,7 +475,6 @@ class HybridPrefixContext(DynamicInferenceContext):
             raise RuntimeError("a forward failed and left half-written states: call engine.reset() before going on")
         if self._decisions is not None:
             self._compare_decisions()
-        self.mamba_metadata.prefill_spans = self._prefill_spans
         result = super().initialize_attention_state(**kwargs)
         self._forward_running = True
         self._allow_one_token_prefills()
@@ -506,8 +506,10 @@ class HybridPrefixContext(DynamicInferenceContext):
         ]
 
     def _allow_one_token_prefills(self) -> None:
+        if self.is_decode_only():
+            return
         metadata = self.active_attn_metadata["mha_metadata"]
-        if not self.is_decode_only() and metadata.state_data["max_seqlen_q"] < _MIN_PREFILL_SEQLEN_Q:
+        if metadata.state_data["max_seqlen_q"] < _MIN_PREFILL_SEQLEN_Q:
             metadata._max_seqlen_q = metadata.state_data["max_seqlen_q"] = _MIN_PREFILL_SEQLEN_Q
 
     def transfer_bookkeeping_to_gpu(self, skip_token_input_ids: bool = False, record_done_event: bool = False) -> Any:
@@ -548,7 +550,7 @@ class HybridPrefixContext(DynamicInferenceContext):
         return result
 
     def _publish(self) -> None:
-        if self.prefix_cache is None:
+        if not self._step_plans and self.host_moves is None:
             return
         failed = self.failed_loads()
         self._failed_loads = None
@@ -605,10 +607,10 @@ class HybridPrefixContext(DynamicInferenceContext):
         progress, cache = self._decode_progress, self.prefix_cache
         if progress is None:
             return
-        copies: dict[int, int] = {}  # by target: with few slots, one request's may go to the next at once
         blocks = progress.advance(self)
-        if not self._prefix_config.decode_checkpoints:
+        if not blocks or not self._prefix_config.decode_checkpoints:
             return
+        copies: dict[int, int] = {}  # by target: with few slots, one request's may go to the next at once
         for block in blocks:
             known = cache.sequence_tokens(block.request_id)
             tokens = progress.tokens(block.live_slot, known, block.end_tokens)
@@ -634,10 +636,11 @@ class HybridPrefixContext(DynamicInferenceContext):
         if self.prefix_cache is None or not self.kv_block_allocator.unattached:
             return
         # A row's newest block is its last one; paused rows that were resumed are among the active ones by now.
-        last_blocks = self.request_last_kv_block_id[: self.total_request_count].tolist()
-        row_of = {block_id: row for row, block_id in enumerate(last_blocks)}
+        rows = slice(0, self.total_request_count)
+        columns = (self.request_last_kv_block_id[rows].tolist(), self.request_ids[rows].tolist())
+        request_of = dict(zip(*columns, strict=True))
         for block_id in self.kv_block_allocator.unattached:
-            self.prefix_cache.attach_blocks(int(self.request_ids[row_of[block_id]]), [block_id])
+            self.prefix_cache.attach_blocks(request_of[block_id], [block_id])
         self.kv_block_allocator.unattached.clear()
 
     # -- release -------------------------------------------------------------------------------------------------------

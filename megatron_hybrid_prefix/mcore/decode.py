@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.mcore.context import HybridPrefixContext
@@ -28,6 +27,32 @@ class FilledBlock(NamedTuple):
     forward_token: int
 
 
+class _Rows:
+    """Megatron's bookkeeping of the rows, in the same memory: a step that fills no block shall not cost a call of torch.
+
+    Attributes:
+        of: The tensor that this was made of. All tensors of a context are made at once, so where the context has another
+            one this has to be made again.
+        tokens: Of the forward, int64.
+        live_slots: Of each row, int32.
+        request_ids: Of each row.
+        begun_tokens: Of each row, where the last forward began.
+        forward_tokens: Of each row, how many tokens that forward had.
+    """
+
+    def __init__(self, context: HybridPrefixContext) -> None:
+        self.of = context.token_to_input_ids
+        self.tokens = memoryview(self.of.numpy())
+        self.live_slots = memoryview(context.mamba_metadata.request_to_mamba_state_idx.numpy())
+        self.request_ids = context.request_ids.numpy()
+        self.begun_tokens = context.request_kv_length_offsets.numpy()
+        self.forward_tokens = context.request_query_lengths.numpy()
+
+    def processed(self, first: int, last: int) -> np.ndarray:
+        """Tokens of each row that have been computed, (last - first,)."""
+        return self.begun_tokens[first:last] + self.forward_tokens[first:last]
+
+
 class DecodeProgress:
     """Tokens of the running requests, by live slot, as far back as a block may begin.
 
@@ -47,10 +72,10 @@ class DecodeProgress:
         self._ring_tokens = 2 * (block_tokens + self._width)
         self._recent = np.zeros((rows, self._ring_tokens), dtype=np.int64)
         self._processed = np.zeros(rows, dtype=np.int64)
-        self._slots = torch.zeros(0, dtype=torch.int32)  # live slots of the rows that the notes are about
-        self._notes: list[
-            tuple[torch.Tensor, torch.Tensor | None]
-        ] = []  # a forward's tokens, and how far rows got with it
+        self._rows: _Rows | None = None
+        self._slots = b""  # live slots of the rows that the notes are about, int32
+        # A forward's tokens as bytes, and how far rows got with it where drafts were accepted or not.
+        self._notes: list[tuple[bytes, np.ndarray | None]] = []
         self._quiet_steps = 0  # forwards to come in which these rows fill no block
 
     def advance(self, context: HybridPrefixContext) -> list[FilledBlock]:
@@ -58,35 +83,38 @@ class DecodeProgress:
         first, last = context.paused_request_count, context.total_request_count
         if first == last:
             return []
-        slots = context.mamba_metadata.request_to_mamba_state_idx[first:last]
+        rows = self._rows
+        if rows is None or rows.of is not context.token_to_input_ids:
+            rows = self._rows = _Rows(context)
+        slots = rows.live_slots[first:last].tobytes()
         # A slot that went to another request was in a prefill since.
-        if not context.num_prefill_requests and torch.equal(slots, self._slots):
-            self._note(context, first, last)
+        if not context.num_prefill_requests and slots == self._slots:
+            self._note(rows, first, last)
             if self._quiet_steps:
                 self._quiet_steps -= 1
                 return []
         else:
             self._take_in()
             decodes = last - first - context.num_prefill_requests  # they come first
-            self._slots = slots[:decodes].clone()
+            self._slots = rows.live_slots[first : first + decodes].tobytes()
             if decodes:
-                self._note(context, first, first + decodes)
+                self._note(rows, first, first + decodes)
         before = self._take_in()
-        own = slots.numpy()
+        own = np.frombuffer(slots, dtype=np.int32)
         found = []
         now = self._processed[own[: len(before)]]
         for row in np.flatnonzero(now // self._block_tokens > before // self._block_tokens).tolist():
             end_tokens = int(now[row]) // self._block_tokens * self._block_tokens
             found.append(
                 FilledBlock(
-                    request_id=int(context.request_ids[first + row]),
+                    request_id=int(rows.request_ids[first + row]),
                     live_slot=int(own[row]),
                     end_tokens=end_tokens,
                     forward_token=end_tokens - int(before[row]) - 1,
                 )
             )
-        processed = self._processed[own] = _processed(context, first, last).numpy()
-        self._slots = slots.clone()
+        processed = self._processed[own] = rows.processed(first, last)
+        self._slots = slots
         room = self._block_tokens - processed % self._block_tokens
         self._quiet_steps = int((room.min() - 1) // self._width)
         return found
@@ -100,34 +128,29 @@ class DecodeProgress:
         """Tokens of the request in ``live_slot`` at positions [start, end): generated ones, at most a block of them."""
         return self._recent[live_slot, np.arange(start, end) % self._ring_tokens]
 
-    def _note(self, context: HybridPrefixContext, first: int, last: int) -> None:
-        tokens = context.token_to_input_ids[: (last - first) * self._width].clone()
+    def _note(self, rows: _Rows, first: int, last: int) -> None:
+        tokens = rows.tokens[: (last - first) * self._width].tobytes()
         # Without drafts each row gets one token further.
-        self._notes.append((tokens, _processed(context, first, last) if self._width > 1 else None))
+        self._notes.append((tokens, rows.processed(first, last) if self._width > 1 else None))
 
     def _take_in(self) -> np.ndarray:
         """Writes what was noted to the rings; returns where each row's last forward began, (rows,)."""
-        own = self._slots.numpy()
+        own = np.frombuffer(self._slots, dtype=np.int32)
         before = self._processed[own]
         if not self._notes:
             return before
-        tokens, processed = zip(*self._notes, strict=True)
+        noted, processed = zip(*self._notes, strict=True)
         self._notes.clear()
-        steps = len(tokens)
         ends = (
-            torch.stack(processed).numpy() if self._width > 1 else before + np.arange(1, steps + 1)[:, None]
+            np.stack(processed) if self._width > 1 else before + np.arange(1, len(noted) + 1)[:, None]
         )  # (steps, rows)
         starts = np.concatenate([before[None], ends[:-1]])
         positions = starts[:, :, None] + np.arange(self._width)
-        kept = positions < ends[:, :, None]  # the others are drafts that were not accepted
         rows = np.broadcast_to(own[None, :, None], positions.shape)
-        self._recent[rows[kept], positions[kept] % self._ring_tokens] = (
-            torch.stack(tokens).numpy().reshape(positions.shape)[kept]
-        )
+        tokens = np.frombuffer(b"".join(noted), dtype=np.int64).reshape(positions.shape)
+        if self._width > 1:
+            kept = positions < ends[:, :, None]  # the others are drafts that were not accepted
+            rows, positions, tokens = rows[kept], positions[kept], tokens[kept]
+        self._recent[rows, positions % self._ring_tokens] = tokens
         self._processed[own] = ends[-1]
         return starts[-1]
-
-
-def _processed(context: HybridPrefixContext, first: int, last: int) -> torch.Tensor:
-    """Tokens of each row that have been computed, (last - first,)."""
-    return context.request_kv_length_offsets[first:last] + context.request_query_lengths[first:last]

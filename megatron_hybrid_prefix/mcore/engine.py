@@ -332,10 +332,13 @@ class HybridPrefixEngine(DynamicInferenceEngine):
             return False
         return super()._should_run_async_sched_overlap()
 
-    @torch.inference_mode()  # megatron's bookkeeping tensors may have been made in it
     def _take_out_aborted(self) -> None:
-        if not (self._aborting or self._start_over_chunked) or not hasattr(self.context, "remove_waiting_row"):
-            return  # around megatron's context they end once they run
+        # Asked twice a step: nothing is entered for nothing. Around megatron's context they end once they run.
+        if (self._aborting or self._start_over_chunked) and hasattr(self.context, "remove_waiting_row"):
+            self._take_out_waiting_rows()
+
+    @torch.inference_mode()  # megatron's bookkeeping tensors may have been made in it
+    def _take_out_waiting_rows(self) -> None:
         context = self.context
         for request_id in sorted(self._start_over_chunked):
             if context.remove_waiting_row(request_id):
@@ -391,7 +394,8 @@ class HybridPrefixEngine(DynamicInferenceEngine):
         Requests whose load failed leave the context the same way: in this step, and without its token.
         """
         result = super()._get_and_clear_stop_word_finished_ids(active_request_ids)
-        if self._has_cache and (failed := self.context.failed_loads().difference(result)):
+        failed = self.context.failed_loads() if self._has_cache else None
+        if failed and (failed := failed.difference(result)):
             between_chunks = failed & {self.context.chunked_prefill_request_id}
             self._start_over_chunked |= between_chunks
             self._start_over |= failed - between_chunks
@@ -401,7 +405,7 @@ class HybridPrefixEngine(DynamicInferenceEngine):
                 for log_probs in (part.generated_log_probs, part.generated_top_n_logprobs):
                     if log_probs:
                         del log_probs[len(part.generated_tokens) :]
-        return result | self._start_over
+        return result | self._start_over if self._start_over else result
 
     # -- loads that failed, preemption ---------------------------------------------------------------------------------
 
@@ -414,8 +418,9 @@ class HybridPrefixEngine(DynamicInferenceEngine):
         **kwargs: Any,
     ) -> Any:
         """See upstream; requests whose load failed did not finish, they wait again."""
-        again, self._start_over = self._start_over, set()
+        again = self._start_over
         if again:
+            self._start_over = set()
             left = [request_id not in again for request_id in finished_request_ids.tolist()]
             finished_request_ids = finished_request_ids[torch.tensor(left, dtype=torch.bool)]
         result = super().post_process_requests(request_ids, finished_request_ids, evict_request_ids, *args, **kwargs)
@@ -426,7 +431,9 @@ class HybridPrefixEngine(DynamicInferenceEngine):
                 self.waiting_request_ids and self.waiting_request_ids[0] == self.context.chunked_prefill_request_id
             )
             self.waiting_request_ids.insert(1 if chunked else 0, request_id)
-        if self._has_cache and evict_request_ids is not None:
+        if self._aborting:
+            self._aborting.intersection_update(self.requests)  # the others finished; their ids may come again
+        if evict_request_ids is not None and self._has_cache:
             for request_id in evict_request_ids.tolist():
                 keys = self.context.keys_of(self.get_request(request_id))
                 keys.resumes = self.context.prefix_cache.has_retracted(request_id)
@@ -449,13 +456,6 @@ class HybridPrefixEngine(DynamicInferenceEngine):
             if self._has_cache:
                 self.context.fail_forward()
             raise
-
-    async def async_bookkeep(self, *step: Any) -> Any:
-        """See upstream."""
-        result = await super().async_bookkeep(*step)
-        if self._aborting:
-            self._aborting.intersection_update(self.requests)  # the others finished; their ids may come again
-        return result
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
