@@ -477,7 +477,8 @@ class HybridPrefixContext(DynamicInferenceContext):
             self._compare_decisions()
         result = super().initialize_attention_state(**kwargs)
         self._forward_running = True
-        self._allow_one_token_prefills()
+        if self.num_prefill_requests:
+            self._allow_one_token_prefills()
         return result
 
     def _compare_decisions(self) -> None:
@@ -506,10 +507,8 @@ class HybridPrefixContext(DynamicInferenceContext):
         ]
 
     def _allow_one_token_prefills(self) -> None:
-        if self.is_decode_only():
-            return
         metadata = self.active_attn_metadata["mha_metadata"]
-        if metadata.state_data["max_seqlen_q"] < _MIN_PREFILL_SEQLEN_Q:
+        if not self.is_decode_only() and metadata.state_data["max_seqlen_q"] < _MIN_PREFILL_SEQLEN_Q:
             metadata._max_seqlen_q = metadata.state_data["max_seqlen_q"] = _MIN_PREFILL_SEQLEN_Q
 
     def transfer_bookkeeping_to_gpu(self, skip_token_input_ids: bool = False, record_done_event: bool = False) -> Any:
@@ -526,12 +525,17 @@ class HybridPrefixContext(DynamicInferenceContext):
     def update_requests(
         self, active_requests_mask: torch.Tensor, new_tokens: torch.Tensor, new_speculative_tokens: Any = None
     ) -> Any:
-        """See upstream; the forward before it succeeded, so what it wrote becomes matchable first."""
+        """See upstream; the forward before it succeeded, so what it wrote becomes matchable first.
+
+        The blocks that megatron gave out are noted as the requests' last.
+        """
         self._publish()
         self._follow_decodes()
         result = super().update_requests(active_requests_mask, new_tokens, new_speculative_tokens)
-        if self.prefix_cache is not None and self.num_speculative_tokens:
-            self._find_blocks_of_tokens()
+        if self.prefix_cache is not None:
+            self._attach_blocks()
+            if self.num_speculative_tokens:
+                self._find_blocks_of_tokens()
         self._forward_running = False
         return result
 
@@ -577,14 +581,6 @@ class HybridPrefixContext(DynamicInferenceContext):
 
     # -- decode --------------------------------------------------------------------------------------------------------
 
-    def resume_paused_requests(
-        self, active_request_count: int, newly_paused_request_ids: torch.Tensor
-    ) -> tuple[int, torch.Tensor]:
-        """See upstream; the blocks it gave out are noted as the requests'."""
-        result = super().resume_paused_requests(active_request_count, newly_paused_request_ids)
-        self._attach_blocks()
-        return result
-
     def can_prepare_requests(self) -> bool:
         """See upstream, which leaves out a chunked prefill between two chunks: its hidden row, and the blocks it holds."""
         if self.prefix_cache is None:
@@ -595,7 +591,8 @@ class HybridPrefixContext(DynamicInferenceContext):
         """See upstream; the blocks it gave out are noted as the requests'."""
         self._follow_decodes()
         super().prepare_requests()
-        self._attach_blocks()
+        if self.prefix_cache is not None:
+            self._attach_blocks()
 
     def _follow_decodes(self) -> None:
         """Where a decode filled a block, the block gets its key, and the state at its end is kept.
@@ -633,7 +630,7 @@ class HybridPrefixContext(DynamicInferenceContext):
             self.state_pool.copy(sources, targets)
 
     def _attach_blocks(self) -> None:
-        if self.prefix_cache is None or not self.kv_block_allocator.unattached:
+        if not self.kv_block_allocator.unattached:
             return
         # A row's newest block is its last one; paused rows that were resumed are among the active ones by now.
         rows = slice(0, self.total_request_count)
@@ -647,6 +644,8 @@ class HybridPrefixContext(DynamicInferenceContext):
 
     def evict_overflow_paused_requests(self, *args: Any, **kwargs: Any) -> Any:
         """See upstream; with a host tier, requests that are preempted leave there what they have computed."""
+        if not self.paused_request_count:
+            return None
         self._retracting = self.host_moves is not None
         try:
             return super().evict_overflow_paused_requests(*args, **kwargs)

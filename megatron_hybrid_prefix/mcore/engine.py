@@ -243,8 +243,11 @@ class HybridPrefixEngine(DynamicInferenceEngine):
         Requests whose prefix is being computed wait for it, out of the queue; prompts that are cached but for a little do
         not wait for the chunks of another one.
         """
-        self._take_out_aborted()
-        if not self._has_cache or not self.waiting_request_ids:
+        if self._aborting or self._start_over_chunked:
+            self._take_out_aborted()
+        if not self.waiting_request_ids:
+            return
+        if not self._has_cache:
             super().schedule_waiting_requests()
             return
         before = list(self.waiting_request_ids)
@@ -332,13 +335,10 @@ class HybridPrefixEngine(DynamicInferenceEngine):
             return False
         return super()._should_run_async_sched_overlap()
 
-    def _take_out_aborted(self) -> None:
-        # Asked twice a step: nothing is entered for nothing. Around megatron's context they end once they run.
-        if (self._aborting or self._start_over_chunked) and hasattr(self.context, "remove_waiting_row"):
-            self._take_out_waiting_rows()
-
     @torch.inference_mode()  # megatron's bookkeeping tensors may have been made in it
-    def _take_out_waiting_rows(self) -> None:
+    def _take_out_aborted(self) -> None:
+        if not hasattr(self.context, "remove_waiting_row"):
+            return  # around megatron's context they end once they run
         context = self.context
         for request_id in sorted(self._start_over_chunked):
             if context.remove_waiting_row(request_id):
@@ -394,8 +394,8 @@ class HybridPrefixEngine(DynamicInferenceEngine):
         Requests whose load failed leave the context the same way: in this step, and without its token.
         """
         result = super()._get_and_clear_stop_word_finished_ids(active_request_ids)
-        failed = self.context.failed_loads() if self._has_cache else None
-        if failed and (failed := failed.difference(result)):
+        host_moves = getattr(self.context, "host_moves", None)
+        if host_moves is not None and (failed := self.context.failed_loads().difference(result)):
             between_chunks = failed & {self.context.chunked_prefill_request_id}
             self._start_over_chunked |= between_chunks
             self._start_over |= failed - between_chunks
@@ -448,7 +448,7 @@ class HybridPrefixEngine(DynamicInferenceEngine):
 
     async def async_forward(self) -> tuple[dict | None, dict, float]:
         """See upstream; after a forward that raised, what it was to publish is dropped."""
-        if not self._is_suspended:
+        if (self._aborting or self._start_over_chunked) and not self._is_suspended:
             self._take_out_aborted()
         try:
             return await super().async_forward()
