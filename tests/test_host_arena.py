@@ -10,6 +10,7 @@ import torch
 
 from megatron_hybrid_prefix.host import arena as arenas
 from megatron_hybrid_prefix.host.arena import HostArena, choose_page_bytes, pin, unpin
+from megatron_hybrid_prefix.host.queue import HostQueue
 from megatron_hybrid_prefix.host.units import Kind, Tag, TransferUnit
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -154,6 +155,60 @@ def test_a_stage_without_recurrent_layers_moves_nothing_of_states():
     pools = Pools("cpu", mamba_layers=0)
     pools.arena.carry_out([pools.unit(Kind.STATE, 1, 5), pools.unit(Kind.STATE, 2, 5, load_id=1)])
     assert not pools.arena.has_failed(1) and pools.arena.bytes_stored == pools.arena.bytes_loaded == 0
+
+
+class Marks(HostQueue):
+    """A queue that makes marks, and notes which ones are waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = 0
+        self.waited: list[int] = []
+
+    def mark(self) -> int:
+        self.made += 1
+        return self.made
+
+    def wait(self, mark: int) -> None:
+        self.waited.append(mark)
+
+
+def test_the_model_waits_until_what_it_may_write_to_was_read(monkeypatch):
+    """For the last gathering of a round, not for the copies to the host; and once."""
+    monkeypatch.setattr(arenas, "STORE_STAGING_BYTES", 1)  # a batch each
+    pools = Pools("cpu")
+    pools.arena.stores = marks = Marks()
+    pools.arena.wait_for_stores()
+    assert marks.waited == []
+    made = []
+    monkeypatch.setattr(
+        pools.arena, "_host", lambda page, length: made.append(marks.made) or torch.empty(length).byte()
+    )
+    pools.arena.carry_out([pools.unit(Kind.KV, 1, 5), pools.unit(Kind.STATE, 2, 6)])
+    pools.arena.wait_for_stores()
+    pools.arena.wait_for_stores()
+    assert marks.waited == [made[-1]] and set(made) == {1, 2}
+
+
+@pytest.mark.gpu
+def test_a_write_right_after_a_store_does_not_spoil_it():
+    """The stream of the stores is late: what the model writes meanwhile has to wait for it."""
+    pools = Pools("cuda", 1000)
+    for kind, index in ((Kind.KV, 1), (Kind.STATE, 2)):
+        pools.write(kind, index, 3.0)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(pools.arena.stores._stream):
+        torch.cuda._sleep(200_000_000)
+    pools.arena.carry_out([pools.unit(Kind.KV, 1, 5), pools.unit(Kind.STATE, 2, 6)])
+    pools.arena.wait_for_stores()
+    for kind, index in ((Kind.KV, 1), (Kind.STATE, 2)):
+        pools.write(kind, index, 7.0)
+    pools.arena.carry_out([pools.unit(Kind.KV, 3, 5, load_id=1), pools.unit(Kind.STATE, 4, 6, load_id=1)])
+    pools.arena.wait_for_load(1)
+    assert not pools.arena.has_failed(1)
+    for kind, index, first in ((Kind.KV, 1, 7.0), (Kind.STATE, 2, 7.0), (Kind.KV, 3, 3.0), (Kind.STATE, 4, 3.0)):
+        for number, tensor in enumerate(pools.read(kind, index)):
+            assert torch.all(tensor == first + number)
 
 
 @pytest.mark.gpu

@@ -267,6 +267,7 @@ class HostArena:
             self._sums[self._ids([unit.pages[0] for unit in units])] = checksum_rows(
                 rows[:, :valid_bytes].view(torch.int64)
             )
+        self._gathered = self.stores.mark()
         for start, page, length in self._pieces(units, valid_bytes):
             self._host(page, length).copy_(staging[start : start + length], non_blocking=True)
         self._tags |= {unit.pages[0]: unit.tag for unit in units}
