@@ -26,7 +26,7 @@ from megatron_hybrid_prefix.ops.slot_copies import copy_slots, ids_on_device
 
 logger = logging.getLogger(__name__)
 
-STORE_STAGING_BYTES = 256 * 2**20  # so much can be evicted at once without waiting for the link
+STORE_STAGING_BYTES = 512 * 2**20  # so much can be evicted at once without waiting for the link
 LOAD_STAGING_BYTES = 64 * 2**20
 _ALIGNMENT_BYTES = 512
 _MOST_PAGES_AN_ENTRY = 16
@@ -167,6 +167,9 @@ class HostArena:
                 self._run_loads(run)
 
     def _run_stores(self, units: Sequence[TransferUnit]) -> None:
+        places = [place for unit in units for place in _places(unit)]
+        if len(set(places)) == len(places):  # then their order does not matter, and fewer batches cost the host less
+            units = sorted(units, key=lambda unit: unit.tag.kind is Kind.STATE)
         # Loads that the model has not waited for, and that read these pages or write what is stored.
         touched = set().union(*self._in_flight.values())
         after = self._last_load if any(_places(unit) & touched for unit in units) else None
