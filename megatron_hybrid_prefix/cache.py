@@ -10,29 +10,26 @@ Pressure never raises: `admit`, `grow` and `allocate_blocks` return None when ev
 without a slot is skipped and counted. ValueError is a caller's mistake, CacheCorruptionError a broken invariant.
 
 Longer than 400 lines because every entry point of the engine is here, in order; half of it is docstrings. What is
-cached and how room is made is in `index/store.py`.
+cached and how room is made is in `index/store.py`, what is loaded from the host in `index/loads.py`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
-from megatron_hybrid_prefix.host.units import Kind, Tag, TransferUnit
+from megatron_hybrid_prefix.host.units import TransferUnit
 from megatron_hybrid_prefix.index.blocks import KVBlocks
 from megatron_hybrid_prefix.index.host_tier import HostTier
 from megatron_hybrid_prefix.index.integrity import check_integrity
 from megatron_hybrid_prefix.index.keys import KeyChain, KeyMaker, Tokens
+from megatron_hybrid_prefix.index.loads import HostLoads
 from megatron_hybrid_prefix.index.matcher import Match, match_prefix
 from megatron_hybrid_prefix.index.requests import (
     Admission,
     LiveRequest,
-    Load,
     PlannedCheckpoint,
-    Retracted,
     StepPlan,
 )
 from megatron_hybrid_prefix.index.store import PrefixStore
@@ -130,10 +127,15 @@ class HybridPrefixCache:
                 stats=self._stats,
             )
             self._store.host, self._store.write_through = self._host, host_write_through
+        self._loads = HostLoads(
+            self._host,
+            store=self._store,
+            blocks=self._blocks,
+            slots=self._slots,
+            stats=self._stats,
+            block_tokens=block_tokens,
+        )
         self._live: dict[int, LiveRequest] = {}
-        self._loading: dict[int, LiveRequest] = {}  # by load id
-        self._retracted: dict[int, Retracted] = {}  # by request id
-        self._next_load_id = 0
         self._in_flight: dict[int, LiveRequest] = {}  # by plan id; outlives a release
         self._writing: set[bytes] = set()  # keys whose state a forward in flight writes
         self._loose: set[int] = set()  # blocks given out to nobody in particular
@@ -184,45 +186,33 @@ class HybridPrefixCache:
             The match to go on with; None (and nothing changed) where the host has no more than the device, or where there
             are not enough blocks, or no slot.
         """
-        match = self._fresh(match)
-        path = match.loadable_path
-        if self._host is None or not path or request_id in self._live:
+        if request_id in self._live:
             return None
-        shared, rest = _split_by_device(path)
-        return self._begin_load(
-            request_id,
-            match,
-            shared=shared,
-            kv_entries=[node.host_block for node in rest],
-            state_entry=path[-1].host_slot,
-            pinned=(*(node.host_block for node in rest), path[-1].host_slot),
-            resume_tokens=len(path) * self.block_tokens,
-            write=write,
-            leave_blocks=leave_blocks,
-        )
+        match = self._fresh(match)
+        write = write and match.chain.epoch == self.epoch
+        return self._hold(self._loads.begin(request_id, match, write=write, leave_blocks=leave_blocks))
 
     def is_loading(self, request_id: int) -> bool:
         """Whether the request holds a load and is not admitted yet."""
         live = self._live.get(request_id)
-        return live is not None and live.load is not None and not live.load.admitted
+        return live is not None and live.is_loading
 
     def has_retracted(self, request_id: int) -> bool:
         """Whether the request left something with `retract`."""
-        return request_id in self._retracted
+        return request_id in self._loads.left
 
     def loads_elsewhere(self, match: Match) -> bool:
         """Whether another request is loading what this one would load."""
-        path = match.loadable_path
-        return self._host is not None and bool(path) and self._host.is_pinned(path[-1].host_slot)
+        return self._loads.loads_elsewhere(match)
 
     def has_load(self, load_id: int) -> bool:
         """Whether a request, admitted or not, still needs what this load brings."""
-        return load_id in self._loading
+        return load_id in self._loads
 
     @property
     def has_waiting_loads(self) -> bool:
         """Whether any request holds a load and is not admitted yet."""
-        return any(live.load is not None and not live.load.admitted for live in self._loading.values())
+        return bool(self._loads.waiting)
 
     def load_pages(self, request_id: int) -> int:
         """Size of the load that the request holds."""
@@ -231,10 +221,10 @@ class HybridPrefixCache:
 
     def give_up_loads(self) -> bool:
         """Releases all requests that hold a load and are not admitted; whether there were any."""
-        loading = [request_id for request_id in self._live if self.is_loading(request_id)]
-        for request_id in loading:
-            self.release(request_id)
-        return bool(loading)
+        waiting = self._loads.waiting
+        for live in waiting:
+            self.release(live.request_id)
+        return bool(waiting)
 
     def take_transfers(self) -> list[TransferUnit]:
         """The moves queued since the last call; to be carried out in this order before anything else is written."""
@@ -252,12 +242,7 @@ class HybridPrefixCache:
         live = self._in_flight.get(plan.plan_id)
         if live is None:
             return
-        load, host = live.load, self._host
-        assert load is not None and host is not None
-        self._stats.count_fallback("host_load_failed")
-        self._end_load(live, kept=False)
-        for entry in load.pinned:
-            host.drop(entry)
+        self._loads.fail(live)
         self._settle(live, plan, kept=False)
         if live.write:
             for later in live.plans.values():
@@ -306,7 +291,7 @@ class HybridPrefixCache:
             if match.load_id is not None:
                 return self._admit_loaded(self._live[request_id], length_tokens, write, breakpoints)
             self.release(request_id)
-        self.drop_retracted(request_id)
+        self._loads.drop(request_id)
         expected, match = match, self._fresh(match)
         chain, shared = match.chain, len(match.path)
         own_blocks = max(0, self._blocks_for(chain.tokens if length_tokens is None else length_tokens) - shared)
@@ -414,7 +399,7 @@ class HybridPrefixCache:
         if live.load is not None:
             self._stats.reused_tokens += live.load.match.resume_tokens
             self._stats.reused_tokens_host += live.load.match.resume_tokens
-            self._end_load(live, kept=live.write)
+            self._loads.end(live, kept=live.write)
         self._settle(live, plan, kept=live.write)
 
     def abandon(self, plan: StepPlan, reason: str = "forward_failed") -> None:
@@ -526,8 +511,8 @@ class HybridPrefixCache:
         """Releases every live request, and the blocks that were given out to nobody in particular."""
         for request_id in list(self._live):
             self.release(request_id)
-        for request_id in list(self._retracted):
-            self.drop_retracted(request_id)
+        for request_id in list(self._loads.left):
+            self._loads.drop(request_id)
         self.free_blocks(list(self._loose))
 
     def retract(self, request_id: int, depth_tokens: int, live_slot: int) -> bool:
@@ -541,49 +526,7 @@ class HybridPrefixCache:
         Returns:
             Whether there was room for all of it; otherwise nothing changed.
         """
-        live, host = self._request(request_id), self._host
-        blocks = self._blocks_for(depth_tokens)
-        if host is None or not live.write or live.plans or blocks > len(live.block_ids):
-            return False
-        name = f"request {request_id}".encode()
-        pinned: list[int] = []
-        private: list[int] = []
-
-        def keep(kind: Kind, device_id: int) -> bool:
-            tag = Tag(kind=kind, key=name, depth_tokens=depth_tokens, epoch=self.epoch)
-            entry = host.store_private(kind, device_id, tag)
-            if entry is not None:
-                private.append(entry)
-            return entry is not None
-
-        def keep_node(node: Node) -> bool:
-            stored = host.store_kv(node, self.epoch)
-            if stored:
-                pinned.append(node.host_block)
-                host.pin(pinned[-1:])
-            return stored
-
-        own_blocks = live.block_ids[len(live.path) : blocks]
-        kept = (
-            keep(Kind.STATE, live_slot)
-            and all(keep(Kind.KV, block_id) for block_id in own_blocks)
-            and all(keep_node(node) for node in reversed(live.path))
-        )
-        if not kept:
-            host.unpin(pinned)
-            for entry in private:
-                host.free_private(entry)
-            return False
-        self.drop_retracted(request_id)
-        self._retracted[request_id] = Retracted(
-            depth_tokens=depth_tokens,
-            path=tuple(live.path),
-            pinned=tuple(reversed(pinned)),
-            kv_entries=tuple(private[1:]),
-            state_entry=private[0],
-        )
-        self._stats.host_preempted += 1
-        return True
+        return self._loads.leave(self._request(request_id), depth_tokens, live_slot)
 
     def prepare_resume(
         self, request_id: int, match: Match, *, write: bool = True, leave_blocks: int = 0
@@ -593,43 +536,15 @@ class HybridPrefixCache:
         Returns:
             As `prepare_load`. What it left is dropped if it does not belong to the prompt of ``match``.
         """
-        left = self._retracted.get(request_id)
-        if left is None or request_id in self._live:
+        if request_id in self._live or request_id not in self._loads.left:
             return None
         match = self._fresh(match)
-        keys = match.chain.keys[: len(left.path)]
-        host = self._host
-        assert host is not None
-        fits = left.depth_tokens <= match.limit_tokens and keys == [node.key for node in left.path]
-        if not fits or not match.read or not all(host.holds(entry) for entry in left.pinned):
-            self.drop_retracted(request_id)
-            return None
-        shared, _ = _split_by_device(left.path)
-        loaded = self._begin_load(
-            request_id,
-            match,
-            shared=shared,
-            kv_entries=[*left.pinned[len(shared) :], *left.kv_entries],
-            state_entry=left.state_entry,
-            pinned=left.pinned,
-            left=left,
-            resume_tokens=left.depth_tokens,
-            write=write,
-            leave_blocks=leave_blocks,
-        )
-        if loaded is not None:
-            host.unpin(left.pinned)  # the load pins them, too
-            del self._retracted[request_id]
-        return loaded
+        write = write and match.chain.epoch == self.epoch
+        return self._hold(self._loads.begin_resume(request_id, match, write=write, leave_blocks=leave_blocks))
 
     def drop_retracted(self, request_id: int) -> None:
         """What the request left with `retract`, if anything, is not needed any more."""
-        left = self._retracted.pop(request_id, None)
-        if left is not None:
-            assert self._host is not None
-            self._host.unpin(left.pinned)
-            for entry in left.private:
-                self._host.free_private(entry)
+        self._loads.drop(request_id)
 
     def invalidate(self, epoch: int | None = None) -> None:
         """The weights changed: nothing of before is ever matched, and live requests cache nothing more.
@@ -641,12 +556,11 @@ class HybridPrefixCache:
             return
         self.epoch = self._store.epoch = self.epoch + 1 if epoch is None else epoch
         self.give_up_loads()
-        self._retracted.clear()
-        for live in self._all_requests():
+        requests = self._all_requests()
+        for live in requests:
             live.write = False
             live.path.clear()  # its blocks stay with it, without keys
-            if live.load is not None:
-                live.load.pinned, live.load.left = (), None  # gone with all that is on the host
+        self._loads.invalidate(requests)
         self._writing.clear()
         self._store.forget()
 
@@ -655,8 +569,7 @@ class HybridPrefixCache:
         for live in self._all_requests():
             live.plans.clear()
         self._live.clear()
-        self._loading.clear()
-        self._retracted.clear()
+        self._loads.reset()
         self._in_flight.clear()
         self._writing.clear()
         self._loose.clear()
@@ -693,7 +606,7 @@ class HybridPrefixCache:
     @property
     def available_blocks(self) -> int:
         """KV blocks that running requests can have now: free ones, cached ones that nobody holds, those of loads."""
-        return self._blocks.available_blocks + self._loading_blocks()
+        return self._blocks.available_blocks + self._loads.waiting_blocks
 
     @property
     def free_kv_blocks(self) -> int:
@@ -759,7 +672,7 @@ class HybridPrefixCache:
     def is_current(self, match: Match) -> bool:
         """Whether matching again would give the same."""
         if match.load_id is not None:
-            return match.load_id in self._loading
+            return match.load_id in self._loads
         return match.version == self._store.tree.version and match.prompt_tokens == match.chain.tokens
 
     def block_ids(self, request_id: int) -> tuple[int, ...]:
@@ -796,7 +709,7 @@ class HybridPrefixCache:
             block_tokens=self.block_tokens,
             epoch=self.epoch,
             host=self._host,
-            retracted=list(self._retracted.values()),
+            retracted=list(self._loads.left.values()),
         )
 
     # -- inside --------------------------------------------------------------------------------------------------------
@@ -815,90 +728,19 @@ class HybridPrefixCache:
     def _reclaim(self, count: int) -> bool:
         """Whether running requests can have so many blocks; waiting ones give up loads for them, the latest first."""
         if count > self._blocks.available_blocks:
-            if not self._loading or count > self.available_blocks:
+            waiting = self._loads.waiting
+            if not waiting or count > self.available_blocks:
                 return False
-            for live in sorted(self._loading.values(), key=lambda live: -live.load.load_id):  # type: ignore[union-attr]
-                if self.is_loading(live.request_id) and count > self._blocks.available_blocks:
-                    self.release(live.request_id)
+            while waiting and count > self._blocks.available_blocks:
+                self.release(waiting.pop().request_id)
         return True
 
-    def _loading_blocks(self) -> int:
-        """Blocks that only waiting requests hold, for their loads."""
-        if not self._loading:
-            return 0
-        holds = Counter(
-            block_id
-            for live in self._loading.values()
-            if live.load is not None and not live.load.admitted
-            for block_id in live.block_ids
-        )
-        return sum(self._blocks.holders(block_id) == held for block_id, held in holds.items())
-
-    def _begin_load(
-        self,
-        request_id: int,
-        match: Match,
-        *,
-        shared: Sequence[Node],
-        kv_entries: Sequence[int],
-        state_entry: int,
-        pinned: tuple[int, ...],
-        left: Retracted | None = None,
-        resume_tokens: int,
-        write: bool,
-        leave_blocks: int,
-    ) -> Match | None:
-        host = self._host
-        assert host is not None
-        if len(kv_entries) + leave_blocks > self._blocks.available_blocks - self._blocks.unheld(shared):
+    def _hold(self, live: LiveRequest | None) -> Match | None:
+        if live is None:
             return None
-        # Held and pinned before anything is taken: making room must not evict what this request needs.
-        block_ids = self._blocks.share(shared)
-        host.pin(pinned)
-        slot = self._store.take_slot()
-        if slot is None:
-            host.unpin(pinned)
-            self._blocks.release(block_ids, shared)
-            return None
-        block_ids += self._store.take_blocks(len(kv_entries))
-        load_id, self._next_load_id = self._next_load_id, self._next_load_id + 1
-        payloads: dict[int, Any] = {}
-        for entry, block_id in zip(kv_entries, block_ids[len(shared) :], strict=True):
-            payloads[block_id] = host.load(entry, block_id, load_id)
-        host.load(state_entry, slot, load_id)
-        usable_blocks = min(match.kv_depth_blocks, match.limit_tokens // self.block_tokens)
-        loaded = dataclasses.replace(
-            match,
-            path=tuple(shared),
-            resume_tokens=resume_tokens,
-            source_slot=slot,
-            lost_tokens_no_state=max(0, usable_blocks * self.block_tokens - resume_tokens),
-            loadable_path=(),
-            load_id=load_id,
-            loaded_blocks=tuple(block_ids),
-        )
-        live = self._live[request_id] = self._loading[load_id] = LiveRequest(
-            request_id=request_id,
-            chain=match.chain.copy(),
-            prompt_tokens=match.chain.tokens,
-            write=write and match.chain.epoch == self.epoch,
-            block_ids=block_ids,
-            path=list(shared),
-            boundaries=(),
-            computed_tokens=resume_tokens,
-            planned_tokens=resume_tokens,
-            pinned_slot=None,
-        )
-        live.load = Load(
-            load_id=load_id,
-            pinned=pinned,
-            slot=slot,
-            left=left,
-            pages=len(kv_entries) * host.pages(Kind.KV) + host.pages(Kind.STATE),
-            match=loaded,
-            payloads=payloads,
-        )
-        return loaded
+        assert live.load is not None
+        self._live[live.request_id] = live
+        return live.load.match
 
     def _admit_loaded(
         self, live: LiveRequest, length_tokens: int | None, write: bool, breakpoints: Sequence[int]
@@ -934,32 +776,6 @@ class HybridPrefixCache:
             self._stats.reused_tokens += match.resume_tokens
             self._stats.reused_tokens_device += match.resume_tokens
         self._stats.lost_tokens_no_state += match.lost_tokens_no_state
-
-    def _end_load(self, live: LiveRequest, *, kept: bool) -> None:
-        """The request needs its load no more: what was loaded stays on the device if it shall be ``kept``.
-
-        A preempted request that never started keeps what it had left.
-        """
-        load, host = live.load, self._host
-        if load is None:
-            return
-        assert host is not None
-        live.load = None
-        del self._loading[load.load_id]
-        blocks = load.match.resume_tokens // self.block_tokens
-        node = live.path[blocks - 1] if kept and load.left is None and blocks <= len(live.path) else None
-        if node is not None and node.slot == NO_SLOT and node.host_slot != NO_SLOT:
-            self._store.restore_state(node, load.slot)
-        else:
-            self._slots.abandon(load.slot)
-        if kept:
-            host.use(live.path[:blocks])
-        if load.left is not None and not load.admitted:
-            self._retracted[live.request_id] = load.left
-            return
-        host.unpin(load.pinned)
-        for entry in load.private:
-            host.free_private(entry)
 
     def _boundaries(self, match: Match, breakpoints: Sequence[int]) -> tuple[Boundary, ...]:
         interval_tokens = self.retention_interval_tokens
@@ -1030,9 +846,7 @@ class HybridPrefixCache:
 
     def _let_go(self, live: LiveRequest) -> None:
         self._unpin(live)
-        if live.load is not None and not live.load.admitted:
-            self._stats.count_fallback("host_load_given_up")
-        self._end_load(live, kept=False)
+        self._loads.end(live, kept=False)
         self._blocks.release(live.block_ids, live.path)
 
     def _unpin(self, live: LiveRequest) -> None:
@@ -1061,11 +875,3 @@ class HybridPrefixCache:
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
-
-
-def _split_by_device(path: Sequence[Node]) -> tuple[Sequence[Node], Sequence[Node]]:
-    """The front of the path, whose KV is on the device, and the rest."""
-    count = len(path)
-    while count and path[count - 1].block_id == NO_BLOCK:
-        count -= 1
-    return path[:count], path[count:]

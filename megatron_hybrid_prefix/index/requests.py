@@ -160,6 +160,11 @@ class LiveRequest:
     load: Load | None = None
 
     @property
+    def is_loading(self) -> bool:
+        """Whether it holds a load and is not admitted yet."""
+        return self.load is not None and not self.load.admitted
+
+    @property
     def source_slot(self) -> int | None:
         """Slot of the state that its first forward starts from: pinned, or loaded for it; None: from zero."""
         return self.pinned_slot if self.load is None else self.load.slot
