@@ -59,7 +59,7 @@ class Server:
         ]
         return [value for _, value in sorted(found)]
 
-    def wait_until(self, holds: Any, timeout_s: float = 30) -> None:
+    def wait_until(self, holds: Any, timeout_s: float = 90) -> None:
         end_s = time.monotonic() + timeout_s
         while not holds():
             assert time.monotonic() < end_s

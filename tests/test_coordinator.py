@@ -70,7 +70,7 @@ def test_replies_deserialise(replies):
         assert reply["events"][-1] == ("FAIL" if name == "too long" else "FINISH")
         assert len(reply["tokens"]) == (0 if name == "too long" else worker.NEW_TOKENS)
         assert reply["prompt_length"] == (HIT + 3) * (4 if name == "too long" else 1)
-        assert (reply["prompt_tokens"] is not None) == (name == "a second")
+        assert (reply["prompt_tokens"] is not None) == reply["carries_prompt"] == (name == "a second")
     assert replies["a second"]["prompt_tokens"] == random_tokens(HIT + 3, seed=5)
     assert replies["a with adapter"]["params"] == {"cache_salt": "a", "cache_adapter": "x"}
     assert replies["number as salt"]["params"] == {"cache_salt": 7}
@@ -82,6 +82,10 @@ def test_what_a_client_learns_of_keys_says_nothing_of_other_tenants(replies):
     by_tenant.append(replies["a with new weights"]["keys"])
     assert replies["a second"]["keys"] == by_tenant[0] and len(by_tenant[0]) == 2
     assert len({key for keys in by_tenant for key in keys}) == 2 * len(by_tenant)
+
+
+def test_an_engine_without_peers_runs_no_empty_forwards(found):
+    assert found["empty_forwards"] == 0
 
 
 def test_the_engine_counted_the_same(found):

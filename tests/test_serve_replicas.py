@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -105,17 +106,33 @@ def test_salts_share_nothing(server):
 def test_streams_say_the_same_in_one_piece(server, stop):
     client, fields = server.client(), {"max_tokens": 40, "stop": stop, "n": 2, "extra": {"ignore_eos": True}}
     whole = complete(client, **fields)
-    texts, reasons = ["", ""], {}
+    texts, reasons, pieces = ["", ""], {}, [0, 0]
     for chunk in complete(client, stream=True, **fields):
         for choice in chunk.choices:
             texts[choice.index] += choice.text
+            pieces[choice.index] += 1
             if choice.finish_reason:
                 reasons[choice.index] = choice.finish_reason
     assert texts == [choice.text for choice in whole.choices] and all(texts)
+    assert pieces == [1, 1]
     assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
     full = complete(client, max_tokens=40, extra={"ignore_eos": True}).choices[0].text
     cut = min((full.index(word) for word in stop or () if word in full), default=len(full))
     assert texts[0] == full[:cut]
+
+
+def test_an_engine_ends_at_a_stop_string(server):
+    """And does not go on for nobody: the protocol has no word to end it."""
+    extra = {"ignore_eos": True}
+    text = complete(server.client(), max_tokens=60, extra=extra).choices[0].text
+    word = next(char for at, char in enumerate(text) if at >= 4 and char.isascii() and char not in text[:at])
+    seconds = []
+    for stop in ([word], ["not to be found"]):
+        started_s = time.monotonic()
+        answer = complete(server.client(), max_tokens=600, stop=stop, extra=extra)
+        seconds.append(time.monotonic() - started_s)
+        assert answer.choices[0].finish_reason == ("stop" if stop == [word] else "length")
+    assert seconds[0] < seconds[1] / 2
 
 
 def test_the_cache_can_be_reset(server):
@@ -149,7 +166,7 @@ def test_many_clients_at_once(server):
                 assert sum(bool(chunk.choices[0].finish_reason) for chunk in chunks) == 1
             elif kind == "gone":
                 with pytest.raises(asyncio.TimeoutError):
-                    await asyncio.wait_for(client.completions.create(**fields | {"max_tokens": 200}), 0.02)
+                    await asyncio.wait_for(client.completions.create(**fields | {"max_tokens": 60}), 0.02)
             else:
                 wrong = {"max_tokens": -1} if kind == "bad" else {"prompt": "x" * 5000}
                 with pytest.raises(openai.BadRequestError) as caught:
@@ -175,7 +192,7 @@ def test_the_end_lets_answers_end(server):
 
     async def ask() -> None:
         async with server.client(openai.AsyncOpenAI) as client:
-            fields = {"max_tokens": 100, "temperature": 0, "extra_body": {"ignore_eos": True}}
+            fields = {"max_tokens": 40, "temperature": 0, "extra_body": {"ignore_eos": True}}
             task = asyncio.create_task(client.completions.create(model="tiny", prompt=PROMPT, **fields))
             while not server.metric("open_sequences")[0]:
                 await asyncio.sleep(0.01)
@@ -184,7 +201,7 @@ def test_the_end_lets_answers_end(server):
 
     assert complete(client).choices[0].text
     asyncio.run(asyncio.wait_for(ask(), 60))
-    assert answers[0].usage.completion_tokens == 100
+    assert answers[0].usage.completion_tokens == 40
     server.wait_until_gone()
     assert "an engine ended" not in server.errors() and "SystemExit" not in server.errors()
 
@@ -195,7 +212,7 @@ def test_one_replica_of_two_ranks_until_one_is_killed(tmp_path, tiny):
         assert len(server.metric("slots")) == 1
         os.kill(server.ranks[1], signal.SIGKILL)
         server.wait_until_gone()
-        assert server.process.returncode != 0
+        assert server.process.returncode != 0 and "Signal 9 (SIGKILL)" in server.errors()
 
 
 def test_a_coordinator_that_ends_ends_the_server(tmp_path):

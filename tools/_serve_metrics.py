@@ -29,12 +29,16 @@ _LEVELS = ("_total", "_used", "_budget", "_available", "_resident", "_capacity")
 class ServerMetrics:
     """Counters of the server, and what it last heard of the engines: set both before the registry is read.
 
+    Args:
+        replicas: How many there are; with several, their metrics have the label "replica".
+
     Attributes:
         gauges: Of the server, by name.
-        snapshots: What `engine_snapshot` said of each replica, by name. With several, their metrics have the label "replica".
+        snapshots: What `engine_snapshot` said of each replica, by name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: int = 1) -> None:
+        self._replicas = replicas
         self.registry = CollectorRegistry()
         self.gauges: dict[str, float] = {}
         self.snapshots: dict[str, dict[str, Any]] = {}
@@ -66,7 +70,7 @@ class ServerMetrics:
         for name, value in self.gauges.items():
             families.add(GaugeMetricFamily, name, value)
         for replica, snapshot in self.snapshots.items():
-            labels = {"replica": replica} if len(self.snapshots) > 1 else {}
+            labels = {"replica": replica} if self._replicas > 1 else {}
             for name, value in snapshot["gauges"].items():
                 families.add(GaugeMetricFamily, name, value, labels)
             add_prefix_metrics(families, snapshot["prefix_stats"], labels)

@@ -20,6 +20,8 @@ from functools import partial
 from typing import Any
 
 import torch
+import zmq
+from _console import InputError
 from _serve_engine import Backend, Stream, Update, refusal
 from _serve_metrics import engine_snapshot
 from megatron.core.inference.engines.dynamic_engine import EngineState
@@ -44,10 +46,21 @@ def leave_in_time(*_: Any) -> None:
     timer.start()
 
 
-def hostname() -> str:
-    """What other ranks reach this process by."""
-    one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    return "127.0.0.1" if one_host else socket.gethostname()
+def own_address() -> str:
+    """What other ranks reach this process by.
+
+    Raises:
+        InputError: There are several hosts, and all that is known is a loopback address.
+    """
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        return "127.0.0.1"
+    master = os.environ["MASTER_ADDR"]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((master, 9))  # sends nothing, finds the way
+        address = str(probe.getsockname()[0])
+    if address.startswith("127."):
+        raise InputError(f"several hosts: MASTER_ADDR={master} is a loopback address here; give one that all reach")
+    return address
 
 
 class SnapshotBoard:
@@ -60,8 +73,8 @@ class SnapshotBoard:
     def __init__(self, platform: Any) -> None:
         self._replicas = platform.dp
         first = platform.rank == 0
-        store = torch.distributed.TCPStore(hostname(), 0, is_master=True, wait_for_workers=False) if first else None
-        address = [None if store is None else (hostname(), store.port)]
+        store = torch.distributed.TCPStore(own_address(), 0, is_master=True, wait_for_workers=False) if first else None
+        address = [None if store is None else (own_address(), store.port)]
         torch.distributed.broadcast_object_list(address, src=0)
         self._store = store or torch.distributed.TCPStore(*address[0], is_master=False)
 
@@ -143,7 +156,7 @@ class RankEngine:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         await self.engine.start_listening_to_data_parallel_coordinator(
-            self._port, launch_inference_coordinator=False, hostname=hostname()
+            self._port, launch_inference_coordinator=False, hostname=own_address()
         )
         self._connected.set()
         talking = asyncio.create_task(self._talk())
@@ -195,7 +208,11 @@ class ReplicaLoop(Backend):
     def start(self) -> None:
         """See `Backend`."""
         self._client = InferenceClient(self._coordinator.address, deserialize=True)
+        self._client.socket.setsockopt(
+            zmq.RCVTIMEO, int(_END_S * 1000)
+        )  # of the coordinator's answer to the first message
         self._client.start()
+        self._client.socket.setsockopt(zmq.RCVTIMEO, -1)
         self._watching = asyncio.create_task(self._watch())
 
     async def stop(self) -> None:
@@ -212,6 +229,8 @@ class ReplicaLoop(Backend):
                 self._client.shutdown_coordinator()
         except TimeoutError:
             self._broken = f"the replicas did not end in {_END_S:g} s"
+        except (RuntimeError, asyncio.CancelledError):  # the engine's loop ended meanwhile, or was closed before
+            self._broken = self._rank.error or "the engine of rank 0 ended"
         finally:
             await asyncio.to_thread(self._coordinator.stop, 0.0 if self._broken else _END_S)
             self._client.stop()
@@ -222,8 +241,9 @@ class ReplicaLoop(Backend):
             sequence.deliver(Update(finished=True, error=self._broken))
             return
         # Whoever gets the answer looks for stop strings in its text; an engine that finds one in the tokens ends earlier.
-        fields = sequence.sampling | {"stop_words": list(sequence.stop), "detokenize_stop_sequence": True}
-        sent_s = time.perf_counter()
+        words = [word for word in sequence.stop if self._is_exact(word)]
+        fields = sequence.sampling | {"stop_words": words, "detokenize_stop_sequence": True}
+        sent_s = (time.perf_counter(), time.time())
         future = self._client.add_request(sequence.prompt, SamplingParams.deserialize(fields))
         self._live.add(sequence)
         self.open_sequences = len(self._live)
@@ -242,7 +262,13 @@ class ReplicaLoop(Backend):
         self._epoch += 1
         self._client.set_generation_epoch(self._epoch)  # reaches the replicas before what is submitted next
 
-    def _finish(self, sequence: Stream, sent_s: float, future: asyncio.Future[Any]) -> None:
+    def _is_exact(self, text: str) -> bool:
+        """Whether its tokens mean this text, and no other."""
+        tokenizer = self._rank.engine.controller.tokenizer
+        tokens = tokenizer.tokenize(text)
+        return bool(tokens) and tokenizer.detokenize(tokens) == text
+
+    def _finish(self, sequence: Stream, sent_s: tuple[float, float], future: asyncio.Future[Any]) -> None:
         self._live.discard(sequence)
         self.open_sequences = len(self._live)
         if future.cancelled():
@@ -250,7 +276,10 @@ class ReplicaLoop(Backend):
         request = future.result()
         cached_tokens = int(request.num_cached_tokens)
         if request.ttft is not None:
-            self._on_first_token(sent_s - sequence.arrived_s + request.ttft, cached_tokens > 0)
+            # The engine counts from when it took the request; on other hosts this is as right as their clocks.
+            taken_s = next(event.timestamp for event in request.events if event.type.name == "ADD_ENGINE")
+            waited_s = sent_s[0] - sequence.arrived_s + max(0.0, taken_s - sent_s[1])
+            self._on_first_token(waited_s + request.ttft, cached_tokens > 0)
         update = Update(
             tokens=request.generated_tokens,
             log_probs=request.generated_log_probs or (),
@@ -290,4 +319,5 @@ def serve_with_others(engine: Any, platform: Any) -> int:
         if rank.is_alive and not board.is_there:
             logger.error("rank 0 is gone")
             os._exit(1)  # the engine may wait for others forever
+    leave_in_time()  # where it failed, the others may be in the middle of anything
     return 0 if rank.error is None else 1

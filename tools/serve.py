@@ -57,6 +57,7 @@ from _engines import (
     positive_float,
     positive_int,
     started_platform,
+    stop_requested,
     whole_number,
 )
 from _serve_chat import load_chat_form
@@ -211,7 +212,7 @@ def make_app(
         keys=keys or {},
         admin_token=admin_token,
     )
-    metrics = ServerMetrics()
+    metrics = ServerMetrics(replicas)
     make_backend = make_backend or partial(EngineLoop, engine)
     return Api(make_backend(metrics.first_token), served, limits, metrics).app(on_start)
 
@@ -249,12 +250,20 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
             if args.load is not None:
                 models.load_checkpoint(model, args.load)
         engine = make_engine(model, tokenizer, platform.device.type, args)
+        if stop_requested(platform, interrupt):
+            raise Stopped
         if listener is None:
             from _serve_replicas import serve_with_others
 
             return serve_with_others(engine, platform)
         name = args.served_model_name or args.preset
         host, port = listener.getsockname()[:2]
+
+        def on_start() -> None:
+            print(f"serving {name} on http://{host}:{port}", flush=True)
+            if interrupt.requested:  # before uvicorn looked
+                os.kill(os.getpid(), signal.SIGTERM)
+
         app_of = partial(
             make_app,
             engine,
@@ -267,11 +276,9 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
             body_bytes=int(args.max_body_mb * 2**20),
             keys=keys,
             admin_token=args.admin_token,
-            on_start=lambda: print(f"serving {name} on http://{host}:{port}", flush=True),
+            on_start=on_start,
         )
         if platform.world_size == 1:
-            if interrupt.requested:
-                raise Stopped
             serve_http(app_of(), listener)
             return 0
         return serve_replicas(app_of, engine, platform, listener)
@@ -288,11 +295,11 @@ def serve_http(app: Any, listener: socket.socket) -> None:
 
 def serve_replicas(app_of: Callable[..., Any], engine: Any, platform: Any, listener: socket.socket) -> int:
     """What rank 0 does where there are others: serves, ends all of them, returns the exit code."""
-    from _serve_replicas import RankEngine, ReplicaLoop, SnapshotBoard, hostname, leave_in_time
+    from _serve_replicas import RankEngine, ReplicaLoop, SnapshotBoard, leave_in_time, own_address
 
     from megatron_hybrid_prefix.mcore.coordinator import CoordinatorProcess
 
-    coordinator = CoordinatorProcess(engine, hostname())
+    coordinator = CoordinatorProcess(engine, own_address())
     try:
         board = SnapshotBoard(platform)
         rank = RankEngine(engine, board, coordinator.port)
@@ -308,10 +315,10 @@ def serve_replicas(app_of: Callable[..., Any], engine: Any, platform: Any, liste
             return backend
 
         serve_http(app_of(make_backend=make_backend, replicas=platform.dp), listener)
-        leave_in_time()
         assert backend is not None
-        return 0 if backend.problem is None else 1
+        return 0 if backend.problem is None and rank.error is None else 1
     finally:
+        leave_in_time()  # where something failed, this process may wait for others forever
         coordinator.stop()
 
 

@@ -57,8 +57,10 @@ def pin(memory: torch.Tensor, device: torch.device) -> None:
     Raises:
         RuntimeError: The driver refused.
     """
-    while _pinned:
-        unpin(*_pinned.pop())
+    late = _pinned[:]
+    _pinned.clear()
+    for others in late:
+        unpin(*others)
     try:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
     except RuntimeError:

@@ -143,6 +143,10 @@ class HybridPrefixEngine(DynamicInferenceEngine):
         """See upstream; returns when all ranks hear each other."""
         address = await super().start_listening_to_data_parallel_coordinator(*args, **kwargs)
         meet_subscribers(self)  # before the engine's loop gets its first turn
+        if self.ep_world_size == 1:
+            # Megatron asks its peers only every so often whether there is work, and with the last answer goes on: with empty
+            # forwards where there is none, and deaf to PAUSE. Without peers asking costs nothing.
+            self.ep_consensus_interval = 1
         return address
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -505,3 +509,9 @@ class _Record(DynamicInferenceRequestRecord):
         for name in ("generated_log_probs", "generated_top_n_logprobs"):
             if getattr(old, name) is not None and getattr(new, name) is None:
                 setattr(new, name, [])
+
+    def merge(self) -> DynamicInferenceRequest:
+        """See upstream; nothing remains of a prompt that is over, and a reply shall not carry it."""
+        merged = super().merge()
+        merged.remaining_prompt_tokens = None
+        return merged

@@ -92,6 +92,7 @@ def described(reply):
         "text": reply.generated_text,
         "cached_tokens": reply.num_cached_tokens,
         "prompt_tokens": None if reply.prompt_tokens is None else reply.prompt_tokens.tolist(),
+        "carries_prompt": reply.remaining_prompt_tokens is not None,
         "prompt_length": reply.prompt_length,
         "events": [event.type.name for event in reply.events],
         "params": {name: value for name, value in vars(reply.sampling_params).items() if name.startswith("cache_")},
@@ -110,11 +111,14 @@ def main(out):
         model, HybridPrefixConfig(mamba_gb=0.01), max_sequence_length=512, block_size_tokens=BLOCK_TOKENS
     )
     prompt = random_tokens(2 * BLOCK_TOKENS + 3, seed=5)
+    empty_forwards = []
+    engine.controller.dummy_forward = lambda: empty_forwards.append(1)
     replies = asyncio.run(serve(engine, lambda client: talk(client, prompt)))
     engine.context.check_integrity()
     found = {
         "replies": {name: described(reply) for name, reply in replies.items()},
         "stats": engine.context.prefix_stats().as_dict(),
+        "empty_forwards": len(empty_forwards),
     }
     with open(out, "w") as file:
         json.dump(found, file)
