@@ -192,10 +192,19 @@ class HybridPrefixEngine(DynamicInferenceEngine):
             self.context.keys_of(request)
         future = super()._add_request(request)
         self._refuse_if_never_active(request)
-        entry = self.requests[request.request_id]
-        if not isinstance(entry.record, _Record) and not future.done():
-            entry.record = _Record(requests=entry.record.requests, latency=entry.record.latency)
+        if not future.done():
+            self._use_own_record(request.request_id)
         return future
+
+    def _handle_failed_request(self, request_id: int) -> None:
+        """See upstream."""
+        self._use_own_record(request_id)
+        super()._handle_failed_request(request_id)
+
+    def _use_own_record(self, request_id: int) -> None:
+        entry = self.requests[request_id]
+        if not isinstance(entry.record, _Record):
+            entry.record = _Record(requests=entry.record.requests, latency=entry.record.latency)
 
     def _refuse_if_never_active(self, request: DynamicInferenceRequest) -> None:
         # Megatron checks against all blocks, and would pause for good what needs more than the active ones.
