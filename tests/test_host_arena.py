@@ -57,11 +57,11 @@ class Pools:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", range(6))
 def test_any_order_of_moves_and_writes(device, seed, monkeypatch):
-    """Against a dictionary. Small staging buffers, so that they are used again and again."""
+    """Against a dictionary, with streams that are late. Small staging buffers, so that they are used again and again."""
     scale = 1 if device == "cpu" else 20_000
     monkeypatch.setattr(arenas, "STORE_STAGING_BYTES", 3 * 30 * scale * 8)
     monkeypatch.setattr(arenas, "LOAD_STAGING_BYTES", 2 * 30 * scale * 8)
-    pools, dice = Pools(device, scale), random.Random(seed)
+    pools, dice, delays = Pools(device, scale), random.Random(seed), random.Random(seed)
     places = [(Kind.KV, i) for i in range(BLOCKS)] + [(Kind.STATE, i) for i in range(SLOTS)]
     on_device: dict[tuple[Kind, int], float] = {}
     on_host: dict[int, tuple[Kind, float]] = {}
@@ -83,6 +83,10 @@ def test_any_order_of_moves_and_writes(device, seed, monkeypatch):
                 entry = dice.randrange(PAGES)
                 units.append(pools.unit(kind, index, entry))
                 on_host[entry] = (kind, on_device[kind, index])
+        for queue in (pools.arena.stores, pools.arena.loads):
+            if device == "cuda" and delays.random() < 0.3:  # what does not wait for it shows
+                with torch.cuda.stream(queue._stream):
+                    torch.cuda._sleep(2_000_000)
         pools.arena.carry_out(units)
         pools.arena.wait_for_stores()
         if any(unit.load_id is not None for unit in units):
