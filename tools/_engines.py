@@ -9,6 +9,7 @@ import argparse
 import faulthandler
 import os
 import platform as host
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -249,10 +250,11 @@ def hardware(platform: Any) -> dict[str, Any]:
     if platform.device.type == "cuda":
         gpu = torch.cuda.get_device_properties(platform.device)
         driver = Path("/proc/driver/nvidia/version")
+        version = re.search(r"\b\d+\.\d+(\.\d+)?\b", driver.read_text()) if driver.is_file() else None
         found |= {
             "gpu": gpu.name,
             "gpu_memory_gib": round(gpu.total_memory / 2**30, 1),
             "cuda": torch.version.cuda,
-            "driver": driver.read_text().splitlines()[0] if driver.is_file() else None,
+            "driver": version[0] if version else None,
         }
     return found
