@@ -30,7 +30,7 @@ class HybridPrefixConfig:
             turn does not compute the answer again.
         coalesce_prefixes: Whether a request waits for a prefix that another one is computing, rather than computing it too.
         host_gb: Pinned host memory on each rank, in GiB, for KV blocks and states that the device has no more room for; they
-            come back when a prompt needs them. Taken and pinned at the start, with up to 0.3 GiB on the device for staging.
+            come back when a prompt needs them. Taken and pinned at the start, with up to 0.6 GiB on the device for staging.
             0: none.
         host_state_share: Part of it that states may take, 0 to 1, the rest is for KV blocks; None: by use.
         host_write_through: Whether prompts go to the host as soon as they are computed, not only when they are evicted.

@@ -26,7 +26,43 @@ PROMPT = "Keys and values lie in blocks, and a state at the ends of some of them
 HIT = len(PROMPT) // BLOCK * BLOCK
 
 
-class Server:
+class Endpoint:
+    """A server that answers.
+
+    Attributes:
+        url: Of it.
+    """
+
+    url: str
+
+    def client(self, key: str = "none", *, kind: Any = None, **options: Any) -> Any:
+        import openai
+
+        kind = kind or openai.OpenAI
+        return kind(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60, **options)
+
+    def send(self, path: str, body: Any = None, token: str | None = None) -> tuple[int, Any]:
+        """Status and JSON of a request: GET without a body, POST with one (bytes, or JSON)."""
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        try:
+            with urllib.request.urlopen(urllib.request.Request(self.url + path, data, headers), timeout=60) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    def metrics(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+        """Samples by name (without the prefix that all have) and labels."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+        return {
+            (sample.name.removeprefix("hybrid_prefix_"), tuple(sorted(sample.labels.items()))): sample.value
+            for family in families
+            for sample in family.samples
+        }
+
+
+class Server(Endpoint):
     """A server under torchrun, and all processes of it."""
 
     def __init__(self, process: subprocess.Popen[str], url: str, errors: Path) -> None:
@@ -34,28 +70,12 @@ class Server:
         self.ranks = sorted(children(process.pid), key=_rank)
         self.pids = [pid for rank in self.ranks for pid in (rank, *children(rank))]
 
-    def client(self, kind: Any = None) -> Any:
-        import openai
-
-        return (kind or openai.OpenAI)(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-    def send(self, path: str, data: bytes | None = None, token: str = "") -> tuple[int, Any]:
-        request = urllib.request.Request(self.url + path, data, {"authorization": f"Bearer {token}"})
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return answer.status, json.load(answer)
-        except urllib.error.HTTPError as error:
-            return error.code, json.load(error)
-
     def metric(self, name: str, **labels: str) -> list[float]:
         """Samples with these labels, in the order of the replicas."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
-            families = text_string_to_metric_families(answer.read().decode())
-        samples = [sample for family in families for sample in family.samples]
         found = [
-            (sample.labels.get("replica", ""), sample.value)
-            for sample in samples
-            if sample.name == f"hybrid_prefix_{name}" and labels.items() <= sample.labels.items()
+            (dict(own).get("replica", ""), value)
+            for (sample, own), value in self.metrics().items()
+            if sample == name and labels.items() <= dict(own).items()
         ]
         return [value for _, value in sorted(found)]
 

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ import pytest
 
 openai = pytest.importorskip("openai")
 uvicorn = pytest.importorskip("uvicorn")
-prometheus_parser = pytest.importorskip("prometheus_client.parser")
+pytest.importorskip("prometheus_client")
 pytest.importorskip("starlette")
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,6 +42,7 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine  # noqa: E40
 from megatron_hybrid_prefix.metrics import PrefixStats  # noqa: E402
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer  # noqa: E402
 from tests.engine_helpers import kv_budget, state_bytes  # noqa: E402
+from tests.serve_helpers import Endpoint  # noqa: E402
 
 BLOCK = 64
 TOKENIZER = ByteTokenizer(512)
@@ -52,7 +52,7 @@ ADMIN = "admin-secret"
 LIMIT_TOKENS = 1024
 
 
-class Server:
+class Server(Endpoint):
     """A server in a thread of this process, and the engine behind it."""
 
     def __init__(
@@ -88,28 +88,6 @@ class Server:
     @property
     def loop(self) -> Any:
         return self.app.state.backend
-
-    def client(self, key: str = "none", **options: Any) -> Any:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60, **options)
-
-    def send(self, path: str, body: Any = None, token: str | None = None) -> tuple[int, Any]:
-        """Status and JSON of a request: GET without a body, POST with one (bytes, or JSON)."""
-        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        headers = {} if token is None else {"authorization": f"Bearer {token}"}
-        try:
-            with urllib.request.urlopen(urllib.request.Request(self.url + path, data, headers), timeout=60) as answer:
-                return answer.status, json.load(answer)
-        except urllib.error.HTTPError as error:
-            return error.code, json.load(error)
-
-    def metrics(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
-            families = list(prometheus_parser.text_string_to_metric_families(answer.read().decode()))
-        return {
-            (sample.name.removeprefix("hybrid_prefix_"), tuple(sorted(sample.labels.items()))): sample.value
-            for family in families
-            for sample in family.samples
-        }
 
     def wait_until_idle(self, timeout_s: float = 30) -> None:
         end_s = time.monotonic() + timeout_s

@@ -84,7 +84,7 @@ def test_conversations_spread_and_stay_where_their_prefix_is(server):
         return found
 
     async def talks() -> list[Any]:
-        async with server.client(openai.AsyncOpenAI) as client:
+        async with server.client(kind=openai.AsyncOpenAI) as client:
             return await asyncio.gather(*(talk(client, number) for number in range(4)))
 
     before = server.metric("prompt_tokens_total")
@@ -174,7 +174,7 @@ def test_many_clients_at_once(server):
                 assert {"message", "type", "param", "code"} == set(caught.value.body)
 
     async def load() -> None:
-        async with server.client(openai.AsyncOpenAI) as client:
+        async with server.client(kind=openai.AsyncOpenAI) as client:
             await asyncio.gather(*(ask(client, number) for number in range(64)))
 
     asyncio.run(asyncio.wait_for(load(), 120))
@@ -191,7 +191,7 @@ def test_the_end_lets_answers_end(server):
     answers: list[Any] = []
 
     async def ask() -> None:
-        async with server.client(openai.AsyncOpenAI) as client:
+        async with server.client(kind=openai.AsyncOpenAI) as client:
             fields = {"max_tokens": 40, "temperature": 0, "extra_body": {"ignore_eos": True}}
             task = asyncio.create_task(client.completions.create(model="tiny", prompt=PROMPT, **fields))
             while not server.metric("open_sequences")[0]:

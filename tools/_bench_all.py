@@ -20,7 +20,16 @@ from queue import SimpleQueue
 from typing import Any
 
 from _bench_report import write_report
-from _console import InputError, Interrupt, check_writable, printable, read_text, write_whole
+from _console import (
+    InputError,
+    Interrupt,
+    check_writable,
+    has_other_ranks,
+    printable,
+    read_text,
+    split_names,
+    write_whole,
+)
 from _engines import positive_int
 
 BENCH = Path(__file__).with_name("bench.py")
@@ -77,21 +86,6 @@ def add_commands(commands: Any, scenarios: Mapping[str, Any], add_common: Callab
     command.add_argument("folder", type=Path, metavar="FOLDER")
 
 
-def scenario_names(text: str, scenarios: Mapping[str, Any]) -> list[str]:
-    """Names by comma.
-
-    Raises:
-        InputError: One is unknown, or given twice.
-    """
-    names = text.split(",")
-    for name in names:
-        if name not in scenarios:
-            raise InputError(f"--scenarios: no scenario {name!r}; there are: {', '.join(scenarios)}")
-    if len(set(names)) < len(names):
-        raise InputError(f"--scenarios: {text} names a scenario twice")
-    return names
-
-
 def check_folder(folder: Path) -> None:
     """A folder for a report can be had.
 
@@ -122,11 +116,11 @@ def run_all(
     Returns:
         0; `EXIT_FAILED` if a scenario failed or an engine other than upstream's crashed in it; 130 after Ctrl-C.
     """
-    names = scenario_names(args.scenarios, scenarios)
+    names = split_names(args.scenarios, scenarios, "a scenario", "--scenarios")
     check_writable(args.json)
     if args.report is not None:
         check_folder(args.report)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if has_other_ranks():
         raise InputError("all starts a process for each scenario: run scenarios one by one under torchrun")
     if args.gpus > 1 and args.gpus > (found := gpu_count()):
         raise InputError(f"--gpus {args.gpus}: there are {found}")

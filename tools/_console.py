@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +45,11 @@ class Stopped(Exception):
 def is_main_rank() -> bool:
     """Whether this process is the one that prints and writes (known before torch.distributed runs)."""
     return int(os.environ.get("RANK", "0")) == 0
+
+
+def has_other_ranks() -> bool:
+    """Whether torchrun started several processes (known before torch.distributed runs)."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -104,6 +109,27 @@ def as_input_errors(*kinds: type[Exception], prefix: str = "") -> Iterator[None]
         yield
     except kinds as error:
         raise InputError(prefix + one_line(error)) from error
+
+
+def split_names(text: str, known: Iterable[str], what: str, option: str) -> list[str]:
+    """Names by comma.
+
+    Args:
+        text: As given with ``option``.
+        known: All there are.
+        what: One of them, with its article.
+        option: For the messages.
+
+    Raises:
+        InputError: One is unknown, or given twice.
+    """
+    names, known = text.split(","), list(known)
+    for name in names:
+        if name not in known:
+            raise InputError(f"{option}: no {what.split()[-1]} {name!r}; there are: {', '.join(known)}")
+    if len(set(names)) < len(names):
+        raise InputError(f"{option}: {text} names {what} twice")
+    return names
 
 
 def one_line(error: Exception) -> str:

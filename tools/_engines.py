@@ -18,7 +18,7 @@ from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
 
-from _console import InputError, Interrupt, Stopped, as_input_errors
+from _console import InputError, Interrupt, Stopped, as_input_errors, split_names
 
 from megatron_hybrid_prefix._version import __version__
 from megatron_hybrid_prefix.config import HybridPrefixConfig
@@ -94,18 +94,8 @@ def positive_float(text: str) -> float:
 
 
 def engine_names(text: str, option: str) -> list[str]:
-    """Names of engines, by comma.
-
-    Raises:
-        InputError: One is unknown, or given twice.
-    """
-    names = text.split(",")
-    for name in names:
-        if name not in ENGINES:
-            raise InputError(f"{option}: no engine {name!r}; there are: {', '.join(ENGINES)}")
-    if len(set(names)) < len(names):
-        raise InputError(f"{option}: {text} names an engine twice")
-    return names
+    """Names of engines, by comma; see `split_names`."""
+    return split_names(text, ENGINES, "an engine", option)
 
 
 def check_engine_options(args: argparse.Namespace) -> Any:

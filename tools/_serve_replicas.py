@@ -72,11 +72,14 @@ class SnapshotBoard:
 
     def __init__(self, platform: Any) -> None:
         self._replicas = platform.dp
-        first = platform.rank == 0
-        store = torch.distributed.TCPStore(own_address(), 0, is_master=True, wait_for_workers=False) if first else None
-        address = [None if store is None else (own_address(), store.port)]
+        address: list[Any] = [None]
+        if platform.rank == 0:
+            host = own_address()
+            self._store = torch.distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            address = [(host, self._store.port)]
         torch.distributed.broadcast_object_list(address, src=0)
-        self._store = store or torch.distributed.TCPStore(*address[0], is_master=False)
+        if platform.rank != 0:
+            self._store = torch.distributed.TCPStore(*address[0], is_master=False)
 
     @property
     def is_there(self) -> bool:

@@ -43,6 +43,7 @@ from _console import (
     Interrupt,
     Stopped,
     as_input_errors,
+    has_other_ranks,
     is_main_rank,
     output_console,
     read_text,
@@ -109,8 +110,8 @@ def make_parser() -> ArgumentParser:
 
 def check_options(args: argparse.Namespace) -> Any:
     """Check what needs neither torch nor a device; returns the model's dimensions."""
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    missing = [name for name in NEEDS + (NEEDS_OF_REPLICAS if several else ()) if find_spec(name) is None]
+    needs = NEEDS + (NEEDS_OF_REPLICAS if has_other_ranks() else ())
+    missing = [name for name in needs if find_spec(name) is None]
     if missing:
         raise InputError(f"{', '.join(missing)} not installed: pip install 'megatron-hybrid-prefix[serve]'")
     config = check_engine_options(args)

@@ -192,8 +192,7 @@ class HybridPrefixEngine(DynamicInferenceEngine):
             self.context.keys_of(request)
         future = super()._add_request(request)
         self._refuse_if_never_active(request)
-        if not future.done():
-            self._use_own_record(request.request_id)
+        self._use_own_record(request.request_id)
         return future
 
     def _handle_failed_request(self, request_id: int) -> None:
@@ -256,7 +255,7 @@ class HybridPrefixEngine(DynamicInferenceEngine):
         Requests whose prefix is being computed wait for it, out of the queue; prompts that are cached but for a little do
         not wait for the chunks of another one.
         """
-        if self._aborting or self._start_over_chunked:
+        if self._has_to_take_out:
             self._take_out_aborted()
         if not self.waiting_request_ids:
             return
@@ -344,9 +343,13 @@ class HybridPrefixEngine(DynamicInferenceEngine):
 
     def _should_run_async_sched_overlap(self) -> bool:
         """See upstream; not while an aborted request has to be taken out between two forwards, or one waits for its load."""
-        if self._aborting or self._start_over_chunked or (self._has_cache and self.context.loads_wait):
+        if self._has_to_take_out or (self._has_cache and self.context.loads_wait):
             return False
         return super()._should_run_async_sched_overlap()
+
+    @property
+    def _has_to_take_out(self) -> bool:
+        return bool(self._aborting or self._start_over_chunked)
 
     @torch.inference_mode()  # megatron's bookkeeping tensors may have been made in it
     def _take_out_aborted(self) -> None:
@@ -461,7 +464,7 @@ class HybridPrefixEngine(DynamicInferenceEngine):
 
     async def async_forward(self) -> tuple[dict | None, dict, float]:
         """See upstream; after a forward that raised, what it was to publish is dropped."""
-        if (self._aborting or self._start_over_chunked) and not self._is_suspended:
+        if self._has_to_take_out and not self._is_suspended:
             self._take_out_aborted()
         try:
             return await super().async_forward()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.gpu
 def ask(server, prompt=PROMPT, **fields):
     """Cached tokens, and log-probs of the answer."""
     body = {"model": "m", "prompt": prompt, "max_tokens": 12, "temperature": 0, "logprobs": 0} | fields
-    status, answer = server.send("/v1/completions", json.dumps(body).encode())
+    status, answer = server.send("/v1/completions", body)
     assert status == 200, answer
     cached_tokens = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     return cached_tokens, answer["choices"][0]["logprobs"]["token_logprobs"]
