@@ -27,7 +27,7 @@ def defect(number: int, what: str, raises: type[Exception] = AssertionError) -> 
     """Run a test with a ``side`` of each kind; on megatron's it has to fail, and with ``raises``.
 
     Args:
-        number: Of the defect in megatron-core 0.19.1.
+        number: Of the defect in megatron-core 0.19.
         what: It, in a few words.
         raises: How the failure shows: `WrongAnswer`; what megatron raises; AssertionError where a test counts.
     """

@@ -99,7 +99,7 @@ def test_every_other_field_has_a_flag_with_help(config_of, megatron_parser, fiel
 
 
 def test_help_can_be_printed():
-    """On a parser of one's own: megatron 0.19.1's cannot print its help, for a % in it."""
+    """On a parser of one's own: megatron 0.19's cannot print its help, for a % in it."""
     text = " ".join(add_hybrid_prefix_args(own_parser()).format_help().split())
     for field in dataclasses.fields(HybridPrefixConfig)[1:]:
         assert arguments.flag_of(field.name) in text

@@ -72,21 +72,10 @@ build_hybrid_model('tiny')
 
 
 @on_host
-def test_a_mixer_that_was_imported_too_early_is_a_clear_error():
+@pytest.mark.parametrize("module", ["megatron.core.ssm.mamba_mixer", "megatron.core.inference.sampling_params"])
+def test_megatron_may_be_imported_first(module):
     result = run_python(
-        "import megatron.core.ssm.mamba_mixer\n"
-        "from megatron_hybrid_prefix.platform import ensure_platform\nensure_platform()"
-    )
-    assert result.returncode != 0
-    last = result.stderr.strip().splitlines()[-1]
-    assert "PlatformError" in last
-    assert "megatron.core.ssm.mamba_mixer was imported before ensure_platform()" in last
-
-
-@on_host
-def test_other_megatron_modules_may_be_imported_first():
-    result = run_python(
-        "from megatron.core.inference.sampling_params import SamplingParams\n"
+        f"import {module}\n"
         "from megatron_hybrid_prefix.platform import ensure_platform\n"
         "from megatron_hybrid_prefix.models import build_hybrid_model\n"
         "ensure_platform(); build_hybrid_model('tiny')"
@@ -105,8 +94,19 @@ def test_the_triton_interpreter_is_not_used(platform):
 
 
 @on_host
+def test_what_needs_mamba_ssm_says_so(platform):
+    from megatron.core.ssm import mamba_mixer
+
+    for function in (mamba_mixer.mamba_chunk_scan_combined, mamba_mixer.mamba_split_conv1d_scan_combined):
+        with pytest.raises(ImportError, match=r"need mamba-ssm.*megatron-hybrid-prefix\[mamba\]"):
+            function()
+    assert mamba_mixer._check_mamba_sequence_packing_support() == (True, None)
+
+
+@on_host
 def test_every_entry_of_the_table_is_active_and_says_why(platform):
     entries = table.HOST_TORCH + table.HOST_MEGATRON + table.HOST_ATTENTION + table.NO_TRANSFORMER_ENGINE
+    entries += table.NO_MAMBA_SSM + table.NO_CAUSAL_CONV1D + table.NO_VERSION_CHECK
     active = active_rebindings()
     assert set(entries) <= set(active)
     assert len({entry.symbol for entry in entries}) == len(entries)
@@ -161,6 +161,17 @@ def test_a_missing_module_is_named():
         apply([Rebinding(owner="no_such_module_here", name="kernel", make=lambda original: None, why="t")], Applied())
 
 
+def test_a_name_that_an_optional_package_brings_may_be_absent(upstream):
+    applied = Applied()
+    apply([entry(name="gone", same_signature=True, may_be_absent=True)], applied)
+    assert upstream.gone(1, 2) == "ours"
+    applied.undo()
+    assert not hasattr(upstream, "gone")
+    upstream.gone = lambda other: None
+    with pytest.raises(UpstreamDriftError, match=r"fake_upstream\.gone: .*\(other\).*\(x, out\)"):
+        apply([entry(name="gone", same_signature=True, may_be_absent=True)], Applied())
+
+
 def test_another_signature_is_named_with_both_parameter_lists(upstream):
     upstream.kernel = lambda x, out, new_argument: None
     with pytest.raises(UpstreamDriftError, match=r"fake_upstream\.kernel: .*\(x, out, new_argument\).*\(x, out\)"):
@@ -201,9 +212,9 @@ def test_an_inherited_attribute_is_removed_again_not_pinned(upstream):
 
 def test_a_placeholder_never_hides_a_real_module(upstream):
     applied = Applied()
-    applied.add_placeholder(Placeholder(name="fake_upstream", why="t"))
+    applied.add_placeholder(Placeholder(name="fake_upstream", package="any", why="t"))
     assert sys.modules["fake_upstream"] is upstream
-    applied.add_placeholder(Placeholder(name="not_installed_anywhere", why="t"))
+    applied.add_placeholder(Placeholder(name="not_installed_anywhere", package="any", why="t"))
     assert "not_installed_anywhere" in sys.modules
     applied.undo()
     assert "not_installed_anywhere" not in sys.modules

@@ -1,4 +1,4 @@
-"""Defects of megatron-core 0.19.1's prefix cache for hybrid models: wrong answers, and crashes.
+"""Defects of megatron-core 0.19's prefix cache for hybrid models: wrong answers, and crashes.
 
 Each test is one scenario on both engines. On megatron's it has to fail (a strict xfail); on this package's it has to
 pass. Lost reuse is in ``test_upstream_defects_reuse.py``.

@@ -1,4 +1,4 @@
-"""Defects of megatron-core 0.19.1's prefix cache for hybrid models: reuse that is lost, and reuse that must not be.
+"""Defects of megatron-core 0.19's prefix cache for hybrid models: reuse that is lost, and reuse that must not be.
 
 Each test is one scenario on both engines. On megatron's it has to fail (a strict xfail); on this package's it has to
 pass. Wrong answers and crashes are in ``test_upstream_defects.py``.

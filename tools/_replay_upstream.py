@@ -1,4 +1,4 @@
-"""megatron-core 0.19.1's own rule for KV blocks and recurrent states, for requests that run one after another.
+"""megatron-core 0.19's own rule for KV blocks and recurrent states, for requests that run one after another.
 
 What its classes decide (`DynamicInferenceContext`, `KVBlockAllocator`, `MambaSlotAllocator`, with the LRU policy), without
 their tensors and in O(log n) a step; `tests/test_replay_upstream.py` compares the two request by request.

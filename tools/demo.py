@@ -6,7 +6,7 @@ noise; what is shown is the cache: which prompt tokens were computed and which r
 and whether the tokens and log-probs are those of caching off.
 
 The turns have different lengths, so that prompts end anywhere in a block. The last turn asks for turn 5 again, and the
-context is cut so that this prompt ends 2 tokens behind a block boundary: upstream 0.19.1 then continues from a wrong
+context is cut so that this prompt ends 2 tokens behind a block boundary: upstream 0.19 then continues from a wrong
 convolution window, which the comparison shows.
 """
 
@@ -89,7 +89,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
         print("A question session about this project's source, with caching off, upstream's cache and this one's.")
         print("The weights are random, so the answers are noise; what is shown is the cache.")
         print(f"The last turn sends a prompt again that ends {TAIL_TOKENS} tokens behind a block boundary, where")
-        print("upstream 0.19.1 is known to give other log-probs than without a cache.", flush=True)
+        print("upstream 0.19 is known to give other log-probs than without a cache.", flush=True)
     options = ["--conversation", session, "--preset", args.preset or default_preset(args.device)]
     options += ["--compare", "off,upstream,ours", "--num-tokens-to-generate", ANSWER_TOKENS, "--ignore-eos"]
     options += ["--block-size-tokens", BLOCK_TOKENS, "--json", args.out / "demo.json", "--plot", args.out / "demo.png"]

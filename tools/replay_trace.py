@@ -54,7 +54,7 @@ DEFAULT_SLOTS = "64,256,1024,4096"
 DEFAULT_BASELINES = "lru,upstream,align"
 BASELINES = {
     "lru": Policy(name="lru", eviction="lru"),
-    "upstream": Policy(name="upstream 0.19.1", eviction="upstream"),
+    "upstream": Policy(name="upstream 0.19", eviction="upstream"),
     "align": Policy(name="align (tails only)", eviction="lru", admission="tail"),
 }
 
@@ -109,7 +109,7 @@ def make_parser() -> ArgumentParser:
         "--baselines",
         default=DEFAULT_BASELINES,
         metavar="NAMES",
-        help="to compare with, by comma: lru, upstream (megatron-core 0.19.1's rule), align (tails only, LRU), "
+        help="to compare with, by comma: lru, upstream (megatron-core 0.19's rule), align (tails only, LRU), "
         "interval:TOKENS (LRU with states at this distance); or none (default: %(default)s)",
     )
     add = parser.add_argument_group("output").add_argument

@@ -30,7 +30,8 @@ class Rebinding:
         make: Called once with the original value; returns the replacement.
         why: One line: what is missing on this machine.
         same_signature: Require the replacement to take the parameters of the original, by name and order.
-        same_parameters_as: ``module:function`` to compare with instead, where ``name`` may be absent or ``None``.
+        same_parameters_as: ``module:function`` to compare with instead, where ``name`` may be ``None``.
+        may_be_absent: The name is there only where an optional package is; nothing is compared where it is not.
     """
 
     owner: str
@@ -39,6 +40,7 @@ class Rebinding:
     why: str
     same_signature: bool = False
     same_parameters_as: str | None = None
+    may_be_absent: bool = False
 
     @property
     def symbol(self) -> str:
@@ -48,9 +50,16 @@ class Rebinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placeholder:
-    """A module that is not installed and never called here, but that an upstream import asks for."""
+    """A module that is not installed and never called here, but that an upstream import asks for.
+
+    Attributes:
+        name: The module.
+        package: Asks for it.
+        why: One line.
+    """
 
     name: str
+    package: str
     why: str
 
 
@@ -79,11 +88,12 @@ class Applied:
         """
         owner = _resolve(rebinding)
         original = inspect.getattr_static(owner, rebinding.name, _MISSING)
-        if original is _MISSING:
+        if original is _MISSING and not rebinding.may_be_absent:
             raise UpstreamDriftError(f"cannot rebind {rebinding.symbol}: it does not exist in the installed version")
-        current = getattr(owner, rebinding.name)
+        current = getattr(owner, rebinding.name, None)
         replacement = rebinding.make(current)
-        _check_signature(rebinding, current, replacement)
+        if original is not _MISSING:
+            _check_signature(rebinding, current, replacement)
         own = rebinding.name in vars(owner)
         setattr(owner, rebinding.name, replacement)
 

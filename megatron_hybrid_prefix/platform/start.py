@@ -6,7 +6,6 @@ import importlib.util
 import logging
 import math
 import os
-import sys
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,10 +18,8 @@ from megatron_hybrid_prefix.errors import PlatformError
 from megatron_hybrid_prefix.platform import table
 from megatron_hybrid_prefix.platform.rebinding import Applied, Placeholder, Rebinding, apply
 
-_MIXER_MODULE = "megatron.core.ssm.mamba_mixer"
 _applied = Applied()
 _platform: Platform | None = None
-_mixer_imported_here = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +88,8 @@ def ensure_platform(
 
     Raises:
         ValueError: The sizes do not fit the number of processes.
-        PlatformError: megatron's mixer was imported too early, another layout is running, or upstream drifted.
+        PlatformError: Another layout is running in this process.
+        UpstreamDriftError: A name that has to be replaced is not what it was.
     """
     global _platform
     for name, size in (("tp", tp), ("pp", pp), ("ep", ep)):
@@ -166,41 +164,38 @@ def shut_down() -> None:
 
 def _replace_what_is_missing(use_cuda: bool) -> tuple[str, str, str]:
     """Apply the tables that this machine needs; returns names of (attention, mamba kernels, layers)."""
-    global _mixer_imported_here
-    missing = [p for p in table.COMPILED_EXTENSIONS if importlib.util.find_spec(p.name) is None]
-    needs_us = not use_cuda or bool(missing)
-    if needs_us and _MIXER_MODULE in sys.modules and not _mixer_imported_here:
-        raise PlatformError(
-            f"{_MIXER_MODULE} was imported before ensure_platform(); on this machine it then has no kernels: "
-            "call ensure_platform() before the first megatron import"
-        )
     if not use_cuda:
         apply(table.HOST_TORCH, _applied)
-    for placeholder in missing:
-        _applied.add_placeholder(placeholder)
     try:
         with warnings.catch_warnings():
             # A dozen lines that Transformer Engine, Apex, absl or a GPU are missing; `Platform.describe` says what is
             # used instead.
             warnings.simplefilter("ignore", UserWarning)
             logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-            from megatron.core.ssm import mamba_mixer
-
-            _mixer_imported_here = True
+            compiled = not use_cuda or _stand_in_for_extensions()
             from megatron.core.extensions.transformer_engine import HAVE_TE
             from megatron.core.models.hybrid import hybrid_model  # noqa: F401  (imported quietly, with the rest)
+            from megatron.core.ssm import mamba_mixer
             from megatron.core.transformer import attention as upstream_attention
-        if not mamba_mixer.HAVE_MAMBA_SSM:
-            raise PlatformError("mamba-ssm is not importable, and megatron's mixer needs it: pip install mamba-ssm")
     except BaseException:
         _applied.undo()
         raise
+    has_mamba_ssm = use_cuda and mamba_mixer.HAVE_MAMBA_SSM
+    has_causal_conv1d = use_cuda and hasattr(mamba_mixer, "causal_conv1d_varlen_states")
     rebindings: tuple[Rebinding, ...] = ()
+    if not has_mamba_ssm:
+        rebindings += table.NO_MAMBA_SSM
+    if not has_causal_conv1d:
+        rebindings += table.NO_CAUSAL_CONV1D
+    if not (has_mamba_ssm and has_causal_conv1d):
+        rebindings += table.NO_VERSION_CHECK
     if not use_cuda:
         rebindings += table.HOST_MEGATRON + table.HOST_ATTENTION
         attention, mamba = "gather (PyTorch)", "PyTorch"
     else:
-        mamba = "Triton" + (" (no compiled extensions)" if missing else "")
+        names = {"mamba-ssm": has_mamba_ssm, "causal-conv1d": has_causal_conv1d, "compiled extensions": compiled}
+        without = [name for name, there in names.items() if not there]
+        mamba = "Triton" + (f" (no {', no '.join(without)})" if without else "")
         if upstream_attention.HAVE_FA4:
             attention = "FA4"
             rebindings += table.FA4
@@ -217,6 +212,19 @@ def _replace_what_is_missing(use_cuda: bool) -> tuple[str, str, str]:
         rebindings += table.NO_TRANSFORMER_ENGINE
     apply(rebindings, _applied)
     return attention, mamba, "Transformer Engine" if has_te else "local"
+
+
+def _stand_in_for_extensions() -> bool:
+    """Placeholders for the compiled extensions of mamba-ssm and causal-conv1d where these are installed without.
+
+    Returns:
+        Whether all are there.
+    """
+    missing = [p for p in table.COMPILED_EXTENSIONS if importlib.util.find_spec(p.name) is None]
+    for placeholder in missing:
+        if importlib.util.find_spec(placeholder.package) is not None:
+            _applied.add_placeholder(placeholder)
+    return not missing
 
 
 def _start_distributed(use_cuda: bool, timeout_s: float) -> torch.device:

@@ -1,10 +1,12 @@
 """Every name that is replaced, on which machine, and why. Nothing else in the package rebinds anything for a platform.
 
-Three groups, each only where the part is missing:
-  * `HOST`      no CUDA device: ``torch.cuda`` answers for the host, pinning is skipped, kernels are PyTorch.
-  * `NO_FLASH`  no flash-attention of any generation: attention gathers the pages.
-  * `NO_TE`     no Transformer Engine: the one norm that upstream's hybrid stack hard-codes.
-Placeholders stand for compiled modules that upstream's imports load and its dynamic path never calls.
+Groups, each only where the part is missing:
+  * `HOST_*`                  no CUDA device: ``torch.cuda`` answers for the host, pinning is skipped, kernels are PyTorch.
+  * `NO_MAMBA_SSM`            no mamba-ssm: the gated norm is this package's; training says what it needs.
+  * `NO_CAUSAL_CONV1D`        no causal-conv1d: the one function of it that megatron's own prefill calls.
+  * `*GATHERING_ATTENTION`    no flash-attention of any generation: attention gathers the pages.
+  * `NO_TRANSFORMER_ENGINE`   the one norm that upstream's hybrid stack hard-codes.
+Placeholders stand for compiled modules that mamba-ssm and causal-conv1d load and the dynamic path never calls.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ MIXER = f"{CORE}.ssm.mamba_mixer"
 DYNAMIC_CONTEXT = f"{CORE}.inference.contexts.dynamic_context"
 CONTROLLER = f"{CORE}.inference.text_generation_controllers.text_generation_controller"
 
+# On a GPU; the host takes nothing of these packages.
 COMPILED_EXTENSIONS = (
-    Placeholder(name="selective_scan_cuda", why="mamba-ssm loads its compiled extension; the dynamic path is Triton"),
-    Placeholder(name="causal_conv1d_cuda", why="causal-conv1d loads its compiled extension; the path is Triton"),
+    Placeholder(name="selective_scan_cuda", package="mamba_ssm", why="loaded on import; the dynamic path is Triton"),
+    Placeholder(name="causal_conv1d_cuda", package="causal_conv1d", why="loaded on import; the dynamic path is Triton"),
 )
 
 
@@ -91,16 +94,61 @@ def _there(original: Any) -> Any:
     return _is_cuda
 
 
-def _triton(owner: str, name: str, module: str, defined_in: str | None = None) -> Rebinding:
-    return Rebinding(
-        owner=owner,
-        name=name,
-        make=_kernel(module, name),
-        why="a Triton kernel",
-        same_signature=defined_in is None,
-        same_parameters_as=defined_in,
-    )
+def _triton(owner: str, name: str, module: str) -> Rebinding:
+    return Rebinding(owner=owner, name=name, make=_kernel(module, name), why="a Triton kernel", same_signature=True)
 
+
+def _gated_norm(original: Any) -> Any:
+    from megatron_hybrid_prefix.platform.gated_norm import GatedRMSNorm
+
+    return GatedRMSNorm
+
+
+def _needs_mamba_ssm(original: Any) -> Any:
+    def raise_import_error(*args: Any, **kwargs: Any) -> Any:
+        raise ImportError(
+            "training and static batching of Mamba layers need mamba-ssm and causal-conv1d: "
+            "pip install --no-build-isolation 'megatron-hybrid-prefix[mamba]'"
+        )
+
+    return raise_import_error
+
+
+_NOT_DYNAMIC = "not called by dynamic inference; None otherwise, which says nothing when it is called"
+NO_MAMBA_SSM = (
+    Rebinding(owner=MIXER, name="HAVE_MAMBA_SSM", make=_to(True), why="the mixer's constructor asks for mamba-ssm"),
+    Rebinding(owner=MIXER, name="ExtendedRMSNorm", make=_gated_norm, why="derived from mamba-ssm's norm"),
+    Rebinding(owner=MIXER, name="mamba_chunk_scan_combined", make=_needs_mamba_ssm, why=_NOT_DYNAMIC),
+    Rebinding(owner=MIXER, name="mamba_split_conv1d_scan_combined", make=_needs_mamba_ssm, why=_NOT_DYNAMIC),
+)
+NO_CAUSAL_CONV1D = (
+    Rebinding(
+        owner=MIXER,
+        name="causal_conv1d_varlen_states",
+        make=_kernel("conv", "causal_conv1d_varlen_states"),
+        why="causal-conv1d's, called by megatron's own prefill",
+        same_signature=True,
+        may_be_absent=True,
+    ),
+)
+
+
+def _packing_is_supported(original: Any) -> Any:
+    def _check_mamba_sequence_packing_support(for_inference_not_training: bool = True) -> tuple[bool, str | None]:
+        return (True, None) if for_inference_not_training else original(for_inference_not_training)
+
+    return _check_mamba_sequence_packing_support
+
+
+NO_VERSION_CHECK = (
+    Rebinding(
+        owner=MIXER,
+        name="_check_mamba_sequence_packing_support",
+        make=_packing_is_supported,
+        why="asks for versions of mamba-ssm and causal-conv1d; what dynamic inference takes of them is replaced",
+        same_signature=True,
+    ),
+)
 
 HOST_MEGATRON = (
     *(
@@ -155,7 +203,6 @@ HOST_MEGATRON = (
     _triton(DYNAMIC_CONTEXT, "triton_append_key_value_cache", "kv_append"),
     _triton(MIXER, "mamba_chunk_scan_combined_varlen", "ssd"),
     _triton(MIXER, "causal_conv1d_update", "conv"),
-    _triton(MIXER, "causal_conv1d_varlen_states", "conv"),
     _triton(f"{CORE}.ssm.ops.causal_conv1d_varlen", "causal_conv1d_varlen_fn", "conv"),
     _triton(MIXER, "selective_state_update", "decode"),
     _triton(MIXER, "scatter_intermediate_ssm", "extraction"),
@@ -163,7 +210,6 @@ HOST_MEGATRON = (
     _triton(MIXER, "tensor_get_slice_after", "rows"),
     _triton(MIXER, "tensor_masked_update", "rows"),
     _triton(MIXER, "tensor_merge", "rows"),
-    _triton("mamba_ssm.ops.triton.layernorm_gated", "rmsnorm_fn", "norm"),
     _triton(CONTROLLER, "mamba_state_selective_copy", "speculative"),
     _triton(CONTROLLER, "prepare_next_forward_pass", "speculative"),
     _triton(CONTROLLER, "verify_speculative_tokens", "speculative"),

@@ -1,4 +1,4 @@
-"""Defects of upstream 0.19.1 (`upstream-0.19.1.md`) that have to be impossible in the facade already, by number.
+"""Defects of megatron-core 0.19 that have to be impossible in the facade already; numbers as in `test_upstream_defects.py`.
 
 The tests against upstream's own classes are the engine's; these show that nothing the engine could ask leads there.
 """

@@ -179,11 +179,11 @@ def causal_conv1d_varlen_states(x: torch.Tensor, cu_seqlens: torch.Tensor, state
     Returns:
         (batch, dim, state_len) in x's dtype, a transposed view of a contiguous (batch, state_len, dim).
     """
-    total_tokens, dim = x.shape
     start, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
-    states = torch.zeros(start.shape[0], state_len, dim, dtype=x.dtype, device=x.device)
-    if total_tokens:
-        source = end[:, None] + torch.arange(-state_len, 0, device=x.device)  # (batch, state_len)
-        inside = (source >= start[:, None]) & (source < end[:, None])
-        states[inside] = x[source[inside]]
+    if not x.shape[0]:
+        return x.new_zeros(start.shape[0], state_len, x.shape[1]).transpose(1, 2)
+    source = end[:, None] + torch.arange(-state_len, 0, device=x.device)  # (batch, state_len)
+    inside = (source >= start[:, None]) & (source < end[:, None])
+    # Not by a boolean index: on a GPU that would wait for the device.
+    states = x[source.clamp(0, x.shape[0] - 1)].masked_fill(~inside[:, :, None], 0)
     return states.transpose(1, 2)

@@ -1,6 +1,6 @@
 """Gated RMS norm.
 
-Stands in for `mamba_ssm.ops.triton.layernorm_gated.rmsnorm_fn`.
+Takes what `mamba_ssm.ops.triton.layernorm_gated.rmsnorm_fn` takes; `norm_triton` is its version for a GPU.
 """
 
 import torch
