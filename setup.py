@@ -26,9 +26,6 @@ INSTALL_REQUIRES = [
     "megatron-core>=0.19.1,<0.20",
     "torch>=2.11",
     'triton>=3.5; sys_platform == "linux"',
-    # Only their Triton parts are used: scripts/bootstrap.sh builds both without CUDA extensions.
-    "mamba-ssm>=2.2.6.post3",
-    "causal-conv1d>=1.5.3.post1",
     "einops",
     "numpy",
     # Used by the engine's coordinator (pyzmq, msgpack) and by the tools.
@@ -42,6 +39,9 @@ INSTALL_REQUIRES = [
 ]
 
 EXTRAS_REQUIRE = {
+    # Sources only on the index, which compile for half an hour, or without CUDA extensions as scripts/bootstrap.sh builds
+    # them. Needed for training; inference takes them where they are, and this package's own kernels otherwise.
+    "mamba": ["mamba-ssm>=2.2.6.post3", "causal-conv1d>=1.5.3.post1"],
     # Published as pre-releases only; the specifier names one, so pip takes them without --pre.
     "gpu": ['flash-attn-4[cu13]>=4.0.0b20; sys_platform == "linux"'],
     "serve": ["jinja2", "openai", "prometheus-client", "starlette", "uvicorn"],

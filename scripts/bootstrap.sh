@@ -7,7 +7,7 @@
 #   PYTHON=...                    the Python (>= 3.12) to make it with; else one is looked for
 #   MHP_VENV=...                  where it goes (default: .venv in the repository)
 #   MHP_BUILD_CUDA_EXTENSIONS=1   compile mamba-ssm's and causal-conv1d's CUDA extensions (long;
-#                                 not needed: only their Triton parts are used)
+#                                 not needed: inference uses their Triton parts at most)
 set -euo pipefail
 
 mhp_say() { printf 'bootstrap: %s\n' "$*" >&2; }
@@ -75,7 +75,7 @@ mhp_find_python() {
 
 # What the environment's own python is asked: "ready" (the stamp fits and the packages are there), "stamp" (write it),
 # "healthy" (worth repairing rather than rebuilding), "mend" (drop what a killed pip left half-installed),
-# "requirements" (what this package needs, without the two that are built apart).
+# "requirements" (what this package and its tests need, without the extra "mamba", which is built apart).
 mhp_ask() {
   "$MHP_VENV/bin/python" -I -c '
 import hashlib, importlib.metadata, importlib.util, os, pathlib, shutil, sys, sysconfig
@@ -122,7 +122,7 @@ elif question == "requirements":
     for text in importlib.metadata.requires("megatron-hybrid-prefix"):
         need = Requirement(text)
         wanted = need.marker is None or any(need.marker.evaluate({"extra": e}) for e in ("dev", "demo", "serve"))
-        if wanted and need.name not in ("mamba-ssm", "causal-conv1d"):
+        if wanted:
             need.marker = None
             print(need)
 ' "$1" "$MHP_ROOT" "$MHP_VENV" "$mhp_want_version" "${MHP_BUILD_CUDA_EXTENSIONS:-0}"
@@ -152,7 +152,7 @@ mhp_make_venv() {
 }
 
 mhp_build_mamba() {
-  # Their CUDA extensions take half an hour to compile and are not used here. pip's cache is left out: it
+  # The extra "mamba". CUDA extensions take half an hour to compile and are not used here. pip's cache is left out: it
   # would not tell a wheel with extensions from one without.
   local args=(--no-build-isolation --no-deps --no-cache-dir mamba-ssm causal-conv1d)
   if [[ ${MHP_BUILD_CUDA_EXTENSIONS:-0} == 1 ]]; then
@@ -164,7 +164,7 @@ mhp_build_mamba() {
 }
 
 mhp_install_requirements() {
-  # Not through the package itself: mamba-ssm would then pull in compilers that only its other kernels need.
+  # Not through the package itself, which is installed without its dependencies to be editable first.
   local requirements
   requirements=$(mhp_ask requirements) && [[ -n $requirements ]] || return 1
   local -a list

@@ -27,7 +27,7 @@ has_packages() {
   "$1" -c '
 import sys
 from importlib.util import find_spec
-sys.exit(sys.version_info < (3, 12) or not all(map(find_spec, ("torch", "megatron", "megatron.core", "mamba_ssm"))))' \
+sys.exit(sys.version_info < (3, 12) or not all(map(find_spec, ("torch", "megatron", "megatron.core"))))' \
     </dev/null >/dev/null 2>&1
 }
 

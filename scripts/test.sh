@@ -1,6 +1,46 @@
 #!/usr/bin/env bash
-# Sets up if needed, then runs every test that this machine can run. Arguments go to pytest.
+# Sets up if needed, then runs the tests that this machine can run.
+#   scripts/test.sh [--all] [--megatron VERSION] [--without-mamba] [ARGUMENTS OF PYTEST ...]
+#
+#   (nothing)             a part of every kind of test: at most five minutes on two idle cores
+#   --all                 every test: at most twenty minutes
+#   --megatron VERSION    with another megatron-core, in an environment made for it
+#   --without-mamba       without mamba-ssm and causal-conv1d, as a plain `pip install` of this package leaves it
+#
+# Options go first. Files are shared out to two processes unless an argument says otherwise (-n 0: one process).
 set -euo pipefail
+
+usage() { sed -n '2,/^set -euo/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
+die() { printf 'test.sh: %s\n' "$1" >&2; exit 2; }
+
+all=0 megatron="" without=0
+while (($#)); do
+  case $1 in
+    -h | --help) usage; exit 0 ;;
+    --all) all=1 ;;
+    --megatron)
+      [[ ${2:-} =~ ^[0-9]+(\.[0-9]+)+[a-z0-9]*$ ]] || die "--megatron needs a version, such as 0.19.1"
+      megatron=$2
+      shift
+      ;;
+    --without-mamba) without=1 ;;
+    *) break ;;
+  esac
+  shift
+done
+
 . "$(dirname "${BASH_SOURCE[0]}")/bootstrap.sh"
 cd "$MHP_ROOT"
-exec "$MHP_PYTHON" -m pytest -q "$@"
+python=$MHP_PYTHON
+if ((without)) || [[ -n $megatron ]]; then
+  folder=$MHP_VENV variant=()
+  if [[ -n $megatron ]]; then folder+=-megatron-$megatron variant+=(--megatron "$megatron"); fi
+  if ((without)); then folder+=-without-mamba variant+=(--without mamba-ssm --without causal-conv1d); fi
+  python=$("$python" scripts/variant_env.py "$folder" "${variant[@]}")
+  export PATH="${python%/*}:$PATH"
+fi
+arguments=(-n 2 --dist loadfile)
+((all)) || arguments+=(-m "not slow")
+# Two processes, and tests that start several ranks at once: more threads only wait for each other.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+exec "$python" -m pytest -q "${arguments[@]}" "$@"

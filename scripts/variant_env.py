@@ -1,0 +1,100 @@
+#!/usr/bin/env python3
+"""Makes an environment beside the one that runs this, the same but for a few packages; prints its python.
+
+    .venv/bin/python scripts/variant_env.py DIR [--megatron VERSION] [--without NAME ...]
+
+Packages are links into this environment, so that a variant takes seconds and a few megabytes. Safe to repeat: what is made
+already, from the same packages, is left alone. Used by ``scripts/test.sh --megatron VERSION`` and ``--without-mamba``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+SITE = Path(sysconfig.get_path("purelib"))
+
+
+def canonical(name: str) -> str:
+    """A distribution's name as the index compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def entries_of(name: str) -> set[str]:
+    """What a distribution has put into site-packages: names of folders and files there. Empty: it is not installed."""
+    try:
+        files = importlib.metadata.distribution(name).files or []
+    except importlib.metadata.PackageNotFoundError:
+        return set()
+    return {file.parts[0] for file in files if file.parts[0] != ".."}
+
+
+def key(options: argparse.Namespace) -> str:
+    """Of this environment's packages and what is asked for."""
+    installed = sorted(f"{d.name}=={d.version}" for d in importlib.metadata.distributions(path=[str(SITE)]))
+    stamp = [sys.version, str(SITE), options.megatron, sorted(options.without), installed, Path(__file__).read_text()]
+    return hashlib.sha256(json.dumps(stamp).encode()).hexdigest()
+
+
+def make(folder: Path, options: argparse.Namespace) -> None:
+    """Make the environment anew."""
+    shutil.rmtree(folder, ignore_errors=True)
+    venv.create(folder, with_pip=False, symlinks=True)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    site = folder / "lib" / version / "site-packages"
+    left_out = set().union(*(entries_of(name) for name in options.without))
+    if options.megatron:
+        left_out |= entries_of("megatron-core")
+    for entry in SITE.iterdir():
+        if entry.name not in left_out and entry.name != "__pycache__":
+            (site / entry.name).symlink_to(entry)
+    if options.megatron:
+        # Through this environment's pip: the variant's site-packages are links that a pip of its own would follow.
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--disable-pip-version-check"]
+        command += ["--no-deps", "--only-binary", ":all:", "--target", str(site), f"megatron-core=={options.megatron}"]
+        clean = {k: v for k, v in os.environ.items() if k not in ("PIP_CONSTRAINT", "PIP_USER", "PIP_TARGET")}
+        subprocess.run(command, check=True, stdout=sys.stderr, env=clean)
+
+
+def main() -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    parser.add_argument("--megatron", metavar="VERSION", help="another megatron-core, from the index")
+    parser.add_argument("--without", action="append", default=[], metavar="NAME", help="a package to leave out")
+    options = parser.parse_args()
+    if sys.prefix == sys.base_prefix:
+        parser.error("run it with the python of an environment")
+    if options.megatron and not re.fullmatch(r"\d+(\.\d+)+\w*", options.megatron):
+        parser.error(f"--megatron {options.megatron}: give a version such as 0.19.1")
+    options.without = [canonical(name) for name in options.without]
+    folder = options.folder.absolute()
+    if folder.exists() and not (folder / "pyvenv.cfg").exists() and (not folder.is_dir() or any(folder.iterdir())):
+        parser.error(f"{folder} exists and is no environment")
+    with open(f"{folder}.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        stamp, wanted = folder / ".mhp-variant", key(options)
+        if not stamp.exists() or stamp.read_text() != wanted:
+            try:
+                make(folder, options)
+            except subprocess.CalledProcessError as error:
+                print(f"variant_env: pip could not install megatron-core=={options.megatron}", file=sys.stderr)
+                return error.returncode
+            stamp.write_text(wanted)
+    print(folder / "bin" / "python")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
