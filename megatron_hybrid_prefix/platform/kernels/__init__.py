@@ -1,4 +1,4 @@
-"""Plain-PyTorch stand-ins for the Triton and flash-attn kernels on megatron-core 0.19.1's dynamic inference path.
+"""Plain-PyTorch stand-ins for the Triton and flash-attn kernels on megatron-core 0.19's dynamic inference path.
 
 One module per group of kernels; each function has the parameter names, order, defaults and side effects of the
 upstream function it stands in for, so it can be bound in upstream's place. The modules import torch only: who binds
