@@ -33,6 +33,7 @@ SMALL = {
     "multi_turn": ("--turns", 3, "--new-tokens", 150, "--generate", 20),
     "first_sighting": ("--shared-tokens", 512, "--own-tokens", 300, "--generate", 2),
     "herd": ("--requests", 3, "--prefix-blocks", 2, "--own-tokens", 300, "--generate", 2),
+    "host_tier": ("--prompts", 4, "--shared-tokens", 512, "--own-tokens", 60, "--generate", 2),
     "samples": ("--samples", 3, "--prompt-tokens", 600, "--generate", 3),
     "index": ("--index-blocks", 4800, "--long-prompt-tokens", 30000, "--steps", 12, "--requests", 3),
 }
@@ -346,6 +347,51 @@ def test_pressure(measure: Any, capsys: pytest.CaptureFixture[str]) -> None:
         assert data["metrics"]["wall_s"]["median"]["upstream"] is None
         assert f"slots; crashed: {upstream['error']}\n" in output
         assert "Traceback" in upstream["traceback"]
+
+
+def test_host_tier(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All come to the end, also after what capturing CUDA graphs leaves: a reset in inference mode."""
+    import torch
+
+    from megatron_hybrid_prefix import mcore
+
+    build_engine = mcore.build_engine
+
+    def captured(*args: Any, **kwargs: Any) -> Any:
+        engine = build_engine(*args, **kwargs)
+        with torch.inference_mode():
+            engine.context.reset()
+        return engine
+
+    monkeypatch.setattr(mcore, "build_engine", captured)
+    data = measure("host_tier", "--repeats", 2)
+    assert {engine["error"] for engine in data["engines"].values()} == {None}
+    assert {engine["kv_blocks"] for engine in data["engines"].values()} == {6}  # of the 12 that the prompts take
+    assert samples(data, "reused_share", "off") == [0.0, 0.0]
+    assert max(samples(data, "reused_share", "upstream")) <= 0.5  # nothing comes back to it
+    assert samples(data, "reused_share", "ours") == [1.0, 1.0]
+    assert min(samples(data, "loaded_mb", "ours")) > 0
+
+
+def test_engines_run_in_inference_mode(platform: Any, tiny: Any) -> None:
+    """Also where a scenario steps them itself, and where a batch is run without the bench."""
+    import torch
+
+    from megatron_hybrid_prefix.mcore import build_engine
+    from megatron_hybrid_prefix.mcore.runner import run_batch
+
+    contestant = _bench_engine.Contestant("off", {}, lambda: False)
+    with contestant.attempt():
+        assert torch.is_inference_mode_enabled()
+    engine, modes = build_engine(tiny), []
+    run_batch(
+        engine,
+        [[1, 2]],
+        _bench_engine.greedy(1),
+        on_step=lambda *counts: modes.append(torch.is_inference_mode_enabled()),
+    )
+    assert modes == [True]
+    assert not torch.is_inference_mode_enabled()
 
 
 def test_a_budget_too_small_for_upstream_is_a_result(measure: Any) -> None:

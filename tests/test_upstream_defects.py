@@ -216,3 +216,18 @@ def test_11_small_budget(side):
     assert computed == 40
     side.check(request)
     side.check_drained(engine)
+
+
+@defect(31, "what capturing CUDA graphs resets cannot be written outside of inference mode", raises=RuntimeError)
+def test_31_evicting_after_a_capture(side):
+    """Capturing ends with a reset in inference mode, which makes the list of free state slots anew, as an inference tensor.
+
+    Requests are scheduled in whatever mode the caller is in. Megatron's older scripts enter inference mode for good;
+    ``MegatronLLM`` and its thread do not, and there the first eviction of a block with a state raises.
+    """
+    engine = side.build(blocks=8)
+    with torch.inference_mode():
+        engine.context.reset()  # as `create_cuda_graphs` does, which needs a GPU
+    requests = [side.serve(engine, random_tokens(3 * BLOCK + 10, seed=number), 1)[0] for number in range(4)]
+    side.check(*requests)
+    side.check_drained(engine)

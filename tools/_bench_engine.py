@@ -41,9 +41,16 @@ class Contestant:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Inside, what the engine raises puts it out of the race, and the others go on."""
+        """Inside, what the engine raises puts it out of the race, and the others go on.
+
+        In inference mode, as megatron's scripts run their engines: capturing CUDA graphs resets the engine in it, and what
+        that makes anew, such as megatron's list of free state slots, cannot be written outside.
+        """
+        import torch
+
         try:
-            yield
+            with torch.inference_mode():
+                yield
         except (InputError, Stopped):
             raise
         except Exception as error:

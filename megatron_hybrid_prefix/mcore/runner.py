@@ -80,6 +80,7 @@ class _Batch:
     results: dict[int, RequestResult] = field(default_factory=dict)
 
 
+@torch.inference_mode()
 def run_batch(
     engine: DynamicInferenceEngine,
     prompts: Sequence[list[int]],
@@ -88,6 +89,9 @@ def run_batch(
     should_stop: Callable[[], bool] | None = None,
 ) -> list[RequestResult]:
     """Add every prompt at once and step the engine until all are done.
+
+    In inference mode, as megatron's scripts run theirs: tensors that megatron makes in it, as it does when it captures CUDA
+    graphs, can only be written in it.
 
     Args:
         engine: An engine of `build_engine` without requests of its own.
