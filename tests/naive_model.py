@@ -53,7 +53,7 @@ class NaiveHybridModel:
 
     def _experts(self, x, prefix):
         best = (x @ self.weights[prefix + "router.weight"].T).topk(self.config.moe_router_topk, dim=-1)
-        weights = torch.zeros(len(x), self.config.num_moe_experts, dtype=torch.float64)
+        weights = torch.zeros(len(x), self.config.num_moe_experts, dtype=torch.float64, device=x.device)
         weights.scatter_(1, best.indices, best.values.softmax(-1))
         outputs = [self._mlp(x, f"{prefix}experts.local_experts.{i}.") for i in range(self.config.num_moe_experts)]
         return torch.einsum("te,eth->th", weights, torch.stack(outputs))
@@ -64,7 +64,7 @@ class NaiveHybridModel:
         qkv = (x @ w[prefix + "linear_qkv.weight"].T).view(n, c.num_query_groups, per_group + 2, c.kv_channels)
         q, k, v = qkv[:, :, :per_group], qkv[:, :, per_group], qkv[:, :, per_group + 1]
         scores = torch.einsum("tgqd,sgd->gqts", q, k) * c.kv_channels**-0.5
-        scores.masked_fill_(torch.ones(n, n, dtype=torch.bool).triu(1), float("-inf"))
+        scores.masked_fill_(torch.ones(n, n, dtype=torch.bool, device=x.device).triu(1), float("-inf"))
         out = torch.einsum("gqts,sgd->tgqd", scores.softmax(-1), v).reshape(n, -1)
         return out @ w[prefix + "linear_proj.weight"].T
 
