@@ -330,6 +330,7 @@ def main():
     parser.add_argument("--max-tokens", type=int, default=768, help="of a step of chunked prefill")
     parser.add_argument("--max-requests", type=int, default=64)
     parser.add_argument("--block-tokens", type=int, default=256)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of parameters and states")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--json", type=Path)
@@ -352,6 +353,7 @@ def main():
             truth_model,
             prompts,
             forced,
+            kinds=arguments.kinds,
             say=lambda line: print(line, flush=True),
             max_tokens=arguments.max_tokens,
             max_requests=arguments.max_requests,
