@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from megatron_hybrid_prefix.mcore.build import build_engine
+from megatron_hybrid_prefix.platform.megatron_version import check_version
 
 _PARTS = {
     "add_hybrid_prefix_args": "arguments",
@@ -32,4 +33,6 @@ __all__ = ["build_engine", *_PARTS]
 def __getattr__(name: str) -> Any:
     if name not in _PARTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if _PARTS[name] not in ("arguments", "installation"):  # the others import megatron
+        check_version()
     return getattr(import_module(f"megatron_hybrid_prefix.mcore.{_PARTS[name]}"), name)

@@ -9,6 +9,7 @@ import torch
 
 from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.mcore.table import CONTEXT_IN_CUDA_GRAPHS
+from megatron_hybrid_prefix.mcore.upstream.contract import check_contract
 from megatron_hybrid_prefix.platform import replace_names, running_platform
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer, Tokenizer
 
@@ -41,7 +42,10 @@ def build_engine(
 
     Raises:
         ValueError: A field is unknown, or the memory asked for cannot hold what was asked for.
+        PlatformError: There is no megatron-core, or an unsupported one.
+        UpstreamDriftError: The megatron-core that is here differs in a name that this package relies on.
     """
+    check_contract()
     from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
     from megatron.core.inference.engines import DynamicInferenceEngine
     from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper

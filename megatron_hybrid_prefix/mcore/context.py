@@ -34,6 +34,7 @@ from megatron_hybrid_prefix.mcore.decode import DecodeProgress
 from megatron_hybrid_prefix.mcore.host import HostMoves
 from megatron_hybrid_prefix.mcore.metadata import ChunkGrid, HybridPrefixMambaMetadata, PrefillSpan
 from megatron_hybrid_prefix.mcore.request_keys import RequestKeyBook, RequestKeys
+from megatron_hybrid_prefix.mcore.upstream.contract import check_contract
 from megatron_hybrid_prefix.mcore.verify import verify_plan
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.pool.device import StatePool
@@ -83,6 +84,7 @@ class HybridPrefixContext(DynamicInferenceContext):
         inference_config: InferenceConfig,
         prefix: HybridPrefixConfig | None = None,
     ) -> None:
+        check_contract()
         hybrid = inference_config.mamba_inference_state_config is not None
         if prefix is None and hybrid and inference_config.enable_prefix_caching:
             prefix = HybridPrefixConfig(mamba_gb=inference_config.prefix_caching_mamba_gb or 0.0)

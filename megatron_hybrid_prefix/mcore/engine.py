@@ -27,6 +27,7 @@ from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron_hybrid_prefix.mcore.coalesce import Coalescing
 from megatron_hybrid_prefix.mcore.coordinator import meet_subscribers
 from megatron_hybrid_prefix.mcore.mixer import use_slot_mixers
+from megatron_hybrid_prefix.mcore.upstream.contract import check_contract
 
 if TYPE_CHECKING:
     from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
@@ -56,6 +57,7 @@ class HybridPrefixEngine(DynamicInferenceEngine):
     _start_over_chunked: set[int] = frozenset()  # type: ignore[assignment]
 
     def __init__(self, controller: TextGenerationController, context: DynamicInferenceContext) -> None:
+        check_contract()
         if getattr(context, "prefix_cache", None) is not None:
             use_slot_mixers(controller.inference_wrapped_model.model)
         super().__init__(controller, context)

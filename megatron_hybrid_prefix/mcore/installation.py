@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron_hybrid_prefix.config import HybridPrefixConfig
+from megatron_hybrid_prefix.mcore.upstream.contract import check_contract
+from megatron_hybrid_prefix.platform import running_platform
+from megatron_hybrid_prefix.platform.megatron_version import check_version
 from megatron_hybrid_prefix.platform.rebinding import Applied, Rebinding, apply
 
 _applied = Applied()
@@ -28,11 +31,15 @@ def install(prefix: HybridPrefixConfig | None = None) -> None:
             ``enable_prefix_caching``, with its ``prefix_caching_mamba_gb``.
 
     Raises:
-        UpstreamDriftError: A constructor does not exist or takes other parameters; nothing is replaced then.
+        PlatformError: There is no megatron-core, or an unsupported one; nothing is replaced then.
+        UpstreamDriftError: A name that this package relies on does not exist, or takes other parameters; likewise.
     """
     global _prefix
     from megatron_hybrid_prefix.mcore.table import CONSTRUCTORS
 
+    check_version()
+    if running_platform() is not None:  # else with the first context: no layer may be imported before a platform runs
+        check_contract()
     if not _applied.rebindings:
         apply(CONSTRUCTORS, _applied)
     _prefix = prefix

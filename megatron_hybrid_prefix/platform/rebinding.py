@@ -130,15 +130,24 @@ def apply(rebindings: Iterable[Rebinding], applied: Applied) -> None:
         raise
 
 
+def resolve(owner: str) -> Any:
+    """The module or class that ``module`` or ``module:Class`` names.
+
+    Raises:
+        ImportError, AttributeError: It does not exist.
+    """
+    module_name, _, attribute = owner.partition(":")
+    found: Any = importlib.import_module(module_name)
+    for part in filter(None, attribute.split(".")):
+        found = getattr(found, part)
+    return found
+
+
 def _resolve(rebinding: Rebinding) -> Any:
-    module_name, _, attribute = rebinding.owner.partition(":")
     try:
-        owner: Any = importlib.import_module(module_name)
-        for part in filter(None, attribute.split(".")):
-            owner = getattr(owner, part)
+        return resolve(rebinding.owner)
     except (ImportError, AttributeError) as error:
         raise UpstreamDriftError(f"cannot rebind {rebinding.symbol}: {error}") from error
-    return owner
 
 
 def _check_signature(rebinding: Rebinding, original: Any, replacement: Any) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_hybrid_prefix.errors import PlatformError
 from megatron_hybrid_prefix.platform import table
+from megatron_hybrid_prefix.platform.megatron_version import check_version
 from megatron_hybrid_prefix.platform.rebinding import Applied, Placeholder, Rebinding, apply
 
 _applied = Applied()
@@ -88,13 +89,14 @@ def ensure_platform(
 
     Raises:
         ValueError: The sizes do not fit the number of processes.
-        PlatformError: Another layout is running in this process.
+        PlatformError: There is no megatron-core or an unsupported one, or another layout is running in this process.
         UpstreamDriftError: A name that has to be replaced is not what it was.
     """
     global _platform
     for name, size in (("tp", tp), ("pp", pp), ("ep", ep)):
         if size < 1:
             raise ValueError(f"{name}={size}: must be at least 1")
+    check_version()
     if _platform is not None:
         running = (_platform.tp, _platform.pp, _platform.ep)
         if running != (tp, pp, ep):

@@ -1,0 +1,305 @@
+"""How a name of megatron is compared with what was expected of it: rows of the table, and what is wrong with one.
+
+Classes, methods, functions and constants are looked up. Attributes that exist on objects only are looked for in the source of
+their class: ``self.NAME = ...`` in any method, or an annotation; nothing is constructed.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import gc
+import importlib
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_hybrid_prefix.platform.rebinding import resolve
+
+Kind = Literal["overrides", "wraps", "calls", "attribute", "mark", "property", "class", "constant"]
+
+_MISSING = object()
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One name of megatron that this package depends on.
+
+    Attributes:
+        owner: Where it lives: a module path, or ``module:Class``.
+        name: The name there.
+        kind: What it is to us:
+            "overrides": a method that ours stands in for; it may not gain a parameter;
+            "wraps": the same, where ours passes on ``*args, **kwargs``; it may gain parameters with a default;
+            "calls": a function, method or class that is called; it may gain parameters with a default;
+            "attribute": of its objects; "property"; "class"; "constant": also a class attribute, a member of an enum;
+            "mark": an attribute that the owner's code sets on other objects.
+        where: Our modules, as ``folder/module``.
+        why: What for.
+        signature: Of a callable: parameters, those with a default with its value (``...``: any); "async" before it of a
+            coroutine.
+    """
+
+    owner: str
+    name: str
+    kind: Kind
+    where: str
+    why: str
+    signature: str | None = None
+
+    @property
+    def symbol(self) -> str:
+        """The name, dotted."""
+        return f"{self.owner.replace(':', '.')}.{self.name}"
+
+
+Row = Callable[[str], list[Entry]]
+
+
+def rows_of(owner: str, *rows: Row) -> tuple[Entry, ...]:
+    """Rows of one class or module."""
+    return tuple(entry for row in rows for entry in row(owner))
+
+
+def overrides(name: str, signature: str, where: str, why: str) -> Row:
+    """A method that ours stands in for."""
+    return _callable("overrides", name, signature, where, why)
+
+
+def wraps(name: str, signature: str, where: str, why: str) -> Row:
+    """A method that ours stands in for, passing on what it does not name."""
+    return _callable("wraps", name, signature, where, why)
+
+
+def calls(name: str, signature: str, where: str, why: str) -> Row:
+    """A function, a method or a class that is called."""
+    return _callable("calls", name, signature, where, why)
+
+
+def attributes(names: str, where: str, why: str) -> Row:
+    """Attributes of the owner's objects."""
+    return _several("attribute", names, where, why)
+
+
+def properties(names: str, where: str, why: str) -> Row:
+    """Properties of the owner's objects."""
+    return _several("property", names, where, why)
+
+
+def marks(names: str, where: str, why: str) -> Row:
+    """Attributes that the owner's code sets on other objects."""
+    return _several("mark", names, where, why)
+
+
+def classes(names: str, where: str, why: str) -> Row:
+    """Classes in a module."""
+    return _several("class", names, where, why)
+
+
+def constants(names: str, where: str, why: str) -> Row:
+    """Constants of a module, class attributes, members of an enum."""
+    return _several("constant", names, where, why)
+
+
+def _callable(kind: Kind, name: str, signature: str, where: str, why: str) -> Row:
+    return lambda owner: [Entry(owner=owner, name=name, kind=kind, where=where, why=why, signature=signature)]
+
+
+def _several(kind: Kind, names: str, where: str, why: str) -> Row:
+    return lambda owner: [Entry(owner=owner, name=name, kind=kind, where=where, why=why) for name in names.split()]
+
+
+def problem_of(entry: Entry) -> str | None:
+    """What is wrong with the entry: what was expected, and what was found; None: nothing."""
+    try:
+        owner = resolve(entry.owner)
+    except (ImportError, AttributeError) as error:
+        return f"expected in {entry.owner.replace(':', '.')}, found that {error}"
+    found = inspect.getattr_static(owner, entry.name, _MISSING)
+    if entry.kind == "attribute":
+        is_there = entry.name in attributes_of(owner)
+        # What became a method or a property is read, or shadowed, otherwise than an attribute.
+        if is_there and (found is _MISSING or not (inspect.isroutine(found) or isinstance(found, property))):
+            return None
+    elif entry.kind == "mark":
+        return None if entry.name in _assigned(owner).marks else "expected to be set by its methods, found nothing"
+    if found is _MISSING:
+        return f"expected {_with_article(entry)}, found nothing"
+    if entry.signature is not None:
+        return _signature_problem(entry.signature, getattr(owner, entry.name), strict=entry.kind == "overrides")
+    is_as_expected = {
+        "property": isinstance(found, property),
+        "class": isinstance(found, type),
+        "constant": not inspect.isroutine(found) and not isinstance(found, property),
+    }.get(entry.kind, False)
+    return None if is_as_expected else f"expected {_with_article(entry)}, found a {type(found).__name__}"
+
+
+def _with_article(entry: Entry) -> str:
+    if entry.signature is not None:
+        return entry.signature
+    return f"an {entry.kind}" if entry.kind == "attribute" else f"a {entry.kind}"
+
+
+# -- signatures --------------------------------------------------------------------------------------------------------
+
+
+def _signature_problem(expected: str, function: Any, *, strict: bool) -> str | None:
+    if not callable(function):
+        return f"expected {expected}, found a {type(function).__name__}"
+    is_async = inspect.iscoroutinefunction(function)
+    found = list(inspect.signature(function).parameters.values())
+    is_same = is_async == expected.startswith("async ")
+    if is_same and accepts(parameters_of(expected), found, strict=strict):
+        return None
+    return f"expected {expected}, found {'async ' if is_async else ''}{_shown(found)}"
+
+
+def parameters_of(signature: str) -> list[inspect.Parameter]:
+    """Parameters of a signature written out, "async" or not."""
+    [function] = ast.parse(f"def function{signature.removeprefix('async ')}: ...").body
+    assert isinstance(function, ast.FunctionDef)
+    given = function.args
+    positional, only = [*given.posonlyargs, *given.args], len(given.posonlyargs)
+    defaults = [None] * (len(positional) - len(given.defaults)) + list(given.defaults)
+    found = [
+        _parameter(arg, _POSITIONAL[int(index >= only)], default)
+        for index, (arg, default) in enumerate(zip(positional, defaults, strict=True))
+    ]
+    if given.vararg is not None:
+        found.append(_parameter(given.vararg, _VARIADIC[0], None))
+    keywords = zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    found += [_parameter(arg, inspect.Parameter.KEYWORD_ONLY, default) for arg, default in keywords]
+    if given.kwarg is not None:
+        found.append(_parameter(given.kwarg, _VARIADIC[1], None))
+    return found
+
+
+def accepts(expected: Sequence[inspect.Parameter], found: Sequence[inspect.Parameter], *, strict: bool) -> bool:
+    """Whether what was written for the expected parameters works with those that were found.
+
+    Names, their order, kinds and defaults have to be the same. If not ``strict``, more may follow the expected ones, as
+    long as nothing has to be given for them.
+    """
+    if strict:
+        return len(expected) == len(found) and all(map(_same, expected, found))
+    leading = [p for p in expected if p.kind in _POSITIONAL]
+    if not all(map(_same, leading, found)) or len(found) < len(leading):
+        return False
+    rest, more = {p.name: p for p in expected[len(leading) :]}, found[len(leading) :]
+    if not rest.keys() <= {p.name for p in more}:
+        return False
+    takes_any = any(p.kind == inspect.Parameter.VAR_POSITIONAL for p in expected)
+    for parameter in more:
+        if parameter.name in rest:
+            if not _same(rest[parameter.name], parameter):
+                return False
+        # What has to be given, and what would take a place meant for *args.
+        elif (parameter.kind not in _VARIADIC and parameter.default is parameter.empty) or (
+            takes_any and parameter.kind in _POSITIONAL
+        ):
+            return False
+    return True
+
+
+def _parameter(arg: ast.arg, kind: Any, default: ast.expr | None) -> inspect.Parameter:
+    value = inspect.Parameter.empty if default is None else ast.literal_eval(default)
+    return inspect.Parameter(arg.arg, kind, default=value)
+
+
+def _same(expected: inspect.Parameter, found: inspect.Parameter) -> bool:
+    if (expected.name, expected.kind) != (found.name, found.kind):
+        return False
+    if expected.default is ...:
+        return found.default is not found.empty
+    return expected.default is found.default or bool(expected.default == found.default)
+
+
+def _shown(parameters: Sequence[inspect.Parameter]) -> str:
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
+    return str(inspect.Signature(bare))
+
+
+# -- attributes of objects ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Assigned:
+    own: frozenset[str]  # on self, or in the class
+    marks: frozenset[str]  # on anything else
+
+
+def attributes_of(cls: Any) -> frozenset[str]:
+    """Names that the class, or one of megatron's that it derives from, assigns to itself or to ``self``, or annotates."""
+    bases = [base for base in inspect.getmro(cls) if base.__module__.startswith("megatron.")]
+    return frozenset().union(*(_assigned(base).own for base in bases))
+
+
+def _assigned(cls: type) -> _Assigned:
+    return _assigned_in(cls.__module__)[cls.__name__]
+
+
+@functools.cache
+def _assigned_in(module: str) -> dict[str, _Assigned]:
+    """By class of the module. The trees themselves are not kept: they are large."""
+    collects = gc.isenabled()
+    gc.disable()  # it would run over the whole heap again and again while a tree is made
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # escapes in megatron's docstrings
+            tree = ast.parse(read_source(module))
+        return {node.name: _assigned_by(node) for node in tree.body if isinstance(node, ast.ClassDef)}
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _assigned_by(definition: ast.ClassDef) -> _Assigned:
+    own, other = set(), set()
+    for node in _statements(definition.body):
+        targets: Sequence[ast.expr] = ()
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AnnAssign | ast.AugAssign):
+            targets = (node.target,)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            called, arguments = node.value.func, node.value.args
+            if isinstance(called, ast.Name) and called.id == "setattr" and isinstance(arguments[1], ast.Constant):
+                other.add(arguments[1].value)
+        for target in _flat(targets):
+            if isinstance(target, ast.Attribute):
+                is_self = isinstance(target.value, ast.Name) and target.value.id == "self"
+                (own if is_self else other).add(target.attr)
+    for node in definition.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else (node.target,)
+            own.update(target.id for target in _flat(targets) if isinstance(target, ast.Name))
+    return _Assigned(frozenset(own), frozenset(other))
+
+
+def read_source(module: str) -> str:
+    """The text of an importable module."""
+    path = importlib.import_module(module).__file__
+    assert path is not None
+    return Path(path).read_text(encoding="utf-8")
+
+
+def _statements(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
+    """All statements in ``body``, however deep; expressions, most of a tree, are not looked into."""
+    for node in body:
+        yield node
+        for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+            yield from _statements(getattr(node, field, ()))
+
+
+def _flat(targets: Sequence[ast.expr]) -> Iterator[ast.expr]:
+    for target in targets:
+        if isinstance(target, ast.Tuple | ast.List):
+            yield from _flat(target.elts)
+        else:
+            yield target

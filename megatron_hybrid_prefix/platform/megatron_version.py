@@ -1,0 +1,109 @@
+"""Which megatron-core is here, and whether this package supports it. Reads files only: nothing of megatron is imported.
+
+The version is that of the installed package (``importlib.metadata``), not ``megatron.core.__version__``, to which megatron
+adds the commit of whatever git repository it lies in. Where there is no such version, or Python would import other
+sources than the package's (a checkout on ``PYTHONPATH``), it is what those sources say of themselves.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.metadata
+import importlib.util
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from megatron_hybrid_prefix.errors import PlatformError
+
+# The one place that says so; setup.py repeats it for pip, and a test compares the two.
+SUPPORTED = ">=0.19.1,<0.20"
+REQUIREMENT = f"megatron-core{SUPPORTED}"
+REMEDY = f'install a supported version: pip install "{REQUIREMENT}"'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronVersion:
+    """The megatron-core that Python would import.
+
+    Attributes:
+        version: None where it cannot be told.
+        source: What is known of its origin where that is not an installed package; else empty.
+    """
+
+    version: Version | None
+    source: str = ""
+
+    def __str__(self) -> str:
+        shown = f"megatron-core {self.version or 'of unknown version'}"
+        return f"{shown} ({self.source})" if self.source else shown
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether it lies in the range; pre-releases of 0.20 do not, those of a later 0.19 do."""
+        return self.version is not None and SpecifierSet(SUPPORTED).contains(self.version, prereleases=True)
+
+
+def find_megatron() -> MegatronVersion | None:
+    """The megatron-core that Python would import, or None."""
+    folder = next((core for path in _namespace() if (core := Path(path) / "core").is_dir()), None)
+    if folder is None:
+        return None
+    try:
+        installed = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        installed = None
+    own = _version_in(folder / "package_info.py")
+    build = f"a source build at {folder.parent.parent}"
+    if installed is None:
+        return MegatronVersion(version=own, source=f"{build}, without package metadata")
+    try:
+        version = Version(installed)
+    except InvalidVersion:
+        return MegatronVersion(version=own, source=f"{build}, whose package metadata says {installed!r}")
+    if own is not None and own.release != version.release:
+        return MegatronVersion(version=own, source=f"{build}, which hides the installed {version}")
+    return MegatronVersion(version=version)
+
+
+@functools.cache
+def check_version() -> MegatronVersion:
+    """Returns the megatron-core that is here; asked once a process.
+
+    Raises:
+        PlatformError: There is none, or an unsupported one: what is installed, what is supported, how to get it.
+    """
+    found = find_megatron()
+    if found is None:
+        raise PlatformError(f"megatron-core is not installed, supported is {SUPPORTED}; {REMEDY}")
+    if not found.is_supported:
+        raise PlatformError(f"{found} is installed, supported is {SUPPORTED}; {REMEDY}")
+    return found
+
+
+def _namespace() -> Iterable[str]:
+    """Folders of the namespace package ``megatron``, in the order in which Python looks for ``megatron.core``."""
+    module = sys.modules.get("megatron")
+    if module is not None:
+        return module.__path__
+    spec = importlib.util.find_spec("megatron")
+    return () if spec is None else spec.submodule_search_locations or ()
+
+
+def _version_in(package_info: Path) -> Version | None:
+    """What megatron's sources say, as constants, of their version."""
+    if not package_info.is_file():
+        return None
+    text = package_info.read_text(encoding="utf-8")
+    values = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) *= *([^#\n]+)", text, re.MULTILINE))
+    try:
+        major, minor, patch, pre = (ast.literal_eval(values[n]) for n in ("MAJOR", "MINOR", "PATCH", "PRE_RELEASE"))
+        return Version(f"{major}.{minor}.{patch}{pre}")
+    except (KeyError, SyntaxError, ValueError):  # InvalidVersion is a ValueError
+        return None
