@@ -524,8 +524,8 @@ class _Record(DynamicInferenceRequestRecord):
             if getattr(old, name) is not None and getattr(new, name) is None:
                 setattr(new, name, [])
 
-    def merge(self) -> DynamicInferenceRequest:
+    def merge(self, tokenizer: Any = None) -> DynamicInferenceRequest:
         """See upstream; nothing remains of a prompt that is over, and a reply shall not carry it."""
-        merged = super().merge()
+        merged = super().merge(tokenizer)
         merged.remaining_prompt_tokens = None
         return merged

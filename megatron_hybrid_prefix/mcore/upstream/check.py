@@ -11,6 +11,7 @@ import functools
 import gc
 import importlib
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any, Literal
 
 from megatron_hybrid_prefix.platform.rebinding import resolve
 
-Kind = Literal["overrides", "wraps", "calls", "attribute", "mark", "property", "class", "constant"]
+Kind = Literal["overrides", "wraps", "calls", "attribute", "mark", "key", "property", "class", "constant"]
 
 _MISSING = object()
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -38,7 +39,8 @@ class Entry:
             "wraps": the same, where ours passes on ``*args, **kwargs``; it may gain parameters with a default;
             "calls": a function, method or class that is called; it may gain parameters with a default;
             "attribute": of its objects; "property"; "class"; "constant": also a class attribute, a member of an enum;
-            "mark": an attribute that the owner's code sets on other objects.
+            "mark": an attribute that the owner's code sets on other objects;
+            "key": of a dictionary that the module's code fills.
         where: Our modules, as ``folder/module``.
         why: What for.
         signature: Of a callable: parameters, those with a default with its value (``...``: any); "async" before it of a
@@ -96,6 +98,11 @@ def marks(names: str, where: str, why: str) -> Row:
     return _several("mark", names, where, why)
 
 
+def keys(names: str, where: str, why: str) -> Row:
+    """Keys of dictionaries that the module's code fills."""
+    return _several("key", names, where, why)
+
+
 def classes(names: str, where: str, why: str) -> Row:
     """Classes in a module."""
     return _several("class", names, where, why)
@@ -128,6 +135,9 @@ def problem_of(entry: Entry) -> str | None:
             return None
     elif entry.kind == "mark":
         return None if entry.name in _assigned(owner).marks else "expected to be set by its methods, found nothing"
+    elif entry.kind == "key":
+        is_there = re.search(rf"""(['"]){entry.name}\1""", read_source(entry.owner.partition(":")[0]))
+        return None if is_there else "expected as a key in its source, found nothing"
     if found is _MISSING:
         return f"expected {_with_article(entry)}, found nothing"
     if entry.signature is not None:

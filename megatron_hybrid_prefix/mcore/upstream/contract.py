@@ -19,6 +19,7 @@ from megatron_hybrid_prefix.mcore.upstream.check import (
     calls,
     classes,
     constants,
+    keys,
     marks,
     overrides,
     problem_of,
@@ -170,11 +171,14 @@ CONTEXT = rows_of(
         "mcore/engine",
         "figures of a step, dropped with it",
     ),
+    attributes("mamba_slot_allocator", "tools/_bench_engine", "of megatron's own cache, to say its size"),
     marks("_mamba_num_matched_blocks", "mcore/context", "set on a request with its match, as megatron does"),
 )
 
-CONTEXT_ERRORS = rows_of(
+CONTEXT_PARTS = rows_of(
     f"{_CONTEXTS}.dynamic_context",
+    keys("mha_metadata", "mcore/context", "of `active_attn_metadata`"),
+    classes("ContextOverflowError BlockOverflowError TokenOverflowError", "mcore/context", "why there is no room"),
     calls(
         "RequestOverflowError", "(request_id, message=None, *, is_transient=True)", "mcore/context", "no row is free"
     ),
@@ -251,11 +255,13 @@ METADATA = rows_of(
     attributes("max_chunks", "mcore/metadata", "set again: of our grid"),
     attributes("cu_seqlens conv_seq_idx conv_seq_start cu_chunk_seqlens", "mcore/mixer", "of the step"),
     attributes("last_chunk_indices seq_idx_for_varlen", "mcore/scan", "of the step"),
+    keys("padded_max_chunks padded_prefill_count", "mcore/metadata", "in what `compute_cpu_metadata` returns"),
 )
 
 ATTENTION_METADATA = rows_of(
     f"{_CONTEXTS}.attention_context.mha_metadata:MHAMetadata",
     attributes("_max_seqlen_q state_data", "mcore/context", "raised to 2 for a prefill of one token"),
+    keys("max_seqlen_q", "mcore/context", "in `state_data`"),
 )
 
 BATCH = rows_of(
@@ -337,6 +343,10 @@ ENGINE = rows_of(
 
 ENGINE_PARTS = (
     *rows_of(
+        f"{_INFERENCE}.engines.dynamic_engine",
+        keys("active_request_ids finished_request_records", "mcore/runner tools/_serve_engine", "what a step returns"),
+    ),
+    *rows_of(
         f"{_INFERENCE}.engines.dynamic_engine:RequestEntry",
         attributes("record future", "mcore/engine", "a request in the engine's books"),
     ),
@@ -359,7 +369,7 @@ REQUESTS = (
             "precomputed_block_hashes finished_chunk_token_count num_cached_tokens remaining_prompt_tokens status events "
             "stop_word_ids generated_tokens generated_length generated_log_probs generated_top_n_logprobs "
             "prompt_log_probs prompt_top_n_logprobs",
-            "mcore/engine mcore/context mcore/request_keys",
+            "mcore/engine mcore/context mcore/request_keys mcore/runner",
             "made by `add_request`, reset where a request starts over",
         ),
         attributes("generated_text", "mcore/runner", "the answer"),
@@ -456,7 +466,29 @@ COORDINATOR = (
     ),
 )
 
+WRAPPER = rows_of(
+    f"{_INFERENCE}.model_inference_wrappers.gpt.gpt_inference_wrapper:GPTInferenceWrapper",
+    calls("__init__", "(self, model, inference_context=None)", "mcore/build", "the model with its context"),
+    calls("prep_model_for_inference", "(self)", "mcore/build", "once"),
+    attributes("model inference_context", "mcore/engine mcore/controller", "what it is made of"),
+)
+
 CONFIG = (
+    *rows_of(
+        f"{_INFERENCE}.config:InferenceConfig",
+        attributes(
+            "mamba_inference_state_config enable_prefix_caching prefix_caching_mamba_gb pg_collection",
+            "mcore/context",
+            "settings of megatron's own cache, which ours takes over",
+        ),
+        attributes(
+            "max_sequence_length max_tokens max_requests buffer_size_gb paused_buffer_size_gb mamba_memory_ratio "
+            "num_speculative_tokens prefix_caching_eviction_policy",
+            "mcore/build",
+            "checked before megatron asserts on them",
+        ),
+    ),
+    *rows_of(f"{_INFERENCE}.config:AsyncScheduleMode", constants("ASYNC", "tools/_engines", "asynchronous scheduling")),
     *rows_of(
         f"{_INFERENCE}.config:MambaInferenceStateConfig",
         calls("from_model", "(model, conv_states_dtype=None, ssm_states_dtype=None)", "mcore/build", "what a state is"),
@@ -505,6 +537,11 @@ MIXER = (
             "dimensions of a prefill",
         ),
         marks("partition_sizes", "models/weights", "parts of a packed parameter, by which it is sharded"),
+    ),
+    *rows_of(
+        f"{_SSM}.mamba_mixer",
+        classes("MambaMixerSubmodules", "models/build", "for layers without Transformer Engine"),
+        constants("HAVE_MAMBA_SSM", "platform/start", "whether its kernels are there"),
     ),
     *rows_of(
         f"{_SSM}.mamba_context_parallel:MambaContextParallel",
@@ -559,6 +596,23 @@ MIXER = (
     ),
 )
 
+PLATFORM = (
+    *rows_of(
+        "megatron.core.extensions.transformer_engine",
+        constants("HAVE_TE", "platform/start", "which layers a model is built of"),
+    ),
+    *rows_of(
+        "megatron.core.tensor_parallel.random",
+        calls(
+            "model_parallel_cuda_manual_seed",
+            "(seed, te_rng_tracker=False, inference_rng_tracker=False, use_cudagraphable_rng=False, tp_rank=None, "
+            "ep_rank=None, etp_rank=None, force_reset_rng=False)",
+            "platform/start",
+            "generators that sampling needs",
+        ),
+    ),
+)
+
 GRAPHS = (
     *rows_of(_GRAPHS, calls("delete_cuda_graphs", "()", "mcore/runner", "an engine lets go of its model")),
     *rows_of(
@@ -601,7 +655,7 @@ CHECKPOINTS = (
 
 CONTRACT: tuple[Entry, ...] = (
     *CONTEXT,
-    *CONTEXT_ERRORS,
+    *CONTEXT_PARTS,
     *BLOCKS,
     *METADATA,
     *ATTENTION_METADATA,
@@ -611,8 +665,10 @@ CONTRACT: tuple[Entry, ...] = (
     *REQUESTS,
     *CONTROLLER,
     *COORDINATOR,
+    *WRAPPER,
     *CONFIG,
     *MIXER,
+    *PLATFORM,
     *GRAPHS,
     *CHECKPOINTS,
 )
