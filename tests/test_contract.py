@@ -24,6 +24,7 @@ from megatron_hybrid_prefix.platform.rebinding import resolve
 from tests import contract_scan as scan
 
 ROOT = Path(__file__).resolve().parents[1]
+IN_SOURCE = ("attribute", "mark", "key")
 CALLABLE = [entry for entry in CONTRACT if entry.signature is not None]
 # Names that our sources put together, and how they stand there.
 PUT_TOGETHER = {"_cpu_mamba_": "_cpu_mamba_{name}", "mamba_intermediate_": "mamba_intermediate_{component.name}_states"}
@@ -65,18 +66,28 @@ def name_of(entry: Entry) -> str:
 
 
 @pytest.fixture(autouse=True)
-def nothing_remembered(platform):
-    """The platform runs; what a test finds out about megatron is forgotten."""
-    yield
-    check._assigned_in.cache_clear()
-    check_contract.cache_clear()
-    megatron_version.check_version.cache_clear()
+def started(platform):
+    """Megatron's modules are imported, and what they lack replaced."""
+
+
+@pytest.fixture
+def fresh():
+    """What was found out about megatron is forgotten, before and after."""
+
+    def forget() -> None:
+        check._assigned_in.cache_clear()
+        check_contract.cache_clear()
+        megatron_version.check_version.cache_clear()
+
+    forget()
+    yield forget
+    forget()
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def test_all_rows_hold():
+def test_all_rows_hold(fresh):
     assert [f"{entry.symbol}: {problem}" for entry in CONTRACT if (problem := problem_of(entry))] == []
     check_contract()
 
@@ -88,17 +99,19 @@ def test_a_row_is_there_once_and_says_why():
         assert (entry.signature is not None) == (entry.kind in ("overrides", "wraps", "calls"))
 
 
-@pytest.mark.parametrize("entry", CONTRACT, ids=name_of)
-def test_a_row_names_modules_of_ours_that_use_the_name(entry):
-    stands_for = next((form for start, form in PUT_TOGETHER.items() if entry.name.startswith(start)), entry.name)
-    used = {}
-    for where in entry.where.split():
-        folder = ROOT if where.startswith("tools/") else ROOT / "megatron_hybrid_prefix"
-        text = (folder / f"{where}.py").read_text(encoding="utf-8")
-        used[where] = stands_for in text or (entry.name == "__init__" and f"{class_of(entry)}(" in text)
-    # A row of several names has all modules that use one of them.
-    is_right = all(used.values()) if entry.signature else any(used.values())
-    assert is_right, f"{entry.symbol} is not used there any more: {used}; mend the row, or take it out"
+def test_a_row_names_modules_of_ours_that_use_the_name():
+    wrong = []
+    for entry in CONTRACT:
+        stands_for = next((form for start, form in PUT_TOGETHER.items() if entry.name.startswith(start)), entry.name)
+        used = {}
+        for where in entry.where.split():
+            folder = ROOT if where.startswith("tools/") else ROOT / "megatron_hybrid_prefix"
+            text = (folder / f"{where}.py").read_text(encoding="utf-8")
+            used[where] = stands_for in text or (entry.name == "__init__" and f"{class_of(entry)}(" in text)
+        # A row of several names has all modules that use one of them.
+        if not (all if entry.signature else any)(used.values()):
+            wrong.append(f"{entry.symbol} is not used there any more: {used}; mend the row, or take it out")
+    assert wrong == [], "\n".join(wrong)
 
 
 def class_of(entry: Entry) -> str:
@@ -108,43 +121,54 @@ def class_of(entry: Entry) -> str:
 # -- what changes upstream is noticed ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("entry", CONTRACT, ids=name_of)
+@pytest.mark.parametrize("entry", [entry for entry in CONTRACT if entry.kind not in IN_SOURCE], ids=name_of)
 def test_a_missing_name_is_noticed(entry, monkeypatch):
     assert problem_of(entry) is None
-    take_away(entry, monkeypatch)
-    problem = problem_of(entry)
-    assert problem is not None, "not noticed"
-    assert "expected" in problem
-    if entry.name != "__init__":  # then it is object's
-        assert "found nothing" in problem, problem
-
-
-def take_away(entry: Entry, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if upstream had renamed it: the definition, and every line of the source that assigns it."""
     owner = resolve(entry.owner)
-    check._assigned_in.cache_clear()
-    read = check.read_source
-    monkeypatch.setattr(
-        check, "read_source", lambda module: re.sub(rf"\b{entry.name}\b", "renamed_upstream", read(module))
-    )
     if isinstance(owner, enum.EnumMeta):
         others = {member.name: member.value for member in owner if member.name != entry.name}
         module, _, name = entry.owner.partition(":")
         monkeypatch.setattr(sys.modules[module], name, enum.Enum(name, others))
-        return
-    holders = [owner] if inspect.ismodule(owner) else [cls for cls in inspect.getmro(owner) if entry.name in vars(cls)]
-    for holder in holders:
-        if entry.name in vars(holder) and holder is not object:
-            monkeypatch.delattr(holder, entry.name)
+    else:
+        take_away(owner, entry.name, monkeypatch)
+    problem = problem_of(entry)
+    assert problem is not None, "not noticed"
+    assert "expected" in problem
+    if entry.name != "__init__":  # then it is object's
+        assert "found nothing" in problem
 
 
-@pytest.mark.parametrize("entry", CONTRACT, ids=name_of)
-def test_a_missing_class_or_module_is_noticed(entry):
-    module, colon, name = entry.owner.partition(":")
-    for owner in [f"{module}_renamed{colon}{name}", *([f"{module}:{name}Renamed"] if colon else [])]:
-        problem = problem_of(replace(entry, owner=owner))
-        assert problem is not None
-        assert "Renamed" in problem or "_renamed" in problem
+@pytest.mark.parametrize(
+    "owner", dict.fromkeys(e.owner for e in CONTRACT if e.kind in IN_SOURCE), ids=lambda o: o[-40:]
+)
+def test_missing_attributes_and_keys_are_noticed(owner, monkeypatch, fresh):
+    """As if every line of megatron's sources that has the name were gone."""
+    entries = [entry for entry in CONTRACT if entry.owner == owner and entry.kind in IN_SOURCE]
+    assert [problem_of(entry) for entry in entries] == [None] * len(entries)
+    fresh()
+    names = re.compile(rf"\b({'|'.join(entry.name for entry in entries)})\b")
+    read = check.read_source
+    monkeypatch.setattr(check, "read_source", lambda module: names.sub("renamed_upstream", read(module)))
+    for entry in entries:
+        if entry.kind == "attribute":
+            take_away(resolve(owner), entry.name, monkeypatch)
+        assert "found nothing" in (problem_of(entry) or "not noticed"), entry.name
+
+
+def take_away(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a module, or from a class and all that it derives from."""
+    for holder in [owner] if inspect.ismodule(owner) else inspect.getmro(owner)[:-1]:
+        if name in vars(holder):
+            monkeypatch.delattr(holder, name)
+
+
+@pytest.mark.parametrize("owner", dict.fromkeys(entry.owner for entry in CONTRACT), ids=lambda owner: owner[-40:])
+def test_a_missing_class_or_module_is_noticed(owner):
+    module, colon, name = owner.partition(":")
+    for renamed in [f"{module}_renamed{colon}{name}", *([f"{module}:{name}_renamed"] if colon else [])]:
+        for entry in CONTRACT:
+            if entry.owner == owner:
+                assert "_renamed" in (problem_of(replace(entry, owner=renamed)) or "not noticed")
 
 
 @pytest.mark.parametrize("entry", CALLABLE, ids=name_of)
@@ -229,9 +253,8 @@ def test_signatures_are_read_as_python_does():
     assert parameters_of(written) == list(inspect.signature(function).parameters.values())
 
 
-def test_all_that_is_wrong_is_one_error(monkeypatch):
+def test_all_that_is_wrong_is_one_error(monkeypatch, fresh):
     monkeypatch.setattr(contract, "CONTRACT", (*CONTRACT, *(replace(e, name=f"gone_{e.name}") for e in CONTRACT[:3])))
-    check_contract.cache_clear()
     with pytest.raises(UpstreamDriftError) as raised:
         check_contract()
     text = str(raised.value)
@@ -244,7 +267,7 @@ def test_all_that_is_wrong_is_one_error(monkeypatch):
     assert text.endswith('To go on, install a supported version: pip install "megatron-core>=0.19.1,<0.20"')
 
 
-def test_checked_before_the_first_engine_and_once(tiny, monkeypatch):
+def test_checked_before_the_first_engine_and_once(tiny, monkeypatch, fresh):
     from megatron.core.inference.config import InferenceConfig
 
     from megatron_hybrid_prefix import HybridPrefixConfig, build_engine, install, uninstall
@@ -260,7 +283,7 @@ def test_checked_before_the_first_engine_and_once(tiny, monkeypatch):
         lambda: HybridPrefixContext(tiny.config, InferenceConfig(max_sequence_length=64), prefix),
         lambda: HybridPrefixEngine(None, None),
     ):
-        check_contract.cache_clear()
+        fresh()
         with pytest.raises(UpstreamDriftError, match=r"DynamicInferenceContext\.gone"):
             build()
         assert not installation.installed_rebindings()
@@ -428,13 +451,13 @@ def package(folder: Path, version: str | None, metadata: str | None) -> Path:
 
 
 @pytest.fixture
-def only_this(monkeypatch):
+def only_this(monkeypatch, fresh):
     """Python finds no other megatron than that in a folder."""
 
     def use(folder: Path) -> None:
         monkeypatch.setitem(sys.modules, "megatron", types.SimpleNamespace(__path__=[str(folder / "megatron")]))
         monkeypatch.setattr(sys, "path", [str(folder)])
-        megatron_version.check_version.cache_clear()
+        fresh()
 
     return use
 
