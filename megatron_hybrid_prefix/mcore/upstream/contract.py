@@ -632,6 +632,16 @@ GRAPHS = (
 
 CHECKPOINTS = (
     *rows_of(
+        "megatron.core.transformer.utils",
+        calls(
+            "make_sharded_tensors_for_checkpoint",
+            "(state_dict, prefix, tensor_parallel_layers_axis_map=None, sharded_offsets=(), "
+            "extra_state_suffix='_extra_state', tp_group=None, dp_cp_group=None)",
+            "platform/gated_norm",
+            "the norm's weight in a distributed checkpoint",
+        ),
+    ),
+    *rows_of(
         _SAVING,
         calls(
             "_replace_state_dict_keys_with_sharded_keys",
