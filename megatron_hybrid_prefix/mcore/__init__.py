@@ -1,6 +1,6 @@
 """The cache inside megatron-core: context, block allocator, mixer, engine.
 
-Everything but `build_engine` imports megatron when it is asked for.
+Everything but `build_engine` and `build_upstream_engine` imports megatron when it is asked for.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from megatron_hybrid_prefix.mcore.build import build_engine
+from megatron_hybrid_prefix.mcore.build import build_engine, build_upstream_engine
 from megatron_hybrid_prefix.platform.megatron_version import check_version
 
 _PARTS = {
@@ -27,7 +27,7 @@ _PARTS = {
     "use_slot_mixers": "mixer",
 }
 
-__all__ = ["build_engine", *_PARTS]
+__all__ = ["build_engine", "build_upstream_engine", *_PARTS]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,9 @@ from megatron_hybrid_prefix.tokenizer import ByteTokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from megatron.core.inference.config import InferenceConfig, MambaInferenceStateConfig
+    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
     from megatron.core.inference.engines import DynamicInferenceEngine
+    from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 
 # Without a GPU upstream's defaults (20 GB of KV, 16,384 tokens a step) would exhaust an ordinary machine.
 HOST_DEFAULTS: dict[str, Any] = {"buffer_size_gb": 0.25, "max_requests": 16, "max_tokens": 4096}
@@ -33,7 +35,7 @@ def build_engine(
     Args:
         model: A model of ``build_hybrid_model``, or any ``HybridModel`` / ``GPTModel`` in this process.
         prefix: Settings of the prefix cache; None leaves it off. (Megatron's own cache is switched on with its own
-            fields, ``enable_prefix_caching=True`` and ``prefix_caching_mamba_gb=...``.)
+            fields, ``enable_prefix_caching=True`` and ``prefix_caching_mamba_gb=...``: the classes are then megatron's.)
         tokenizer: By default bytes.
         **inference_config_fields: Fields of megatron's ``InferenceConfig``.
 
@@ -45,36 +47,57 @@ def build_engine(
         PlatformError: There is no megatron-core, or an unsupported one.
         UpstreamDriftError: The megatron-core that is here differs in a name that this package relies on.
     """
-    check_contract()
+    inference_config = _checked_config(model, prefix, inference_config_fields)
+    if inference_config.enable_prefix_caching:
+        return _upstream_engine(model, inference_config, tokenizer)
+    from megatron_hybrid_prefix.mcore.context import HybridPrefixContext
+    from megatron_hybrid_prefix.mcore.controller import HybridPrefixController
+    from megatron_hybrid_prefix.mcore.engine import HybridPrefixEngine
+
+    context = HybridPrefixContext(model.config, inference_config, prefix)
+    if model.config.cuda_graph_impl == "local":
+        replace_names(CONTEXT_IN_CUDA_GRAPHS)
+    return HybridPrefixEngine(_controller(HybridPrefixController, model, context, tokenizer), context)
+
+
+def build_upstream_engine(
+    model: Any, *, tokenizer: Tokenizer | None = None, **inference_config_fields: Any
+) -> DynamicInferenceEngine:
+    """As `build_engine` without ``prefix``, but of megatron's own classes: what this package is compared with.
+
+    Raises:
+        ValueError: As `build_engine`.
+    """
+    return _upstream_engine(model, _checked_config(model, None, inference_config_fields), tokenizer)
+
+
+def _upstream_engine(model: Any, config: InferenceConfig, tokenizer: Tokenizer | None) -> DynamicInferenceEngine:
     from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
     from megatron.core.inference.engines import DynamicInferenceEngine
-    from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
     from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
+
+    context = DynamicInferenceContext(model_config=model.config, inference_config=config)
+    return DynamicInferenceEngine(_controller(TextGenerationController, model, context, tokenizer), context)
+
+
+def _controller(
+    kind: type[TextGenerationController], model: Any, context: DynamicInferenceContext, tokenizer: Tokenizer | None
+) -> TextGenerationController:
+    from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
     from megatron.core.utils import get_attr_wrapped_model
 
+    wrapped = GPTInferenceWrapper(model, context)
+    wrapped.prep_model_for_inference()
+    tokenizer = tokenizer or ByteTokenizer(get_attr_wrapped_model(model, "vocab_size"))
+    return kind(inference_wrapped_model=wrapped, tokenizer=tokenizer)
+
+
+def _checked_config(model: Any, prefix: HybridPrefixConfig | None, fields: dict[str, Any]) -> InferenceConfig:
+    check_contract()
     platform = running_platform()
     if platform is not None:
         platform.check_cuda_graphs(model.config.cuda_graph_impl)
-    vocab_size = get_attr_wrapped_model(model, "vocab_size")
-    inference_config = _inference_config(model, prefix, inference_config_fields)
-    engine_class: type[DynamicInferenceEngine] = DynamicInferenceEngine
-    controller_class: type[TextGenerationController] = TextGenerationController
-    if prefix is None:
-        context = DynamicInferenceContext(model_config=model.config, inference_config=inference_config)
-    else:
-        from megatron_hybrid_prefix.mcore.context import HybridPrefixContext
-        from megatron_hybrid_prefix.mcore.controller import HybridPrefixController
-        from megatron_hybrid_prefix.mcore.engine import HybridPrefixEngine
-
-        context = HybridPrefixContext(model.config, inference_config, prefix)
-        engine_class = HybridPrefixEngine
-        controller_class = HybridPrefixController
-        if model.config.cuda_graph_impl == "local":
-            replace_names(CONTEXT_IN_CUDA_GRAPHS)
-    wrapped = GPTInferenceWrapper(model, context)
-    wrapped.prep_model_for_inference()
-    controller = controller_class(inference_wrapped_model=wrapped, tokenizer=tokenizer or ByteTokenizer(vocab_size))
-    return engine_class(controller, context)
+    return _inference_config(model, prefix, fields)
 
 
 def _inference_config(model: Any, prefix: HybridPrefixConfig | None, fields: dict[str, Any]) -> InferenceConfig:

@@ -56,8 +56,8 @@ _SHORT_PROMPTS = 64
 class HybridPrefixContext(DynamicInferenceContext):
     """Megatron's context, with prefix caching of hybrid models.
 
-    Without prefix caching (``prefix`` and ``inference_config.enable_prefix_caching`` both unset), or for a model without
-    recurrent layers, it is megatron's context unchanged.
+    Without prefix caching (``prefix`` and ``inference_config.enable_prefix_caching`` both unset) it says what megatron's
+    context says, but for what that gets wrong: short chunks, waiting chunks, drafts at the end of a block.
 
     Args:
         model_config: The model's.
@@ -68,6 +68,7 @@ class HybridPrefixContext(DynamicInferenceContext):
         prefix_cache: The cache, or None.
         state_pool: Memory of the recurrent states, or None.
         host_moves: The host tier, or None.
+        next_prompt_token: What follows the last chunk that was not its prompt's last.
     """
 
     # Also what holds while megatron's constructor runs.
@@ -77,6 +78,7 @@ class HybridPrefixContext(DynamicInferenceContext):
     _prefix_config: HybridPrefixConfig | None = None
     _decisions: DecisionLog | None = None
     _decode_progress: DecodeProgress | None = None
+    next_prompt_token = 0
 
     def __init__(
         self,
@@ -207,19 +209,20 @@ class HybridPrefixContext(DynamicInferenceContext):
     @_max_mamba_chunks.setter
     def _max_mamba_chunks(self, count: int) -> None:
         # Megatron sizes the chunk metadata for chunks counted from each span's start; the absolute grid can need more.
-        if self._prefix_config is not None and self.is_hybrid_model:
+        if self.is_hybrid_model:
             grid = ChunkGrid(chunk_tokens=self.mamba_chunk_size, block_tokens=self.block_size_tokens)
             count = max(count, grid.max_chunks(self.max_tokens, self.max_requests))
         self.__dict__["_max_mamba_chunks"] = count
 
     def _allocate_mamba_states(self) -> None:
         """Megatron's live states and this cache's checkpoints, in one tensor per component."""
-        if self._prefix_config is None:
+        if not self.is_hybrid_model:
             super()._allocate_mamba_states()
             return
         layout, device = self.state_layout, torch.cuda.current_device()
-        slots = layout.slots_within(int(self._prefix_config.mamba_gb * 2**30))
-        self._checkpoint_slots = min_over_model_ranks(slots, self.config.pg_collection) or 0
+        if self._prefix_config is not None:
+            slots = layout.slots_within(int(self._prefix_config.mamba_gb * 2**30))
+            self._checkpoint_slots = min_over_model_ranks(slots, self.config.pg_collection) or 0
         self.mamba_metadata = HybridPrefixMambaMetadata(
             block_tokens=self.block_size_tokens,
             max_requests=self.max_requests,
@@ -369,12 +372,16 @@ class HybridPrefixContext(DynamicInferenceContext):
             ContextOverflowError: There is no room; one of its subclasses says for what.
             ValueError: The chunk is empty, or longer than what remains of the prompt.
         """
-        cache = self.prefix_cache
-        if cache is None or not self.is_tensor_state_allocated:
-            super().add_request(req, prefill_chunk_length)
-            return
-        request_id, finished = req.request_id, req.finished_chunk_token_count
         length = req.remaining_prompt_length if prefill_chunk_length is None else prefill_chunk_length
+        if self.prefix_cache is None or not self.is_tensor_state_allocated:
+            super().add_request(req, prefill_chunk_length)
+        else:
+            self._admit(req, length)
+        if length < req.remaining_prompt_length:
+            self.next_prompt_token = int(req.remaining_prompt_tokens[length])
+
+    def _admit(self, req: DynamicInferenceRequest, length: int) -> None:
+        cache, request_id, finished = self.prefix_cache, req.request_id, req.finished_chunk_token_count
         if not 0 < length <= req.remaining_prompt_length:
             raise ValueError(
                 f"request {request_id}: a chunk of {length} of {req.remaining_prompt_length} prompt tokens"
@@ -471,8 +478,6 @@ class HybridPrefixContext(DynamicInferenceContext):
         Raises:
             RuntimeError: The last forward failed half-way: live states are not to be trusted any more.
         """
-        if self.prefix_cache is None:
-            return super().initialize_attention_state(**kwargs)
         if self._forward_failed:
             raise RuntimeError("a forward failed and left half-written states: call engine.reset() before going on")
         if self._decisions is not None:
@@ -518,9 +523,17 @@ class HybridPrefixContext(DynamicInferenceContext):
         if self.host_moves is not None:
             self.host_moves.before_forward(self._step_plans.values())
         pending = getattr(self, "_pending_mamba_transfer", None)
-        if self.prefix_cache is not None and pending is not None and pending["padded_prefill_count"]:
+        if self.state_pool is not None and pending is not None and pending["padded_prefill_count"]:
             self.mamba_metadata.copy_indices()
         return super().transfer_bookkeeping_to_gpu(skip_token_input_ids, record_done_event)
+
+    def calculate_log_probs_tensors(
+        self, logits: torch.Tensor, new_tokens: torch.Tensor, only_last_token_logits: bool | None = False, **fields: Any
+    ) -> Any:
+        """See upstream, which includes the rows that only pad a step; none of them belongs to a request."""
+        if not only_last_token_logits and not self.is_decode_only():
+            logits = logits[:, : self.active_token_count]
+        return super().calculate_log_probs_tensors(logits, new_tokens, only_last_token_logits, **fields)
 
     # -- publish -------------------------------------------------------------------------------------------------------
 
@@ -536,8 +549,8 @@ class HybridPrefixContext(DynamicInferenceContext):
         result = super().update_requests(active_requests_mask, new_tokens, new_speculative_tokens)
         if self.prefix_cache is not None:
             self._attach_blocks()
-            if self.num_speculative_tokens:
-                self._find_blocks_of_tokens()
+        if self.num_speculative_tokens:
+            self._find_blocks_of_tokens()
         self._forward_running = False
         return result
 
@@ -585,8 +598,6 @@ class HybridPrefixContext(DynamicInferenceContext):
 
     def can_prepare_requests(self) -> bool:
         """See upstream, which leaves out a chunked prefill between two chunks: its hidden row, and the blocks it holds."""
-        if self.prefix_cache is None:
-            return super().can_prepare_requests()
         return self.chunked_prefill_request_id == -1 and super().can_prepare_requests()
 
     def prepare_requests(self) -> None:
@@ -698,7 +709,8 @@ class HybridPrefixContext(DynamicInferenceContext):
         for tensor in self._row_tensors():
             tensor[row : last - 1] = tensor[row + 1 : last].clone()
         self.request_to_kv_block_ids[last - 1] = -1
-        self.mamba_metadata.request_to_mamba_state_idx[last - 1] = -1
+        if self.is_hybrid_model:
+            self.mamba_metadata.request_to_mamba_state_idx[last - 1] = -1
         self.request_ids[last - 1] = -1
         kept = [index for index in range(self.paused_request_count) if index != row]
         self.paused_tokens = self.paused_tokens[kept]
@@ -722,7 +734,7 @@ class HybridPrefixContext(DynamicInferenceContext):
             self.request_last_kv_block_offset,
             self.request_to_kv_block_ids,
             *self.request_metadata.values(),
-            self.mamba_metadata.request_to_mamba_state_idx,
+            *([self.mamba_metadata.request_to_mamba_state_idx] if self.is_hybrid_model else []),
         ]
 
     # -- forget --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """`HybridPrefixEngine`: megatron's dynamic engine, where it has to know of the cache.
 
-Weights epochs, requests that are preempted or aborted, and forwards that fail. Scheduling and stepping are megatron's.
+Weights epochs, requests that are preempted or aborted, and forwards that fail; which log-probs a request is given.
+Scheduling and stepping are megatron's.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from megatron.core.inference.inference_request import (
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
 from megatron_hybrid_prefix.mcore.coalesce import Coalescing
+from megatron_hybrid_prefix.mcore.context import HybridPrefixContext
 from megatron_hybrid_prefix.mcore.coordinator import meet_subscribers
+from megatron_hybrid_prefix.mcore.log_probs import StepLogProbs, cut_to_tokens
 from megatron_hybrid_prefix.mcore.mixer import use_slot_mixers
 from megatron_hybrid_prefix.mcore.upstream.contract import check_contract
 
@@ -58,7 +61,7 @@ class HybridPrefixEngine(DynamicInferenceEngine):
 
     def __init__(self, controller: TextGenerationController, context: DynamicInferenceContext) -> None:
         check_contract()
-        if getattr(context, "prefix_cache", None) is not None:
+        if getattr(context, "state_pool", None) is not None:
             use_slot_mixers(controller.inference_wrapped_model.model)
         super().__init__(controller, context)
         if self._has_cache and context.coalesces:
@@ -164,7 +167,7 @@ class HybridPrefixEngine(DynamicInferenceEngine):
             TypeError: An id in a list is no integer.
             ValueError: A tensor is not (tokens,) integers. (Which device it is on does not matter.)
         """
-        if not self._has_cache:
+        if not isinstance(self.context, HybridPrefixContext):
             return super().add_request(request_id, prompt, sampling_params)
         text = prompt if isinstance(prompt, str) else None
         if text is not None:
@@ -185,7 +188,7 @@ class HybridPrefixEngine(DynamicInferenceEngine):
             sampling_params=sampling_params,
             block_size_tokens=self.context.block_size_tokens,
         )
-        request.enable_prefix_caching = True  # set afterwards: keys in place of megatron's hashes
+        request.enable_prefix_caching = self._has_cache  # set afterwards: keys in place of megatron's hashes
         return self._add_request(request)
 
     def _add_request(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:
@@ -419,10 +422,7 @@ class HybridPrefixEngine(DynamicInferenceEngine):
             self._start_over |= failed - between_chunks
             self.stop_word_being_finished_ids = result | self._start_over
         for request_id in result:
-            for part in self.requests[request_id].record.requests:
-                for log_probs in (part.generated_log_probs, part.generated_top_n_logprobs):
-                    if log_probs:
-                        del log_probs[len(part.generated_tokens) :]
+            cut_to_tokens(self.requests[request_id].record)
         return result | self._start_over if self._start_over else result
 
     # -- loads that failed, preemption ---------------------------------------------------------------------------------
@@ -432,16 +432,44 @@ class HybridPrefixEngine(DynamicInferenceEngine):
         request_ids: torch.Tensor,
         finished_request_ids: torch.Tensor,
         evict_request_ids: torch.Tensor | None,
-        *args: Any,
-        **kwargs: Any,
+        step_time: float,
+        sample: torch.Tensor,
+        accepted_tokens: torch.Tensor | None,
+        log_probs: list[list[float]] | None,
+        consumed_chunked_prefill_request_id: int,
+        top_n_logprobs: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] | None = None,
+        **fields: Any,
     ) -> Any:
-        """See upstream; requests whose load failed did not finish, they wait again."""
+        """See upstream; requests whose load failed did not finish, they wait again.
+
+        Log-probs go only to requests that want them, and are as many as their tokens.
+        """
         again = self._start_over
         if again:
             self._start_over = set()
             left = [request_id not in again for request_id in finished_request_ids.tolist()]
             finished_request_ids = finished_request_ids[torch.tensor(left, dtype=torch.bool)]
-        result = super().post_process_requests(request_ids, finished_request_ids, evict_request_ids, *args, **kwargs)
+        given = None
+        if log_probs:
+            requests = [self.get_request(request_id) for request_id in request_ids.tolist()]
+            given = StepLogProbs(requests, log_probs, top_n_logprobs, consumed_chunked_prefill_request_id)
+            log_probs, top_n_logprobs = given.selected, given.top_n
+        result = super().post_process_requests(
+            request_ids,
+            finished_request_ids,
+            evict_request_ids,
+            step_time,
+            sample,
+            accepted_tokens,
+            log_probs,
+            consumed_chunked_prefill_request_id,
+            top_n_logprobs,
+            **fields,
+        )
+        if given is not None:
+            given.name_all_tokens(self.controller.tokenizer)
+            for record in result[1]:
+                cut_to_tokens(record)  # of a stop word that ended with the request
         for request_id in sorted(again):
             self._compute_again(request_id)
             # A prompt between two of its chunks stays first.

@@ -1,0 +1,83 @@
+"""Which log-probs of a step a request is given, and under which names.
+
+Megatron computes log-probs for all requests of a step where one of them wants some, and takes what comes for what was asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from megatron.core.inference.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord
+
+    from megatron_hybrid_prefix.tokenizer import Tokenizer
+
+    TopN = dict[int, list[tuple[torch.Tensor, torch.Tensor]]]
+
+
+class StepLogProbs:
+    """A step's log-probs, without those that nobody asked for.
+
+    Args:
+        requests: Of the step, in the order of its rows.
+        selected: By row, the log-probs of the tokens that follow each computed one.
+        top_n: By row, for each computed token the values and ids of the likeliest next ones; rows may be missing.
+        chunked_id: Id of the request whose prompt goes on after this step; -1: none.
+
+    Attributes:
+        selected: As given, None for rows that get none.
+        top_n: As given, without rows that get none.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[DynamicInferenceRequest],
+        selected: Sequence[list[float]],
+        top_n: TopN | None,
+        chunked_id: int,
+    ) -> None:
+        self.selected: list[list[float] | None] = list(selected)
+        self.top_n = None if top_n is None else dict(top_n)
+        for row, request in enumerate(requests):
+            params = request.sampling_params
+            # A prompt's log-probs are not wanted, and no token of the answer is computed.
+            no_answer = request.request_id == chunked_id or params.num_tokens_to_generate == 0
+            if not params.return_log_probs or (params.skip_prompt_log_probs and no_answer):
+                self.selected[row] = None
+                if self.top_n is not None:
+                    self.top_n.pop(row, None)
+        # Megatron appends a row's entries to the request's lists, those of the prompt first, and may leave out the last ones.
+        self._rows = [(requests[row], _counts(requests[row]), tokens) for row, tokens in (self.top_n or {}).items()]
+
+    def name_all_tokens(self, tokenizer: Tokenizer) -> None:
+        """Repairs entries with tokens of the same text, of which megatron keeps the least likely one.
+
+        The likeliest is called by its text, the others ``token_id:5``. To be called once megatron has handed out the rows.
+
+        Args:
+            tokenizer: With which megatron named them.
+        """
+        for request, (prompt_count, generated_count), tokens in self._rows:
+            entries = (request.prompt_top_n_logprobs or [])[prompt_count:]
+            entries += (request.generated_top_n_logprobs or [])[generated_count:]
+            for entry, (values, ids) in zip(entries, tokens, strict=False):
+                if len(entry) == len(ids):
+                    continue
+                entry.clear()
+                for value, token in zip(values.tolist(), ids.tolist(), strict=True):
+                    text = tokenizer.detokenize([token])
+                    entry[f"token_id:{token}" if text in entry else text] = value
+
+
+def cut_to_tokens(record: DynamicInferenceRequestRecord) -> None:
+    """Drops log-probs of tokens that were generated and then cut off with a stop word."""
+    for part in record.requests:
+        for log_probs in (part.generated_log_probs, part.generated_top_n_logprobs):
+            if log_probs:
+                del log_probs[len(part.generated_tokens) :]
+
+
+def _counts(request: DynamicInferenceRequest) -> tuple[int, int]:
+    return len(request.prompt_top_n_logprobs or ()), len(request.generated_top_n_logprobs or ())
