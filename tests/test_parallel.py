@@ -49,6 +49,14 @@ def test_tokens_and_log_probs_of_mixed_batches(one_rank, two_ranks, mode):
 
 
 @pytest.mark.multi
+def test_log_probs_of_prompts_in_chunks(one_rank, two_ranks):
+    for rank in two_ranks[1]:
+        for found, right in zip(rank["chunked"], one_rank["chunked"], strict=True):
+            assert len(found) == 150 + 4 - 1
+            assert found == pytest.approx(right, rel=0, abs=TOLERANCE)
+
+
+@pytest.mark.multi
 def test_upstream_caching_runs(one_rank, two_ranks):
     for rank in two_ranks[1]:
         assert rank["caching"]["computed_tokens"] == one_rank["caching"]["computed_tokens"]

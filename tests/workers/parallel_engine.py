@@ -40,6 +40,23 @@ def mixed_batches(model, mode):
     return answers(finished)
 
 
+def chunked_prompts(model, mode):
+    """Log-probs of two prompts, computed in chunks, and of their answers; as one list each."""
+    engine = build_engine(
+        model,
+        max_sequence_length=512,
+        max_tokens=64,
+        enable_chunked_prefill=True,
+        materialize_only_last_token_logits=False,
+        async_sched_mode=mode,
+    )
+    finished: dict = {}
+    for number, seed in enumerate((128, 136)):  # where float32 is close, see test_prompt_log_probs.py
+        engine.add_request(number, random_tokens(150, seed=seed), greedy(4, skip_prompt_log_probs=False))
+    run_to_end(engine, finished)
+    return [list(finished[i].prompt_log_probs) + list(finished[i].generated_log_probs) for i in sorted(finished)]
+
+
 def upstream_caching(model):
     """Four prompts with a shared prefix, with megatron-core's own prefix cache: answers, and prompt tokens computed."""
     engine = build_engine(model, max_sequence_length=1024, enable_prefix_caching=True, prefix_caching_mamba_gb=0.02)
@@ -68,6 +85,7 @@ def layout_answers(tp, pp):
     found = {"platform": platform.describe(), "parameters": sum(p.numel() for p in model.parameters())}
     for mode in ("legacy", "async"):
         found[mode] = mixed_batches(model, mode)
+    found["chunked"] = chunked_prompts(model, "legacy") + chunked_prompts(model, "async")
     found["caching"] = upstream_caching(model)
     copy_hf_weights(model, hf_state_dict(get_preset("tiny")), get_preset("tiny"))
     found["hf_weights"] = mixed_batches(model, "legacy")
