@@ -98,8 +98,8 @@ class Contestant:
 
     def counters(self) -> dict[str, Any]:
         """The counters of our cache; none for the other engines."""
-        stats = getattr(self.engine.context, "prefix_stats", None)
-        return {} if stats is None else stats().as_dict()
+        context = self.engine.context
+        return {} if getattr(context, "prefix_cache", None) is None else context.prefix_stats().as_dict()
 
     def room(self) -> dict[str, int]:
         """What it can hold: KV blocks, and slots of kept states."""
@@ -149,7 +149,7 @@ def contestants(
         crash_when_built: An engine that cannot be built is out of the race; else that is an `InputError`.
         should_stop: Whether Ctrl-C was noticed.
     """
-    from megatron_hybrid_prefix.mcore import build_engine
+    from megatron_hybrid_prefix.mcore import build_engine, build_upstream_engine
     from megatron_hybrid_prefix.mcore.runner import release_engine
 
     found: list[Contestant] = []
@@ -166,7 +166,9 @@ def contestants(
             contestant = Contestant(name, make_fields(model) | ENGINES[name](*cache_gb(model)), should_stop)
             found.append(contestant)
             with contestant.attempt(), as_input_errors(*_refusals(crash_when_built), prefix=f"engine {name}: "):
-                contestant.engine = build_engine(model, **contestant.fields)
+                # The others are megatron's own classes: "off" is what this package has to keep up with.
+                build = build_engine if "prefix" in contestant.fields else build_upstream_engine
+                contestant.engine = build(model, **contestant.fields)
             if graphs is not None:
                 graphs.end()
         # What is there by now stays: collecting before each round need not look at it.

@@ -518,13 +518,13 @@ class Runner:
                     for request in sent:
                         answer_to(request)
             wall_s = time.perf_counter() - started_s
-            stats = getattr(engine.context, "prefix_stats", None)
+            caches = getattr(engine.context, "prefix_cache", None) is not None
             return EngineRun(
                 name=name,
                 requests=sent,
                 results=results,
                 wall_s=wall_s,
-                prefix_stats=None if stats is None else stats().as_dict(),
+                prefix_stats=engine.context.prefix_stats().as_dict() if caches else None,
             )
         finally:
             release_engine(engine)

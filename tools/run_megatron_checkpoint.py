@@ -268,13 +268,13 @@ def generate(engine: Any, requests: list[Request], batch: bool, should_stop: Cal
         )
         if any(result.status == "stopped" for result in results):
             raise Stopped
-    stats = getattr(engine.context, "prefix_stats", None)
+    caches = getattr(engine.context, "prefix_cache", None) is not None
     return EngineRun(
-        name="off" if stats is None else "ours",
+        name="ours" if caches else "off",
         requests=requests,
         results=results,
         wall_s=time.perf_counter() - started_s,
-        prefix_stats=None if stats is None else stats().as_dict(),
+        prefix_stats=engine.context.prefix_stats().as_dict() if caches else None,
     )
 
 
