@@ -1,4 +1,8 @@
-"""Shared fixtures. The platform is started once a process; tests that need another layout start their own processes."""
+"""Shared fixtures. The platform is started once a process; tests that need another layout start their own processes.
+
+``MHP_TEST_THREADS`` is the number of threads that PyTorch computes with (1 unless set), here and in the processes that
+tests start: results may depend on it, see ``scripts/instruction_sets.sh``.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,12 @@ import os
 
 import pytest
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# More threads only wait for each other in matrices this small, badly so beside other processes.
+THREADS = int(os.environ.get("MHP_TEST_THREADS", "1"))
+if "MHP_TEST_THREADS" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = str(THREADS)
+else:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,7 +36,7 @@ def platform():
 
     from megatron_hybrid_prefix.platform import ensure_platform
 
-    torch.set_num_threads(1)  # more only wait for each other in matrices this small, badly so beside other processes
+    torch.set_num_threads(THREADS)
     return ensure_platform(device="cpu")
 
 

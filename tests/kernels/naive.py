@@ -1,7 +1,6 @@
 """The operations of `megatron_hybrid_prefix.platform.kernels`, written as what they mean: one token at a time, loops.
 
-Everything is float64 unless a caller asks for another dtype to get "the plain low-precision version" to compare errors
-with. Nothing here shares code with the kernels.
+Everything is float64. Nothing here shares code with the kernels. How far rounding may take a kernel from it: `rounding`.
 """
 
 import math
@@ -9,21 +8,11 @@ import math
 import torch
 
 
-def f64(tensor):
-    """Returns the tensor in float64, or None."""
-    return None if tensor is None else tensor.double()
-
-
-def low_precision(dtype, tensors):
-    """Returns the tensors of a dict in `dtype`; None and non-floating entries stay."""
+def in_float64(tensors):
+    """Returns the tensors of a dict in float64; None and non-floating entries stay."""
     return {
-        name: t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t for name, t in tensors.items()
+        name: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for name, t in tensors.items()
     }
-
-
-def error(got, reference):
-    """Returns the largest absolute difference."""
-    return (got.double() - reference.double()).abs().max().item() if reference.numel() else 0.0
 
 
 def softplus(x):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hybrid_prefix.platform.kernels import attention, attention_cuda
-from tests.kernels import naive
+from tests.kernels import naive, rounding
 
 NAN = float("nan")
 DIM, PAGE = 4, 3
@@ -129,20 +129,42 @@ def test_without_log_sum_exp_only_the_output_is_returned():
     assert torch.equal(decode[0], out)
 
 
+def check_rounding(dtype, seed):
+    """Raises AssertionError if outputs or log-sum-exps are further off than rounding takes them; returns the latter."""
+    q, k, v, table = make(seed, [6], [40], 4, 2, dtype=dtype, dim=16, page=8)
+    out, lse, _ = varlen(q, k, v, table, [6], [40], causal=True, return_attn_probs=True)
+    assert out.dtype == dtype
+    exactly = (q.double(), naive.pages(k, table[0], 40), naive.pages(v, table[0], 40), 0.25)
+    exact, exact_lse = naive.attention_rows(*exactly, -1, 0)
+    weighted, weighted_lse = rounding.attention(*exactly)
+    rounding.check(out, exact, rounding.allowed(exact, weighted, dtype))
+    rounding.check(lse, exact_lse, rounding.allowed(exact_lse, weighted_lse, torch.float32))
+    return lse
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_error_is_that_of_the_precision(dtype):
-    q, k, v, table = make(0, [6], [40], 4, 2, dtype=dtype, dim=16, page=8)
-    out, lse, _ = varlen(q, k, v, table, [6], [40], causal=True, return_attn_probs=True)
-    keys, values = naive.pages(k, table[0], 40), naive.pages(v, table[0], 40)
-    exact, exact_lse = naive.attention_rows(q.double(), keys, values, 0.25, -1, 0)
-    repeated = [t.to(dtype).repeat_interleave(2, 1).transpose(0, 1) for t in (keys, values)]
-    scores = (q.transpose(0, 1) @ repeated[0].transpose(1, 2)) * 0.25
-    hidden = torch.arange(40)[None, :] > torch.arange(6)[:, None] + 34
-    plain = (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ repeated[1]).transpose(0, 1)
-    assert out.dtype == dtype
-    assert lse.dtype == torch.float32
-    assert naive.error(out, exact) <= 2 * naive.error(plain, exact)
-    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
+    for seed in range(4):
+        assert check_rounding(dtype, seed).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("mutant", ["in_bfloat16", "a_stale_page"])
+def test_the_bound_sees(monkeypatch, mutant, dtype):
+    gather_pages = attention.gather_pages
+
+    def stale(cache, block_ids, tokens):
+        rows = gather_pages(cache, block_ids, tokens)
+        rows[8:16] = rows[:8]
+        return rows
+
+    if mutant == "in_bfloat16":
+        monkeypatch.setattr(attention, "compute_dtype", lambda tensor: torch.bfloat16)
+    else:
+        monkeypatch.setattr(attention, "gather_pages", stale)
+    for seed in range(4):
+        with pytest.raises(AssertionError, match="times the bound"):
+            check_rounding(dtype, seed)
 
 
 def test_other_requests_do_not_change_the_bits():

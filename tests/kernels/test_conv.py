@@ -5,12 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_hybrid_prefix.platform.kernels import conv
 from megatron_hybrid_prefix.platform.kernels.conv import (
     causal_conv1d_update,
     causal_conv1d_varlen_fn,
     causal_conv1d_varlen_states,
 )
-from tests.kernels import naive
+from tests.kernels import naive, rounding
 
 NAN = float("nan")
 DIM = 6
@@ -85,14 +86,36 @@ def test_a_batch_of_padding_only():
     assert out.isfinite().all()
 
 
+def check_rounding(dtype, seed):
+    """Raises AssertionError if a prefill is further off than rounding takes it."""
+    x, weight, bias, states = make(seed, 4, 50, 1, dtype=dtype)
+    out = causal_conv1d_varlen_fn(x, weight, bias, cumulative([50]), states)
+    assert out.dtype == dtype
+    exactly = (x.double(), weight.double(), bias.double(), states[0].double())
+    exact = naive.conv_sequence(*exactly)
+    rounding.check(out, exact, rounding.allowed(exact, rounding.convolution(*exactly), dtype))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_prefill_error_is_that_of_the_precision(dtype):
-    x, weight, bias, states = make(0, 4, 50, 1, dtype=dtype)
-    out = causal_conv1d_varlen_fn(x, weight, bias, cumulative([50]), states)
-    exact = naive.conv_sequence(x.double(), weight.double(), bias.double(), states[0].double())
-    plain = naive.conv_sequence(x, weight, bias, states[0])
-    assert out.dtype == dtype
-    assert naive.error(out, exact) <= 2 * naive.error(plain, exact)
+    for seed in range(4):
+        check_rounding(dtype, seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("mutant", ["sums_in_bfloat16", "a_dropped_tap"])
+def test_the_bound_sees(monkeypatch, mutant, dtype):
+    add_taps = conv._add_taps
+    if mutant == "sums_in_bfloat16":
+        monkeypatch.setattr(
+            conv, "_add_taps", lambda taps, *rest: add_taps(taps, *(t.bfloat16() for t in rest)).float()
+        )
+        monkeypatch.setattr(conv, "compute_dtype", lambda tensor: torch.bfloat16)
+    else:
+        monkeypatch.setattr(conv, "_add_taps", lambda taps, weight, bias: add_taps(taps[1:], weight[:, 1:], bias))
+    for seed in range(4):
+        with pytest.raises(AssertionError, match="times the bound"):
+            check_rounding(dtype, seed)
 
 
 def test_initial_states_may_be_a_view_with_any_strides():

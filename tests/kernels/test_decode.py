@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_hybrid_prefix.platform.kernels import decode
 from megatron_hybrid_prefix.platform.kernels.decode import selective_state_update
-from tests.kernels import naive
+from tests.kernels import naive, rounding
 
 NAN = float("nan")
 HEADS, DIM, DSTATE, SLOTS = 4, 3, 5, 6
@@ -38,25 +39,27 @@ def make(seed, rows, steps, groups, dtype=torch.float64, tied=True):
     }
 
 
-def by_loops(state, a, row, dt_softplus=True, dtype=torch.float64):
-    """Returns (y, states) of one row from `state` (heads, dim, dstate), calculated in `dtype`."""
+def sequence_of(state, a, row, dt_softplus=True):
+    """Returns what `naive.mamba_sequence` takes of one row from `state` (heads, dim, dstate), in float64."""
     steps = a["x"].shape[1]
-    dt = torch.zeros(steps, HEADS, dtype=dtype)
+    dt = torch.zeros(steps, HEADS, dtype=torch.float64)
     for s in range(steps):
         for h in range(HEADS):
             bias = None if a["dt_bias"] is None else a["dt_bias"][h, 0]
             dt[s, h] = naive.step_size(a["dt"][row, s, h, 0], bias, dt_softplus, NO_LIMIT)
-    cast = naive.low_precision(dtype, a)
-    return naive.mamba_sequence(
-        cast["x"][row],
-        dt,
-        cast["A"][:, 0, 0],
-        cast["B"][row],
-        cast["C"][row],
-        state.to(dtype),
-        cast["D"],
-        None if a["z"] is None else cast["z"][row],
-    )
+    cast = naive.in_float64(a)
+    return {name: cast[name][row] for name in ("x", "B", "C")} | {
+        "dt": dt,
+        "A": cast["A"][:, 0, 0],
+        "state": state.double(),
+        "D": cast["D"],
+        "z": None if a["z"] is None else cast["z"][row],
+    }
+
+
+def by_loops(state, a, row, dt_softplus=True):
+    """Returns (y, states) of one row from `state` (heads, dim, dstate)."""
+    return naive.mamba_sequence(**sequence_of(state, a, row, dt_softplus))
 
 
 @settings(max_examples=100, deadline=None)
@@ -165,17 +168,57 @@ def test_every_argument_matters(changed):
     assert not torch.allclose(selective_state_update(state, **a, dt_softplus=True), base)
 
 
-def test_several_steps_keep_the_state_in_float32_within_a_call():
-    state, a = make(0, 1, 4, 2, dtype=torch.bfloat16)
-    before = state.clone()
-    plain_y, plain = by_loops(before[2], a, 0, dtype=torch.bfloat16)
-    y, states = by_loops(before[2], a, 0)
-    out = selective_state_update(state, **a, dt_softplus=True, state_batch_indices=torch.tensor([2]))
-    assert out.dtype == state.dtype == torch.bfloat16
-    assert naive.error(out[0], y) <= 2 * naive.error(plain_y, y)
-    assert naive.error(state[2], states[-1]) <= 2 * naive.error(plain[-1], states[-1])
-    rounded = states[-1].to(torch.bfloat16)
-    assert (state[2] != rounded).float().mean() < 0.05  # one rounding at the end, not one per step
+def check_rounding(dtype, seed, update=selective_state_update):
+    """Raises AssertionError if outputs or the state of a call of four steps are further off than rounding takes them."""
+    state, a = make(seed, 1, 4, 2, dtype=dtype)
+    a["dt"] = a["dt"] - 2.0  # so that the first steps still matter at the end
+    sequence = sequence_of(state[2], a, 0)
+    y, states = naive.mamba_sequence(**sequence)
+    roundings = rounding.softplus_roundings(a["dt"][0, :, :, 0].double() + a["dt_bias"][:, 0].double())
+    weighted, weighted_states, _ = rounding.mamba(**sequence, dt_roundings=roundings)
+    out = update(state, **a, dt_softplus=True, state_batch_indices=torch.tensor([2]))
+    assert out.dtype == state.dtype == dtype
+    rounding.check(out[0], y, rounding.allowed(y, weighted, dtype))
+    rounding.check(state[2], states[-1], rounding.allowed(states[-1], weighted_states[-1], dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_several_steps_keep_the_state_in_float32_within_a_call(dtype):
+    for seed in range(4):
+        check_rounding(dtype, seed)
+
+
+def rounded_each_step(state, *, state_batch_indices, **a):
+    """One call a step, the state rounded to bfloat16 after each."""
+    outs = []
+    for step in range(a["x"].shape[1]):
+        now = {k: v[:, step : step + 1] if k in ("x", "dt", "B", "C", "z") else v for k, v in a.items()}
+        outs.append(selective_state_update(state, **now, state_batch_indices=state_batch_indices))
+        state.copy_(state.bfloat16())
+    return torch.cat(outs, 1)
+
+
+def without_the_second_step(state, **a):
+    """The second step leaves the state as it was."""
+    a["dt"] = a["dt"].clone()
+    a["dt"][:, 1] = -50.0
+    return selective_state_update(state, **a)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("mutant", [rounded_each_step, without_the_second_step])
+def test_the_bound_sees(mutant, dtype):
+    for seed in range(4):
+        with pytest.raises(AssertionError, match="times the bound"):
+            check_rounding(dtype, seed, mutant)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_bound_sees_sums_in_bfloat16(monkeypatch, dtype):
+    monkeypatch.setattr(decode, "compute_dtype", lambda tensor: torch.bfloat16)
+    for seed in range(4):
+        with pytest.raises(AssertionError, match="times the bound"):
+            check_rounding(dtype, seed)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from megatron_hybrid_prefix.platform.kernels import norm
 from megatron_hybrid_prefix.platform.kernels.elementwise import silu, softplus
 from megatron_hybrid_prefix.platform.kernels.norm import rmsnorm_fn
-from tests.kernels import naive
+from tests.kernels import naive, rounding
 
 
 def make(seed, dtype=torch.float64, gate=True, bias=False):
@@ -28,15 +29,33 @@ def test_matches_the_loops(group_size, norm_before_gate, gate, bias):
     torch.testing.assert_close(out, expected.view(2, 3, 12), rtol=1e-12, atol=1e-12)
 
 
-def test_low_precision():
-    x, weight, _, z = make(1, torch.bfloat16)
+def check_rounding(dtype, seed):
+    """Raises AssertionError if the norm is further off than rounding takes it."""
+    x, weight, _, z = make(seed, dtype)
     out = rmsnorm_fn(x, weight, None, z, 1e-5, 4, False)
-    args = (1e-5, 4, False)
-    rows = [t.reshape(-1, 12) for t in (x, z)]
-    exact = naive.gated_rms_norm(rows[0].double(), weight.double(), None, rows[1].double(), *args)
-    plain = naive.gated_rms_norm(rows[0], weight, None, rows[1], *args)
-    assert out.dtype == torch.bfloat16
-    assert naive.error(out.reshape(-1, 12), exact) <= 2 * naive.error(plain, exact)
+    assert out.dtype == dtype
+    rows, gate = (t.reshape(-1, 12).double() for t in (x, z))
+    exact = naive.gated_rms_norm(rows, weight.double(), None, gate, 1e-5, 4, False)
+    bound = rounding.allowed(exact, rounding.gated_norm(exact, group_size=4), dtype)
+    rounding.check(out.reshape(-1, 12), exact, bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_error_is_that_of_the_precision(dtype):
+    for seed in range(8):
+        check_rounding(dtype, seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("mutant", ["in_bfloat16", "a_dropped_gate"])
+def test_the_bound_sees(monkeypatch, mutant, dtype):
+    if mutant == "in_bfloat16":
+        monkeypatch.setattr(norm, "compute_dtype", lambda tensor: torch.bfloat16)
+    else:
+        monkeypatch.setattr(norm, "silu", torch.ones_like)
+    for seed in range(8):
+        with pytest.raises(AssertionError, match="times the bound"):
+            check_rounding(dtype, seed)
 
 
 def test_gradients_flow():
@@ -69,7 +88,7 @@ def test_the_place_of_an_element_does_not_change_its_bits(function, threads):
 def test_softplus_is_accurate_far_out():
     x = torch.linspace(-100, 200, 3001)  # exp overflows float32 at 89
     exact = torch.tensor([naive.softplus(v) for v in x.tolist()], dtype=torch.float64)
-    torch.testing.assert_close(softplus(x).double(), exact, rtol=3e-7, atol=1e-37)
+    rounding.check(softplus(x).double(), exact, rounding.allowed(exact, rounding.SOFTPLUS * exact, torch.float32))
 
 
 def test_silu_far_out():

@@ -16,6 +16,7 @@ import torch
 from megatron_hybrid_prefix.ops.conv_windows import write_conv_windows
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots
 from megatron_hybrid_prefix.ops.state_passing import pass_states
+from tests.kernels import rounding
 
 NAN = float("nan")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -111,8 +112,38 @@ def test_conv_windows(device, d_conv, dtype):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_passing(device, dtype):
+    check_state_passing(device, dtype, range(SEEDS))
+
+
+def rounded_inputs(added, log_decay, pool, **step):
+    """What chunks add is rounded to bfloat16."""
+    return pass_states(added.bfloat16().float(), log_decay, pool, **step)
+
+
+def without_the_first_chunk(added, log_decay, pool, **step):
+    """The first chunk adds nothing."""
+    return pass_states(torch.cat([torch.zeros_like(added[:1]), added[1:]]), log_decay, pool, **step)
+
+
+def from_another_slot(added, log_decay, pool, **step):
+    """The first sequence starts from a slot that it must not read."""
+    sources = step.pop("source_slots").clone()
+    sources[0] = -1
+    return pass_states(added, log_decay, pool, source_slots=sources, **step)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mutant", [rounded_inputs, without_the_first_chunk, from_another_slot])
+def test_the_bound_sees(mutant, dtype):
+    for seed in range(4):
+        with pytest.raises(AssertionError, match="times the bound"):
+            check_state_passing("cpu", dtype, [seed], mutant)
+
+
+def check_state_passing(device, dtype, seeds, pass_states=pass_states):
+    """Raises AssertionError if a state is further off than rounding takes it, or one that nothing names was written."""
     heads, headdim, d_state = 3, 40, 48  # 1920 values a head: more than one program, and no multiple of one
-    for seed in range(SEEDS):
+    for seed in seeds:
         step = Step.draw(seed)
         generator = torch.Generator().manual_seed(seed)
         pool = poisoned_pool(step, (heads, headdim, d_state), dtype, device, seed)
@@ -126,19 +157,22 @@ def test_state_passing(device, dtype):
         names = ("first_chunks", "source_slots", "live_slots", "chunk_slots")
         entering = pass_states(added, log_decay, pool, **step.tensors(device, *names))
         assert entering.dtype == dtype
-        tolerance = {"rtol": 2e-6, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}
-        expected = before.clone()
         for i, own, targets in step.sequences():
             state = before[step.source_slots[i]].double()
+            magnitude, weighted = state.abs(), torch.zeros_like(state)  # sums of |term|, and of |term| * roundings
             for chunk in own:
-                found = entering[chunk].view(heads, headdim, d_state)
-                torch.testing.assert_close(found.double(), state, **tolerance)
-                state = torch.exp(log_decay[:, chunk, -1].double())[:, None, None] * state
-                state = state + added[chunk].double().view_as(state)
+                bound = rounding.allowed(state, weighted, dtype, truncated=INTERPRETED)
+                rounding.check(entering[chunk].view(heads, headdim, d_state), state, bound)
+                decay = torch.exp(log_decay[:, chunk, -1].double())[:, None, None]
+                state = decay * state + added[chunk].double().view_as(state)
+                weighted, magnitude = decay * (weighted + (rounding.EXP + 1) * magnitude), decay * magnitude
+                magnitude = magnitude + added[chunk].double().view_as(state).abs()
+                weighted = weighted + magnitude
                 for slot, after in targets:
                     if after == chunk + 1:
-                        expected[slot] = state.to(dtype)
-        torch.testing.assert_close(pool.double(), expected.double(), equal_nan=True, **tolerance)
+                        rounding.check(
+                            pool[slot], state, rounding.allowed(state, weighted, dtype, truncated=INTERPRETED)
+                        )
         untouched = [s for s in range(SLOTS) if s not in step.live_slots and s not in step.chunk_slots]
         assert torch.equal(pool[untouched].nan_to_num(9e9), before[untouched].nan_to_num(9e9))
 

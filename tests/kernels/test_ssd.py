@@ -1,14 +1,19 @@
 """The chunked scan: against the recurrence, and bit by bit against itself."""
 
+import functools
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_hybrid_prefix.platform.kernels import ssd
 from megatron_hybrid_prefix.platform.kernels.ssd import mamba_chunk_scan_combined_varlen
-from tests.kernels import naive
+from tests.kernels import naive, rounding
 
 NAN = float("nan")
+LONG_MEMORY = -4.0  # added to dt: a state outlives a chunk of 16 tokens, which it hardly does without
 
 
 def make(
@@ -73,40 +78,69 @@ def scan(args, lengths, chunk_size, cuts=None, padding=0, state_dtype=None, limi
     return out[:-2], states, raw, meta
 
 
-def reference(args, lengths, limit=(0.0, float("inf")), dtype=torch.float64):
-    """Returns (y, states per sequence and token) from the recurrence, computed in `dtype`."""
-    a = naive.low_precision(dtype, args)
+def reference(args, lengths, limit=(0.0, float("inf"))):
+    """Returns (y, states per sequence and token) from the recurrence in float64."""
+    ys, all_states = [], []
+    for sequence in sequences(args, lengths, limit):
+        y, states = naive.mamba_sequence(**sequence)
+        ys.append(y)
+        all_states.append([sequence["state"], *states])
+    return torch.cat(ys), all_states
+
+
+def sequences(args, lengths, limit=(0.0, float("inf"))):
+    """Yields what `naive.mamba_sequence` takes, in float64, of each sequence."""
+    a = naive.in_float64(args)
     heads, dim = a["x"].shape[1:]
-    D = a["D"] if a["D"].dim() == 2 else a["D"][:, None].expand(heads, dim)
-    ys, all_states, start = [], [], 0
+    start = 0
     for i, length in enumerate(lengths):
         span = slice(start, start + length)
         start += length
-        dt = torch.tensor(
-            [
-                [naive.step_size(v, b, True, limit) for v, b in zip(row, a["dt_bias"], strict=True)]
-                for row in a["dt"][span]
-            ],
-            dtype=torch.float64,
-        ).reshape(length, heads)
-        state = (
-            torch.zeros(heads, dim, a["B"].shape[2], dtype=dtype)
-            if a["initial_states"] is None
-            else a["initial_states"][i]
+        dt = [
+            [naive.step_size(v, b, True, limit) for v, b in zip(row, a["dt_bias"], strict=True)]
+            for row in a["dt"][span]
+        ]
+        zeros = torch.zeros(heads, dim, a["B"].shape[2], dtype=torch.float64)
+        yield {name: a[name][span] for name in ("x", "B", "C")} | {
+            "dt": torch.tensor(dt, dtype=torch.float64).reshape(length, heads),
+            "A": a["A"],
+            "state": zeros if a["initial_states"] is None else a["initial_states"][i],
+            "D": a["D"] if a["D"].dim() == 2 else a["D"][:, None].expand(heads, dim),
+            "z": None if a["z"] is None else a["z"][span],
+        }
+
+
+ROUNDING_LENGTHS, ROUNDING_CHUNK = [70, 9], 16
+
+
+@functools.cache
+def rounding_case(dtype, seed, dt_shift):
+    """Returns arguments, and (exact, bound) of the outputs and of each final state."""
+    args = make(ROUNDING_LENGTHS, seed, dtype=dtype, dim=8)
+    args["dt"] = args["dt"] + dt_shift
+    y, expected = reference(args, ROUNDING_LENGTHS)
+    bounds, states, start = [], [], 0
+    for i, sequence in enumerate(sequences(args, ROUNDING_LENGTHS)):
+        span = slice(start, start + ROUNDING_LENGTHS[i])
+        start = span.stop
+        roundings = rounding.softplus_roundings(args["dt"][span].double() + args["dt_bias"].double())
+        weighted, weighted_states, read = rounding.mamba(
+            **sequence, dt_roundings=roundings, chunk_tokens=ROUNDING_CHUNK, stored=dtype
         )
-        y, states = naive.mamba_sequence(
-            a["x"][span],
-            dt.to(dtype),
-            a["A"],
-            a["B"][span],
-            a["C"][span],
-            state,
-            D,
-            None if a["z"] is None else a["z"][span],
-        )
-        ys.append(y)
-        all_states.append([state, *states])
-    return torch.cat(ys), all_states
+        bounds.append(rounding.allowed(y[span], weighted, dtype) + 1.01 * read)
+        final = expected[i][-1]
+        states.append((final, rounding.allowed(final, weighted_states[-1], dtype)))
+    return args, (y, torch.cat(bounds)), states
+
+
+def check_rounding(dtype, seed, dt_shift):
+    """Raises AssertionError if outputs or states are further off than rounding takes them."""
+    args, outputs, final_states = rounding_case(dtype, seed, dt_shift)
+    out, states, _, _ = scan(args, ROUNDING_LENGTHS, ROUNDING_CHUNK, state_dtype=dtype)
+    assert out.dtype == states.dtype == dtype
+    rounding.check(out, *outputs)
+    for state, expected in zip(states, final_states, strict=True):
+        rounding.check(state, *expected)
 
 
 @settings(max_examples=100, deadline=None)
@@ -169,16 +203,62 @@ def test_every_argument_matters(changed):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_error_is_that_of_the_precision(dtype):
-    lengths = [70, 9]
-    args = make(lengths, dtype=dtype, dim=8)
-    out, states, _, _ = scan(args, lengths, 16, state_dtype=dtype)
-    y, expected = reference(args, lengths)
-    plain_y, plain = reference(args, lengths, dtype=dtype)
-    assert out.dtype == states.dtype == dtype
-    assert naive.error(out, y) <= 2 * naive.error(plain_y, y)
-    for i in range(2):
-        assert naive.error(states[i], expected[i][-1]) <= 2 * naive.error(plain[i][-1], expected[i][-1])
+@pytest.mark.parametrize("dt_shift", [0.0, LONG_MEMORY])
+def test_error_is_that_of_the_precision(dtype, dt_shift):
+    for seed in range(3):
+        check_rounding(dtype, seed, dt_shift)
+
+
+def spoil_accumulation(monkeypatch):
+    """Matrix products add up in bfloat16."""
+
+    def bmm(a, b):
+        total = torch.zeros(a.shape[0], a.shape[1], b.shape[2], dtype=torch.bfloat16)
+        for k in range(a.shape[2]):
+            total = total + (a[:, :, k, None] * b[:, k, None, :]).to(total.dtype)
+        return total.to(a.dtype)
+
+    monkeypatch.setattr(ssd.torch, "bmm", bmm)
+
+
+def spoil_carried_state(monkeypatch):
+    """The recurrence goes on from a state that was rounded to bfloat16."""
+    chunk = ssd._scan_chunk
+    monkeypatch.setattr(
+        ssd, "_scan_chunk", lambda tokens, A, carried, previous: chunk(tokens, A, carried.bfloat16().float(), previous)
+    )
+
+
+def spoil_chunk(monkeypatch):
+    """The third chunk adds nothing."""
+    chunk, calls = ssd._scan_chunk, itertools.count(1)
+
+    def dropping(tokens, A, carried, previous):
+        y, state = chunk(tokens, A, carried, previous)
+        return (y, carried) if next(calls) == 3 else (y, state)
+
+    monkeypatch.setattr(ssd, "_scan_chunk", dropping)
+
+
+def spoil_previous(monkeypatch):
+    """Outputs of the last full chunk read the state of the chunk before the one that they should."""
+    chunk, seen = ssd._scan_chunk, []
+
+    def stale(tokens, A, carried, previous):
+        seen.append(previous.clone())
+        return chunk(tokens, A, carried, seen[-2] if len(seen) == 4 else previous)
+
+    monkeypatch.setattr(ssd, "_scan_chunk", stale)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("spoil", [spoil_accumulation, spoil_carried_state, spoil_chunk, spoil_previous])
+def test_the_bound_sees(monkeypatch, spoil, dtype):
+    for seed in range(3):
+        with monkeypatch.context() as patch:
+            spoil(patch)
+            with pytest.raises(AssertionError, match="times the bound"):
+                check_rounding(dtype, seed, LONG_MEMORY)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
