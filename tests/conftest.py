@@ -1,7 +1,7 @@
 """Shared fixtures. The platform is started once a process; tests that need another layout start their own processes.
 
 ``MHP_TEST_THREADS`` is the number of threads that PyTorch computes with (1 unless set), here and in the processes that
-tests start: results may depend on it, see ``scripts/instruction_sets.sh``.
+tests start. Rounding depends on it: see ``scripts/instruction_sets.sh``.
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ import os
 
 import pytest
 
-# More threads only wait for each other in matrices this small, badly so beside other processes.
-THREADS = int(os.environ.get("MHP_TEST_THREADS", "1"))
-if "MHP_TEST_THREADS" in os.environ:
-    os.environ["OMP_NUM_THREADS"] = str(THREADS)
-else:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+from tests.limits import THREADS
+
+os.environ["OMP_NUM_THREADS"] = str(THREADS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

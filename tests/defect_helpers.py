@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from tests.engine_helpers import assert_matches, greedy, kv_budget, run_to_end, state_bytes
+from tests.limits import THREADS
 from tests.naive_model import NaiveHybridModel
 
 BLOCK = 256  # tokens of a KV block, megatron's default
@@ -40,7 +41,7 @@ def make_side(request: pytest.FixtureRequest, model: Any) -> Iterator[Side]:
     from megatron_hybrid_prefix.mcore import restore_mixers
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a model this small is slower with more, and far slower beside other processes
+    torch.set_num_threads(THREADS)  # a model this small is slower with more, and far slower beside other processes
     yield Side(request.param, model)
     torch.set_num_threads(threads)
     restore_mixers(model)  # shared with tests of other modules

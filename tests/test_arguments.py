@@ -22,7 +22,7 @@ from tests.workers.launch import WORKERS
 ROOT = Path(__file__).resolve().parents[1]
 TOOL = ROOT / "tools" / "run_megatron_checkpoint.py"
 SWITCH, BUDGET = arguments.SWITCH, arguments.BUDGET
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
 
 
 def own_parser() -> argparse.ArgumentParser:

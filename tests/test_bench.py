@@ -23,7 +23,7 @@ from _bench_forced import forced_answers  # noqa: E402
 from _bench_stats import Metric, median, percentile, ratio, rotated, summarise  # noqa: E402
 from _console import InputError  # noqa: E402
 
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 # Nothing here needs a good figure.
 SMALL = {

@@ -22,7 +22,7 @@ def start(*argv, timeout_s=60):
     """Run the script with this Python."""
     return subprocess.run(
         ["bash", str(SCRIPT), *map(str, argv)],
-        env=os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHON": sys.executable},
         capture_output=True,
         text=True,
         timeout=timeout_s,

@@ -258,7 +258,7 @@ def test_one_line_in_a_script_also_behind_megatrons_coordinator(tmp_path):
         path.write_text(SCRIPT.format(**parts))
         result = subprocess.run(
             [sys.executable, str(path)],
-            env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
             timeout=120,

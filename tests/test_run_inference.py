@@ -21,7 +21,7 @@ sys.path.insert(0, str(TOOL.parent))
 import run_inference  # noqa: E402
 from _sessions import least_tokens  # noqa: E402
 
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 CONTEXT = "The cache holds keys and values in blocks, and a recurrent state at some of the block boundaries. " * 12
 

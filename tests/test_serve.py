@@ -841,7 +841,7 @@ def test_the_command(tmp_path):
     """As a person starts it: on any port, asked once, ended with Ctrl-C."""
     process = subprocess.Popen(
         [sys.executable, str(TOOL), "--port", "0", "--max-sequence-length", "1024", "--served-model-name", "m"],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

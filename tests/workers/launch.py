@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.limits import HANG_S, THREADS
+
 WORKERS = Path(__file__).parent
 
 
@@ -16,11 +18,11 @@ def environment(device: str = "cpu") -> dict[str, str]:
     """This process's, for ranks on ``device``."""
     path = os.pathsep.join(filter(None, (str(WORKERS.parents[1]), os.environ.get("PYTHONPATH"))))
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | hidden
+    return os.environ | {"OMP_NUM_THREADS": str(THREADS), "PYTHONPATH": path} | hidden
 
 
 def run_ranks(
-    script: str | Path, out: Path, *arguments: Any, ranks: int = 2, timeout_s: float = 240.0, device: str = "cpu"
+    script: str | Path, out: Path, *arguments: Any, ranks: int = 2, timeout_s: float = HANG_S, device: str = "cpu"
 ) -> Any:
     """Run ``torchrun tests/workers/SCRIPT OUT ARGUMENTS...`` on the host's CPU or GPUs; returns what OUT holds (JSON)."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

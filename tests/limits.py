@@ -1,0 +1,32 @@
+"""What every test keeps to: threads, and how long anything may take before it counts as hung."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+# More threads only wait for each other in matrices this small, badly so beside other processes.
+THREADS = int(os.environ.get("MHP_TEST_THREADS", "1"))
+
+# A process, an answer or a condition that takes this long never comes. Not a judgement of speed: on an idle machine all
+# of them take seconds, beside others ten times that. Shorter than pytest's own limit (pyproject.toml), which ends
+# the whole run's test without saying what it waited for.
+HANG_S = 900.0
+
+
+def wait_until(holds: Callable[[], object], what: str, *, pause_s: float = 0.05) -> None:
+    """Polls until a condition holds.
+
+    Args:
+        holds: The condition.
+        what: Its name, for the message.
+        pause_s: Seconds between two looks.
+
+    Raises:
+        AssertionError: It does not come to hold.
+    """
+    end_s = time.monotonic() + HANG_S
+    while not holds():
+        assert time.monotonic() < end_s, f"not within {HANG_S:.0f} s: {what}"
+        time.sleep(pause_s)
