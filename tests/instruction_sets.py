@@ -88,7 +88,9 @@ def main() -> int:
     if not all(number.isdecimal() and int(number) for number in threads):
         parser.error(f"--threads {options.threads}: positive numbers by comma")
     wrong: dict[str, list[str]] = {}
-    print("| setting | threads | instructions in use | passed | failed | skipped |\n|---|---|---|---|---|---|", flush=True)
+    print(
+        "| setting | threads | instructions in use | passed | failed | skipped |\n|---|---|---|---|---|---|", flush=True
+    )
     for name in names:
         for number in threads:
             environment = os.environ | SETTINGS[name] | {"MHP_TEST_THREADS": number, "OMP_NUM_THREADS": number}

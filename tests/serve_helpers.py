@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.limits import HANG_S, wait_until
 from tests.workers.launch import environment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,21 +39,23 @@ class Endpoint:
         import openai
 
         kind = kind or openai.OpenAI
-        return kind(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60, **options)
+        return kind(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=HANG_S, **options)
 
     def send(self, path: str, body: Any = None, token: str | None = None) -> tuple[int, Any]:
         """Status and JSON of a request: GET without a body, POST with one (bytes, or JSON)."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
         try:
-            with urllib.request.urlopen(urllib.request.Request(self.url + path, data, headers), timeout=60) as answer:
+            with urllib.request.urlopen(
+                urllib.request.Request(self.url + path, data, headers), timeout=HANG_S
+            ) as answer:
                 return answer.status, json.load(answer)
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)
 
     def metrics(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
         """Samples by name (without the prefix that all have) and labels."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=HANG_S) as answer:
             families = list(text_string_to_metric_families(answer.read().decode()))
         return {
             (sample.name.removeprefix("hybrid_prefix_"), tuple(sorted(sample.labels.items()))): sample.value
@@ -79,29 +81,24 @@ class Server(Endpoint):
         ]
         return [value for _, value in sorted(found)]
 
-    def wait_until(self, holds: Any, timeout_s: float = 90) -> None:
-        end_s = time.monotonic() + timeout_s
-        while not holds():
-            assert time.monotonic() < end_s
-            time.sleep(0.1)
-
     def wait_until_drained(self) -> None:
         """Nothing runs, and nothing that ran holds a block."""
-        self.wait_until(
+        wait_until(
             lambda: (
                 not any(
                     self.metric("running_requests") + self.metric("waiting_requests") + self.metric("open_sequences")
                 )
                 and self.metric("kv_blocks") == self.metric("kv_blocks_available")
-            )
+            ),
+            "the server is drained",
         )
 
     def errors(self) -> str:
         return self._errors.read_text()
 
-    def wait_until_gone(self, timeout_s: float = 40) -> None:
-        self.process.wait(timeout_s)
-        self.wait_until(lambda: not any(map(_is_running, self.pids)), 10)
+    def wait_until_gone(self) -> None:
+        self.process.wait(HANG_S)
+        wait_until(lambda: not any(map(_is_running, self.pids)), "all processes of the server are gone")
 
 
 def _is_running(pid: int) -> bool:
@@ -147,4 +144,4 @@ def started(folder: Path, *argv: str, ranks: int = 2, device: str = "cpu") -> It
         yield Server(process, url, errors)
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(HANG_S)

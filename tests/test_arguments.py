@@ -17,6 +17,7 @@ import pytest
 from megatron_hybrid_prefix import HybridPrefixConfig, add_hybrid_prefix_args, hybrid_prefix_config_from_args
 from megatron_hybrid_prefix.mcore import arguments
 from tests.engine_helpers import random_tokens
+from tests.limits import HANG_S
 from tests.workers.launch import WORKERS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -242,7 +243,7 @@ def run_tool(*argv: object, ranks: int = 1) -> subprocess.CompletedProcess[str]:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command = [sys.executable, *torchrun, str(TOOL)]
     return subprocess.run(
-        [*command, *map(str, argv)], env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False
+        [*command, *map(str, argv)], env=ENVIRONMENT, capture_output=True, text=True, timeout=HANG_S, check=False
     )
 
 
@@ -253,7 +254,7 @@ def checkpoint(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     script = WORKERS / "megatron_checkpoint.py"
     command = [sys.executable, str(script), str(folder / "saved"), str(folder / "said.json"), *MODEL, *INFERENCE]
     result = subprocess.run(
-        [*command, *prompt_arguments()], env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False
+        [*command, *prompt_arguments()], env=ENVIRONMENT, capture_output=True, text=True, timeout=HANG_S, check=False
     )
     assert result.returncode == 0, result.stderr[-4000:]
     return folder / "saved", json.loads((folder / "said.json").read_text())

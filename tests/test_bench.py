@@ -23,6 +23,8 @@ from _bench_forced import forced_answers  # noqa: E402
 from _bench_stats import Metric, median, percentile, ratio, rotated, summarise  # noqa: E402
 from _console import InputError  # noqa: E402
 
+from tests.limits import HANG_S  # noqa: E402
+
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 # Nothing here needs a good figure.
@@ -615,7 +617,7 @@ def test_help_shows_sizes_and_goes_without_torch(tmp_path: Path) -> None:
 def test_two_ranks_report_once(tmp_path: Path) -> None:
     path = tmp_path / "two.json"
     argv = ["shared_prefix", *map(str, SMALL["shared_prefix"]), "--repeats", "1", "--tp", "2", "--json", str(path)]
-    run = subprocess.run([*TORCHRUN, str(TOOL), *argv], capture_output=True, text=True, env=ENVIRONMENT, timeout=240)
+    run = subprocess.run([*TORCHRUN, str(TOOL), *argv], capture_output=True, text=True, env=ENVIRONMENT, timeout=HANG_S)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("platform: ") == run.stdout.count("engine ours: ") == 1 and "tp=2" in run.stdout
     data = json.loads(path.read_text())

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG_S
+
 ROOT = Path(__file__).parents[1]
 BOOTSTRAP = ROOT / "scripts" / "bootstrap.sh"
 READY = ROOT / ".venv" / ".mhp-ready"
@@ -20,7 +22,7 @@ def run(script: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a script with exactly this environment."""
     bash = shutil.which("bash")
     assert bash is not None
-    return subprocess.run([bash, str(script)], env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run([bash, str(script)], env=environment, capture_output=True, text=True, timeout=HANG_S)
 
 
 def copy_of_the_project(folder: Path) -> Path:

@@ -41,7 +41,7 @@ OTHER_PROMPTS = ("a as text", "a not kept", "a after not kept", "too long")
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return run_ranks("coordinator.py", tmp_path_factory.mktemp("coordinator") / "found.json", ranks=1, timeout_s=150)
+    return run_ranks("coordinator.py", tmp_path_factory.mktemp("coordinator") / "found.json", ranks=1)
 
 
 @pytest.fixture(scope="module")

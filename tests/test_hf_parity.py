@@ -18,6 +18,7 @@ from megatron_hybrid_prefix import build_engine
 from megatron_hybrid_prefix.models import HybridModelConfig, build_hybrid_model
 from megatron_hybrid_prefix.models.hf_weights import copy_hf_weights
 from tests.engine_helpers import greedy, run_to_end
+from tests.limits import HANG_S
 
 REFERENCE = Path(__file__).parent / "workers" / "hf_reference.py"
 LENGTHS = (1, 2, 3, 7, 64, 127, 128, 129, 300)
@@ -74,7 +75,7 @@ def reference(tmp_path_factory):
         env=os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=HANG_S,
     )
     assert result.returncode == 0, result.stderr[-3000:]
     return torch.load(folder / "out.pt", weights_only=True)

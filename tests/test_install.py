@@ -19,6 +19,7 @@ from megatron_hybrid_prefix.mcore import installation, table
 from megatron_hybrid_prefix.platform.rebinding import Rebinding
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer
 from tests.engine_helpers import random_tokens
+from tests.limits import HANG_S
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = 64
@@ -261,7 +262,7 @@ def test_one_line_in_a_script_also_behind_megatrons_coordinator(tmp_path):
             env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=HANG_S,
         )
         assert result.returncode == 0, result.stderr[-3000:]
         lines = [text.split() for text in result.stdout.splitlines() if text.startswith("ANSWER")]

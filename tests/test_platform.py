@@ -13,6 +13,7 @@ import torch
 from megatron_hybrid_prefix.errors import PlatformError, UpstreamDriftError
 from megatron_hybrid_prefix.platform import active_rebindings, ensure_platform, table
 from megatron_hybrid_prefix.platform.rebinding import Applied, Placeholder, Rebinding, apply
+from tests.limits import HANG_S
 
 on_host = pytest.mark.skipif(torch.cuda.is_available(), reason="the host platform")
 
@@ -20,7 +21,7 @@ on_host = pytest.mark.skipif(torch.cuda.is_available(), reason="the host platfor
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run ``code`` in a fresh interpreter."""
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=os.environ | environment
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, env=os.environ | environment
     )
 
 

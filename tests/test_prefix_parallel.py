@@ -45,7 +45,7 @@ def launch(tmp_path_factory):
             tp, pp = layout
             out = tmp_path_factory.mktemp("ranks") / "found.json"
             try:
-                ranks = run_ranks("prefix_parallel.py", out, tp, pp, *PATTERNS[layout], ranks=tp * pp, timeout_s=150)
+                ranks = run_ranks("prefix_parallel.py", out, tp, pp, *PATTERNS[layout], ranks=tp * pp)
             except AssertionError as error:  # not started again for every test
                 outcomes[layout] = error
             else:

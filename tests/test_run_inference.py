@@ -21,6 +21,8 @@ sys.path.insert(0, str(TOOL.parent))
 import run_inference  # noqa: E402
 from _sessions import least_tokens  # noqa: E402
 
+from tests.limits import HANG_S  # noqa: E402
+
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 CONTEXT = "The cache holds keys and values in blocks, and a recurrent state at some of the block boundaries. " * 12
@@ -523,10 +525,12 @@ def test_recomputing_after_an_eviction_is_counted_apart(batch: Any) -> None:
 
 def test_as_a_process(tmp_path: Path) -> None:
     command = [sys.executable, str(TOOL)]
-    wrong = subprocess.run([*command, "x", "--tp", "2"], capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+    wrong = subprocess.run(
+        [*command, "x", "--tp", "2"], capture_output=True, text=True, env=ENVIRONMENT, timeout=HANG_S
+    )
     assert wrong.returncode == 2
     assert wrong.stderr.count("\n") == 1 and "does not divide the 1 process(es)" in wrong.stderr
-    shown = subprocess.run([*command, "--help"], capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+    shown = subprocess.run([*command, "--help"], capture_output=True, text=True, env=ENVIRONMENT, timeout=HANG_S)
     assert shown.returncode == 0 and "--num-tokens-to-generate" in shown.stdout
 
 
@@ -538,7 +542,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
     assert process.stdout.readline().startswith("platform: ")
     time.sleep(1.0)
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=HANG_S)
     assert (process.returncode, stderr) == (130, "interrupted: nothing was written\n")
     assert list(tmp_path.iterdir()) == []
 
@@ -549,7 +553,7 @@ def test_two_ranks_say_what_one_says(tmp_path: Path, capfd: pytest.CaptureFixtur
     alone = run_json(tmp_path, *prompts)
     path = tmp_path / "two.json"
     command = [*TORCHRUN, str(TOOL), *prompts, "--tp", "2", "--json", str(path)]
-    run = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=240)
+    run = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=HANG_S)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("platform: ") == 1 and "tp=2" in run.stdout
     two = json.loads(path.read_text())
@@ -563,6 +567,6 @@ def test_two_ranks_say_what_one_says(tmp_path: Path, capfd: pytest.CaptureFixtur
 @pytest.mark.multi
 def test_two_ranks_say_what_is_wrong_once(tmp_path: Path) -> None:
     command = [*TORCHRUN, str(TOOL), "--text-file", str(tmp_path / "absent"), "--tp", "2"]
-    run = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=240)
+    run = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=HANG_S)
     assert run.returncode != 0
     assert run.stderr.count("error: cannot read") == 1

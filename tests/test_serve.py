@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,6 +41,7 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine  # noqa: E40
 from megatron_hybrid_prefix.metrics import PrefixStats  # noqa: E402
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer  # noqa: E402
 from tests.engine_helpers import kv_budget, state_bytes  # noqa: E402
+from tests.limits import HANG_S, wait_until  # noqa: E402
 from tests.serve_helpers import Endpoint  # noqa: E402
 
 BLOCK = 64
@@ -89,25 +89,22 @@ class Server(Endpoint):
     def loop(self) -> Any:
         return self.app.state.backend
 
-    def wait_until_idle(self, timeout_s: float = 30) -> None:
-        end_s = time.monotonic() + timeout_s
-        while time.monotonic() < end_s:
+    def wait_until_idle(self) -> None:
+        def is_idle() -> bool:
             found = self.metrics()
-            if not any(found[(f"{name}_requests", ())] for name in ("running", "waiting")):
-                assert found[("open_sequences", ())] == 0
-                return
-            time.sleep(0.02)
-        raise AssertionError("still running")
+            return not any(found[(f"{name}_requests", ())] for name in ("running", "waiting"))
+
+        wait_until(is_idle, "no request runs or waits")
+        assert self.metrics()[("open_sequences", ())] == 0
 
     def start(self) -> None:
         self._thread.start()
-        while not self._server.started:
-            assert self._thread.is_alive()
-            time.sleep(0.01)
+        wait_until(lambda: self._server.started or not self._thread.is_alive(), "the server started")
+        assert self._server.started
 
     def stop(self) -> None:
         self._server.should_exit = True
-        self._thread.join(30)
+        self._thread.join(HANG_S)
         self.listener.close()
         assert not self._thread.is_alive() and not self.loop._thread.is_alive()
 
@@ -647,7 +644,7 @@ def test_a_client_that_goes_away_frees_its_place(server, salt, streamed):
         writer.transport.abort()
 
     before, steps = server.metrics(), server.engine.context.step_count
-    asyncio.run(asyncio.wait_for(leave(), 20))
+    asyncio.run(asyncio.wait_for(leave(), HANG_S))
     server.wait_until_idle()
     assert 0 < server.engine.context.step_count - steps < 900  # of 1000
     after = server.metrics()
@@ -736,7 +733,11 @@ def test_many_clients_at_once(tiny, mode):
         # The client's own types say that a streamed completion always has a finish_reason; it is null but for the last.
         api, strict = (
             openai.AsyncOpenAI(
-                base_url=f"{server.url}/v1", api_key="x", max_retries=0, timeout=60, _strict_response_validation=check
+                base_url=f"{server.url}/v1",
+                api_key="x",
+                max_retries=0,
+                timeout=HANG_S,
+                _strict_response_validation=check,
             )
             for check in (False, True)
         )
@@ -750,7 +751,7 @@ def test_many_clients_at_once(tiny, mode):
         fields = {"async_sched_mode": AsyncScheduleMode.ASYNC, "enable_chunked_prefill": True, "max_tokens": 256}
     sizes = {"blocks": 40, "slots": 12, "max_requests": 6, "max_waiting": 30, "body_bytes": 50_000}
     with running(tiny, **sizes, engine_fields=fields) as server:
-        asyncio.run(asyncio.wait_for(load(server), 80))
+        asyncio.run(asyncio.wait_for(load(server), HANG_S))
         server.wait_until_idle()
         status, health = server.send("/health")
         assert (status, health["engine_failures"]) == (200, 0)
@@ -850,11 +851,11 @@ def test_the_command(tmp_path):
         assert process.stdout is not None
         lines = iter(process.stdout.readline, "")
         url = next(m.group(1) for line in lines if (m := re.match(r"serving m on (http://\S+)", line)))
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=60)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=HANG_S)
         found = [cached(client.completions.create(model="m", prompt="x" * 600, max_tokens=2)) for _ in range(2)]
         assert found == [0, 512]
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=HANG_S)
         assert process.returncode == 0, errors
         assert "Traceback" not in errors
     finally:

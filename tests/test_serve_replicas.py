@@ -6,7 +6,6 @@ import asyncio
 import os
 import random
 import signal
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +19,7 @@ pytest.importorskip("prometheus_client")
 
 from megatron_hybrid_prefix import build_engine  # noqa: E402
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer  # noqa: E402
+from tests.limits import HANG_S, wait_until  # noqa: E402
 from tests.serve_helpers import ADMIN, BLOCK, HIT, LIMIT_TOKENS, PROMPT, Server, children, started  # noqa: E402
 
 pytestmark = pytest.mark.multi
@@ -91,8 +91,9 @@ def test_conversations_spread_and_stay_where_their_prefix_is(server):
     for turns in asyncio.run(talks()):
         for (_, prompt), (hit, _) in pairwise(turns):
             assert hit >= prompt - 2 * BLOCK  # the turn before
-    server.wait_until(
-        lambda: all(now > then for then, now in zip(before, server.metric("prompt_tokens_total"), strict=True))
+    wait_until(
+        lambda: all(now > then for then, now in zip(before, server.metric("prompt_tokens_total"), strict=True)),
+        "each replica counts prompt tokens",
     )
 
 
@@ -126,13 +127,17 @@ def test_an_engine_ends_at_a_stop_string(server):
     extra = {"ignore_eos": True}
     text = complete(server.client(), max_tokens=60, extra=extra).choices[0].text
     word = next(char for at, char in enumerate(text) if at >= 4 and char.isascii() and char not in text[:at])
-    seconds = []
+    kept = []
     for stop in ([word], ["not to be found"]):
-        started_s = time.monotonic()
-        answer = complete(server.client(), max_tokens=600, stop=stop, extra=extra)
-        seconds.append(time.monotonic() - started_s)
+        prompt_tokens = sum(server.metric("prompt_tokens_total"))
+        states = sum(server.metric("checkpoints_total", reason="decode"))
+        answer = complete(server.client(), max_tokens=600, stop=stop, extra=extra | {"cache_salt": f"stop {stop}"})
         assert answer.choices[0].finish_reason == ("stop" if stop == [word] else "length")
-    assert seconds[0] < seconds[1] / 2
+        wait_until(lambda before=prompt_tokens: sum(server.metric("prompt_tokens_total")) > before, "it was counted")
+        server.wait_until_drained()
+        kept.append(sum(server.metric("checkpoints_total", reason="decode")) - states)
+    # A state at the end of each block that an engine decodes.
+    assert kept[0] <= 1 and kept[1] >= 600 // BLOCK - 1
 
 
 def test_the_cache_can_be_reset(server):
@@ -177,7 +182,7 @@ def test_many_clients_at_once(server):
         async with server.client(kind=openai.AsyncOpenAI) as client:
             await asyncio.gather(*(ask(client, number) for number in range(64)))
 
-    asyncio.run(asyncio.wait_for(load(), 120))
+    asyncio.run(asyncio.wait_for(load(), HANG_S))
     server.wait_until_drained()
     status, health = server.send("/health")
     assert (status, health["engine_failures"]) == (200, 0)
@@ -200,7 +205,7 @@ def test_the_end_lets_answers_end(server):
             answers.append(await task)
 
     assert complete(client).choices[0].text
-    asyncio.run(asyncio.wait_for(ask(), 60))
+    asyncio.run(asyncio.wait_for(ask(), HANG_S))
     assert answers[0].usage.completion_tokens == 40
     server.wait_until_gone()
     assert "an engine ended" not in server.errors() and "SystemExit" not in server.errors()

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG_S
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "wheelhouse.sh"
 
@@ -22,7 +24,7 @@ def run(*argv: object, python: str = sys.executable) -> subprocess.CompletedProc
         env=os.environ | {"MHP_PYTHON": python},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         check=False,
     )
 
@@ -116,7 +118,9 @@ def test_split_wheels_join_and_the_install_line_works(tmp_path):
     if python != "3.12":
         lines = lines.replace("*.whl", "large*.whl")
     check = f'{sys.executable} -c "import large_one, sys; print(large_one.VALUE, *sys.path)"'
-    done = subprocess.run(["sh", "-ec", f"{lines}\n{check}"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["sh", "-ec", f"{lines}\n{check}"], capture_output=True, text=True, timeout=HANG_S, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("7 ")
     assert f"{target}/nvidia_cutlass_dsl/dsl_packages" in done.stdout.split()

@@ -21,7 +21,8 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.engine_helpers import greedy, random_tokens, run_to_end
-from tests.functional.run import CASES, TIMEOUT_S, Case
+from tests.functional.run import CASES, Case
+from tests.limits import COLLECTIVE_HANG_S, HANG_S
 from tests.workers import coordinator, expert_parallel, prefix_parallel
 from tests.workers.launch import write_findings
 
@@ -116,7 +117,7 @@ async def _serve(engine: Any, rounds: Sequence[Sequence[list[int]]], *, is_clien
     """Serves until the client says stop; on the client's rank returns its replies."""
     if not is_client:
         await engine.start_listening_to_data_parallel_coordinator(hostname="127.0.0.1")
-        await asyncio.wait_for(engine.engine_loop_task, timeout=TIMEOUT_S)
+        await asyncio.wait_for(engine.engine_loop_task, timeout=HANG_S)
         return []
 
     async def send(client: Any) -> list[Any]:
@@ -151,7 +152,7 @@ def killed(case: Case, platform: Any, out: str) -> dict[str, Any]:
 
 def main(out: str, name: str, device: str) -> None:
     case = CASES[name]
-    platform = ensure_platform(tp=case.tp, pp=case.pp, ep=case.ep, device=device, timeout_s=TIMEOUT_S)
+    platform = ensure_platform(tp=case.tp, pp=case.pp, ep=case.ep, device=device, timeout_s=COLLECTIVE_HANG_S[device])
     kinds = {"layout": layout, "experts": experts, "replicas": replicas, "killed": partial(killed, out=out)}
     play = kinds[case.kind]
     write_findings(out, play(case, platform) | {"platform": platform.describe()})

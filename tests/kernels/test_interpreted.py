@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG_S
+
 FOLDER = Path(__file__).parent
 pytest.importorskip("triton")
 
@@ -31,7 +33,7 @@ def test_the_kernels_do_what_the_loops_do():
         env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
     )
     assert result.returncode == 0, result.stdout[-6000:]
     assert " passed" in result.stdout

@@ -10,6 +10,8 @@ import asyncio
 import json
 import sys
 
+from tests.limits import HANG_S
+
 BLOCK_TOKENS = 64
 NEW_TOKENS = 5
 
@@ -20,7 +22,7 @@ async def ask(client, prompt, **attributes):
 
     params = greedy(NEW_TOKENS)
     params.add_attributes(attributes)
-    return await asyncio.wait_for(client.add_request(prompt, params), timeout=60)
+    return await asyncio.wait_for(client.add_request(prompt, params), timeout=HANG_S)
 
 
 async def talk(client, prompt):
@@ -64,9 +66,9 @@ async def serve(engine, conversation):
         client.start()
         replies = await conversation(client)
         client.pause_engines()
-        await asyncio.wait_for(wait_for_state(engine, "PAUSED"), timeout=60)
+        await asyncio.wait_for(wait_for_state(engine, "PAUSED"), timeout=HANG_S)
         client.stop_engines()
-        await asyncio.wait_for(engine.engine_loop_task, timeout=60)
+        await asyncio.wait_for(engine.engine_loop_task, timeout=HANG_S)
     finally:
         client.shutdown_coordinator()
         await asyncio.sleep(0.2)

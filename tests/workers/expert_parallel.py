@@ -14,6 +14,7 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.engine_helpers import greedy, random_tokens, run_to_end
+from tests.limits import COLLECTIVE_HANG_S
 from tests.workers.launch import write_findings
 
 BLOCK_TOKENS = 64
@@ -78,7 +79,7 @@ def together(working, ranks):
 
 
 def main(out):
-    platform = ensure_platform(ep=2, device="cpu", timeout_s=60)
+    platform = ensure_platform(ep=2, device="cpu", timeout_s=COLLECTIVE_HANG_S["cpu"])
     model = build_hybrid_model("tiny-moe", seed=0, platform=platform)
     found = {mode: answers(model, dist.get_rank(), mode, HybridPrefixConfig(mamba_gb=0.002), ranks=2) for mode in MODES}
     found["local_experts"] = sum("local_experts.1.linear_fc1" in name for name, _ in model.named_parameters())

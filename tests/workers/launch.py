@@ -38,7 +38,7 @@ def run_ranks(
         _, errors = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         process.terminate()
-        raise AssertionError(f"{what} hung:\n{process.communicate(timeout=60)[1][-6000:]}") from None
+        raise AssertionError(f"{what} hung:\n{process.communicate(timeout=HANG_S)[1][-6000:]}") from None
     finally:
         process.terminate()  # not kill: torchrun then ends its workers, which are in sessions of their own
     assert process.returncode == 0, f"{what}:\n{errors[-6000:]}"

@@ -17,6 +17,7 @@ from megatron_hybrid_prefix.mcore.agreement import min_over_model_ranks
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.engine_helpers import greedy, random_tokens, run_to_end
+from tests.limits import COLLECTIVE_HANG_S
 from tests.workers.launch import write_findings
 
 BLOCK_TOKENS = 64
@@ -272,7 +273,7 @@ def refusal(pattern, tp, pp, platform):
 
 
 def main(out, tp, pp, *patterns):
-    platform = ensure_platform(tp=tp, pp=pp, device="cpu", timeout_s=60)
+    platform = ensure_platform(tp=tp, pp=pp, device="cpu", timeout_s=COLLECTIVE_HANG_S["cpu"])
     found = {pattern: layout_findings(pattern, tp, pp, platform) for pattern in patterns}
     found["agreements"] = agreements()
     found["disagreement"] = disagreement(patterns[0], tp, pp, platform)
