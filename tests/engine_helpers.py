@@ -65,17 +65,32 @@ def run_to_end(engine: Any, finished: dict[int, Any], steps: int | None = None) 
         steps = None if steps is None else steps - 1
 
 
+# Log-probs of two float32 runs of a preset: `NOISES` times the largest noise of any position (`NaiveHybridModel.noise`),
+# as tests/test_models.py checks. A wrong state is at least five times as far off.
+LOG_PROB_NOISE = 2e-4
+# Rounding stays within so many times the noise, a root of a mean square: 3 at most were seen in 1,500 positions.
+NOISES = 4
+
+
 def assert_matches(reference: Any, request: Any, tolerance: float = 1e-5) -> None:
     """Tokens are the reference's greedy choice, and log-probs its log-probs, at every generated position.
 
-    A choice whose two best are within 1e-4 of each other is not compared (rounding may flip it); its log-prob is.
+    A choice whose two best are within 1e-4 of each other is not compared (rounding may flip it); its log-prob is. Where a
+    log-prob is badly conditioned, it may be off by more than ``tolerance``: by `NOISES` times its noise, which is computed
+    only then, and never by more than `LOG_PROB_NOISE`.
     """
     prompt, generated = [int(t) for t in request.prompt_tokens], list(request.generated_tokens)
     rows = reference.log_probs(prompt + generated)[len(prompt) - 1 : -1]
     assert len(request.generated_log_probs) == len(generated)
+    noise = None
     for position, (row, token, log_prob) in enumerate(zip(rows, generated, request.generated_log_probs, strict=True)):
         best, second = row.topk(2).values
         if best - second > 1e-4:
             assert token == int(row.argmax()), f"token {position} of {len(generated)} after {len(prompt)}"
         difference = abs(float(row[token]) - log_prob)
-        assert difference <= tolerance, f"log-prob {position} after {len(prompt)} tokens is off by {difference:.2e}"
+        allowed = tolerance
+        if tolerance < difference <= LOG_PROB_NOISE:
+            noise = reference.noise(prompt + generated)[len(prompt) - 1 : -1] if noise is None else noise
+            allowed = max(tolerance, NOISES * float(noise[position, token]))
+        where = f"log-prob {position} after {len(prompt)} tokens"
+        assert difference <= allowed, f"{where} is off by {difference:.2e} > {allowed:.2e}"

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+UNIT_ROUNDOFF = 2.0**-24  # of float32
+
 
 class NaiveHybridModel:
     """Reference of a tp=1, pp=1 model built with local layers.
@@ -43,6 +45,27 @@ class NaiveHybridModel:
                 x = x + layer(self._norm(x, prefix + "pre_mlp_layernorm.weight"), prefix + "mlp.")
         logits = self._norm(x, "decoder.final_norm.weight") @ w["output_layer.weight"].T
         return torch.log_softmax(logits, dim=-1)
+
+    def noise(self, tokens: list[int], seeds: int = 4) -> torch.Tensor:
+        """How far rounding to float32 takes each log-prob: (tokens, vocabulary), float64; for one machine or another.
+
+        A float32 product of n terms is, to the bit, an exact one whose weights are off by at most gamma_n = n u / (1 - n u)
+        (N. Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., section 3.5), and in practice by sqrt(n) u.
+        So this is the change of each log-prob (root of the mean square over seeds) when every weight is off by
+        sqrt(n) u times a normal number: its condition, whatever path of whatever library computes it.
+        """
+        exact, total = self.log_probs(tokens), 0.0
+        off = object.__new__(type(self))
+        off.config = self.config
+        for seed in range(seeds):
+            generator = torch.Generator().manual_seed(seed)
+            off.weights = {}
+            for name, value in self.weights.items():
+                terms = value.shape[-1] if value.dim() > 1 else 1
+                by = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+                off.weights[name] = value * (1 + terms**0.5 * UNIT_ROUNDOFF * by)
+            total = total + (off.log_probs(tokens) - exact).square()
+        return (total / seeds).sqrt()
 
     def _norm(self, x, name):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.layernorm_epsilon) * self.weights[name]

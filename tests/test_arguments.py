@@ -16,7 +16,7 @@ import pytest
 
 from megatron_hybrid_prefix import HybridPrefixConfig, add_hybrid_prefix_args, hybrid_prefix_config_from_args
 from megatron_hybrid_prefix.mcore import arguments
-from tests.engine_helpers import random_tokens
+from tests.engine_helpers import LOG_PROB_NOISE, random_tokens
 from tests.limits import HANG_S
 from tests.workers.launch import WORKERS
 
@@ -276,7 +276,7 @@ def test_a_checkpoint_of_megatron_training(checkpoint, tmp_path, tp):
     assert not data["engine_fields"]["enable_chunked_prefill"]
     for request, said in zip(data["requests"], expected, strict=True):
         assert request["generated"] == said["tokens"]
-        assert request["log_probs"] == pytest.approx(said["log_probs"], abs=1e-5)
+        assert request["log_probs"] == pytest.approx(said["log_probs"], abs=LOG_PROB_NOISE)
     assert "engine: ours" in result.stdout and "megatron" not in result.stdout.splitlines()[0]
 
 

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -62,11 +61,11 @@ def folder_with_tools(folder: Path) -> str:
     not READY.is_file() or Path(sys.prefix).resolve() != (ROOT / ".venv").resolve(),
     reason="this environment was not made by scripts/bootstrap.sh",
 )
-def test_when_set_up_it_takes_less_than_three_seconds():
-    start = time.perf_counter()
+def test_when_set_up_it_installs_nothing():
+    before = READY.stat().st_mtime_ns
     result = run(BOOTSTRAP, PATH=os.environ["PATH"], HOME=os.environ.get("HOME", "/"))
     assert result.returncode == 0, result.stderr
-    assert time.perf_counter() - start < 3.0
+    assert READY.stat().st_mtime_ns == before and not result.stderr, result.stderr
     assert Path(result.stdout.strip()).is_file()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_hybrid_prefix.models import build_hybrid_model
+from tests.engine_helpers import LOG_PROB_NOISE
 from tests.lifecycle_helpers import Served, tokens
 from tests.workers import expert_parallel as worker
 from tests.workers.launch import run_ranks
@@ -37,7 +38,7 @@ def test_two_ranks_say_what_one_says_without_a_cache(tiny_moe, ranks, rank, mode
     assert ranks[rank]["local_experts"] == 2  # one of two in each of two layers; both ranks name theirs alike
     assert [answer["tokens"] for answer in found["answers"]] == [answer["tokens"] for answer in right["answers"]]
     for answer, reference in zip(found["answers"], right["answers"], strict=True):
-        assert answer["log_probs"] == pytest.approx(reference["log_probs"], rel=0, abs=1e-5)
+        assert answer["log_probs"] == pytest.approx(reference["log_probs"], rel=0, abs=LOG_PROB_NOISE)
 
 
 @pytest.mark.multi

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_hybrid_prefix import build_engine
 from megatron_hybrid_prefix.models import PRESETS, build_hybrid_model, get_preset
 from megatron_hybrid_prefix.models.config import split_into_stages
-from tests.engine_helpers import greedy, random_tokens, run_to_end
+from tests.engine_helpers import LOG_PROB_NOISE, NOISES, greedy, random_tokens, run_to_end
 from tests.naive_model import NaiveHybridModel
 
 
@@ -28,6 +26,18 @@ def test_tiny_has_long_memory_in_both_state_components(tiny, boundary):
     assert without_ssm.gather(1, best)[boundary : boundary + 8].min() >= 1e-3
     assert without_conv.gather(1, best)[boundary : boundary + 3].min() >= 1e-3
     assert without_ssm[boundary + 300].max() >= 1e-3
+
+
+def test_rounding_is_far_below_what_a_wrong_state_changes(tiny_reference):
+    """The other half of the test above: what tests allow between two float32 runs is noise, and all noise is allowed."""
+    most = 0.0
+    for seed, length in enumerate((3, 129, 600)):
+        tokens = random_tokens(length, seed=seed)
+        following = torch.tensor(tokens)[1:, None]
+        noise, exact = tiny_reference.noise(tokens), tiny_reference.log_probs(tokens)
+        for chosen in (following, exact[:-1].argmax(-1, keepdim=True)):
+            most = max(most, float(noise[:-1].gather(1, chosen).max()))
+    assert LOG_PROB_NOISE / 10 <= NOISES * most <= LOG_PROB_NOISE <= 1e-3 / 5
 
 
 @pytest.mark.parametrize("component", ["mamba_ssm_states", "mamba_conv_states"])
@@ -47,10 +57,9 @@ def test_zeroing_a_live_state_shows_in_the_engine(tiny, component):
     assert abs(right[1] - spoiled[1]) >= 1e-3
 
 
-def test_tiny_is_built_in_less_than_a_second_and_depends_only_on_the_seed(platform):
-    start = time.perf_counter()
+def test_tiny_is_small_and_depends_only_on_the_seed(platform):
     first = build_hybrid_model("tiny", seed=5, platform=platform)
-    assert time.perf_counter() - start < 1.0
+    assert sum(value.numel() for value in first.parameters()) < 250_000
     again, other = build_hybrid_model("tiny", seed=5), build_hybrid_model("tiny", seed=6)
     for (name, a), (_, b), (_, c) in zip(
         first.named_parameters(), again.named_parameters(), other.named_parameters(), strict=True

@@ -13,7 +13,7 @@ from megatron.core.inference.engines import DynamicInferenceEngine
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_hybrid_prefix.models import build_hybrid_model
-from tests.engine_helpers import assert_matches
+from tests.engine_helpers import LOG_PROB_NOISE, assert_matches
 from tests.lifecycle_helpers import BLOCK, MODES, Served, tokens
 
 PERSIST, OFFLOAD, RECOMPUTE = (
@@ -202,7 +202,7 @@ def test_a_chunked_prefill_that_starts_over_reports_its_prompt_once(model, mode)
     whole = Served(model, slots=None, async_sched_mode=mode, **fields)
     whole.add(prompt, params={"skip_prompt_log_probs": False, "top_n_logprobs": 2})
     whole.run()
-    assert request.prompt_log_probs == pytest.approx(whole.finished[1].prompt_log_probs, abs=1e-5)
+    assert request.prompt_log_probs == pytest.approx(whole.finished[1].prompt_log_probs, abs=LOG_PROB_NOISE)
 
 
 @each_mode

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore.runner import run_batch
 from megatron_hybrid_prefix.models import build_hybrid_model
-from tests.engine_helpers import greedy, state_bytes
+from tests.engine_helpers import LOG_PROB_NOISE, greedy, state_bytes
 from tests.lifecycle_helpers import BLOCK, MODES, Served, tokens
 
 each_mode = pytest.mark.parametrize("mode", MODES)
@@ -63,7 +63,7 @@ def test_log_probs_of_a_cached_prompt_are_those_of_caching_off(model, mode):
         for kind, values in all_log_probs(request).items():
             assert len(values) == len(expected[kind])
             for value, wanted in zip(values, expected[kind], strict=True):
-                assert value == pytest.approx(wanted, abs=1e-5)
+                assert value == pytest.approx(wanted, abs=LOG_PROB_NOISE)
     ours.check_drained()
     # A prompt that was computed for its log-probs is cached like any other.
     fresh = tokens(2, 9, seed=7)

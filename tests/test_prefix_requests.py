@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine_helpers import assert_matches, greedy
+from tests.engine_helpers import LOG_PROB_NOISE, assert_matches, greedy
 from tests.lifecycle_helpers import BLOCK, MODES, IdTokenizer, Served, tokens
 
 each_mode = pytest.mark.parametrize("mode", MODES)
@@ -274,7 +274,7 @@ def test_prompt_log_probs_of_preempted_requests(model, mode):
         prompt = request.prompt_tokens.tolist()
         rows = served.reference.log_probs(prompt)
         expected = [float(row[token]) for row, token in zip(rows, prompt[1:], strict=False)]
-        assert request.prompt_log_probs == pytest.approx(expected, abs=1e-5)
+        assert request.prompt_log_probs == pytest.approx(expected, abs=LOG_PROB_NOISE)
         assert len(request.prompt_top_n_logprobs) == len(prompt) - 1
         assert len(request.generated_top_n_logprobs) == 40
     served.check_drained()

@@ -1,4 +1,4 @@
-"""`tools/replay_trace.py`: formats, errors, figures, speed."""
+"""`tools/replay_trace.py`: formats, errors, figures, work."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from time import process_time
 from typing import Any
 
 import pytest
 
+from tests.steps import steps
 from tests.trace_helpers import KINDS, made_up  # puts tools/ on the path
 
 import replay_trace  # isort: skip
@@ -310,21 +310,17 @@ def mooncake_like(requests: int) -> Trace:
     )
 
 
-def requests_per_cpu_second(requests: int) -> float:
-    """Speed at 1,024 slots; processor time, since other processes may want the processor, too."""
+def steps_of_a_request(requests: int, state_slots: int) -> float:
     trace = mooncake_like(requests)
-    start = process_time()
-    replay(trace, RULE, state_slots=1024)
-    return requests / (process_time() - start)
+    return steps(lambda: replay(trace, RULE, state_slots=state_slots)) / requests
 
 
-def test_speed():
-    assert requests_per_cpu_second(3000) >= 5000 / 3, "a third of the goal, so that a busy machine passes"
-
-
-@pytest.mark.slow
-def test_a_trace_ten_times_as_long_is_no_slower():
-    assert requests_per_cpu_second(80_000) >= requests_per_cpu_second(8_000) / 1.5
+def test_a_request_takes_no_more_steps_in_a_longer_trace_or_beside_more_states():
+    base = steps_of_a_request(300, state_slots=64)
+    assert base <= 24 * 150, "steps for each of a prompt's 24 blocks"
+    assert steps_of_a_request(3000, state_slots=64) <= 1.1 * base
+    # 16 times the slots: the rule has a heap of them.
+    assert steps_of_a_request(3000, state_slots=1024) <= 4 * base
 
 
 # -- a second tier -----------------------------------------------------------------------------------------------------

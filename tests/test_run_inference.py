@@ -21,6 +21,7 @@ sys.path.insert(0, str(TOOL.parent))
 import run_inference  # noqa: E402
 from _sessions import least_tokens  # noqa: E402
 
+from tests.engine_helpers import LOG_PROB_NOISE  # noqa: E402
 from tests.limits import HANG_S  # noqa: E402
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -228,7 +229,7 @@ def test_prompts_of_every_kind_in_one_batch(folder: Path, capsys: pytest.Capture
     # One at a time they say the same, and an own budget of tokens changes nothing either.
     alone = run_json(folder, "hi", "--num-tokens-to-generate", 5, "--concurrency", "sequential", "--buffer-gb", 0.01)
     assert requests_of(alone)[0]["generated"] == requests[0]["generated"]
-    assert requests_of(alone)[0]["log_probs"] == pytest.approx(requests[0]["log_probs"], abs=1e-5)
+    assert requests_of(alone)[0]["log_probs"] == pytest.approx(requests[0]["log_probs"], abs=LOG_PROB_NOISE)
 
 
 def test_sampling_options(folder: Path) -> None:
@@ -260,7 +261,7 @@ def test_options_of_the_engine(folder: Path) -> None:
     for options in (("--chunked-prefill", "--max-tokens", 256), ("--async-scheduling",), ("--block-size-tokens", 128)):
         other = requests_of(run_json(folder, CONTEXT, "--num-tokens-to-generate", 4, *options))[0]
         assert other["generated"] == plain["generated"]
-        assert other["log_probs"] == pytest.approx(plain["log_probs"], abs=1e-5)
+        assert other["log_probs"] == pytest.approx(plain["log_probs"], abs=LOG_PROB_NOISE)
 
 
 def test_conversation_off_against_upstream(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -286,7 +287,7 @@ def test_conversation_off_against_upstream(folder: Path, capsys: pytest.CaptureF
     assert (comparison["engine"], comparison["against"]) == ("upstream", "off")
     for entry in comparison["requests"]:
         assert entry["tokens_equal"] and entry["first_difference"] is None and entry["compared_log_probs"] == 8
-        assert entry["max_log_prob_difference"] < 1e-4
+        assert entry["max_log_prob_difference"] < LOG_PROB_NOISE
     assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert "upstream against off" in capsys.readouterr().out
     assert sorted(p.name for p in folder.iterdir() if p.name.startswith(".")) == []
@@ -298,7 +299,7 @@ def test_a_difference_is_shown_and_is_no_error(folder: Path, capsys: pytest.Capt
     data = run_json(folder, "--jsonl", lines, "--concurrency", "sequential", "--compare", "off,upstream")
     assert [r["computed_tokens"] for r in requests_of(data, "upstream")] == [514, 2]
     first, second = data["comparisons"][0]["requests"]
-    assert first["tokens_equal"] and first["max_log_prob_difference"] < 1e-4
+    assert first["tokens_equal"] and first["max_log_prob_difference"] < LOG_PROB_NOISE
     assert not second["tokens_equal"] or second["max_log_prob_difference"] > 1e-3
     if not second["tokens_equal"]:
         assert 0 <= second["first_difference"] < 32
@@ -560,7 +561,7 @@ def test_two_ranks_say_what_one_says(tmp_path: Path, capfd: pytest.CaptureFixtur
     for engine in ("off", "upstream"):
         for a, b in zip(requests_of(alone, engine), requests_of(two, engine), strict=True):
             assert a["generated"] == b["generated"]
-            assert a["log_probs"] == pytest.approx(b["log_probs"], abs=1e-5)
+            assert a["log_probs"] == pytest.approx(b["log_probs"], abs=LOG_PROB_NOISE)
             assert a["computed_tokens"] == b["computed_tokens"]
 
 

@@ -40,7 +40,7 @@ from hypothesis import strategies as st  # noqa: E402
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine  # noqa: E402
 from megatron_hybrid_prefix.metrics import PrefixStats  # noqa: E402
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer  # noqa: E402
-from tests.engine_helpers import kv_budget, state_bytes  # noqa: E402
+from tests.engine_helpers import LOG_PROB_NOISE, kv_budget, state_bytes  # noqa: E402
 from tests.limits import HANG_S, wait_until  # noqa: E402
 from tests.serve_helpers import Endpoint  # noqa: E402
 
@@ -191,7 +191,7 @@ def test_the_answer_is_the_engines(server, salt, tiny):
     for _ in range(2):  # a miss and a hit
         choice = complete(server.client(), extra=salt, logprobs=0).choices[0]
         assert choice.text == TOKENIZER.detokenize(expected.generated)
-        assert choice.logprobs.token_logprobs == pytest.approx(expected.log_probs, abs=1e-5)
+        assert choice.logprobs.token_logprobs == pytest.approx(expected.log_probs, abs=LOG_PROB_NOISE)
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -223,7 +223,7 @@ def test_streamed_text_is_the_unstreamed(server, salt, chat):
         values = [note.logprob for note in streamed] if chat else streamed
         at_once = choice.logprobs
         assert values == pytest.approx(
-            [note.logprob for note in at_once.content] if chat else at_once.token_logprobs, abs=1e-5
+            [note.logprob for note in at_once.content] if chat else at_once.token_logprobs, abs=LOG_PROB_NOISE
         )
     assert not any(usages[:-1])
     assert usages[-1].completion_tokens == whole.usage.completion_tokens
@@ -327,7 +327,7 @@ def test_a_stop_string_ends_the_answer(server, salt):
     assert cut.usage.completion_tokens <= whole.usage.completion_tokens
     notes = cut.choices[0].logprobs
     assert notes.token_logprobs == pytest.approx(
-        whole.choices[0].logprobs.token_logprobs[: len(notes.tokens)], abs=1e-5
+        whole.choices[0].logprobs.token_logprobs[: len(notes.tokens)], abs=LOG_PROB_NOISE
     )
     assert all(offset < len(cut.choices[0].text) for offset in notes.text_offset)
 

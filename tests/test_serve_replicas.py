@@ -19,6 +19,7 @@ pytest.importorskip("prometheus_client")
 
 from megatron_hybrid_prefix import build_engine  # noqa: E402
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer  # noqa: E402
+from tests.engine_helpers import LOG_PROB_NOISE  # noqa: E402
 from tests.limits import HANG_S, wait_until  # noqa: E402
 from tests.serve_helpers import ADMIN, BLOCK, HIT, LIMIT_TOKENS, PROMPT, Server, children, started  # noqa: E402
 
@@ -61,7 +62,7 @@ def check_hits(server: Server, model: Any) -> None:
     for hit in (0, HIT):
         answer = complete(server.client(), logprobs=0, extra={"cache_salt": "hits"})
         assert (cached(answer), answer.choices[0].text) == (hit, text)
-        assert answer.choices[0].logprobs.token_logprobs == pytest.approx(log_probs, abs=1e-5)
+        assert answer.choices[0].logprobs.token_logprobs == pytest.approx(log_probs, abs=LOG_PROB_NOISE)
         assert answer.choices[0].finish_reason == "length"
 
 

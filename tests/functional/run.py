@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hybrid_prefix.metrics import OWN_STATS
+from tests.engine_helpers import LOG_PROB_NOISE
 from tests.limits import COLLECTIVE_HANG_S, HANG_S
 from tests.workers.launch import environment, run_ranks
 
@@ -32,7 +33,7 @@ CASE_TIMEOUT_S = {"cpu": HANG_S, "cuda": HANG_S}
 # After a rank died. gloo sees that a connection is closed; NCCL waits for the collective's time limit.
 END_TIMEOUT_S = {"cpu": COLLECTIVE_HANG_S["cpu"], "cuda": COLLECTIVE_HANG_S["cuda"] + 90.0}
 # Log-probs, float32; on GPUs with the products of Triton's kernels in float32, too (TRITON_F32_DEFAULT=ieee).
-TOLERANCE = {"cpu": 1e-5, "cuda": 5e-5}
+TOLERANCE = {"cpu": LOG_PROB_NOISE, "cuda": LOG_PROB_NOISE}
 _RAISED = re.compile(r"(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception): .*)|.*(Watchdog caught .*)")
 WRONG = 1e-3  # a wrong state is farther off than this
 
