@@ -51,7 +51,7 @@ def test_log_probs_of_prompts_in_chunks(one_rank, two_ranks):
     for rank in two_ranks[1]:
         for found, right in zip(rank["chunked"], one_rank["chunked"], strict=True):
             assert len(found) == 150 + 4 - 1
-            assert found == pytest.approx(right, rel=0, abs=TOLERANCE)
+            assert found == pytest.approx(right, rel=0, abs=LOG_PROB_NOISE)
 
 
 @pytest.mark.multi

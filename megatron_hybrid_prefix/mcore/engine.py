@@ -438,7 +438,8 @@ class HybridPrefixEngine(DynamicInferenceEngine):
         log_probs: list[list[float]] | None,
         consumed_chunked_prefill_request_id: int,
         top_n_logprobs: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] | None = None,
-        **fields: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """See upstream; requests whose load failed did not finish, they wait again.
 
@@ -464,7 +465,8 @@ class HybridPrefixEngine(DynamicInferenceEngine):
             log_probs,
             consumed_chunked_prefill_request_id,
             top_n_logprobs,
-            **fields,
+            *args,
+            **kwargs,
         )
         if given is not None:
             given.name_all_tokens(self.controller.tokenizer)

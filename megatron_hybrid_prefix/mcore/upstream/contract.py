@@ -84,6 +84,12 @@ CONTEXT = rows_of(
         "mcore/context",
         "the forward succeeded (legacy scheduling): what it wrote is published",
     ),
+    overrides(
+        "calculate_log_probs_tensors",
+        "(self, logits, new_tokens, only_last_token_logits=False, sampling=None, row_to_request=None)",
+        "mcore/context",
+        "without the rows that only pad a step",
+    ),
     overrides("resolve_requests", "(self, active_requests_mask)", "mcore/context", "the same, asynchronous scheduling"),
     overrides("prepare_requests", "(self)", "mcore/context", "the next decode: filled blocks get their keys"),
     overrides("can_prepare_requests", "(self)", "mcore/context", "not between two chunks of a prompt"),
@@ -161,6 +167,7 @@ CONTEXT = rows_of(
         "mcore/context",
         "which rows there are",
     ),
+    attributes("active_request_metadata", "mcore/controller", "what active requests ask for, by row"),
     attributes("token_to_input_ids", "mcore/decode", "tokens of a forward, from which those of an answer are known"),
     attributes("token_to_block_idx token_to_pos_ids token_to_request_idx", "mcore/context", "where tokens' KV goes"),
     attributes("active_attn_metadata", "mcore/context", "of attention, in a step"),
@@ -372,6 +379,11 @@ REQUESTS = (
             "mcore/engine mcore/context mcore/request_keys mcore/runner",
             "made by `add_request`, reset where a request starts over",
         ),
+        keys(
+            "return_log_probs skip_prompt_log_probs top_n_logprobs",
+            "mcore/controller",
+            "of `active_request_metadata`: what a step's log-probs are computed by",
+        ),
         attributes("generated_text", "mcore/runner", "the answer"),
         attributes("ttft", "tools/_serve_replicas", "time to first token"),
         properties("remaining_prompt_length", "mcore/context mcore/engine mcore/coalesce mcore/runner", "tokens left"),
@@ -411,6 +423,21 @@ CONTROLLER = (
             "mcore/controller",
             "a prompt between two chunks has no row in every step",
         ),
+        overrides(
+            "_dynamic_step_sample_logits",
+            "(self)",
+            "mcore/controller tools/_bench_forced",
+            "a chunk's end is followed by the prompt's next token; wrapped by benchmarks, to force answers",
+        ),
+        overrides(
+            "_dynamic_step_sample_logits_and_verify_tokens",
+            "(self, input_ids, token_row_indices=None)",
+            "mcore/controller",
+            "the same, with drafts",
+        ),
+        overrides(
+            "_compact_async_sched_logits", "(self, survivor_idxs)", "mcore/controller", "what log-probs need moves, too"
+        ),
         overrides("_run_async_sched_sample_mtp", "(self)", "mcore/controller", "prefills accepted no drafts"),
         attributes(
             "_accepted_tokens_per_request _accepted_token_counts_per_request", "mcore/controller", "cleared before it"
@@ -419,10 +446,11 @@ CONTROLLER = (
         calls("tokenize_prompt", "(tokenizer, prompt, add_BOS=False)", "mcore/engine", "of a prompt given as text"),
         attributes("inference_wrapped_model tokenizer", "mcore/engine mcore/coordinator", "what it is made of"),
         attributes("num_speculative_tokens", "tools/_bench_forced", "drafts are not forced"),
-        calls(
-            "_dynamic_step_sample_logits", "(self)", "tools/_bench_forced", "wrapped: forced answers, for benchmarks"
+        attributes(
+            "_sampled_tokens_cuda",
+            "mcore/controller tools/_bench_forced",
+            "overwritten: a prompt's next token; forced answers, for benchmarks",
         ),
-        attributes("_sampled_tokens_cuda", "tools/_bench_forced", "overwritten: forced answers, for benchmarks"),
     ),
     *rows_of(
         f"{_CONTROLLERS}:AsyncScheduleLogitsState", calls("clear", "(self)", "mcore/engine", "drops pending logits")
