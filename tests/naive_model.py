@@ -1,4 +1,4 @@
-"""The whole hybrid model in float64, token by token where it recurs: slow, short, and independent of every kernel."""
+"""The whole hybrid model in float64, token by token where it recurs: short, and independent of every kernel."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 UNIT_ROUNDOFF = 2.0**-24  # of float32
+PIECE = 32  # tokens whose states and scores stay in a processor's cache
 
 
 class NaiveHybridModel:
@@ -86,9 +87,13 @@ class NaiveHybridModel:
         per_group = c.num_attention_heads // c.num_query_groups
         qkv = (x @ w[prefix + "linear_qkv.weight"].T).view(n, c.num_query_groups, per_group + 2, c.kv_channels)
         q, k, v = qkv[:, :, :per_group], qkv[:, :, per_group], qkv[:, :, per_group + 1]
-        scores = torch.einsum("tgqd,sgd->gqts", q, k) * c.kv_channels**-0.5
-        scores.masked_fill_(torch.ones(n, n, dtype=torch.bool, device=x.device).triu(1), float("-inf"))
-        out = torch.einsum("gqts,sgd->tgqd", scores.softmax(-1), v).reshape(n, -1)
+        out = []
+        for at in range(0, n, PIECE):
+            end = min(at + PIECE, n)
+            scores = torch.einsum("tgqd,sgd->gqts", q[at:end], k[:end]) * c.kv_channels**-0.5
+            scores.masked_fill_(torch.ones(end - at, end, dtype=torch.bool, device=x.device).triu(at + 1), float("-inf"))
+            out.append(torch.einsum("gqts,sgd->tgqd", scores.softmax(-1), v[:end]))
+        out = torch.cat(out).reshape(n, -1)
         return out @ w[prefix + "linear_proj.weight"].T
 
     def _mamba(self, x, prefix, zero_ssm_at, zero_conv_at):
@@ -99,21 +104,30 @@ class NaiveHybridModel:
         z, xbc, dt = (x @ w["in_proj.weight"].T).split([inner, inner + 2 * shared, heads], dim=-1)
         dt = F.softplus(dt + w["dt_bias"])
         decay = torch.exp(-torch.exp(w["A_log"]) * dt)
-        window = torch.zeros(xbc.shape[1], c.d_conv, dtype=torch.float64)
-        state = torch.zeros(heads, dim, state_dim, dtype=torch.float64)
-        taps, rows = w["conv1d_weight"].squeeze(1), []
-        for t in range(len(x)):
-            if t == zero_conv_at:
-                window = torch.zeros_like(window)
-            if t == zero_ssm_at:
-                state = torch.zeros_like(state)
-            window = torch.cat([window[:, 1:], xbc[t, :, None]], dim=1)
-            x_t, b_t, c_t = F.silu((window * taps).sum(-1) + w["conv1d_bias"]).split([inner, shared, shared])
-            x_t = x_t.view(heads, dim)
-            b_t = b_t.view(groups, state_dim).repeat_interleave(heads // groups, 0)
-            c_t = c_t.view(groups, state_dim).repeat_interleave(heads // groups, 0)
-            state = decay[t, :, None, None] * state + (dt[t, :, None] * x_t)[:, :, None] * b_t[:, None, :]
-            rows.append(((state * c_t[:, None, :]).sum(-1) + w["D"][:, None] * x_t).reshape(-1))
-        y = (torch.stack(rows) * F.silu(z)).view(len(x), groups, -1)
+        x_t, b_t, c_t = self._convolution(xbc, w, zero_conv_at).split([inner, shared, shared], dim=-1)
+        x_t = x_t.unflatten(-1, (heads, dim))
+        b_t, c_t = (v.unflatten(-1, (groups, state_dim)).repeat_interleave(heads // groups, 1) for v in (b_t, c_t))
+        x_dt, decay = dt[..., None] * x_t, decay[..., None, None]
+        state, rows = torch.zeros(heads, dim, state_dim, dtype=x.dtype, device=x.device), []
+        memory = state.new_empty(PIECE, *state.shape)
+        for at in range(0, len(x), PIECE):
+            some, state = slice(at, at + PIECE), state.clone()
+            states = torch.mul(x_dt[some, ..., None], b_t[some, :, None, :], out=memory[: len(x) - at])
+            for t, (kept, new) in enumerate(zip(decay[some].unbind(), states.unbind(), strict=True), start=at):
+                state = new if t == zero_ssm_at else new.addcmul_(kept, state)
+            rows.append(torch.einsum("thds,ths->thd", states, c_t[some]))
+        rows = torch.cat(rows) + w["D"][:, None] * x_t
+        y = (rows.flatten(1) * F.silu(z)).view(len(x), groups, -1)
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5)
         return (y.reshape(len(x), -1) * w["norm.weight"]) @ w["out_proj.weight"].T
+
+    def _convolution(self, xbc, w, zero_at):
+        """Over the last ``d_conv`` tokens; from position ``zero_at`` on, none before it count."""
+        width = self.config.d_conv
+        windows = F.pad(xbc, (0, 0, width - 1, 0)).unfold(0, width, 1)  # (tokens, channels, width)
+        if zero_at is not None:
+            position = torch.arange(len(xbc), device=xbc.device)
+            source = position[:, None] + torch.arange(width, device=xbc.device) - (width - 1)
+            forgotten = (position[:, None] >= zero_at) & (source < zero_at)
+            windows = windows.masked_fill(forgotten[:, None], 0)
+        return F.silu((windows * w["conv1d_weight"].squeeze(1)).sum(-1) + w["conv1d_bias"])
