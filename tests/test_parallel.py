@@ -91,3 +91,21 @@ def test_impossible_layouts_are_refused_before_anything_is_built(changes, tp, pp
     with pytest.raises(ValueError, match=message) as error:
         get_preset("tiny", **changes).check_parallel(tp=tp, pp=pp)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("program", "timeout_s", "message"),
+    [
+        ("import os, time; os.environ['RANK'] == '1' and 1 / 0; time.sleep(60)", 30, "ZeroDivisionError"),
+        ("import os, sys; sys.exit('no ' + os.environ['RANK'])", 30, "rank 0 ended with 1:\nno 0\n"),
+        ("import os; os.kill(os.getpid(), 9)", 30, "ended with -9"),
+        ("import time; print('so far'); time.sleep(60)", 0.5, "hung"),
+        ("pass", 30, "No such file"),
+    ],
+)
+def test_ranks_that_fail_are_an_error(tmp_path, program, timeout_s, message):
+    script = tmp_path / "worker.py"
+    script.write_text(program)
+    with pytest.raises((AssertionError, FileNotFoundError), match=message):
+        run_ranks(script, tmp_path / "out.json", timeout_s=timeout_s)

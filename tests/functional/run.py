@@ -26,7 +26,7 @@ from typing import Any
 from megatron_hybrid_prefix.metrics import OWN_STATS
 from tests.engine_helpers import LOG_PROB_NOISE
 from tests.limits import COLLECTIVE_HANG_S, HANG_S
-from tests.workers.launch import environment, run_ranks
+from tests.workers.launch import environment, run_torchrun
 
 WORKER = Path(__file__).with_name("ranks.py")
 CASE_TIMEOUT_S = {"cpu": HANG_S, "cuda": HANG_S}
@@ -193,7 +193,7 @@ def run_case(name: str, device: str) -> str:
             return (run_killed if case.torchrun else run_killed_alone)(name, case, device, out)
         timeout_s = CASE_TIMEOUT_S[device]
         try:
-            ranks = run_ranks(WORKER, out, name, device, ranks=case.ranks, timeout_s=timeout_s, device=device)
+            ranks = run_torchrun(WORKER, out, name, device, ranks=case.ranks, timeout_s=timeout_s, device=device)
         except AssertionError as error:  # says what the ranks wrote
             hung = " hung:" in str(error).partition("\n")[0]
             message = f"hung for {timeout_s:.0f} s" if hung else "a rank failed: " + last_error(str(error))
@@ -209,7 +209,7 @@ def run_killed(name: str, case: Case, device: str, out: Path) -> str:
     """The last rank is killed; torchrun must end with an error, and no rank may be left."""
     timeout_s = CASE_TIMEOUT_S[device]
     try:
-        run_ranks(WORKER, out, name, device, ranks=case.ranks, timeout_s=timeout_s, device=device)
+        run_torchrun(WORKER, out, name, device, ranks=case.ranks, timeout_s=timeout_s, device=device)
     except AssertionError as error:  # as it should be, if it is for the right reason
         errors = str(error)
     else:

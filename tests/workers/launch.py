@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import socket
 import subprocess
 import sys
+import tempfile
+from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from tests.limits import HANG_S, THREADS
 
 WORKERS = Path(__file__).parent
+_numbers = count()
 
 
 def environment(device: str = "cpu") -> dict[str, str]:
@@ -21,10 +27,79 @@ def environment(device: str = "cpu") -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": str(THREADS), "PYTHONPATH": path} | hidden
 
 
-def run_ranks(
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@cache
+def _prepared() -> subprocess.Popen[str]:
+    """The process of `prepared`, started once; it ends with this one."""
+    process = subprocess.Popen(
+        [sys.executable, str(WORKERS / "prepared.py")],
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def end() -> None:
+        process.stdin.close()
+        process.wait()
+
+    atexit.register(end)
+    return process
+
+
+def run_prepared(
+    script: str | Path,
+    *arguments: Any,
+    environments: tuple[dict[str, str], ...] = ({},),
+    timeout_s: float = HANG_S,
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run ``python SCRIPT ARGUMENTS...`` on the CPU, a process for each of ``environments``, without waiting for imports.
+
+    Raises:
+        AssertionError: A process did not end in time.
+    """
+    process, number = _prepared(), next(_numbers)
+    argv = list(map(str, arguments))
+    with tempfile.TemporaryDirectory(prefix="prepared-") as folder:
+        files = {kind: [f"{folder}/{kind}{at}" for at in range(len(environments))] for kind in ("outputs", "errors")}
+        job = {"number": number, "script": str(script), "argv": argv, "timeout_s": timeout_s} | files
+        process.stdin.write(json.dumps(job | {"environments": environments}) + "\n")
+        process.stdin.flush()
+        answer = {"number": None}
+        while answer["number"] != number:  # a test that was given up left its answer
+            line = process.stdout.readline()
+            assert line, f"the process that prepares others ended with {process.wait()}"
+            answer = json.loads(line)
+        said = [[Path(path).read_text(errors="replace") for path in files[kind]] for kind in ("outputs", "errors")]
+    what = [str(script), *argv]
+    assert not answer["hung"], f"{' '.join(what)} hung:\n" + "\n".join(text[-6000:] for text in said[1])
+    return [
+        subprocess.CompletedProcess(what, code, output, errors)
+        for code, output, errors in zip(answer["codes"], *said, strict=True)
+    ]
+
+
+def run_ranks(script: str | Path, out: Path, *arguments: Any, ranks: int = 2, timeout_s: float = HANG_S) -> Any:
+    """Run ``tests/workers/SCRIPT OUT ARGUMENTS...`` on ranks of the host's CPU; returns what OUT holds (JSON)."""
+    common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    own = tuple(common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks))
+    ended = run_prepared(WORKERS / script, out, *arguments, environments=own, timeout_s=timeout_s)
+    if any(process.returncode for process in ended):
+        said = (f"rank {at} ended with {one.returncode}:\n{one.stderr[-6000:]}" for at, one in enumerate(ended))
+        raise AssertionError(f"{script} {' '.join(map(str, arguments))}:\n" + "\n".join(said))
+    return json.loads(out.read_text())
+
+
+def run_torchrun(
     script: str | Path, out: Path, *arguments: Any, ranks: int = 2, timeout_s: float = HANG_S, device: str = "cpu"
 ) -> Any:
-    """Run ``torchrun tests/workers/SCRIPT OUT ARGUMENTS...`` on the host's CPU or GPUs; returns what OUT holds (JSON)."""
+    """The same with ``torchrun``, on the host's CPU or GPUs."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     process = subprocess.Popen(
         [*command, str(WORKERS / script), str(out), *map(str, arguments)],

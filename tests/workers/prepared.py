@@ -1,0 +1,93 @@
+"""Processes that have torch and megatron imported already: importing takes a process longer than most tests.
+
+This file is the process that is forked for each of them; `launch` talks to it. Usage: ``prepared.py``, with a job a line
+of JSON on stdin: "number", "script", "argv", "environments" (one for each process), "outputs" and "errors" (files of
+their stdout and stderr), "timeout_s". A line of JSON on stdout answers: "number", "codes" (exit codes, negative for
+signals), "hung". Where one fails the others are ended, as torchrun does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+GRACE_S = 10.0  # from SIGTERM to SIGKILL
+
+
+def import_everything() -> None:
+    """What every rank imports, with the replacements of the CPU; they are undone, as each process makes its own."""
+    from megatron_hybrid_prefix.platform import start
+
+    start._replace_what_is_missing(use_cuda=False)
+    start.undo_platform()
+
+
+def become(script: str, argv: Sequence[str], environment: dict[str, str], output: str, errors: str) -> NoReturn:
+    """In a new process: be ``python SCRIPT ARGV...``."""
+    code = 1
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for stream, path in ((0, os.devnull), (1, output), (2, errors)):
+            file = os.open(path, os.O_RDONLY if stream == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            os.dup2(file, stream)
+            os.close(file)
+        os.environ.update(environment)
+        sys.argv = [script, *argv]
+        sys.path.insert(0, os.path.dirname(script))
+        try:
+            runpy.run_path(script, run_name="__main__")
+            code = 0
+        except SystemExit as ended:
+            if isinstance(ended.code, str):
+                print(ended.code, file=sys.stderr)
+            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        except BaseException:
+            traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """Fork the job's processes and wait for their ends."""
+    files = zip(job["environments"], job["outputs"], job["errors"], strict=True)
+    pids = []
+    for own in files:
+        if (pid := os.fork()) == 0:
+            become(job["script"], job["argv"], *own)
+        pids.append(pid)
+    codes: dict[int, int] = {}
+    end_s, told, hung = time.monotonic() + job["timeout_s"], False, False
+    while len(codes) < len(pids):
+        for pid in pids:
+            if pid not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                codes[pid] = os.waitstatus_to_exitcode(ended[1])
+        late = time.monotonic() > end_s
+        if late or (not told and any(codes.values())):
+            hung = hung or (late and not told)
+            for pid in pids:
+                if pid not in codes:
+                    os.kill(pid, signal.SIGKILL if told else signal.SIGTERM)
+            told, end_s = True, time.monotonic() + GRACE_S
+        time.sleep(0.01)
+    return {"number": job["number"], "codes": [codes[pid] for pid in pids], "hung": hung}
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what is printed while importing is no answer
+    import_everything()
+    for line in sys.stdin:
+        print(json.dumps(run(json.loads(line))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
