@@ -17,8 +17,7 @@ import pytest
 from megatron_hybrid_prefix import HybridPrefixConfig, add_hybrid_prefix_args, hybrid_prefix_config_from_args
 from megatron_hybrid_prefix.mcore import arguments
 from tests.engine_helpers import LOG_PROB_NOISE, random_tokens
-from tests.limits import HANG_S
-from tests.workers.launch import WORKERS
+from tests.workers.launch import WORKERS, environments_of, run_prepared
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOL = ROOT / "tools" / "run_megatron_checkpoint.py"
@@ -237,25 +236,17 @@ def test_an_engine_from_arguments(tiny, megatron_parser):
     assert getattr(engine.context, "prefix_cache", None) is None and not engine.enable_chunked_prefill
 
 
-def run_tool(*argv: object, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(TOOL)]
-    if ranks > 1:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command = [sys.executable, *torchrun, str(TOOL)]
-    return subprocess.run(
-        [*command, *map(str, argv)], env=ENVIRONMENT, capture_output=True, text=True, timeout=HANG_S, check=False
-    )
+def run_tool(*argv: object, ranks: int = 1) -> list[subprocess.CompletedProcess[str]]:
+    """Of each rank."""
+    return run_prepared(TOOL, *argv, environments=environments_of(ranks) if ranks > 1 else ({},))
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     """A checkpoint of ``megatron.training``, and what its model says to the prompts with caching off."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    script = WORKERS / "megatron_checkpoint.py"
-    command = [sys.executable, str(script), str(folder / "saved"), str(folder / "said.json"), *MODEL, *INFERENCE]
-    result = subprocess.run(
-        [*command, *prompt_arguments()], env=ENVIRONMENT, capture_output=True, text=True, timeout=HANG_S, check=False
-    )
+    files = (folder / "saved", folder / "said.json")
+    (result,) = run_prepared(WORKERS / "megatron_checkpoint.py", *files, *MODEL, *INFERENCE, *prompt_arguments())
     assert result.returncode == 0, result.stderr[-4000:]
     return folder / "saved", json.loads((folder / "said.json").read_text())
 
@@ -268,8 +259,10 @@ def test_a_checkpoint_of_megatron_training(checkpoint, tmp_path, tp):
     folder, expected = checkpoint
     flags = ["--load", folder, "--use-checkpoint-args", *INFERENCE, *prompt_arguments(), SWITCH]
     flags += ["--tensor-model-parallel-size", tp, "--json", tmp_path / "out.json"]
-    result = run_tool(*flags, ranks=tp)
-    assert result.returncode == 0, result.stderr[-4000:]
+    result, *others = run_tool(*flags, ranks=tp)
+    for rank in (result, *others):
+        assert rank.returncode == 0, rank.stderr[-4000:]
+    assert not any(rank.stdout for rank in others)
     data = json.loads((tmp_path / "out.json").read_text())
     assert [request["reused_tokens"] for request in data["requests"]] == [0, 192]
     assert data["prefix_stats"]["reused_tokens"] == 192
@@ -298,7 +291,7 @@ BAD = {
 def test_bad_arguments_are_one_line(tmp_path):
     """Each in a process of its own, as megatron keeps its arguments in globals."""
     for name, (argv, problem) in BAD.items():
-        result = run_tool(*MODEL, *(word.format(empty=tmp_path) for word in argv), *INFERENCE)
+        (result,) = run_tool(*MODEL, *(word.format(empty=tmp_path) for word in argv), *INFERENCE)
         lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
         assert result.returncode == 2, (name, result.stderr[-2000:])
         assert len(lines) == 1 and problem in lines[0], (name, lines)
@@ -306,7 +299,8 @@ def test_bad_arguments_are_one_line(tmp_path):
 
 
 def test_help_needs_no_megatron():
-    result = run_tool("--help")
+    command = [sys.executable, str(TOOL), "--help"]
+    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0
     assert SWITCH in result.stdout and "--hybrid-prefix-verify-hits" in result.stdout
     assert result.stderr == ""

@@ -153,6 +153,8 @@ def parse(argv: Sequence[str], platform: Any) -> argparse.Namespace:
     finally:
         sys.argv = before
     args.gradient_accumulation_fusion = False  # there are no gradients, and it needs an extension
+    if platform.device.type == "cpu":  # torch.compile would start a C++ compiler, for seconds
+        args.bias_dropout_fusion = args.bias_gelu_fusion = args.bias_swiglu_fusion = False
     args.no_load_optim = args.no_load_rng = args.exit_on_missing_checkpoint = True
     return args
 

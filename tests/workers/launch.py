@@ -85,11 +85,15 @@ def run_prepared(
     ]
 
 
+def environments_of(ranks: int) -> tuple[dict[str, str], ...]:
+    """What torchrun tells each of so many processes."""
+    common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return tuple(common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks))
+
+
 def run_ranks(script: str | Path, out: Path, *arguments: Any, ranks: int = 2, timeout_s: float = HANG_S) -> Any:
     """Run ``tests/workers/SCRIPT OUT ARGUMENTS...`` on ranks of the host's CPU; returns what OUT holds (JSON)."""
-    common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    own = tuple(common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks))
-    ended = run_prepared(WORKERS / script, out, *arguments, environments=own, timeout_s=timeout_s)
+    ended = run_prepared(WORKERS / script, out, *arguments, environments=environments_of(ranks), timeout_s=timeout_s)
     if any(process.returncode for process in ended):
         said = (f"rank {at} ended with {one.returncode}:\n{one.stderr[-6000:]}" for at, one in enumerate(ended))
         raise AssertionError(f"{script} {' '.join(map(str, arguments))}:\n" + "\n".join(said))
