@@ -1,6 +1,7 @@
 """Functional tests on several ranks, a line a case; started by `scripts/functional_tests.sh`, which says how.
 
-Each case is a torchrun of its own (`ranks.py`). Answers must be those of caching off on the same ranks, ranks that run
+Each case has ranks of its own (`ranks.py`): under torchrun, but on a CPU those that nobody kills are forked from one
+process that has imported torch and megatron. Answers must be those of caching off on the same ranks, ranks that run
 the same requests must decide alike, and what is reused must matter: with wrong states the answers must differ.
 """
 
@@ -26,7 +27,7 @@ from typing import Any
 from megatron_hybrid_prefix.metrics import OWN_STATS
 from tests.engine_helpers import LOG_PROB_NOISE
 from tests.limits import COLLECTIVE_HANG_S, HANG_S
-from tests.workers.launch import environment, run_torchrun
+from tests.workers.launch import environment, run_ranks, run_torchrun
 
 WORKER = Path(__file__).with_name("ranks.py")
 CASE_TIMEOUT_S = {"cpu": HANG_S, "cuda": HANG_S}
@@ -193,7 +194,10 @@ def run_case(name: str, device: str) -> str:
             return (run_killed if case.torchrun else run_killed_alone)(name, case, device, out)
         timeout_s = CASE_TIMEOUT_S[device]
         try:
-            ranks = run_torchrun(WORKER, out, name, device, ranks=case.ranks, timeout_s=timeout_s, device=device)
+            if device == "cpu":
+                ranks = run_ranks(WORKER, out, name, device, ranks=case.ranks, timeout_s=timeout_s)
+            else:
+                ranks = run_torchrun(WORKER, out, name, device, ranks=case.ranks, timeout_s=timeout_s, device=device)
         except AssertionError as error:  # says what the ranks wrote
             hung = " hung:" in str(error).partition("\n")[0]
             message = f"hung for {timeout_s:.0f} s" if hung else "a rank failed: " + last_error(str(error))
