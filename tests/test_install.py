@@ -5,10 +5,6 @@ The functions in capitals below stand for users' scripts: they import and call n
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +15,8 @@ from megatron_hybrid_prefix.mcore import installation, table
 from megatron_hybrid_prefix.platform.rebinding import Rebinding
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer
 from tests.engine_helpers import random_tokens
-from tests.limits import HANG_S
+from tests.workers.launch import run_prepared
 
-ROOT = Path(__file__).resolve().parents[1]
 BLOCK = 64
 TOKENIZER = ByteTokenizer(512)
 PROMPT = random_tokens(4 * BLOCK + 10, seed=3)
@@ -257,13 +252,7 @@ def test_one_line_in_a_script_also_behind_megatrons_coordinator(tmp_path):
     for name, parts in SCRIPTS.items():
         path = tmp_path / f"{name}.py"
         path.write_text(SCRIPT.format(**parts))
-        result = subprocess.run(
-            [sys.executable, str(path)],
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=HANG_S,
-        )
+        (result,) = run_prepared(path)
         assert result.returncode == 0, result.stderr[-3000:]
         lines = [text.split() for text in result.stdout.splitlines() if text.startswith("ANSWER")]
         found[name] = [(int(cached), tokens) for _, cached, *tokens in lines]

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -340,20 +341,21 @@ def run_seed(seed: int, steps: int) -> None:
     engine.drain()
 
 
-def test_random_traffic():
+@pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 300), marks=pytest.mark.slow)], ids=str)
+def test_random_traffic(seeds):
     STEPS.clear()
-    for seed in range(300):
+    for seed in seeds:
         run_seed(seed, 120)
     print(dict(STEPS))
     # What was meant to happen did happen: traffic that never hits proves nothing.
     common = ("hits", "misses", "refused", "preempted", "aborted in flight", "evictions", "kv evictions", "lost")
     guesses = ("intervals", "spare state used", "spare state evicted", "guess without a slot")
     for what in (*common, *guesses, "skipped", "junctions", "breakpoints", "replays", "readmitted"):
-        assert STEPS[what] >= 50, f"{what}: only {STEPS[what]} times"
+        assert STEPS[what] >= len(seeds) / 6, f"{what}: only {STEPS[what]} times"
     assert STEPS["spare state confirmed"] > 0
     moves = ("stored", "loaded", "admitted from the host", "resumed", "retracted", "load failed", "load given up")
     for what in moves:
-        assert STEPS[what] >= 10, f"{what}: only {STEPS[what]} times"
+        assert STEPS[what] >= len(seeds) / 30, f"{what}: only {STEPS[what]} times"
 
 
 def test_any_order_of_everything():

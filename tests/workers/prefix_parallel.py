@@ -1,4 +1,4 @@
-"""What the prefix cache does in one layout, as JSON. Usage: ``torchrun prefix_parallel.py OUT.json TP PP PATTERN...``.
+"""What the prefix cache does in one layout, as JSON. Usage: ``torchrun prefix_parallel.py OUT.json TP PP PATTERN``.
 
 Every budget is given in slots and blocks of the rank that needs most for one, so that all layouts get the same
 number of both, and must take the same decisions.
@@ -272,16 +272,15 @@ def refusal(pattern, tp, pp, platform):
     return "nothing"
 
 
-def main(out, tp, pp, *patterns):
+def main(out, tp, pp, pattern):
     platform = ensure_platform(tp=tp, pp=pp, device="cpu", timeout_s=COLLECTIVE_HANG_S["cpu"])
-    found = {pattern: layout_findings(pattern, tp, pp, platform) for pattern in patterns}
-    found["agreements"] = agreements()
-    found["disagreement"] = disagreement(patterns[0], tp, pp, platform)
+    found = {"runs": layout_findings(pattern, tp, pp, platform), "agreements": agreements()}
+    found["disagreement"] = disagreement(pattern, tp, pp, platform)
     write_findings(out, found)
     with open(f"{out}.refusal{dist.get_rank()}", "w") as file:
-        file.write(refusal(patterns[-1], tp, pp, platform))
+        file.write(refusal(pattern, tp, pp, platform))
     shut_down()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
