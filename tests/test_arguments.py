@@ -251,9 +251,8 @@ def checkpoint(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     return folder / "saved", json.loads((folder / "said.json").read_text())
 
 
-@pytest.mark.slow
 @pytest.mark.multi
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_checkpoint_of_megatron_training(checkpoint, tmp_path, tp):
     """Its model is described by the checkpoint; one flag switches the cache on; also in another layout."""
     folder, expected = checkpoint
@@ -287,7 +286,6 @@ BAD = {
 }
 
 
-@pytest.mark.slow
 def test_bad_arguments_are_one_line(tmp_path):
     """Each in a process of its own, as megatron keeps its arguments in globals."""
     for name, (argv, problem) in BAD.items():

@@ -614,6 +614,7 @@ def test_help_shows_sizes_and_goes_without_torch(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_two_ranks_report_once(tmp_path: Path) -> None:
     path = tmp_path / "two.json"

@@ -17,6 +17,7 @@ from tests.engine_helpers import assert_matches, greedy, kv_budget, random_token
 from tests.mutants import MUTANTS, mutated_resume
 from tests.naive_model import NaiveHybridModel
 
+slow = pytest.mark.slow  # what is left in the default run has a block of 96 tokens, or is scheduled asynchronously
 NEW_TOKENS = 4
 MODES = ("legacy", "async")
 
@@ -131,7 +132,7 @@ def preempted(session: Session) -> None:
 SCENARIOS = (tails, lengths_around_blocks, junctions, mixed_batches)
 
 
-@pytest.fixture(scope="module", params=[4, 2], ids=["d_conv4", "d_conv2"])
+@pytest.fixture(scope="module", params=[4, pytest.param(2, marks=slow)], ids=["d_conv4", "d_conv2"])
 def model_and_reference(request: Any, platform: Any) -> tuple[Any, NaiveHybridModel]:
     """``tiny`` with either width of the convolution; its SSM chunk is 128 tokens."""
     config = get_preset("tiny", d_conv=request.param)
@@ -141,7 +142,7 @@ def model_and_reference(request: Any, platform: Any) -> tuple[Any, NaiveHybridMo
 
 
 @pytest.mark.parametrize("mutant", [None, *MUTANTS])
-@pytest.mark.parametrize("block_size_tokens", [64, 96, 256])
+@pytest.mark.parametrize("block_size_tokens", [pytest.param(64, marks=slow), 96, pytest.param(256, marks=slow)])
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_legacy_scheduling(model_and_reference, scenario: Callable[[Session], None], block_size_tokens, mutant):
     _run(model_and_reference, scenario, mutant, block_size_tokens=block_size_tokens)
@@ -190,17 +191,19 @@ def cut_prompts(session: Session, cut_tokens: int) -> Iterator[Any]:
     block = session.block
     salt = str(cut_tokens)
     prefix = random_tokens(192, seed=cut_tokens)
-    yield from session.send(prefix[: block + 1], cache_salt=salt)
-    yield from session.send(prefix + random_tokens(3, seed=7), cache_salt=salt)
-    yield from session.send(prefix + random_tokens(37, seed=8), cache_salt=salt)
+    for prompt in (prefix[: block + 1], prefix + random_tokens(3, seed=7), prefix + random_tokens(37, seed=8)):
+        yield from session.send(prompt, new_tokens=2, cache_salt=salt)
+
+
+# Every residue of the SSM chunk and of both block sizes; some that cut a prompt into many chunks.
+CUTS = (4, 5, 7, 9, 16, 31, 33, *range(64, 64 + 128))
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("block_size_tokens", [64, 96])
+@pytest.mark.parametrize("block_size_tokens", [64, pytest.param(96, marks=slow)])
 def test_chunked_prefill_with_cuts_at_every_residue(tiny, tiny_reference, block_size_tokens, mode):
     session = chunked_session(tiny, tiny_reference, block_size_tokens, mode)
-    # Every residue of the SSM chunk and of both block sizes; of the other scheduling, which cuts the same, every third.
-    for cut_tokens in range(4, 4 + 128, 1 if mode == "legacy" else 3):
+    for cut_tokens in CUTS if mode == "legacy" else CUTS[::3]:  # the other scheduling cuts the same
         requests = list(cut_prompts(session, cut_tokens))
         assert [request.num_cached_tokens for request in requests] == [0, block_size_tokens, 192]
     session.check(None)

@@ -170,7 +170,7 @@ def test_an_aborted_request_gives_back_what_it_loaded(model):
     served.check_drained()
 
 
-@pytest.mark.parametrize("write_through", [False, True])
+@pytest.mark.parametrize("write_through", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_working_set_four_times_the_device(model, write_through):
     """Sessions take turns; with the tier as much is reused as with a device that holds them all."""
     sessions, turns = 8, 5
@@ -184,8 +184,8 @@ def test_a_working_set_four_times_the_device(model, write_through):
         history = {session: tokens(2, 9, seed=50 + session) for session in range(sessions)}
         for turn in range(turns):
             for session in range(sessions):
-                answer = served.send(history[session], count=20)
-                history[session] += [*answer.generated_tokens, *random_tokens(30, seed=1000 + 10 * session + turn)]
+                answer = served.send(history[session], count=6)
+                history[session] += [*answer.generated_tokens, *random_tokens(44, seed=1000 + 10 * session + turn)]
         stats = served.context.prefix_stats()
         reused[name] = stats.reused_tokens
         served.check()
@@ -209,7 +209,7 @@ def spoil(served: Served, prompt: list[int], what: Kind) -> None:
 
 
 @each_mode
-@pytest.mark.parametrize("chunk", [None, 100])
+@pytest.mark.parametrize("chunk", [None, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", ["kv bit", "state bit", "tag", "load raises", "store raises"])
 def test_a_fault_costs_time_only(model, mode, chunk, fault, caplog, monkeypatch):
     from megatron_hybrid_prefix.host import arena as arenas

@@ -37,7 +37,7 @@ class Speculating(Served):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("drafts", [1, 2, 3])
+@pytest.mark.parametrize("drafts", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 def test_every_number_of_accepted_drafts_around_a_blocks_end(tiny_mtp, drafts, mode):
     served = Speculating(tiny_mtp, drafts, async_sched_mode=mode)
     shared = tokens(2, 0, seed=1)

@@ -23,7 +23,7 @@ from tests.engine_helpers import LOG_PROB_NOISE  # noqa: E402
 from tests.limits import HANG_S, wait_until  # noqa: E402
 from tests.serve_helpers import ADMIN, BLOCK, HIT, LIMIT_TOKENS, PROMPT, Server, children, started  # noqa: E402
 
-pytestmark = pytest.mark.multi
+pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
 TOKENIZER = ByteTokenizer(512)
 
