@@ -91,7 +91,9 @@ class NaiveHybridModel:
         for at in range(0, n, PIECE):
             end = min(at + PIECE, n)
             scores = torch.einsum("tgqd,sgd->gqts", q[at:end], k[:end]) * c.kv_channels**-0.5
-            scores.masked_fill_(torch.ones(end - at, end, dtype=torch.bool, device=x.device).triu(at + 1), float("-inf"))
+            scores.masked_fill_(
+                torch.ones(end - at, end, dtype=torch.bool, device=x.device).triu(at + 1), float("-inf")
+            )
             out.append(torch.einsum("gqts,sgd->tgqd", scores.softmax(-1), v[:end]))
         out = torch.cat(out).reshape(n, -1)
         return out @ w[prefix + "linear_proj.weight"].T

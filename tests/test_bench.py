@@ -25,6 +25,7 @@ from _console import InputError  # noqa: E402
 
 from tests.engine_helpers import LOG_PROB_NOISE  # noqa: E402
 from tests.limits import HANG_S  # noqa: E402
+from tests.selection import mostly_slow  # noqa: E402
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -229,7 +230,7 @@ def test_cold_prompts_are_as_long_as_what_a_hit_computed(measure: Any) -> None:
     assert list(data["engines"]) == ["off", "ours"]
 
 
-@pytest.mark.parametrize("scheduling", [(), ("--async-scheduling",)], ids=["legacy", "async"])
+@pytest.mark.parametrize("scheduling", mostly_slow([(), ("--async-scheduling",)], ()), ids=["legacy", "async"])
 def test_multi_turn(scheduling: tuple[str, ...], measure: Any) -> None:
     """2 conversations with prompts of 150, 320 and 490 tokens."""
     data = measure("multi_turn", "--repeats", 2, *scheduling)
@@ -326,6 +327,7 @@ def test_no_reuse(measure: Any) -> None:
     assert set(data["metrics"]["tokens_per_second"]["ratio"]) == {"upstream/off", "ours/off", "ours/upstream"}
 
 
+@pytest.mark.slow
 def test_pressure(measure: Any, capsys: pytest.CaptureFixture[str]) -> None:
     data = measure("pressure", "--repeats", 2)
     # Half of 8 prefixes of 2 blocks, half of 8 states; the same bytes for all.
@@ -352,6 +354,7 @@ def test_pressure(measure: Any, capsys: pytest.CaptureFixture[str]) -> None:
         assert "Traceback" in upstream["traceback"]
 
 
+@pytest.mark.slow
 def test_host_tier(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All come to the end, also after what capturing CUDA graphs leaves: a reset in inference mode."""
     import torch
@@ -456,7 +459,7 @@ FORCED_FIELDS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["off", "ours"])
+@pytest.mark.parametrize("kind", mostly_slow(["off", "ours"], "ours"))
 @pytest.mark.parametrize("case", FORCED_FIELDS)
 def test_forced_answers(case: str, kind: str, tiny: Any) -> None:
     """What was forced is the answer, and what the next forward was given: its log-prob is that behind a longer prompt."""
@@ -513,6 +516,7 @@ def test_an_answer_that_was_not_forced_is_no_result(measure: Any, monkeypatch: p
 # --- Honesty ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_engines_take_turns_with_the_same_new_prompts(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[str, list[list[int]]]] = []
     send = _bench_engine.Contestant.send

@@ -30,6 +30,7 @@ def test_one_rank_says_what_the_reference_says(tiny_moe):
     served.check()
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 @pytest.mark.parametrize("mode", worker.MODES)
 @pytest.mark.parametrize("rank", [0, 1])
@@ -41,6 +42,7 @@ def test_two_ranks_say_what_one_says_without_a_cache(tiny_moe, ranks, rank, mode
         assert answer["log_probs"] == pytest.approx(reference["log_probs"], rel=0, abs=LOG_PROB_NOISE)
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 @pytest.mark.parametrize("mode", worker.MODES)
 def test_each_rank_reuses_its_own_prefix_also_after_it_was_idle(ranks, mode):

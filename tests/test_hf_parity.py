@@ -20,6 +20,8 @@ from megatron_hybrid_prefix.models.hf_weights import copy_hf_weights
 from tests.engine_helpers import greedy, run_to_end
 from tests.limits import HANG_S
 
+pytestmark = pytest.mark.slow
+
 REFERENCE = Path(__file__).parent / "workers" / "hf_reference.py"
 LENGTHS = (1, 2, 3, 7, 64, 127, 128, 129, 300)
 NEW_TOKENS = 8

@@ -14,6 +14,7 @@ from megatron_hybrid_prefix.errors import PlatformError, UpstreamDriftError
 from megatron_hybrid_prefix.platform import active_rebindings, ensure_platform, table
 from megatron_hybrid_prefix.platform.rebinding import Applied, Placeholder, Rebinding, apply
 from tests.limits import HANG_S
+from tests.selection import mostly_slow
 
 on_host = pytest.mark.skipif(torch.cuda.is_available(), reason="the host platform")
 
@@ -41,6 +42,7 @@ assert 'selective_scan_cuda' not in sys.modules
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 @on_host
 def test_everything_is_put_back_and_can_be_replaced_again():
     code = """
@@ -73,7 +75,12 @@ build_hybrid_model('tiny')
 
 
 @on_host
-@pytest.mark.parametrize("module", ["megatron.core.ssm.mamba_mixer", "megatron.core.inference.sampling_params"])
+@pytest.mark.parametrize(
+    "module",
+    mostly_slow(
+        ["megatron.core.ssm.mamba_mixer", "megatron.core.inference.sampling_params"], "megatron.core.ssm.mamba_mixer"
+    ),
+)
 def test_megatron_may_be_imported_first(module):
     result = run_python(
         f"import {module}\n"
@@ -124,6 +131,7 @@ def test_asking_again_gives_the_same_platform_and_another_layout_is_refused(plat
         ensure_platform(tp=0)
 
 
+@pytest.mark.slow
 def test_a_layout_that_does_not_fit_the_processes_is_one_line():
     result = run_python("from megatron_hybrid_prefix.platform import ensure_platform; ensure_platform(tp=2)")
     assert "tp=2 x pp=1 x ep=1 does not divide the 1 process(es)" in result.stderr.strip().splitlines()[-1]

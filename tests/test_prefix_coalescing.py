@@ -6,8 +6,9 @@ import pytest
 
 from tests.engine_helpers import random_tokens
 from tests.lifecycle_helpers import BLOCK, MODES, Served, tokens
+from tests.selection import mostly_slow
 
-each_mode = pytest.mark.parametrize("mode", MODES)
+each_mode = pytest.mark.parametrize("mode", mostly_slow(MODES, "legacy"))
 
 
 @pytest.fixture

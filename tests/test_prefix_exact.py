@@ -16,8 +16,8 @@ from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from tests.engine_helpers import assert_matches, greedy, kv_budget, random_tokens, run_to_end
 from tests.mutants import MUTANTS, mutated_resume
 from tests.naive_model import NaiveHybridModel
+from tests.selection import mostly_slow
 
-slow = pytest.mark.slow  # what is left in the default run has a block of 96 tokens, or is scheduled asynchronously
 NEW_TOKENS = 4
 MODES = ("legacy", "async")
 
@@ -132,7 +132,7 @@ def preempted(session: Session) -> None:
 SCENARIOS = (tails, lengths_around_blocks, junctions, mixed_batches)
 
 
-@pytest.fixture(scope="module", params=[4, pytest.param(2, marks=slow)], ids=["d_conv4", "d_conv2"])
+@pytest.fixture(scope="module", params=mostly_slow([4, 2], 4), ids=["d_conv4", "d_conv2"])
 def model_and_reference(request: Any, platform: Any) -> tuple[Any, NaiveHybridModel]:
     """``tiny`` with either width of the convolution; its SSM chunk is 128 tokens."""
     config = get_preset("tiny", d_conv=request.param)
@@ -142,19 +142,19 @@ def model_and_reference(request: Any, platform: Any) -> tuple[Any, NaiveHybridMo
 
 
 @pytest.mark.parametrize("mutant", [None, *MUTANTS])
-@pytest.mark.parametrize("block_size_tokens", [pytest.param(64, marks=slow), 96, pytest.param(256, marks=slow)])
+@pytest.mark.parametrize("block_size_tokens", mostly_slow([64, 96, 256], 96))
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_legacy_scheduling(model_and_reference, scenario: Callable[[Session], None], block_size_tokens, mutant):
     _run(model_and_reference, scenario, mutant, block_size_tokens=block_size_tokens)
 
 
-@pytest.mark.parametrize("mutant", [None, *MUTANTS])
+@pytest.mark.parametrize("mutant", mostly_slow([None, *MUTANTS], None, "other_depth"))
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_async_scheduling(tiny, tiny_reference, scenario, mutant):
     _run((tiny, tiny_reference), scenario, mutant, block_size_tokens=64, async_sched_mode="async")
 
 
-@pytest.mark.parametrize("mutant", [None, *MUTANTS])
+@pytest.mark.parametrize("mutant", mostly_slow([None, *MUTANTS], None, "conv_zeroed"))
 @pytest.mark.parametrize("mode", MODES)
 def test_preempted_requests(tiny, tiny_reference, mode, mutant):
     budget = kv_budget(tiny, 10, block_tokens=64, max_requests=4)
@@ -199,18 +199,28 @@ def cut_prompts(session: Session, cut_tokens: int) -> Iterator[Any]:
 CUTS = (4, 5, 7, 9, 16, 31, 33, *range(64, 64 + 128))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("block_size_tokens", [64, pytest.param(96, marks=slow)])
-def test_chunked_prefill_with_cuts_at_every_residue(tiny, tiny_reference, block_size_tokens, mode):
+# In legacy scheduling all; the other one cuts the same.
+CUT_CASES = {
+    "a quarter-64-legacy": (64, "legacy", CUTS[::4]),
+    "the others-64-legacy": (64, "legacy", tuple(cut for cut in CUTS if cut not in CUTS[::4])),
+    "all-96-legacy": (96, "legacy", CUTS),
+    "a third-64-async": (64, "async", CUTS[::3]),
+    "a third-96-async": (96, "async", CUTS[::3]),
+}
+
+
+@pytest.mark.parametrize("case", mostly_slow(CUT_CASES, "a quarter-64-legacy"))
+def test_chunked_prefill_with_cuts_at_every_residue(tiny, tiny_reference, case):
+    block_size_tokens, mode, cuts = CUT_CASES[case]
     session = chunked_session(tiny, tiny_reference, block_size_tokens, mode)
-    for cut_tokens in CUTS if mode == "legacy" else CUTS[::3]:  # the other scheduling cuts the same
+    for cut_tokens in cuts:
         requests = list(cut_prompts(session, cut_tokens))
         assert [request.num_cached_tokens for request in requests] == [0, block_size_tokens, 192]
     session.check(None)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", mostly_slow(MODES, "legacy"))
 def test_chunked_prefill_notices_wrong_states(tiny, tiny_reference, mode, mutant):
     session = chunked_session(tiny, tiny_reference, 96, mode)
     with mutated_resume(session.engine, mutant):
@@ -221,7 +231,7 @@ def test_chunked_prefill_notices_wrong_states(tiny, tiny_reference, mode, mutant
 
 
 @pytest.mark.parametrize("mutant", [None, *MUTANTS])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
 def test_chunked_prefill_beside_decodes_and_other_prompts(tiny, tiny_reference, mode, mutant):
     """The budget left by decodes cuts chunks anywhere; a continuation finds KV that another request left meanwhile."""
     session = chunked_session(tiny, tiny_reference, 64, mode)

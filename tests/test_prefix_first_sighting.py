@@ -11,8 +11,9 @@ from megatron_hybrid_prefix.policy.boundaries import Reason
 from tests.engine_helpers import assert_matches
 from tests.lifecycle_helpers import BLOCK, MODES, IdTokenizer, Served, tokens
 from tests.mutants import MUTANTS, mutated_resume
+from tests.selection import mostly_slow
 
-each_mode = pytest.mark.parametrize("mode", MODES)
+each_mode = pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
 
 
 @pytest.fixture

@@ -14,14 +14,10 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from tests.drafts import forced_drafts
 from tests.engine_helpers import assert_matches, greedy, kv_budget, random_tokens, run_to_end, state_bytes
 from tests.naive_model import NaiveHybridModel
+from tests.selection import mostly_slow
 
-SEEDS = (*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 24)))
-DRAFT_SEEDS = (
-    0,
-    104,
-    115,
-    *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 9)),
-)  # two once went wrong
+SEEDS = mostly_slow(range(24), *range(6))
+DRAFT_SEEDS = mostly_slow([*range(9), 104, 115], 0)  # the last two once went wrong
 REQUESTS = 22
 STATE_SLOTS = (0, 1, 3, 40)
 KV_BLOCKS = (7, 12, 60)

@@ -14,8 +14,9 @@ from megatron_hybrid_prefix.index.tree import NO_BLOCK, NO_SLOT
 from tests.engine_helpers import random_tokens
 from tests.lifecycle_helpers import BLOCK, MODES, Served, tokens
 from tests.mutants import MUTANTS, mutated_resume
+from tests.selection import mostly_slow
 
-each_mode = pytest.mark.parametrize("mode", MODES)
+each_mode = pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
 HOST_GB = 0.05  # some hundred states of `tiny`
 
 
@@ -170,7 +171,8 @@ def test_an_aborted_request_gives_back_what_it_loaded(model):
     served.check_drained()
 
 
-@pytest.mark.parametrize("write_through", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("write_through", [False, True])
 def test_a_working_set_four_times_the_device(model, write_through):
     """Sessions take turns; with the tier as much is reused as with a device that holds them all."""
     sessions, turns = 8, 5
@@ -209,7 +211,7 @@ def spoil(served: Served, prompt: list[int], what: Kind) -> None:
 
 
 @each_mode
-@pytest.mark.parametrize("chunk", [None, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("chunk", mostly_slow([None, 100], None))
 @pytest.mark.parametrize("fault", ["kv bit", "state bit", "tag", "load raises", "store raises"])
 def test_a_fault_costs_time_only(model, mode, chunk, fault, caplog, monkeypatch):
     from megatron_hybrid_prefix.host import arena as arenas
@@ -315,7 +317,7 @@ def four_at_once(model: Any, **fields: Any) -> tuple[Served, list[int]]:
 
 @each_mode
 @pytest.mark.parametrize("decode_checkpoints", [True, False])
-@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("chunked", mostly_slow([False, True], False))
 def test_a_preempted_request_goes_on_where_it_was(model, mode, decode_checkpoints, chunked):
     computed = {}
     for host_gb in (HOST_GB, 0.0):

@@ -15,13 +15,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_hybrid_prefix.models import build_hybrid_model
 from tests.engine_helpers import LOG_PROB_NOISE, assert_matches
 from tests.lifecycle_helpers import BLOCK, MODES, Served, tokens
+from tests.selection import mostly_slow
 
 PERSIST, OFFLOAD, RECOMPUTE = (
     KVCacheManagementMode.PERSIST,
     KVCacheManagementMode.OFFLOAD,
     KVCacheManagementMode.RECOMPUTE,
 )
-each_mode = pytest.mark.parametrize("mode", MODES)
+each_mode = pytest.mark.parametrize("mode", mostly_slow(MODES, "legacy"))
 each_management = pytest.mark.parametrize("management", (PERSIST, OFFLOAD, RECOMPUTE), ids=lambda value: value.value)
 
 

@@ -17,8 +17,9 @@ from megatron_hybrid_prefix.mcore.runner import run_batch
 from megatron_hybrid_prefix.models import build_hybrid_model
 from tests.engine_helpers import LOG_PROB_NOISE, greedy, state_bytes
 from tests.lifecycle_helpers import BLOCK, MODES, Served, tokens
+from tests.selection import mostly_slow
 
-each_mode = pytest.mark.parametrize("mode", MODES)
+each_mode = pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ import torch
 
 from tests.engine_helpers import LOG_PROB_NOISE, assert_matches, greedy
 from tests.lifecycle_helpers import BLOCK, MODES, IdTokenizer, Served, tokens
+from tests.selection import mostly_slow
 
-each_mode = pytest.mark.parametrize("mode", MODES)
+each_mode = pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from tests.drafts import forced_drafts
 from tests.engine_helpers import assert_matches, random_tokens, run_to_end
 from tests.lifecycle_helpers import BLOCK, MODES, Served, tokens
 from tests.mutants import MUTANTS, mutated_resume
+from tests.selection import mostly_slow
 
 NEW_TOKENS = 12
 
@@ -37,7 +38,7 @@ class Speculating(Served):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("drafts", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
+@pytest.mark.parametrize("drafts", mostly_slow([1, 2, 3], 3))
 def test_every_number_of_accepted_drafts_around_a_blocks_end(tiny_mtp, drafts, mode):
     served = Speculating(tiny_mtp, drafts, async_sched_mode=mode)
     shared = tokens(2, 0, seed=1)
@@ -59,7 +60,7 @@ def test_every_number_of_accepted_drafts_around_a_blocks_end(tiny_mtp, drafts, m
     served.check_drained()
 
 
-@pytest.mark.parametrize("mutant", [None, *MUTANTS])
+@pytest.mark.parametrize("mutant", mostly_slow([None, *MUTANTS], None, "ssm_zeroed"))
 @pytest.mark.parametrize("mode", MODES)
 def test_mixed_acceptance_in_one_batch_and_the_next_turn(tiny_mtp, mode, mutant):
     served = Speculating(tiny_mtp, 3, async_sched_mode=mode)

@@ -11,9 +11,9 @@ from tests.drafts import forced_drafts
 from tests.engine_helpers import assert_matches, random_tokens
 from tests.lifecycle_helpers import BLOCK, MODES, Served, tokens
 from tests.mutants import MUTANTS, mutated_resume
+from tests.selection import mostly_slow
 
-slow = pytest.mark.slow
-each_mode = pytest.mark.parametrize("mode", MODES)
+each_mode = pytest.mark.parametrize("mode", mostly_slow(MODES, "legacy"))
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def decoded_states(served) -> int:
     return sum(node.slot != -1 and node.reason == Reason.DECODE for node in served.cache._store.tree)
 
 
-@slow
+@pytest.mark.slow
 @each_mode
 def test_turns_of_600_generated_and_50_new_tokens(model, mode):
     served = Served(
@@ -81,9 +81,7 @@ def test_turns_of_600_generated_and_50_new_tokens(model, mode):
 
 
 @each_mode
-@pytest.mark.parametrize(
-    "count", [BLOCK, *(pytest.param(n, marks=slow) for n in (BLOCK - 1, BLOCK + 1, 2 * BLOCK + 7))]
-)
+@pytest.mark.parametrize("count", mostly_slow([BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 7], BLOCK))
 def test_answers_that_end_around_a_blocks_end(model, mode, count):
     served = Served(model, async_sched_mode=mode)
     chat = Chat(served)
@@ -95,8 +93,8 @@ def test_answers_that_end_around_a_blocks_end(model, mode, count):
 
 
 @each_mode
-@pytest.mark.parametrize("drafts", [pytest.param(1, marks=slow), 3])
-@pytest.mark.parametrize("accepted", [pytest.param("all", marks=slow), "mixed"])
+@pytest.mark.parametrize("drafts", mostly_slow([1, 3], 3))
+@pytest.mark.parametrize("accepted", mostly_slow(["all", "mixed"], "mixed"))
 def test_drafts_that_pass_a_blocks_end(tiny_mtp, mode, drafts, accepted):
     served = Served(tiny_mtp, async_sched_mode=mode, num_speculative_tokens=drafts, max_sequence_length=2048)
     right = {"all": lambda request_id, position: 3, "mixed": lambda request_id, position: (request_id + position) % 4}
@@ -110,7 +108,7 @@ def test_drafts_that_pass_a_blocks_end(tiny_mtp, mode, drafts, accepted):
 
 
 @each_mode
-@pytest.mark.parametrize("drafts", [0, pytest.param(2, marks=slow)])
+@pytest.mark.parametrize("drafts", mostly_slow([0, 2], 0))
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_wrong_state_of_an_answer_shows(tiny_mtp, mode, drafts, mutant):
     served = Served(tiny_mtp, async_sched_mode=mode, num_speculative_tokens=drafts)

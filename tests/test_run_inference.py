@@ -535,6 +535,7 @@ def test_as_a_process(tmp_path: Path) -> None:
     assert shown.returncode == 0 and "--num-tokens-to-generate" in shown.stdout
 
 
+@pytest.mark.slow
 def test_ctrl_c(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     command = [sys.executable, str(TOOL), "hi", "--num-tokens-to-generate", "16000", "--ignore-eos", "--json", result]
@@ -548,6 +549,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_two_ranks_say_what_one_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     prompts = ("hi", CONTEXT, "--num-tokens-to-generate", "8", "--compare", "off,upstream")

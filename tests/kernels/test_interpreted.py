@@ -15,6 +15,7 @@ FOLDER = Path(__file__).parent
 pytest.importorskip("triton")
 
 
+@pytest.mark.slow
 def test_the_kernels_do_what_the_loops_do():
     result = subprocess.run(
         [
