@@ -190,15 +190,13 @@ def cut_prompts(session: Session, cut_tokens: int) -> Iterator[Any]:
     session.engine.context.max_tokens = cut_tokens  # the scheduler's budget; the buffers are for 512
     block = session.block
     salt = str(cut_tokens)
-    prefix = random_tokens(192, seed=cut_tokens)
+    prefix = random_tokens(256, seed=cut_tokens)
     for prompt in (prefix[: block + 1], prefix + random_tokens(3, seed=7), prefix + random_tokens(37, seed=8)):
         yield from session.send(prompt, new_tokens=2, cache_salt=salt)
 
 
-# Every residue of the SSM chunk and of both block sizes; some that cut a prompt into many chunks.
-CUTS = (4, 5, 7, 9, 16, 31, 33, *range(64, 64 + 128))
-
-
+# Every residue of the SSM chunk and of both block sizes, in what is computed after a block; some cut into many chunks.
+CUTS = (4, 5, 7, 9, 16, 31, *range(35, 35 + 128))
 # In legacy scheduling all; the other one cuts the same.
 CUT_CASES = {
     "a quarter-64-legacy": (64, "legacy", CUTS[::4]),
@@ -215,7 +213,7 @@ def test_chunked_prefill_with_cuts_at_every_residue(tiny, tiny_reference, case):
     session = chunked_session(tiny, tiny_reference, block_size_tokens, mode)
     for cut_tokens in cuts:
         requests = list(cut_prompts(session, cut_tokens))
-        assert [request.num_cached_tokens for request in requests] == [0, block_size_tokens, 192]
+        assert [request.num_cached_tokens for request in requests] == [0, block_size_tokens, 256 // block_size_tokens * block_size_tokens]
     session.check(None)
 
 
