@@ -230,7 +230,8 @@ def test_cold_prompts_are_as_long_as_what_a_hit_computed(measure: Any) -> None:
     assert list(data["engines"]) == ["off", "ours"]
 
 
-@pytest.mark.parametrize("scheduling", mostly_slow([(), ("--async-scheduling",)], ()), ids=["legacy", "async"])
+@pytest.mark.slow
+@pytest.mark.parametrize("scheduling", [(), ("--async-scheduling",)], ids=["legacy", "async"])
 def test_multi_turn(scheduling: tuple[str, ...], measure: Any) -> None:
     """2 conversations with prompts of 150, 320 and 490 tokens."""
     data = measure("multi_turn", "--repeats", 2, *scheduling)
@@ -429,6 +430,7 @@ def test_index(measure: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert "memory of a block, bytes" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "field", "value"),
     [

@@ -13,7 +13,7 @@ from tests.engine_helpers import LOG_PROB_NOISE, greedy, random_tokens, run_to_e
 from tests.workers import coordinator as worker
 from tests.workers.launch import run_ranks
 
-pytestmark = pytest.mark.multi
+pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
 HIT = 2 * worker.BLOCK_TOKENS
 CACHED_TOKENS = {

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.limits import HANG_S
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -19,6 +21,7 @@ def test_it_has_ten_lines():
     assert len(lines - {1}) <= 10  # the first is the docstring
 
 
+@pytest.mark.slow
 def test_the_second_prompt_hits():
     result = subprocess.run(
         [sys.executable, str(EXAMPLE)],

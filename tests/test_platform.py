@@ -14,7 +14,6 @@ from megatron_hybrid_prefix.errors import PlatformError, UpstreamDriftError
 from megatron_hybrid_prefix.platform import active_rebindings, ensure_platform, table
 from megatron_hybrid_prefix.platform.rebinding import Applied, Placeholder, Rebinding, apply
 from tests.limits import HANG_S
-from tests.selection import mostly_slow
 
 on_host = pytest.mark.skipif(torch.cuda.is_available(), reason="the host platform")
 
@@ -75,12 +74,8 @@ build_hybrid_model('tiny')
 
 
 @on_host
-@pytest.mark.parametrize(
-    "module",
-    mostly_slow(
-        ["megatron.core.ssm.mamba_mixer", "megatron.core.inference.sampling_params"], "megatron.core.ssm.mamba_mixer"
-    ),
-)
+@pytest.mark.parametrize("module", ["megatron.core.ssm.mamba_mixer", "megatron.core.inference.sampling_params"])
+@pytest.mark.slow
 def test_megatron_may_be_imported_first(module):
     result = run_python(
         f"import {module}\n"

@@ -43,7 +43,7 @@ def kept(served: Served) -> list[tuple[int, Reason]]:
 
 
 @each_mode
-@pytest.mark.parametrize("max_tokens", [2048, 3 * BLOCK], ids=["whole", "chunked"])
+@pytest.mark.parametrize("max_tokens", mostly_slow([2048, 3 * BLOCK], 3 * BLOCK), ids=["whole", "chunked"])
 @pytest.mark.parametrize("more", [0, 1, BLOCK - 1])
 def test_a_named_prefix(model, mode, max_tokens, more):
     served = Served(
@@ -61,7 +61,7 @@ def test_a_named_prefix(model, mode, max_tokens, more):
 
 
 @each_mode
-@pytest.mark.parametrize("max_tokens", [2048, 3 * BLOCK], ids=["whole", "chunked"])
+@pytest.mark.parametrize("max_tokens", mostly_slow([2048, 3 * BLOCK], 3 * BLOCK), ids=["whole", "chunked"])
 @pytest.mark.parametrize(("interval", "widest"), [(None, 2 * BLOCK), (5 * BLOCK, 5 * BLOCK)], ids=["default", "5"])
 def test_without_a_hint(model, mode, max_tokens, interval, widest):
     """Prompts of more than 16 blocks, so that not every block is an interval."""

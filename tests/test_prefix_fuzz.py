@@ -16,8 +16,8 @@ from tests.engine_helpers import assert_matches, greedy, kv_budget, random_token
 from tests.naive_model import NaiveHybridModel
 from tests.selection import mostly_slow
 
-SEEDS = mostly_slow(range(24), *range(6))
-DRAFT_SEEDS = mostly_slow([*range(9), 104, 115], 0)  # the last two once went wrong
+SEEDS = mostly_slow(range(24), 0, 1, 3)
+DRAFT_SEEDS = mostly_slow([*range(9), 104, 115], 1)  # the last two once went wrong
 REQUESTS = 22
 STATE_SLOTS = (0, 1, 3, 40)
 KV_BLOCKS = (7, 12, 60)
@@ -188,6 +188,7 @@ def _check(traffic: Traffic, reference: NaiveHybridModel) -> None:
         assert stats.reused_tokens == 0
 
 
+@pytest.mark.slow
 def test_the_traffic_is_worth_it(ended):
     """Over some seeds there are hits, evictions of both kinds, preemptions, skipped checkpoints, and most kinds of them."""
     total: dict[str, int] = {}

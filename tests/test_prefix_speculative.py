@@ -37,7 +37,7 @@ class Speculating(Served):
         return number
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
 @pytest.mark.parametrize("drafts", mostly_slow([1, 2, 3], 3))
 def test_every_number_of_accepted_drafts_around_a_blocks_end(tiny_mtp, drafts, mode):
     served = Speculating(tiny_mtp, drafts, async_sched_mode=mode)
@@ -61,7 +61,7 @@ def test_every_number_of_accepted_drafts_around_a_blocks_end(tiny_mtp, drafts, m
 
 
 @pytest.mark.parametrize("mutant", mostly_slow([None, *MUTANTS], None, "ssm_zeroed"))
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
 def test_mixed_acceptance_in_one_batch_and_the_next_turn(tiny_mtp, mode, mutant):
     served = Speculating(tiny_mtp, 3, async_sched_mode=mode)
     served.send(tokens(6, 1, seed=999))  # a state of another depth, for the mutant
@@ -87,7 +87,7 @@ def test_mixed_acceptance_in_one_batch_and_the_next_turn(tiny_mtp, mode, mutant)
     served.check_drained()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", mostly_slow(MODES, "legacy"))
 def test_preempted_while_drafts_cross_blocks(tiny_mtp, mode):
     served = Speculating(tiny_mtp, 3, async_sched_mode=mode, blocks=9)
     with served.drafting(lambda request_id, position: position % 4):

@@ -122,6 +122,7 @@ def test_a_wrong_state_of_an_answer_shows(tiny_mtp, mode, drafts, mutant):
         assert_matches(served.reference, request)
 
 
+@pytest.mark.slow
 @each_mode
 def test_the_two_latest_states_of_an_answer_are_kept_and_one_that_was_used(model, mode):
     served = Served(model, async_sched_mode=mode)
@@ -154,6 +155,7 @@ def test_the_switch(model, mode):
     served.check()
 
 
+@pytest.mark.slow
 @each_mode
 @pytest.mark.parametrize("slots", [1, 2])
 def test_few_slots(model, mode, slots):

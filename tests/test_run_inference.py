@@ -377,6 +377,7 @@ def test_an_end_inside_a_token_is_named_before_it() -> None:
     assert second.sampling["cache_breakpoints"] == [3, 6, 11, history, history + 6]
 
 
+@pytest.mark.slow
 def test_other_engines_ignore_breakpoints(folder: Path) -> None:
     tokens = [i * 7 % 251 for i in range(700)]
     found = []
@@ -524,6 +525,7 @@ def test_recomputing_after_an_eviction_is_counted_apart(batch: Any) -> None:
 # --- Processes -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_as_a_process(tmp_path: Path) -> None:
     command = [sys.executable, str(TOOL)]
     wrong = subprocess.run(

@@ -215,7 +215,7 @@ def oracle() -> Oracle:
 
 
 @pytest.mark.parametrize("copies", [False, True], ids=["reads_the_source", "copies_the_source"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_interrupted_runs_say_what_an_uninterrupted_one_says(oracle, seed, copies):
     engine = TinyEngine(kv_blocks=30, rows=3, checkpoint_slots=4, copies=copies)
     for tokens, logits in serve(engine, oracle, seed):

@@ -671,7 +671,8 @@ async def _raw(port: int, path: str, body: bytes, *, send_bytes: int | None = No
         writer.transport.abort()
 
 
-@pytest.mark.parametrize("mode", [pytest.param("legacy", marks=pytest.mark.slow), "async, in chunks"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["legacy", "async, in chunks"])
 def test_many_clients_at_once(tiny, mode):
     """64 at a time, on a server with room for few of them: streams, answers, cancellations, and all kinds of nonsense."""
     rng = random.Random(0)

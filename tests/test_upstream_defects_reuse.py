@@ -15,6 +15,8 @@ from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from tests.defect_helpers import BLOCK, Side, Work, computed_tokens, defect, make_side
 from tests.engine_helpers import greedy, random_tokens, run_to_end
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def side(request, tiny):

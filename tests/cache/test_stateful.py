@@ -358,6 +358,7 @@ def test_random_traffic(seeds):
         assert STEPS[what] >= len(seeds) / 30, f"{what}: only {STEPS[what]} times"
 
 
+@pytest.mark.slow
 def test_any_order_of_everything():
     STEPS.clear()
     run_state_machine_as_test(
