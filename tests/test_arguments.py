@@ -17,6 +17,7 @@ import pytest
 from megatron_hybrid_prefix import HybridPrefixConfig, add_hybrid_prefix_args, hybrid_prefix_config_from_args
 from megatron_hybrid_prefix.mcore import arguments
 from tests.engine_helpers import LOG_PROB_NOISE, random_tokens
+from tests.limits import HANG_S
 from tests.workers.launch import WORKERS, environments_of, run_prepared
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -298,7 +299,7 @@ def test_bad_arguments_are_one_line(tmp_path):
 
 def test_help_needs_no_megatron():
     command = [sys.executable, str(TOOL), "--help"]
-    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
+    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert result.returncode == 0
     assert SWITCH in result.stdout and "--hybrid-prefix-verify-hits" in result.stdout
     assert result.stderr == ""
