@@ -63,6 +63,7 @@ def main() -> None:
     from megatron.core.inference.sampling_params import SamplingParams
 
     from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+    from megatron_hybrid_prefix.mcore import build_upstream_engine
     from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 
     start = time.perf_counter()
@@ -85,7 +86,8 @@ def main() -> None:
             ("upstream", alone, 1, {"enable_prefix_caching": True, "prefix_caching_mamba_gb": 6.0}),
             ("ours", alone, 1, {"prefix": HybridPrefixConfig(mamba_gb=6.0, check_ranks=True)}),
         ):
-            engine = build_engine(model, **(fields | extra))
+            build = build_engine if "prefix" in extra else build_upstream_engine
+            engine = build(model, **(fields | extra))
             rows[name], report[f"tokens_{name}"] = next_log_probs(engine, work, sampling, steps)
             report[f"computed_tokens_{name}"] = engine.context.lifetime_prefill_token_count
             del engine

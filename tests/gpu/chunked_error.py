@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
-from megatron_hybrid_prefix.mcore.build import mamba_state_config
+from megatron_hybrid_prefix.mcore.build import build_upstream_engine, mamba_state_config
 from megatron_hybrid_prefix.models import HybridModelConfig, build_hybrid_model, get_preset
 from megatron_hybrid_prefix.models.weights import mark_decode_caches_stale
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
@@ -132,7 +132,7 @@ def play(model, side, kind, prefill, prompts, forced, truth, *, max_tokens, max_
     else:
         if states:
             fields["mamba_inference_state_config"] = mamba_state_config(model, ssm_dtype=torch.float32)
-        engine = build_engine(model, **fields)
+        engine = build_upstream_engine(model, **fields)
     found = Forced(engine, forced, truth)
     for number, prompt in enumerate(prompts):
         engine.add_request(number, prompt, greedy(forced.shape[1], return_log_probs=False))
