@@ -20,16 +20,17 @@ from megatron_hybrid_prefix.mcore.controller import HybridPrefixController
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer
 from tests.drafts import forced_drafts
-from tests.engine_helpers import greedy, kv_budget, random_tokens, run_to_end, state_bytes
+from tests.engine_helpers import LOG_PROB_NOISE, NOISES, greedy, kv_budget, random_tokens, run_to_end, state_bytes
 from tests.lifecycle_helpers import IdTokenizer
 from tests.naive_model import NaiveHybridModel
 
 MODES = ("legacy", "async")
 SIDES = ("off", "on")
 BLOCK = 64
+# Float32 alone is off by up to 1.4e-5 where a random token is unlikely: a plain float32 recompute is, too. Prompts of these
+# seeds are well conditioned: on the processors tried, one forward over the whole prompt is off by less than half of this.
+# Where another processor's order of sums is off by more, the position's noise decides, as in `assert_matches`.
 TOLERANCE = 1e-5
-# Float32 alone is off by up to 1.4e-5 where a random token is unlikely: a plain float32 recompute is, too. With these
-# seeds it is off by less than half the tolerance, with one forward over the whole prompt.
 SEEDS = (128, 136, 118, 139, 102, 115)
 
 
@@ -123,12 +124,14 @@ class Reference:
 
     Attributes:
         log_probs: Given token ids: log-probs after each of them in float64, token by token.
+        noise: Given token ids: how far rounding to float32 takes each of these.
         answer: Given a prompt and a count: the engine's greedy answer, without chunks, drafts and cache.
     """
 
     def __init__(self, model: Any) -> None:
         naive = NaiveHybridModel(model, model.hybrid_config)
         self.log_probs: Callable[[tuple[int, ...]], torch.Tensor] = cache(lambda tokens: naive.log_probs(list(tokens)))
+        self.noise: Callable[[tuple[int, ...]], torch.Tensor] = cache(lambda tokens: naive.noise(list(tokens)))
         self.answer: Callable[[tuple[int, ...], int], list[int]] = cache(lambda *asked: _answer(model, *asked))
 
 
@@ -137,6 +140,13 @@ def _answer(model: Any, prompt: tuple[int, ...], count: int) -> list[int]:
     traffic.add(list(prompt), count)
     traffic.run()
     return list(traffic.finished[1].generated_tokens)
+
+
+def too_far(reference: Reference, tokens: list[int], row: int, off: float, token_ids: list[int]) -> bool:
+    """Whether rounding does not explain a difference in the log-probs of these tokens after position ``row``."""
+    if not TOLERANCE < off <= LOG_PROB_NOISE:
+        return off > TOLERANCE
+    return off > NOISES * float(reference.noise(tuple(tokens))[row, token_ids].max())
 
 
 def wrong(reference: Reference, request: Any, params: Any) -> list[str]:
@@ -158,10 +168,10 @@ def wrong(reference: Reference, request: Any, params: Any) -> list[str]:
         problems += [
             f"position {row}: {value:.3f}, not {float(rows[row][tokens[row + 1]]):.3f}"
             for row, value in enumerate(log_probs or (), start)
-            if abs(float(rows[row][tokens[row + 1]]) - value) > TOLERANCE
+            if too_far(reference, tokens, row, abs(float(rows[row][tokens[row + 1]]) - value), [tokens[row + 1]])
         ]
         for row, entry in enumerate(top_n or (), start):
-            problems += _wrong_top_n(rows[row], row, entry, params.top_n_logprobs)
+            problems += _wrong_top_n(reference, tokens, row, entry, params.top_n_logprobs)
     best = rows[first:-1].topk(2).values
     sure = (best[:, 0] - best[:, 1] > 1e-4).tolist()
     if any(int(row.argmax()) != token for row, token, known in zip(rows[first:], answer, sure) if known):  # noqa: B905
@@ -169,15 +179,21 @@ def wrong(reference: Reference, request: Any, params: Any) -> list[str]:
     return problems
 
 
-def _wrong_top_n(row: torch.Tensor, position: int, entry: dict[str, float], count: int) -> list[str]:
+def _wrong_top_n(reference: Reference, tokens: list[int], row: int, entry: dict[str, float], count: int) -> list[str]:
     """Names are token ids. Where two are as likely, either may be named: each has its own value."""
+    log_probs = reference.log_probs(tuple(tokens))[row]
     values = sorted(entry.values(), reverse=True)
     if len(values) != count:
-        return [f"position {position}: {len(values)} of {count} likeliest"]
-    right = row.topk(count).values.tolist()
-    off = [abs(a - b) for a, b in zip(values, right, strict=True)]
-    off += [abs(float(row[int(name)]) - value) for name, value in entry.items()]
-    return [f"position {position}: likeliest off by {max(off):.3f}"] if max(off) > TOLERANCE else []
+        return [f"position {row}: {len(values)} of {count} likeliest"]
+    best = log_probs.topk(count)
+    off = [abs(a - b) for a, b in zip(values, best.values.tolist(), strict=True)]
+    off += [abs(float(log_probs[int(name)]) - value) for name, value in entry.items()]
+    likeliest = [*best.indices.tolist(), *map(int, entry)]
+    return (
+        [f"position {row}: likeliest off by {max(off):.3f}"]
+        if too_far(reference, tokens, row, max(off), likeliest)
+        else []
+    )
 
 
 @pytest.fixture(scope="module")
@@ -380,7 +396,7 @@ def test_tokens_of_the_same_text(tiny, reference, side, mode):
     assert len(entries) == len(rows) - 1
     for row, entry in zip(rows, entries, strict=False):
         right = row.topk(5)
-        assert list(entry.values()) == pytest.approx(right.values.tolist(), abs=TOLERANCE)
+        assert list(entry.values()) == pytest.approx(right.values.tolist(), abs=LOG_PROB_NOISE)
         texts: list[str] = []
         for token in right.indices.tolist():
             text = ByteTokenizer(512).detokenize([token])
@@ -413,9 +429,9 @@ def test_processed_log_probs(tiny, reference, side, mode):
         rows = (reference.log_probs(tokens) / heat[number]).log_softmax(-1)[:-1]
         log_probs = request.prompt_log_probs + request.generated_log_probs
         right = rows.gather(1, torch.tensor(tokens[1:])[:, None]).squeeze(1)
-        assert log_probs == pytest.approx(right.tolist(), abs=TOLERANCE)
+        assert log_probs == pytest.approx(right.tolist(), abs=LOG_PROB_NOISE)
         for row, entry in zip(rows, request.prompt_top_n_logprobs + request.generated_top_n_logprobs, strict=True):
-            assert list(entry.values()) == pytest.approx(row.topk(2).values.tolist(), abs=TOLERANCE)
+            assert list(entry.values()) == pytest.approx(row.topk(2).values.tolist(), abs=LOG_PROB_NOISE)
 
 
 @pytest.mark.parametrize(("side", "host_gb"), [("off", 0.0), ("on", 0.0), ("on", 0.01)])

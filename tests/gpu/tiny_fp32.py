@@ -1,4 +1,7 @@
-"""``tiny`` in float32 on a GPU against the float64 recompute, hits and misses. Usage: ``tiny_fp32.py TOLERANCE``."""
+"""``tiny`` in float32 on a GPU against the float64 recompute: hits, misses, log-probs of prompts computed in chunks.
+
+Usage: ``tiny_fp32.py TOLERANCE``.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,30 @@ from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.engine_helpers import assert_matches, greedy, random_tokens, run_to_end
 from tests.naive_model import NaiveHybridModel
+
+LENGTHS = (2, 65, 129, 200)
+
+
+def prompts_in_chunks(model, prefix, mode):
+    """Finished requests that asked for log-probs of all of their prompt and of the two likeliest tokens."""
+    fields = {"max_sequence_length": 512, "buffer_size_gb": 0.25, "max_requests": 8, "block_size_tokens": 64}
+    fields |= {"enable_chunked_prefill": True, "max_tokens": 64, "materialize_only_last_token_logits": False}
+    engine, finished = build_engine(model, prefix, async_sched_mode=mode, **fields), {}
+    for number, length in enumerate(LENGTHS):
+        params = greedy(4, skip_prompt_log_probs=False, top_n_logprobs=2)
+        engine.add_request(number, random_tokens(length, seed=200 + number), params)
+    run_to_end(engine, finished)
+    return finished.values()
+
+
+def assert_prompt_matches(reference, request, tolerance):
+    """Every position of the prompt: its next token's log-prob, and the likeliest ones'."""
+    tokens = request.prompt_tokens.tolist()
+    rows = reference.log_probs(tokens)[:-1]
+    right = rows.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(request.prompt_log_probs).double(), right, rtol=0, atol=tolerance)
+    found = torch.tensor([sorted(entry.values(), reverse=True) for entry in request.prompt_top_n_logprobs]).double()
+    torch.testing.assert_close(found, rows.topk(2).values, rtol=0, atol=tolerance)
 
 
 def main(tolerance):
@@ -31,11 +58,18 @@ def main(tolerance):
             engine.add_request(number, random_tokens(length, seed=number), greedy(8))
             run_to_end(engine, finished, steps=2)
         run_to_end(engine, finished)
+        cases = [(prefix, mode) for prefix in (None, HybridPrefixConfig(mamba_gb=0.01)) for mode in ("legacy", "async")]
+        chunked = [request for case in cases for request in prompts_in_chunks(model, *case)]
     reference = NaiveHybridModel(model.cpu(), get_preset("tiny"))
     for request in finished.values():
         request.prompt_tokens = request.prompt_tokens.cpu()
         assert_matches(reference, request, tolerance=tolerance)
     assert len(finished) == 14
+    for request in chunked:
+        request.prompt_tokens = request.prompt_tokens.cpu()
+        assert_prompt_matches(reference, request, tolerance)
+        assert_matches(reference, request, tolerance=tolerance)
+    assert len(chunked) == 4 * len(LENGTHS)
     shut_down()
 
 
