@@ -218,6 +218,7 @@ def test_a_rank_that_ends_with_an_error_passes(worker):
     assert text.startswith("rank 1 killed, the others ended") and text.endswith("RuntimeError: where is rank 1?")
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 @pytest.mark.parametrize(
     ("program", "message"),

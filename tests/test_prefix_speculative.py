@@ -137,7 +137,7 @@ def test_29_prefill_in_a_row_whose_drafts_were_accepted(side):
     check_tokens(side, finished, truth)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
 @defect(30, "a resumed request writes KV into the block of one that was evicted", raises=WrongAnswer)
 def test_30_resumed_where_another_one_is_evicted(side, mode):
     """With caching off, too. Both need a block in the same step, and one block is left.

@@ -15,6 +15,7 @@ from megatron_hybrid_prefix.policy.boundaries import Reason
 from megatron_hybrid_prefix.policy.eviction import ReplayCostEviction, make_eviction_policy
 from megatron_hybrid_prefix.policy.likelihood import Likelihood
 from tests.cache.naive_replay_cost import NaiveReplayCost
+from tests.selection import mostly_slow
 from tests.trace_helpers import KINDS, made_up, token_prompts  # puts tools/ on the path
 
 from _replay import Policy, replay  # isort: skip
@@ -277,7 +278,7 @@ def test_decisions_do_not_depend_on_the_values_of_keys():
     assert found[0] == found[1] and sum(found[0]) > 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, "chat"))
 def test_it_is_no_worse_than_lru(kind):
     trace = made_up(kind, 1200)
     for slots in (16, 64, 256, 2048):
