@@ -194,6 +194,7 @@ def sampling() -> Any:
 def walk(model: Any) -> Iterator[dict[str, Any]]:
     """The turns one by one: name, prompt, events, what was counted, where the conversation is afterwards."""
     from megatron_hybrid_prefix import build_engine
+    from megatron_hybrid_prefix.mcore import build_upstream_engine
     from megatron_hybrid_prefix.mcore.runner import run_batch
 
     options = argparse.Namespace(
@@ -212,7 +213,7 @@ def walk(model: Any) -> Iterator[dict[str, Any]]:
     # The order of "lru" can be followed by eye.
     prefix = HybridPrefixConfig(mamba_gb=mamba_gb, host_gb=HOST_GB, eviction_policy="lru")
     engine = build_engine(model, prefix, **fields)
-    plain = build_engine(model, **fields)
+    plain = build_upstream_engine(model, **fields)
     cache = engine.context.prefix_cache
     diary = Diary(cache)
     rng, vocabulary = random.Random(0), model.hybrid_config.vocab_size
