@@ -7,7 +7,8 @@
 #   --megatron VERSION    with another megatron-core, in an environment made for it
 #   --without-mamba       without mamba-ssm and causal-conv1d, as a plain `pip install` of this package leaves it
 #
-# Options go first. Files are shared out to two processes unless an argument says otherwise (-n 0: one process).
+# Options go first. Files are shared out to two processes unless an argument says otherwise (-n 0: one process), each with as
+# many threads as MHP_TEST_THREADS says (default: 1).
 set -euo pipefail
 
 usage() { sed -n '2,/^set -euo/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
@@ -41,6 +42,4 @@ if ((without)) || [[ -n $megatron ]]; then
 fi
 arguments=(-n 2 --dist loadfile)
 ((all)) || arguments+=(-m "not slow")
-# Two processes, and tests that start several ranks at once: more threads only wait for each other.
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec "$python" -m pytest -q "${arguments[@]}" "$@"

@@ -63,7 +63,9 @@ def make(folder: Path, options: argparse.Namespace) -> None:
         # Through this environment's pip: the variant's site-packages are links that a pip of its own would follow.
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--disable-pip-version-check"]
         command += ["--no-deps", "--only-binary", ":all:", "--target", str(site), f"megatron-core=={options.megatron}"]
-        clean = {k: v for k, v in os.environ.items() if k not in ("PIP_CONSTRAINT", "PIP_USER", "PIP_TARGET")}
+        clean = {
+            k: v for k, v in os.environ.items() if k not in ("PIP_CONSTRAINT", "PIP_USER", "PIP_TARGET", "PIP_PREFIX")
+        }
         subprocess.run(command, check=True, stdout=sys.stderr, env=clean)
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 THREADS = int(os.environ.get("MHP_TEST_THREADS", "1"))
 
 # A process, an answer or a condition that takes this long never comes. Not a judgement of speed: on an idle machine all
-# of them take seconds, beside others ten times that. Shorter than pytest's own limit (pyproject.toml), which ends
-# the whole run's test without saying what it waited for.
+# of them take seconds, beside others ten times that. Shorter than pytest's own limit (pyproject.toml), which does
+# not say what a test waited for.
 HANG_S = 1200.0
 # Of a collective that a rank does not join: shorter, so that the ranks themselves say what they waited for. On GPUs a rank
 # learns of another's death by it.

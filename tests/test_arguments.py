@@ -18,7 +18,7 @@ from megatron_hybrid_prefix import HybridPrefixConfig, add_hybrid_prefix_args, h
 from megatron_hybrid_prefix.mcore import arguments
 from tests.engine_helpers import LOG_PROB_NOISE, random_tokens
 from tests.limits import HANG_S
-from tests.workers.launch import WORKERS, environments_of, run_prepared
+from tests.workers.launch import WORKERS, run_prepared
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOL = ROOT / "tools" / "run_megatron_checkpoint.py"
@@ -237,9 +237,17 @@ def test_an_engine_from_arguments(tiny, megatron_parser):
     assert getattr(engine.context, "prefix_cache", None) is None and not engine.enable_chunked_prefill
 
 
-def run_tool(*argv: object, ranks: int = 1) -> list[subprocess.CompletedProcess[str]]:
-    """Of each rank."""
-    return run_prepared(TOOL, *argv, environments=environments_of(ranks) if ranks > 1 else ({},))
+def run_process(*argv: object, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    """The tool as a user starts it, under torchrun for several ranks."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    return subprocess.run(
+        [sys.executable, *torchrun, str(TOOL), *map(str, argv)],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -259,10 +267,8 @@ def test_a_checkpoint_of_megatron_training(checkpoint, tmp_path, tp):
     folder, expected = checkpoint
     flags = ["--load", folder, "--use-checkpoint-args", *INFERENCE, *prompt_arguments(), SWITCH]
     flags += ["--tensor-model-parallel-size", tp, "--json", tmp_path / "out.json"]
-    result, *others = run_tool(*flags, ranks=tp)
-    for rank in (result, *others):
-        assert rank.returncode == 0, rank.stderr[-4000:]
-    assert not any(rank.stdout for rank in others)
+    result = run_prepared(TOOL, *flags)[0] if tp == 1 else run_process(*flags, ranks=tp)
+    assert result.returncode == 0, result.stderr[-4000:]
     data = json.loads((tmp_path / "out.json").read_text())
     assert [request["reused_tokens"] for request in data["requests"]] == [0, 192]
     assert data["prefix_stats"]["reused_tokens"] == 192
@@ -290,11 +296,18 @@ BAD = {
 def test_bad_arguments_are_one_line(tmp_path):
     """Each in a process of its own, as megatron keeps its arguments in globals."""
     for name, (argv, problem) in BAD.items():
-        (result,) = run_tool(*MODEL, *(word.format(empty=tmp_path) for word in argv), *INFERENCE)
+        (result,) = run_prepared(TOOL, *MODEL, *(word.format(empty=tmp_path) for word in argv), *INFERENCE)
         lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
         assert result.returncode == 2, (name, result.stderr[-2000:])
         assert len(lines) == 1 and problem in lines[0], (name, lines)
         assert "Traceback" not in result.stderr and not result.stdout, name
+
+
+@pytest.mark.slow
+def test_bad_arguments_as_a_process():
+    result = run_process(*MODEL, *INFERENCE, "--prompt", "x")
+    assert result.returncode == 2 and not result.stdout and "Traceback" not in result.stderr
+    assert [line for line in result.stderr.splitlines() if line.startswith("error: give --load")]
 
 
 def test_help_needs_no_megatron():

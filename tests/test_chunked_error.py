@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engine_helpers import random_tokens
+from tests.engine_helpers import LOG_PROB_NOISE, random_tokens
 from tests.gpu.chunked_error import build_models, further_off, measure, table
 
 FIELDS = {"max_tokens": 128, "max_requests": 4, "block_tokens": 128, "buffer_gb": 0.05}
@@ -31,7 +31,7 @@ def test_ours_is_right_in_chunks_and_megatron_is_not_in_a_short_one(models):
     assert engines["bfloat16, ours, chunked"]["chunked_prompts"] == 2
     assert engines["bfloat16, ours, chunked"]["short_tails"] >= 1
     for right in ("megatron, whole", "ours, whole", "ours, chunked"):
-        assert engines[f"float32, {right}"]["max_error"] <= 1e-5
+        assert engines[f"float32, {right}"]["max_error"] <= LOG_PROB_NOISE
     assert engines["float32, megatron, chunked"]["max_error"] >= 1e-3
     assert engines["bfloat16, ours, whole"]["mean_error"] >= 1e-4  # bfloat16 it is
     for kind in ("bfloat16", "float32 states", "float32"):

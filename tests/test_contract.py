@@ -311,6 +311,25 @@ def lacking_overrides(cls: type) -> list[str]:
     return [f"{cls.__qualname__}.{n}: {row_for(base, n)}" for n in scan.overridden(cls) if not in_table(base, n)]
 
 
+def test_an_editable_installation_is_found(monkeypatch):
+    """Its namespace package names a hook in place of a folder."""
+    installed = megatron_version.find_megatron()
+    monkeypatch.setattr(megatron_version, "_namespace", lambda: ["__editable__.megatron_core.finder.__path_hook__"])
+    assert megatron_version.find_megatron() == installed
+
+
+def test_the_source_of_a_class_may_hold_anything(monkeypatch, tmp_path):
+    source = "if True:\n    class Late:\n        def __init__(self, pair):\n            self.kept = 1\n            setattr(*pair)\n"
+    (tmp_path / "odd_module.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    import odd_module
+
+    monkeypatch.setattr(odd_module.Late, "__module__", "odd_module")
+    assert check._assigned(odd_module.Late).own == {"kept"}
+    odd_module.Late.__name__ = "Renamed"
+    assert check._assigned(odd_module.Late).own == frozenset()
+
+
 def test_every_override_is_in_the_table():
     classes = scan.our_classes()
     assert len(classes) >= 8, classes
@@ -456,6 +475,7 @@ def only_this(monkeypatch, fresh):
 
     def use(folder: Path) -> None:
         monkeypatch.setitem(sys.modules, "megatron", types.SimpleNamespace(__path__=[str(folder / "megatron")]))
+        monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
         monkeypatch.setattr(sys, "path", [str(folder)])
         fresh()
 

@@ -28,13 +28,15 @@ def test_tiny_has_long_memory_in_both_state_components(tiny, boundary):
     assert without_ssm[boundary + 300].max() >= 1e-3
 
 
-def test_rounding_is_far_below_what_a_wrong_state_changes(tiny_reference):
+@pytest.mark.parametrize("preset", ["tiny", pytest.param("tiny-moe", marks=pytest.mark.slow)])
+def test_rounding_is_far_below_what_a_wrong_state_changes(platform, preset):
     """The other half of the test above: what tests allow between two float32 runs is noise, and all noise is allowed."""
-    most = 0.0
+    model = build_hybrid_model(preset, seed=0, platform=platform)
+    reference, most = NaiveHybridModel(model, model.hybrid_config), 0.0
     for seed, length in enumerate((3, 129, 600)):
         tokens = random_tokens(length, seed=seed)
         following = torch.tensor(tokens)[1:, None]
-        noise, exact = tiny_reference.noise(tokens), tiny_reference.log_probs(tokens)
+        noise, exact = reference.noise(tokens), reference.log_probs(tokens)
         for chosen in (following, exact[:-1].argmax(-1, keepdim=True)):
             most = max(most, float(noise[:-1].gather(1, chosen).max()))
     assert LOG_PROB_NOISE / 10 <= NOISES * most <= LOG_PROB_NOISE <= 1e-3 / 5

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import psutil
 import pytest
 
 from megatron_hybrid_prefix.models import get_preset
 from tests.engine_helpers import LOG_PROB_NOISE
+from tests.limits import HANG_S, wait_until
 from tests.workers import parallel_engine
 from tests.workers.launch import run_ranks
 
@@ -97,11 +99,12 @@ def test_impossible_layouts_are_refused_before_anything_is_built(changes, tp, pp
 @pytest.mark.parametrize(
     ("program", "timeout_s", "message"),
     [
-        ("import os, time; os.environ['RANK'] == '1' and 1 / 0; time.sleep(60)", 30, "ZeroDivisionError"),
-        ("import os, sys; sys.exit('no ' + os.environ['RANK'])", 30, "rank 0 ended with 1:\nno 0\n"),
-        ("import os; os.kill(os.getpid(), 9)", 30, "ended with -9"),
-        ("import time; print('so far'); time.sleep(60)", 0.5, "hung"),
-        ("pass", 30, "No such file"),
+        (f"import os, time; os.environ['RANK'] == '1' and 1 / 0; time.sleep({HANG_S})", HANG_S, "ZeroDivisionError"),
+        # The first one that ends makes the other end.
+        ("import os, sys; sys.exit('no ' + os.environ['RANK'])", HANG_S, r"rank (\d) ended with 1:\nno \1\n"),
+        ("import os; os.kill(os.getpid(), 9)", HANG_S, "ended with -9"),
+        (f"import time; time.sleep({HANG_S})", 0.5, "hung"),
+        ("pass", HANG_S, "No such file"),
     ],
 )
 def test_ranks_that_fail_are_an_error(tmp_path, program, timeout_s, message):
@@ -109,3 +112,18 @@ def test_ranks_that_fail_are_an_error(tmp_path, program, timeout_s, message):
     script.write_text(program)
     with pytest.raises((AssertionError, FileNotFoundError), match=message):
         run_ranks(script, tmp_path / "out.json", timeout_s=timeout_s)
+
+
+@pytest.mark.multi
+def test_what_a_rank_started_ends_with_it(tmp_path):
+    script, told = tmp_path / "worker.py", tmp_path / "child"
+    script.write_text(
+        "import subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep({HANG_S})'])\n"
+        f"open({str(told)!r}, 'w').write(str(child.pid))\n"
+        "1 / 0\n"
+    )
+    with pytest.raises(AssertionError, match="ZeroDivisionError"):
+        run_ranks(script, tmp_path / "out.json", ranks=1)
+    pid = int(told.read_text())
+    wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", "the child's end")

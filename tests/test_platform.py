@@ -109,7 +109,7 @@ def test_what_needs_mamba_ssm_says_so(platform):
 @on_host
 def test_every_entry_of_the_table_is_active_and_says_why(platform):
     entries = table.HOST_TORCH + table.HOST_MEGATRON + table.HOST_ATTENTION + table.NO_TRANSFORMER_ENGINE
-    entries += table.NO_MAMBA_SSM + table.NO_CAUSAL_CONV1D + table.NO_VERSION_CHECK
+    entries += table.MAMBA_PARTS + table.NO_MAMBA_SSM
     active = active_rebindings()
     assert set(entries) <= set(active)
     assert len({entry.symbol for entry in entries}) == len(entries)

@@ -6,6 +6,7 @@ megatron-core's run on its classes too, and have to fail there.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from functools import cache
@@ -144,8 +145,10 @@ def _answer(model: Any, prompt: tuple[int, ...], count: int) -> list[int]:
 
 def too_far(reference: Reference, tokens: list[int], row: int, off: float, token_ids: list[int]) -> bool:
     """Whether rounding does not explain a difference in the log-probs of these tokens after position ``row``."""
-    if not TOLERANCE < off <= LOG_PROB_NOISE:
-        return off > TOLERANCE
+    if off <= TOLERANCE:
+        return False
+    if not off <= LOG_PROB_NOISE:  # or not a number
+        return True
     return off > NOISES * float(reference.noise(tuple(tokens))[row, token_ids].max())
 
 
@@ -188,12 +191,9 @@ def _wrong_top_n(reference: Reference, tokens: list[int], row: int, entry: dict[
     best = log_probs.topk(count)
     off = [abs(a - b) for a, b in zip(values, best.values.tolist(), strict=True)]
     off += [abs(float(log_probs[int(name)]) - value) for name, value in entry.items()]
+    most = max(off, key=lambda value: (math.isnan(value), value))
     likeliest = [*best.indices.tolist(), *map(int, entry)]
-    return (
-        [f"position {row}: likeliest off by {max(off):.3f}"]
-        if too_far(reference, tokens, row, max(off), likeliest)
-        else []
-    )
+    return [f"position {row}: likeliest off by {most:.3f}"] if too_far(reference, tokens, row, most, likeliest) else []
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +209,17 @@ def mtp_reference(tiny_mtp):
 def prompt(number: int, length: int) -> list[int]:
     """The first tokens of one of six prompts."""
     return random_tokens(240, seed=SEEDS[number % len(SEEDS)])[:length]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e-3])
+def test_no_number_and_a_wrong_one_are_too_far(reference, value):
+    tokens = prompt(0, 4)
+    assert too_far(reference, tokens, 0, value, [0])
+    likeliest = reference.log_probs(tuple(tokens))[0].topk(2)
+    entry = {str(int(token)): float(found) for found, token in zip(*likeliest, strict=True)}
+    assert not _wrong_top_n(reference, tokens, 0, entry, 2)
+    for name in entry:
+        assert _wrong_top_n(reference, tokens, 0, entry | {name: entry[name] + value}, 2)
 
 
 def each_side(test: Callable[..., None]) -> Callable[..., None]:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG_S
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -24,21 +26,33 @@ def run(*command: object, folder: Path) -> str:
         capture_output=True,
         text=True,
         check=False,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
 
 
+def reaches_an_index(pip: tuple[object, ...], folder: Path) -> bool:
+    """Whether pip finds megatron-core."""
+    command = (*pip, "download", "--quiet", "--no-deps", "--only-binary", ":all:", "megatron-core==0.19.2")
+    done = subprocess.run([str(part) for part in command], cwd=folder, capture_output=True, timeout=HANG_S, check=False)
+    return done.returncode == 0
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # downloads and unpacks PyTorch
+@pytest.mark.timeout(3600)  # downloads and unpacks PyTorch
 def test_the_wheel_needs_no_compiler_and_nothing_but_the_index(tmp_path):
     source, environment = tmp_path / "source", tmp_path / "environment"
     source.mkdir()
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     shutil.copytree(ROOT / "megatron_hybrid_prefix", source / "megatron_hybrid_prefix")
+    if shutil.disk_usage(tmp_path).free < 10 * 2**30:
+        pytest.skip("PyTorch and what it needs take 6 GB")
     venv.create(environment, with_pip=True)
     pip = (environment / "bin" / "python", "-m", "pip", "--no-input", "--disable-pip-version-check")
+    if "CI" not in os.environ and not reaches_an_index(pip, tmp_path):
+        pytest.skip("no package index can be reached")
     try:
         run(*pip, "wheel", "--no-deps", "--wheel-dir", tmp_path, source, folder=tmp_path)
         (wheel,) = tmp_path.glob("megatron_hybrid_prefix-*-py3-none-any.whl")

@@ -57,7 +57,8 @@ class HybridPrefixContext(DynamicInferenceContext):
     """Megatron's context, with prefix caching of hybrid models.
 
     Without prefix caching (``prefix`` and ``inference_config.enable_prefix_caching`` both unset) it says what megatron's
-    context says, but for what that gets wrong: short chunks, waiting chunks, drafts at the end of a block.
+    context says, but for what that gets wrong: short chunks, waiting chunks, drafts at the end of a block. For a hybrid model it
+    always needs slot mixers: `HybridPrefixEngine` puts them on, else call ``use_slot_mixers(model)``.
 
     Args:
         model_config: The model's.
@@ -472,7 +473,7 @@ class HybridPrefixContext(DynamicInferenceContext):
 
     # -- run -----------------------------------------------------------------------------------------------------------
 
-    def initialize_attention_state(self, **kwargs: Any) -> Any:
+    def initialize_attention_state(self, *args: Any, **kwargs: Any) -> Any:
         """See upstream.
 
         Raises:
@@ -482,7 +483,7 @@ class HybridPrefixContext(DynamicInferenceContext):
             raise RuntimeError("a forward failed and left half-written states: call engine.reset() before going on")
         if self._decisions is not None:
             self._compare_decisions()
-        result = super().initialize_attention_state(**kwargs)
+        result = super().initialize_attention_state(*args, **kwargs)
         self._forward_running = True
         if self.num_prefill_requests:
             self._allow_one_token_prefills()
@@ -528,12 +529,17 @@ class HybridPrefixContext(DynamicInferenceContext):
         return super().transfer_bookkeeping_to_gpu(skip_token_input_ids, record_done_event)
 
     def calculate_log_probs_tensors(
-        self, logits: torch.Tensor, new_tokens: torch.Tensor, only_last_token_logits: bool | None = False, **fields: Any
+        self,
+        logits: torch.Tensor,
+        new_tokens: torch.Tensor,
+        only_last_token_logits: bool | None = False,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """See upstream, which includes the rows that only pad a step; none of them belongs to a request."""
         if not only_last_token_logits and not self.is_decode_only():
             logits = logits[:, : self.active_token_count]
-        return super().calculate_log_probs_tensors(logits, new_tokens, only_last_token_logits, **fields)
+        return super().calculate_log_probs_tensors(logits, new_tokens, only_last_token_logits, *args, **kwargs)
 
     # -- publish -------------------------------------------------------------------------------------------------------
 
@@ -739,7 +745,7 @@ class HybridPrefixContext(DynamicInferenceContext):
 
     # -- forget --------------------------------------------------------------------------------------------------------
 
-    def reset_metadata(self, preserve_prefix_cache: bool = False, **kwargs: Any) -> None:
+    def reset_metadata(self, preserve_prefix_cache: bool = False, *args: Any, **kwargs: Any) -> None:
         """See upstream. KV and states are kept together, or forgotten together."""
         cache = self.prefix_cache
         if cache is not None:
@@ -749,7 +755,7 @@ class HybridPrefixContext(DynamicInferenceContext):
             self.kv_block_allocator.unattached.clear()
             self._pending_mamba_zeros.clear()
             self._forward_running = self._forward_failed = False
-        super().reset_metadata(preserve_prefix_cache, **kwargs)
+        super().reset_metadata(preserve_prefix_cache, *args, **kwargs)
 
     def invalidate(self) -> None:
         """The weights changed: no KV and no state computed before is matched again; running requests cache no more."""

@@ -32,10 +32,13 @@ class HybridPrefixController(TextGenerationController):
         Nobody is given the sampled one, but megatron takes its log-prob for that of the prompt's next token.
         """
         context = self.inference_wrapped_model.inference_context
+        token = getattr(context, "next_prompt_token", None)
+        if token is None:
+            return  # megatron's own context
         row = context.get_index_of_chunked_prefill_request()
         if row != -1:
             # A fill, and the token is known on the host: nothing to wait for.
-            self._sampled_tokens_cuda[row - context.paused_request_count].fill_(context.next_prompt_token)
+            self._sampled_tokens_cuda[row - context.paused_request_count].fill_(token)
 
     def _compact_async_sched_logits(self, survivor_idxs: torch.Tensor) -> None:
         """See upstream, which moves the logits of requests that go on to the front, but not whether log-probs are wanted."""
@@ -45,7 +48,7 @@ class HybridPrefixController(TextGenerationController):
         for field in _LOG_PROB_FIELDS:
             wanted[field][: len(rows)] = wanted[field][rows]  # indexing by a tensor copies
 
-    def _build_async_sched_request_state(self, *args: Any) -> Any:
+    def _build_async_sched_request_state(self, *args: Any, **kwargs: Any) -> Any:
         """See upstream, which takes it that a prompt begun in chunks has a chunk in every step.
 
         It has none where decodes took the KV blocks that its next chunk needs.
@@ -53,10 +56,10 @@ class HybridPrefixController(TextGenerationController):
         context = self.inference_wrapped_model.inference_context
         request_id = context.chunked_prefill_request_id
         if request_id == -1 or context.get_index_of_chunked_prefill_request() != -1:
-            return super()._build_async_sched_request_state(*args)
+            return super()._build_async_sched_request_state(*args, **kwargs)
         context.chunked_prefill_request_id = -1
         try:
-            return super()._build_async_sched_request_state(*args)
+            return super()._build_async_sched_request_state(*args, **kwargs)
         finally:
             context.chunked_prefill_request_id = request_id
 

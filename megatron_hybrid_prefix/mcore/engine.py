@@ -47,7 +47,7 @@ _LOOKED_AT = 4
 
 
 class HybridPrefixEngine(DynamicInferenceEngine):
-    """Megatron's engine around a `HybridPrefixContext`; around any other context it is megatron's engine.
+    """Megatron's engine around a `HybridPrefixContext`; around any other context only log-probs differ from megatron's engine.
 
     Args:
         controller: Megatron's text generation controller. The Mamba mixers of its model get prefill by slots.
@@ -167,7 +167,8 @@ class HybridPrefixEngine(DynamicInferenceEngine):
             TypeError: An id in a list is no integer.
             ValueError: A tensor is not (tokens,) integers. (Which device it is on does not matter.)
         """
-        if not isinstance(self.context, HybridPrefixContext):
+        megatrons_cache = self.context.enable_prefix_caching and not self._has_cache
+        if megatrons_cache or not isinstance(self.context, HybridPrefixContext):
             return super().add_request(request_id, prompt, sampling_params)
         text = prompt if isinstance(prompt, str) else None
         if text is not None:
@@ -446,10 +447,11 @@ class HybridPrefixEngine(DynamicInferenceEngine):
         Log-probs go only to requests that want them, and are as many as their tokens.
         """
         again = self._start_over
-        if again:
-            self._start_over = set()
-            left = [request_id not in again for request_id in finished_request_ids.tolist()]
-            finished_request_ids = finished_request_ids[torch.tensor(left, dtype=torch.bool)]
+        self._start_over = set()
+        # A prompt's next token may be the one that ends answers: a request between two chunks did not finish either.
+        running = again | {consumed_chunked_prefill_request_id}
+        left = [request_id not in running for request_id in finished_request_ids.tolist()]
+        finished_request_ids = finished_request_ids[torch.tensor(left, dtype=torch.bool)]
         given = None
         if log_probs:
             requests = [self.get_request(request_id) for request_id in request_ids.tolist()]

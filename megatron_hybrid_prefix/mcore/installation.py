@@ -32,7 +32,8 @@ def install(prefix: HybridPrefixConfig | None = None) -> None:
 
     Raises:
         PlatformError: There is no megatron-core, or an unsupported one; nothing is replaced then.
-        UpstreamDriftError: A name that this package relies on does not exist, or takes other parameters; likewise.
+        UpstreamDriftError: A name that this package relies on does not exist, or takes other parameters; likewise where a
+            platform runs, else the first context raises it.
     """
     global _prefix
     from megatron_hybrid_prefix.mcore.table import CONSTRUCTORS

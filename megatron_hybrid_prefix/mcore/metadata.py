@@ -108,14 +108,14 @@ class HybridPrefixMambaMetadata(MambaMetadata):
 
     def compute_cpu_metadata(
         self,
-        *,
+        *args: Any,
         batch_dimensions: InferenceBatchDimensions,
         padded_batch_dimensions: InferenceBatchDimensions,
-        **fields: Any,
+        **kwargs: Any,
     ) -> dict:
         """See upstream; chunks are cut again on the absolute grid, and sources and targets are added."""
         result = super().compute_cpu_metadata(
-            batch_dimensions=batch_dimensions, padded_batch_dimensions=padded_batch_dimensions, **fields
+            *args, batch_dimensions=batch_dimensions, padded_batch_dimensions=padded_batch_dimensions, **kwargs
         )
         sequences = padded_batch_dimensions.prefill_req_count
         if sequences:

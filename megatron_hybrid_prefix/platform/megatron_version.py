@@ -53,8 +53,14 @@ class MegatronVersion:
 def find_megatron() -> MegatronVersion | None:
     """The megatron-core that Python would import, or None."""
     folder = next((core for path in _namespace() if (core := Path(path) / "core").is_dir()), None)
-    if folder is None:
-        return None
+    if folder is None:  # an editable installation: only the import system knows where it is
+        try:
+            spec = importlib.util.find_spec("megatron.core")
+        except (ModuleNotFoundError, ValueError):  # there is no ``megatron``, or it was put together by hand
+            spec = None
+        if spec is None or spec.origin is None:
+            return None
+        folder = Path(spec.origin).parent
     try:
         installed = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:

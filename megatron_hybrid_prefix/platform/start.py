@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import math
 import os
+import sys
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from megatron_hybrid_prefix.platform import table
 from megatron_hybrid_prefix.platform.megatron_version import check_version
 from megatron_hybrid_prefix.platform.rebinding import Applied, Placeholder, Rebinding, apply
 
+logger = logging.getLogger(__name__)
+
+_MIXER = "megatron.core.ssm.mamba_mixer"
 _applied = Applied()
 _platform: Platform | None = None
 
@@ -168,6 +172,7 @@ def _replace_what_is_missing(use_cuda: bool) -> tuple[str, str, str]:
     """Apply the tables that this machine needs; returns names of (attention, mamba kernels, layers)."""
     if not use_cuda:
         apply(table.HOST_TORCH, _applied)
+    imported_before = _MIXER in sys.modules
     try:
         with warnings.catch_warnings():
             # A dozen lines that Transformer Engine, Apex, absl or a GPU are missing; `Platform.describe` says what is
@@ -183,21 +188,26 @@ def _replace_what_is_missing(use_cuda: bool) -> tuple[str, str, str]:
         _applied.undo()
         raise
     has_mamba_ssm = use_cuda and mamba_mixer.HAVE_MAMBA_SSM
-    has_causal_conv1d = use_cuda and hasattr(mamba_mixer, "causal_conv1d_varlen_states")
+    # Both, and new enough, as megatron asks before each forward.
+    has_parts = (
+        has_mamba_ssm
+        and hasattr(mamba_mixer, "causal_conv1d_varlen_states")
+        and mamba_mixer._check_mamba_sequence_packing_support()[0]
+    )
     rebindings: tuple[Rebinding, ...] = ()
+    if not has_parts:
+        rebindings += table.MAMBA_PARTS
     if not has_mamba_ssm:
         rebindings += table.NO_MAMBA_SSM
-    if not has_causal_conv1d:
-        rebindings += table.NO_CAUSAL_CONV1D
-    if not (has_mamba_ssm and has_causal_conv1d):
-        rebindings += table.NO_VERSION_CHECK
     if not use_cuda:
         rebindings += table.HOST_MEGATRON + table.HOST_ATTENTION
         attention, mamba = "gather (PyTorch)", "PyTorch"
     else:
-        names = {"mamba-ssm": has_mamba_ssm, "causal-conv1d": has_causal_conv1d, "compiled extensions": compiled}
-        without = [name for name, there in names.items() if not there]
-        mamba = "Triton" + (f" (no {', no '.join(without)})" if without else "")
+        mamba = (
+            "Triton, without mamba-ssm" if not has_parts else f"Triton{'' if compiled else ' (no compiled extensions)'}"
+        )
+        if not has_mamba_ssm and imported_before and importlib.util.find_spec("mamba_ssm") is not None:
+            logger.warning("%s was imported before ensure_platform(): the installed mamba-ssm is not used", _MIXER)
         if upstream_attention.HAVE_FA4:
             attention = "FA4"
             rebindings += table.FA4

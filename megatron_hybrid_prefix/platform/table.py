@@ -2,8 +2,8 @@
 
 Groups, each only where the part is missing:
   * `HOST_*`                  no CUDA device: ``torch.cuda`` answers for the host, pinning is skipped, kernels are PyTorch.
-  * `NO_MAMBA_SSM`            no mamba-ssm: the gated norm is this package's; training says what it needs.
-  * `NO_CAUSAL_CONV1D`        no causal-conv1d: the one function of it that megatron's own prefill calls.
+  * `MAMBA_PARTS`             mamba-ssm or causal-conv1d missing or too old: what dynamic inference takes of them.
+  * `NO_MAMBA_SSM`            no mamba-ssm: the mixer is built all the same; training says what it needs.
   * `*GATHERING_ATTENTION`    no flash-attention of any generation: attention gathers the pages.
   * `NO_TRANSFORMER_ENGINE`   the one norm that upstream's hybrid stack hard-codes.
 Placeholders stand for compiled modules that mamba-ssm and causal-conv1d load and the dynamic path never calls.
@@ -114,14 +114,15 @@ def _needs_mamba_ssm(original: Any) -> Any:
     return raise_import_error
 
 
-_NOT_DYNAMIC = "not called by dynamic inference; None otherwise, which says nothing when it is called"
-NO_MAMBA_SSM = (
-    Rebinding(owner=MIXER, name="HAVE_MAMBA_SSM", make=_to(True), why="the mixer's constructor asks for mamba-ssm"),
+def _packing_is_supported(original: Any) -> Any:
+    def _check_mamba_sequence_packing_support(for_inference_not_training: bool = True) -> tuple[bool, str | None]:
+        return (True, None) if for_inference_not_training else original(for_inference_not_training)
+
+    return _check_mamba_sequence_packing_support
+
+
+MAMBA_PARTS = (
     Rebinding(owner=MIXER, name="ExtendedRMSNorm", make=_gated_norm, why="derived from mamba-ssm's norm"),
-    Rebinding(owner=MIXER, name="mamba_chunk_scan_combined", make=_needs_mamba_ssm, why=_NOT_DYNAMIC),
-    Rebinding(owner=MIXER, name="mamba_split_conv1d_scan_combined", make=_needs_mamba_ssm, why=_NOT_DYNAMIC),
-)
-NO_CAUSAL_CONV1D = (
     Rebinding(
         owner=MIXER,
         name="causal_conv1d_varlen_states",
@@ -130,17 +131,6 @@ NO_CAUSAL_CONV1D = (
         same_signature=True,
         may_be_absent=True,
     ),
-)
-
-
-def _packing_is_supported(original: Any) -> Any:
-    def _check_mamba_sequence_packing_support(for_inference_not_training: bool = True) -> tuple[bool, str | None]:
-        return (True, None) if for_inference_not_training else original(for_inference_not_training)
-
-    return _check_mamba_sequence_packing_support
-
-
-NO_VERSION_CHECK = (
     Rebinding(
         owner=MIXER,
         name="_check_mamba_sequence_packing_support",
@@ -149,7 +139,12 @@ NO_VERSION_CHECK = (
         same_signature=True,
     ),
 )
-
+_NOT_DYNAMIC = "not called by dynamic inference; None otherwise, which says nothing when it is called"
+NO_MAMBA_SSM = (
+    Rebinding(owner=MIXER, name="HAVE_MAMBA_SSM", make=_to(True), why="the mixer's constructor asks for mamba-ssm"),
+    Rebinding(owner=MIXER, name="mamba_chunk_scan_combined", make=_needs_mamba_ssm, why=_NOT_DYNAMIC),
+    Rebinding(owner=MIXER, name="mamba_split_conv1d_scan_combined", make=_needs_mamba_ssm, why=_NOT_DYNAMIC),
+)
 HOST_MEGATRON = (
     *(
         Rebinding(

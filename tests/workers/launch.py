@@ -93,7 +93,12 @@ def environments_of(ranks: int) -> tuple[dict[str, str], ...]:
 
 def run_ranks(script: str | Path, out: Path, *arguments: Any, ranks: int = 2, timeout_s: float = HANG_S) -> Any:
     """Run ``tests/workers/SCRIPT OUT ARGUMENTS...`` on ranks of the host's CPU; returns what OUT holds (JSON)."""
-    ended = run_prepared(WORKERS / script, out, *arguments, environments=environments_of(ranks), timeout_s=timeout_s)
+    for _ in range(3):
+        ended = run_prepared(
+            WORKERS / script, out, *arguments, environments=environments_of(ranks), timeout_s=timeout_s
+        )
+        if not any("EADDRINUSE" in one.stderr for one in ended):  # somebody else took the port meanwhile
+            break
     if any(process.returncode for process in ended):
         said = (f"rank {at} ended with {one.returncode}:\n{one.stderr[-6000:]}" for at, one in enumerate(ended))
         raise AssertionError(f"{script} {' '.join(map(str, arguments))}:\n" + "\n".join(said))
@@ -117,7 +122,7 @@ def run_torchrun(
         _, errors = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         process.terminate()
-        raise AssertionError(f"{what} hung:\n{process.communicate(timeout=HANG_S)[1][-6000:]}") from None
+        raise AssertionError(f"{what} hung:\n{process.communicate(timeout=60)[1][-6000:]}") from None
     finally:
         process.terminate()  # not kill: torchrun then ends its workers, which are in sessions of their own
     assert process.returncode == 0, f"{what}:\n{errors[-6000:]}"

@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 GRACE_S = 10.0  # from SIGTERM to SIGKILL
@@ -32,6 +33,7 @@ def import_everything() -> None:
 def become(script: str, argv: Sequence[str], environment: dict[str, str], output: str, errors: str) -> NoReturn:
     """In a new process: be ``python SCRIPT ARGV...``."""
     code = 1
+    os.setpgid(0, 0)  # so that what the script starts can be ended with it
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for stream, path in ((0, os.devnull), (1, output), (2, errors)):
@@ -63,9 +65,21 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     for own in files:
         if (pid := os.fork()) == 0:
             become(job["script"], job["argv"], *own)
+        with suppress(OSError):  # the child did it already, or has ended
+            os.setpgid(pid, pid)
         pids.append(pid)
+    try:
+        return {"number": job["number"]} | wait_for(pids, job["timeout_s"])
+    finally:
+        for pid in pids:  # whatever is left of each one's group
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+
+def wait_for(pids: list[int], timeout_s: float) -> dict[str, Any]:
+    """Waits for the ends of processes; ends them all where one fails, or none comes to an end in time."""
     codes: dict[int, int] = {}
-    end_s, told, hung = time.monotonic() + job["timeout_s"], False, False
+    end_s, told, hung = time.monotonic() + timeout_s, False, False
     while len(codes) < len(pids):
         for pid in pids:
             if pid not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
@@ -75,16 +89,17 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             hung = hung or (late and not told)
             for pid in pids:
                 if pid not in codes:
-                    os.kill(pid, signal.SIGKILL if told else signal.SIGTERM)
+                    os.killpg(pid, signal.SIGKILL if told else signal.SIGTERM)
             told, end_s = True, time.monotonic() + GRACE_S
         time.sleep(0.01)
-    return {"number": job["number"], "codes": [codes[pid] for pid in pids], "hung": hung}
+    return {"codes": [codes[pid] for pid in pids], "hung": hung}
 
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what is printed while importing is no answer
     import_everything()
+    sys.stdout.flush()  # not in every child again
     for line in sys.stdin:
         print(json.dumps(run(json.loads(line))), file=answers, flush=True)
 

@@ -251,7 +251,7 @@ def attributes_of(cls: Any) -> frozenset[str]:
 
 
 def _assigned(cls: type) -> _Assigned:
-    return _assigned_in(cls.__module__)[cls.__name__]
+    return _assigned_in(cls.__module__).get(cls.__name__, _Assigned(frozenset(), frozenset()))
 
 
 @functools.cache
@@ -263,7 +263,7 @@ def _assigned_in(module: str) -> dict[str, _Assigned]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)  # escapes in megatron's docstrings
             tree = ast.parse(read_source(module))
-        return {node.name: _assigned_by(node) for node in tree.body if isinstance(node, ast.ClassDef)}
+        return {node.name: _assigned_by(node) for node in _statements(tree.body) if isinstance(node, ast.ClassDef)}
     finally:
         if collects:
             gc.enable()
@@ -279,7 +279,8 @@ def _assigned_by(definition: ast.ClassDef) -> _Assigned:
             targets = (node.target,)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             called, arguments = node.value.func, node.value.args
-            if isinstance(called, ast.Name) and called.id == "setattr" and isinstance(arguments[1], ast.Constant):
+            is_setattr = isinstance(called, ast.Name) and called.id == "setattr" and len(arguments) > 1
+            if is_setattr and isinstance(arguments[1], ast.Constant):
                 other.add(arguments[1].value)
         for target in _flat(targets):
             if isinstance(target, ast.Attribute):
