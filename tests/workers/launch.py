@@ -68,6 +68,8 @@ def run_prepared(
     argv = list(map(str, arguments))
     with tempfile.TemporaryDirectory(prefix="prepared-") as folder:
         files = {kind: [f"{folder}/{kind}{at}" for at in range(len(environments))] for kind in ("outputs", "errors")}
+        for path in (*files["outputs"], *files["errors"]):
+            Path(path).touch()  # a process may be ended before it opens its own
         job = {"number": number, "script": str(script), "argv": argv, "timeout_s": timeout_s} | files
         process.stdin.write(json.dumps(job | {"environments": environments}) + "\n")
         process.stdin.flush()
