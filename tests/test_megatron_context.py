@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 
 from megatron_hybrid_prefix import build_engine
+from megatron_hybrid_prefix.mcore import build
 from megatron_hybrid_prefix.mcore.context import HybridPrefixContext
 from megatron_hybrid_prefix.mcore.controller import HybridPrefixController
 from megatron_hybrid_prefix.mcore.engine import HybridPrefixEngine
-from megatron_hybrid_prefix.models import build_hybrid_model
+from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from tests.engine_helpers import greedy, random_tokens, run_to_end
 
 MODES = ("legacy", "async")
 
 
-def engine_over(context_class: type, model: Any, tokenizer: Any, **fields: Any) -> HybridPrefixEngine:
+def engine_over(context_class: type, model: Any, **fields: Any) -> HybridPrefixEngine:
     """Our engine and controller around a context of this class, without our cache."""
-    from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
-
-    config = build_engine(model, max_sequence_length=1024, **fields).context.config
-    if fields.get("enable_prefix_caching") is None:
-        config = dataclasses.replace(config, enable_prefix_caching=False)
+    config = build._checked_config(model, None, {"max_sequence_length": 1024} | fields)
     context = context_class(model_config=model.config, inference_config=config)
-    wrapped = GPTInferenceWrapper(model, context)
-    wrapped.prep_model_for_inference()
-    return HybridPrefixEngine(HybridPrefixController(inference_wrapped_model=wrapped, tokenizer=tokenizer), context)
-
-
-def tokenizer_of(model: Any) -> Any:
-    from megatron_hybrid_prefix.tokenizer import ByteTokenizer
-
-    return ByteTokenizer(model.hybrid_config.vocab_size)
+    return HybridPrefixEngine(build._controller(HybridPrefixController, model, context, None), context)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -41,7 +29,7 @@ def test_chunks_over_megatrons_context(tiny, mode):
     from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 
     fields = {"async_sched_mode": mode, "enable_chunked_prefill": True, "max_tokens": 64}
-    engine, finished = engine_over(DynamicInferenceContext, tiny, tokenizer_of(tiny), **fields), {}
+    engine, finished = engine_over(DynamicInferenceContext, tiny, **fields), {}
     assert type(engine.context) is DynamicInferenceContext
     engine.add_request(1, random_tokens(150, seed=1), greedy(4))
     run_to_end(engine, finished)
@@ -55,10 +43,10 @@ def test_megatrons_own_cache_of_a_model_without_recurrent_layers(platform):
     """It computes as little of a prompt's second sighting as around megatron's context."""
     from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 
-    model = build_hybrid_model(dataclasses.replace(build_config(), layer_pattern="*-*-"), seed=0, platform=platform)
+    model = build_hybrid_model(get_preset("tiny", layer_pattern="*-*-"), seed=0, platform=platform)
     computed = {}
     for kind in (DynamicInferenceContext, HybridPrefixContext):
-        engine = engine_over(kind, model, tokenizer_of(model), enable_prefix_caching=True, block_size_tokens=64)
+        engine = engine_over(kind, model, enable_prefix_caching=True, block_size_tokens=64)
         # With megatron's default nothing outlives its last request: a second one comes while the first runs.
         engine.add_request(1, random_tokens(300, seed=2), greedy(30))
         run_to_end(engine, {}, steps=2)
@@ -67,12 +55,6 @@ def test_megatrons_own_cache_of_a_model_without_recurrent_layers(platform):
         run_to_end(engine, {})
         computed[kind] = engine.context.lifetime_prefill_token_count - before
     assert computed[HybridPrefixContext] == computed[DynamicInferenceContext] < 300
-
-
-def build_config() -> Any:
-    from megatron_hybrid_prefix.models import get_preset
-
-    return get_preset("tiny")
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -34,7 +34,17 @@ def run(*command: object, folder: Path) -> str:
 
 def reaches_an_index(pip: tuple[object, ...], folder: Path) -> bool:
     """Whether pip finds megatron-core."""
-    command = (*pip, "download", "--quiet", "--no-deps", "--only-binary", ":all:", "megatron-core==0.19.2")
+    command = (
+        *pip,
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "-c",
+        ROOT / "constraints.txt",
+        "megatron-core",
+    )
     done = subprocess.run([str(part) for part in command], cwd=folder, capture_output=True, timeout=HANG_S, check=False)
     return done.returncode == 0
 

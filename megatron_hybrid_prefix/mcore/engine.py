@@ -447,11 +447,13 @@ class HybridPrefixEngine(DynamicInferenceEngine):
         Log-probs go only to requests that want them, and are as many as their tokens.
         """
         again = self._start_over
-        self._start_over = set()
+        if again:
+            self._start_over = set()
         # A prompt's next token may be the one that ends answers: a request between two chunks did not finish either.
         running = again | {consumed_chunked_prefill_request_id}
         left = [request_id not in running for request_id in finished_request_ids.tolist()]
-        finished_request_ids = finished_request_ids[torch.tensor(left, dtype=torch.bool)]
+        if not all(left):
+            finished_request_ids = finished_request_ids[torch.tensor(left, dtype=torch.bool)]
         given = None
         if log_probs:
             requests = [self.get_request(request_id) for request_id in request_ids.tolist()]

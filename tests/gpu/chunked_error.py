@@ -14,6 +14,7 @@ cuts at multiples of the scan's chunks and two tokens before an end.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 import math
@@ -295,10 +296,7 @@ def build_models(preset, seed=0):
     base = UPSTREAM_TEST if preset == "upstream-test" else get_preset(preset)
     models = {}
     for dtype in ("bfloat16", "float32"):
-        config = HybridModelConfig(
-            **{name: getattr(base, name) for name in base.__dataclass_fields__} | {"dtype": dtype}
-        )
-        models[dtype] = build_hybrid_model(config, seed=seed)
+        models[dtype] = build_hybrid_model(dataclasses.replace(base, dtype=dtype), seed=seed)
     if preset == "upstream-test":
         initialise_as_megatron(models["bfloat16"], base, seed)
     weights = {name: value for name, value in models["bfloat16"].state_dict().items() if value is not None}
