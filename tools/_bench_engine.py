@@ -11,7 +11,7 @@ from typing import Any
 
 from _bench_forced import forced_answers
 from _console import InputError, Stopped, as_input_errors, no_garbage_collection, one_line
-from _engines import ENGINES
+from _engines import ENGINES, cache_figures
 
 
 @contextmanager
@@ -98,8 +98,7 @@ class Contestant:
 
     def counters(self) -> dict[str, Any]:
         """The counters of our cache; none for the other engines."""
-        context = self.engine.context
-        return {} if getattr(context, "prefix_cache", None) is None else context.prefix_stats().as_dict()
+        return cache_figures(self.engine) or {}
 
     def room(self) -> dict[str, int]:
         """What it can hold: KV blocks, and slots of kept states."""

@@ -213,6 +213,12 @@ def stop_requested(platform: Any, interrupt: Interrupt) -> bool:
     return bool(flag.item())
 
 
+def cache_figures(engine: Any) -> dict[str, Any] | None:
+    """What this package's cache did in an engine; None: it has no such cache."""
+    context = engine.context
+    return None if getattr(context, "prefix_cache", None) is None else context.prefix_stats().as_dict()
+
+
 def versions() -> dict[str, str]:
     """Of this package, Python, and the packages under it that are installed."""
     found = {"megatron-hybrid-prefix": __version__, "python": host.python_version()}

@@ -65,6 +65,7 @@ from _engines import (
     ENGINES,
     add_engine_options,
     add_model_options,
+    cache_figures,
     check_engine_options,
     engine_fields,
     engine_names,
@@ -518,13 +519,12 @@ class Runner:
                     for request in sent:
                         answer_to(request)
             wall_s = time.perf_counter() - started_s
-            caches = getattr(engine.context, "prefix_cache", None) is not None
             return EngineRun(
                 name=name,
                 requests=sent,
                 results=results,
                 wall_s=wall_s,
-                prefix_stats=engine.context.prefix_stats().as_dict() if caches else None,
+                prefix_stats=cache_figures(engine),
             )
         finally:
             release_engine(engine)

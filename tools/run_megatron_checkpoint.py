@@ -46,7 +46,7 @@ from _console import (
     totals,
     write_whole,
 )
-from _engines import plain, positive_int, started_platform, stop_requested, versions
+from _engines import cache_figures, plain, positive_int, started_platform, stop_requested, versions
 
 from megatron_hybrid_prefix import add_hybrid_prefix_args, hybrid_prefix_config_from_args
 from megatron_hybrid_prefix.errors import PlatformError
@@ -270,13 +270,13 @@ def generate(engine: Any, requests: list[Request], batch: bool, should_stop: Cal
         )
         if any(result.status == "stopped" for result in results):
             raise Stopped
-    caches = getattr(engine.context, "prefix_cache", None) is not None
+    figures = cache_figures(engine)
     return EngineRun(
-        name="ours" if caches else "off",
+        name="off" if figures is None else "ours",
         requests=requests,
         results=results,
         wall_s=time.perf_counter() - started_s,
-        prefix_stats=engine.context.prefix_stats().as_dict() if caches else None,
+        prefix_stats=figures,
     )
 
 
