@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
-from megatron_hybrid_prefix.host.units import TransferUnit
 from megatron_hybrid_prefix.index.blocks import KVBlocks
 from megatron_hybrid_prefix.index.host_tier import HostTier
 from megatron_hybrid_prefix.index.integrity import check_integrity
@@ -45,6 +44,7 @@ from megatron_hybrid_prefix.policy.boundaries import (
 )
 from megatron_hybrid_prefix.policy.eviction import make_eviction_policy
 from megatron_hybrid_prefix.pool.slots import SlotPool
+from megatron_hybrid_prefix.tiers.units import TransferUnit
 
 # States that a running request keeps of the block ends it reached while it generates. The next turn mostly goes on from the
 # latest, and from the one before where the end of an answer comes back changed.

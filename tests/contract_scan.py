@@ -1,4 +1,4 @@
-"""What our sources use of megatron, found by reading them: the other side of `mcore/upstream/contract.py`.
+"""What our sources use of megatron, found by reading them: the other side of `upstream/contract.py`.
 
 Overrides are found on the classes themselves. Names that are read, written or called are found in the syntax tree: those of
 ``self`` and ``super()`` where the class derives from one of megatron's, and those of variables whose name says what they are
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import megatron_hybrid_prefix
-from megatron_hybrid_prefix.mcore.upstream.check import attributes_of
-from megatron_hybrid_prefix.platform.rebinding import resolve
+from megatron_hybrid_prefix.upstream.check import attributes_of
+from megatron_hybrid_prefix.upstream.rebinding import resolve
 
 ROOT = Path(__file__).resolve().parents[1]
 _INFERENCE = "megatron.core.inference"

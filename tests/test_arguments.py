@@ -15,7 +15,7 @@ from typing import Any, Literal, get_type_hints
 import pytest
 
 from megatron_hybrid_prefix import HybridPrefixConfig, add_hybrid_prefix_args, hybrid_prefix_config_from_args
-from megatron_hybrid_prefix.mcore import arguments
+from megatron_hybrid_prefix.mcore.entrypoints import arguments
 from tests.engine_helpers import LOG_PROB_NOISE, random_tokens
 from tests.limits import HANG_S
 from tests.workers.launch import WORKERS, run_prepared

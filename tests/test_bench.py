@@ -22,8 +22,8 @@ import _bench_engine  # noqa: E402
 import bench  # noqa: E402
 from _bench_forced import forced_answers  # noqa: E402
 from _bench_stats import Metric, median, percentile, ratio, rotated, summarise  # noqa: E402
-from _console import InputError  # noqa: E402
 
+from megatron_hybrid_prefix.console.terminal import InputError  # noqa: E402
 from tests.engine_helpers import LOG_PROB_NOISE  # noqa: E402
 from tests.limits import HANG_S  # noqa: E402
 from tests.selection import mostly_slow  # noqa: E402

@@ -1,4 +1,4 @@
-"""`mcore/upstream/contract.py`: every row holds, what changes upstream is noticed, and our sources use nothing beside it."""
+"""`upstream/contract.py`: every row holds, what changes upstream is noticed, and our sources use nothing beside it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 
 from megatron_hybrid_prefix.errors import PlatformError, UpstreamDriftError
-from megatron_hybrid_prefix.mcore.upstream import check, contract
-from megatron_hybrid_prefix.mcore.upstream.check import Entry, accepts, parameters_of, problem_of
-from megatron_hybrid_prefix.mcore.upstream.contract import CONTRACT, check_contract
-from megatron_hybrid_prefix.platform import megatron_version, table
-from megatron_hybrid_prefix.platform.rebinding import resolve
+from megatron_hybrid_prefix.platform import patches
+from megatron_hybrid_prefix.upstream import check, contract
+from megatron_hybrid_prefix.upstream import version as megatron_version
+from megatron_hybrid_prefix.upstream.check import Entry, accepts, parameters_of, problem_of
+from megatron_hybrid_prefix.upstream.contract import CONTRACT, check_contract
+from megatron_hybrid_prefix.upstream.rebinding import resolve
 from tests import contract_scan as scan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -271,7 +272,8 @@ def test_checked_before_the_first_engine_and_once(tiny, monkeypatch, fresh):
     from megatron.core.inference.config import InferenceConfig
 
     from megatron_hybrid_prefix import HybridPrefixConfig, build_engine, install, uninstall
-    from megatron_hybrid_prefix.mcore import HybridPrefixContext, HybridPrefixEngine, installation
+    from megatron_hybrid_prefix.mcore import HybridPrefixContext, HybridPrefixEngine
+    from megatron_hybrid_prefix.mcore.entrypoints import install as installation
 
     entry = replace(CONTRACT[0], name="gone")
     monkeypatch.setattr(contract, "CONTRACT", (entry,))
@@ -303,7 +305,7 @@ def in_table(base: type, name: str) -> bool:
 
 
 def row_for(base: type, name: str) -> str:
-    return f"add a row of {base.__module__}:{base.__name__} for {name!r} to mcore/upstream/contract.py"
+    return f"add a row of {base.__module__}:{base.__name__} for {name!r} to upstream/contract.py"
 
 
 def lacking_overrides(cls: type) -> list[str]:
@@ -389,7 +391,7 @@ def unknown_uses(text: str, where: str) -> list[str]:
     for use in scan.uses(text, where, base_of):
         if use.owner is None:
             if use.name not in names and use.name not in NOT_MEGATRONS:
-                found.append(f"{use.where}: {use.name} is private: add a row to mcore/upstream/contract.py")
+                found.append(f"{use.where}: {use.name} is private: add a row to upstream/contract.py")
         elif not use.known:
             found.append(f"{use.where}: neither our class nor {use.owner.__name__} has {use.name}")
         elif not in_table(use.owner, use.name) and use.name not in ("__init__", "__dict__", "__class__"):
@@ -433,7 +435,7 @@ class Ours:
 def test_every_import_from_megatrons_internals_is_in_the_table():
     owners = {entry.owner for entry in CONTRACT}
     rows = {(entry.owner, entry.name) for entry in CONTRACT}
-    replaced = {(r.owner, r.name) for r in (*table.HOST_MEGATRON, *table.HOST_ATTENTION, *table.FA4)}
+    replaced = {(r.owner, r.name) for r in (*patches.HOST_MEGATRON, *patches.HOST_ATTENTION, *patches.FA4)}
     lacking = []
     for path in scan.sources():
         for module, name in scan.imports(path.read_text(encoding="utf-8")):
@@ -445,7 +447,7 @@ def test_every_import_from_megatrons_internals_is_in_the_table():
             is_documented = any(module == m or (m.endswith(".") and module.startswith(m)) for m in DOCUMENTED)
             is_documented |= module.startswith("megatron.training.")
             if name.startswith("_") or not is_documented:
-                lacking.append(f"{path.name}: add a row of {module} for {name!r} to mcore/upstream/contract.py")
+                lacking.append(f"{path.name}: add a row of {module} for {name!r} to upstream/contract.py")
     assert lacking == [], "\n".join(lacking)
 
 

@@ -8,10 +8,10 @@ import random
 import pytest
 import torch
 
-from megatron_hybrid_prefix.host import arena as arenas
-from megatron_hybrid_prefix.host.arena import HostArena, choose_page_bytes, pin, unpin
-from megatron_hybrid_prefix.host.queue import HostQueue
-from megatron_hybrid_prefix.host.units import Kind, Tag, TransferUnit
+from megatron_hybrid_prefix.tiers import arena as arenas
+from megatron_hybrid_prefix.tiers.arena import HostArena, choose_page_bytes, pin, unpin
+from megatron_hybrid_prefix.tiers.queue import HostQueue
+from megatron_hybrid_prefix.tiers.units import Kind, Tag, TransferUnit
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BLOCKS, SLOTS, PAGES = 12, 10, 60

@@ -11,9 +11,10 @@ import pytest
 
 from megatron_hybrid_prefix import HybridPrefixConfig, install, installed, uninstall
 from megatron_hybrid_prefix.errors import UpstreamDriftError
-from megatron_hybrid_prefix.mcore import installation, table
-from megatron_hybrid_prefix.platform.rebinding import Rebinding
+from megatron_hybrid_prefix.mcore.entrypoints import install as installation
+from megatron_hybrid_prefix.mcore.entrypoints import patches
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer
+from megatron_hybrid_prefix.upstream.rebinding import Rebinding
 from tests.engine_helpers import random_tokens
 from tests.workers.launch import run_prepared
 
@@ -112,7 +113,7 @@ def test_uninstalling_restores_megatron(tiny):
     owners = [(cls, vars(cls)["__init__"]) for cls in upstream_classes()]
     install(PREFIX)
     install(PREFIX)
-    assert len(installation.installed_rebindings()) == len(table.CONSTRUCTORS) == 3
+    assert len(installation.installed_rebindings()) == len(patches.CONSTRUCTORS) == 3
     assert all(vars(cls)["__init__"] is not original for cls, original in owners)
     engine = ENGINE(tiny, CONFIG(tiny))
     uninstall()

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from megatron_hybrid_prefix import build_engine
-from megatron_hybrid_prefix.mcore import build
-from megatron_hybrid_prefix.mcore.context import HybridPrefixContext
-from megatron_hybrid_prefix.mcore.controller import HybridPrefixController
-from megatron_hybrid_prefix.mcore.engine import HybridPrefixEngine
+from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
+from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
+from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
+from megatron_hybrid_prefix.mcore.entrypoints import build
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from tests.engine_helpers import greedy, random_tokens, run_to_end
 

@@ -14,7 +14,7 @@ from tests.trace_helpers import made_up  # puts tools/ on the path
 
 import plan_capacity  # isort: skip
 from _capacity import sizes_of  # isort: skip
-from _console import InputError  # isort: skip
+from megatron_hybrid_prefix.console.terminal import InputError  # isort: skip
 
 TOOL = Path(plan_capacity.__file__)
 
@@ -123,7 +123,7 @@ def test_ranks_and_types():
 
 @pytest.mark.parametrize(("preset", "drafts"), [("tiny", 0), ("tiny-mtp", 0), ("tiny-mtp", 3)])
 def test_bytes_are_those_that_megatron_allocates(request, preset, drafts):
-    from megatron_hybrid_prefix.mcore.build import build_engine, mamba_state_config, state_bytes
+    from megatron_hybrid_prefix.mcore.entrypoints.build import build_engine, mamba_state_config, state_bytes
 
     model = request.getfixturevalue(preset.replace("-", "_"))
     sizes = sizes_of(preset)
@@ -203,7 +203,7 @@ def test_the_budgets_are_those_of_the_engine(tiny):
     """KV blocks that megatron makes of the same memory."""
     import argparse
 
-    from megatron_hybrid_prefix.mcore.build import build_engine
+    from megatron_hybrid_prefix.mcore.entrypoints.build import build_engine
 
     args = argparse.Namespace(max_requests=4, speculative_tokens=0, block_size_tokens=64)
     budget = plan_capacity.Budget(state_bytes=0, host_bytes=0, kv_bytes=int(0.01 * 2**30))

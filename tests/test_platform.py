@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron_hybrid_prefix.errors import PlatformError, UpstreamDriftError
-from megatron_hybrid_prefix.platform import active_rebindings, ensure_platform, table
-from megatron_hybrid_prefix.platform.rebinding import Applied, Placeholder, Rebinding, apply
+from megatron_hybrid_prefix.platform import active_rebindings, ensure_platform, patches
+from megatron_hybrid_prefix.upstream.rebinding import Applied, Placeholder, Rebinding, apply
 from tests.limits import HANG_S
 
 on_host = pytest.mark.skipif(torch.cuda.is_available(), reason="the host platform")
@@ -108,8 +108,8 @@ def test_what_needs_mamba_ssm_says_so(platform):
 
 @on_host
 def test_every_entry_of_the_table_is_active_and_says_why(platform):
-    entries = table.HOST_TORCH + table.HOST_MEGATRON + table.HOST_ATTENTION + table.NO_TRANSFORMER_ENGINE
-    entries += table.MAMBA_PARTS + table.NO_MAMBA_SSM
+    entries = patches.HOST_TORCH + patches.HOST_MEGATRON + patches.HOST_ATTENTION + patches.NO_TRANSFORMER_ENGINE
+    entries += patches.MAMBA_PARTS + patches.NO_MAMBA_SSM
     active = active_rebindings()
     assert set(entries) <= set(active)
     assert len({entry.symbol for entry in entries}) == len(entries)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_hybrid_prefix.mcore.coordinator import PrefixCoordinator
+from megatron_hybrid_prefix.mcore.ranks.coordinator import PrefixCoordinator
 
 RANKS = [b"first", b"second"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_hybrid_prefix.host.units import Kind
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, NO_SLOT
+from megatron_hybrid_prefix.tiers.units import Kind
 from tests.engine_helpers import random_tokens
 from tests.lifecycle_helpers import BLOCK, MODES, Served, tokens
 from tests.mutants import MUTANTS, mutated_resume
@@ -214,7 +214,7 @@ def spoil(served: Served, prompt: list[int], what: Kind) -> None:
 @pytest.mark.parametrize("chunk", mostly_slow([None, 100], None))
 @pytest.mark.parametrize("fault", ["kv bit", "state bit", "tag", "load raises", "store raises"])
 def test_a_fault_costs_time_only(model, mode, chunk, fault, caplog, monkeypatch):
-    from megatron_hybrid_prefix.host import arena as arenas
+    from megatron_hybrid_prefix.tiers import arena as arenas
 
     chunked = {} if chunk is None else {"enable_chunked_prefill": True, "max_tokens": chunk}
     served = small(model, async_sched_mode=mode, blocks=16, **chunked)
@@ -278,7 +278,7 @@ def test_a_full_arena_keeps_what_it_has_room_for(model):
 
 
 def test_no_pinned_memory_no_tier(model, monkeypatch, caplog):
-    from megatron_hybrid_prefix.mcore import host
+    from megatron_hybrid_prefix.mcore.state import moves as host
 
     def refuses(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("cannot allocate memory")
@@ -296,7 +296,7 @@ def test_no_pinned_memory_no_tier(model, monkeypatch, caplog):
 
 
 def test_without_host_memory_there_is_nothing(model, monkeypatch):
-    from megatron_hybrid_prefix.mcore import host
+    from megatron_hybrid_prefix.mcore.state import moves as host
 
     monkeypatch.setattr(host, "HostArena", None)  # would be called
     served = small(model, host_gb=0.0)

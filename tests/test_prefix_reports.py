@@ -316,8 +316,8 @@ def mixers_of(model: Any) -> list[Any]:
 def test_a_built_model_is_served_and_given_back(model, mode):
     from megatron.core.ssm.mamba_mixer import MambaMixer
 
+    from megatron_hybrid_prefix.layers.mamba2 import HybridPrefixPrefill
     from megatron_hybrid_prefix.mcore import restore_mixers, use_slot_mixers
-    from megatron_hybrid_prefix.mcore.mixer import HybridPrefixPrefill
 
     mixers = mixers_of(model)
     assert {type(mixer) for mixer in mixers} == {MambaMixer}

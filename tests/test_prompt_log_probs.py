@@ -17,7 +17,7 @@ import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore import build_upstream_engine
-from megatron_hybrid_prefix.mcore.controller import HybridPrefixController
+from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer
 from tests.drafts import forced_drafts

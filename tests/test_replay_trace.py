@@ -15,7 +15,7 @@ from tests.steps import steps
 from tests.trace_helpers import KINDS, made_up  # puts tools/ on the path
 
 import replay_trace  # isort: skip
-from _console import InputError  # isort: skip
+from megatron_hybrid_prefix.console.terminal import InputError  # isort: skip
 from _replay import Policy, ceiling_tokens, replay, unlimited_kv_blocks  # isort: skip
 from _traces import Trace, TraceRequest, read_trace  # isort: skip
 

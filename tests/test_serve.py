@@ -30,7 +30,6 @@ TOOL = ROOT / "tools" / "serve.py"
 sys.path.insert(0, str(TOOL.parent))
 
 import serve  # noqa: E402
-from _console import InputError  # noqa: E402
 from _serve_chat import ChatForm  # noqa: E402
 from _serve_metrics import Families, add_prefix_metrics  # noqa: E402
 from _serve_text import TextStream  # noqa: E402
@@ -38,6 +37,7 @@ from hypothesis import example, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine  # noqa: E402
+from megatron_hybrid_prefix.console.terminal import InputError  # noqa: E402
 from megatron_hybrid_prefix.metrics import PrefixStats  # noqa: E402
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer  # noqa: E402
 from tests.engine_helpers import LOG_PROB_NOISE, kv_budget, state_bytes  # noqa: E402

@@ -159,7 +159,7 @@ def test_pools_of_nothing(layers, checkpoint_slots):
 def test_one_rank_agrees_with_itself(platform):
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megatron_hybrid_prefix.mcore.agreement import min_over_model_ranks
+    from megatron_hybrid_prefix.mcore.ranks.agreement import min_over_model_ranks
 
     for groups in (None, ProcessGroupCollection.use_mpu_process_groups()):
         assert [min_over_model_ranks(value, groups) for value in (0, 7, None)] == [0, 7, None]

@@ -20,7 +20,9 @@ from queue import SimpleQueue
 from typing import Any
 
 from _bench_report import write_report
-from _console import (
+
+from megatron_hybrid_prefix.console.engine_options import positive_int
+from megatron_hybrid_prefix.console.terminal import (
     InputError,
     Interrupt,
     check_writable,
@@ -30,7 +32,6 @@ from _console import (
     split_names,
     write_whole,
 )
-from _engines import positive_int
 
 BENCH = Path(__file__).with_name("bench.py")
 KIND = "megatron_hybrid_prefix benchmarks"  # what the JSON says it is

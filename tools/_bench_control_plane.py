@@ -12,7 +12,8 @@ import _bench_index
 from _bench_base import MS, Scenario, size, tokens
 from _bench_engine import Contestant, greedy, timed_round
 from _bench_stats import Metric, Sample, median, rotated
-from _console import Stopped
+
+from megatron_hybrid_prefix.console.terminal import Stopped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

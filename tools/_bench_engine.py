@@ -10,8 +10,15 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from _bench_forced import forced_answers
-from _console import InputError, Stopped, as_input_errors, no_garbage_collection, one_line
-from _engines import ENGINES, cache_figures
+
+from megatron_hybrid_prefix.console.engine_options import ENGINES, cache_figures
+from megatron_hybrid_prefix.console.terminal import (
+    InputError,
+    Stopped,
+    as_input_errors,
+    no_garbage_collection,
+    one_line,
+)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from _console import InputError
+from megatron_hybrid_prefix.console.terminal import InputError
 
 
 @contextmanager

@@ -129,7 +129,7 @@ def _speeds(context: Any) -> dict[str, float]:
     """GB/s of loads and stores of what is in both tiers (so nothing changes), and of a plain copy of as many bytes."""
     import torch
 
-    from megatron_hybrid_prefix.host.units import Kind, TransferUnit
+    from megatron_hybrid_prefix.tiers.units import Kind, TransferUnit
 
     tier, arena = context.prefix_cache.host_tier, context.host_moves.arena
     nodes = [node for node in context.prefix_cache.nodes() if node.block_id >= 0 and node.host_block >= 0]

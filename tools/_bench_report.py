@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from _console import write_whole
+from megatron_hybrid_prefix.console.terminal import write_whole
 
 # Metrics that one axis can hold, by how their names end: the unit. Others are in the tables only.
 UNITS = {"_ms": "milliseconds", "tokens_per_second": "tokens a second", "_tokens": "tokens", "_gb_s": "GB/s"}

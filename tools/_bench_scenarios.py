@@ -19,7 +19,8 @@ from _bench_engine import Contestant
 from _bench_host import HostTier
 from _bench_sessions import FirstSighting, MultiTurn
 from _bench_stats import Metric, Sample, median, ratio
-from _engines import step_tokens
+
+from megatron_hybrid_prefix.console.engine_options import step_tokens
 
 # --- A shared prefix -------------------------------------------------------------------------------------------------
 

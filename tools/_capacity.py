@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from _console import InputError, as_input_errors, read_text
-
+from megatron_hybrid_prefix.console.terminal import InputError, as_input_errors, read_text
 from megatron_hybrid_prefix.models.config import PRESETS, HybridModelConfig
 from megatron_hybrid_prefix.pool.layout import StateComponent, StateLayout
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from _console import InputError, read_text
 from run_inference import common_tokens
+
+from megatron_hybrid_prefix.console.terminal import InputError, read_text
 
 # Ends of messages that are looked for in a prompt: those of the first message and of the last ones.
 _MOST_ENDS = 32

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from _console import EngineRun, InputError, printable, read_text, totals
 from rich.console import Console
 from rich.table import Table
+
+from megatron_hybrid_prefix.console.terminal import EngineRun, InputError, printable, read_text, totals
 
 # Failed requests that are named.
 _SHOW_FAILED = 4

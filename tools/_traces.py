@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from _console import InputError, read_text
-
+from megatron_hybrid_prefix.console.terminal import InputError, read_text
 from megatron_hybrid_prefix.index.keys import KEY_BYTES, KeyMaker
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer
 

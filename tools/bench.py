@@ -40,21 +40,9 @@ from _bench_base import Machine, Scenario
 from _bench_engine import Contestant, contestants
 from _bench_scenarios import SCENARIOS
 from _bench_stats import Metric, Sample, engine_table, plain_table, rotated, summarise
-from _console import (
-    ArgumentParser,
-    InputError,
-    Interrupt,
-    Stopped,
-    as_input_errors,
-    check_writable,
-    is_main_rank,
-    output_console,
-    printable,
-    progress,
-    run_command,
-    write_whole,
-)
-from _engines import (
+from rich.console import Console
+
+from megatron_hybrid_prefix.console.engine_options import (
     DEFAULT_MAMBA_GB,
     ENGINES,
     add_engine_options,
@@ -71,8 +59,20 @@ from _engines import (
     stop_requested,
     versions,
 )
-from rich.console import Console
-
+from megatron_hybrid_prefix.console.terminal import (
+    ArgumentParser,
+    InputError,
+    Interrupt,
+    Stopped,
+    as_input_errors,
+    check_writable,
+    is_main_rank,
+    output_console,
+    printable,
+    progress,
+    run_command,
+    write_whole,
+)
 from megatron_hybrid_prefix.errors import PlatformError
 
 EXIT_CRASHED = 1
@@ -277,7 +277,7 @@ class Bench:
 
 def machine_of(model: Any, args: argparse.Namespace) -> Machine:
     """Sizes of the model's KV blocks and states on this rank."""
-    from megatron_hybrid_prefix.mcore.build import mamba_state_config, state_bytes
+    from megatron_hybrid_prefix.mcore.entrypoints.build import mamba_state_config, state_bytes
 
     given = state_dtype_field(model, args.state_dtype).get("mamba_inference_state_config")
     states = given or mamba_state_config(model)

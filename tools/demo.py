@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import run_inference
-from _console import (
+
+from megatron_hybrid_prefix.console.terminal import (
     ArgumentParser,
     Interrupt,
     as_input_errors,
@@ -27,11 +28,10 @@ from _console import (
     run_command,
     write_whole,
 )
-
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-CONTEXT_FILES = ("mcore/build.py", "mcore/runner.py")
+CONTEXT_FILES = ("mcore/entrypoints/build.py", "mcore/runner.py")
 CONTEXT_BYTES = 8000  # cut by less than a block so that the repeated prompt ends where it should
 BLOCK_TOKENS = 256
 TAIL_TOKENS = 2

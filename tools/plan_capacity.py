@@ -25,7 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from _capacity import Sizes, sizes_of
-from _console import (
+from _replay import Policy, ceiling_tokens, replay
+from _traces import Trace, read_trace
+from rich.console import Console
+from rich.table import Table
+
+from megatron_hybrid_prefix._version import __version__
+from megatron_hybrid_prefix.console.engine_options import positive_float, positive_int, whole_number
+from megatron_hybrid_prefix.console.terminal import (
     ArgumentParser,
     InputError,
     Interrupt,
@@ -37,13 +44,6 @@ from _console import (
     run_command,
     write_whole,
 )
-from _engines import positive_float, positive_int, whole_number
-from _replay import Policy, ceiling_tokens, replay
-from _traces import Trace, read_trace
-from rich.console import Console
-from rich.table import Table
-
-from megatron_hybrid_prefix._version import __version__
 
 GIB = 2**30
 RAISED_BY = 0.25  # of all budgets together: what each budget in turn is raised by

@@ -27,7 +27,15 @@ from pathlib import Path
 from typing import Any
 
 from _capacity import Sizes, sizes_of
-from _console import (
+from _replay import ADMISSIONS, Policy, Replayed, ceiling_tokens, replay
+from _replay_plot import save_plot
+from _traces import Trace, read_trace
+from rich.console import Console
+from rich.table import Table
+
+from megatron_hybrid_prefix._version import __version__
+from megatron_hybrid_prefix.console.engine_options import positive_int, whole_number
+from megatron_hybrid_prefix.console.terminal import (
     ArgumentParser,
     InputError,
     Interrupt,
@@ -40,14 +48,6 @@ from _console import (
     run_command,
     write_whole,
 )
-from _engines import positive_int, whole_number
-from _replay import ADMISSIONS, Policy, Replayed, ceiling_tokens, replay
-from _replay_plot import save_plot
-from _traces import Trace, read_trace
-from rich.console import Console
-from rich.table import Table
-
-from megatron_hybrid_prefix._version import __version__
 
 EVICTIONS = ("replay_cost", "lru")
 DEFAULT_SLOTS = "64,256,1024,4096"

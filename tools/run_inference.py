@@ -40,7 +40,26 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from _console import (
+from _sessions import against_least, least_tokens, print_sessions, read_sessions
+from rich.console import Console
+
+from megatron_hybrid_prefix.console.engine_options import (
+    DEFAULT_MAMBA_GB,
+    ENGINES,
+    add_engine_options,
+    add_model_options,
+    cache_figures,
+    check_engine_options,
+    engine_fields,
+    engine_names,
+    plain,
+    positive_int,
+    started_platform,
+    state_dtype_field,
+    stop_requested,
+    versions,
+)
+from megatron_hybrid_prefix.console.terminal import (
     ArgumentParser,
     EngineRun,
     InputError,
@@ -60,25 +79,6 @@ from _console import (
     totals,
     write_whole,
 )
-from _engines import (
-    DEFAULT_MAMBA_GB,
-    ENGINES,
-    add_engine_options,
-    add_model_options,
-    cache_figures,
-    check_engine_options,
-    engine_fields,
-    engine_names,
-    plain,
-    positive_int,
-    started_platform,
-    state_dtype_field,
-    stop_requested,
-    versions,
-)
-from _sessions import against_least, least_tokens, print_sessions, read_sessions
-from rich.console import Console
-
 from megatron_hybrid_prefix.errors import PlatformError
 from megatron_hybrid_prefix.tokenizer import Tokenizer, load_tokenizer
 

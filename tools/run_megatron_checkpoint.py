@@ -29,7 +29,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from _console import (
+from megatron_hybrid_prefix import add_hybrid_prefix_args, hybrid_prefix_config_from_args
+from megatron_hybrid_prefix.console.engine_options import (
+    cache_figures,
+    plain,
+    positive_int,
+    started_platform,
+    stop_requested,
+    versions,
+)
+from megatron_hybrid_prefix.console.terminal import (
     ArgumentParser,
     EngineRun,
     InputError,
@@ -46,9 +55,6 @@ from _console import (
     totals,
     write_whole,
 )
-from _engines import cache_figures, plain, positive_int, started_platform, stop_requested, versions
-
-from megatron_hybrid_prefix import add_hybrid_prefix_args, hybrid_prefix_config_from_args
 from megatron_hybrid_prefix.errors import PlatformError
 
 # Arguments that start the platform, which has to be up before megatron's model code is imported.
@@ -105,10 +111,10 @@ def megatron_at_work(platform: Any) -> Iterator[None]:
 
 @contextmanager
 def host_for_cuda() -> Iterator[None]:
-    """What megatron.training asks of a GPU beside what its core does (see ``platform/table.py``)."""
+    """What megatron.training asks of a GPU beside what its core does (see ``platform/patches.py``)."""
     from torch.overrides import TorchFunctionMode
 
-    from megatron_hybrid_prefix.platform.rebinding import Applied, Rebinding, apply
+    from megatron_hybrid_prefix.upstream.rebinding import Applied, Rebinding, apply
 
     class HostForCuda(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -37,19 +37,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from _console import (
-    ArgumentParser,
-    InputError,
-    Interrupt,
-    Stopped,
-    as_input_errors,
-    has_other_ranks,
-    is_main_rank,
-    output_console,
-    read_text,
-    run_command,
-)
-from _engines import (
+from _serve_chat import load_chat_form
+
+from megatron_hybrid_prefix.config import HybridPrefixConfig
+from megatron_hybrid_prefix.console.engine_options import (
     DEFAULT_MAMBA_GB,
     add_engine_options,
     add_model_options,
@@ -61,9 +52,18 @@ from _engines import (
     stop_requested,
     whole_number,
 )
-from _serve_chat import load_chat_form
-
-from megatron_hybrid_prefix.config import HybridPrefixConfig
+from megatron_hybrid_prefix.console.terminal import (
+    ArgumentParser,
+    InputError,
+    Interrupt,
+    Stopped,
+    as_input_errors,
+    has_other_ranks,
+    is_main_rank,
+    output_console,
+    read_text,
+    run_command,
+)
 from megatron_hybrid_prefix.errors import PlatformError
 from megatron_hybrid_prefix.tokenizer import load_tokenizer
 
@@ -298,7 +298,7 @@ def serve_replicas(app_of: Callable[..., Any], engine: Any, platform: Any, liste
     """What rank 0 does where there are others: serves, ends all of them, returns the exit code."""
     from _serve_replicas import RankEngine, ReplicaLoop, SnapshotBoard, leave_in_time, own_address
 
-    from megatron_hybrid_prefix.mcore.coordinator import CoordinatorProcess
+    from megatron_hybrid_prefix.mcore.ranks.coordinator import CoordinatorProcess
 
     coordinator = CoordinatorProcess(engine, own_address())
     try:

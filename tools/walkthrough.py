@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from _bench_base import tokens
-from _console import ArgumentParser, Interrupt, check_writable, run_command, write_whole
 from bench import machine_of
 
 from megatron_hybrid_prefix import HybridPrefixConfig
+from megatron_hybrid_prefix.console.terminal import ArgumentParser, Interrupt, check_writable, run_command, write_whole
 from megatron_hybrid_prefix.metrics import PrefixStats
 
 BLOCK_TOKENS = 64

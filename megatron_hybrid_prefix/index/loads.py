@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megatron_hybrid_prefix.host.units import Kind, Tag
 from megatron_hybrid_prefix.index.blocks import KVBlocks
 from megatron_hybrid_prefix.index.host_tier import HostTier
 from megatron_hybrid_prefix.index.matcher import Match
@@ -16,6 +15,7 @@ from megatron_hybrid_prefix.index.store import PrefixStore
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, NO_SLOT, Node
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.pool.slots import SlotPool
+from megatron_hybrid_prefix.tiers.units import Kind, Tag
 
 
 class HostLoads:

@@ -8,23 +8,23 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from megatron_hybrid_prefix.mcore.build import build_engine, build_upstream_engine
-from megatron_hybrid_prefix.platform.megatron_version import check_version
+from megatron_hybrid_prefix.mcore.entrypoints.build import build_engine, build_upstream_engine
+from megatron_hybrid_prefix.upstream.version import check_version
 
 _PARTS = {
-    "add_hybrid_prefix_args": "arguments",
-    "build_engine_from_args": "arguments",
-    "hybrid_prefix_config_from_args": "arguments",
-    "HybridPrefixBlockAllocator": "blocks",
-    "HybridPrefixContext": "context",
-    "HybridPrefixController": "controller",
-    "HybridPrefixEngine": "engine",
-    "HybridPrefixMambaMixer": "mixer",
-    "install": "installation",
-    "installed": "installation",
-    "restore_mixers": "mixer",
-    "uninstall": "installation",
-    "use_slot_mixers": "mixer",
+    "add_hybrid_prefix_args": "mcore.entrypoints.arguments",
+    "build_engine_from_args": "mcore.entrypoints.arguments",
+    "hybrid_prefix_config_from_args": "mcore.entrypoints.arguments",
+    "HybridPrefixBlockAllocator": "mcore.context.blocks",
+    "HybridPrefixContext": "mcore.context.context",
+    "HybridPrefixController": "mcore.engine.controller",
+    "HybridPrefixEngine": "mcore.engine.engine",
+    "HybridPrefixMambaMixer": "layers.mamba2",
+    "install": "mcore.entrypoints.install",
+    "installed": "mcore.entrypoints.install",
+    "restore_mixers": "layers.mamba2",
+    "uninstall": "mcore.entrypoints.install",
+    "use_slot_mixers": "layers.mamba2",
 }
 
 __all__ = ["build_engine", "build_upstream_engine", *_PARTS]
@@ -33,6 +33,6 @@ __all__ = ["build_engine", "build_upstream_engine", *_PARTS]
 def __getattr__(name: str) -> Any:
     if name not in _PARTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if _PARTS[name] not in ("arguments", "installation"):  # the others import megatron
+    if _PARTS[name] not in ("mcore.entrypoints.arguments", "mcore.entrypoints.install"):  # the others import megatron
         check_version()
-    return getattr(import_module(f"megatron_hybrid_prefix.mcore.{_PARTS[name]}"), name)
+    return getattr(import_module(f"megatron_hybrid_prefix.{_PARTS[name]}"), name)

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_hybrid_prefix.errors import PlatformError
-from megatron_hybrid_prefix.platform import table
-from megatron_hybrid_prefix.platform.megatron_version import check_version
-from megatron_hybrid_prefix.platform.rebinding import Applied, Placeholder, Rebinding, apply
+from megatron_hybrid_prefix.platform import patches
+from megatron_hybrid_prefix.upstream.rebinding import Applied, Placeholder, Rebinding, apply
+from megatron_hybrid_prefix.upstream.version import check_version
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ def shut_down() -> None:
 def _replace_what_is_missing(use_cuda: bool) -> tuple[str, str, str]:
     """Apply the tables that this machine needs; returns names of (attention, mamba kernels, layers)."""
     if not use_cuda:
-        apply(table.HOST_TORCH, _applied)
+        apply(patches.HOST_TORCH, _applied)
     imported_before = _MIXER in sys.modules
     try:
         with warnings.catch_warnings():
@@ -196,11 +196,11 @@ def _replace_what_is_missing(use_cuda: bool) -> tuple[str, str, str]:
     )
     rebindings: tuple[Rebinding, ...] = ()
     if not has_parts:
-        rebindings += table.MAMBA_PARTS
+        rebindings += patches.MAMBA_PARTS
     if not has_mamba_ssm:
-        rebindings += table.NO_MAMBA_SSM
+        rebindings += patches.NO_MAMBA_SSM
     if not use_cuda:
-        rebindings += table.HOST_MEGATRON + table.HOST_ATTENTION
+        rebindings += patches.HOST_MEGATRON + patches.HOST_ATTENTION
         attention, mamba = "gather (PyTorch)", "PyTorch"
     else:
         mamba = (
@@ -210,18 +210,18 @@ def _replace_what_is_missing(use_cuda: bool) -> tuple[str, str, str]:
             logger.warning("%s was imported before ensure_platform(): the installed mamba-ssm is not used", _MIXER)
         if upstream_attention.HAVE_FA4:
             attention = "FA4"
-            rebindings += table.FA4
+            rebindings += patches.FA4
         elif upstream_attention.HAVE_FA3:
             attention = "FA3"
         elif upstream_attention.flash_attn_varlen_func is not None:
             attention = "flash-attention 2"
         else:
-            rebindings += table.CUDA_GATHERING_ATTENTION
+            rebindings += patches.CUDA_GATHERING_ATTENTION
             attention = "gather + torch varlen"
     # On the host Transformer Engine cannot run even where it is installed.
     has_te = HAVE_TE and use_cuda
     if not has_te:
-        rebindings += table.NO_TRANSFORMER_ENGINE
+        rebindings += patches.NO_TRANSFORMER_ENGINE
     apply(rebindings, _applied)
     return attention, mamba, "Transformer Engine" if has_te else "local"
 
@@ -232,7 +232,7 @@ def _stand_in_for_extensions() -> bool:
     Returns:
         Whether all are there.
     """
-    missing = [p for p in table.COMPILED_EXTENSIONS if importlib.util.find_spec(p.name) is None]
+    missing = [p for p in patches.COMPILED_EXTENSIONS if importlib.util.find_spec(p.name) is None]
     for placeholder in missing:
         if importlib.util.find_spec(placeholder.package) is not None:
             _applied.add_placeholder(placeholder)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
-from megatron_hybrid_prefix.host.units import Kind
 from megatron_hybrid_prefix.index.requests import Admission, LiveRequest, StepPlan
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, NO_SLOT
 from megatron_hybrid_prefix.policy.boundaries import Reason
 from megatron_hybrid_prefix.pool.slots import SlotState
+from megatron_hybrid_prefix.tiers.units import Kind
 
 Salt = tuple[str | None, str | None]  # cache_salt, adapter
 History = tuple[tuple[int, int], ...]  # (token, weights epoch it was computed under), from position 0

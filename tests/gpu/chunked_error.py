@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
-from megatron_hybrid_prefix.mcore.build import build_upstream_engine, mamba_state_config
+from megatron_hybrid_prefix.mcore.entrypoints.build import build_upstream_engine, mamba_state_config
 from megatron_hybrid_prefix.models import HybridModelConfig, build_hybrid_model, get_preset
 from megatron_hybrid_prefix.models.weights import mark_decode_caches_stale
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.errors import RankDisagreementError
-from megatron_hybrid_prefix.mcore.agreement import min_over_model_ranks
+from megatron_hybrid_prefix.mcore.ranks.agreement import min_over_model_ranks
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.engine_helpers import greedy, random_tokens, run_to_end

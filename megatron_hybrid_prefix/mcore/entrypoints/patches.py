@@ -1,4 +1,4 @@
-"""Every name of megatron that the cache replaces. (What a machine lacks: ``platform/table.py``.)"""
+"""Every name of megatron that the cache replaces. (What a machine lacks: ``platform/patches.py``.)"""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from megatron_hybrid_prefix.platform.rebinding import Rebinding
+from megatron_hybrid_prefix.upstream.rebinding import Rebinding
 
 _CONTEXT = "megatron.core.inference.contexts.dynamic_context:DynamicInferenceContext"
 _CONTROLLER = "megatron.core.inference.text_generation_controllers.text_generation_controller:TextGenerationController"
@@ -38,8 +38,8 @@ def _our_context(original: Callable[..., None]) -> Callable[..., None]:
     from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 
     def __init__(self: Any, model_config: Any, inference_config: Any) -> None:
-        from megatron_hybrid_prefix.mcore.context import HybridPrefixContext
-        from megatron_hybrid_prefix.mcore.installation import installed_prefix
+        from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
+        from megatron_hybrid_prefix.mcore.entrypoints.install import installed_prefix
         from megatron_hybrid_prefix.platform import replace_names
 
         prefix = installed_prefix()
@@ -65,7 +65,7 @@ def _our_controller(original: Callable[..., None]) -> Callable[..., None]:
     from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 
     def __init__(self: Any, inference_wrapped_model: Any, tokenizer: Any) -> None:
-        from megatron_hybrid_prefix.mcore.controller import HybridPrefixController
+        from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
 
         context = inference_wrapped_model.inference_context
         if type(self) is TextGenerationController and getattr(context, "prefix_cache", None) is not None:
@@ -79,7 +79,7 @@ def _our_engine(original: Callable[..., None]) -> Callable[..., None]:
     from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
 
     def __init__(self: Any, controller: Any, context: Any) -> None:
-        from megatron_hybrid_prefix.mcore.engine import HybridPrefixEngine
+        from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
 
         if getattr(context, "prefix_cache", None) is None or isinstance(self, HybridPrefixEngine):
             original(self, controller=controller, context=context)

@@ -25,12 +25,12 @@ from megatron.core.inference.inference_request import (
 )
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
-from megatron_hybrid_prefix.mcore.coalesce import Coalescing
-from megatron_hybrid_prefix.mcore.context import HybridPrefixContext
-from megatron_hybrid_prefix.mcore.coordinator import meet_subscribers
-from megatron_hybrid_prefix.mcore.log_probs import StepLogProbs, cut_to_tokens
-from megatron_hybrid_prefix.mcore.mixer import use_slot_mixers
-from megatron_hybrid_prefix.mcore.upstream.contract import check_contract
+from megatron_hybrid_prefix.layers.mamba2 import use_slot_mixers
+from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
+from megatron_hybrid_prefix.mcore.engine.coalesce import Coalescing
+from megatron_hybrid_prefix.mcore.engine.log_probs import StepLogProbs, cut_to_tokens
+from megatron_hybrid_prefix.mcore.ranks.coordinator import meet_subscribers
+from megatron_hybrid_prefix.upstream.contract import check_contract
 
 if TYPE_CHECKING:
     from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext

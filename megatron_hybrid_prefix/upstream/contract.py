@@ -3,7 +3,7 @@
 `CONTRACT` is the one table of it. Each row says what the name is to us (see `check.Entry`), in which of our modules it is
 used, and what for. `check_contract` compares the table with the installed version before the first engine is built: a name
 that upstream renamed would otherwise leave an override an orphan, without a word. Not in it: the names that are replaced
-(``platform/table.py``, ``mcore/table.py``), which are checked when they are, and megatron's documented ways to build models.
+(``platform/patches.py``, ``mcore/entrypoints/patches.py``), which are checked when they are, and megatron's documented ways to build models.
 
 A row is to be added here when a test of ``tests/test_contract.py`` asks for it. Longer than 400 lines because it is one table.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 
 from megatron_hybrid_prefix.errors import UpstreamDriftError
-from megatron_hybrid_prefix.mcore.upstream.check import (
+from megatron_hybrid_prefix.upstream.check import (
     Entry,
     attributes,
     calls,
@@ -27,7 +27,7 @@ from megatron_hybrid_prefix.mcore.upstream.check import (
     rows_of,
     wraps,
 )
-from megatron_hybrid_prefix.platform.megatron_version import REMEDY, check_version
+from megatron_hybrid_prefix.upstream.version import REMEDY, check_version
 
 _INFERENCE = "megatron.core.inference"
 _CONTEXTS = f"{_INFERENCE}.contexts"
@@ -42,152 +42,182 @@ _SSM = "megatron.core.ssm"
 CONTEXT = rows_of(
     f"{_CONTEXTS}.dynamic_context:DynamicInferenceContext",
     overrides(
-        "__init__", "(self, model_config, inference_config)", "mcore/context mcore/build", "the cache is made after it"
+        "__init__",
+        "(self, model_config, inference_config)",
+        "mcore/context/context mcore/entrypoints/build",
+        "the cache is made after it",
     ),
     overrides(
-        "_allocate_mamba_states", "(self)", "mcore/context", "live states and checkpoints in one tensor a component"
+        "_allocate_mamba_states",
+        "(self)",
+        "mcore/context/context",
+        "live states and checkpoints in one tensor a component",
     ),
     overrides(
         "_compute_prefix_match",
         "(self, req, prefill_chunk_length, record_mamba_match=False)",
-        "mcore/context",
+        "mcore/context/context",
         "what of a prompt is cached is asked of our cache",
     ),
     overrides(
         "check_availability",
         "(self, req)",
-        "mcore/context mcore/engine",
+        "mcore/context/context mcore/engine/engine",
         "whether there is room, cached blocks included",
     ),
     overrides(
         "add_request",
         "(self, req, prefill_chunk_length=None)",
-        "mcore/context mcore/runner",
+        "mcore/context/context mcore/runner",
         "admission, and the step's plan",
     ),
     wraps(
         "initialize_attention_state",
         "(self, *, construct_graph_dimensions=None, is_expert_parallel_dummy_cuda_graph_step=False, "
         "transfer_bookkeeping_to_gpu=True, record_bookkeeping_done_event=False)",
-        "mcore/context",
+        "mcore/context/context",
         "a forward begins: ranks compare their decisions, prefills of one token are allowed",
     ),
     overrides(
         "transfer_bookkeeping_to_gpu",
         "(self, skip_token_input_ids=False, record_done_event=False)",
-        "mcore/context",
+        "mcore/context/context",
         "sources and targets of the states are copied first, loads from the host waited for",
     ),
     overrides(
         "update_requests",
         "(self, active_requests_mask, new_tokens, new_speculative_tokens=None)",
-        "mcore/context",
+        "mcore/context/context",
         "the forward succeeded (legacy scheduling): what it wrote is published",
     ),
     wraps(
         "calculate_log_probs_tensors",
         "(self, logits, new_tokens, only_last_token_logits=False, sampling=None, row_to_request=None)",
-        "mcore/context",
+        "mcore/context/context",
         "without the rows that only pad a step",
     ),
-    overrides("resolve_requests", "(self, active_requests_mask)", "mcore/context", "the same, asynchronous scheduling"),
-    overrides("prepare_requests", "(self)", "mcore/context", "the next decode: filled blocks get their keys"),
-    overrides("can_prepare_requests", "(self)", "mcore/context", "not between two chunks of a prompt"),
+    overrides(
+        "resolve_requests", "(self, active_requests_mask)", "mcore/context/context", "the same, asynchronous scheduling"
+    ),
+    overrides("prepare_requests", "(self)", "mcore/context/context", "the next decode: filled blocks get their keys"),
+    overrides("can_prepare_requests", "(self)", "mcore/context/context", "not between two chunks of a prompt"),
     wraps(
         "evict_overflow_paused_requests",
         "(self, active_request_count, next_tokens, new_speculative_tokens=None)",
-        "mcore/context",
+        "mcore/context/context",
         "preempted requests leave on the host what they computed",
     ),
     overrides(
         "release_memory_blocks_from_request_indexes",
         "(self, request_indexes)",
-        "mcore/context",
+        "mcore/context/context",
         "requests end: what has a key stays cached",
     ),
     wraps(
         "reset_metadata",
         "(self, preserve_prefix_cache=False, *, preserve_counters=False)",
-        "mcore/context",
+        "mcore/context/context",
         "KV and states are forgotten together",
     ),
     overrides(
-        "deallocate_inference_state_buffers", "(self)", "mcore/context", "the pool lets go of megatron's tensors"
+        "deallocate_inference_state_buffers",
+        "(self)",
+        "mcore/context/context",
+        "the pool lets go of megatron's tensors",
     ),
     calls(
         "get_index_of_chunked_prefill_request",
         "(self, safe=True)",
-        "mcore/context mcore/controller mcore/engine",
+        "mcore/context/context mcore/engine/controller mcore/engine/engine",
         "whether its row is hidden",
     ),
-    calls("is_decode_only", "(self)", "mcore/context", "whether a step prefills"),
-    calls("round_up_tokens", "(value, tp_size=None)", "mcore/build", "a step's tokens as megatron pads them"),
-    attributes("_max_mamba_chunks", "mcore/context", "replaced by a property: our grid of chunks can need more"),
-    attributes("_pending_mamba_zeros", "mcore/context", "a state that resumes must not be zeroed"),
-    attributes("_pending_mamba_transfer", "mcore/context", "whether a step has prefill metadata to copy"),
+    calls("is_decode_only", "(self)", "mcore/context/context", "whether a step prefills"),
+    calls(
+        "round_up_tokens", "(value, tp_size=None)", "mcore/entrypoints/build", "a step's tokens as megatron pads them"
+    ),
+    attributes(
+        "_max_mamba_chunks", "mcore/context/context", "replaced by a property: our grid of chunks can need more"
+    ),
+    attributes("_pending_mamba_zeros", "mcore/context/context", "a state that resumes must not be zeroed"),
+    attributes("_pending_mamba_transfer", "mcore/context/context", "whether a step has prefill metadata to copy"),
     attributes(
         "_cpu_mamba_batch_indices_decode _cpu_mamba_batch_indices_prefill _cpu_mamba_seq_idx _cpu_mamba_cu_seqlens "
         "_cpu_mamba_cu_chunk_seqlens _cpu_mamba_last_chunk_indices _cpu_mamba_seq_idx_for_varlen _cpu_mamba_conv_seq_idx "
         "_cpu_mamba_conv_seq_start gpu_view",
-        "mcore/context",
+        "mcore/context/context",
         "buffers that Mamba metadata is bound to",
     ),
     attributes(
         "mamba_conv_states mamba_ssm_states mamba_intermediate_conv_states mamba_intermediate_ssm_states",
-        "mcore/context",
+        "mcore/context/context",
         "set by our allocation, read by megatron's layers",
     ),
     attributes(
         "_offloadable_tensor_names _offloadable_cpu_backups _uses_torch_memory_saver unified_memory_level "
         "kv_cache_management_mode is_tensor_state_allocated",
-        "mcore/context",
+        "mcore/context/context",
         "suspended engines give their memory back, the states' too",
     ),
     attributes(
         "mamba_metadata mamba_chunk_size num_mamba_layers mamba_conv_states_shape mamba_conv_states_dtype "
         "mamba_ssm_states_shape mamba_ssm_states_dtype is_hybrid_model",
-        "mcore/context",
+        "mcore/context/context",
         "what a state is, and where each request has its own",
     ),
-    attributes("memory_buffer cache_mla_latent", "mcore/host mcore/verify", "KV blocks are moved, and compared"),
-    attributes("enable_prefix_caching kv_block_allocator config", "mcore/context", "switched on, replaced, read"),
     attributes(
-        "block_size_tokens max_requests max_tokens max_sequence_length num_speculative_tokens", "mcore/context", "sizes"
+        "memory_buffer cache_mla_latent", "mcore/state/moves mcore/context/verify", "KV blocks are moved, and compared"
+    ),
+    attributes(
+        "enable_prefix_caching kv_block_allocator config", "mcore/context/context", "switched on, replaced, read"
+    ),
+    attributes(
+        "block_size_tokens max_requests max_tokens max_sequence_length num_speculative_tokens",
+        "mcore/context/context",
+        "sizes",
     ),
     attributes(
         "request_ids request_query_lengths request_in_prefill_status_tensor request_output_lengths "
         "request_kv_length_offsets request_kv_block_counts request_last_kv_block_id request_last_kv_block_offset "
         "request_to_kv_block_ids request_metadata",
-        "mcore/context",
+        "mcore/context/context",
         "all that has a row a request: rows are moved by us, too",
     ),
     attributes(
         "total_request_count paused_request_count num_prefill_requests active_token_count chunked_prefill_request_id "
         "paused_tokens paused_speculative_tokens",
-        "mcore/context",
+        "mcore/context/context",
         "which rows there are",
     ),
-    attributes("active_request_metadata", "mcore/controller", "what active requests ask for, by row"),
-    attributes("token_to_input_ids", "mcore/decode", "tokens of a forward, from which those of an answer are known"),
-    attributes("token_to_block_idx token_to_pos_ids token_to_request_idx", "mcore/context", "where tokens' KV goes"),
-    attributes("active_attn_metadata", "mcore/context", "of attention, in a step"),
+    attributes("active_request_metadata", "mcore/engine/controller", "what active requests ask for, by row"),
+    attributes(
+        "token_to_input_ids", "mcore/context/decode", "tokens of a forward, from which those of an answer are known"
+    ),
+    attributes(
+        "token_to_block_idx token_to_pos_ids token_to_request_idx", "mcore/context/context", "where tokens' KV goes"
+    ),
+    attributes("active_attn_metadata", "mcore/context/context", "of attention, in a step"),
     attributes("lifetime_prefill_token_count", "mcore/runner", "what a prefill computed"),
     attributes(
         "prefix_cache_hits prefix_cache_blocks_matched prefix_cache_prefill_computed_tokens "
         "prefix_cache_prefill_skipped_tokens",
-        "mcore/engine",
+        "mcore/engine/engine",
         "figures of a step, dropped with it",
     ),
     attributes("mamba_slot_allocator", "tools/_bench_engine", "of megatron's own cache, to say its size"),
-    marks("_mamba_num_matched_blocks", "mcore/context", "set on a request with its match, as megatron does"),
+    marks("_mamba_num_matched_blocks", "mcore/context/context", "set on a request with its match, as megatron does"),
 )
 
 CONTEXT_PARTS = rows_of(
     f"{_CONTEXTS}.dynamic_context",
-    keys("mha_metadata", "mcore/context", "of `active_attn_metadata`"),
-    classes("ContextOverflowError BlockOverflowError TokenOverflowError", "mcore/context", "why there is no room"),
+    keys("mha_metadata", "mcore/context/context", "of `active_attn_metadata`"),
+    classes(
+        "ContextOverflowError BlockOverflowError TokenOverflowError", "mcore/context/context", "why there is no room"
+    ),
     calls(
-        "RequestOverflowError", "(request_id, message=None, *, is_transient=True)", "mcore/context", "no row is free"
+        "RequestOverflowError",
+        "(request_id, message=None, *, is_transient=True)",
+        "mcore/context/context",
+        "no row is free",
     ),
 )
 
@@ -196,34 +226,36 @@ BLOCKS = rows_of(
     overrides(
         "__init__",
         "(self, context, total_count, paused_count, enable_prefix_caching=False, prefix_caching_eviction_policy=...)",
-        "mcore/blocks",
+        "mcore/context/blocks",
         "not called: sets the same attributes, without its books",
     ),
-    overrides("allocate_memory_blocks", "(self, num_blocks)", "mcore/blocks", "blocks are asked of the cache"),
-    overrides("release_memory_blocks", "(self, blocks)", "mcore/blocks", "and go back to it"),
+    overrides("allocate_memory_blocks", "(self, num_blocks)", "mcore/context/blocks", "blocks are asked of the cache"),
+    overrides("release_memory_blocks", "(self, blocks)", "mcore/context/blocks", "and go back to it"),
     overrides(
         "is_memory_available",
         "(self, num_blocks, potential_matched_count=0)",
-        "mcore/blocks",
+        "mcore/context/blocks",
         "evictable ones included",
     ),
-    overrides("get_evictable_block_count", "(self)", "mcore/blocks", "cached blocks that nobody holds"),
-    overrides("evict_lru_blocks", "(self, num_blocks_needed)", "mcore/blocks", "the cache evicts"),
-    overrides("update_timestamps", "(self, block_ids)", "mcore/blocks", "the cache has its own clocks"),
+    overrides("get_evictable_block_count", "(self)", "mcore/context/blocks", "cached blocks that nobody holds"),
+    overrides("evict_lru_blocks", "(self, num_blocks_needed)", "mcore/context/blocks", "the cache evicts"),
+    overrides("update_timestamps", "(self, block_ids)", "mcore/context/blocks", "the cache has its own clocks"),
     wraps(
         "register_kv_block_hashes",
         "(self, block_ids, block_hashes, parent_hashes=None)",
-        "mcore/blocks",
+        "mcore/context/blocks",
         "nothing becomes matchable before its forward succeeded",
     ),
-    overrides("reset", "(self)", "mcore/blocks", "forgets blocks and states"),
+    overrides("reset", "(self)", "mcore/context/blocks", "forgets blocks and states"),
     attributes(
-        "total_avail kv_hash_to_block_id block_ref_counts", "mcore/blocks", "replaced by properties: the cache's"
+        "total_avail kv_hash_to_block_id block_ref_counts",
+        "mcore/context/blocks",
+        "replaced by properties: the cache's",
     ),
     attributes(
         "context enable_prefix_caching prefix_caching_eviction_policy on_blocks_deregistered total_count paused_count "
         "active_count dummy_block_idx block_routing",
-        "mcore/blocks",
+        "mcore/context/blocks",
         "set in place of its constructor, for those who read them",
     ),
 )
@@ -233,84 +265,95 @@ METADATA = rows_of(
     overrides(
         "__init__",
         "(self, max_requests, max_tokens, *, max_intermediate_count, mamba_chunk_size=128, d_conv=0)",
-        "mcore/metadata",
+        "mcore/state/metadata",
         "pinned buffers of our own beside its",
     ),
     wraps(
         "compute_cpu_metadata",
         "(self, active_mamba_indices, token_to_request_idx, cpu_cu_query, batch_dimensions, padded_batch_dimensions, "
         "enable_chunked_prefill, intermediate_offsets_gpu=None, intermediate_counts_gpu=None)",
-        "mcore/metadata",
+        "mcore/state/metadata",
         "chunks are cut on the absolute grid, sources and targets added",
     ),
-    overrides("load_from_cpu", "(self, d)", "mcore/metadata", "and given to the step"),
+    overrides("load_from_cpu", "(self, d)", "mcore/state/metadata", "and given to the step"),
     wraps(
         "_update_intermediate_metadata",
         "(self, intermediate_offsets_gpu, intermediate_counts_gpu, real_prefill_count, padded_prefill_count, "
         "cu_seqlens_gpu=None)",
-        "mcore/metadata",
+        "mcore/state/metadata",
         "switched off: megatron's extraction of states",
     ),
-    attributes("intermediate_chunk_indices", "mcore/metadata", "replaced by a property: to read it is an error"),
-    attributes("_cpu_bufs", "mcore/metadata", "its pinned buffers, where chunks are written"),
-    calls("bind_cpu_buffers", "(self, bufs)", "mcore/context", "as megatron's allocation does"),
-    calls("bind_gpu_buffers", "(self, gpu_view)", "mcore/context", "as megatron's allocation does"),
-    calls("free_slots", "(self, request_indices)", "mcore/context", "live states of requests that ended"),
-    attributes("request_to_mamba_state_idx", "mcore/context mcore/decode", "the live state of each row"),
-    attributes("mamba_state_free_slots mamba_state_free_slot_count", "mcore/context", "live states that are free"),
-    attributes("device mamba_chunk_size max_requests max_tokens", "mcore/metadata", "sizes"),
-    attributes("max_chunks", "mcore/metadata", "set again: of our grid"),
-    attributes("cu_seqlens conv_seq_idx conv_seq_start cu_chunk_seqlens", "mcore/mixer", "of the step"),
-    attributes("last_chunk_indices seq_idx_for_varlen", "mcore/scan", "of the step"),
-    keys("padded_max_chunks padded_prefill_count", "mcore/metadata", "in what `compute_cpu_metadata` returns"),
+    attributes("intermediate_chunk_indices", "mcore/state/metadata", "replaced by a property: to read it is an error"),
+    attributes("_cpu_bufs", "mcore/state/metadata", "its pinned buffers, where chunks are written"),
+    calls("bind_cpu_buffers", "(self, bufs)", "mcore/context/context", "as megatron's allocation does"),
+    calls("bind_gpu_buffers", "(self, gpu_view)", "mcore/context/context", "as megatron's allocation does"),
+    calls("free_slots", "(self, request_indices)", "mcore/context/context", "live states of requests that ended"),
+    attributes(
+        "request_to_mamba_state_idx", "mcore/context/context mcore/context/decode", "the live state of each row"
+    ),
+    attributes(
+        "mamba_state_free_slots mamba_state_free_slot_count", "mcore/context/context", "live states that are free"
+    ),
+    attributes("device mamba_chunk_size max_requests max_tokens", "mcore/state/metadata", "sizes"),
+    attributes("max_chunks", "mcore/state/metadata", "set again: of our grid"),
+    attributes("cu_seqlens conv_seq_idx conv_seq_start cu_chunk_seqlens", "layers/mamba2", "of the step"),
+    attributes("last_chunk_indices seq_idx_for_varlen", "layers/mamba2_scan", "of the step"),
+    keys("padded_max_chunks padded_prefill_count", "mcore/state/metadata", "in what `compute_cpu_metadata` returns"),
 )
 
 ATTENTION_METADATA = rows_of(
     f"{_CONTEXTS}.attention_context.mha_metadata:MHAMetadata",
-    attributes("_max_seqlen_q state_data", "mcore/context", "raised to 2 for a prefill of one token"),
-    keys("max_seqlen_q", "mcore/context", "in `state_data`"),
+    attributes("_max_seqlen_q state_data", "mcore/context/context", "raised to 2 for a prefill of one token"),
+    keys("max_seqlen_q", "mcore/context/context", "in `state_data`"),
 )
 
 BATCH = rows_of(
     f"{_INFERENCE}.batch_dimensions_utils:InferenceBatchDimensions",
-    attributes("prefill_req_count token_count", "mcore/metadata", "of a step, padded or not"),
+    attributes("prefill_req_count token_count", "mcore/state/metadata", "of a step, padded or not"),
 )
 
 # -- the engine, its requests, its controller ----------------------------------------------------------------------------
 
 ENGINE = rows_of(
     f"{_INFERENCE}.engines.dynamic_engine:DynamicInferenceEngine",
-    overrides("__init__", "(self, controller, context)", "mcore/engine", "mixers and coalescing"),
-    overrides("reset", "(self)", "mcore/engine mcore/runner tools/_serve_engine", "drops what is pending, too"),
-    overrides("suspend", "(self)", "mcore/engine", "requests that are over stay so"),
-    wraps("create_cuda_graphs", "(self, reset_context=True)", "mcore/engine", "a capture resets the context"),
+    overrides("__init__", "(self, controller, context)", "mcore/engine/engine", "mixers and coalescing"),
+    overrides("reset", "(self)", "mcore/engine/engine mcore/runner tools/_serve_engine", "drops what is pending, too"),
+    overrides("suspend", "(self)", "mcore/engine/engine", "requests that are over stay so"),
+    wraps("create_cuda_graphs", "(self, reset_context=True)", "mcore/engine/engine", "a capture resets the context"),
     wraps(
         "start_listening_to_data_parallel_coordinator",
         "async (self, inference_coordinator_port=None, launch_inference_coordinator=True, *, hostname=None, "
         "coordinator_schedule_output_path=None, loop=None)",
-        "mcore/engine tools/_serve_replicas",
+        "mcore/engine/engine tools/_serve_replicas",
         "ranks meet before they serve",
     ),
     overrides(
         "add_request",
         "(self, request_id, prompt, sampling_params=None)",
-        "mcore/engine mcore/runner tools/_serve_engine",
+        "mcore/engine/engine mcore/runner tools/_serve_engine",
         "the prompt's tokens stay on the host",
     ),
-    overrides("_add_request", "(self, request)", "mcore/engine", "keys are made on arrival"),
-    overrides("_handle_failed_request", "(self, request_id)", "mcore/engine", "refused requests have our record, too"),
-    overrides("has_unfinished_requests", "(self)", "mcore/engine mcore/runner", "also what is to be handed out"),
+    overrides("_add_request", "(self, request)", "mcore/engine/engine", "keys are made on arrival"),
     overrides(
-        "schedule_waiting_requests", "(self)", "mcore/engine", "aborts, coalescing, loads, starts beside a chunk"
+        "_handle_failed_request", "(self, request_id)", "mcore/engine/engine", "refused requests have our record, too"
     ),
-    overrides("_should_run_async_sched_overlap", "(self)", "mcore/engine", "not where something has to happen between"),
+    overrides("has_unfinished_requests", "(self)", "mcore/engine/engine mcore/runner", "also what is to be handed out"),
     overrides(
-        "_check_stop_words_for_request_post_append", "(self, request)", "mcore/engine", "stop words across a preemption"
+        "schedule_waiting_requests", "(self)", "mcore/engine/engine", "aborts, coalescing, loads, starts beside a chunk"
+    ),
+    overrides(
+        "_should_run_async_sched_overlap", "(self)", "mcore/engine/engine", "not where something has to happen between"
+    ),
+    overrides(
+        "_check_stop_words_for_request_post_append",
+        "(self, request)",
+        "mcore/engine/engine",
+        "stop words across a preemption",
     ),
     overrides(
         "_get_and_clear_stop_word_finished_ids",
         "(self, active_request_ids)",
-        "mcore/engine",
+        "mcore/engine/engine",
         "log-probs of a stop word; loads that failed leave this way",
     ),
     wraps(
@@ -318,32 +361,43 @@ ENGINE = rows_of(
         "(self, request_ids, finished_request_ids, evict_request_ids, step_time, sample, accepted_tokens, log_probs, "
         "consumed_chunked_prefill_request_id, top_n_logprobs=None, pre_fwd_active_token_count=None, "
         "pre_fwd_step_count=None, finished_routing_block_ids=None)",
-        "mcore/engine",
+        "mcore/engine/engine",
         "requests that start over did not finish",
     ),
-    overrides("async_forward", "async (self)", "mcore/engine", "a forward that raised publishes nothing"),
-    attributes("_generation_epoch", "mcore/engine", "replaced by a property: new weights invalidate the cache"),
-    calls("_can_schedule_chunked_prefill", "(self, req)", "mcore/engine", "whether anybody is admitted in this round"),
-    calls("_notify_cond_for_new_request", "async (self)", "mcore/engine", "after an admission of our own"),
-    calls("get_request", "(self, request_id)", "mcore/engine", "the newest part of a request"),
+    overrides("async_forward", "async (self)", "mcore/engine/engine", "a forward that raised publishes nothing"),
+    attributes("_generation_epoch", "mcore/engine/engine", "replaced by a property: new weights invalidate the cache"),
+    calls(
+        "_can_schedule_chunked_prefill",
+        "(self, req)",
+        "mcore/engine/engine",
+        "whether anybody is admitted in this round",
+    ),
+    calls("_notify_cond_for_new_request", "async (self)", "mcore/engine/engine", "after an admission of our own"),
+    calls("get_request", "(self, request_id)", "mcore/engine/engine", "the newest part of a request"),
     calls("step_modern", "(self)", "mcore/runner tools/_serve_engine", "one step"),
     calls("wait_until", "async (self, state)", "tools/_serve_replicas", "for the engine's end"),
-    attributes("_loop", "mcore/engine", "its asyncio loop, to notify in"),
-    attributes("_prefix_coordination_waits", "mcore/engine", "its figure of requests that are held back"),
+    attributes("_loop", "mcore/engine/engine", "its asyncio loop, to notify in"),
+    attributes("_prefix_coordination_waits", "mcore/engine/engine", "its figure of requests that are held back"),
     attributes(
-        "requests waiting_request_ids resume_request_ids failed_request_ids", "mcore/engine", "its books of requests"
+        "requests waiting_request_ids resume_request_ids failed_request_ids",
+        "mcore/engine/engine",
+        "its books of requests",
     ),
     attributes("request_counter", "mcore/runner tools/_serve_engine", "ids of requests"),
     attributes(
-        "stop_word_finished_request_ids stop_word_being_finished_ids", "mcore/engine", "how active requests are ended"
+        "stop_word_finished_request_ids stop_word_being_finished_ids",
+        "mcore/engine/engine",
+        "how active requests are ended",
     ),
-    attributes("state context controller cuda_graph_impl enable_chunked_prefill", "mcore/engine", "what it is made of"),
-    attributes("ep_world_size ep_consensus_interval", "mcore/engine", "set to 1 where there are no peers"),
+    attributes(
+        "state context controller cuda_graph_impl enable_chunked_prefill", "mcore/engine/engine", "what it is made of"
+    ),
+    attributes("ep_world_size ep_consensus_interval", "mcore/engine/engine", "set to 1 where there are no peers"),
     attributes("engine_loop_task", "tools/_serve_replicas", "awaited by a replica"),
     attributes(
         "is_mp_coordinator model_parallel_publisher_socket model_parallel_subscriber_socket pg_collection "
         "expert_parallel_zmq_communicator world_zmq_communicator",
-        "mcore/coordinator",
+        "mcore/ranks/coordinator",
         "sockets by which ranks meet",
     ),
 )
@@ -355,16 +409,16 @@ ENGINE_PARTS = (
     ),
     *rows_of(
         f"{_INFERENCE}.engines.dynamic_engine:RequestEntry",
-        attributes("record future", "mcore/engine", "a request in the engine's books"),
+        attributes("record future", "mcore/engine/engine", "a request in the engine's books"),
     ),
     *rows_of(
         f"{_INFERENCE}.engines.dynamic_engine:EngineState",
-        constants("SUSPENDED SUSPENDING", "mcore/engine", "whether requests wait to be resumed"),
+        constants("SUSPENDED SUSPENDING", "mcore/engine/engine", "whether requests wait to be resumed"),
         constants("PAUSED", "tools/_serve_replicas", "before replicas end"),
     ),
     *rows_of(
         f"{_INFERENCE}.engines.async_zmq_communicator:AsyncZMQCommunicator",
-        attributes("bcast_sock is_leader", "mcore/coordinator", "sockets by which ranks meet"),
+        attributes("bcast_sock is_leader", "mcore/ranks/coordinator", "sockets by which ranks meet"),
     ),
 )
 
@@ -376,32 +430,38 @@ REQUESTS = (
             "precomputed_block_hashes finished_chunk_token_count num_cached_tokens remaining_prompt_tokens status events "
             "stop_word_ids generated_tokens generated_length generated_log_probs generated_top_n_logprobs "
             "prompt_log_probs prompt_top_n_logprobs",
-            "mcore/engine mcore/context mcore/request_keys mcore/runner",
+            "mcore/engine/engine mcore/context/context mcore/context/request mcore/runner",
             "made by `add_request`, reset where a request starts over",
         ),
         keys(
             "return_log_probs skip_prompt_log_probs top_n_logprobs",
-            "mcore/controller",
+            "mcore/engine/controller",
             "of `active_request_metadata`: what a step's log-probs are computed by",
         ),
         attributes("generated_text", "mcore/runner", "the answer"),
         attributes("ttft", "tools/_serve_replicas", "time to first token"),
-        properties("remaining_prompt_length", "mcore/context mcore/engine mcore/coalesce mcore/runner", "tokens left"),
-        calls("add_event_add_context", "(self)", "mcore/engine", "noted where megatron notes it"),
-        calls("add_event_error_nontransient", "(self, error)", "mcore/engine", "noted where megatron notes it"),
-        calls("add_event_finish", "(self)", "mcore/engine", "noted where megatron notes it"),
+        properties(
+            "remaining_prompt_length",
+            "mcore/context/context mcore/engine/engine mcore/engine/coalesce mcore/runner",
+            "tokens left",
+        ),
+        calls("add_event_add_context", "(self)", "mcore/engine/engine", "noted where megatron notes it"),
+        calls("add_event_error_nontransient", "(self, error)", "mcore/engine/engine", "noted where megatron notes it"),
+        calls("add_event_finish", "(self)", "mcore/engine/engine", "noted where megatron notes it"),
         calls("failed", "(self)", "mcore/runner tools/_serve_engine", "whether it was refused"),
     ),
     *rows_of(
         f"{_INFERENCE}.inference_request:DynamicInferenceRequestRecord",
-        overrides("checkpoint", "(self, tokenizer=None)", "mcore/engine", "a preemption drops nothing"),
-        overrides("merge", "(self, tokenizer=None)", "mcore/engine mcore/runner", "replies do not carry the prompt"),
-        attributes("requests latency", "mcore/engine", "parts of a preempted request"),
+        overrides("checkpoint", "(self, tokenizer=None)", "mcore/engine/engine", "a preemption drops nothing"),
+        overrides(
+            "merge", "(self, tokenizer=None)", "mcore/engine/engine mcore/runner", "replies do not carry the prompt"
+        ),
+        attributes("requests latency", "mcore/engine/engine", "parts of a preempted request"),
         properties("request_id", "mcore/runner", "of its parts"),
     ),
     *rows_of(
         f"{_INFERENCE}.inference_request:Status",
-        constants("FAILED COMPLETED", "mcore/engine", "of refused and of aborted requests"),
+        constants("FAILED COMPLETED", "mcore/engine/engine", "of refused and of aborted requests"),
     ),
     *rows_of(
         f"{_INFERENCE}.sampling_params:SamplingParams",
@@ -420,40 +480,50 @@ CONTROLLER = (
         wraps(
             "_build_async_sched_request_state",
             "(self, sampled_tokens_cpu, resolved_sequence_lengths)",
-            "mcore/controller",
+            "mcore/engine/controller",
             "a prompt between two chunks has no row in every step",
         ),
         overrides(
             "_dynamic_step_sample_logits",
             "(self)",
-            "mcore/controller tools/_bench_forced",
+            "mcore/engine/controller tools/_bench_forced",
             "a chunk's end is followed by the prompt's next token; wrapped by benchmarks, to force answers",
         ),
         overrides(
             "_dynamic_step_sample_logits_and_verify_tokens",
             "(self, input_ids, token_row_indices=None)",
-            "mcore/controller",
+            "mcore/engine/controller",
             "the same, with drafts",
         ),
         overrides(
-            "_compact_async_sched_logits", "(self, survivor_idxs)", "mcore/controller", "what log-probs need moves, too"
+            "_compact_async_sched_logits",
+            "(self, survivor_idxs)",
+            "mcore/engine/controller",
+            "what log-probs need moves, too",
         ),
-        overrides("_run_async_sched_sample_mtp", "(self)", "mcore/controller", "prefills accepted no drafts"),
+        overrides("_run_async_sched_sample_mtp", "(self)", "mcore/engine/controller", "prefills accepted no drafts"),
         attributes(
-            "_accepted_tokens_per_request _accepted_token_counts_per_request", "mcore/controller", "cleared before it"
+            "_accepted_tokens_per_request _accepted_token_counts_per_request",
+            "mcore/engine/controller",
+            "cleared before it",
         ),
-        attributes("_async_sched_logits", "mcore/engine", "logits that are pending, dropped with their rows"),
-        calls("tokenize_prompt", "(tokenizer, prompt, add_BOS=False)", "mcore/engine", "of a prompt given as text"),
-        attributes("inference_wrapped_model tokenizer", "mcore/engine mcore/coordinator", "what it is made of"),
+        attributes("_async_sched_logits", "mcore/engine/engine", "logits that are pending, dropped with their rows"),
+        calls(
+            "tokenize_prompt", "(tokenizer, prompt, add_BOS=False)", "mcore/engine/engine", "of a prompt given as text"
+        ),
+        attributes(
+            "inference_wrapped_model tokenizer", "mcore/engine/engine mcore/ranks/coordinator", "what it is made of"
+        ),
         attributes("num_speculative_tokens", "tools/_bench_forced", "drafts are not forced"),
         attributes(
             "_sampled_tokens_cuda",
-            "mcore/controller tools/_bench_forced",
+            "mcore/engine/controller tools/_bench_forced",
             "overwritten: a prompt's next token; forced answers, for benchmarks",
         ),
     ),
     *rows_of(
-        f"{_CONTROLLERS}:AsyncScheduleLogitsState", calls("clear", "(self)", "mcore/engine", "drops pending logits")
+        f"{_CONTROLLERS}:AsyncScheduleLogitsState",
+        calls("clear", "(self)", "mcore/engine/engine", "drops pending logits"),
     ),
 )
 
@@ -463,23 +533,23 @@ COORDINATOR = (
         overrides(
             "_update_rank_hashes",
             "(self, rank_identity, request_hashes)",
-            "mcore/coordinator",
+            "mcore/ranks/coordinator",
             "remembers only so many",
         ),
-        attributes("_hash_table", "mcore/coordinator", "which replica has a block"),
+        attributes("_hash_table", "mcore/ranks/coordinator", "which replica has a block"),
         calls(
             "entrypoint",
             "(pipe_connection, ready_event, data_parallel_size, tokenizer, max_requests, "
             "inference_coordinator_port=None, deterministic_mode=False, block_size_tokens=None, "
             "enable_prefix_caching=False, prefix_caching_coordinator_policy=..., prefix_caching_routing_alpha=0.5, "
             "schedule_output_path=None, hostname=None)",
-            "mcore/coordinator",
+            "mcore/ranks/coordinator",
             "the coordinator's process",
         ),
     ),
     *rows_of(
         f"{_INFERENCE}.config:PrefixCachingCoordinatorPolicy",
-        constants("LONGEST_PREFIX", "mcore/coordinator", "where a request goes"),
+        constants("LONGEST_PREFIX", "mcore/ranks/coordinator", "where a request goes"),
     ),
     *rows_of(
         f"{_INFERENCE}.inference_client:InferenceClient",
@@ -496,9 +566,9 @@ COORDINATOR = (
 
 WRAPPER = rows_of(
     f"{_INFERENCE}.model_inference_wrappers.gpt.gpt_inference_wrapper:GPTInferenceWrapper",
-    calls("__init__", "(self, model, inference_context=None)", "mcore/build", "the model with its context"),
-    calls("prep_model_for_inference", "(self)", "mcore/build", "once"),
-    attributes("model inference_context", "mcore/engine mcore/controller", "what it is made of"),
+    calls("__init__", "(self, model, inference_context=None)", "mcore/entrypoints/build", "the model with its context"),
+    calls("prep_model_for_inference", "(self)", "mcore/entrypoints/build", "once"),
+    attributes("model inference_context", "mcore/engine/engine mcore/engine/controller", "what it is made of"),
 )
 
 CONFIG = (
@@ -506,43 +576,55 @@ CONFIG = (
         f"{_INFERENCE}.config:InferenceConfig",
         attributes(
             "mamba_inference_state_config enable_prefix_caching prefix_caching_mamba_gb pg_collection",
-            "mcore/context",
+            "mcore/context/context",
             "settings of megatron's own cache, which ours takes over",
         ),
         attributes(
             "max_sequence_length max_tokens max_requests buffer_size_gb paused_buffer_size_gb mamba_memory_ratio "
             "num_speculative_tokens prefix_caching_eviction_policy",
-            "mcore/build",
+            "mcore/entrypoints/build",
             "checked before megatron asserts on them",
         ),
     ),
-    *rows_of(f"{_INFERENCE}.config:AsyncScheduleMode", constants("ASYNC", "tools/_engines", "asynchronous scheduling")),
+    *rows_of(
+        f"{_INFERENCE}.config:AsyncScheduleMode",
+        constants("ASYNC", "console/engine_options", "asynchronous scheduling"),
+    ),
     *rows_of(
         f"{_INFERENCE}.config:MambaInferenceStateConfig",
-        calls("from_model", "(model, conv_states_dtype=None, ssm_states_dtype=None)", "mcore/build", "what a state is"),
+        calls(
+            "from_model",
+            "(model, conv_states_dtype=None, ssm_states_dtype=None)",
+            "mcore/entrypoints/build",
+            "what a state is",
+        ),
         attributes(
             "layer_type_list conv_states_shape ssm_states_shape conv_states_dtype ssm_states_dtype mamba_chunk_size",
-            "mcore/build",
+            "mcore/entrypoints/build",
             "also for a pipeline stage without recurrent layers",
         ),
     ),
     *rows_of(
         f"{_INFERENCE}.config:KVCacheManagementMode",
-        constants("OFFLOAD RECOMPUTE", "mcore/context mcore/engine", "what a suspended engine does with its memory"),
+        constants(
+            "OFFLOAD RECOMPUTE",
+            "mcore/context/context mcore/engine/engine",
+            "what a suspended engine does with its memory",
+        ),
     ),
     *rows_of(
         f"{_INFERENCE}.config:PrefixCachingEvictionPolicy",
-        constants("LRU", "mcore/blocks mcore/build", "cached blocks stay after their request"),
+        constants("LRU", "mcore/context/blocks mcore/entrypoints/build", "cached blocks stay after their request"),
     ),
     *rows_of(
         "megatron.core.utils",
         calls(
             "get_attr_wrapped_model",
             "(model, attr, allow_none=True, return_model_obj=False)",
-            "mcore/build tools/run_megatron_checkpoint",
+            "mcore/entrypoints/build tools/run_megatron_checkpoint",
             "attributes of a model inside its wrappers",
         ),
-        calls("get_pg_size", "(group=None)", "mcore/coordinator", "how many replicas"),
+        calls("get_pg_size", "(group=None)", "mcore/ranks/coordinator", "how many replicas"),
     ),
 )
 
@@ -554,14 +636,16 @@ MIXER = (
         overrides(
             "_dynamic_inference_prefill",
             "(self, zxBCdt, context, conv_state, ssm_state, mamba_layer_idx=None)",
-            "mcore/mixer",
+            "layers/mamba2",
             "prefill from and to any slot",
         ),
-        attributes("_A_neg_exp_cache_stale", "mcore/engine models/weights", "decode's copy of A is of other weights"),
+        attributes(
+            "_A_neg_exp_cache_stale", "mcore/engine/engine models/weights", "decode's copy of A is of other weights"
+        ),
         attributes(
             "D_has_hdim activation chunk_size cp d_inner_local_tp d_state headdim ngroups_local_tp nheads_local_tp norm "
             "rmsnorm",
-            "mcore/mixer",
+            "layers/mamba2",
             "dimensions of a prefill",
         ),
         marks("partition_sizes", "models/weights", "parts of a packed parameter, by which it is sharded"),
@@ -579,11 +663,11 @@ MIXER = (
     ),
     *rows_of(
         f"{_SSM}.mamba_context_parallel:MambaContextParallel",
-        calls("get_conv1d_weight", "(self)", "mcore/mixer", "parameters of this rank"),
-        calls("get_conv1d_bias", "(self)", "mcore/mixer", "parameters of this rank"),
-        calls("get_A_log", "(self)", "mcore/mixer", "parameters of this rank"),
-        calls("get_D", "(self)", "mcore/mixer", "parameters of this rank"),
-        calls("get_dt_bias", "(self)", "mcore/mixer", "parameters of this rank"),
+        calls("get_conv1d_weight", "(self)", "layers/mamba2", "parameters of this rank"),
+        calls("get_conv1d_bias", "(self)", "layers/mamba2", "parameters of this rank"),
+        calls("get_A_log", "(self)", "layers/mamba2", "parameters of this rank"),
+        calls("get_D", "(self)", "layers/mamba2", "parameters of this rank"),
+        calls("get_dt_bias", "(self)", "layers/mamba2", "parameters of this rank"),
     ),
     *rows_of(
         f"{_SSM}.ops.causal_conv1d_varlen",
@@ -591,7 +675,7 @@ MIXER = (
             "causal_conv1d_varlen_fn",
             "(x, weight, bias, cu_seqlens, initial_states=None, activation='silu', precomputed_seq_idx=None, "
             "precomputed_seq_start=None)",
-            "mcore/mixer",
+            "layers/mamba2",
             "the convolution of a prefill",
         ),
     ),
@@ -600,7 +684,7 @@ MIXER = (
         calls(
             "_bmm_chunk_fwd",
             "(a, b, chunk_size, cu_chunk_seqlens, causal=False, output_dtype=None)",
-            "mcore/scan",
+            "layers/mamba2_scan",
             "the scan around our state passing",
         ),
     ),
@@ -609,7 +693,7 @@ MIXER = (
         calls(
             "_chunk_scan_fwd",
             "(cb, x, dt, dA_cumsum, C, states, cu_chunk_seqlens, out, seq_idx, D=None, z=None, initial_states=None)",
-            "mcore/scan",
+            "layers/mamba2_scan",
             "the scan around our state passing",
         ),
     ),
@@ -618,13 +702,13 @@ MIXER = (
         calls(
             "_chunk_cumsum_fwd",
             "(dt, A, chunk_size, cu_chunk_seqlens, dt_bias=None, dt_softplus=False, dt_limit=...)",
-            "mcore/scan",
+            "layers/mamba2_scan",
             "the scan around our state passing",
         ),
         calls(
             "_chunk_state_fwd",
             "(B, x, dt, dA_cumsum, cu_chunk_seqlens, states=None, states_in_fp32=True)",
-            "mcore/scan",
+            "layers/mamba2_scan",
             "the scan around our state passing",
         ),
     ),

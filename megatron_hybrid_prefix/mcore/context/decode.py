@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from megatron_hybrid_prefix.mcore.context import HybridPrefixContext
+    from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
 
 
 class FilledBlock(NamedTuple):

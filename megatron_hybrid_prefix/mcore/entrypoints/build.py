@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_hybrid_prefix.config import HybridPrefixConfig
-from megatron_hybrid_prefix.mcore.table import CONTEXT_IN_CUDA_GRAPHS
-from megatron_hybrid_prefix.mcore.upstream.contract import check_contract
+from megatron_hybrid_prefix.mcore.entrypoints.patches import CONTEXT_IN_CUDA_GRAPHS
 from megatron_hybrid_prefix.platform import replace_names, running_platform
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer, Tokenizer
+from megatron_hybrid_prefix.upstream.contract import check_contract
 
 if TYPE_CHECKING:
     from megatron.core.inference.config import InferenceConfig, MambaInferenceStateConfig
@@ -50,9 +50,9 @@ def build_engine(
     inference_config = _checked_config(model, prefix, inference_config_fields)
     if inference_config.enable_prefix_caching:
         return _upstream_engine(model, inference_config, tokenizer)
-    from megatron_hybrid_prefix.mcore.context import HybridPrefixContext
-    from megatron_hybrid_prefix.mcore.controller import HybridPrefixController
-    from megatron_hybrid_prefix.mcore.engine import HybridPrefixEngine
+    from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
+    from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
+    from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
 
     context = HybridPrefixContext(model.config, inference_config, prefix)
     if model.config.cuda_graph_impl == "local":

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron_hybrid_prefix.config import HybridPrefixConfig
-from megatron_hybrid_prefix.mcore.upstream.contract import check_contract
 from megatron_hybrid_prefix.platform import running_platform
-from megatron_hybrid_prefix.platform.megatron_version import check_version
-from megatron_hybrid_prefix.platform.rebinding import Applied, Rebinding, apply
+from megatron_hybrid_prefix.upstream.contract import check_contract
+from megatron_hybrid_prefix.upstream.rebinding import Applied, Rebinding, apply
+from megatron_hybrid_prefix.upstream.version import check_version
 
 _applied = Applied()
 _prefix: HybridPrefixConfig | None = None
@@ -36,7 +36,7 @@ def install(prefix: HybridPrefixConfig | None = None) -> None:
             platform runs, else the first context raises it.
     """
     global _prefix
-    from megatron_hybrid_prefix.mcore.table import CONSTRUCTORS
+    from megatron_hybrid_prefix.mcore.entrypoints.patches import CONSTRUCTORS
 
     check_version()
     if running_platform() is not None:  # else with the first context: no layer may be imported before a platform runs

@@ -28,17 +28,17 @@ from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.requests import StepPlan
-from megatron_hybrid_prefix.mcore.agreement import DecisionLog, min_over_model_ranks
-from megatron_hybrid_prefix.mcore.blocks import HybridPrefixBlockAllocator
-from megatron_hybrid_prefix.mcore.decode import DecodeProgress
-from megatron_hybrid_prefix.mcore.host import HostMoves
-from megatron_hybrid_prefix.mcore.metadata import ChunkGrid, HybridPrefixMambaMetadata, PrefillSpan
-from megatron_hybrid_prefix.mcore.request_keys import RequestKeyBook, RequestKeys
-from megatron_hybrid_prefix.mcore.upstream.contract import check_contract
-from megatron_hybrid_prefix.mcore.verify import verify_plan
+from megatron_hybrid_prefix.mcore.context.blocks import HybridPrefixBlockAllocator
+from megatron_hybrid_prefix.mcore.context.decode import DecodeProgress
+from megatron_hybrid_prefix.mcore.context.request import RequestKeyBook, RequestKeys
+from megatron_hybrid_prefix.mcore.context.verify import verify_plan
+from megatron_hybrid_prefix.mcore.ranks.agreement import DecisionLog, min_over_model_ranks
+from megatron_hybrid_prefix.mcore.state.metadata import ChunkGrid, HybridPrefixMambaMetadata, PrefillSpan
+from megatron_hybrid_prefix.mcore.state.moves import HostMoves
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.pool.device import StatePool
 from megatron_hybrid_prefix.pool.layout import StateComponent, StateLayout
+from megatron_hybrid_prefix.upstream.contract import check_contract
 
 if TYPE_CHECKING:
     from megatron.core.inference.config import InferenceConfig

@@ -116,7 +116,7 @@ def build_engine_from_args(
     """
     from megatron.training.argument_utils import inference_cfg_from_args
 
-    from megatron_hybrid_prefix.mcore.build import build_engine, mamba_state_config
+    from megatron_hybrid_prefix.mcore.entrypoints.build import build_engine, mamba_state_config
 
     prefix = hybrid_prefix_config_from_args(args)
     capture = getattr(args, "cuda_graph_impl", "none") == "local"

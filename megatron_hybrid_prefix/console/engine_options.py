@@ -18,10 +18,9 @@ from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
 
-from _console import InputError, Interrupt, Stopped, as_input_errors, split_names
-
 from megatron_hybrid_prefix._version import __version__
 from megatron_hybrid_prefix.config import HybridPrefixConfig
+from megatron_hybrid_prefix.console.terminal import InputError, Interrupt, Stopped, as_input_errors, split_names
 from megatron_hybrid_prefix.errors import PlatformError
 
 # Name -> the arguments of build_engine that make it, given the cache's budgets in GiB: states on the device, host memory.
@@ -158,7 +157,7 @@ def state_dtype_field(model: Any, state_dtype: str | None) -> dict[str, Any]:
         return {}
     import torch
 
-    from megatron_hybrid_prefix.mcore.build import mamba_state_config
+    from megatron_hybrid_prefix.mcore.entrypoints.build import mamba_state_config
 
     return {"mamba_inference_state_config": mamba_state_config(model, ssm_dtype=getattr(torch, state_dtype))}
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_hybrid_prefix.platform.rebinding import resolve
+from megatron_hybrid_prefix.upstream.rebinding import resolve
 
 Kind = Literal["overrides", "wraps", "calls", "attribute", "mark", "key", "property", "class", "constant"]
 

@@ -19,10 +19,10 @@ from itertools import groupby
 
 import torch
 
-from megatron_hybrid_prefix.host.queue import DeviceQueue, HostQueue
-from megatron_hybrid_prefix.host.units import Kind, Tag, TransferUnit
 from megatron_hybrid_prefix.ops.checksum import checksum_rows
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots, ids_on_device
+from megatron_hybrid_prefix.tiers.queue import DeviceQueue, HostQueue
+from megatron_hybrid_prefix.tiers.units import Kind, Tag, TransferUnit
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-from megatron_hybrid_prefix.platform import host_device as host
-from megatron_hybrid_prefix.platform.rebinding import Placeholder, Rebinding
+from megatron_hybrid_prefix.platform import cpu as host
+from megatron_hybrid_prefix.upstream.rebinding import Placeholder, Rebinding
 
 CORE = "megatron.core"
 ATTENTION = f"{CORE}.transformer.attention"

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_hybrid_prefix.host.arena import HostArena, choose_page_bytes
-from megatron_hybrid_prefix.host.units import Kind
-from megatron_hybrid_prefix.mcore.agreement import max_over_model_ranks, min_over_model_ranks
+from megatron_hybrid_prefix.mcore.ranks.agreement import max_over_model_ranks, min_over_model_ranks
+from megatron_hybrid_prefix.tiers.arena import HostArena, choose_page_bytes
+from megatron_hybrid_prefix.tiers.units import Kind
 
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.cache import HybridPrefixCache
     from megatron_hybrid_prefix.config import HybridPrefixConfig
     from megatron_hybrid_prefix.index.requests import StepPlan
-    from megatron_hybrid_prefix.mcore.context import HybridPrefixContext
+    from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
     from megatron_hybrid_prefix.metrics import PrefixStats
 
 logger = logging.getLogger(__name__)

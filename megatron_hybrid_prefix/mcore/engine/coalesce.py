@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 
 if TYPE_CHECKING:
-    from megatron_hybrid_prefix.mcore.request_keys import RequestKeys
+    from megatron_hybrid_prefix.mcore.context.request import RequestKeys
 
 # A round costs a step: for less than that a request does not wait. (On a GPU a step takes as long as a few hundred tokens.)
 _MIN_SAVED_TOKENS = 256

@@ -12,8 +12,8 @@ import torch
 from megatron.core.ssm import mamba_mixer as upstream
 from megatron.core.ssm.ops import causal_conv1d_varlen
 
-from megatron_hybrid_prefix.mcore.metadata import HybridPrefixMambaMetadata
-from megatron_hybrid_prefix.mcore.scan import scan_by_slots
+from megatron_hybrid_prefix.layers.mamba2_scan import scan_by_slots
+from megatron_hybrid_prefix.mcore.state.metadata import HybridPrefixMambaMetadata
 from megatron_hybrid_prefix.ops.conv_windows import write_conv_windows
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from megatron.core.ssm import mamba_mixer as upstream
 
-from megatron_hybrid_prefix.mcore.metadata import HybridPrefixMambaMetadata
+from megatron_hybrid_prefix.mcore.state.metadata import HybridPrefixMambaMetadata
 from megatron_hybrid_prefix.ops.state_passing import pass_states
 
 

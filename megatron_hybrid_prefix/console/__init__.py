@@ -1,0 +1,1 @@
+"""What every command shares: the terminal, and options of models and engines."""

@@ -1,0 +1,1 @@
+"""Megatron's inference context and block allocator, over the cache."""

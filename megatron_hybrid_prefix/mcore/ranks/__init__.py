@@ -1,0 +1,1 @@
+"""What ranks agree on, and how they meet."""
