@@ -1,6 +1,6 @@
 """`install`: scripts that construct megatron's context, controller and engine themselves get this package's.
 
-Opt-in, and undone by `uninstall`. Three constructors are replaced (`table.CONSTRUCTORS`): they turn an object of exactly
+Opt-in, and undone by `uninstall`. Three constructors are replaced (`patches.constructors`): they turn an object of exactly
 megatron's class into one of the subclass here, so that it does not matter when, or from where, a script imported the
 class. That is also how megatron's ``MegatronLLM`` and ``MegatronAsyncLLM`` are given the cache.
 """
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron_hybrid_prefix.config import HybridPrefixConfig
+from megatron_hybrid_prefix.mcore.entrypoints.patches import constructors
 from megatron_hybrid_prefix.platform import running_platform
 from megatron_hybrid_prefix.upstream.contract import check_contract
 from megatron_hybrid_prefix.upstream.rebinding import Applied, Rebinding, apply
@@ -36,13 +37,11 @@ def install(prefix: HybridPrefixConfig | None = None) -> None:
             platform runs, else the first context raises it.
     """
     global _prefix
-    from megatron_hybrid_prefix.mcore.entrypoints.patches import CONSTRUCTORS
-
     check_version()
     if running_platform() is not None:  # else with the first context: no layer may be imported before a platform runs
         check_contract()
     if not _applied.rebindings:
-        apply(CONSTRUCTORS, _applied)
+        apply(constructors(lambda: _prefix), _applied)
     _prefix = prefix
 
 
@@ -65,11 +64,6 @@ def installed(prefix: HybridPrefixConfig | None = None) -> Iterator[None]:
             install(before)
         else:
             uninstall()
-
-
-def installed_prefix() -> HybridPrefixConfig | None:
-    """What `install` was given."""
-    return _prefix
 
 
 def installed_rebindings() -> tuple[Rebinding, ...]:

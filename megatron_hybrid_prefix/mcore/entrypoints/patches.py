@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.upstream.rebinding import Rebinding
 
 _CONTEXT = "megatron.core.inference.contexts.dynamic_context:DynamicInferenceContext"
@@ -34,15 +35,16 @@ CONTEXT_IN_CUDA_GRAPHS = (
 )
 
 
-def _our_context(original: Callable[..., None]) -> Callable[..., None]:
+def _our_context(
+    original: Callable[..., None], settings: Callable[[], HybridPrefixConfig | None]
+) -> Callable[..., None]:
     from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 
     def __init__(self: Any, model_config: Any, inference_config: Any) -> None:
         from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
-        from megatron_hybrid_prefix.mcore.entrypoints.install import installed_prefix
         from megatron_hybrid_prefix.platform import replace_names
 
-        prefix = installed_prefix()
+        prefix = settings()
         state = inference_config.mamba_inference_state_config
         wanted = state is not None and (prefix is not None or inference_config.enable_prefix_caching)
         if type(self) is not DynamicInferenceContext or not wanted:
@@ -92,27 +94,33 @@ def _our_engine(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-# Replaced by `install`. They can go once megatron's high-level API takes its classes as parameters.
-CONSTRUCTORS = (
-    Rebinding(
-        owner=_CONTEXT,
-        name="__init__",
-        make=_our_context,
-        why="scripts, MegatronLLM and the static engine name the class",
-        same_signature=True,
-    ),
-    Rebinding(
-        owner=_CONTROLLER,
-        name="__init__",
-        make=_our_controller,
-        why="scripts and MegatronLLM name the class",
-        same_signature=True,
-    ),
-    Rebinding(
-        owner=_ENGINE,
-        name="__init__",
-        make=_our_engine,
-        why="scripts and MegatronLLM name the class",
-        same_signature=True,
-    ),
-)
+def constructors(settings: Callable[[], HybridPrefixConfig | None]) -> tuple[Rebinding, ...]:
+    """What `install` replaces. They can go once megatron's high-level API takes its classes as parameters.
+
+    Args:
+        settings: Asked whenever a context is made: settings of its cache. None: only contexts whose ``InferenceConfig`` has
+            ``enable_prefix_caching`` get one.
+    """
+    return (
+        Rebinding(
+            owner=_CONTEXT,
+            name="__init__",
+            make=lambda original: _our_context(original, settings),
+            why="scripts, MegatronLLM and the static engine name the class",
+            same_signature=True,
+        ),
+        Rebinding(
+            owner=_CONTROLLER,
+            name="__init__",
+            make=_our_controller,
+            why="scripts and MegatronLLM name the class",
+            same_signature=True,
+        ),
+        Rebinding(
+            owner=_ENGINE,
+            name="__init__",
+            make=_our_engine,
+            why="scripts and MegatronLLM name the class",
+            same_signature=True,
+        ),
+    )
