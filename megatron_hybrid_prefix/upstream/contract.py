@@ -533,10 +533,10 @@ COORDINATOR = (
         overrides(
             "_update_rank_hashes",
             "(self, rank_identity, request_hashes)",
-            "mcore/ranks/coordinator",
+            "upstream/coordinator",
             "remembers only so many",
         ),
-        attributes("_hash_table", "mcore/ranks/coordinator", "which replica has a block"),
+        attributes("_hash_table", "upstream/coordinator", "which replica has a block"),
         calls(
             "entrypoint",
             "(pipe_connection, ready_event, data_parallel_size, tokenizer, max_requests, "

@@ -15,26 +15,25 @@ from multiprocessing.connection import wait
 from typing import Any
 
 import torch
-from megatron.core.inference.config import PrefixCachingCoordinatorPolicy
-from megatron.core.inference.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
-from megatron.core.utils import get_pg_size
+
+from megatron_hybrid_prefix.upstream.coordinator import CoordinatorSeam, PrefixCachingCoordinatorPolicy, get_pg_size
 
 # Of a block that the coordinator remembers: some 300 bytes.
 _MOST_BLOCKS = 2**20
 _MEET_MS = 50
 
 
-class PrefixCoordinator(DataParallelInferenceCoordinator):
+class PrefixCoordinator(CoordinatorSeam):
     """Megatron's coordinator; it forgets which replica has a block where it would have to remember too many."""
 
     most_blocks = _MOST_BLOCKS
 
-    def _update_rank_hashes(self, rank_identity: bytes, request_hashes: list[int]) -> None:
-        """See upstream; what was not asked for longest goes first."""
-        known = self._hash_table
-        for key in request_hashes:
+    def note_blocks(self, rank_identity: bytes, keys: list[int]) -> None:
+        """See the seam; what was not asked for longest goes first."""
+        known = self.replicas_by_block
+        for key in keys:
             known[key] = known.pop(key, {})
-        super()._update_rank_hashes(rank_identity, request_hashes)
+        super().note_blocks(rank_identity, keys)
         if len(known) > self.most_blocks:
             for key in list(islice(known, len(known) - self.most_blocks * 3 // 4)):
                 del known[key]

@@ -1,0 +1,29 @@
+"""`CoordinatorSeam`: megatron's data-parallel coordinator, its private hooks under neutral names.
+
+The other names that the coordinator's process needs are here, too: it must not import an engine's modules, which need a
+platform that runs.
+"""
+
+from __future__ import annotations
+
+from megatron.core.inference.config import PrefixCachingCoordinatorPolicy
+from megatron.core.inference.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
+from megatron.core.utils import get_pg_size
+
+__all__ = ["CoordinatorSeam", "PrefixCachingCoordinatorPolicy", "get_pg_size"]
+
+
+class CoordinatorSeam(DataParallelInferenceCoordinator):
+    """Megatron's coordinator; a subclass overrides the methods without an underscore."""
+
+    def _update_rank_hashes(self, rank_identity: bytes, request_hashes: list[int]) -> None:
+        self.note_blocks(rank_identity, request_hashes)
+
+    def note_blocks(self, rank_identity: bytes, keys: list[int]) -> None:
+        """A request went to a replica, which will have these blocks."""
+        super()._update_rank_hashes(rank_identity, keys)
+
+    @property
+    def replicas_by_block(self) -> dict[int, dict[int, int]]:
+        """Which replicas have a block, by the block's key; oldest key first."""
+        return self._hash_table
