@@ -322,7 +322,7 @@ def test_a_model_of_attention_alone(platform, mode):
 
 def test_only_a_chunks_end_depends_on_the_token_that_follows_it(tiny, reference, monkeypatch):
     """The mutant: without the prompt's next token the checks of this file see these positions, and no other."""
-    monkeypatch.setattr(HybridPrefixController, "_continue_prompt", lambda self: None)
+    monkeypatch.setattr(HybridPrefixController, "tokens_sampled", lambda self: None)
     traffic = Traffic(tiny, "on", max_tokens=64)
     traffic.add(prompt(0, 200), top_n_logprobs=3)
     traffic.run()
@@ -476,14 +476,14 @@ def test_a_chunk_that_waits_for_blocks(tiny, reference, side, mode):
 def test_a_chunk_beside_a_paused_request(tiny, reference, side, mode, monkeypatch):
     """Its row among the active ones is not its row among all."""
     paused = []
-    original = HybridPrefixController._continue_prompt
+    original = HybridPrefixController.tokens_sampled
 
     def continue_prompt(controller: HybridPrefixController) -> None:
         original(controller)
         if context.get_index_of_chunked_prefill_request() != -1:
             paused.append(context.paused_request_count)
 
-    monkeypatch.setattr(HybridPrefixController, "_continue_prompt", continue_prompt)
+    monkeypatch.setattr(HybridPrefixController, "tokens_sampled", continue_prompt)
     traffic = Traffic(
         tiny, side, async_sched_mode=mode, max_tokens=64, block_size_tokens=128, blocks=4, paused_blocks=1
     )

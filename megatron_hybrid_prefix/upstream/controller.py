@@ -1,0 +1,64 @@
+"""`ControllerSeam`: megatron's text generation controller, its private hooks under neutral names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
+
+
+class ControllerSeam(TextGenerationController):
+    """Megatron's controller; a subclass overrides the methods without an underscore."""
+
+    def _dynamic_step_sample_logits(self) -> None:
+        super()._dynamic_step_sample_logits()
+        self.tokens_sampled()
+
+    def _dynamic_step_sample_logits_and_verify_tokens(
+        self, input_ids: torch.Tensor, token_row_indices: torch.Tensor | None = None
+    ) -> None:
+        super()._dynamic_step_sample_logits_and_verify_tokens(input_ids, token_row_indices)
+        self.tokens_sampled()
+
+    def _compact_async_sched_logits(self, survivor_idxs: torch.Tensor) -> None:
+        super()._compact_async_sched_logits(survivor_idxs)
+        self.pending_logits_moved(survivor_idxs)
+
+    def _build_async_sched_request_state(self, *args: Any, **kwargs: Any) -> Any:
+        return self.build_request_state(*args, **kwargs)
+
+    def _run_async_sched_sample_mtp(self) -> Any:
+        self.before_draft_sampling()
+        return super()._run_async_sched_sample_mtp()
+
+    # -- hooks ---------------------------------------------------------------------------------------------------------
+
+    def tokens_sampled(self) -> None:
+        """The tokens that follow a forward were sampled, and drafts verified; log-probs were not computed yet."""
+
+    def pending_logits_moved(self, rows: torch.Tensor) -> None:
+        """Pending logits of requests that go on are in front now.
+
+        Args:
+            rows: (requests,): where they were.
+        """
+
+    def build_request_state(self, *args: Any, **kwargs: Any) -> Any:
+        """What asynchronous scheduling goes on with after a step; arguments and result are megatron's."""
+        return super()._build_async_sched_request_state(*args, **kwargs)
+
+    def before_draft_sampling(self) -> None:
+        """Asynchronous scheduling samples with drafts next."""
+
+    # -- private state -------------------------------------------------------------------------------------------------
+
+    @property
+    def sampled_tokens(self) -> torch.Tensor:
+        """The step's sampled tokens, by active row; on the device."""
+        return self._sampled_tokens_cuda
+
+    def clear_accepted_drafts(self) -> None:
+        """No row has accepted drafts."""
+        self._accepted_tokens_per_request.fill_(-1)
+        self._accepted_token_counts_per_request.zero_()
