@@ -113,7 +113,7 @@ class Server(Endpoint):
         engine, context = self.engine, self.engine.context
         assert not engine.has_unfinished_requests()
         assert not engine.requests and not self.loop._live and self.loop.open_sequences == 0
-        assert not engine.stop_word_finished_request_ids and not engine._aborting
+        assert not engine.stop_word_finished_request_ids and not engine.removals.aborting
         assert context.total_request_count == 0
         assert context.mamba_metadata.mamba_state_free_slot_count == context.max_requests
         assert context.kv_block_allocator.total_avail == context.kv_block_allocator.total_count - 1

@@ -62,7 +62,7 @@ CONTEXT = rows_of(
     overrides(
         "check_availability",
         "(self, req)",
-        "mcore/context/context mcore/engine/engine",
+        "mcore/context/context mcore/engine/scheduling upstream/engine",
         "whether there is room, cached blocks included",
     ),
     overrides(
@@ -128,7 +128,7 @@ CONTEXT = rows_of(
     calls(
         "get_index_of_chunked_prefill_request",
         "(self, safe=True)",
-        "mcore/context/context mcore/engine/controller mcore/engine/engine",
+        "mcore/context/context mcore/engine/controller mcore/engine/removals",
         "whether its row is hidden",
     ),
     calls("is_decode_only", "(self)", "mcore/context/context", "whether a step prefills"),
@@ -333,27 +333,27 @@ ENGINE = rows_of(
         "mcore/engine/engine mcore/runner tools/_serve_engine",
         "the prompt's tokens stay on the host",
     ),
-    overrides("_add_request", "(self, request)", "mcore/engine/engine", "keys are made on arrival"),
+    overrides("_add_request", "(self, request)", "upstream/engine", "keys are made on arrival"),
     overrides(
-        "_handle_failed_request", "(self, request_id)", "mcore/engine/engine", "refused requests have our record, too"
+        "_handle_failed_request", "(self, request_id)", "upstream/engine", "refused requests have our record, too"
     ),
     overrides("has_unfinished_requests", "(self)", "mcore/engine/engine mcore/runner", "also what is to be handed out"),
     overrides(
         "schedule_waiting_requests", "(self)", "mcore/engine/engine", "aborts, coalescing, loads, starts beside a chunk"
     ),
     overrides(
-        "_should_run_async_sched_overlap", "(self)", "mcore/engine/engine", "not where something has to happen between"
+        "_should_run_async_sched_overlap", "(self)", "upstream/engine", "not where something has to happen between"
     ),
     overrides(
         "_check_stop_words_for_request_post_append",
         "(self, request)",
-        "mcore/engine/engine",
+        "upstream/engine",
         "stop words across a preemption",
     ),
     overrides(
         "_get_and_clear_stop_word_finished_ids",
         "(self, active_request_ids)",
-        "mcore/engine/engine",
+        "upstream/engine",
         "log-probs of a stop word; loads that failed leave this way",
     ),
     wraps(
@@ -365,32 +365,39 @@ ENGINE = rows_of(
         "requests that start over did not finish",
     ),
     overrides("async_forward", "async (self)", "mcore/engine/engine", "a forward that raised publishes nothing"),
-    attributes("_generation_epoch", "mcore/engine/engine", "replaced by a property: new weights invalidate the cache"),
+    attributes("_generation_epoch", "upstream/engine", "replaced by a property: new weights invalidate the cache"),
     calls(
         "_can_schedule_chunked_prefill",
         "(self, req)",
-        "mcore/engine/engine",
+        "upstream/engine",
         "whether anybody is admitted in this round",
     ),
-    calls("_notify_cond_for_new_request", "async (self)", "mcore/engine/engine", "after an admission of our own"),
-    calls("get_request", "(self, request_id)", "mcore/engine/engine", "the newest part of a request"),
+    calls("_notify_cond_for_new_request", "async (self)", "upstream/engine", "after an admission of our own"),
+    calls(
+        "get_request",
+        "(self, request_id)",
+        "mcore/engine/engine mcore/engine/removals mcore/engine/scheduling",
+        "the newest part of a request",
+    ),
     calls("step_modern", "(self)", "mcore/runner tools/_serve_engine", "one step"),
     calls("wait_until", "async (self, state)", "tools/_serve_replicas", "for the engine's end"),
-    attributes("_loop", "mcore/engine/engine", "its asyncio loop, to notify in"),
-    attributes("_prefix_coordination_waits", "mcore/engine/engine", "its figure of requests that are held back"),
+    attributes("_loop", "upstream/engine", "its asyncio loop, to notify in"),
+    attributes("_prefix_coordination_waits", "upstream/engine", "its figure of requests that are held back"),
     attributes(
         "requests waiting_request_ids resume_request_ids failed_request_ids",
-        "mcore/engine/engine",
+        "mcore/engine/engine mcore/engine/removals mcore/engine/scheduling",
         "its books of requests",
     ),
     attributes("request_counter", "mcore/runner tools/_serve_engine", "ids of requests"),
     attributes(
         "stop_word_finished_request_ids stop_word_being_finished_ids",
-        "mcore/engine/engine",
+        "mcore/engine/engine mcore/engine/removals",
         "how active requests are ended",
     ),
     attributes(
-        "state context controller cuda_graph_impl enable_chunked_prefill", "mcore/engine/engine", "what it is made of"
+        "state context controller cuda_graph_impl enable_chunked_prefill",
+        "mcore/engine/engine upstream/engine",
+        "what it is made of",
     ),
     attributes("ep_world_size ep_consensus_interval", "mcore/engine/engine", "set to 1 where there are no peers"),
     attributes("engine_loop_task", "tools/_serve_replicas", "awaited by a replica"),
@@ -409,7 +416,7 @@ ENGINE_PARTS = (
     ),
     *rows_of(
         f"{_INFERENCE}.engines.dynamic_engine:RequestEntry",
-        attributes("record future", "mcore/engine/engine", "a request in the engine's books"),
+        attributes("record future", "mcore/engine/engine mcore/engine/removals", "a request in the engine's books"),
     ),
     *rows_of(
         f"{_INFERENCE}.engines.dynamic_engine:EngineState",
@@ -430,7 +437,8 @@ REQUESTS = (
             "precomputed_block_hashes finished_chunk_token_count num_cached_tokens remaining_prompt_tokens status events "
             "stop_word_ids generated_tokens generated_length generated_log_probs generated_top_n_logprobs "
             "prompt_log_probs prompt_top_n_logprobs",
-            "mcore/engine/engine mcore/context/context mcore/context/request mcore/runner",
+            "mcore/engine/engine mcore/engine/record mcore/engine/removals mcore/context/context mcore/context/request "
+            "mcore/runner",
             "made by `add_request`, reset where a request starts over",
         ),
         keys(
@@ -442,26 +450,33 @@ REQUESTS = (
         attributes("ttft", "tools/_serve_replicas", "time to first token"),
         properties(
             "remaining_prompt_length",
-            "mcore/context/context mcore/engine/engine mcore/engine/coalesce mcore/runner",
+            "mcore/context/context mcore/engine/scheduling mcore/engine/coalesce mcore/runner",
             "tokens left",
         ),
-        calls("add_event_add_context", "(self)", "mcore/engine/engine", "noted where megatron notes it"),
+        calls("add_event_add_context", "(self)", "mcore/engine/scheduling", "noted where megatron notes it"),
         calls("add_event_error_nontransient", "(self, error)", "mcore/engine/engine", "noted where megatron notes it"),
-        calls("add_event_finish", "(self)", "mcore/engine/engine", "noted where megatron notes it"),
+        calls("add_event_finish", "(self)", "mcore/engine/removals", "noted where megatron notes it"),
         calls("failed", "(self)", "mcore/runner tools/_serve_engine", "whether it was refused"),
     ),
     *rows_of(
         f"{_INFERENCE}.inference_request:DynamicInferenceRequestRecord",
-        overrides("checkpoint", "(self, tokenizer=None)", "mcore/engine/engine", "a preemption drops nothing"),
         overrides(
-            "merge", "(self, tokenizer=None)", "mcore/engine/engine mcore/runner", "replies do not carry the prompt"
+            "checkpoint",
+            "(self, tokenizer=None)",
+            "mcore/engine/engine mcore/engine/record",
+            "a preemption drops nothing",
         ),
-        attributes("requests latency", "mcore/engine/engine", "parts of a preempted request"),
+        overrides(
+            "merge", "(self, tokenizer=None)", "mcore/engine/record mcore/runner", "replies do not carry the prompt"
+        ),
+        attributes("requests latency", "mcore/engine/engine mcore/engine/record", "parts of a preempted request"),
         properties("request_id", "mcore/runner", "of its parts"),
     ),
     *rows_of(
         f"{_INFERENCE}.inference_request:Status",
-        constants("FAILED COMPLETED", "mcore/engine/engine", "of refused and of aborted requests"),
+        constants(
+            "FAILED COMPLETED", "mcore/engine/engine mcore/engine/removals", "of refused and of aborted requests"
+        ),
     ),
     *rows_of(
         f"{_INFERENCE}.sampling_params:SamplingParams",
@@ -507,7 +522,7 @@ CONTROLLER = (
             "upstream/controller",
             "cleared before it",
         ),
-        attributes("_async_sched_logits", "mcore/engine/engine", "logits that are pending, dropped with their rows"),
+        attributes("_async_sched_logits", "upstream/engine", "logits that are pending, dropped with their rows"),
         calls(
             "tokenize_prompt", "(tokenizer, prompt, add_BOS=False)", "mcore/engine/engine", "of a prompt given as text"
         ),
@@ -523,7 +538,7 @@ CONTROLLER = (
     ),
     *rows_of(
         f"{_CONTROLLERS}:AsyncScheduleLogitsState",
-        calls("clear", "(self)", "mcore/engine/engine", "drops pending logits"),
+        calls("clear", "(self)", "upstream/engine", "drops pending logits"),
     ),
 )
 
@@ -568,7 +583,9 @@ WRAPPER = rows_of(
     f"{_INFERENCE}.model_inference_wrappers.gpt.gpt_inference_wrapper:GPTInferenceWrapper",
     calls("__init__", "(self, model, inference_context=None)", "mcore/entrypoints/build", "the model with its context"),
     calls("prep_model_for_inference", "(self)", "mcore/entrypoints/build", "once"),
-    attributes("model inference_context", "mcore/engine/engine mcore/engine/controller", "what it is made of"),
+    attributes(
+        "model inference_context", "mcore/engine/engine mcore/engine/controller upstream/engine", "what it is made of"
+    ),
 )
 
 CONFIG = (
@@ -640,7 +657,7 @@ MIXER = (
             "prefill from and to any slot",
         ),
         attributes(
-            "_A_neg_exp_cache_stale", "mcore/engine/engine models/weights", "decode's copy of A is of other weights"
+            "_A_neg_exp_cache_stale", "upstream/engine models/weights", "decode's copy of A is of other weights"
         ),
         attributes(
             "D_has_hdim activation chunk_size cp d_inner_local_tp d_state headdim ngroups_local_tp nheads_local_tp norm "

@@ -47,7 +47,8 @@ class Coalescing:
         owner_of: dict[bytes, Any] = {}  # by key of a block that is, or will be, computed
         for request_id in cache.prefilling():
             self._add(owner_of, cache.request_keys(request_id), cache.planned_tokens(request_id), request_id)
-        held, idle = [], {}
+        held: list[int] = []
+        idle: dict[int, tuple[int, int, int]] = {}
         for request in islice(waiting, most):
             if cache.is_live(request.request_id):
                 continue  # between two chunks: an owner already

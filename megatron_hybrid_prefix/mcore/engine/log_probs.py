@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-    from megatron.core.inference.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord
 
     from megatron_hybrid_prefix.tokenizer import Tokenizer
+    from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest, DynamicInferenceRequestRecord
 
     TopN = dict[int, list[tuple[torch.Tensor, torch.Tensor]]]
 

@@ -1,0 +1,75 @@
+"""What belongs to one request of the engine: its parts, of which each preemption begins another, and how it starts over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest, DynamicInferenceRequestRecord
+
+
+class RequestRecord(DynamicInferenceRequestRecord):
+    """A request's record that keeps, on preemption, what megatron's drops."""
+
+    def checkpoint(self, tokenizer: Any = None) -> None:
+        """See upstream; attributes of the sampling parameters, stop words and caching stay, and merging works."""
+        old = self[-1]
+        super().checkpoint(tokenizer)
+        new = self[-1]
+        for name, value in vars(old.sampling_params).items():
+            if name not in vars(new.sampling_params):
+                setattr(new.sampling_params, name, value)
+        new.stop_word_ids = old.stop_word_ids
+        new.block_size_tokens = old.block_size_tokens
+        new.enable_prefix_caching = old.enable_prefix_caching
+        new.status = old.status
+        if not old.generated_tokens:
+            # It starts over: its parts would be merged with lists that it left half-filled.
+            new.prompt = old.prompt
+            new.events = old.events + new.events
+            del self.requests[-2]
+        for name in ("generated_log_probs", "generated_top_n_logprobs"):
+            if getattr(old, name) is not None and getattr(new, name) is None:
+                setattr(new, name, [])
+
+    def merge(self, tokenizer: Any = None) -> DynamicInferenceRequest:
+        """See upstream; nothing remains of a prompt that is over, and a reply shall not carry it."""
+        merged = super().merge(tokenizer)
+        merged.remaining_prompt_tokens = None
+        return merged
+
+
+def compute_again(request: DynamicInferenceRequest) -> None:
+    """The prompt will be computed from its start."""
+    request.remaining_prompt_tokens = request.prompt_tokens
+    request.finished_chunk_token_count = request.num_cached_tokens = 0
+
+
+def forget_chunks(request: DynamicInferenceRequest) -> None:
+    """A prompt that was computed in part will be computed whole, its log-probs included."""
+    if request.finished_chunk_token_count:
+        compute_again(request)
+        request.prompt_log_probs = request.generated_log_probs = None
+        request.prompt_top_n_logprobs = request.generated_top_n_logprobs = None
+
+
+@contextmanager
+def whole_answer(request: DynamicInferenceRequest, earlier: Sequence[DynamicInferenceRequest]) -> Iterator[None]:
+    """Inside, ``request.generated_tokens`` is the answer from its start; tokens cut off there go from the parts they are in.
+
+    Args:
+        request: The newest part.
+        earlier: The parts before it, oldest first.
+    """
+    before = [token for part in earlier for token in part.generated_tokens]
+    request.generated_tokens = before + request.generated_tokens
+    yield
+    left = request.generated_tokens
+    request.generated_tokens = left[len(before) :]
+    surplus = len(before) - len(left)  # earlier parts end with so much of what was cut off
+    for part in reversed(earlier):
+        if surplus > 0:
+            own = len(part.generated_tokens)
+            part.generated_tokens = part.generated_tokens[: max(0, own - surplus)]
+            surplus -= own

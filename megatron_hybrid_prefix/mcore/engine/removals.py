@@ -1,0 +1,133 @@
+"""`Removals`: requests that leave the context before they are done.
+
+An aborted one is handed out by the next step, like a refused one. One whose load from the host failed starts over. Both leave
+with a step's bookkeeping, the way of a stop word, in either scheduling mode; a request without an active row, which waits for
+the next chunk of its prompt or is paused, is taken out between two forwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableSequence
+
+import torch
+
+from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
+from megatron_hybrid_prefix.mcore.engine.no_cache import NoCache
+from megatron_hybrid_prefix.mcore.engine.record import compute_again
+from megatron_hybrid_prefix.upstream.engine import EngineSeam
+from megatron_hybrid_prefix.upstream.names import Status
+
+
+class Removals:
+    """Which requests of an engine leave early, and how far they are.
+
+    Args:
+        engine: The engine, whose books of requests are changed here.
+        cached: Its context, or what stands for one without a cache.
+
+    Attributes:
+        aborting: Ids of aborted requests that are still in the context.
+        restarting: Ids of requests that leave with this step's bookkeeping and start over.
+    """
+
+    def __init__(self, engine: EngineSeam, cached: HybridPrefixContext | NoCache) -> None:
+        self._engine = engine
+        self._cached = cached
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all of them."""
+        self.aborting: set[int] = set()
+        self.restarting: set[int] = set()
+        # These start over, too, but have no row for a step's bookkeeping: they wait for the next chunk of their prompt.
+        self._restarting_between_chunks: set[int] = set()
+
+    @property
+    def are_due(self) -> bool:
+        """Whether rows may have to be taken out before the next forward."""
+        return bool(self.aborting or self._restarting_between_chunks)
+
+    # -- aborts --------------------------------------------------------------------------------------------------------
+
+    def abort(self, request_id: int, queue: MutableSequence[int]) -> None:
+        """Gives an unfinished request up.
+
+        Args:
+            request_id: Its id.
+            queue: In which requests wait that are not in the context.
+        """
+        engine = self._engine
+        if request_id in queue and engine.get_request(request_id).finished_chunk_token_count == 0:
+            queue.remove(request_id)
+            self._finish(request_id)
+        else:
+            self.aborting.add(request_id)
+            engine.stop_word_finished_request_ids.add(request_id)
+
+    def finish_resumed(self) -> None:
+        """Ends aborted requests that wait to be resumed."""
+        for request_id in sorted(self.aborting):
+            self._engine.resume_request_ids.remove(request_id)
+            self._finish(request_id)
+
+    def forget_finished(self) -> None:
+        """Drops aborted requests that finished; their ids may come again."""
+        if self.aborting:
+            self.aborting.intersection_update(self._engine.requests)
+
+    def _finish(self, request_id: int) -> None:
+        # The next step hands it out among the finished ones, like a refused request.
+        engine = self._engine
+        self.aborting.discard(request_id)
+        self._cached.forget_request(request_id)
+        engine.stop_word_finished_request_ids.discard(request_id)
+        entry = engine.requests[request_id]
+        request = entry.record[-1]
+        request.status = Status.COMPLETED
+        request.generated_length = len(request.generated_tokens)
+        request.add_event_finish()
+        engine.failed_request_ids.append(request_id)
+        entry.future.set_result(entry.record)
+
+    # -- requests that start over ----------------------------------------------------------------------------------------
+
+    def restart(self, request_ids: set[int]) -> None:
+        """Requests of the last forward, whose loads failed, will start over."""
+        between_chunks = request_ids & {self._engine.context.chunked_prefill_request_id}
+        self._restarting_between_chunks |= between_chunks
+        self.restarting |= request_ids - between_chunks
+
+    def take_restarting(self) -> set[int]:
+        """Ids of the requests that left with this step's bookkeeping; they are forgotten here."""
+        restarting, self.restarting = self.restarting, set()
+        return restarting
+
+    def requeue(self, request_ids: set[int]) -> None:
+        """Puts requests that start over in front of the queue, behind a prompt between two of its chunks."""
+        engine = self._engine
+        waiting = engine.waiting_request_ids
+        for request_id in sorted(request_ids):
+            compute_again(engine.get_request(request_id))
+            chunked = waiting and waiting[0] == engine.context.chunked_prefill_request_id
+            waiting.insert(1 if chunked else 0, request_id)
+
+    # -- between two forwards --------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()  # megatron's bookkeeping tensors may have been made in it
+    def take_out(self) -> None:
+        """Takes out the rows that no forward is running for."""
+        engine, context = self._engine, self._engine.context
+        if not isinstance(context, HybridPrefixContext):
+            return  # around megatron's context they end once they run
+        for request_id in sorted(self._restarting_between_chunks):
+            if context.remove_waiting_row(request_id):
+                compute_again(engine.get_request(request_id))  # it is still the first one waiting
+        self._restarting_between_chunks.clear()
+        chunk_runs = context.get_index_of_chunked_prefill_request() != -1
+        for request_id in sorted(self.aborting):
+            if chunk_runs and request_id == context.chunked_prefill_request_id:
+                continue
+            if context.remove_waiting_row(request_id):
+                if request_id in engine.waiting_request_ids:
+                    engine.waiting_request_ids.remove(request_id)
+                self._finish(request_id)

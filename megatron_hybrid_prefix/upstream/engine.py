@@ -1,0 +1,92 @@
+"""`EngineSeam`: megatron's dynamic engine, its private hooks under neutral names."""
+
+from __future__ import annotations
+
+import asyncio
+
+from megatron.core.inference.engines import DynamicInferenceEngine
+from megatron.core.inference.inference_request import DynamicInferenceRequest
+from megatron.core.ssm.mamba_mixer import MambaMixer
+
+
+class EngineSeam(DynamicInferenceEngine):
+    """Megatron's engine; a subclass overrides the methods without an underscore."""
+
+    _epoch: int | None = None
+
+    def _add_request(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:
+        return self.accept_request(request)
+
+    def _handle_failed_request(self, request_id: int) -> None:
+        self.refuse_request(request_id)
+
+    def _should_run_async_sched_overlap(self) -> bool:
+        return self.may_overlap_steps()
+
+    def _check_stop_words_for_request_post_append(self, request: DynamicInferenceRequest) -> tuple[bool, int]:
+        return self.check_stop_words(request)
+
+    def _get_and_clear_stop_word_finished_ids(self, active_request_ids: list[int]) -> set[int]:
+        return self.take_stopped_ids(active_request_ids)
+
+    @property
+    def _generation_epoch(self) -> int | None:
+        return self._epoch
+
+    @_generation_epoch.setter
+    def _generation_epoch(self, epoch: int | None) -> None:
+        # Megatron sets it when a trainer announces new weights, and to None in `reset`.
+        if epoch is not None and epoch != self._epoch:
+            self.invalidate()
+        self._epoch = epoch
+
+    # -- hooks ---------------------------------------------------------------------------------------------------------
+
+    def accept_request(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:
+        """Puts a new request into the books and the queue, or refuses it; its answer comes with the future."""
+        return super()._add_request(request)
+
+    def refuse_request(self, request_id: int) -> None:
+        """The next step hands out a request that can never run."""
+        super()._handle_failed_request(request_id)
+
+    def may_overlap_steps(self) -> bool:
+        """Whether the next forward may be launched before the bookkeeping of the last one is done."""
+        return super()._should_run_async_sched_overlap()
+
+    def check_stop_words(self, request: DynamicInferenceRequest) -> tuple[bool, int]:
+        """Whether the answer ends with a stop word now, and how many tokens were cut off."""
+        return super()._check_stop_words_for_request_post_append(request)
+
+    def take_stopped_ids(self, active_request_ids: list[int]) -> set[int]:
+        """Active requests that end with this step's bookkeeping, whatever was sampled for them."""
+        return super()._get_and_clear_stop_word_finished_ids(active_request_ids)
+
+    def invalidate(self) -> None:
+        """The weights changed."""
+
+    # -- private state -------------------------------------------------------------------------------------------------
+
+    def can_admit(self, request: DynamicInferenceRequest) -> bool:
+        """Whether the first waiting request would be admitted in this round."""
+        if self.enable_chunked_prefill:
+            return self._can_schedule_chunked_prefill(request)
+        return all(self.context.check_availability(request))
+
+    def request_admitted(self) -> None:
+        """Wakes the engine's loop, as megatron does after each request that it admits."""
+        self._loop.call_soon_threadsafe(self._loop.create_task, self._notify_cond_for_new_request())
+
+    def count_waits(self, requests: int) -> None:
+        """Adds to megatron's figure of requests that waited for a prefix that another one computes."""
+        self._prefix_coordination_waits += requests
+
+    def drop_pending_logits(self) -> None:
+        """Asynchronous scheduling keeps a forward's logits for the next step; their rows are gone."""
+        self.controller._async_sched_logits.clear()
+
+    def drop_copies_of_weights(self) -> None:
+        """The model's layers make what they derived from their weights again."""
+        for module in self.controller.inference_wrapped_model.model.modules():
+            if isinstance(module, MambaMixer):
+                module._A_neg_exp_cache_stale = True  # megatron refreshes it only in train()

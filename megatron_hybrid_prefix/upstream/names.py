@@ -1,0 +1,24 @@
+"""Names of megatron that are public, but not its documented API: our modules import them from here."""
+
+from megatron.core.inference.config import KVCacheManagementMode
+from megatron.core.inference.contexts.dynamic_context import BlockOverflowError, DynamicInferenceContext
+from megatron.core.inference.engines.dynamic_engine import EngineState
+from megatron.core.inference.inference_request import (
+    DynamicInferenceRequest,
+    DynamicInferenceRequestRecord,
+    Status,
+)
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
+
+__all__ = [
+    "BlockOverflowError",
+    "DynamicInferenceContext",
+    "DynamicInferenceRequest",
+    "DynamicInferenceRequestRecord",
+    "EngineState",
+    "KVCacheManagementMode",
+    "SamplingParams",
+    "Status",
+    "TextGenerationController",
+]
