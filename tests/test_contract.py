@@ -60,6 +60,18 @@ DOCUMENTED = (
     "megatron.core.transformer.transformer_layer",
     "megatron.training",
 )
+# Only `upstream/` uses megatron's private names, and imports modules that are not documented. Not yet so:
+USES_PRIVATE_NAMES = (
+    "bench/",
+    "layers/",
+    "mcore/context/",
+    "mcore/state/",
+    "models/",
+    "platform/",
+    "serve/",
+    "tools/",
+)
+IMPORTS_INTERNALS = (*USES_PRIVATE_NAMES, "console/", "mcore/entrypoints/", "mcore/runner")
 
 
 def name_of(entry: Entry) -> str:
@@ -444,11 +456,97 @@ def test_every_import_from_megatrons_internals_is_in_the_table():
             places = {module, defined_in}
             if any((place, name) in rows | replaced or f"{place}:{name}" in owners for place in places):
                 continue
-            is_documented = any(module == m or (m.endswith(".") and module.startswith(m)) for m in DOCUMENTED)
-            is_documented |= module.startswith("megatron.training.")
-            if name.startswith("_") or not is_documented:
+            if name.startswith("_") or not is_documented(module):
                 lacking.append(f"{path.name}: add a row of {module} for {name!r} to upstream/contract.py")
     assert lacking == [], "\n".join(lacking)
+
+
+def is_documented(module: str) -> bool:
+    return module.startswith("megatron.training.") or any(
+        module == documented or (documented.endswith(".") and module.startswith(documented))
+        for documented in DOCUMENTED
+    )
+
+
+# -- only upstream/ knows megatron's internals -------------------------------------------------------------------------------
+
+
+def sources_outside(exempt: tuple[str, ...]) -> list[Path]:
+    """Our sources without `upstream/` and those that begin with one of these: as rows of the table name them."""
+    return [path for path in scan.sources() if not row_name(path).startswith(("upstream/", *exempt))]
+
+
+def row_name(path: Path) -> str:
+    relative = path.relative_to(ROOT).with_suffix("").as_posix()
+    return relative.removeprefix("megatron_hybrid_prefix/")
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def private_uses(text: str, where: str) -> list[str]:
+    base_of = {base.__name__: scan.bases_of(cls)[0] for cls in scan.our_classes() for base in ours_in(cls)}
+    return [
+        f"{use.where}: {use.name}"
+        for use in scan.uses(text, where, base_of)
+        if is_private(use.name) and use.name not in NOT_MEGATRONS
+    ]
+
+
+def test_only_upstream_uses_private_names():
+    paths = sources_outside(USES_PRIVATE_NAMES)
+    assert {"mcore/engine/engine", "mcore/ranks/coordinator"} <= {row_name(path) for path in paths}
+    found = [use for path in paths for use in private_uses(path.read_text(encoding="utf-8"), row_name(path))]
+    assert found == [], "give it a neutral name in upstream/: " + "; ".join(found)
+
+
+def private_overrides(cls: type) -> list[str]:
+    return [name for name in scan.overridden(cls) if is_private(name) and name in vars(cls)]
+
+
+def test_only_upstream_overrides_private_names():
+    from megatron_hybrid_prefix.upstream.engine import EngineSeam
+
+    modules = {
+        f"megatron_hybrid_prefix.{row_name(path).replace('/', '.')}" for path in sources_outside(USES_PRIVATE_NAMES)
+    }
+    classes = [cls for cls in scan.our_classes() if cls.__module__ in modules]
+    assert {"HybridPrefixEngine", "HybridPrefixController", "PrefixCoordinator"} <= {cls.__name__ for cls in classes}
+    assert {cls.__name__: names for cls in classes if (names := private_overrides(cls))} == {}
+    assert "_add_request" in private_overrides(EngineSeam)
+
+
+def test_only_upstream_imports_internals():
+    paths = sources_outside(IMPORTS_INTERNALS)
+    assert {"mcore/engine/engine", "mcore/ranks/coordinator"} <= {row_name(path) for path in paths}
+    found = [
+        f"{row_name(path)}: {module}.{name}"
+        for path in paths
+        for module, name in scan.imports(path.read_text(encoding="utf-8"))
+        if is_private(name) or not is_documented(module)
+    ]
+    assert found == [], "import it in upstream/: " + "; ".join(found)
+
+
+def test_each_exemption_is_still_needed():
+    texts = {row_name(path): path.read_text(encoding="utf-8") for path in scan.sources()}
+    for start in USES_PRIVATE_NAMES:
+        names = [name for name in texts if name.startswith(start)]
+        assert not names or any(private_uses(texts[name], name) for name in names), f"take {start} out of the list"
+
+
+def test_a_private_use_is_found():
+    text = """
+class HybridPrefixEngine:
+    def method(self, other):
+        super()._add_request(other)
+        other._prefix_coordination_waits += 1
+        return self._loop, self._own, self.get_request(1)
+    def __init__(self):
+        self._own = 1
+"""
+    assert private_uses(text, "fake") == ["fake:4: _add_request", "fake:5: _prefix_coordination_waits", "fake:6: _loop"]
 
 
 # -- versions ----------------------------------------------------------------------------------------------------------
