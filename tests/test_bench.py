@@ -14,19 +14,17 @@ from typing import Any
 
 import pytest
 
+from megatron_hybrid_prefix.bench import engines, runner
+from megatron_hybrid_prefix.bench.forced import forced_answers
+from megatron_hybrid_prefix.bench.stats import Metric, median, percentile, ratio, rotated, summarise
+from megatron_hybrid_prefix.cli import bench
+from megatron_hybrid_prefix.console.terminal import InputError
+from tests.engine_helpers import LOG_PROB_NOISE
+from tests.limits import HANG_S
+from tests.selection import mostly_slow
+
 ROOT = Path(__file__).resolve().parents[1]
 TOOL = ROOT / "tools" / "bench.py"
-sys.path.insert(0, str(TOOL.parent))
-
-import _bench_engine  # noqa: E402
-import bench  # noqa: E402
-from _bench_forced import forced_answers  # noqa: E402
-from _bench_stats import Metric, median, percentile, ratio, rotated, summarise  # noqa: E402
-
-from megatron_hybrid_prefix.console.terminal import InputError  # noqa: E402
-from tests.engine_helpers import LOG_PROB_NOISE  # noqa: E402
-from tests.limits import HANG_S  # noqa: E402
-from tests.selection import mostly_slow  # noqa: E402
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -262,13 +260,13 @@ def test_multi_turn(scheduling: tuple[str, ...], measure: Any) -> None:
 
 def test_first_sighting(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[str, tuple[int, ...], Any]] = []
-    send = _bench_engine.Contestant.send
+    send = engines.Contestant.send
 
     def recording(self: Any, prompts: list[list[int]], generate: int, **options: Any) -> Any:
         sent.append((self.name, tuple(prompts[0][:512]), options["attributes"]))
         return send(self, prompts, generate, **options)
 
-    monkeypatch.setattr(_bench_engine.Contestant, "send", recording)
+    monkeypatch.setattr(engines.Contestant, "send", recording)
     data = measure("first_sighting", "--repeats", 1)
     for variant in ("named", "plain"):
         computed = {
@@ -388,14 +386,14 @@ def test_engines_run_in_inference_mode(platform: Any, tiny: Any) -> None:
     from megatron_hybrid_prefix.mcore import build_engine
     from megatron_hybrid_prefix.mcore.runner import run_batch
 
-    contestant = _bench_engine.Contestant("off", {}, lambda: False)
+    contestant = engines.Contestant("off", {}, lambda: False)
     with contestant.attempt():
         assert torch.is_inference_mode_enabled()
     engine, modes = build_engine(tiny), []
     run_batch(
         engine,
         [[1, 2]],
-        _bench_engine.greedy(1),
+        engines.greedy(1),
         on_step=lambda *counts: modes.append(torch.is_inference_mode_enabled()),
     )
     assert modes == [True]
@@ -510,7 +508,7 @@ def test_forced_answers_go_without_drafts() -> None:
 def test_an_answer_that_was_not_forced_is_no_result(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from contextlib import nullcontext
 
-    monkeypatch.setattr(_bench_engine, "forced_answers", lambda engine, answers: nullcontext())
+    monkeypatch.setattr(engines, "forced_answers", lambda engine, answers: nullcontext())
     data = measure("multi_turn", "--engine", "off", "--repeats", 1, code=1)
     assert data["engines"]["off"]["error"] == "RuntimeError: an answer is not the one that was forced"
     assert samples(data, "wall_s", "off") == []
@@ -522,7 +520,7 @@ def test_an_answer_that_was_not_forced_is_no_result(measure: Any, monkeypatch: p
 @pytest.mark.slow
 def test_engines_take_turns_with_the_same_new_prompts(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[str, list[list[int]]]] = []
-    send = _bench_engine.Contestant.send
+    send = engines.Contestant.send
 
     def recording(self: Any, prompts: list[list[int]], generate: int) -> Any:
         import gc
@@ -531,7 +529,7 @@ def test_engines_take_turns_with_the_same_new_prompts(measure: Any, monkeypatch:
         sent.append((self.name, prompts))
         return send(self, prompts, generate)
 
-    monkeypatch.setattr(_bench_engine.Contestant, "send", recording)
+    monkeypatch.setattr(engines.Contestant, "send", recording)
     measure("no_reuse", "--repeats", 3, "--seed", 5)
     names = [name for name, _ in sent]
     assert names[3:] == ["off", "upstream", "ours", "upstream", "ours", "off", "ours", "off", "upstream"]
@@ -550,7 +548,7 @@ def test_engines_take_turns_with_the_same_new_prompts(measure: Any, monkeypatch:
 def test_an_engine_that_raises_does_not_end_the_others(
     engine: str, code: int, measure: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    send = _bench_engine.Contestant.send
+    send = engines.Contestant.send
     count = 0
 
     def raising(self: Any, prompts: list[list[int]], generate: int) -> Any:
@@ -560,7 +558,7 @@ def test_an_engine_that_raises_does_not_end_the_others(
             raise RuntimeError("no room\nleft")
         return send(self, prompts, generate)
 
-    monkeypatch.setattr(_bench_engine.Contestant, "send", raising)
+    monkeypatch.setattr(engines.Contestant, "send", raising)
     data = measure("no_reuse", "--repeats", 3, code=code)
     assert data["engines"][engine]["error"] == "RuntimeError: no room left"
     assert "crashed: RuntimeError: no room left\n" in capsys.readouterr().out
@@ -578,7 +576,7 @@ def test_each_engine_captures_graphs_as_if_alone(platform: Any) -> None:
 
     before = _CudagraphGlobalRecord.cudagraph_inference_record, CudaGraphManager.global_mempool
     try:
-        records = _bench_engine._GraphRecords()
+        records = engines._GraphRecords()
         for name in ("one", "two"):
             records.begin()
             assert _CudagraphGlobalRecord.cudagraph_inference_record == []
@@ -596,7 +594,7 @@ def test_ctrl_c_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = iter(range(1000))
-    monkeypatch.setattr(bench, "stop_requested", lambda platform, interrupt: next(asked) == 15)
+    monkeypatch.setattr(runner, "stop_requested", lambda platform, interrupt: next(asked) == 15)
     argv = ["no_reuse", *map(str, SMALL["no_reuse"]), "--json", str(tmp_path / "result.json")]
     assert bench.main(argv) == 130
     assert capsys.readouterr().err == "interrupted: nothing was written\n"

@@ -10,22 +10,22 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
+from megatron_hybrid_prefix.bench import report as bench_report
+from megatron_hybrid_prefix.bench import suite
+from megatron_hybrid_prefix.bench.scenarios import SCENARIOS
+from megatron_hybrid_prefix.cli import bench
 
-import _bench_all  # noqa: E402
-import _bench_report  # noqa: E402
-import bench  # noqa: E402
-from _bench_scenarios import SCENARIOS  # noqa: E402
+ROOT = Path(__file__).resolve().parents[1]
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes that are started find this package, and one thread is enough."""
+    """The processes that are started find this package, one thread is enough, and the command has a name."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(sys, "argv", ["bench.py"])
 
 
 def metric(label: str, *, goal: str | None = None, **samples: list[float | None]) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def measured() -> dict[str, Any]:
         "control_plane": {},
     }
     return {
-        "kind": _bench_all.KIND,
+        "kind": suite.KIND,
         "command": "bench.py all",
         "quick": False,
         "hardware": {"processor": "fast", "cores": 2, "driver": None},
@@ -72,7 +72,7 @@ def measured() -> dict[str, Any]:
 
 
 def test_a_report_says_what_was_measured(measured: dict[str, Any], tmp_path: Path) -> None:
-    path = _bench_report.write_report(measured, tmp_path / "report")
+    path = bench_report.write_report(measured, tmp_path / "report")
     lines = path.read_text().splitlines()
     assert "Hardware: processor fast, cores 2." in lines and "Versions: torch 2.11.0." in lines
     assert "| median | off | ours | upstream | ours/off | goal |" in lines
@@ -89,7 +89,7 @@ def test_a_report_says_what_was_measured(measured: dict[str, Any], tmp_path: Pat
 
 
 def test_what_is_drawn(measured: dict[str, Any]) -> None:
-    groups = _bench_report._groups(measured["scenarios"]["herd"]["result"])
+    groups = bench_report._groups(measured["scenarios"]["herd"]["result"])
     assert {unit: [one["label"] for one in metrics] for unit, metrics in groups.items()} == {
         "milliseconds": ["first token, ms"],
         "tokens": ["tokens computed"],
@@ -97,11 +97,11 @@ def test_what_is_drawn(measured: dict[str, Any]) -> None:
 
 
 def test_every_scenario_has_something_to_draw_and_a_small_size() -> None:
-    assert set(_bench_all.QUICK) == set(SCENARIOS)
+    assert set(suite.QUICK) == set(SCENARIOS)
     for name, kind in SCENARIOS.items():
-        assert set(_bench_all.QUICK[name]) <= {field.name for field in kind.sizes()}
+        assert set(suite.QUICK[name]) <= {field.name for field in kind.sizes()}
         drawn = {one.name: {"median": {"ours": 1.0}} for one in kind(**_sizes(kind)).metrics()}
-        assert _bench_report._groups({"metrics": drawn}), name
+        assert bench_report._groups({"metrics": drawn}), name
 
 
 def _sizes(kind: Any) -> dict[str, Any]:
@@ -165,22 +165,22 @@ def options(*argv: str) -> Any:
 
 def test_options_reach_the_scenarios() -> None:
     args = options("--engine", "off,ours", "--mamba-gb", "0.5", "--chunked-prefill")
-    argv = " ".join(_bench_all.options_of("herd", args))
+    argv = " ".join(suite.options_of("herd", args))
     assert "--engine off,ours" in argv and "--mamba-gb 0.5" in argv and argv.endswith("--chunked-prefill")
     assert "--repeats" not in argv and "--requests" not in argv and "--json" not in argv
-    argv = " ".join(_bench_all.options_of("herd", options("--quick")))
+    argv = " ".join(suite.options_of("herd", options("--quick")))
     assert "--repeats 2" in argv and "--prefix-blocks 2" in argv
-    assert "--repeats 7" in " ".join(_bench_all.options_of("herd", options("--quick", "--repeats", "7")))
+    assert "--repeats 7" in " ".join(suite.options_of("herd", options("--quick", "--repeats", "7")))
     for name in SCENARIOS:
-        given = bench.make_parser().parse_args([name, *_bench_all.options_of(name, options("--quick"))])
-        assert {key: getattr(given, key) for key in _bench_all.QUICK[name]} == _bench_all.QUICK[name]
+        given = bench.make_parser().parse_args([name, *suite.options_of(name, options("--quick"))])
+        assert {key: getattr(given, key) for key in suite.QUICK[name]} == suite.QUICK[name]
 
 
 @pytest.mark.slow
 def test_a_scenario_that_fails_does_not_end_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(_bench_all.QUICK, "samples", {"prompt_tokens": 16890})
+    monkeypatch.setitem(suite.QUICK, "samples", {"prompt_tokens": 16890})
     path, folder = tmp_path / "bench.json", tmp_path / "report"
     argv = ["all", "--quick", "--repeats", "1", "--engine", "off,ours", "--device", "cpu"]
     argv += ["--scenarios", "samples,no_reuse", "--json", str(path), "--report", str(folder)]
@@ -214,7 +214,7 @@ def test_what_is_there_is_kept_after_ctrl_c(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = {"herd": fake_run("completed", versions={"python": "3.12"}), "samples": fake_run("interrupted")}
-    monkeypatch.setattr(_bench_all, "run_one", lambda name, args: runs[name])
+    monkeypatch.setattr(suite, "run_one", lambda name, args: runs[name])
     path = tmp_path / "bench.json"
     assert bench.main(["all", "--scenarios", "herd,samples,no_reuse", "--json", str(path)]) == 130
     data = json.loads(path.read_text())
@@ -237,8 +237,8 @@ open(sys.argv[-1], "w").write(json.dumps({"options": {}, "engines": {}, "hardwar
     fake, seen, path = tmp_path / "bench.py", tmp_path / "seen", tmp_path / "b.json"
     fake.write_text(script)
     seen.mkdir()
-    monkeypatch.setattr(_bench_all, "BENCH", fake)
-    monkeypatch.setattr(_bench_all, "gpu_count", lambda: 2)
+    monkeypatch.setattr(suite, "BENCH", (sys.executable, str(fake)))
+    monkeypatch.setattr(suite, "gpu_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     monkeypatch.setenv("SEEN", str(seen))
     argv = ["all", "--scenarios", "samples,herd,no_reuse", "--json", str(path)]
@@ -254,9 +254,7 @@ open(sys.argv[-1], "w").write(json.dumps({"options": {}, "engines": {}, "hardwar
 
 @pytest.mark.parametrize(("status", "code"), [("completed", 0), ("crashed", 1), ("failed", 1)])
 def test_exit_codes(status: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        _bench_all, "run_one", lambda name, args: fake_run(status, None if status == "completed" else "x")
-    )
+    monkeypatch.setattr(suite, "run_one", lambda name, args: fake_run(status, None if status == "completed" else "x"))
     assert bench.main(["all", "--scenarios", "herd", "--json", str(tmp_path / "b.json")]) == code
 
 
@@ -278,6 +276,6 @@ def test_how_a_process_ended(
     write = f"import json, sys; open(sys.argv[-1], 'w').write(json.dumps({result!r}))"
     fake = tmp_path / "bench.py"
     fake.write_text(script.replace("{write}", write))
-    monkeypatch.setattr(_bench_all, "BENCH", fake)
-    found = _bench_all.run_one("herd", options())
+    monkeypatch.setattr(suite, "BENCH", (sys.executable, str(fake)))
+    found = suite.run_one("herd", options())
     assert (found["status"], found["error"]) == (status, error)

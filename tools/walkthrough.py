@@ -18,10 +18,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from _bench_base import tokens
-from bench import machine_of
-
 from megatron_hybrid_prefix import HybridPrefixConfig
+from megatron_hybrid_prefix.bench.runner import machine_of
+from megatron_hybrid_prefix.bench.scenario import tokens
 from megatron_hybrid_prefix.console.terminal import ArgumentParser, Interrupt, check_writable, run_command, write_whole
 from megatron_hybrid_prefix.metrics import PrefixStats
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -57,6 +59,11 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise InputError(message)
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """The command as it can be typed again: the name that it was called by, and its arguments."""
+    return f"{Path(sys.argv[0]).name} {shlex.join(argv)}"
 
 
 class Interrupt:
@@ -151,6 +158,16 @@ def check_writable(path: Path) -> None:
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from None
+
+
+def check_can_plot(option: str) -> None:
+    """Fail now rather than after the work.
+
+    Raises:
+        InputError: There is nothing to draw with; ``option`` asks for a plot.
+    """
+    if find_spec("matplotlib") is None:
+        raise InputError(f"{option} needs matplotlib: pip install 'megatron-hybrid-prefix[bench]'")
 
 
 def read_text(path: Path) -> str:

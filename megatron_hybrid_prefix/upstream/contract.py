@@ -203,7 +203,7 @@ CONTEXT = rows_of(
         "mcore/engine/engine",
         "figures of a step, dropped with it",
     ),
-    attributes("mamba_slot_allocator", "tools/_bench_engine", "of megatron's own cache, to say its size"),
+    attributes("mamba_slot_allocator", "bench/engines", "of megatron's own cache, to say its size"),
     marks("_mamba_num_matched_blocks", "mcore/context/context", "set on a request with its match, as megatron does"),
 )
 
@@ -480,9 +480,7 @@ REQUESTS = (
     ),
     *rows_of(
         f"{_INFERENCE}.sampling_params:SamplingParams",
-        calls(
-            "add_attributes", "(self, attribute_value_pair)", "tools/_bench_engine", "how a request says what it allows"
-        ),
+        calls("add_attributes", "(self, attribute_value_pair)", "bench/engines", "how a request says what it allows"),
         calls(
             "deserialize", "(data)", "tools/_serve_engine tools/_serve_replicas", "fields and attributes from a route"
         ),
@@ -501,7 +499,7 @@ CONTROLLER = (
         overrides(
             "_dynamic_step_sample_logits",
             "(self)",
-            "upstream/controller tools/_bench_forced",
+            "upstream/controller bench/forced",
             "a chunk's end is followed by the prompt's next token; wrapped by benchmarks, to force answers",
         ),
         overrides(
@@ -529,10 +527,10 @@ CONTROLLER = (
         attributes(
             "inference_wrapped_model tokenizer", "mcore/engine/engine mcore/ranks/coordinator", "what it is made of"
         ),
-        attributes("num_speculative_tokens", "tools/_bench_forced", "drafts are not forced"),
+        attributes("num_speculative_tokens", "bench/forced", "drafts are not forced"),
         attributes(
             "_sampled_tokens_cuda",
-            "upstream/controller tools/_bench_forced",
+            "upstream/controller bench/forced",
             "overwritten: a prompt's next token; forced answers, for benchmarks",
         ),
     ),
@@ -753,11 +751,11 @@ GRAPHS = (
     *rows_of(
         f"{_GRAPHS}:CudaGraphManager",
         attributes("cudagraph_runners custom_cudagraphs_lookup_table", "mcore/runner", "emptied with it"),
-        constants("global_mempool", "tools/_bench_engine", "each engine of a benchmark has its own"),
+        constants("global_mempool", "bench/engines", "each engine of a benchmark has its own"),
     ),
     *rows_of(
         f"{_GRAPHS}:_CudagraphGlobalRecord",
-        constants("cudagraph_inference_record", "tools/_bench_engine", "each engine of a benchmark has its own"),
+        constants("cudagraph_inference_record", "bench/engines", "each engine of a benchmark has its own"),
     ),
     *rows_of(
         "megatron.core.transformer.module:GraphableMegatronModule",
@@ -798,6 +796,9 @@ CHECKPOINTS = (
     ),
 )
 
+# Folders that no engine needs.
+_WINGS = ("bench/", "cli/", "lab/", "serve/")
+
 CONTRACT: tuple[Entry, ...] = (
     *CONTEXT,
     *CONTEXT_PARTS,
@@ -823,14 +824,14 @@ CONTRACT: tuple[Entry, ...] = (
 def check_contract() -> None:
     """Compare the table with the installed megatron-core; once a process, before the first engine is built.
 
-    Not what only ``tools/`` uses: no engine needs that.
+    Not what only server, benchmarks, policy lab and command line use (`_WINGS`): no engine needs that.
 
     Raises:
         PlatformError: There is no megatron-core, or an unsupported one.
         UpstreamDriftError: Names are missing or changed; one line that says all of them, the version, and what to do.
     """
     version = check_version()
-    needed = [entry for entry in CONTRACT if not all(where.startswith("tools/") for where in entry.where.split())]
+    needed = [entry for entry in CONTRACT if not all(where.startswith(_WINGS) for where in entry.where.split())]
     problems = [f"{entry.symbol} ({_use(entry)}): {problem}" for entry in needed if (problem := problem_of(entry))]
     if problems:
         raise UpstreamDriftError(

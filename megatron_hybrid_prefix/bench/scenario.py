@@ -1,4 +1,4 @@
-"""What a scenario of `tools/bench.py` is: sizes that become options, prompts of a repeat, a round of an engine, figures."""
+"""What a scenario is: sizes that become options, prompts of a repeat, a round of an engine, figures."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from _bench_engine import Contestant, timed_round
-from _bench_stats import Metric, Sample
+from megatron_hybrid_prefix.bench.engines import Contestant, timed_round
+from megatron_hybrid_prefix.bench.stats import Metric, Sample
 
 MS = 1e3
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from _bench_base import MS, Scenario, first_tokens_ms, size, sums, tokens
-from _bench_engine import Contestant
-from _bench_stats import Metric, Sample, median, percentile, ratio
+from megatron_hybrid_prefix.bench.engines import Contestant
+from megatron_hybrid_prefix.bench.scenario import MS, Scenario, first_tokens_ms, size, sums, tokens
+from megatron_hybrid_prefix.bench.stats import Metric, Sample, median, percentile, ratio
 
 # --- Conversations ---------------------------------------------------------------------------------------------------
 

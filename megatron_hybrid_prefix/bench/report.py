@@ -1,4 +1,4 @@
-"""Tables and plots of what `tools/bench.py all` measured, made from its JSON alone. No torch."""
+"""Tables and plots of what `bench all` measured, made from its JSON alone. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def write_report(data: Mapping[str, Any], folder: Path) -> Path:
     """Writes ``report.md`` and a PNG a scenario into ``folder``, which is made if need be.
 
     Args:
-        data: The JSON of `bench.py all`.
+        data: The JSON of `bench all`.
         folder: Its parent exists.
 
     Returns:

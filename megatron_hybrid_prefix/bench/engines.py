@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from _bench_forced import forced_answers
-
+from megatron_hybrid_prefix.bench.forced import forced_answers
 from megatron_hybrid_prefix.console.engine_options import ENGINES, cache_figures
 from megatron_hybrid_prefix.console.terminal import (
     InputError,

@@ -1,4 +1,4 @@
-"""The scenario `host_tier` of `tools/bench.py`: prompts that come back after the device had to let them go."""
+"""The scenario `host_tier`: prompts that come back after the device had to let them go."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from _bench_base import MS, Machine, Scenario, size, tokens
-from _bench_engine import Contestant, synchronize
-from _bench_stats import Metric, Sample, ratio
+from megatron_hybrid_prefix.bench.engines import Contestant, synchronize
+from megatron_hybrid_prefix.bench.scenario import MS, Machine, Scenario, size, tokens
+from megatron_hybrid_prefix.bench.stats import Metric, Sample, ratio
 
 _COPIES = 10  # of which the median is taken
 

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import _bench_index
-from _bench_base import MS, Scenario, size, tokens
-from _bench_engine import Contestant, greedy, timed_round
-from _bench_stats import Metric, Sample, median, rotated
-
+from megatron_hybrid_prefix.bench import control_plane
+from megatron_hybrid_prefix.bench.engines import Contestant, greedy, timed_round
+from megatron_hybrid_prefix.bench.scenario import MS, Scenario, size, tokens
+from megatron_hybrid_prefix.bench.stats import Metric, Sample, median, rotated
 from megatron_hybrid_prefix.console.terminal import Stopped
 
 
@@ -50,9 +49,9 @@ class Index(Scenario):
 
     def problem(self, block_tokens: int, max_requests: int) -> str | None:
         """See Scenario."""
-        if self.index_blocks < _bench_index.LEAST_BLOCKS:
-            return f"--index-blocks {self.index_blocks} is too few: {_bench_index.LEAST_BLOCKS} or more"
-        if self.long_prompt_tokens > self.index_blocks * _bench_index.BLOCK_TOKENS:
+        if self.index_blocks < control_plane.LEAST_BLOCKS:
+            return f"--index-blocks {self.index_blocks} is too few: {control_plane.LEAST_BLOCKS} or more"
+        if self.long_prompt_tokens > self.index_blocks * control_plane.BLOCK_TOKENS:
             return f"--long-prompt-tokens {self.long_prompt_tokens} is more than the index holds"
         if self.requests > max_requests:
             return f"--requests {self.requests} cannot run at once with --max-requests {max_requests}"
@@ -78,8 +77,8 @@ class Index(Scenario):
 
     def without_engine(self, repeats: int) -> tuple[Sequence[Metric], list[Sample]]:
         """See Scenario."""
-        samples = _bench_index.control_plane(self.index_blocks, self.long_prompt_tokens, repeats)
-        return _bench_index.METRICS, samples
+        samples = control_plane.measure(self.index_blocks, self.long_prompt_tokens, repeats)
+        return control_plane.METRICS, samples
 
     def workload(self, rng: random.Random, vocab_size: int) -> list[list[int]]:
         """See Scenario."""

@@ -1,4 +1,4 @@
-"""`tools/bench.py all`: every scenario, each in a process of its own, into one JSON; `report`: tables and plots of it.
+"""The command `bench all`: every scenario, each in a process of its own, into one JSON; `report`: tables and plots of it.
 
 A process each, so that one that fails, or leaves its device in a bad way, does not end the others; with ``--gpus`` so many at
 a time.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -19,13 +18,14 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from _bench_report import write_report
-
+from megatron_hybrid_prefix.bench.report import write_report
 from megatron_hybrid_prefix.console.engine_options import positive_int
 from megatron_hybrid_prefix.console.terminal import (
     InputError,
     Interrupt,
+    check_can_plot,
     check_writable,
+    command_line,
     has_other_ranks,
     printable,
     read_text,
@@ -33,7 +33,8 @@ from megatron_hybrid_prefix.console.terminal import (
     write_whole,
 )
 
-BENCH = Path(__file__).with_name("bench.py")
+# Runs one scenario.
+BENCH = (sys.executable, "-m", "megatron_hybrid_prefix", "bench")
 KIND = "megatron_hybrid_prefix benchmarks"  # what the JSON says it is
 EXIT_FAILED = 1
 # Sizes of --quick: enough to see each scenario's effect, not to measure it.
@@ -109,9 +110,7 @@ def gpu_count() -> int:
 # --- Running ---------------------------------------------------------------------------------------------------------
 
 
-def run_all(
-    args: argparse.Namespace, scenarios: Mapping[str, Any], command: Sequence[str], interrupt: Interrupt
-) -> int:
+def run_all(args: argparse.Namespace, scenarios: Mapping[str, Any], command: str, interrupt: Interrupt) -> int:
     """Run them one after another; what there is gets written after each, so that little is lost.
 
     Returns:
@@ -120,12 +119,13 @@ def run_all(
     names = split_names(args.scenarios, scenarios, "a scenario", "--scenarios")
     check_writable(args.json)
     if args.report is not None:
+        check_can_plot("--report")
         check_folder(args.report)
     if has_other_ranks():
         raise InputError("all starts a process for each scenario: run scenarios one by one under torchrun")
     if args.gpus > 1 and args.gpus > (found := gpu_count()):
         raise InputError(f"--gpus {args.gpus}: there are {found}")
-    data: dict[str, Any] = {"kind": KIND, "command": shlex.join(command), "quick": args.quick, "scenarios": {}}
+    data: dict[str, Any] = {"kind": KIND, "command": command, "quick": args.quick, "scenarios": {}}
     if args.gpus > 1:
         data["gpus"] = args.gpus
     for name, found in run_scenarios(names, args, interrupt):
@@ -196,10 +196,9 @@ def run_one(name: str, args: argparse.Namespace, gpu: str | None = None) -> dict
     """
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         path = Path(folder) / "result.json"
-        command = [str(BENCH), name, *options_of(name, args)]
-        argv = [sys.executable, *command, "--json", str(path)]
+        argv = [name, *options_of(name, args)]
         process = subprocess.Popen(
-            argv,
+            [*BENCH, *argv, "--json", str(path)],
             env=None if gpu is None else os.environ | {"CUDA_VISIBLE_DEVICES": gpu},
             stdout=None if gpu is None else subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -209,7 +208,7 @@ def run_one(name: str, args: argparse.Namespace, gpu: str | None = None) -> dict
         output, errors = process.communicate()
         result = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if result:  # what to type for it; the file is gone
-        result["command"], result["options"]["json"] = shlex.join([BENCH.name, *command[1:]]), None
+        result["command"], result["options"]["json"] = command_line(argv), None
     code = process.returncode
     if code:
         sys.stderr.write(errors)
@@ -252,6 +251,7 @@ def run_report(args: argparse.Namespace) -> int:
     Raises:
         InputError: It is not what `run_all` writes.
     """
+    check_can_plot("report")
     check_folder(args.folder)
     try:
         data = json.loads(read_text(args.input))

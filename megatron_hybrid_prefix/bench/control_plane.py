@@ -1,6 +1,6 @@
 """Speed and memory of the control plane: keys, prefix tree, slots and blocks as numbers. No torch, no megatron.
 
-`tools/bench.py index` reports the figures; `tests/cache/test_speed.py` counts the steps behind them.
+The scenario `index` reports the figures; `tests/cache/test_speed.py` counts the steps behind them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from array import array
 from itertools import pairwise
 from time import perf_counter
 
-from _bench_stats import Metric, Sample
-
+from megatron_hybrid_prefix.bench.stats import Metric, Sample
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.keys import KeyChain
 
@@ -38,7 +37,7 @@ METRICS = (
 )
 
 
-def control_plane(blocks: int, prompt_tokens: int, repeats: int) -> list[Sample]:
+def measure(blocks: int, prompt_tokens: int, repeats: int) -> list[Sample]:
     """All figures against an index of ``blocks`` blocks, one sample a repeat (memory once: it does not vary)."""
     memory_bytes = bytes_per_block(min(blocks, MOST_TRACED_BLOCKS))
     cache = filled_cache(blocks, min(STATE_SLOTS, blocks // PROMPT_BLOCKS))

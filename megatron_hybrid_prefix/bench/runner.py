@@ -1,0 +1,202 @@
+"""One scenario on several engines: rounds in turn, and the report of what they took."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megatron_hybrid_prefix.bench.engines import Contestant, contestants
+from megatron_hybrid_prefix.bench.scenario import Machine, Scenario
+from megatron_hybrid_prefix.bench.stats import Metric, Sample, engine_table, plain_table, rotated, summarise
+from megatron_hybrid_prefix.console.engine_options import (
+    DEFAULT_MAMBA_GB,
+    engine_fields,
+    hardware,
+    plain,
+    state_dtype_field,
+    stop_requested,
+    versions,
+)
+from megatron_hybrid_prefix.console.terminal import (
+    InputError,
+    Interrupt,
+    as_input_errors,
+    is_main_rank,
+    printable,
+    progress,
+)
+from megatron_hybrid_prefix.errors import PlatformError
+
+
+class Bench:
+    """One scenario on several engines."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        names: list[str],
+        scenario: Scenario,
+        config: Any,
+        platform: Any,
+        interrupt: Interrupt,
+    ) -> None:
+        self.args, self.names, self.scenario, self.config, self.platform = args, names, scenario, config, platform
+        self._interrupt = interrupt
+        self.samples: dict[str, list[Sample]] = {name: [] for name in names}
+        self.engines: dict[str, dict[str, Any]] = {}
+        self.plain_metrics: Sequence[Metric] = ()
+        self.plain_samples: list[Sample] = []
+
+    def should_stop(self) -> bool:
+        """Whether any rank got Ctrl-C; see `stop_requested`."""
+        return stop_requested(self.platform, self._interrupt)
+
+    def run(self) -> None:
+        """Measure, and keep what there is to report."""
+        if is_main_rank():
+            self.plain_metrics, self.plain_samples = self.scenario.without_engine(self.args.repeats)
+        built = contestants(
+            self.names,
+            self._model,
+            self._fields,
+            self._cache_gb,
+            cuda_graphs=bool(self.args.cuda_graphs),
+            crash_when_built=self.scenario.crash_is_a_result,
+            should_stop=self.should_stop,
+        )
+        with built as every:
+            self._check_fits(every)
+            rooms = {contestant.name: contestant.room() for contestant in every if contestant.engine is not None}
+            with progress(["rounds"], 1 + self.args.repeats) as done:
+                self._rounds(every, lambda count: done("rounds", count))
+            for contestant in every:
+                self.engines[contestant.name] = {
+                    "status": "completed" if contestant.crash is None else "crashed",
+                    "error": contestant.crash,
+                    "traceback": contestant.trace,
+                    **rooms.get(contestant.name, {}),
+                    "prefix_stats": (contestant.counters() or None) if contestant.crash is None else None,
+                    "fields": {key: _plain_value(value) for key, value in plain(contestant.fields).items()},
+                }
+
+    def _rounds(self, every: Sequence[Contestant], on_round: Callable[[int], None]) -> None:
+        for repeat in range(-1, self.args.repeats):  # -1: kernels are compiled; not counted
+            running = [contestant for contestant in every if contestant.crash is None]
+            if not running:
+                return
+            workload = self.scenario.workload(random.Random(f"{self.args.seed} {repeat}"), self.config.vocab_size)
+            samples = self.scenario.repeat(rotated(running, repeat), workload)
+            if repeat >= 0:
+                for name, sample in samples.items():
+                    self.samples[name].append(sample)
+            on_round(repeat + 2)
+
+    def _model(self) -> Any:
+        from megatron_hybrid_prefix.models import build_hybrid_model
+
+        overrides = {"cuda_graph_impl": "local"} if self.args.cuda_graphs else {}
+        with as_input_errors(ValueError, PlatformError):
+            return build_hybrid_model(self.config, seed=self.args.seed, platform=self.platform, **overrides)
+
+    def _fields(self, model: Any) -> dict[str, Any]:
+        fields = engine_fields(self.args, self.platform.device.type, self.scenario.longest_tokens)
+        budgets = self._budgets(model)
+        if "buffer_gb" in budgets:
+            fields["buffer_size_gb"] = budgets["buffer_gb"]
+        return fields | state_dtype_field(model, self.args.state_dtype)
+
+    def _cache_gb(self, model: Any) -> tuple[float, float]:
+        budgets = self._budgets(model)
+        return budgets["mamba_gb"], budgets["host_gb"]
+
+    def _budgets(self, model: Any) -> dict[str, float]:
+        """GiB on this rank: an option, else the scenario's, else a default."""
+        given = {"buffer_gb": self.args.buffer_gb, "mamba_gb": self.args.mamba_gb, "host_gb": self.args.host_gb}
+        budgets = {"mamba_gb": DEFAULT_MAMBA_GB[self.platform.device.type], "host_gb": 0.0}
+        budgets |= self.scenario.budgets(machine_of(model, self.args))
+        return budgets | {name: value for name, value in given.items() if value is not None}
+
+    def _check_fits(self, every: Sequence[Contestant]) -> None:
+        from megatron_hybrid_prefix.mcore.runner import check_fits
+
+        for contestant in every:
+            if contestant.engine is not None:
+                with as_input_errors(ValueError, prefix=f"engine {contestant.name}: "):
+                    check_fits(contestant.engine, self.scenario.longest_tokens, self.scenario.generated_tokens)
+
+
+def machine_of(model: Any, args: argparse.Namespace) -> Machine:
+    """Sizes of the model's KV blocks and states on this rank."""
+    from megatron_hybrid_prefix.mcore.entrypoints.build import mamba_state_config, state_bytes
+
+    given = state_dtype_field(model, args.state_dtype).get("mamba_inference_state_config")
+    states = given or mamba_state_config(model)
+    if states is None:
+        raise InputError(f"{args.preset} has no recurrent layers: there is nothing to compare")
+    config = model.config
+    heads = config.num_query_groups // config.tensor_model_parallel_size
+    attention_layers = sum(symbol == "*" for symbol in states.layer_type_list)
+    token_bytes = 2 * attention_layers * heads * config.kv_channels * config.params_dtype.itemsize
+    return Machine(
+        block_tokens=args.block_size_tokens,
+        block_bytes=args.block_size_tokens * token_bytes,
+        state_bytes=state_bytes(states),
+        max_requests=args.max_requests,
+    )
+
+
+def _plain_value(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return str(value)
+    return value
+
+
+# --- Report ----------------------------------------------------------------------------------------------------------
+
+
+def as_json(bench: Bench, command: str) -> dict[str, Any]:
+    """Everything that was measured, and where."""
+    args, scenario = bench.args, bench.scenario
+    options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    return {
+        "scenario": scenario.name,
+        "workload": scenario.describe(),
+        "versions": versions(),
+        "platform": bench.platform.describe(),
+        "hardware": hardware(bench.platform),
+        "command": command,
+        "options": options,
+        "garbage": "collected before each timed round, not during it",
+        "engines": bench.engines,
+        "metrics": summarise(scenario.metrics(), bench.samples, crashed_engines(bench)),
+        "control_plane": summarise(bench.plain_metrics, {"cache": bench.plain_samples}),
+    }
+
+
+def crashed_engines(bench: Bench) -> list[str]:
+    """Names of the engines that did not come to the end."""
+    return [name for name, engine in bench.engines.items() if engine["status"] == "crashed"]
+
+
+def print_report(console: Console, bench: Bench, report: dict[str, Any]) -> None:
+    """The workload, tables, what each engine had, and who crashed."""
+    args, scenario = bench.args, bench.scenario
+    graphs = f"{args.cuda_graphs} CUDA graphs" if args.cuda_graphs else "no CUDA graphs"
+    console.print(f"{scenario.name}: {scenario.describe()}", markup=False, soft_wrap=True)
+    console.print(f"{args.preset}, {graphs}; rounds: 1 to warm up, {args.repeats} timed", markup=False, soft_wrap=True)
+    if bench.plain_metrics:
+        console.print(plain_table("control plane", bench.plain_metrics, report["control_plane"], "cache"))
+    console.print(engine_table("engines side by side", scenario.metrics(), report["metrics"], bench.names))
+    for name, engine in bench.engines.items():
+        room = (
+            f": {engine['kv_blocks']} KV blocks, {engine['state_slots']} state slots" if "kv_blocks" in engine else ""
+        )
+        crash = f" crashed: {engine['error']}" if engine["status"] == "crashed" else ""
+        line = f"engine {name}{room}{';' if room and crash else ''}{crash}"
+        console.print(printable(line), markup=False, soft_wrap=True)

@@ -1,0 +1,18 @@
+"""The scenarios, each a class: its sizes, the prompts of a repeat, what an engine's round gives.
+
+A new one is a subclass of `Scenario` in `SCENARIOS`: its fields become options, its `metrics` rows of the table.
+"""
+
+from __future__ import annotations
+
+from megatron_hybrid_prefix.bench.scenario import Scenario
+from megatron_hybrid_prefix.bench.scenarios.concurrent import Herd, Samples
+from megatron_hybrid_prefix.bench.scenarios.host_tier import HostTier
+from megatron_hybrid_prefix.bench.scenarios.index import Index
+from megatron_hybrid_prefix.bench.scenarios.no_reuse import NoReuse
+from megatron_hybrid_prefix.bench.scenarios.pressure import Pressure
+from megatron_hybrid_prefix.bench.scenarios.sessions import FirstSighting, MultiTurn
+from megatron_hybrid_prefix.bench.scenarios.shared_prefix import SharedPrefix
+
+_KINDS = (SharedPrefix, FirstSighting, MultiTurn, Herd, Samples, NoReuse, Pressure, HostTier, Index)
+SCENARIOS: dict[str, type[Scenario]] = {kind.name: kind for kind in _KINDS}

@@ -1,0 +1,128 @@
+"""The scenario `pressure`: less memory than the working set."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from megatron_hybrid_prefix.bench.engines import Contestant
+from megatron_hybrid_prefix.bench.scenario import Machine, Scenario, size, sums, tokens
+from megatron_hybrid_prefix.bench.stats import Metric, Sample, ratio
+from megatron_hybrid_prefix.console.engine_options import step_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pressure(Scenario):
+    """Shared prefixes in a skewed random order, with memory for only a part of them.
+
+    The working set is all prefixes' KV blocks and one state each. Every engine gets the same bytes; megatron-core takes
+    scratch for min(step tokens / block tokens, 3 x running requests) states out of them. A step holds one prompt.
+    """
+
+    name: ClassVar[str] = "pressure"
+    crash_is_a_result: ClassVar[bool] = True
+    prefixes: int = size(12, 32, "shared prefixes")
+    shared_tokens: int = size(512, 2048, "tokens of each prefix")
+    own_tokens: int = size(100, 100, "tokens that each request has for itself")
+    requests: int = size(32, 128, "requests, sent at once and run some at a time")
+    generate: int = size(4, 32, "tokens generated for each")
+    running: int = size(4, 8, "requests that run at a time (--max-requests has the last word)")
+    skew: float = size(1.0, 1.0, "prefix number n is asked for in proportion to 1 / n ** SKEW")
+    budget_fraction: float = size(0.5, 0.5, "share of the working set that there is memory for")
+
+    @property
+    def longest_tokens(self) -> int:
+        """See Scenario."""
+        return self.shared_tokens + self.own_tokens
+
+    @property
+    def max_requests(self) -> int:
+        """See Scenario."""
+        return self.running
+
+    @property
+    def max_tokens(self) -> int:
+        """See Scenario."""
+        return step_tokens(self.longest_tokens)
+
+    def kv_blocks(self, block_tokens: int, max_requests: int) -> int:
+        """KV blocks that there are: the fraction of the prefixes' own, but as many as the running requests need."""
+        request_blocks = -(-(self.longest_tokens + self.generate) // block_tokens)
+        wanted = round(self.budget_fraction * self.prefixes * (self.shared_tokens // block_tokens))
+        return max(wanted, max_requests * request_blocks)
+
+    @property
+    def state_slots(self) -> int:
+        """States that the budget holds."""
+        return max(1, round(self.budget_fraction * self.prefixes))
+
+    def problem(self, block_tokens: int, max_requests: int) -> str | None:
+        """See Scenario."""
+        if self.budget_fraction >= 1:
+            return f"--budget-fraction {self.budget_fraction} leaves no pressure: it must be below 1"
+        if self.shared_tokens < block_tokens:
+            return f"--shared-tokens {self.shared_tokens} is less than a block of {block_tokens} tokens"
+        working_set = self.prefixes * (self.shared_tokens // block_tokens)
+        if self.kv_blocks(block_tokens, max_requests) >= working_set:
+            return (
+                f"{max_requests} running requests need as many KV blocks as all prefixes together ({working_set}): "
+                "raise --prefixes, or lower --running"
+            )
+        return None
+
+    def budgets(self, machine: Machine) -> dict[str, float]:
+        """See Scenario. Half a block and half a state more, so that rounding takes none away."""
+        blocks = self.kv_blocks(machine.block_tokens, machine.max_requests) + 1  # and megatron's dummy block
+        live_bytes = machine.max_requests * machine.state_bytes
+        return {
+            "buffer_gb": (live_bytes + (blocks + 0.5) * machine.block_bytes) / 2**30,
+            "mamba_gb": (self.state_slots + 0.5) * machine.state_bytes / 2**30,
+        }
+
+    def describe(self) -> str:
+        """See Scenario."""
+        return (
+            f"{self.requests} requests of {self.shared_tokens} + {self.own_tokens} + {self.generate} tokens over "
+            f"{self.prefixes} prefixes (skew {self.skew:g}), memory for {self.budget_fraction:g} of them"
+        )
+
+    def metrics(self) -> list[Metric]:
+        """See Scenario."""
+        count = partial(Metric, digits=0, ratios=False)
+        return [
+            Metric(name="wall_s", label="wall time, s", digits=3),
+            Metric(name="tokens_per_second", label="generated tokens/s"),
+            Metric(name="computed_tokens", label="prompt tokens computed", digits=0),
+            count(name="reused_tokens", label="prompt tokens reused"),
+            Metric(name="reused_share", label="reused, of prefix tokens sent before", digits=3, ratios=False),
+            count(name="recomputed_tokens", label="tokens computed again after preemption"),
+            count(name="evictions", label="states evicted"),
+            count(name="kv_evictions", label="KV blocks evicted"),
+            count(name="checkpoints_published", label="checkpoints kept"),
+            count(name="checkpoints_skipped", label="checkpoints skipped for want of a slot"),
+            count(name="generated_tokens", label="tokens generated"),
+            count(name="failed_requests", label="failed requests", goal="0"),
+        ]
+
+    def workload(self, rng: random.Random, vocab_size: int) -> tuple[list[list[int]], int]:
+        """See Scenario: prompts, and how many of their prefix tokens were sent before in the same repeat."""
+        prefixes = [tokens(rng, vocab_size, self.shared_tokens) for _ in range(self.prefixes)]
+        weights = [1 / number**self.skew for number in range(1, self.prefixes + 1)]
+        chosen = rng.choices(range(self.prefixes), weights, k=self.requests)
+        prompts = [prefixes[number] + tokens(rng, vocab_size, self.own_tokens) for number in chosen]
+        return prompts, (self.requests - len(set(chosen))) * self.shared_tokens
+
+    def play(self, contestant: Contestant, workload: tuple[list[list[int]], int]) -> Sample:
+        """See Scenario."""
+        prompts, sent_before_tokens = workload
+        before = contestant.counters()
+        results, wall_s = contestant.send(prompts, self.generate)
+        after = contestant.counters()
+        sample = sums(results)
+        sample |= {"wall_s": wall_s, "tokens_per_second": ratio(sample["generated_tokens"], wall_s)}
+        sample["reused_share"] = ratio(sample["reused_tokens"], sent_before_tokens)
+        for name in ("evictions", "kv_evictions", "checkpoints_published", "checkpoints_skipped"):
+            sample[name] = after[name] - before[name] if name in after else None
+        return sample

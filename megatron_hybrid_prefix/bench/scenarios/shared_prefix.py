@@ -1,0 +1,76 @@
+"""The scenario `shared_prefix`: requests with a common beginning, one after another."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron_hybrid_prefix.bench.engines import Contestant
+from megatron_hybrid_prefix.bench.scenario import MS, Scenario, size, tokens
+from megatron_hybrid_prefix.bench.stats import Metric, Sample, median, ratio
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPrefix(Scenario):
+    """Requests that share a prefix, one after another: time to first token of each sighting.
+
+    Then prompts of as many tokens as the engine's last hit computed (where there was none: as the own part), that share
+    nothing: what a hit would cost if nothing had to be found, restored and kept.
+    """
+
+    name: ClassVar[str] = "shared_prefix"
+    requests: int = size(4, 4, "requests that share the prefix")
+    shared_tokens: int = size(1024, 8192, "tokens that they share")
+    own_tokens: int = size(300, 300, "tokens that each has for itself")
+    generate: int = size(4, 4, "tokens generated for each")
+    cold_prompts: int = size(3, 3, "short prompts without a shared part, after them")
+
+    @property
+    def longest_tokens(self) -> int:
+        """See Scenario."""
+        return self.shared_tokens + self.own_tokens
+
+    def describe(self) -> str:
+        """See Scenario."""
+        return (
+            f"{self.requests} requests of {self.shared_tokens} shared + {self.own_tokens} own tokens one after another, "
+            f"then {self.cold_prompts} short cold ones, {self.generate} tokens generated each"
+        )
+
+    def metrics(self) -> list[Metric]:
+        """See Scenario."""
+        sightings = range(1, self.requests + 1)
+        return [
+            *(Metric(name=f"first_token_{n}_ms", label=f"sighting {n}: first token, ms", digits=2) for n in sightings),
+            Metric(name="cold_first_token_ms", label="short cold prompt: first token, ms", digits=2),
+            Metric(name="cold_tokens", label="short cold prompt: tokens", digits=0, ratios=False),
+            Metric(name="hit_over_cold", label="last hit over short cold", digits=3, ratios=False, goal="<= 1.05"),
+            *(Metric(name=f"computed_tokens_{n}", label=f"sighting {n}: tokens computed", digits=0) for n in sightings),
+            *(
+                Metric(name=f"reused_tokens_{n}", label=f"sighting {n}: tokens reused", digits=0, ratios=False)
+                for n in sightings
+            ),
+        ]
+
+    def workload(self, rng: random.Random, vocab_size: int) -> Any:
+        """See Scenario: the prompts that share, and cold ones of full length, to be cut."""
+        shared = tokens(rng, vocab_size, self.shared_tokens)
+        sharing = [shared + tokens(rng, vocab_size, self.own_tokens) for _ in range(self.requests)]
+        return sharing, [tokens(rng, vocab_size, self.longest_tokens) for _ in range(self.cold_prompts)]
+
+    def play(self, contestant: Contestant, workload: Any) -> Sample:
+        """See Scenario."""
+        sharing, cold = workload
+        results = [contestant.send([prompt], self.generate)[0][0] for prompt in sharing]
+        hits = [result for result in results if result.reused_tokens]
+        cold_tokens = hits[-1].computed_tokens if hits else self.own_tokens
+        cold_s = [contestant.send([prompt[:cold_tokens]], self.generate)[0][0].time_to_first_token_s for prompt in cold]
+        cold_ms = MS * (median(cold_s) or 0.0)
+        sample: Sample = {"cold_first_token_ms": cold_ms, "cold_tokens": cold_tokens}
+        for number, result in enumerate(results, 1):
+            sample[f"first_token_{number}_ms"] = MS * result.time_to_first_token_s
+            sample[f"computed_tokens_{number}"] = result.computed_tokens
+            sample[f"reused_tokens_{number}"] = result.reused_tokens
+        sample["hit_over_cold"] = ratio(MS * hits[-1].time_to_first_token_s, cold_ms) if hits else None
+        return sample

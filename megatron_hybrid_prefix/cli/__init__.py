@@ -1,0 +1,1 @@
+"""The command line: a module a verb, with `main(argv) -> exit code`. Nothing of the package imports it."""

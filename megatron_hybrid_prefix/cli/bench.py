@@ -1,0 +1,194 @@
+"""Measure the engines side by side: caching off, megatron-core's own cache, this cache.
+
+    hybrid-prefix bench shared_prefix                       # time to first token of a prefix's 1st, 2nd, ... sighting
+    hybrid-prefix bench first_sighting                      # the same where the request says how far a prefix is shared
+    hybrid-prefix bench multi_turn --sessions 50 --turns 60 # conversations whose every turn sends the whole history
+    hybrid-prefix bench herd                                # cold requests with a common prefix, at once
+    hybrid-prefix bench samples                             # several answers to one prompt, at once
+    hybrid-prefix bench no_reuse --json no_reuse.json       # throughput where nothing can be reused
+    hybrid-prefix bench host_tier                           # prompts come back after the device let them go
+    hybrid-prefix bench pressure --engine off,ours          # less memory than the working set
+    hybrid-prefix bench index                               # the control plane; no GPU needed
+    hybrid-prefix bench all --json b.json --report out      # every scenario, then tables and plots; --quick: small sizes
+    hybrid-prefix bench report b.json out                   # tables and plots again
+    torchrun --nproc-per-node 2 -m megatron_hybrid_prefix bench no_reuse --preset small --tp 2
+
+All engines are built in one process and take turns: in every repeat each runs the same new random prompts, so that no
+cache helps from one repeat to the next, and the order rotates. A warm-up round is not counted. Figures are medians over
+the repeats, ratios quotients of medians; the raw samples are in --json. Garbage is collected before each timed round and
+not during it.
+
+An engine that raises is reported as crashed, and the others go on. Exit code: 0; 1 if an engine other than upstream's
+crashed; 2 for bad input; 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megatron_hybrid_prefix.bench.runner import Bench, as_json, crashed_engines, print_report
+from megatron_hybrid_prefix.bench.scenario import Scenario
+from megatron_hybrid_prefix.bench.scenarios import SCENARIOS
+from megatron_hybrid_prefix.bench.suite import add_commands, run_all, run_report
+from megatron_hybrid_prefix.console.engine_options import (
+    ENGINES,
+    add_engine_options,
+    add_model_options,
+    check_engine_options,
+    engine_names,
+    positive_float,
+    positive_int,
+    started_platform,
+)
+from megatron_hybrid_prefix.console.terminal import (
+    ArgumentParser,
+    InputError,
+    Interrupt,
+    Stopped,
+    check_writable,
+    command_line,
+    is_main_rank,
+    output_console,
+    run_command,
+    write_whole,
+)
+
+EXIT_CRASHED = 1
+DEFAULT_PRESET = {"cpu": "tiny", "cuda": "hybrid-4b"}
+DEFAULT_CUDA_GRAPHS = {"cpu": 0, "cuda": 8}
+
+
+# --- Options ---------------------------------------------------------------------------------------------------------
+
+
+def make_parser() -> ArgumentParser:
+    """A command a scenario: the scenario's own sizes, and what all have."""
+    summary, _, rest = (__doc__ or "").partition("\n\n")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = ArgumentParser(description=summary, epilog=rest, formatter_class=raw, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="scenario", metavar="SCENARIO", required=True)
+    for name, kind in SCENARIOS.items():
+        doc = kind.__doc__ or ""
+        command = commands.add_parser(name, help=doc.partition("\n")[0], description=doc, allow_abbrev=False)
+        add = command.add_argument_group("sizes").add_argument
+        for field in kind.sizes():
+            cpu, cuda = field.metadata["cpu"], field.metadata["cuda"]
+            shown = f"{cpu:,}" if cpu == cuda else f"{cpu:,} on CPU, {cuda:,} on GPU"
+            convert = positive_int if isinstance(cpu, int) else positive_float
+            metavar = "N" if isinstance(cpu, int) else "X"
+            text = f"{field.metadata['help']} (default: {shown})"
+            add(f"--{field.name.replace('_', '-')}", type=convert, metavar=metavar, help=text)
+        cpu, cuda = kind.repeats["cpu"], kind.repeats["cuda"]
+        _add_common(command, str(cpu) if cpu == cuda else f"{cpu} on CPU, {cuda} on GPU")
+        add = command.add_argument_group("output").add_argument
+        add("--json", type=Path, metavar="PATH", help="everything, with the samples of each repeat")
+    add_commands(commands, SCENARIOS, _add_common)
+    return parser
+
+
+def _add_common(parser: ArgumentParser, shown_repeats: str = "each scenario's") -> None:
+    add = parser.add_argument_group("measuring").add_argument
+    every = ",".join(ENGINES)
+    add("--engine", default=every, metavar="NAMES", help="engines, by comma (default: %(default)s)")
+    add("--repeats", type=positive_int, metavar="N", help=f"timed rounds of each engine (default: {shown_repeats})")
+    add_model_options(parser.add_argument_group("model").add_argument, default_preset=None)
+    add_engine_options(
+        parser.add_argument_group("engine").add_argument,
+        max_requests=None,
+        max_requests_text="default: what the scenario needs, 16 or more",
+        cuda_graphs_text="0: none; default: 8",
+    )
+
+
+def complete(args: argparse.Namespace) -> tuple[list[str], Scenario, Any]:
+    """Fill in the defaults that depend on the device, and check all that can be checked before anything runs.
+
+    Returns:
+        Names of the engines, the scenario with its sizes, the model's dimensions.
+
+    Raises:
+        InputError: Something cannot be run.
+    """
+    names = engine_names(args.engine, "--engine")
+    if args.json is not None:
+        check_writable(args.json)
+    device_type = args.device or default_device()
+    args.preset = args.preset or DEFAULT_PRESET[device_type]
+    args.cuda_graphs = DEFAULT_CUDA_GRAPHS[device_type] if args.cuda_graphs is None else args.cuda_graphs
+    kind = SCENARIOS[args.scenario]
+    args.repeats = args.repeats or kind.repeats[device_type]
+    for field in kind.sizes():
+        if getattr(args, field.name) is None:
+            setattr(args, field.name, field.metadata[device_type])
+    sizes = {field.name: getattr(args, field.name) for field in kind.sizes()}
+    scenario = kind(block_tokens=args.block_size_tokens, **sizes)
+    args.max_requests = args.max_requests or -(-scenario.max_requests // args.tp) * args.tp
+    args.max_tokens = args.max_tokens or scenario.max_tokens
+    config = check_engine_options(args)
+    problem = scenario.problem(args.block_size_tokens, args.max_requests)
+    if problem is not None:
+        raise InputError(problem)
+    if scenario.longest_tokens + scenario.generated_tokens > config.max_sequence_length:
+        raise InputError(
+            f"{scenario.longest_tokens} + {scenario.generated_tokens} tokens are more than {args.preset} takes: "
+            f"{config.max_sequence_length}"
+        )
+    if args.max_tokens is not None and scenario.longest_tokens > args.max_tokens and not args.chunked_prefill:
+        raise InputError(
+            f"prompts of {scenario.longest_tokens} tokens are more than --max-tokens {args.max_tokens}: raise it, "
+            "or give --chunked-prefill"
+        )
+    return names, scenario, config
+
+
+def default_device() -> str:
+    """That of the running platform, else CUDA where there is a device."""
+    import torch
+
+    from megatron_hybrid_prefix.platform import running_platform
+
+    running = running_platform()
+    if running is not None:
+        return str(running.device.type)
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+# --- Command -------------------------------------------------------------------------------------------------------
+
+
+def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
+    """The whole command; see the module's docstring."""
+    args = make_parser().parse_args(argv)
+    command = command_line(sys.argv[1:] if argv is None else argv)
+    if args.scenario == "all":
+        return run_all(args, SCENARIOS, command, interrupt)
+    if args.scenario == "report":
+        return run_report(args)
+    names, scenario, config = complete(args)
+    with started_platform(args) as platform:
+        console = output_console() if is_main_rank() else Console(quiet=True)
+        console.print(platform.describe(), markup=False, soft_wrap=True)
+        bench = Bench(args, names, scenario, config, platform, interrupt)
+        bench.run()
+        if bench.should_stop():
+            raise Stopped
+        if is_main_rank():
+            report = as_json(bench, command)
+            print_report(console, bench, report)
+            if args.json is not None:
+                text = json.dumps(report, indent=1, allow_nan=False)
+                write_whole(args.json, lambda part: part.write_text(text + "\n", encoding="utf-8"))
+                console.print(f"wrote {args.json}", markup=False, soft_wrap=True)
+    return EXIT_CRASHED if set(crashed_engines(bench)) - {"upstream"} else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    return run_command(lambda interrupt: run(argv, interrupt))
