@@ -10,13 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.trace_helpers import made_up  # puts tools/ on the path
-
-import plan_capacity  # isort: skip
-from _capacity import sizes_of  # isort: skip
-from megatron_hybrid_prefix.console.terminal import InputError  # isort: skip
-
-TOOL = Path(plan_capacity.__file__)
+from megatron_hybrid_prefix.cli import plan as command
+from megatron_hybrid_prefix.console.terminal import InputError
+from megatron_hybrid_prefix.lab.capacity import sizes_of
+from tests.trace_helpers import made_up
 
 # Dimensions of Nemotron-H-8B under the names of two makers.
 HUGGING_FACE = {
@@ -51,7 +48,7 @@ TOKEN_BYTES = 2 * 4 * 8 * 128 * 2
 
 
 def run(*arguments: Any) -> int:
-    return plan_capacity.main([str(argument) for argument in arguments])
+    return command.main([str(argument) for argument in arguments])
 
 
 def saved(path: Path, data: Any) -> Path:
@@ -206,7 +203,7 @@ def test_the_budgets_are_those_of_the_engine(tiny):
     from megatron_hybrid_prefix.mcore.entrypoints.build import build_engine
 
     args = argparse.Namespace(max_requests=4, speculative_tokens=0, block_size_tokens=64)
-    budget = plan_capacity.Budget(state_bytes=0, host_bytes=0, kv_bytes=int(0.01 * 2**30))
+    budget = command.Budget(state_bytes=0, host_bytes=0, kv_bytes=int(0.01 * 2**30))
     engine = build_engine(
         tiny,
         max_requests=4,
@@ -217,7 +214,7 @@ def test_the_budgets_are_those_of_the_engine(tiny):
         paused_buffer_size_gb=0,
     )
     theirs = engine.context.kv_block_allocator.total_count - 1
-    assert plan_capacity.plan_of(budget, sizes_of("tiny"), args).kv_blocks == theirs
+    assert command.plan_of(budget, sizes_of("tiny"), args).kv_blocks == theirs
 
 
 def test_the_budget_that_gains_most_is_to_be_raised(tmp_path, trace_file):
@@ -258,8 +255,8 @@ def test_bad_input_is_one_line(capsys, arguments, message):
 
 def test_neither_torch_nor_megatron_is_imported():
     code = (
-        f"import sys; sys.path.insert(0, {str(TOOL.parent)!r})\n"
-        "import plan_capacity\nassert plan_capacity.main(['tiny', '--mamba-gb', '1', '--buffer-gb', '1']) == 0\n"
+        "import sys\n"
+        "from megatron_hybrid_prefix.cli import plan\nassert plan.main(['tiny', '--mamba-gb', '1', '--buffer-gb', '1']) == 0\n"
         "assert not {'torch', 'megatron'} & set(sys.modules), 'imported'\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_hybrid_prefix.lab.replay import Policy, replay
 from tests.lifecycle_helpers import Served
-from tests.trace_helpers import as_trace, token_prompts  # puts tools/ on the path
-
-from _replay import Policy, replay  # isort: skip
+from tests.trace_helpers import as_trace, token_prompts
 
 BLOCK = 64
 

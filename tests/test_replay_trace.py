@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 
+from megatron_hybrid_prefix.cli import replay as command
+from megatron_hybrid_prefix.console.terminal import InputError
+from megatron_hybrid_prefix.lab.replay import Policy, ceiling_tokens, replay, unlimited_kv_blocks
+from megatron_hybrid_prefix.lab.traces import Trace, TraceRequest, read_trace
 from tests.steps import steps
-from tests.trace_helpers import KINDS, made_up  # puts tools/ on the path
+from tests.trace_helpers import KINDS, made_up
 
-import replay_trace  # isort: skip
-from megatron_hybrid_prefix.console.terminal import InputError  # isort: skip
-from _replay import Policy, ceiling_tokens, replay, unlimited_kv_blocks  # isort: skip
-from _traces import Trace, TraceRequest, read_trace  # isort: skip
-
-TOOL = Path(replay_trace.__file__)
 RULE = Policy(name="replay_cost", eviction="replay_cost")
 
 
@@ -52,7 +50,7 @@ def trace_file(tmp_path):
 
 
 def run(*arguments: Any) -> int:
-    return replay_trace.main([str(argument) for argument in arguments])
+    return command.main([str(argument) for argument in arguments])
 
 
 # -- formats -----------------------------------------------------------------------------------------------------------
@@ -279,8 +277,8 @@ def test_ctrl_c_ends_it(monkeypatch, trace_file):
     class Requested:
         requested = True
 
-    with pytest.raises(replay_trace.Stopped):
-        replay_trace.run([str(trace_file)], Requested())
+    with pytest.raises(command.Stopped):
+        command.run([str(trace_file)], Requested())
 
 
 # -- what it needs -----------------------------------------------------------------------------------------------------
@@ -288,8 +286,8 @@ def test_ctrl_c_ends_it(monkeypatch, trace_file):
 
 def test_neither_torch_nor_megatron_is_imported(trace_file):
     code = (
-        f"import sys; sys.path.insert(0, {str(TOOL.parent)!r}); sys.argv = ['x', {str(trace_file)!r}]\n"
-        "import replay_trace\nassert replay_trace.main() == 0\n"
+        f"import sys; sys.argv = ['x', {str(trace_file)!r}]\n"
+        "from megatron_hybrid_prefix.cli import replay\nassert replay.main() == 0\n"
         "assert not {'torch', 'megatron', 'numpy'} & set(sys.modules), 'imported'\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

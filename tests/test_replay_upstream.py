@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_hybrid_prefix.lab.replay import Policy, replay
 from tests.defect_helpers import Side, computed_tokens
 from tests.engine_helpers import greedy
-from tests.trace_helpers import as_trace, token_prompts  # puts tools/ on the path
-
-from _replay import Policy, replay  # isort: skip
+from tests.trace_helpers import as_trace, token_prompts
 
 BLOCK = 128  # the scan's chunk: every block boundary can have a state
 UPSTREAM = Policy(name="upstream", eviction="upstream")

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
-
-from _traces import Trace, TraceRequest
 
 from megatron_hybrid_prefix.index.keys import KeyMaker
+from megatron_hybrid_prefix.lab.traces import Trace, TraceRequest
 
 BLOCK = 512  # tokens of a block where only keys matter
 

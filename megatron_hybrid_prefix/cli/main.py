@@ -33,6 +33,8 @@ class Verb(NamedTuple):
 
 VERBS = {
     "bench": Verb("measure caching off, megatron-core's own cache and this one side by side", "bench"),
+    "replay": Verb("replay recorded requests through the cache's policies, without a model", "replay"),
+    "plan": Verb("what a memory budget holds, and what to raise first", "plan"),
 }
 
 

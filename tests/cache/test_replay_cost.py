@@ -10,15 +10,14 @@ from hypothesis import strategies as st
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.tree import NO_SLOT, Node
+from megatron_hybrid_prefix.lab.replay import Policy, replay
 from megatron_hybrid_prefix.policy import likelihood, replay_cost
 from megatron_hybrid_prefix.policy.boundaries import Reason
 from megatron_hybrid_prefix.policy.eviction import ReplayCostEviction, make_eviction_policy
 from megatron_hybrid_prefix.policy.likelihood import Likelihood
 from tests.cache.naive_replay_cost import NaiveReplayCost
 from tests.selection import mostly_slow
-from tests.trace_helpers import KINDS, made_up, token_prompts  # puts tools/ on the path
-
-from _replay import Policy, replay  # isort: skip
+from tests.trace_helpers import KINDS, made_up, token_prompts
 
 REASONS = (Reason.JUNCTION, Reason.TAIL, Reason.INTERVAL, Reason.DECODE)
 RULE = Policy(name="replay_cost", eviction="replay_cost")

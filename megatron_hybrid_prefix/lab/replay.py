@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
 
-from _replay_upstream import UpstreamRule
-from _traces import Trace, TraceRequest
-
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.console.terminal import no_garbage_collection
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.matcher import Match
+from megatron_hybrid_prefix.lab.traces import Trace, TraceRequest
+from megatron_hybrid_prefix.lab.upstream_rule import UpstreamRule
 from megatron_hybrid_prefix.policy.boundaries import Boundary
 
 ADMISSIONS = ("adaptive", "asked", "tail")

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from heapq import heappop, heappush
 from typing import Any
 
-from _traces import TraceRequest
+from megatron_hybrid_prefix.lab.traces import TraceRequest
 
 
 class _Block:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from _replay import Replayed
+from megatron_hybrid_prefix.lab.replay import Replayed
 
 
 def save_plot(path: Path, runs: Sequence[Replayed], ceiling: float, title: str) -> None:

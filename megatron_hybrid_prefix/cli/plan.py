@@ -1,0 +1,278 @@
+"""Plan memory for prefix caching of a hybrid model: what a budget holds, and what to raise first.
+
+    hybrid-prefix plan nemotron-h-8b --mamba-gb 20 --buffer-gb 20
+    hybrid-prefix plan arguments.yaml --mamba-gb 20 --buffer-gb 20 --tp 2 --speculative-tokens 3
+    hybrid-prefix plan config.json --mamba-gb 20 --buffer-gb 20 --trace trace.jsonl --json plan.json
+
+MODEL is a preset, a YAML or JSON file of Megatron arguments, or a Hugging Face config.json (or the folder it is in). Budgets are
+GiB of one rank. With a trace, the expected reuse is that of a replay (hybrid-prefix replay) at this budget, and again with
+each budget raised by the same amount; the one that gains most is to be raised first. What loading from the host costs is not
+in the figure.
+
+No GPU, no torch. Exit code: 0; 2 for bad input; 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_hybrid_prefix._version import __version__
+from megatron_hybrid_prefix.console.engine_options import positive_float, positive_int, whole_number
+from megatron_hybrid_prefix.console.terminal import (
+    ArgumentParser,
+    InputError,
+    Interrupt,
+    Stopped,
+    check_writable,
+    command_line,
+    output_console,
+    printable,
+    progress,
+    run_command,
+    write_whole,
+)
+from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_of
+from megatron_hybrid_prefix.lab.replay import Policy, ceiling_tokens, replay
+from megatron_hybrid_prefix.lab.traces import Trace, read_trace
+
+GIB = 2**30
+RAISED_BY = 0.25  # of all budgets together: what each budget in turn is raised by
+WORTH_IT = 0.001  # of the prompt tokens: less is not worth a recommendation
+KNOBS = {"state_bytes": "--mamba-gb", "host_bytes": "--host-gb", "kv_bytes": "--buffer-gb"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Bytes of one rank for states on the device, states on the host, and KV with the running requests' states."""
+
+    state_bytes: int
+    host_bytes: int
+    kv_bytes: int
+
+    @property
+    def all_bytes(self) -> int:
+        """Together."""
+        return self.state_bytes + self.host_bytes + self.kv_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a budget holds."""
+
+    device_states: int
+    host_states: int
+    kv_blocks: int
+    live_bytes: int
+    history_tokens: int
+
+
+def plan_of(budget: Budget, sizes: Sizes, args: argparse.Namespace) -> Plan:
+    """What ``budget`` holds.
+
+    Raises:
+        InputError: The running requests' states alone need more than there is.
+    """
+    live_bytes = args.max_requests * sizes.live_bytes(args.speculative_tokens)
+    block_bytes = sizes.kv_block_bytes(args.block_size_tokens)
+    # One block is megatron's dummy.
+    blocks = (budget.kv_bytes - live_bytes) // block_bytes - 1
+    if blocks < 1:
+        raise InputError(
+            f"--buffer-gb {budget.kv_bytes / GIB:g}: states of {args.max_requests} running requests take "
+            f"{live_bytes / GIB:.2f} GiB, and one KV block {block_bytes / GIB:.4f}: raise it, or lower --max-requests"
+        )
+    return Plan(
+        device_states=budget.state_bytes // sizes.state_bytes,
+        host_states=budget.host_bytes // sizes.state_bytes,
+        kv_blocks=blocks,
+        live_bytes=live_bytes,
+        history_tokens=blocks * args.block_size_tokens,
+    )
+
+
+def host_options(budget: Budget, sizes: Sizes, block_tokens: int) -> dict[str, int]:
+    """The host tier of a replay with blocks of ``block_tokens``: pages of an eighth of the smaller kind of entry."""
+    kv_bytes, state_bytes = sizes.kv_block_bytes(block_tokens), sizes.state_bytes
+    page_bytes = max(1, min(kv_bytes, state_bytes) // 8)
+    return {
+        "host_pages": budget.host_bytes // page_bytes,
+        "host_kv_pages": -(-kv_bytes // page_bytes),
+        "host_state_pages": -(-state_bytes // page_bytes),
+    }
+
+
+def expected_reuse(trace: Trace, budget: Budget, sizes: Sizes, args: argparse.Namespace, interrupt: Interrupt) -> float:
+    """Share of the trace's prompt tokens that a cache of this size reuses.
+
+    Raises:
+        Stopped: Ctrl-C.
+    """
+
+    def on_request(done: int) -> None:
+        if interrupt.requested:
+            raise Stopped
+
+    plan = plan_of(budget, sizes, args)
+    host = host_options(budget, sizes, trace.block_tokens)
+    return replay(
+        trace,
+        Policy(name=args.eviction, eviction=args.eviction, options=host),
+        state_slots=plan.device_states,
+        kv_blocks=max(1, plan.history_tokens // trace.block_tokens),
+        on_request=on_request,
+    ).reused_token_fraction
+
+
+def advice(gains: dict[str, float], reuse: float, ceiling: float, raised_gib: float) -> str:
+    """What to raise first, given what each budget gains when it is raised by ``raised_gib``."""
+    name, gain = max(gains.items(), key=lambda item: item[1])
+    if gain < WORTH_IT:
+        return f"{reuse:.1%} of the prompt tokens are reused, {ceiling:.1%} could be: {raised_gib:.1f} GiB more gain nothing"
+    return f"raise {KNOBS[name]} first: {raised_gib:.1f} GiB more reuse {gain:.1%} more of the prompt tokens"
+
+
+def blind_advice(plan: Plan, sizes: Sizes) -> str:
+    """What to raise first when nothing is known about the requests."""
+    if plan.device_states < 1:
+        return f"raise --mamba-gb first: not one checkpoint of {sizes.state_bytes / GIB:.3f} GiB fits"
+    blocks = plan.kv_blocks / plan.device_states
+    if blocks < 1:
+        return "raise --buffer-gb first: there are fewer KV blocks than checkpoints, and each checkpoint needs its own"
+    return f"a checkpoint for every {blocks:.0f} KV blocks; give a --trace to learn which of the two to raise"
+
+
+# --- Command ---------------------------------------------------------------------------------------------------------
+
+
+def make_parser() -> ArgumentParser:
+    """All options."""
+    summary, _, rest = (__doc__ or "").partition("\n\n")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = ArgumentParser(description=summary, epilog=rest, formatter_class=raw, allow_abbrev=False)
+    parser.add_argument("model", metavar="MODEL", help="preset, Megatron arguments (YAML, JSON) or config.json")
+    add = parser.add_argument_group("model").add_argument
+    add("--tp", type=positive_int, default=1, help="tensor-parallel size (default: %(default)s)")
+    add("--state-dtype", choices=("float32", "bfloat16"), help="type of the SSM states (default: the parameters')")
+    add = parser.add_argument_group("budget of one rank").add_argument
+    add("--mamba-gb", type=positive_float, required=True, help="GiB for checkpoints on the device")
+    add("--buffer-gb", type=positive_float, required=True, help="GiB for KV and the states of running requests")
+    add("--host-gb", type=positive_float, help="GiB of host memory behind both (default: none)")
+    add("--block-size-tokens", type=positive_int, default=256, help="tokens of a KV block (default: %(default)s)")
+    add("--max-requests", type=positive_int, default=64, help="running at a time (default: %(default)s)")
+    add("--speculative-tokens", type=whole_number, default=0, help="drafted tokens (default: %(default)s)")
+    add = parser.add_argument_group("expected reuse").add_argument
+    add("--trace", nargs="+", type=Path, metavar="TRACE", help="recorded requests, as for hybrid-prefix replay")
+    add("--limit", type=positive_int, metavar="N", help="only the first N requests by time")
+    add("--eviction", choices=("replay_cost", "lru"), default="replay_cost", help="(default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="everything")
+    return parser
+
+
+def measured(
+    args: argparse.Namespace, sizes: Sizes, budget: Budget, interrupt: Interrupt
+) -> tuple[dict[str, Any], str]:
+    """Expected reuse at this budget, and what each budget gains when it is raised; and the advice."""
+    trace = read_trace(args.trace, limit=args.limit)
+    ceiling = sum(ceiling_tokens(trace)) / trace.prompt_tokens
+    step = max(int(budget.all_bytes * RAISED_BY), sizes.state_bytes)
+    with progress(["replays"], 1 + len(KNOBS)) as done:
+        reuse = expected_reuse(trace, budget, sizes, args, interrupt)
+        done("replays", 1)
+        gains: dict[str, float] = {}
+        for number, name in enumerate(KNOBS, 2):
+            raised = replace(budget, **{name: getattr(budget, name) + step})
+            gains[name] = expected_reuse(trace, raised, sizes, args, interrupt) - reuse
+            done("replays", number)
+    found = {
+        "requests": len(trace.requests),
+        "prompt_tokens": trace.prompt_tokens,
+        "reused_token_fraction": reuse,
+        "ceiling_fraction": ceiling,
+        "raised_by_bytes": step,
+        "gains": {KNOBS[name]: gain for name, gain in gains.items()},
+    }
+    return found, advice(gains, reuse, ceiling, step / GIB)
+
+
+def print_report(
+    console: Console, args: argparse.Namespace, sizes: Sizes, plan: Plan, reuse: dict[str, Any] | None
+) -> None:
+    """Bytes, what the budget holds, and the expected reuse."""
+    table = Table(title=f"{printable(sizes.name)}, tp={sizes.tp}", title_justify="left", show_header=False)
+    table.add_column("what", no_wrap=True)
+    table.add_column("how much", justify="right", no_wrap=True)
+    block_bytes = sizes.kv_block_bytes(args.block_size_tokens)
+    drafts = f" and {args.speculative_tokens} drafts" if args.speculative_tokens else ""
+    rows: list[tuple[str, str]] = [
+        ("a checkpoint", f"{sizes.state_bytes:,} bytes"),
+        (f"a KV block of {args.block_size_tokens} tokens", f"{block_bytes:,} bytes"),
+        (f"states of a running request{drafts}", f"{sizes.live_bytes(args.speculative_tokens):,} bytes"),
+        ("a checkpoint takes as much as KV of", f"{sizes.state_bytes / sizes.kv_token_bytes:,.0f} tokens"),
+        ("checkpoints on the device", f"{plan.device_states:,}"),
+        ("checkpoints on the host, if it held nothing else", f"{plan.host_states:,}"),
+        (f"states of {args.max_requests} running requests", f"{plan.live_bytes / GIB:.2f} GiB"),
+        ("KV blocks", f"{plan.kv_blocks:,}"),
+        ("tokens of history", f"{plan.history_tokens:,}"),
+    ]
+    if reuse is not None:
+        rows.append(("expected reuse of prompt tokens", f"{reuse['reused_token_fraction']:.4f}"))
+        rows.append(("without limits", f"{reuse['ceiling_fraction']:.4f}"))
+        step_gib = reuse["raised_by_bytes"] / GIB
+        rows += [(f"{step_gib:.1f} GiB more for {knob}", f"{gain:+.4f}") for knob, gain in reuse["gains"].items()]
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def run(argv: Sequence[str], interrupt: Interrupt) -> int:
+    """The whole command; see the module's docstring."""
+    args = make_parser().parse_args(argv)
+    if args.json is not None:
+        check_writable(args.json)
+    sizes = sizes_of(args.model, tp=args.tp, state_dtype=args.state_dtype)
+    budget = Budget(
+        state_bytes=int(args.mamba_gb * GIB),
+        host_bytes=int((args.host_gb or 0) * GIB),
+        kv_bytes=int(args.buffer_gb * GIB),
+    )
+    plan = plan_of(budget, sizes, args)
+    reuse, text = None, blind_advice(plan, sizes)
+    if args.trace:
+        reuse, text = measured(args, sizes, budget, interrupt)
+    console = output_console()
+    print_report(console, args, sizes, plan, reuse)
+    console.print(text, markup=False, soft_wrap=True)
+    if args.json is not None:
+        report = {
+            "version": __version__,
+            "command": command_line(argv),
+            "model": sizes.name,
+            "tp": sizes.tp,
+            "checkpoint_bytes": sizes.state_bytes,
+            "kv_block_bytes": sizes.kv_block_bytes(args.block_size_tokens),
+            "live_request_bytes": sizes.live_bytes(args.speculative_tokens),
+            "device_states": plan.device_states,
+            "host_states": plan.host_states,
+            "kv_blocks": plan.kv_blocks,
+            "history_tokens": plan.history_tokens,
+            "expected_reuse": reuse,
+            "advice": text,
+        }
+        whole = json.dumps(report, indent=1, allow_nan=False) + "\n"
+        write_whole(args.json, lambda part: part.write_text(whole, encoding="utf-8"))
+        console.print(f"wrote {args.json}", markup=False, soft_wrap=True)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    return run_command(lambda interrupt: run(sys.argv[1:] if argv is None else argv, interrupt))

@@ -1,0 +1,329 @@
+"""Replay recorded requests through the cache's index and policies, without a model: what is reused at which budget?
+
+    hybrid-prefix replay trace.jsonl                                # this cache, and others, at several budgets
+    hybrid-prefix replay trace.jsonl --state-slots 64,256,1024 --json reuse.json --plot reuse.png
+    hybrid-prefix replay trace.jsonl --kv-blocks 20000              # KV is limited, too
+    hybrid-prefix replay trace.jsonl --eviction lru --admission asked --interval 4096 --baselines none
+    hybrid-prefix replay trace.jsonl --preset nemotron-h-8b         # what the slots and blocks take, in GiB
+
+A trace is a file of one JSON object a line: Mooncake's (timestamp, input_length, output_length, hash_ids of 512-token blocks),
+sessions with their own hash_ids and a block_size, or texts (timestamp, input). A line that is none of them is an error.
+Requests run one after another in the order of time; answers are not replayed. The replayed classes are those that the
+engine uses. The ceiling is what a cache without limits would reuse, with a state after every block.
+
+Exit code: 0; 2 for bad input; 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_hybrid_prefix._version import __version__
+from megatron_hybrid_prefix.console.engine_options import positive_int, whole_number
+from megatron_hybrid_prefix.console.terminal import (
+    ArgumentParser,
+    InputError,
+    Interrupt,
+    Stopped,
+    as_input_errors,
+    check_can_plot,
+    check_writable,
+    command_line,
+    output_console,
+    printable,
+    progress,
+    run_command,
+    write_whole,
+)
+from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_of
+from megatron_hybrid_prefix.lab.plot import save_plot
+from megatron_hybrid_prefix.lab.replay import ADMISSIONS, Policy, Replayed, ceiling_tokens, replay
+from megatron_hybrid_prefix.lab.traces import Trace, read_trace
+
+EVICTIONS = ("replay_cost", "lru")
+DEFAULT_SLOTS = "64,256,1024,4096"
+DEFAULT_BASELINES = "lru,upstream,align"
+BASELINES = {
+    "lru": Policy(name="lru", eviction="lru"),
+    "upstream": Policy(name="upstream 0.19", eviction="upstream"),
+    "align": Policy(name="align (tails only)", eviction="lru", admission="tail"),
+}
+
+
+# --- Options ---------------------------------------------------------------------------------------------------------
+
+
+def make_parser() -> ArgumentParser:
+    """All options."""
+    summary, _, rest = (__doc__ or "").partition("\n\n")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = ArgumentParser(description=summary, epilog=rest, formatter_class=raw, allow_abbrev=False)
+    add = parser.add_argument
+    add("traces", nargs="+", type=Path, metavar="TRACE", help="files of recorded requests, of one format")
+    add("--limit", type=positive_int, metavar="N", help="only the first N requests by time")
+    add(
+        "--block-tokens",
+        type=positive_int,
+        metavar="N",
+        help="tokens of a block (texts: 256; else what the trace says)",
+    )
+    add = parser.add_argument_group("budget").add_argument
+    add(
+        "--state-slots",
+        default=DEFAULT_SLOTS,
+        metavar="N[,N...]",
+        help="recurrent states that can be kept (default: %(default)s)",
+    )
+    add("--kv-blocks", default="unlimited", metavar="N", help="KV blocks, or 'unlimited' (default)")
+    add(
+        "--host-state-slots",
+        type=whole_number,
+        default=0,
+        metavar="N",
+        help="states behind them on the host (default: 0)",
+    )
+    add("--host-kv-blocks", type=whole_number, default=0, metavar="N", help="KV blocks behind them there (default: 0)")
+    add("--preset", metavar="MODEL", help="show bytes for this preset, Megatron arguments or Hugging Face config.json")
+    add = parser.add_argument_group("policy").add_argument
+    add("--eviction", choices=EVICTIONS, default=EVICTIONS[0], help="which state goes first (default: %(default)s)")
+    add(
+        "--admission",
+        choices=ADMISSIONS,
+        default=ADMISSIONS[0],
+        help="adaptive: what prompts share, where they end, and states at intervals where there is room (default); "
+        "asked: without the intervals; tail: where they end only",
+    )
+    add(
+        "--interval", metavar="TOKENS", help="distance of interval states: a multiple of the block (default: by length)"
+    )
+    add(
+        "--baselines",
+        default=DEFAULT_BASELINES,
+        metavar="NAMES",
+        help="to compare with, by comma: lru, upstream (megatron-core 0.19's rule), align (tails only, LRU), "
+        "interval:TOKENS (LRU with states at this distance); or none (default: %(default)s)",
+    )
+    add = parser.add_argument_group("output").add_argument
+    add("--json", type=Path, metavar="PATH", help="everything, with the occupancy over time")
+    add("--plot", type=Path, metavar="PATH", help="reuse against budget, and occupancy over time, as PNG")
+    return parser
+
+
+def state_slots(text: str) -> list[int]:
+    """Numbers by comma, ascending.
+
+    Raises:
+        InputError: One is no whole number, or is there twice.
+    """
+    with as_input_errors(argparse.ArgumentTypeError, prefix="--state-slots: "):
+        slots = [whole_number(item) for item in text.split(",")]
+    if len(set(slots)) < len(slots):
+        raise InputError(f"--state-slots: {text} has a number twice")
+    return sorted(slots)
+
+
+def kv_blocks(text: str) -> int | None:
+    """A number, or None for "unlimited".
+
+    Raises:
+        InputError: It is neither.
+    """
+    if text == "unlimited":
+        return None
+    with as_input_errors(argparse.ArgumentTypeError, prefix="--kv-blocks: "):
+        return positive_int(text)
+
+
+def policies(args: argparse.Namespace, block_tokens: int) -> list[Policy]:
+    """The policy that is asked for, then the others.
+
+    Raises:
+        InputError: A name is unknown, or an interval is no multiple of the block.
+    """
+    interval = None if args.interval is None else _interval(args.interval, "--interval", block_tokens)
+    if interval is not None and args.admission != "adaptive":
+        raise InputError(f"--interval {interval}: --admission {args.admission} keeps no states at intervals")
+    states, blocks = args.host_state_slots, args.host_kv_blocks
+    host: dict[str, Any] = {}
+    if states + blocks:
+        host = {"host_pages": states + blocks, "host_state_share": states / (states + blocks)}
+    name = args.eviction if args.admission == "adaptive" else f"{args.eviction}, {args.admission}"
+    if interval is not None:
+        name += f", every {interval}"
+    first = Policy(name=name, eviction=args.eviction, admission=args.admission, interval_tokens=interval, options=host)
+    found = [first]
+    for item in () if args.baselines == "none" else args.baselines.split(","):
+        head, _, tokens = item.partition(":")
+        if item in BASELINES:
+            policy = BASELINES[item]
+        elif head == "interval" and tokens:
+            distance = _interval(tokens, "--baselines interval", block_tokens)
+            policy = Policy(name=f"lru, every {distance}", eviction="lru", interval_tokens=distance)
+        else:
+            raise InputError(f"--baselines: no {item!r}; there are: {', '.join(BASELINES)}, interval:TOKENS, none")
+        if policy.eviction != "upstream":  # which has no second tier
+            policy = dataclasses.replace(policy, options=host)
+        if policy.name not in [other.name for other in found]:
+            found.append(policy)
+    return found
+
+
+def _interval(text: str, option: str, block_tokens: int) -> int:
+    with as_input_errors(argparse.ArgumentTypeError, prefix=f"{option}: "):
+        tokens = whole_number(text)
+    if tokens % block_tokens:
+        raise InputError(f"{option}: {tokens} is not a multiple of the {block_tokens} tokens of a block")
+    return tokens
+
+
+# --- Run -------------------------------------------------------------------------------------------------------------
+
+
+def run_all(
+    trace: Trace, chosen: Sequence[Policy], slots: Sequence[int], blocks: int | None, interrupt: Interrupt
+) -> list[Replayed]:
+    """Every policy at every budget.
+
+    Raises:
+        Stopped: Ctrl-C.
+    """
+    runs: list[Replayed] = []
+    total = len(trace.requests) * len(slots)
+    with progress([policy.name for policy in chosen], total) as done:
+        for policy in chosen:
+            for number, budget in enumerate(slots):
+
+                def on_request(count: int, policy: Policy = policy, number: int = number) -> None:
+                    if interrupt.requested:
+                        raise Stopped
+                    done(policy.name, number * len(trace.requests) + count)
+
+                runs.append(replay(trace, policy, state_slots=budget, kv_blocks=blocks, on_request=on_request))
+    return runs
+
+
+# --- Report ----------------------------------------------------------------------------------------------------------
+
+
+def as_json(
+    args: argparse.Namespace, trace: Trace, runs: Sequence[Replayed], ceiling: float, command: str
+) -> dict[str, Any]:
+    """Everything. ``reused_token_fraction`` is that of the policy asked for, at the largest budget."""
+    own = [run for run in runs if run.policy is runs[0].policy]
+    return {
+        "version": __version__,
+        "command": command,
+        "options": {name: _plain(value) for name, value in vars(args).items()},
+        "trace": {
+            "format": trace.format,
+            "block_tokens": trace.block_tokens,
+            "requests": len(trace.requests),
+            "prompt_tokens": trace.prompt_tokens,
+        },
+        "reused_token_fraction": own[-1].reused_token_fraction,
+        "ceiling_fraction": ceiling,
+        "by_state_slots": {str(run.state_slots): run.reused_token_fraction for run in own},
+        "runs": [_run_json(run) for run in runs],
+    }
+
+
+def _run_json(run: Replayed) -> dict[str, Any]:
+    return {
+        "policy": dataclasses.asdict(run.policy),
+        "state_slots": run.state_slots,
+        "kv_blocks": run.kv_blocks,
+        "reused_token_fraction": run.reused_token_fraction,
+        "reused_tokens": sum(run.reused_tokens),
+        "prompt_tokens": run.prompt_tokens,
+        "refused_requests": run.refused_requests,
+        "requests_per_second": run.requests_per_second,
+        "counters": dict(run.counters),
+        "occupancy": [dataclasses.asdict(point) for point in run.series],
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def print_report(
+    console: Console, trace: Trace, runs: Sequence[Replayed], ceiling: float, sizes: Sizes | None, blocks: int | None
+) -> None:
+    """Reuse, a row a policy and a column a budget; then speed, and what else there is to know."""
+    slots = sorted({run.state_slots for run in runs})
+    kv = "unlimited KV" if blocks is None else f"{blocks:,} KV blocks"
+    console.print(
+        f"{len(trace.requests):,} requests ({trace.format}), {trace.prompt_tokens:,} prompt tokens in blocks of "
+        f"{trace.block_tokens}; {kv}",
+        soft_wrap=True,
+    )
+    table = Table(title="share of prompt tokens reused", title_justify="left", show_footer=True)
+    table.add_column("state slots", footer="no limits", no_wrap=True)
+    for number, budget in enumerate(slots):
+        table.add_column(f"{budget:,}", footer=f"{ceiling:.4f}" if number == 0 else "", justify="right", no_wrap=True)
+    table.add_column("requests/s", justify="right", no_wrap=True)
+    for policy in dict.fromkeys(run.policy.name for run in runs):
+        own = [run for run in runs if run.policy.name == policy]
+        speed = min(run.requests_per_second for run in own)
+        table.add_row(policy, *(f"{run.reused_token_fraction:.4f}" for run in own), f"{speed:,.0f}")
+    if sizes is not None:
+        budgets = (f"{budget * sizes.state_bytes / 2**30:.1f}" for budget in slots)
+        table.add_section()
+        table.add_row(f"GiB of states, {printable(sizes.name)}", *budgets, "")
+    console.print(table)
+    if sizes is not None and blocks is not None:
+        gib = blocks * sizes.kv_block_bytes(trace.block_tokens) / 2**30
+        console.print(f"{blocks:,} KV blocks of {trace.block_tokens} tokens: {gib:.1f} GiB", soft_wrap=True)
+    refused = max(run.refused_requests for run in runs)
+    if refused:
+        console.print(f"{refused:,} requests need more KV blocks than there are: nothing of them was reused or kept")
+    raising = [run for run in runs if run.counters.get("would_raise")]
+    for run in raising:
+        times = run.counters["would_raise"]
+        console.print(
+            f"{run.policy.name}, {run.state_slots:,} slots: upstream would have ended with an error {times:,} times"
+        )
+
+
+def run(argv: Sequence[str], interrupt: Interrupt) -> int:
+    """The whole command; see the module's docstring."""
+    args = make_parser().parse_args(argv)
+    for path in (args.json, args.plot):
+        if path is not None:
+            check_writable(path)
+    if args.plot is not None:
+        check_can_plot("--plot")
+    slots, blocks = state_slots(args.state_slots), kv_blocks(args.kv_blocks)
+    sizes = None if args.preset is None else sizes_of(args.preset)
+    trace = read_trace(args.traces, block_tokens=args.block_tokens, limit=args.limit)
+    chosen = policies(args, trace.block_tokens)
+    ceiling = sum(ceiling_tokens(trace)) / trace.prompt_tokens
+    runs = run_all(trace, chosen, slots, blocks, interrupt)
+    console = output_console()
+    print_report(console, trace, runs, ceiling, sizes, blocks)
+    if args.json is not None:
+        report = as_json(args, trace, runs, ceiling, command_line(argv))
+        text = json.dumps(report, indent=1, allow_nan=False) + "\n"
+        write_whole(args.json, lambda part: part.write_text(text, encoding="utf-8"))
+        console.print(f"wrote {args.json}", markup=False, soft_wrap=True)
+    if args.plot is not None:
+        names = ", ".join(path.name for path in args.traces)
+        write_whole(args.plot, lambda part: save_plot(part, runs, ceiling, printable(names)))
+        console.print(f"wrote {args.plot}", markup=False, soft_wrap=True)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    return run_command(lambda interrupt: run(sys.argv[1:] if argv is None else argv, interrupt))
