@@ -1,17 +1,12 @@
-"""`tools/demo.py`, with a shorter context and shorter answers: the last turn shows what upstream restores wrongly."""
+"""The command `demo`, with a shorter context and shorter answers: the last turn shows what upstream restores wrongly."""
 
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import demo  # noqa: E402
+from megatron_hybrid_prefix.cli import demo
 
 
 @pytest.fixture(autouse=True)

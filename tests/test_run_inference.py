@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
+from megatron_hybrid_prefix.cli import generate
+from megatron_hybrid_prefix.console.prompts import Reader
+from megatron_hybrid_prefix.console.sessions import least_tokens
+from megatron_hybrid_prefix.tokenizer import common_tokens
+from tests.engine_helpers import LOG_PROB_NOISE
+from tests.limits import HANG_S
+
 ROOT = Path(__file__).resolve().parents[1]
 TOOL = ROOT / "tools" / "run_inference.py"
-sys.path.insert(0, str(TOOL.parent))
-
-import run_inference  # noqa: E402
-from _sessions import least_tokens  # noqa: E402
-
-from tests.engine_helpers import LOG_PROB_NOISE  # noqa: E402
-from tests.limits import HANG_S  # noqa: E402
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -32,7 +32,7 @@ CONTEXT = "The cache holds keys and values in blocks, and a recurrent state at s
 def run_json(tmp_path: Path, *argv: object) -> dict[str, Any]:
     """Run the command in this process, which must succeed, and read what it saved."""
     path = tmp_path / "result.json"
-    assert run_inference.main([*map(str, argv), "--json", str(path)]) == 0
+    assert generate.main([*map(str, argv), "--json", str(path)]) == 0
     return json.loads(path.read_text())
 
 
@@ -152,7 +152,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def expect_error(capsys: pytest.CaptureFixture[str], folder: Path, argv: list[str], message: str) -> None:
     before = sorted(folder.iterdir())
     output = [] if "--json" in argv else ["--json", "result.json"]
-    assert run_inference.main([*argv, *output]) == 2
+    assert generate.main([*argv, *output]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
     assert message in captured.err
@@ -367,7 +367,7 @@ def test_an_end_inside_a_token_is_named_before_it() -> None:
         def tokenize(self, text: str) -> list[int]:
             return [ord(text[i]) * 256 + ord(text[i + 1 : i + 2] or "\0") for i in range(0, len(text), 2)]
 
-    reader = run_inference.Reader(tokenizer=Pairs(), vocab_size=1 << 16, add_bos=True, sampling={})
+    reader = Reader(tokenizer=Pairs(), vocab_size=1 << 16, add_bos=True, sampling={})
     conversation = reader.conversation({"system": "abc", "context": "de", "turns": ["four", "five!"]}, "here")
     first, second = conversation.play(lambda request: [9, 9, 9])
     # A first token, "abc\n\nde\n\n", and "User: four\nAssistant:".
@@ -414,7 +414,7 @@ def test_least_tokens_against_comparing_all_pairs() -> None:
         prompts.append(start + rng.choices([0, 1, 255, 256, 70_000], k=rng.randrange(1, 8)))
     for number, found in enumerate(least_tokens(prompts)):
         prompt = prompts[number]
-        shared = (run_inference.common_tokens(prompt, other) for other in prompts[:number])
+        shared = (common_tokens(prompt, other) for other in prompts[:number])
         assert found == len(prompt) - max(shared, default=0)
     assert least_tokens([[1, 2], [1, 2], [1, 2, 3], [1], [2]]) == [2, 0, 1, 0, 1]
     assert least_tokens([]) == []

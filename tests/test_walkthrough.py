@@ -1,21 +1,17 @@
-"""`tools/walkthrough.py`: the conversation goes the way that the document tells."""
+"""The walkthrough: the conversation goes the way that the document tells."""
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
+from megatron_hybrid_prefix.cli import walkthrough
+from tests.engine_helpers import LOG_PROB_NOISE
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import walkthrough  # noqa: E402
-
-from tests.engine_helpers import LOG_PROB_NOISE  # noqa: E402
-
 LOG_PROBS = re.compile(r"within \de[+-]\d\d")  # depends on the machine
 
 

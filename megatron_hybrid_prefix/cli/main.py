@@ -32,9 +32,12 @@ class Verb(NamedTuple):
 
 
 VERBS = {
+    "serve": Verb("serve a model over HTTP, in the OpenAI API", "serve", extra="serve"),
+    "generate": Verb("answer prompts, conversations or recorded sessions, with one or more engines", "generate"),
     "bench": Verb("measure caching off, megatron-core's own cache and this one side by side", "bench"),
     "replay": Verb("replay recorded requests through the cache's policies, without a model", "replay"),
     "plan": Verb("what a memory budget holds, and what to raise first", "plan"),
+    "demo": Verb("a question session about this package's own source, in seconds on a CPU", "demo"),
 }
 
 

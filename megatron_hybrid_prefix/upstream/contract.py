@@ -636,7 +636,7 @@ CONFIG = (
         calls(
             "get_attr_wrapped_model",
             "(model, attr, allow_none=True, return_model_obj=False)",
-            "mcore/entrypoints/build tools/run_megatron_checkpoint",
+            "mcore/entrypoints/build cli/megatron_checkpoint",
             "attributes of a model inside its wrappers",
         ),
         calls("get_pg_size", "(group=None)", "mcore/ranks/coordinator", "how many replicas"),

@@ -10,12 +10,9 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
 
 def main(folder: str, out: str, *argv: str) -> None:
-    import run_megatron_checkpoint as tool
-
+    from megatron_hybrid_prefix.cli import megatron_checkpoint as tool
     from megatron_hybrid_prefix.platform import ensure_platform
 
     platform = ensure_platform(device="cpu", seed=7)

@@ -1,0 +1,356 @@
+"""Generate with a hybrid model, with one or more caching engines side by side.
+
+Alone or under torchrun. Prompts come as arguments, text files, JSON lines, a conversation that is replayed turn by turn
+or recorded sessions; a table shows, for each request, how many prompt tokens were computed and how many reused, and what
+it took.
+
+    hybrid-prefix generate "Hello" --preset tiny
+    hybrid-prefix generate --conversation session.json --compare off,upstream,ours --json result.json --plot result.png
+    hybrid-prefix generate --sessions agents.jsonl --compare off,upstream,ours
+    torchrun --nproc-per-node 2 -m megatron_hybrid_prefix generate --jsonl prompts.jsonl --preset small --tp 2
+
+JSON lines: one object a line with "prompt" (text) or "tokens" (ids), and optionally sampling parameters of its own
+("num_tokens_to_generate", "temperature", "top_k", "top_p", "stop_words", "termination_id", "top_n_logprobs"), and for
+the engine "ours" "cache_salt" (prompts with different salts share nothing), "cache_read" and "cache_write" (booleans),
+and "cache_breakpoints" (lengths in tokens of beginnings of the prompt that others will share).
+
+Conversation: {"system": "...", "context": "...", "turns": ["...", {"regenerate": true}, ...]} (a regenerated turn sends
+the previous prompt again and its answer takes the other's place), or {"messages": [{"role": "user", "content": "..."},
+...]} where an "assistant" message becomes the history in place of the generated answer. What the first engine
+answers is the history for all engines, so that they are given the same prompts. Each prompt goes with the ends of the
+messages in it as "cache_breakpoints"; what separates a message from the next counts to it.
+
+Sessions: one object a line with "timestamp" (a number) and "input" (the whole prompt as text), sent in the order of time;
+other fields, recorded answers among them, are ignored. The report gives totals, and sets the computed tokens against the
+least possible: the tokens by which each prompt goes beyond what it has in common with the beginning of an earlier one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megatron_hybrid_prefix.console.engine_options import (
+    DEFAULT_MAMBA_GB,
+    ENGINES,
+    add_engine_options,
+    add_model_options,
+    cache_figures,
+    check_engine_options,
+    engine_fields,
+    engine_names,
+    plain,
+    positive_int,
+    started_platform,
+    state_dtype_field,
+    stop_requested,
+    versions,
+)
+from megatron_hybrid_prefix.console.prompts import Work, read_work
+from megatron_hybrid_prefix.console.sessions import against_least, least_tokens, print_sessions
+from megatron_hybrid_prefix.console.terminal import (
+    ArgumentParser,
+    EngineRun,
+    InputError,
+    Interrupt,
+    Request,
+    Stopped,
+    as_input_errors,
+    check_can_plot,
+    check_writable,
+    compare,
+    is_main_rank,
+    output_console,
+    print_report,
+    progress,
+    run_command,
+    save_plot,
+    totals,
+    write_whole,
+)
+from megatron_hybrid_prefix.errors import PlatformError
+from megatron_hybrid_prefix.tokenizer import Tokenizer, load_tokenizer
+
+# --- Options ---------------------------------------------------------------------------------------------------------
+
+
+def make_parser() -> ArgumentParser:
+    """All options, grouped as `--help` shows them."""
+    summary, _, rest = (__doc__ or "").partition("\n\n")
+    parser = ArgumentParser(
+        description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument_group("input").add_argument
+    add("prompt", nargs="*", metavar="PROMPT", help="a prompt as text")
+    add("--text-file", action="append", default=[], type=Path, metavar="F", help="a file that is one prompt (repeat)")
+    add("--jsonl", action="append", default=[], type=Path, metavar="F", help="prompts as JSON lines (repeat)")
+    add("--conversation", type=Path, metavar="F", help="a conversation as JSON, replayed turn by turn")
+    add(
+        "--sessions",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="F",
+        help="recorded requests of sessions as JSON lines, replayed in the order of time (repeat)",
+    )
+
+    add = parser.add_argument_group("model").add_argument
+    add_model_options(add)
+    add("--load", type=Path, metavar="DIR", help="take the weights from a checkpoint of --save")
+    add("--save", type=Path, metavar="DIR", help="save the weights before generating")
+    add("--tokenizer", type=Path, metavar="DIR", help="a Hugging Face tokenizer folder (default: bytes)")
+
+    add = parser.add_argument_group("engine").add_argument
+    add("--compare", default="off", metavar="NAMES", help=f"engines, by comma: {', '.join(ENGINES)} (default: off)")
+    add("--concurrency", choices=("sequential", "batch"), help="default: batch; conversations and sessions: sequential")
+    add("--max-sequence-length", type=positive_int, help="longest prompt plus answer in tokens (default: the model's)")
+    add_engine_options(add, max_requests=16, max_requests_text="default: %(default)s", cuda_graphs_text="default: none")
+
+    sampling = parser.add_argument_group("sampling (upstream's parameters)")
+    add = sampling.add_argument
+    add("--num-tokens-to-generate", type=positive_int, default=32, metavar="N", help="default: %(default)s")
+    add("--temperature", type=float, default=1.0, help="default: %(default)s")
+    add("--top-k", type=int, help="default: 1 (greedy), or 0 (off) where --top-p is given")
+    add("--top-p", type=float, default=0.0, help="default: 0 (off)")
+    add("--stop-word", action="append", default=[], metavar="TEXT", help="end before this text (repeat)")
+    end = sampling.add_mutually_exclusive_group()
+    end.add_argument("--termination-id", type=int, metavar="ID", help="end at this token (default: the tokenizer's)")
+    end.add_argument("--ignore-eos", action="store_true", help="end at no token")
+    add("--log-probs", action=argparse.BooleanOptionalAction, default=True, help="log-probs of the generated tokens")
+    add("--top-n-logprobs", type=int, default=0, metavar="N", help="also the N likeliest tokens (in --json)")
+    add("--add-bos", action="store_true", help="begin text prompts with the tokenizer's first token")
+
+    add = parser.add_argument_group("output").add_argument
+    add("--json", type=Path, metavar="PATH", help="everything, as JSON")
+    add("--plot", type=Path, metavar="PNG", help="computed prompt tokens and time to first token per request")
+    return parser
+
+
+def check_options(args: argparse.Namespace) -> tuple[list[str], Any]:
+    """Check all that needs neither torch nor input files; returns engine names and the model's dimensions."""
+    config = check_engine_options(args)
+    names = engine_names(args.compare, "--compare")
+    if (args.max_sequence_length or 0) > config.max_sequence_length:
+        raise InputError(f"--max-sequence-length: {args.preset} has {config.max_sequence_length}")
+    if args.load is not None and not args.load.is_dir():
+        raise InputError(f"--load: there is no folder {args.load}")
+    if args.plot is not None:
+        check_can_plot("--plot")
+    if args.save is not None and args.save.is_dir() and any(args.save.iterdir()):
+        raise InputError(f"--save: {args.save} is not empty")
+    new_folder = args.save is not None and not args.save.is_dir()
+    for path in (args.json, args.plot, args.save if new_folder else None):
+        if path is not None:
+            check_writable(path)
+    return names, config
+
+
+# --- Run -------------------------------------------------------------------------------------------------------------
+
+
+class Runner:
+    """Runs the same work on one engine after another."""
+
+    def __init__(self, model: Any, tokenizer: Tokenizer, platform: Any, interrupt: Interrupt) -> None:
+        self.model, self.tokenizer, self.platform, self._interrupt = model, tokenizer, platform, interrupt
+
+    def should_stop(self) -> bool:
+        """Whether any rank got Ctrl-C; see `stop_requested`."""
+        return stop_requested(self.platform, self._interrupt)
+
+    def run(
+        self,
+        name: str,
+        fields: dict[str, Any],
+        work: Work,
+        sent: list[Request] | None,
+        on_done: Callable[[int], None],
+    ) -> EngineRun:
+        """Build the engine ``name``, send ``sent`` (or else the work's own requests), drop it."""
+        from megatron_hybrid_prefix.mcore import build_engine
+        from megatron_hybrid_prefix.mcore.runner import check_fits, release_engine
+
+        with as_input_errors(ValueError, prefix=f"engine {name}: "):
+            engine = build_engine(self.model, tokenizer=self.tokenizer, **fields)
+        try:
+            for request in work.longest():
+                with as_input_errors(ValueError, prefix=f"{request.label}: "):
+                    check_fits(engine, len(request.tokens), request.sampling["num_tokens_to_generate"])
+            # The first forward of a process pays for lazy set-up. Two tokens are too few to be cached.
+            sampling = work.longest()[0].sampling | {"num_tokens_to_generate": 2}
+            sampling.pop("cache_breakpoints", None)
+            warm_up = Request(label="", tokens=[0, 1], sampling=sampling)
+            self._send(engine, [warm_up], lambda count: None)
+            started_s = time.perf_counter()
+            if work.batched:
+                sent = work.prompts
+                results = self._send(engine, sent, on_done)
+            else:
+                results = []
+
+                def answer_to(request: Request) -> list[int]:
+                    results.extend(self._send(engine, [request], lambda count: None))
+                    on_done(len(results))
+                    return results[-1].generated
+
+                if sent is None and work.conversation is not None:
+                    sent = work.conversation.play(answer_to)
+                else:
+                    sent = sent or work.prompts
+                    for request in sent:
+                        answer_to(request)
+            wall_s = time.perf_counter() - started_s
+            return EngineRun(
+                name=name,
+                requests=sent,
+                results=results,
+                wall_s=wall_s,
+                prefix_stats=cache_figures(engine),
+            )
+        finally:
+            release_engine(engine)
+
+    def _send(self, engine: Any, requests: list[Request], on_done: Callable[[int], None]) -> list[Any]:
+        from megatron.core.inference.sampling_params import SamplingParams
+
+        from megatron_hybrid_prefix.mcore.runner import run_batch
+
+        results = run_batch(
+            engine,
+            [request.tokens for request in requests],
+            [SamplingParams.deserialize(request.sampling) for request in requests],
+            on_step=lambda done, total: on_done(done),
+            should_stop=self.should_stop,
+        )
+        if any(result.status == "stopped" for result in results):
+            raise Stopped
+        return results
+
+
+def run_engines(
+    runner: Runner, names: Sequence[str], work: Work, args: argparse.Namespace
+) -> tuple[list[EngineRun], dict[str, Any]]:
+    """Each engine in turn, and the settings they had."""
+    device_type = runner.platform.device.type
+    longest = work.longest()
+    longest_tokens = max(len(request.tokens) for request in longest)
+    shared = engine_fields(args, device_type, longest_tokens, args.max_sequence_length)
+    state_dtype = state_dtype_field(runner.model, args.state_dtype)
+    mamba_gb = args.mamba_gb or DEFAULT_MAMBA_GB[device_type]
+    runs: list[EngineRun] = []
+    with progress(names, len(longest)) as done:
+        for name in names:
+            sent = runs[0].requests if runs else None
+            fields = shared | ENGINES[name](mamba_gb, args.host_gb or 0.0) | state_dtype
+            runs.append(runner.run(name, fields, work, sent, lambda count, name=name: done(name, count)))
+            gc.collect()  # the engine's parts refer to each other
+    return runs, {
+        "mamba_gb": mamba_gb,
+        "host_gb": args.host_gb,
+        "state_dtype": args.state_dtype,
+        **plain(shared),
+    }
+
+
+# --- Command ---------------------------------------------------------------------------------------------------------
+
+
+def as_json(
+    runs: list[EngineRun],
+    comparisons: list[dict[str, Any]],
+    settings: dict[str, Any],
+    args: argparse.Namespace,
+    least: list[int] | None,
+) -> dict[str, Any]:
+    """Everything that was measured; of sessions also the least tokens to compute for each request."""
+    return {
+        "versions": versions(),
+        "model": {"preset": args.preset, "seed": args.seed, "load": args.load and str(args.load)},
+        **settings,
+        "engines": {
+            run.name: {
+                "totals": totals(run) if least is None else totals(run) | against_least(run, least),
+                "prefix_stats": run.prefix_stats,
+                "requests": [
+                    {"label": request.label, "sampling": request.sampling, **asdict(result)}
+                    | ({} if least is None else {"least_computed_tokens": least[number]})
+                    for number, (request, result) in enumerate(zip(run.requests, run.results, strict=True))
+                ],
+            }
+            for run in runs
+        },
+        "comparisons": comparisons,
+    }
+
+
+def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
+    """The whole command; see the module's docstring."""
+    args = make_parser().parse_intermixed_args(argv)
+    names, config = check_options(args)
+    with as_input_errors(ValueError):
+        tokenizer = load_tokenizer(args.tokenizer, config.vocab_size)
+    limit = args.max_sequence_length or config.max_sequence_length
+    work = read_work(args, tokenizer, config.vocab_size, limit)
+
+    with started_platform(args) as platform:
+        run_on(platform, names, config, tokenizer, work, args, interrupt)
+
+
+def run_on(
+    platform: Any,
+    names: list[str],
+    config: Any,
+    tokenizer: Tokenizer,
+    work: Work,
+    args: argparse.Namespace,
+    interrupt: Interrupt,
+) -> None:
+    """Build the model, run the engines, report."""
+    from megatron_hybrid_prefix import models
+
+    console = output_console() if is_main_rank() else Console(quiet=True)
+    console.print(platform.describe(), markup=False, soft_wrap=True)
+    with as_input_errors(ValueError, PlatformError):
+        overrides = {"cuda_graph_impl": "local"} if args.cuda_graphs else {}
+        model = models.build_hybrid_model(config, seed=args.seed, platform=platform, **overrides)
+        if args.load is not None:
+            models.load_checkpoint(model, args.load)
+        if args.save is not None:
+            models.save_checkpoint(model, args.save)
+    runner = Runner(model, tokenizer, platform, interrupt)
+    if runner.should_stop():
+        raise Stopped
+    runs, fields = run_engines(runner, names, work, args)
+    comparisons = [
+        {"engine": other.name, "against": runs[0].name, "requests": compare(runs[0], other)} for other in runs[1:]
+    ]
+    if not is_main_rank():
+        return
+    least = None
+    if work.sessions:
+        least = least_tokens([request.tokens for request in runs[0].requests])
+        print_sessions(console, runs, least, comparisons)
+    else:
+        print_report(console, runs, comparisons)
+    if args.json is not None:
+        settings = {"platform": platform.describe(), "engine_fields": fields}
+        text = json.dumps(as_json(runs, comparisons, settings, args, least), indent=1, allow_nan=False)
+        write_whole(args.json, lambda part: part.write_text(text + "\n", encoding="utf-8"))
+        console.print(f"wrote {args.json}", markup=False, soft_wrap=True)
+    if args.plot is not None:
+        title = f"{args.preset}, {platform.device.type}, tp={args.tp} pp={args.pp}"
+        write_whole(args.plot, lambda part: save_plot(part, runs, title))
+        console.print(f"wrote {args.plot}", markup=False, soft_wrap=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    return run_command(lambda interrupt: run(argv, interrupt))

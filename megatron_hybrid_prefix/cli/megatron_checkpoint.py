@@ -1,0 +1,370 @@
+"""Generate with a hybrid model that `megatron.training` arguments describe, from a Megatron checkpoint, with this cache.
+
+Alone or under torchrun. All arguments of `megatron.training` are taken; the cache is switched on with one of them:
+
+    torchrun --nproc-per-node 2 -m megatron_hybrid_prefix.cli.megatron_checkpoint --load CHECKPOINT --use-checkpoint-args \\
+        --tensor-model-parallel-size 2 --micro-batch-size 1 --tokenizer-type HuggingFaceTokenizer \\
+        --tokenizer-model FOLDER --inference-dynamic-batching-prefix-caching \\
+        --prompt "A long beginning, and one question" --prompt "A long beginning, and another one"
+
+Without it the same prompts run with caching off. Prompts are sent one after another, so that each can use what those
+before it left; --batch sends them together. The table says how many tokens of each prompt were computed and reused.
+
+It makes no optimizer and needs no training data. Chunked prefill is on only where --enable-chunked-prefill asks for it.
+Without Transformer Engine megatron-core's own layers are built; a checkpoint of such a model has other names for the
+norms than one of Transformer Engine's layers, which fuse them into the next linear layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_hybrid_prefix import add_hybrid_prefix_args, hybrid_prefix_config_from_args
+from megatron_hybrid_prefix.console.engine_options import (
+    cache_figures,
+    plain,
+    positive_int,
+    started_platform,
+    stop_requested,
+    versions,
+)
+from megatron_hybrid_prefix.console.terminal import (
+    ArgumentParser,
+    EngineRun,
+    InputError,
+    Interrupt,
+    Request,
+    Stopped,
+    as_input_errors,
+    check_writable,
+    is_main_rank,
+    output_console,
+    print_report,
+    read_text,
+    run_command,
+    totals,
+    write_whole,
+)
+from megatron_hybrid_prefix.errors import PlatformError
+
+# Arguments that start the platform, which has to be up before megatron's model code is imported.
+_LAYOUT = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "expert_model_parallel_size": "ep",
+}
+
+
+def add_own_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """What this command adds to megatron's arguments; the cache's among them. Errors become `InputError`s."""
+
+    def refuse(message: str) -> NoReturn:
+        raise InputError(message)
+
+    parser.error = refuse  # type: ignore[method-assign]
+    add = add_hybrid_prefix_args(parser).add_argument_group("prompts and output").add_argument
+    add("--prompt", action="append", default=[], metavar="TEXT", help="a prompt (repeat)")
+    add("--prompt-tokens", action="append", default=[], metavar="IDS", help="a prompt as token ids, '5 17 3' (repeat)")
+    add("--prompt-file", action="append", default=[], type=Path, metavar="F", help="a file that is one prompt (repeat)")
+    add("--batch", action="store_true", help="send the prompts together")
+    add("--num-tokens-to-generate", type=positive_int, default=32, metavar="N", help="default: %(default)s")
+    add("--greedy", action=argparse.BooleanOptionalAction, default=True, help="or sample (default: greedy)")
+    add("--json", type=Path, metavar="PATH", help="everything, as JSON")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is a device")
+    return parser
+
+
+def print_help() -> None:
+    """This command's own arguments; megatron's are hundreds."""
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s ARGUMENTS", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_own_args(parser).print_help()
+
+
+def layout_of(argv: Sequence[str]) -> argparse.Namespace:
+    """Device and parallel sizes, before megatron's parser can be had."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in _LAYOUT:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=1)
+    parser.add_argument("--device", choices=("cpu", "cuda"))
+    found, _ = parser.parse_known_args(argv)
+    return argparse.Namespace(device=found.device, **{short: getattr(found, name) for name, short in _LAYOUT.items()})
+
+
+@contextmanager
+def megatron_at_work(platform: Any) -> Iterator[None]:
+    """Around megatron.training: what it prints goes to stderr; without a GPU its ``device="cuda"`` is the host."""
+    with redirect_stdout(sys.stderr), nullcontext() if platform.device.type == "cuda" else host_for_cuda():
+        yield
+
+
+@contextmanager
+def host_for_cuda() -> Iterator[None]:
+    """What megatron.training asks of a GPU beside what its core does (see ``platform/patches.py``)."""
+    from torch.overrides import TorchFunctionMode
+
+    from megatron_hybrid_prefix.upstream.rebinding import Applied, Rebinding, apply
+
+    class HostForCuda(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if "cuda" in str(kwargs.get("device")):
+                kwargs = kwargs | {"device": "cpu"}
+            return func(*args, **kwargs)
+
+    architecture = Rebinding(
+        owner="megatron.training.arguments",
+        name="get_device_arch_version",
+        make=lambda original: lambda: sys.maxsize,
+        why="asked with tp > 1, to want an environment variable on old GPUs",
+        same_signature=True,
+    )
+    applied = Applied()
+    apply([architecture], applied)
+    try:
+        with HostForCuda():
+            yield
+    finally:
+        applied.undo()
+
+
+def parse(argv: Sequence[str], platform: Any) -> argparse.Namespace:
+    """Megatron's arguments and this command's, checked.
+
+    Raises:
+        InputError: They make no sense.
+    """
+    # Megatron reads sys.argv, prints all arguments on stdout, and asserts.
+    before, sys.argv = sys.argv, [sys.argv[0], *argv]
+    try:
+        with megatron_at_work(platform), as_input_errors(ValueError, FileNotFoundError, TypeError):
+            from megatron.training.arguments import parse_and_validate_args  # it sets up logging, too
+
+            args = parse_and_validate_args(extra_args_provider=add_own_args, args_defaults={"micro_batch_size": 1})
+    except AssertionError as error:
+        # Most of megatron's say nothing but what they check.
+        why = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+        raise InputError(f"megatron.training refused the arguments: {' '.join(why.split())}") from error
+    finally:
+        sys.argv = before
+    args.gradient_accumulation_fusion = False  # there are no gradients, and it needs an extension
+    if platform.device.type == "cpu":  # torch.compile would start a C++ compiler, for seconds
+        args.bias_dropout_fusion = args.bias_gelu_fusion = args.bias_swiglu_fusion = False
+    args.no_load_optim = args.no_load_rng = args.exit_on_missing_checkpoint = True
+    return args
+
+
+def check(args: argparse.Namespace, layout: argparse.Namespace) -> None:
+    """What can be said before the model is built.
+
+    Raises:
+        InputError: It cannot be run.
+    """
+    with as_input_errors(ValueError):
+        hybrid_prefix_config_from_args(args)
+    if args.hybrid_layer_pattern is None:
+        raise InputError("give --hybrid-layer-pattern, or a checkpoint that has it and --use-checkpoint-args")
+    for name, short in _LAYOUT.items():
+        if getattr(args, name) != getattr(layout, short):
+            raise InputError(f"--{name.replace('_', '-')} has to be given here: it is not taken from a checkpoint")
+    if args.load is None or not Path(args.load).is_dir():
+        raise InputError("give --load, the folder of a Megatron checkpoint")
+    if not args.prompt and not args.prompt_tokens and not args.prompt_file:
+        raise InputError("give --prompt, --prompt-tokens or --prompt-file")
+    if args.json is not None:
+        check_writable(args.json)
+
+
+def build_model(args: argparse.Namespace, platform: Any) -> Any:
+    """This rank's shard as the arguments describe it, with random weights."""
+    import torch
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.module import Float16Module
+    from megatron.training.argument_utils import hybrid_config_from_args
+    from megatron.training.models.hybrid import HybridModelBuilder
+
+    from megatron_hybrid_prefix.models.build import local_layer_specs
+
+    config = hybrid_config_from_args(args)
+    if config.hybrid_stack_spec is None and args.transformer_impl != "inference_optimized":
+        config.hybrid_stack_spec = hybrid_stack_spec
+        if not platform.has_transformer_engine:
+            config.hybrid_stack_spec = local_layer_specs(args.num_experts or 0)
+            config.transformer.persist_layer_norm = False  # a kernel of Apex
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    model = HybridModelBuilder(config).build_model(groups).to(platform.device)
+    if args.params_dtype != torch.float32:
+        model = Float16Module(config.transformer, model)
+    return model.requires_grad_(False).eval()
+
+
+def load(model: Any, platform: Any) -> None:
+    """Weights of ``--load``.
+
+    Raises:
+        InputError: They are not there, or are those of another model.
+    """
+    from megatron.training.checkpointing import load_checkpoint
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from megatron_hybrid_prefix.models.weights import mark_decode_caches_stale
+
+    with megatron_at_work(platform):
+        try:
+            load_checkpoint([model], None, None)
+        except (Exception, CheckpointException) as error:
+            raise InputError(f"the checkpoint cannot be loaded: {type(error).__name__}: {error}") from error
+        except SystemExit:
+            raise InputError("--load: there is no checkpoint") from None
+    mark_decode_caches_stale(model)
+
+
+def read_prompts(args: argparse.Namespace, tokenizer: Any) -> list[Request]:
+    """The prompts, as tokens.
+
+    Raises:
+        InputError: One is empty, or no token ids.
+    """
+    eod = getattr(tokenizer, "eod", None)
+    sampling = {
+        "num_tokens_to_generate": args.num_tokens_to_generate,
+        "top_k": 1 if args.greedy else 0,
+        "termination_id": -1 if eod is None else int(eod),
+        "return_log_probs": True,
+        "skip_prompt_log_probs": True,
+    }
+    found: list[tuple[str, list[int]]] = []
+    for number, text in enumerate(args.prompt, 1):
+        found.append((f"prompt {number}", list(tokenizer.tokenize(text))))
+    for number, text in enumerate(args.prompt_tokens, 1):
+        words = text.split()
+        if not all(word.isdecimal() and int(word) < args.padded_vocab_size for word in words):
+            raise InputError(f"--prompt-tokens: {text!r} are no ids below {args.padded_vocab_size}")
+        found.append((f"tokens {number}", [int(word) for word in words]))
+    found += [(path.name, list(tokenizer.tokenize(read_text(path)))) for path in args.prompt_file]
+    for label, tokens in found:
+        if not tokens:
+            raise InputError(f"{label} is empty")
+    return [Request(label=label, tokens=tokens, sampling=sampling) for label, tokens in found]
+
+
+def generate(engine: Any, requests: list[Request], batch: bool, should_stop: Callable[[], bool]) -> EngineRun:
+    """Send the requests, together or one after another."""
+    from megatron.core.inference.sampling_params import SamplingParams
+
+    from megatron_hybrid_prefix.mcore.runner import run_batch
+
+    started_s, results = time.perf_counter(), []
+    for group in [requests] if batch else [[request] for request in requests]:
+        results += run_batch(
+            engine,
+            [request.tokens for request in group],
+            [SamplingParams.deserialize(request.sampling) for request in group],
+            should_stop=should_stop,
+        )
+        if any(result.status == "stopped" for result in results):
+            raise Stopped
+    figures = cache_figures(engine)
+    return EngineRun(
+        name="off" if figures is None else "ours",
+        requests=requests,
+        results=results,
+        wall_s=time.perf_counter() - started_s,
+        prefix_stats=figures,
+    )
+
+
+def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
+    """The whole command; see the module's docstring."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if "--help" in argv or "-h" in argv:
+        print_help()
+        return
+    if find_spec("megatron") is None or find_spec("megatron.training") is None:
+        raise InputError("megatron.training is not installed: it comes with megatron-core 0.19's wheel")
+    layout = layout_of(argv)
+    with started_platform(layout) as platform:
+        args = parse(argv, platform)
+        check(args, layout)
+        run_on(platform, args, interrupt)
+
+
+def run_on(platform: Any, args: argparse.Namespace, interrupt: Interrupt) -> None:
+    """Build the model and the engine, generate, report."""
+    from megatron.core.utils import get_attr_wrapped_model
+    from megatron.training import get_tokenizer
+    from megatron.training.initialize import initialize_megatron
+
+    from megatron_hybrid_prefix.mcore import build_engine_from_args
+    from megatron_hybrid_prefix.mcore.runner import check_fits, release_engine
+
+    with megatron_at_work(platform):
+        # The process groups run already; what follows them would compile helpers for training data.
+        initialize_megatron(allow_no_cuda=True, skip_mpu_initialization=True)
+        with as_input_errors(AssertionError, ValueError, PlatformError):
+            model = build_model(args, platform)
+    load(model, platform)
+    tokenizer = get_tokenizer()
+    requests = read_prompts(args, tokenizer)
+    with as_input_errors(ValueError, PlatformError):
+        engine = build_engine_from_args(model, args, tokenizer=tokenizer)
+    try:
+        for request in requests:
+            with as_input_errors(ValueError, prefix=f"{request.label}: "):
+                check_fits(engine, len(request.tokens), request.sampling["num_tokens_to_generate"])
+        result = generate(engine, requests, args.batch, lambda: stop_requested(platform, interrupt))
+    finally:
+        release_engine(engine)
+    if not is_main_rank():
+        return
+    console = output_console()
+    console.print(platform.describe(), markup=False, soft_wrap=True)
+    print_report(console, [result], [])
+    if args.json is not None:
+        data = {
+            "versions": versions(),
+            "platform": platform.describe(),
+            "engine_fields": plain(
+                {name: getattr(engine.context.config, name) for name in ("block_size_tokens", "enable_chunked_prefill")}
+            ),
+            "max_sequence_length": get_attr_wrapped_model(model, "max_sequence_length"),
+            "totals": totals(result),
+            "prefix_stats": result.prefix_stats,
+            "requests": [
+                {
+                    "label": request.label,
+                    "prompt_tokens": done.prompt_tokens,
+                    "computed_tokens": done.computed_tokens,
+                    "reused_tokens": done.reused_tokens,
+                    "time_to_first_token_s": done.time_to_first_token_s,
+                    "generated": done.generated,
+                    "log_probs": done.log_probs,
+                    "text": done.text,
+                    "error": done.error,
+                }
+                for request, done in zip(requests, result.results, strict=True)
+            ],
+        }
+        text = json.dumps(data, indent=1, allow_nan=False)
+        write_whole(args.json, lambda part: part.write_text(text + "\n", encoding="utf-8"))
+        console.print(f"wrote {args.json}", markup=False, soft_wrap=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    return run_command(lambda interrupt: run(argv, interrupt))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

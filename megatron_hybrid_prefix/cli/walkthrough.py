@@ -1,0 +1,306 @@
+"""Follow one conversation through the cache: what each turn matches, shares, resumes, plans, publishes, loads.
+
+`tiny` on the CPU, three turns; after the second another conversation comes, for which there is not enough room on the
+device: what it pushes out goes to the host, and comes back in the third turn. Every line is what the cache was asked and
+answered, in that order. At the end the answers are compared with those of caching off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from megatron_hybrid_prefix import HybridPrefixConfig
+from megatron_hybrid_prefix.bench.runner import machine_of
+from megatron_hybrid_prefix.bench.scenario import tokens
+from megatron_hybrid_prefix.console.terminal import ArgumentParser, Interrupt, check_writable, run_command, write_whole
+from megatron_hybrid_prefix.metrics import PrefixStats
+
+BLOCK_TOKENS = 64
+KV_BLOCKS = 12
+STATE_SLOTS = 6
+HOST_GB = 0.01
+MAX_REQUESTS = 2
+OPENING_TOKENS = 200  # the first turn: a system message and a question
+QUESTION_TOKENS = 50
+ANSWER_TOKENS = 80
+OTHER_TOKENS = 520  # the other conversation
+_KINDS = ("KV", "state")  # of a move to or from the host
+SHOWN = ("prompt_tokens", "computed_prompt_tokens", "reused_tokens_device", "reused_tokens_host")
+SHOWN += ("checkpoints_published", "evictions", "kv_evictions", "host_stores", "host_loads")
+
+
+# --- What the cache is asked and answers -----------------------------------------------------------------------------
+
+
+class Diary:
+    """Notes the calls of a `HybridPrefixCache` in words; changes nothing.
+
+    Attributes:
+        events: (verb, what happened), in order; emptied by the reader.
+    """
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+        self.events: list[tuple[str, str]] = []
+        self._matched = False  # said already: a load changes the match
+        for name in (
+            "prepare_load",
+            "admit",
+            "plan",
+            "publish",
+            "reached",
+            "take_transfers",
+            "grow",
+            "allocate_blocks",
+        ):
+            setattr(cache, name, self._noting(getattr(cache, name), getattr(self, f"_{name}", None)))
+
+    def _noting(self, call: Callable[..., Any], note: Callable[..., None] | None) -> Callable[..., Any]:
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            if call.__name__ in ("prepare_load", "admit"):
+                self._match(args[1])
+            stats, held = self.cache.stats(), self._held()
+            result = call(*args, **kwargs)
+            now = self.cache.stats()
+            if (now.evictions, now.kv_evictions) != (stats.evictions, stats.kv_evictions):
+                self.say("evict", "from the device: " + _ends(held - self._held()))
+            if note is not None:
+                note(result, *args)
+            return result
+
+        return noting
+
+    def _held(self) -> set[tuple[str, int, bytes]]:
+        """What is on the device: kind, end in tokens, key."""
+        nodes = list(self.cache.nodes())
+        kv = {("KV", node.depth_blocks * BLOCK_TOKENS, node.key) for node in nodes if node.block_id >= 0}
+        return kv | {("state", node.depth_blocks * BLOCK_TOKENS, node.key) for node in nodes if node.slot >= 0}
+
+    def say(self, verb: str, text: str) -> None:
+        """One more event."""
+        self.events.append((verb, text))
+
+    def _match(self, match: Any) -> None:
+        if self._matched:
+            return
+        self._matched = True
+        text = f"KV of {_count(match.kv_depth_blocks, 'block')} is cached, on the device or the host; on the device "
+        text += f"the deepest state is at {match.resume_tokens}" if match.resume_tokens else "there is no state"
+        if match.loadable_path:
+            text += f", with the host at {len(match.loadable_path) * BLOCK_TOKENS}"
+        self.say("match", text)
+
+    def _prepare_load(self, loaded: Any, request_id: int, match: Any) -> None:
+        if loaded is not None:
+            device = sum(node.block_id in loaded.loaded_blocks for node in match.loadable_path)
+            rest = len(loaded.loaded_blocks) - device
+            self.say(
+                "load",
+                f"up to {loaded.resume_tokens}: the KV of {_count(device, 'block')} is still there, that of {rest} is "
+                f"loaded, and the state into slot {loaded.source_slot}",
+            )
+
+    def _admit(self, admission: Any, *args: Any) -> None:
+        if admission is None:
+            self.say("admit", "not yet: too few KV blocks")
+            return
+        own = len(admission.block_ids) - admission.shared_blocks
+        self.say(
+            "admit",
+            f"shares {_count(admission.shared_blocks, 'KV block')}, gets {own} of its own; {admission.resume_tokens} "
+            "tokens are skipped",
+        )
+
+    def _plan(self, plan: Any, *args: Any) -> None:
+        source = "zero" if plan.source_slot is None else f"the state in slot {plan.source_slot}"
+        kept = [f"{one.position_tokens} ({one.reason.name.lower()}, slot {one.slot})" for one in plan.checkpoints]
+        self.say(
+            "plan",
+            f"computes [{plan.start_tokens}, {plan.end_tokens}) from {source}; states to keep: {', '.join(kept) or 'none'}",
+        )
+
+    def _publish(self, _: None, plan: Any) -> None:
+        full = plan.end_tokens // BLOCK_TOKENS - plan.start_tokens // BLOCK_TOKENS
+        self.say(
+            "publish",
+            f"{_count(full, 'more full block')} and {_count(len(plan.checkpoints), 'state')} can be matched now",
+        )
+
+    def _reached(self, slot: int | None, request_id: int, position_tokens: int) -> None:
+        outcome = "is kept already, or cannot be" if slot is None else f"is copied to slot {slot}"
+        self.say("decode", f"the answer fills the block up to {position_tokens}: its state {outcome}")
+
+    def _take_transfers(self, units: Sequence[Any]) -> None:
+        for to_host, group in groupby(units, key=lambda unit: unit.to_host):
+            moved = {(_KINDS[unit.tag.kind], unit.tag.depth_tokens, unit.tag.key) for unit in group}
+            self.say("store" if to_host else "fetch", f"{'to' if to_host else 'from'} the host: {_ends(moved)}")
+
+    def take(self) -> list[tuple[str, str]]:
+        """The events since the last call."""
+        events, self.events, self._matched = self.events, [], False
+        return events
+
+
+def _ends(parts: Iterable[tuple[str, int, bytes]]) -> str:
+    """Blocks and states by their ends."""
+    return ", ".join(f"{kind} {end_tokens}" for kind, end_tokens, _ in sorted(parts))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def places(cache: Any, prompt: Sequence[int]) -> list[dict[str, Any]]:
+    """Where each block of the prompt is, and the state at its end: device, host, both or neither."""
+    by_key = {node.key: node for node in cache.nodes()}
+    found = []
+    for at, key in enumerate(cache.chain(prompt).keys, 1):
+        node = by_key.get(key)
+        held = (-1,) * 4 if node is None else (node.block_id, node.host_block, node.slot, node.host_slot)
+        found.append({"end_tokens": at * BLOCK_TOKENS, "kv": _place(*held[:2]), "state": _place(*held[2:])})
+    return found
+
+
+def _place(on_device: int, on_host: int) -> str:
+    return " + ".join(name for name, place in (("device", on_device), ("host", on_host)) if place >= 0) or "-"
+
+
+# --- The conversation ------------------------------------------------------------------------------------------------
+
+
+def sampling() -> Any:
+    """Greedy, with log-probs."""
+    from megatron.core.inference.sampling_params import SamplingParams
+
+    return SamplingParams(
+        num_tokens_to_generate=ANSWER_TOKENS,
+        top_k=1,
+        termination_id=-1,
+        return_log_probs=True,
+        skip_prompt_log_probs=True,
+    )
+
+
+def walk(model: Any) -> Iterator[dict[str, Any]]:
+    """The turns one by one: name, prompt, events, what was counted, where the conversation is afterwards."""
+    from megatron_hybrid_prefix import build_engine
+    from megatron_hybrid_prefix.mcore import build_upstream_engine
+    from megatron_hybrid_prefix.mcore.runner import run_batch
+
+    options = argparse.Namespace(
+        block_size_tokens=BLOCK_TOKENS, max_requests=MAX_REQUESTS, state_dtype=None, preset="tiny"
+    )
+    machine = machine_of(model, options)
+    live_bytes = MAX_REQUESTS * machine.state_bytes
+    fields: dict[str, Any] = {
+        "max_requests": MAX_REQUESTS,
+        "max_sequence_length": 1024,
+        "block_size_tokens": BLOCK_TOKENS,
+        # One more block is megatron's dummy.
+        "buffer_size_gb": (live_bytes + (KV_BLOCKS + 1.5) * machine.block_bytes) / 2**30,
+    }
+    mamba_gb = (STATE_SLOTS + 0.5) * machine.state_bytes / 2**30
+    # The order of "lru" can be followed by eye.
+    prefix = HybridPrefixConfig(mamba_gb=mamba_gb, host_gb=HOST_GB, eviction_policy="lru")
+    engine = build_engine(model, prefix, **fields)
+    plain = build_upstream_engine(model, **fields)
+    cache = engine.context.prefix_cache
+    diary = Diary(cache)
+    rng, vocabulary = random.Random(0), model.hybrid_config.vocab_size
+    history: list[int] = []
+    before = PrefixStats()
+    for name, count in (
+        ("turn 1", OPENING_TOKENS),
+        ("turn 2", QUESTION_TOKENS),
+        ("another conversation", OTHER_TOKENS),
+        ("turn 3", QUESTION_TOKENS),
+    ):
+        other = name == "another conversation"
+        prompt = ([] if other else history) + tokens(rng, vocabulary, count)
+        (result,) = run_batch(engine, [prompt], [sampling()])
+        (right,) = run_batch(plain, [prompt], [sampling()])
+        engine.context.check_integrity()
+        if not other:
+            history = prompt + result.generated
+        stats = engine.context.prefix_stats()
+        yield {
+            "name": name,
+            "prompt_tokens": len(prompt),
+            "answer_tokens": len(result.generated),
+            "events": [{"verb": verb, "text": text} for verb, text in diary.take()],
+            "counted": {key: getattr(stats, key) - getattr(before, key) for key in SHOWN},
+            "conversation": places(cache, history),
+            "same_tokens": result.generated == right.generated,
+            "max_log_prob_difference": max(abs(a - b) for a, b in zip(result.log_probs, right.log_probs, strict=True)),
+        }
+        before = stats
+
+
+# --- Command ---------------------------------------------------------------------------------------------------------
+
+
+def describe(turn: dict[str, Any]) -> str:
+    """A turn as text."""
+    blocks, rest = divmod(turn["prompt_tokens"], BLOCK_TOKENS)
+    title = f"{turn['name']}: a prompt of {turn['prompt_tokens']} tokens, {blocks} blocks of {BLOCK_TOKENS} and {rest}"
+    lines = [f"{title}; answer of {turn['answer_tokens']}"]
+    lines += [f"  {event['verb']:8}{event['text']}" for event in turn["events"]]
+    counted = ", ".join(f"{key} {value}" for key, value in turn["counted"].items() if value)
+    lines.append(f"  {'counted':8}{counted}")
+    for part in ("kv", "state"):
+        kept = [f"{one['end_tokens']} {one[part]}" for one in turn["conversation"] if one[part] != "-"]
+        lines.append(f"  {'where':8}{part} of the conversation: {', '.join(kept) or 'nowhere'}")
+    same = "the same tokens" if turn["same_tokens"] else "OTHER TOKENS"
+    lines.append(f"  {'check':8}{same} as with caching off, log-probs within {turn['max_log_prob_difference']:.0e}")
+    return "\n".join(lines)
+
+
+@contextmanager
+def quiet_platform() -> Iterator[Any]:
+    """The CPU platform, ended if it was started here."""
+    from megatron_hybrid_prefix.platform import ensure_platform, running_platform, shut_down
+
+    was_running = running_platform() is not None
+    yield ensure_platform(device="cpu")
+    if not was_running:
+        shut_down()
+
+
+def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
+    """The whole command; see the module's docstring."""
+    parser = ArgumentParser(description=(__doc__ or "").partition("\n\n")[0], allow_abbrev=False)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="the same as data")
+    args = parser.parse_args(argv)
+    if args.json is not None:
+        check_writable(args.json)
+    with quiet_platform() as platform:
+        from megatron_hybrid_prefix.models import build_hybrid_model
+
+        model = build_hybrid_model("tiny", seed=0, platform=platform)
+        print(f"tiny, {KV_BLOCKS} KV blocks of {BLOCK_TOKENS} tokens, {STATE_SLOTS} checkpoint slots, a host tier\n")
+        turns = []
+        for turn in walk(model):
+            print(describe(turn), end="\n\n", flush=True)
+            turns.append(turn)
+    if args.json is not None:
+        text = json.dumps(turns, indent=1) + "\n"
+        write_whole(args.json, lambda part: part.write_text(text, encoding="utf-8"))
+        print(f"wrote {args.json}")
+    return 0 if all(turn["same_tokens"] for turn in turns) else 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    return run_command(lambda interrupt: run(argv, interrupt))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
