@@ -86,7 +86,7 @@ site = pathlib.Path(sysconfig.get_path("purelib"))
 stamp = venv / ".mhp-ready"
 
 def key():
-    files = [root / name for name in ("setup.py", "constraints.txt", "scripts/bootstrap.sh")]
+    files = [root / name for name in ("pyproject.toml", "setup.py", "constraints.txt", "scripts/bootstrap.sh")]
     digest = hashlib.sha256("\0".join((sys.version, str(root), str(venv), mode)).encode())
     for file in files:
         digest.update(b"\0" + file.read_bytes())
@@ -121,7 +121,7 @@ elif question == "requirements":
     from packaging.requirements import Requirement
     for text in importlib.metadata.requires("megatron-hybrid-prefix"):
         need = Requirement(text)
-        wanted = need.marker is None or any(need.marker.evaluate({"extra": e}) for e in ("dev", "demo", "serve"))
+        wanted = need.marker is None or any(need.marker.evaluate({"extra": e}) for e in ("bench", "demo", "dev", "serve"))
         if wanted:
             need.marker = None
             print(need)

@@ -22,7 +22,7 @@ from packaging.version import InvalidVersion, Version
 
 from megatron_hybrid_prefix.errors import PlatformError
 
-# The one place that says so; setup.py repeats it for pip, and a test compares the two.
+# The one place that says so; pyproject.toml repeats it for pip, and a test compares the two.
 SUPPORTED = ">=0.19.1,<0.20"
 REQUIREMENT = f"megatron-core{SUPPORTED}"
 REMEDY = f'install a supported version: pip install "{REQUIREMENT}"'
