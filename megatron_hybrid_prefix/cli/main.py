@@ -74,9 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         module = import_module(f"{PACKAGE}.cli.{verb.module}")
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == PACKAGE:
+        missing = (error.name or PACKAGE).partition(".")[0]
+        if missing == PACKAGE:
             raise
-        return _refuse(f"hybrid-prefix {name} needs {error.name}: pip install 'megatron-hybrid-prefix[{verb.extra}]'")
+        return _refuse(f"hybrid-prefix {name} needs {missing}: pip install 'megatron-hybrid-prefix[{verb.extra}]'")
     sys.argv[0] = f"hybrid-prefix {name}"  # the verb's usage lines and reports say how it was called
     exit_code: int = module.main(rest)
     return exit_code
