@@ -100,11 +100,11 @@ def load_tokenizer(path: str | Path | None, vocab_size: int) -> Tokenizer:
     return ByteTokenizer(vocab_size) if path is None else HuggingFaceTokenizer(path, vocab_size)
 
 
-def _offsets_by_decoding(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:
-    return [len(tokenizer.detokenize(tokens[:count])) for count in range(len(tokens))]
-
-
 def common_tokens(a: Sequence[int], b: Sequence[int]) -> int:
     """Tokens at the beginning that are the same."""
     pairs = zip(a, b, strict=False)
     return next((at for at, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
+
+
+def _offsets_by_decoding(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:
+    return [len(tokenizer.detokenize(tokens[:count])) for count in range(len(tokens))]

@@ -1,1 +1,1 @@
-"""The command line: a module a verb, with `main(argv) -> exit code`. Nothing of the package imports it."""
+"""The commands, one module a verb; each has ``main(argv)``, which returns the exit code."""

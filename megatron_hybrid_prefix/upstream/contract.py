@@ -796,9 +796,6 @@ CHECKPOINTS = (
     ),
 )
 
-# Folders that no engine needs.
-_WINGS = ("bench/", "cli/", "lab/", "serve/")
-
 CONTRACT: tuple[Entry, ...] = (
     *CONTEXT,
     *CONTEXT_PARTS,
@@ -819,19 +816,22 @@ CONTRACT: tuple[Entry, ...] = (
     *CHECKPOINTS,
 )
 
+# Folders that no engine needs.
+WINGS = ("serve/", "bench/", "lab/", "cli/", "tools/")
+
 
 @functools.cache
 def check_contract() -> None:
     """Compare the table with the installed megatron-core; once a process, before the first engine is built.
 
-    Not what only server, benchmarks, policy lab and command line use (`_WINGS`): no engine needs that.
+    Rows that only `WINGS` use are left out.
 
     Raises:
         PlatformError: There is no megatron-core, or an unsupported one.
         UpstreamDriftError: Names are missing or changed; one line that says all of them, the version, and what to do.
     """
     version = check_version()
-    needed = [entry for entry in CONTRACT if not all(where.startswith(_WINGS) for where in entry.where.split())]
+    needed = [entry for entry in CONTRACT if not all(where.startswith(WINGS) for where in entry.where.split())]
     problems = [f"{entry.symbol} ({_use(entry)}): {problem}" for entry in needed if (problem := problem_of(entry))]
     if problems:
         raise UpstreamDriftError(
