@@ -27,22 +27,21 @@ pytest.importorskip("starlette")
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOL = ROOT / "tools" / "serve.py"
-sys.path.insert(0, str(TOOL.parent))
 
-import serve  # noqa: E402
-from _serve_chat import ChatForm  # noqa: E402
-from _serve_metrics import Families, add_prefix_metrics  # noqa: E402
-from _serve_text import TextStream  # noqa: E402
 from hypothesis import example, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine  # noqa: E402
+from megatron_hybrid_prefix.cli import serve  # noqa: E402
 from megatron_hybrid_prefix.console.terminal import InputError  # noqa: E402
 from megatron_hybrid_prefix.metrics import PrefixStats  # noqa: E402
+from megatron_hybrid_prefix.serve.chat_template import ChatForm  # noqa: E402
+from megatron_hybrid_prefix.serve.detokenizer import TextStream  # noqa: E402
+from megatron_hybrid_prefix.serve.metrics import Families, add_prefix_metrics  # noqa: E402
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer  # noqa: E402
 from tests.engine_helpers import LOG_PROB_NOISE, kv_budget, state_bytes  # noqa: E402
 from tests.limits import HANG_S, wait_until  # noqa: E402
-from tests.serve_helpers import Endpoint  # noqa: E402
+from tests.server_process import Endpoint  # noqa: E402
 
 BLOCK = 64
 TOKENIZER = ByteTokenizer(512)

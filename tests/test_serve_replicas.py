@@ -21,7 +21,7 @@ from megatron_hybrid_prefix import build_engine  # noqa: E402
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer  # noqa: E402
 from tests.engine_helpers import LOG_PROB_NOISE  # noqa: E402
 from tests.limits import HANG_S, wait_until  # noqa: E402
-from tests.serve_helpers import ADMIN, BLOCK, HIT, LIMIT_TOKENS, PROMPT, Server, children, started  # noqa: E402
+from tests.server_process import ADMIN, BLOCK, HIT, LIMIT_TOKENS, PROMPT, Server, children, started  # noqa: E402
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 

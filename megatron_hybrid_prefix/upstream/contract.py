@@ -317,20 +317,20 @@ BATCH = rows_of(
 ENGINE = rows_of(
     f"{_INFERENCE}.engines.dynamic_engine:DynamicInferenceEngine",
     overrides("__init__", "(self, controller, context)", "mcore/engine/engine", "mixers and coalescing"),
-    overrides("reset", "(self)", "mcore/engine/engine mcore/runner tools/_serve_engine", "drops what is pending, too"),
+    overrides("reset", "(self)", "mcore/engine/engine mcore/runner serve/engine_loop", "drops what is pending, too"),
     overrides("suspend", "(self)", "mcore/engine/engine", "requests that are over stay so"),
     wraps("create_cuda_graphs", "(self, reset_context=True)", "mcore/engine/engine", "a capture resets the context"),
     wraps(
         "start_listening_to_data_parallel_coordinator",
         "async (self, inference_coordinator_port=None, launch_inference_coordinator=True, *, hostname=None, "
         "coordinator_schedule_output_path=None, loop=None)",
-        "mcore/engine/engine tools/_serve_replicas",
+        "mcore/engine/engine serve/replicas",
         "ranks meet before they serve",
     ),
     overrides(
         "add_request",
         "(self, request_id, prompt, sampling_params=None)",
-        "mcore/engine/engine mcore/runner tools/_serve_engine",
+        "mcore/engine/engine mcore/runner serve/engine_loop",
         "the prompt's tokens stay on the host",
     ),
     overrides("_add_request", "(self, request)", "upstream/engine", "keys are made on arrival"),
@@ -379,8 +379,8 @@ ENGINE = rows_of(
         "mcore/engine/engine mcore/engine/removals mcore/engine/scheduling",
         "the newest part of a request",
     ),
-    calls("step_modern", "(self)", "mcore/runner tools/_serve_engine", "one step"),
-    calls("wait_until", "async (self, state)", "tools/_serve_replicas", "for the engine's end"),
+    calls("step_modern", "(self)", "mcore/runner serve/engine_loop", "one step"),
+    calls("wait_until", "async (self, state)", "serve/replicas", "for the engine's end"),
     attributes("_loop", "upstream/engine", "its asyncio loop, to notify in"),
     attributes("_prefix_coordination_waits", "upstream/engine", "its figure of requests that are held back"),
     attributes(
@@ -388,7 +388,7 @@ ENGINE = rows_of(
         "mcore/engine/engine mcore/engine/removals mcore/engine/scheduling",
         "its books of requests",
     ),
-    attributes("request_counter", "mcore/runner tools/_serve_engine", "ids of requests"),
+    attributes("request_counter", "mcore/runner serve/engine_loop", "ids of requests"),
     attributes(
         "stop_word_finished_request_ids stop_word_being_finished_ids",
         "mcore/engine/engine mcore/engine/removals",
@@ -400,7 +400,7 @@ ENGINE = rows_of(
         "what it is made of",
     ),
     attributes("ep_world_size ep_consensus_interval", "mcore/engine/engine", "set to 1 where there are no peers"),
-    attributes("engine_loop_task", "tools/_serve_replicas", "awaited by a replica"),
+    attributes("engine_loop_task", "serve/replicas", "awaited by a replica"),
     attributes(
         "is_mp_coordinator model_parallel_publisher_socket model_parallel_subscriber_socket pg_collection "
         "expert_parallel_zmq_communicator world_zmq_communicator",
@@ -412,7 +412,7 @@ ENGINE = rows_of(
 ENGINE_PARTS = (
     *rows_of(
         f"{_INFERENCE}.engines.dynamic_engine",
-        keys("active_request_ids finished_request_records", "mcore/runner tools/_serve_engine", "what a step returns"),
+        keys("active_request_ids finished_request_records", "mcore/runner serve/engine_loop", "what a step returns"),
     ),
     *rows_of(
         f"{_INFERENCE}.engines.dynamic_engine:RequestEntry",
@@ -421,7 +421,7 @@ ENGINE_PARTS = (
     *rows_of(
         f"{_INFERENCE}.engines.dynamic_engine:EngineState",
         constants("SUSPENDED SUSPENDING", "mcore/engine/engine", "whether requests wait to be resumed"),
-        constants("PAUSED", "tools/_serve_replicas", "before replicas end"),
+        constants("PAUSED", "serve/replicas", "before replicas end"),
     ),
     *rows_of(
         f"{_INFERENCE}.engines.async_zmq_communicator:AsyncZMQCommunicator",
@@ -447,7 +447,7 @@ REQUESTS = (
             "of `active_request_metadata`: what a step's log-probs are computed by",
         ),
         attributes("generated_text", "mcore/runner", "the answer"),
-        attributes("ttft", "tools/_serve_replicas", "time to first token"),
+        attributes("ttft", "serve/replicas", "time to first token"),
         properties(
             "remaining_prompt_length",
             "mcore/context/context mcore/engine/scheduling mcore/engine/coalesce mcore/runner",
@@ -456,7 +456,7 @@ REQUESTS = (
         calls("add_event_add_context", "(self)", "mcore/engine/scheduling", "noted where megatron notes it"),
         calls("add_event_error_nontransient", "(self, error)", "mcore/engine/engine", "noted where megatron notes it"),
         calls("add_event_finish", "(self)", "mcore/engine/removals", "noted where megatron notes it"),
-        calls("failed", "(self)", "mcore/runner tools/_serve_engine", "whether it was refused"),
+        calls("failed", "(self)", "mcore/runner serve/engine_loop", "whether it was refused"),
     ),
     *rows_of(
         f"{_INFERENCE}.inference_request:DynamicInferenceRequestRecord",
@@ -482,7 +482,7 @@ REQUESTS = (
         f"{_INFERENCE}.sampling_params:SamplingParams",
         calls("add_attributes", "(self, attribute_value_pair)", "bench/engines", "how a request says what it allows"),
         calls(
-            "deserialize", "(data)", "tools/_serve_engine tools/_serve_replicas", "fields and attributes from a route"
+            "deserialize", "(data)", "serve/engine_loop serve/replicas", "fields and attributes from a route"
         ),
     ),
 )
@@ -566,14 +566,14 @@ COORDINATOR = (
     ),
     *rows_of(
         f"{_INFERENCE}.inference_client:InferenceClient",
-        calls("start", "(self, loop=None)", "tools/_serve_replicas", "a client of the coordinator"),
-        calls("stop", "(self)", "tools/_serve_replicas", "a client of the coordinator"),
-        calls("add_request", "(self, prompt, sampling_params)", "tools/_serve_replicas", "a client of the coordinator"),
-        calls("pause_engines", "(self)", "tools/_serve_replicas", "before replicas end"),
-        calls("stop_engines", "(self)", "tools/_serve_replicas", "the end of all replicas"),
-        calls("shutdown_coordinator", "(self)", "tools/_serve_replicas", "the end of all replicas"),
-        calls("set_generation_epoch", "(self, generation_epoch)", "tools/_serve_replicas", "empties all caches"),
-        attributes("socket", "tools/_serve_replicas", "given a limit of time"),
+        calls("start", "(self, loop=None)", "serve/replicas", "a client of the coordinator"),
+        calls("stop", "(self)", "serve/replicas", "a client of the coordinator"),
+        calls("add_request", "(self, prompt, sampling_params)", "serve/replicas", "a client of the coordinator"),
+        calls("pause_engines", "(self)", "serve/replicas", "before replicas end"),
+        calls("stop_engines", "(self)", "serve/replicas", "the end of all replicas"),
+        calls("shutdown_coordinator", "(self)", "serve/replicas", "the end of all replicas"),
+        calls("set_generation_epoch", "(self, generation_epoch)", "serve/replicas", "empties all caches"),
+        attributes("socket", "serve/replicas", "given a limit of time"),
     ),
 )
 
@@ -815,6 +815,10 @@ CONTRACT: tuple[Entry, ...] = (
     *GRAPHS,
     *CHECKPOINTS,
 )
+
+# Folders that no engine needs.
+WINGS = ("serve/", "bench/", "lab/", "cli/", "tools/")
+
 
 # Folders that no engine needs.
 WINGS = ("serve/", "bench/", "lab/", "cli/", "tools/")

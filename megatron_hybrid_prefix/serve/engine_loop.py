@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from _serve_metrics import engine_snapshot
+from megatron_hybrid_prefix.serve.metrics import engine_snapshot
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The HTTP side of `serve.py`: routes, streams, errors. One `Generation` is one request, from its body to its last token.
+"""The HTTP side of the server: routes, streams, errors. One `Generation` is one request, from its body to its last token.
 
 Longer than 400 lines because all that a request meets on its way is here, in order: answer, stream, route.
 """
@@ -16,10 +16,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from _serve_engine import Backend, Stream, Update
-from _serve_metrics import ServerMetrics
-from _serve_protocol import ApiError, Job, Prompt, Served, model_not_found, read_job, read_json
-from _serve_text import TextStream, TokenNote, chat_logprobs, completion_logprobs
 from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -28,6 +24,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
+
+from megatron_hybrid_prefix.serve.detokenizer import TextStream, TokenNote, chat_logprobs, completion_logprobs
+from megatron_hybrid_prefix.serve.engine_loop import Backend, Stream, Update
+from megatron_hybrid_prefix.serve.metrics import ServerMetrics
+from megatron_hybrid_prefix.serve.protocol import ApiError, Job, Prompt, Served, model_not_found, read_job, read_json
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from _serve_chat import ChatForm
-
+from megatron_hybrid_prefix.serve.chat_template import ChatForm
 from megatron_hybrid_prefix.tokenizer import Tokenizer
 
 MOST_SEQUENCES = 128  # of one request: prompts times n

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from run_inference import common_tokens
-
 from megatron_hybrid_prefix.console.terminal import InputError, read_text
+from megatron_hybrid_prefix.tokenizer import common_tokens
 
 # Ends of messages that are looked for in a prompt: those of the first message and of the last ones.
 _MOST_ENDS = 32

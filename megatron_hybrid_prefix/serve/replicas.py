@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 import zmq
-from _serve_engine import Backend, Stream, Update, refusal
-from _serve_metrics import engine_snapshot
 from megatron.core.inference.engines.dynamic_engine import EngineState
 from megatron.core.inference.inference_client import InferenceClient
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.mcore.ranks.coordinator import CoordinatorProcess
+from megatron_hybrid_prefix.serve.engine_loop import Backend, Stream, Update, refusal
+from megatron_hybrid_prefix.serve.metrics import engine_snapshot
 
 logger = logging.getLogger(__name__)
 

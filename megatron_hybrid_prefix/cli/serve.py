@@ -1,0 +1,328 @@
+"""Serve a hybrid model over HTTP, in the OpenAI API, with this package's prefix cache.
+
+`/v1/completions`, `/v1/chat/completions` and `/v1/models` answer the `openai` client;
+`usage.prompt_tokens_details.cached_tokens` says how many prompt tokens were skipped. `/health` and `/metrics`
+(Prometheus) are for operators; `POST /admin/reset_cache` makes everything cached unreachable.
+
+    hybrid-prefix serve --preset tiny --port 8000
+    hybrid-prefix serve --preset nemotron-h-8b --load CHECKPOINT --tokenizer FOLDER --cuda-graphs 8 --max-requests 64
+    torchrun --nproc-per-node 8 -m megatron_hybrid_prefix.cli.serve --tp 2 ...   # 4 replicas of 2 GPUs
+
+Request fields beside OpenAI's (`extra_body` of its client): "cache_salt" (requests with different salts share nothing),
+"cache_breakpoints" (up to where other prompts will share this one: token positions of a prompt, or numbers of messages,
+from 0; of a chat by default every message), "cache_read" and "cache_write" (booleans), "top_k", "ignore_eos". As with
+OpenAI, unknown fields are an error, and so is what is not offered: tools, images, penalties, "logit_bias", "best_of",
+log-probs of the prompt, and "seed" but for temperature 0.
+
+With --api-keys each line of the file is "NAME KEY"; requests of different names share nothing, whatever their salts.
+
+Alone it is one process with one replica. Under torchrun, --tp x --pp ranks are a replica, and requests go through megatron's
+data-parallel coordinator to the replica that has most of their prefix. Its protocol knows whole answers only: streams come
+in one piece, and what a client no longer waits for is generated to its end. /metrics shows each replica. The end of any
+process ends all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from megatron_hybrid_prefix.config import HybridPrefixConfig
+from megatron_hybrid_prefix.console.engine_options import (
+    DEFAULT_MAMBA_GB,
+    add_engine_options,
+    add_model_options,
+    check_engine_options,
+    engine_fields,
+    positive_float,
+    positive_int,
+    started_platform,
+    stop_requested,
+    whole_number,
+)
+from megatron_hybrid_prefix.console.terminal import (
+    ArgumentParser,
+    InputError,
+    Interrupt,
+    Stopped,
+    as_input_errors,
+    has_other_ranks,
+    is_main_rank,
+    output_console,
+    read_text,
+    run_command,
+)
+from megatron_hybrid_prefix.errors import PlatformError
+from megatron_hybrid_prefix.serve.chat_template import load_chat_form
+from megatron_hybrid_prefix.tokenizer import load_tokenizer
+
+ADMIN_TOKEN = "HYBRID_PREFIX_ADMIN_TOKEN"
+NEEDS = ("starlette", "uvicorn", "prometheus_client")
+NEEDS_OF_REPLICAS = ("zmq", "msgpack")
+# Streams that are open when the server is told to end may go on for so long.
+_GRACE_S = 5
+_CONNECT_S = 60.0
+
+
+def make_parser() -> ArgumentParser:
+    """All options, grouped as `--help` shows them."""
+    summary, _, rest = (__doc__ or "").partition("\n\n")
+    parser = ArgumentParser(
+        description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument_group("server").add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=whole_number, default=8000, help="0: any that is free (default: %(default)s)")
+    add("--served-model-name", metavar="NAME", help="default: the preset's")
+    add("--api-keys", type=Path, metavar="FILE", help="ask for a key; the file's lines are 'NAME KEY'")
+    add("--admin-token", metavar="TOKEN", help=f"of /admin/reset_cache (default: ${ADMIN_TOKEN}; neither: it is off)")
+    add(
+        "--max-waiting",
+        type=whole_number,
+        default=256,
+        help="answers waiting beside running ones; then 429 (%(default)s)",
+    )
+    add("--max-body-mb", type=positive_float, default=16.0, help="longest request; then 413 (default: %(default)s)")
+
+    add = parser.add_argument_group("model").add_argument
+    add_model_options(add)
+    add("--load", type=Path, metavar="DIR", help="take the weights from a Megatron distributed checkpoint")
+    add("--tokenizer", type=Path, metavar="DIR", help="a Hugging Face tokenizer folder (default: bytes)")
+    add("--add-bos", action="store_true", help="begin prompts with the tokenizer's first token")
+    add("--chat-template", type=Path, metavar="FILE", help="Jinja (default: the tokenizer folder's, or a plain form)")
+
+    add = parser.add_argument_group("engine").add_argument
+    add("--max-sequence-length", type=positive_int, help="longest prompt plus answer in tokens (default: the model's)")
+    add_engine_options(add, max_requests=16, max_requests_text="default: %(default)s", cuda_graphs_text="default: none")
+    return parser
+
+
+def check_options(args: argparse.Namespace) -> Any:
+    """Check what needs neither torch nor a device; returns the model's dimensions."""
+    needs = NEEDS + (NEEDS_OF_REPLICAS if has_other_ranks() else ())
+    missing = [name for name in needs if find_spec(name) is None]
+    if missing:
+        raise InputError(f"{', '.join(missing)} not installed: pip install 'megatron-hybrid-prefix[serve]'")
+    config = check_engine_options(args)
+    if (args.max_sequence_length or 0) > config.max_sequence_length:
+        raise InputError(f"--max-sequence-length: {args.preset} has {config.max_sequence_length}")
+    if args.load is not None and not args.load.is_dir():
+        raise InputError(f"--load: there is no folder {args.load}")
+    if args.port > 65535:
+        raise InputError(f"--port: {args.port} is above 65535")
+    args.admin_token = args.admin_token or os.environ.get(ADMIN_TOKEN) or None
+    return config
+
+
+def read_keys(path: Path | None) -> dict[str, str]:
+    """Tenants by key.
+
+    Raises:
+        InputError: A line is not "NAME KEY", or a key comes twice.
+    """
+    keys: dict[str, str] = {}
+    for number, line in enumerate(read_text(path).splitlines() if path is not None else (), 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) != 2 or words[1] in keys:
+            raise InputError(f"{path}:{number}: expected 'NAME KEY', each key once")
+        keys[words[1]] = words[0]
+    if path is not None and not keys:
+        raise InputError(f"{path}: no keys in it")
+    return keys
+
+
+def make_engine(model: Any, tokenizer: Any, device_type: str, args: argparse.Namespace) -> Any:
+    """The engine that the options ask for, warmed up.
+
+    Raises:
+        InputError: It cannot be built like that.
+    """
+    from megatron.core.inference.sampling_params import SamplingParams
+
+    from megatron_hybrid_prefix.mcore import build_engine
+    from megatron_hybrid_prefix.mcore.runner import run_batch
+
+    prefix = HybridPrefixConfig(mamba_gb=args.mamba_gb or DEFAULT_MAMBA_GB[device_type], state_dtype=args.state_dtype)
+    fields = engine_fields(args, device_type, 0, args.max_sequence_length)
+    with as_input_errors(ValueError):
+        engine = build_engine(model, prefix, tokenizer=tokenizer, **fields)
+    # The first forward of a process pays for lazy set-up. Two tokens are too few to be cached.
+    run_batch(engine, [[0, 1]], SamplingParams(num_tokens_to_generate=2, top_k=1, termination_id=-1))
+    return engine
+
+
+def make_app(
+    engine: Any,
+    tokenizer: Any,
+    *,
+    model: str,
+    vocab_size: int,
+    chat: Any,
+    add_bos: bool = False,
+    max_waiting: int = 256,
+    body_bytes: int = 16 << 20,
+    keys: dict[str, str] | None = None,
+    admin_token: str | None = None,
+    on_start: Callable[[], None] = lambda: None,
+    make_backend: Callable[[Callable[[float, bool], None]], Any] | None = None,
+    replicas: int = 1,
+) -> Any:
+    """The ASGI application around an engine of ``build_engine``; from its start to its end the engine is its own.
+
+    Args:
+        engine: Says what fits; generates, unless ``make_backend`` is there.
+        make_backend: Makes a `Backend`, given what to call at a first token.
+        replicas: Engines like this one behind the backend.
+    """
+    from megatron_hybrid_prefix.mcore.runner import check_fits
+    from megatron_hybrid_prefix.serve.app import Api, Limits
+    from megatron_hybrid_prefix.serve.engine_loop import EngineLoop
+    from megatron_hybrid_prefix.serve.metrics import ServerMetrics
+    from megatron_hybrid_prefix.serve.protocol import Served
+
+    context = engine.context
+    kv_tokens = context.kv_block_allocator.active_count * context.block_size_tokens
+    limit_tokens = min(context.max_sequence_length, kv_tokens)
+    served = Served(
+        model=model,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        chat=chat,
+        add_bos=add_bos,
+        check_fits=lambda prompt, wanted: check_fits(engine, prompt, wanted),
+        most_tokens=lambda prompt: limit_tokens - prompt,
+        limit_tokens=limit_tokens,
+    )
+    limits = Limits(
+        sequences=replicas * context.max_requests + max_waiting,
+        body_bytes=body_bytes,
+        keys=keys or {},
+        admin_token=admin_token,
+    )
+    metrics = ServerMetrics(replicas)
+    make_backend = make_backend or partial(EngineLoop, engine)
+    return Api(make_backend(metrics.first_token), served, limits, metrics).app(on_start)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens.
+
+    Raises:
+        InputError: The address cannot be had.
+    """
+    with as_input_errors(OSError, OverflowError, prefix=f"cannot listen on {host}:{port}: "):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
+
+
+def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
+    """The whole command; see the module's docstring."""
+    args = make_parser().parse_args(argv)
+    config = check_options(args)
+    keys = read_keys(args.api_keys)
+    with as_input_errors(ValueError):
+        tokenizer = load_tokenizer(args.tokenizer, config.vocab_size)
+    chat = load_chat_form(args.chat_template, args.tokenizer)
+    if args.add_bos and tokenizer.bos is None:
+        raise InputError("--add-bos: the tokenizer has no such token")
+    with ExitStack() as stack:
+        listener = stack.enter_context(listen(args.host, args.port)) if is_main_rank() else None
+        platform = stack.enter_context(started_platform(args))
+        from megatron_hybrid_prefix import models
+
+        output_console().print(platform.describe(), markup=False, soft_wrap=True)
+        with as_input_errors(ValueError, PlatformError):
+            overrides = {"cuda_graph_impl": "local"} if args.cuda_graphs else {}
+            model = models.build_hybrid_model(config, seed=args.seed, platform=platform, **overrides)
+            if args.load is not None:
+                models.load_checkpoint(model, args.load)
+        engine = make_engine(model, tokenizer, platform.device.type, args)
+        if stop_requested(platform, interrupt):
+            raise Stopped
+        if listener is None:
+            from megatron_hybrid_prefix.serve.replicas import serve_with_others
+
+            return serve_with_others(engine, platform)
+        name = args.served_model_name or args.preset
+        host, port = listener.getsockname()[:2]
+
+        def on_start() -> None:
+            print(f"serving {name} on http://{host}:{port}", flush=True)
+            if interrupt.requested:  # before uvicorn looked
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        app_of = partial(
+            make_app,
+            engine,
+            tokenizer,
+            model=name,
+            vocab_size=config.vocab_size,
+            chat=chat,
+            add_bos=args.add_bos,
+            max_waiting=args.max_waiting,
+            body_bytes=int(args.max_body_mb * 2**20),
+            keys=keys,
+            admin_token=args.admin_token,
+            on_start=on_start,
+        )
+        if platform.world_size == 1:
+            serve_http(app_of(), listener)
+            return 0
+        return serve_replicas(app_of, engine, platform, listener)
+
+
+def serve_http(app: Any, listener: socket.socket) -> None:
+    """Serves until Ctrl-C or SIGTERM; what is being answered gets some seconds."""
+    import uvicorn
+
+    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn ends at it, and then raises it once more
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_S, lifespan="on")
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def serve_replicas(app_of: Callable[..., Any], engine: Any, platform: Any, listener: socket.socket) -> int:
+    """What rank 0 does where there are others: serves, ends all of them, returns the exit code."""
+    from megatron_hybrid_prefix.mcore.ranks.coordinator import CoordinatorProcess
+    from megatron_hybrid_prefix.serve.replicas import RankEngine, ReplicaLoop, SnapshotBoard, leave_in_time, own_address
+
+    coordinator = CoordinatorProcess(engine, own_address())
+    try:
+        board = SnapshotBoard(platform)
+        rank = RankEngine(engine, board, coordinator.port)
+        rank.wait_until_connected()
+        coordinator.wait_until_ready(_CONNECT_S)
+        backend = None
+
+        def make_backend(on_first_token: Callable[[float, bool], None]) -> Any:
+            nonlocal backend
+            backend = ReplicaLoop(
+                rank, coordinator, board, on_first_token, on_failure=lambda: os.kill(os.getpid(), signal.SIGTERM)
+            )
+            return backend
+
+        serve_http(app_of(make_backend=make_backend, replicas=platform.dp), listener)
+        assert backend is not None
+        return 0 if backend.problem is None and rank.error is None else 1
+    finally:
+        leave_in_time()  # where something failed, this process may wait for others forever
+        coordinator.stop()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the server; returns its exit code."""
+    return run_command(lambda interrupt: run(argv, interrupt))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
