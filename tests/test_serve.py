@@ -35,6 +35,7 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine  # noqa: E40
 from megatron_hybrid_prefix.cli import serve  # noqa: E402
 from megatron_hybrid_prefix.console.terminal import InputError  # noqa: E402
 from megatron_hybrid_prefix.metrics import PrefixStats  # noqa: E402
+from megatron_hybrid_prefix.serve.app import make_app  # noqa: E402
 from megatron_hybrid_prefix.serve.chat_template import ChatForm  # noqa: E402
 from megatron_hybrid_prefix.serve.detokenizer import TextStream  # noqa: E402
 from megatron_hybrid_prefix.serve.metrics import Families, add_prefix_metrics  # noqa: E402
@@ -73,7 +74,7 @@ class Server(Endpoint):
             | kv_budget(model, blocks, block_tokens=BLOCK, max_requests=max_requests)
             | (engine_fields or {}),
         )
-        self.app = serve.make_app(
+        self.app = make_app(
             self.engine,
             TOKENIZER,
             **{"model": "tiny", "vocab_size": 512, "chat": ChatForm(), "admin_token": ADMIN} | options,

@@ -162,59 +162,6 @@ def make_engine(model: Any, tokenizer: Any, device_type: str, args: argparse.Nam
     return engine
 
 
-def make_app(
-    engine: Any,
-    tokenizer: Any,
-    *,
-    model: str,
-    vocab_size: int,
-    chat: Any,
-    add_bos: bool = False,
-    max_waiting: int = 256,
-    body_bytes: int = 16 << 20,
-    keys: dict[str, str] | None = None,
-    admin_token: str | None = None,
-    on_start: Callable[[], None] = lambda: None,
-    make_backend: Callable[[Callable[[float, bool], None]], Any] | None = None,
-    replicas: int = 1,
-) -> Any:
-    """The ASGI application around an engine of ``build_engine``; from its start to its end the engine is its own.
-
-    Args:
-        engine: Says what fits; generates, unless ``make_backend`` is there.
-        make_backend: Makes a `Backend`, given what to call at a first token.
-        replicas: Engines like this one behind the backend.
-    """
-    from megatron_hybrid_prefix.mcore.runner import check_fits
-    from megatron_hybrid_prefix.serve.app import Api, Limits
-    from megatron_hybrid_prefix.serve.engine_loop import EngineLoop
-    from megatron_hybrid_prefix.serve.metrics import ServerMetrics
-    from megatron_hybrid_prefix.serve.protocol import Served
-
-    context = engine.context
-    kv_tokens = context.kv_block_allocator.active_count * context.block_size_tokens
-    limit_tokens = min(context.max_sequence_length, kv_tokens)
-    served = Served(
-        model=model,
-        tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        chat=chat,
-        add_bos=add_bos,
-        check_fits=lambda prompt, wanted: check_fits(engine, prompt, wanted),
-        most_tokens=lambda prompt: limit_tokens - prompt,
-        limit_tokens=limit_tokens,
-    )
-    limits = Limits(
-        sequences=replicas * context.max_requests + max_waiting,
-        body_bytes=body_bytes,
-        keys=keys or {},
-        admin_token=admin_token,
-    )
-    metrics = ServerMetrics(replicas)
-    make_backend = make_backend or partial(EngineLoop, engine)
-    return Api(make_backend(metrics.first_token), served, limits, metrics).app(on_start)
-
-
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens.
 
@@ -261,6 +208,8 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
             print(f"serving {name} on http://{host}:{port}", flush=True)
             if interrupt.requested:  # before uvicorn looked
                 os.kill(os.getpid(), signal.SIGTERM)
+
+        from megatron_hybrid_prefix.serve.app import make_app
 
         app_of = partial(
             make_app,

@@ -1,19 +1,14 @@
-"""The HTTP side of the server: routes, streams, errors. One `Generation` is one request, from its body to its last token.
-
-Longer than 400 lines because all that a request meets on its way is here, in order: answer, stream, route.
-"""
+"""The routes: who may ask, for how much, what is answered, and errors in the form of the API."""
 
 from __future__ import annotations
 
-import asyncio
 import hmac
-import json
 import logging
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from prometheus_client.exposition import choose_encoder
@@ -23,12 +18,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
-from megatron_hybrid_prefix.serve.detokenizer import TextStream, TokenNote, chat_logprobs, completion_logprobs
-from megatron_hybrid_prefix.serve.engine_loop import Backend, Stream, Update
+from megatron_hybrid_prefix.serve.backend import Backend
+from megatron_hybrid_prefix.serve.chat_template import ChatForm
+from megatron_hybrid_prefix.serve.engine_loop import EngineLoop
+from megatron_hybrid_prefix.serve.event_stream import EventStream, unless_gone
+from megatron_hybrid_prefix.serve.generation import Generation
 from megatron_hybrid_prefix.serve.metrics import ServerMetrics
-from megatron_hybrid_prefix.serve.protocol import ApiError, Job, Prompt, Served, model_not_found, read_job, read_json
+from megatron_hybrid_prefix.serve.protocol import ApiError, ServedModel, model_not_found, read_json, read_request
+from megatron_hybrid_prefix.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -55,240 +53,59 @@ class Limits:
     admin_token: str | None = None
 
 
-class Choice:
-    """One answer while it is generated."""
+def make_app(
+    engine: Any,
+    tokenizer: Tokenizer,
+    *,
+    model: str,
+    vocab_size: int,
+    chat: ChatForm,
+    add_bos: bool = False,
+    max_waiting: int = 256,
+    body_bytes: int = 16 << 20,
+    keys: dict[str, str] | None = None,
+    admin_token: str | None = None,
+    on_start: Callable[[], None] = lambda: None,
+    make_backend: Callable[[Callable[[float, bool], None]], Backend] | None = None,
+    replicas: int = 1,
+) -> Starlette:
+    """The ASGI application around an engine of ``build_engine``; from its start to its end the engine is its own.
 
-    def __init__(self, index: int, prompt: Prompt, stream: Stream, text: TextStream, most_tokens: int) -> None:
-        self.index, self.prompt, self.stream, self.text = index, prompt, stream, text
-        self._most_tokens = most_tokens
-        self.tokens = self.cached_tokens = 0
-        self.finish_reason: str | None = None
+    Args:
+        engine: Says what fits; generates, unless ``make_backend`` is there.
+        make_backend: Makes a `Backend`, given what to call at a first token.
+        replicas: Engines like this one behind the backend.
+    """
+    from megatron_hybrid_prefix.mcore.runner import check_fits
 
-    def take(self, update: Update) -> tuple[str, list[TokenNote]]:
-        """Text and tokens to show of an update; sets ``finish_reason`` where the answer ends.
-
-        Raises:
-            ApiError: The engine gave it up.
-        """
-        if update.error is not None:
-            raise ApiError(500, f"The engine failed: {update.error}", type="server_error", code="engine_failed")
-        self.cached_tokens = update.cached_tokens
-        text = ""
-        for number, token in enumerate(update.tokens):
-            log_prob = update.log_probs[number] if update.log_probs else None
-            top = update.top_log_probs[number] if update.top_log_probs else None
-            text += self.text.feed(token, log_prob, top)
-            self.tokens += 1
-            if self.text.stopped:
-                break
-        if self.text.stopped or update.finished:
-            text += self.text.finish()
-            at_end = not self.text.stopped and self.tokens >= self._most_tokens
-            ended = update.tokens and update.tokens[-1] == self.stream.sampling["termination_id"]
-            self.finish_reason = "length" if at_end and not ended else "stop"
-        return text, self.text.notes(last=self.finish_reason is not None)
-
-
-class Generation:
-    """A request's answers. Leave it as a context, so that what is unfinished is given up."""
-
-    def __init__(self, job: Job, engine: Backend, served: Served, arrived_s: float) -> None:
-        self.job, self._engine = job, engine
-        self.id = f"{'chatcmpl' if job.chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self.created = int(time.time())
-        self._model = served.model
-        self._updates: asyncio.Queue[tuple[Choice, Update]] = asyncio.Queue()
-        self.choices: list[Choice] = []
-        for prompt, most_tokens in zip(job.prompts, job.most_tokens, strict=True):
-            for _ in range(job.n):
-                self._add_choice(prompt, most_tokens, served, arrived_s)
-
-    def _add_choice(self, prompt: Prompt, most_tokens: int, served: Served, arrived_s: float) -> None:
-        sampling = self.job.sampling | {"num_tokens_to_generate": most_tokens}
-        if prompt.breakpoints:
-            sampling["cache_breakpoints"] = prompt.breakpoints
-        stream = Stream(
-            prompt=prompt.tokens,
-            sampling=sampling,
-            arrived_s=arrived_s,
-            deliver=lambda update: self._updates.put_nowait((choice, update)),
-            stop=self.job.stop,
-        )
-        choice = Choice(len(self.choices), prompt, stream, TextStream(served.tokenizer, self.job.stop), most_tokens)
-        self.choices.append(choice)
-
-    def __enter__(self) -> Generation:
-        for choice in self.choices:
-            self._engine.submit(choice.stream)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for choice in self.choices:
-            self._engine.abort(choice.stream)
-
-    async def pieces(self) -> AsyncIterator[tuple[Choice, str, list[TokenNote]]]:
-        """Text and tokens as they come, until every answer has its ``finish_reason``.
-
-        Raises:
-            ApiError: The engine gave one up.
-        """
-        left = len(self.choices)
-        while left:
-            choice, update = await self._updates.get()
-            if choice.finish_reason is not None:
-                continue  # it ended at a stop string
-            text, notes = choice.take(update)
-            if choice.finish_reason is not None:
-                self._engine.abort(choice.stream)
-                left -= 1
-            if text or notes or choice.finish_reason is not None:
-                yield choice, text, notes
-
-    # -- in the forms of the API ---------------------------------------------------------------------------------------
-
-    def usage(self) -> dict[str, Any]:
-        """Tokens so far. Prompts count once, whatever ``n`` is, and as the first answer found them."""
-        prompt = sum(len(item.tokens) for item in self.job.prompts)
-        completion = sum(choice.tokens for choice in self.choices)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {
-                "cached_tokens": sum(choice.cached_tokens for choice in self.choices[:: self.job.n])
-            },
-        }
-
-    async def response(self) -> dict[str, Any]:
-        """The whole answer.
-
-        Raises:
-            ApiError: The engine gave it up.
-        """
-        texts = [choice.prompt.text if self.job.echo else "" for choice in self.choices]
-        notes: list[list[TokenNote]] = [[] for _ in self.choices]
-        async for choice, text, some in self.pieces():
-            texts[choice.index] += text
-            notes[choice.index] += some
-        choices = []
-        for choice in self.choices:
-            entry = {
-                "index": choice.index,
-                "logprobs": self._logprobs(notes[choice.index]),
-                "finish_reason": choice.finish_reason,
-            }
-            if self.job.chat:
-                entry["message"] = {"role": "assistant", "content": texts[choice.index], "refusal": None}
-            else:
-                entry["text"] = texts[choice.index]
-            choices.append(entry)
-        return self._envelope("", choices) | {"usage": self.usage()}
-
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """The answer piece by piece.
-
-        Raises:
-            ApiError: The engine gave it up.
-        """
-        for choice in self.choices:
-            if self.job.chat:
-                yield self._chunk(choice, {"role": "assistant", "content": "", "refusal": None}, [], None)
-            elif self.job.echo:
-                yield self._chunk(choice, choice.prompt.text, [], None)
-        async for choice, text, notes in self.pieces():
-            last = choice.finish_reason
-            if self.job.chat and last is not None:
-                if text or notes:
-                    yield self._chunk(choice, {"content": text}, notes, None)
-                yield self._chunk(choice, {}, [], last)
-            else:
-                yield self._chunk(choice, {"content": text} if self.job.chat else text, notes, last)
-        if self.job.include_usage:
-            yield self._envelope(".chunk", []) | {"usage": self.usage()}
-
-    def _chunk(
-        self, choice: Choice, delta: dict[str, Any] | str, notes: list[TokenNote], finish_reason: str | None
-    ) -> dict[str, Any]:
-        name = "delta" if self.job.chat else "text"
-        entry = {"index": choice.index, name: delta, "logprobs": None, "finish_reason": finish_reason}
-        if notes:
-            entry["logprobs"] = self._logprobs(notes)
-        chunk = self._envelope(".chunk", [entry])
-        return chunk | {"usage": None} if self.job.include_usage else chunk
-
-    def _logprobs(self, notes: list[TokenNote]) -> dict[str, Any] | None:
-        if self.job.logprobs is None:
-            return None
-        return chat_logprobs(notes) if self.job.chat else completion_logprobs(notes)
-
-    def _envelope(self, suffix: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        name = f"chat.completion{suffix}" if self.job.chat else "text_completion"
-        return {"id": self.id, "object": name, "created": self.created, "model": self._model, "choices": choices}
-
-
-class EventStream(Response):
-    """Server-sent events of a generation; it is given up when the client goes away."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, generation: Generation, on_end: Callable[[Generation, bool], None]) -> None:
-        self._generation, self._on_end = generation, on_end
-        self.status_code, self.background = 200, None
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
-
-    def init_headers(self, headers: Any = None) -> None:
-        """Without a content length."""
-        self.body = b""
-        super().init_headers(headers)
-        self.raw_headers = [item for item in self.raw_headers if item[0] != b"content-length"]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the stream."""
-        with self._generation:
-            gone = await _unless_gone(receive, self._send_all(send))
-            self._on_end(self._generation, gone)
-
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        try:
-            async for chunk in self._generation.chunks():
-                await self._send_event(send, json.dumps(chunk))
-            await self._send_event(send, "[DONE]")
-        except ApiError as error:  # too late for a status
-            await self._send_event(send, json.dumps(error.body))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    @staticmethod
-    async def _send_event(send: Send, data: str) -> None:
-        await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
-
-
-async def _unless_gone(receive: Receive, work: Awaitable[Any]) -> bool:
-    """Waits for ``work`` (and raises what it raises), or until the client goes away; returns whether it did."""
-
-    async def disconnected() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(disconnected())]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[0] not in done:
-            return True
-        tasks[0].result()
-        return False
-    except OSError:  # starlette's and uvicorn's word for a client that went away while being sent to
-        return True
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    context = engine.context
+    kv_tokens = context.kv_block_allocator.active_count * context.block_size_tokens
+    limit_tokens = min(context.max_sequence_length, kv_tokens)
+    served = ServedModel(
+        model=model,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        chat=chat,
+        add_bos=add_bos,
+        check_fits=lambda prompt, wanted: check_fits(engine, prompt, wanted),
+        most_tokens=lambda prompt: limit_tokens - prompt,
+        limit_tokens=limit_tokens,
+    )
+    limits = Limits(
+        sequences=replicas * context.max_requests + max_waiting,
+        body_bytes=body_bytes,
+        keys=keys or {},
+        admin_token=admin_token,
+    )
+    metrics = ServerMetrics(replicas)
+    make_backend = make_backend or partial(EngineLoop, engine)
+    return Api(make_backend(metrics.first_token), served, limits, metrics).app(on_start)
 
 
 class Api:
     """The routes."""
 
-    def __init__(self, engine: Backend, served: Served, limits: Limits, metrics: ServerMetrics) -> None:
+    def __init__(self, engine: Backend, served: ServedModel, limits: Limits, metrics: ServerMetrics) -> None:
         self._engine, self._served, self._limits, self._metrics = engine, served, limits, metrics
         self._started_s = int(time.time())
 
@@ -340,10 +157,10 @@ class Api:
         except ClientDisconnect:
             return Response(status_code=_CLIENT_GONE)
         # A long prompt takes its time to be read and tokenized.
-        job = await run_in_threadpool(lambda: read_job(read_json(data), kind, self._served, tenant))
-        self._check_room(len(job.prompts) * job.n)
-        generation = Generation(job, self._engine, self._served, arrived_s)
-        if job.stream:
+        asked = await run_in_threadpool(lambda: read_request(read_json(data), kind, self._served, tenant))
+        self._check_room(len(asked.prompts) * asked.n)
+        generation = Generation(asked, self._engine, self._served, arrived_s)
+        if asked.stream:
             return EventStream(generation, self._count)
         answers: list[dict[str, Any]] = []
 
@@ -351,7 +168,7 @@ class Api:
             answers.append(await generation.response())
 
         with generation:
-            gone = await _unless_gone(request.receive, answer())
+            gone = await unless_gone(request.receive, answer())
             self._count(generation, gone)
         return Response(status_code=_CLIENT_GONE) if gone else JSONResponse(answers[0])
 

@@ -1,4 +1,4 @@
-"""Request bodies of the OpenAI API to `Job`s, and errors as its users expect them.
+"""Request bodies of the OpenAI API to `GenerationRequest`s, and errors as its users expect them.
 
 As OpenAI does, unknown fields are refused (400), and so are known ones that ask for something that is not offered here.
 Fields of this server: ``cache_salt``, ``cache_breakpoints``, ``cache_read``, ``cache_write``, ``top_k``, ``ignore_eos``.
@@ -52,7 +52,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class GenerationRequest:
     """What one HTTP request asks for. ``logprobs``: tokens to name at each position; None: none, not even the chosen."""
 
     chat: bool
@@ -68,7 +68,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class ServedModel:
     """What requests are read against.
 
     Attributes:
@@ -224,7 +224,7 @@ class Body:
         return value
 
 
-def read_job(values: dict[str, Any], kind: str, served: Served, tenant: str | None) -> Job:
+def read_request(values: dict[str, Any], kind: str, served: ServedModel, tenant: str | None) -> GenerationRequest:
     """A request body, checked; tokenizes, so call it off the event loop.
 
     Args:
@@ -256,7 +256,7 @@ def read_job(values: dict[str, Any], kind: str, served: Served, tenant: str | No
         sampling["cache_salt"] = json.dumps([tenant, salt])
     elif salt is not None:
         sampling["cache_salt"] = salt
-    return Job(
+    return GenerationRequest(
         chat=chat,
         prompts=prompts,
         n=n,
@@ -270,7 +270,7 @@ def read_job(values: dict[str, Any], kind: str, served: Served, tenant: str | No
     )
 
 
-def _check_model(body: Body, served: Served) -> None:
+def _check_model(body: Body, served: ServedModel) -> None:
     model = body.values.get("model")
     if model is None:
         raise bad("you must provide a model parameter", "model", "missing_required_parameter")
@@ -286,7 +286,7 @@ def model_not_found(model: str) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
-def _sampling(body: Body, served: Served, logprobs: int | None) -> dict[str, Any]:
+def _sampling(body: Body, served: ServedModel, logprobs: int | None) -> dict[str, Any]:
     temperature = body.number("temperature", 0, 2, 1)
     top_p = body.number("top_p", 0, 1, 1)
     top_k = body.whole("top_k", 0, served.vocab_size - 1, 0)
@@ -316,7 +316,7 @@ def _sampling(body: Body, served: Served, logprobs: int | None) -> dict[str, Any
     return fields | switches
 
 
-def _most_tokens(body: Body, chat: bool, prompts: Sequence[Prompt], served: Served) -> list[int]:
+def _most_tokens(body: Body, chat: bool, prompts: Sequence[Prompt], served: ServedModel) -> list[int]:
     """Tokens to generate after each prompt."""
     names = [name for name in ("max_tokens", "max_completion_tokens") if name in body.values]
     if len(names) > 1:
@@ -368,7 +368,7 @@ def _include_usage(body: Body, stream: bool) -> bool:
     return bool(options.get("include_usage", False))
 
 
-def _prompts(body: Body, served: Served) -> list[Prompt]:
+def _prompts(body: Body, served: ServedModel) -> list[Prompt]:
     given = body.values.get("prompt")
     if given is None:
         raise bad("you must provide a prompt", "prompt", "missing_required_parameter")
@@ -384,7 +384,7 @@ def _prompts(body: Body, served: Served) -> list[Prompt]:
     return [_prompt(item, breakpoints, served) for item in items]
 
 
-def _prompt(item: Any, breakpoints: list[int], served: Served) -> Prompt:
+def _prompt(item: Any, breakpoints: list[int], served: ServedModel) -> Prompt:
     if isinstance(item, str):
         text, tokens = item, _tokens(_checked_text(item, "prompt"), served)
     elif isinstance(item, list) and all(type(token) is int for token in item):
@@ -405,7 +405,7 @@ def _prompt(item: Any, breakpoints: list[int], served: Served) -> Prompt:
     return Prompt(tokens=tokens, text=text, breakpoints=breakpoints)
 
 
-def _chat_prompt(body: Body, served: Served) -> list[Prompt]:
+def _chat_prompt(body: Body, served: ServedModel) -> list[Prompt]:
     given = body.values.get("messages")
     if given is None:
         raise bad("you must provide messages", "messages", "missing_required_parameter")
@@ -459,7 +459,7 @@ def _message(item: Any, number: int) -> dict[str, str]:
     return {"role": role, "content": _checked_text(content, f"{where}.content")}
 
 
-def _tokens(text: str, served: Served) -> list[int]:
+def _tokens(text: str, served: ServedModel) -> list[int]:
     bos = served.tokenizer.bos if served.add_bos else None
     return [*(() if bos is None else (bos,)), *served.tokenizer.tokenize(text)]
 

@@ -27,7 +27,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.mcore.ranks.coordinator import CoordinatorProcess
-from megatron_hybrid_prefix.serve.engine_loop import Backend, Stream, Update, refusal
+from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update, refusal
 from megatron_hybrid_prefix.serve.metrics import engine_snapshot
 
 logger = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ class ReplicaLoop(Backend):
         super().__init__()
         self._rank, self._coordinator, self._board = rank, coordinator, board
         self._on_first_token, self._on_failure = on_first_token, on_failure
-        self._live: set[Stream] = set()  # aborted ones, too: they are generated to their end
+        self._live: set[GenerationTask] = set()  # aborted ones, too: they are generated to their end
         self._epoch = 0
         self._broken: str | None = None
         self._client: Any = None
@@ -238,23 +238,23 @@ class ReplicaLoop(Backend):
             await asyncio.to_thread(self._coordinator.stop, 0.0 if self._broken else _END_S)
             self._client.stop()
 
-    def submit(self, sequence: Stream) -> None:
+    def submit(self, task: GenerationTask) -> None:
         """See `Backend`."""
         if self._broken is not None:
-            sequence.deliver(Update(finished=True, error=self._broken))
+            task.deliver(Update(finished=True, error=self._broken))
             return
         # Whoever gets the answer looks for stop strings in its text; an engine that finds one in the tokens ends earlier.
-        words = [word for word in sequence.stop if self._is_exact(word)]
-        fields = sequence.sampling | {"stop_words": words, "detokenize_stop_sequence": True}
+        words = [word for word in task.stop if self._is_exact(word)]
+        fields = task.sampling | {"stop_words": words, "detokenize_stop_sequence": True}
         sent_s = (time.perf_counter(), time.time())
-        future = self._client.add_request(sequence.prompt, SamplingParams.deserialize(fields))
-        self._live.add(sequence)
+        future = self._client.add_request(task.prompt, SamplingParams.deserialize(fields))
+        self._live.add(task)
         self.open_sequences = len(self._live)
-        future.add_done_callback(partial(self._finish, sequence, sent_s))
+        future.add_done_callback(partial(self._finish, task, sent_s))
 
-    def abort(self, sequence: Stream) -> None:
+    def abort(self, task: GenerationTask) -> None:
         """See `Backend`; the coordinator's protocol has no word for it: it is generated to its end, for nobody."""
-        sequence.closed = True
+        task.closed = True
 
     async def snapshots(self) -> dict[str, dict[str, Any]]:
         """See `Backend`; at most about a second old, but for a replica that is in a long step."""
@@ -271,8 +271,8 @@ class ReplicaLoop(Backend):
         tokens = tokenizer.tokenize(text)
         return bool(tokens) and tokenizer.detokenize(tokens) == text
 
-    def _finish(self, sequence: Stream, sent_s: tuple[float, float], future: asyncio.Future[Any]) -> None:
-        self._live.discard(sequence)
+    def _finish(self, task: GenerationTask, sent_s: tuple[float, float], future: asyncio.Future[Any]) -> None:
+        self._live.discard(task)
         self.open_sequences = len(self._live)
         if future.cancelled():
             return
@@ -281,7 +281,7 @@ class ReplicaLoop(Backend):
         if request.ttft is not None:
             # The engine counts from when it took the request; on other hosts this is as right as their clocks.
             taken_s = next(event.timestamp for event in request.events if event.type.name == "ADD_ENGINE")
-            waited_s = sent_s[0] - sequence.arrived_s + max(0.0, taken_s - sent_s[1])
+            waited_s = sent_s[0] - task.arrived_s + max(0.0, taken_s - sent_s[1])
             self._on_first_token(waited_s + request.ttft, cached_tokens > 0)
         update = Update(
             tokens=request.generated_tokens,
@@ -291,13 +291,13 @@ class ReplicaLoop(Backend):
             finished=True,
             error=refusal(request) if request.failed() else None,
         )
-        self._deliver(sequence, update)
+        self._deliver(task, update)
 
     @staticmethod
-    def _deliver(sequence: Stream, update: Update) -> None:
-        if not sequence.closed:
-            sequence.closed = True
-            sequence.deliver(update)
+    def _deliver(task: GenerationTask, update: Update) -> None:
+        if not task.closed:
+            task.closed = True
+            task.deliver(update)
 
     async def _watch(self) -> None:
         while self._rank.is_alive and self._coordinator.is_alive:
@@ -306,8 +306,8 @@ class ReplicaLoop(Backend):
         self._broken = self._rank.error or f"{what} ended"
         self.failures += 1
         logger.error("%s", self._broken)
-        for sequence in self._live:
-            self._deliver(sequence, Update(finished=True, error=self._broken))
+        for task in self._live:
+            self._deliver(task, Update(finished=True, error=self._broken))
         self._on_failure()
 
 

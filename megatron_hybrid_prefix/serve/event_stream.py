@@ -1,0 +1,73 @@
+"""A streamed answer, and what ends one: its last token, or a client that goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from megatron_hybrid_prefix.serve.generation import Generation
+from megatron_hybrid_prefix.serve.protocol import ApiError
+
+
+class EventStream(Response):
+    """Server-sent events of a generation; it is given up when the client goes away."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, generation: Generation, on_end: Callable[[Generation, bool], None]) -> None:
+        self._generation, self._on_end = generation, on_end
+        self.status_code, self.background = 200, None
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    def init_headers(self, headers: Any = None) -> None:
+        """Without a content length."""
+        self.body = b""
+        super().init_headers(headers)
+        self.raw_headers = [item for item in self.raw_headers if item[0] != b"content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the stream."""
+        with self._generation:
+            gone = await unless_gone(receive, self._send_all(send))
+            self._on_end(self._generation, gone)
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async for chunk in self._generation.chunks():
+                await self._send_event(send, json.dumps(chunk))
+            await self._send_event(send, "[DONE]")
+        except ApiError as error:  # too late for a status
+            await self._send_event(send, json.dumps(error.body))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    @staticmethod
+    async def _send_event(send: Send, data: str) -> None:
+        await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+
+
+async def unless_gone(receive: Receive, work: Awaitable[Any]) -> bool:
+    """Waits for ``work`` (and raises what it raises), or until the client goes away; returns whether it did."""
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(disconnected())]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0] not in done:
+            return True
+        tasks[0].result()
+        return False
+    except OSError:  # starlette's and uvicorn's word for a client that went away while being sent to
+        return True
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
