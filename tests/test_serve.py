@@ -470,6 +470,13 @@ BAD = {
     "empty stop": (COMPLETION | {"stop": ["a", ""]}, 400, "invalid_value", "stop"),
     "penalty": (COMPLETION | {"presence_penalty": 0.5}, 400, "unsupported_parameter", "presence_penalty"),
     "stream options": (COMPLETION | {"stream_options": {}}, 400, "invalid_value", "stream_options"),
+    "unknown stream option": (
+        COMPLETION | {"stream": True, "stream_options": {"colour": True}},
+        400,
+        "unknown_parameter",
+        "stream_options",
+    ),
+    "many unknown fields": (COMPLETION | dict.fromkeys(map(str, range(9999)), 1), 400, "unknown_parameter", "0"),
     "salt": (COMPLETION | {"cache_salt": 7}, 400, "invalid_type", "cache_salt"),
     "empty salt": (COMPLETION | {"cache_salt": ""}, 400, "invalid_value", "cache_salt"),
     "breakpoints": (COMPLETION | {"cache_breakpoints": [2]}, 400, "invalid_value", "cache_breakpoints"),
@@ -478,6 +485,14 @@ BAD = {
     "empty messages": (CHAT | {"messages": []}, 400, "invalid_type", "messages"),
     "role": (CHAT | {"messages": [{"role": "tool", "content": "x"}]}, 400, "invalid_value", "messages[0].role"),
     "no content": (CHAT | {"messages": [{"role": "user"}]}, 400, "invalid_type", "messages[0].content"),
+    "no role": (CHAT | {"messages": [{"content": "x"}]}, 400, "invalid_value", "messages[0].role"),
+    "number as message": (CHAT | {"messages": [3]}, 400, "invalid_type", "messages[0]"),
+    "half a surrogate pair in a part": (
+        CHAT | {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]},
+        400,
+        "invalid_value",
+        "messages[0].content",
+    ),
     "image": (
         CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         400,

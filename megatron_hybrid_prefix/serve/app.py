@@ -20,12 +20,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from megatron_hybrid_prefix.serve.backend import Backend
+from megatron_hybrid_prefix.serve.bodies import read_json
 from megatron_hybrid_prefix.serve.chat_template import ChatForm
 from megatron_hybrid_prefix.serve.engine_loop import EngineLoop
+from megatron_hybrid_prefix.serve.errors import ApiError, model_not_found
 from megatron_hybrid_prefix.serve.event_stream import EventStream, unless_gone
 from megatron_hybrid_prefix.serve.generation import Generation
 from megatron_hybrid_prefix.serve.metrics import ServerMetrics
-from megatron_hybrid_prefix.serve.protocol import ApiError, ServedModel, model_not_found, read_json, read_request
+from megatron_hybrid_prefix.serve.protocol import ServedModel, read_request
 from megatron_hybrid_prefix.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

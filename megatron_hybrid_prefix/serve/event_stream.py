@@ -10,8 +10,8 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from megatron_hybrid_prefix.serve.errors import ApiError
 from megatron_hybrid_prefix.serve.generation import Generation
-from megatron_hybrid_prefix.serve.protocol import ApiError
 
 
 class EventStream(Response):

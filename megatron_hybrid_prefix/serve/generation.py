@@ -10,7 +10,8 @@ from typing import Any
 
 from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update
 from megatron_hybrid_prefix.serve.detokenizer import TextStream, TokenNote, chat_logprobs, completion_logprobs
-from megatron_hybrid_prefix.serve.protocol import ApiError, GenerationRequest, Prompt, ServedModel
+from megatron_hybrid_prefix.serve.errors import ApiError
+from megatron_hybrid_prefix.serve.protocol import GenerationRequest, Prompt, ServedModel
 
 
 class Choice:

@@ -1,0 +1,50 @@
+"""Errors as users of the OpenAI API expect them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+class ApiError(Exception):
+    """An answer other than 200."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.headers = status, headers
+        self.body = {"error": {"message": message, "type": type, "param": param, "code": code}}
+
+
+def bad(message: str, param: str | None = None, code: str | None = "invalid_value") -> ApiError:
+    """A request that cannot be met as it is."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def wrong_type(param: str, wanted: str, value: Any) -> ApiError:
+    """A field of another type than ``wanted``, which is in words."""
+    kinds = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "an array"}
+    got = "null" if value is None else kinds.get(type(value), "an object")
+    if isinstance(value, float) and not math.isfinite(value):
+        got = "a number out of range"
+    return bad(f"Invalid type for '{param}': expected {wanted}, but got {got} instead.", param, "invalid_type")
+
+
+def model_not_found(model: str) -> ApiError:
+    """No model has this name."""
+    message = f"The model '{short(model)}' does not exist or you do not have access to it."
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def short(value: Any) -> str:
+    """The value as text, cut where it is long."""
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
