@@ -42,7 +42,7 @@ from megatron_hybrid_prefix.policy.boundaries import (
     prompt_boundaries,
     with_verification,
 )
-from megatron_hybrid_prefix.policy.eviction import make_eviction_policy
+from megatron_hybrid_prefix.policy.registry import DEFAULT_EVICTION_POLICY, make_eviction_policy
 from megatron_hybrid_prefix.pool.slots import SlotPool
 from megatron_hybrid_prefix.tiers.units import TransferUnit
 
@@ -61,7 +61,7 @@ class HybridPrefixCache:
         first_state_slot: Id of the first one; ids below are the live slots of the engine.
         epoch: Weights epoch at the start.
         secret: Key of the block digests; random by default. Give all ranks one if keys shall be comparable.
-        eviction_policy: Which checkpoint goes first: "lru" or "replay_cost".
+        eviction_policy: Which checkpoint goes first, by name (``policy/registry.py``).
         min_computed_tokens: Tokens of a prompt that are computed even if all of it is cached.
         retention_interval_tokens: Of each prompt the state after every so many tokens is kept, too, where there is room
             for it: a multiple of ``block_tokens``; 0: none; None: chosen by the prompt's length, 16 states at most.
@@ -85,7 +85,7 @@ class HybridPrefixCache:
         first_state_slot: int = 0,
         epoch: int = 0,
         secret: bytes | None = None,
-        eviction_policy: str = "lru",
+        eviction_policy: str = DEFAULT_EVICTION_POLICY,
         min_computed_tokens: int = 1,
         retention_interval_tokens: int | None = None,
         bytes_budget: int = 0,
@@ -112,7 +112,7 @@ class HybridPrefixCache:
         self._stats = PrefixStats(bytes_budget=bytes_budget)
         self._blocks = KVBlocks(kv_blocks)
         self._slots = SlotPool(state_slots, first_state_slot)
-        self._store = PrefixStore(self._blocks, self._slots, make_eviction_policy(eviction_policy, Node), self._stats)
+        self._store = PrefixStore(self._blocks, self._slots, make_eviction_policy(eviction_policy), self._stats)
         self._store.epoch = epoch
         self._host: HostTier | None = None
         if host_pages:
@@ -122,7 +122,7 @@ class HybridPrefixCache:
                 kv_pages=host_kv_pages,
                 state_pages=host_state_pages,
                 block_tokens=block_tokens,
-                eviction=make_eviction_policy(eviction_policy, Node),
+                eviction=make_eviction_policy(eviction_policy),
                 state_share=host_state_share,
                 stats=self._stats,
             )

@@ -9,8 +9,8 @@ class UpstreamDriftError(PlatformError):
     """A symbol of megatron-core (or torch) that the package hooks into is missing or has another signature."""
 
 
-class CapacityError(RuntimeError):
-    """No room is left in a bounded resource. Never reaches a request: the caller skips the work and counts it."""
+class PluginError(ImportError):
+    """A module named in ``HYBRID_PREFIX_PLUGINS`` cannot be imported."""
 
 
 class CacheCorruptionError(RuntimeError):

@@ -174,16 +174,9 @@ def test_values_that_argparse_refuses(megatron_parser):
 def test_fields_of_the_future_get_flags(monkeypatch):
     @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
     class Future(HybridPrefixConfig):
-        """Settings.
+        """Settings."""
 
-        Attributes:
-            host_gb: Memory on the host,
-                100 % of it pinned.
-            tier: Which.
-            limit: How many; None: all.
-        """
-
-        host_gb: float = 0.0
+        host_gb: float = dataclasses.field(default=0.0, metadata={"help": "Memory on the host, 100 % of it pinned."})
         tier: Literal["ram", "disk"] = "ram"
         limit: int | None = None
 

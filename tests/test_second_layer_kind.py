@@ -44,6 +44,7 @@ class TinyEngine:
             state_slots=checkpoint_slots,
             first_state_slot=rows,
             bytes_budget=checkpoint_slots * LAYOUT.slot_bytes,
+            eviction_policy="lru",
         )
         self.pool = StatePool(LAYOUT, live_slots=rows, checkpoint_slots=checkpoint_slots, device="cpu")
         for tensor in self.pool.tensors.values():

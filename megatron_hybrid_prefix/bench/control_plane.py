@@ -75,7 +75,9 @@ def made_up_chain(rng: random.Random, blocks: int, shared: list[bytes] | None = 
 def filled_cache(blocks: int, slots: int, *, spare_blocks: int = 1024, seed: int = 0) -> HybridPrefixCache:
     """A cache that holds ``blocks`` blocks, in prompts of 24, and ``slots`` states."""
     rng = random.Random(seed)
-    cache = HybridPrefixCache(block_tokens=BLOCK_TOKENS, kv_blocks=blocks + spare_blocks, state_slots=slots)
+    cache = HybridPrefixCache(
+        block_tokens=BLOCK_TOKENS, kv_blocks=blocks + spare_blocks, state_slots=slots, eviction_policy="lru"
+    )
     for request_id in range(blocks // PROMPT_BLOCKS):
         run_request(cache, request_id, made_up_chain(rng, PROMPT_BLOCKS))
     return cache
@@ -157,7 +159,10 @@ def requests_per_second(requests: int, *, slots: int = 1024, kv_blocks: int | No
         shared = rng.choice(chains[-200:]).keys[: rng.randrange(24)] if chains and rng.random() < 0.8 else None
         chains.append(made_up_chain(rng, PROMPT_BLOCKS, shared))
     cache = HybridPrefixCache(
-        block_tokens=BLOCK_TOKENS, kv_blocks=kv_blocks or PROMPT_BLOCKS * requests, state_slots=slots
+        block_tokens=BLOCK_TOKENS,
+        kv_blocks=kv_blocks or PROMPT_BLOCKS * requests,
+        state_slots=slots,
+        eviction_policy="lru",
     )
     start = perf_counter()
     for request_id, chain in enumerate(chains):

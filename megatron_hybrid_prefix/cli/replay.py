@@ -48,8 +48,8 @@ from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_of
 from megatron_hybrid_prefix.lab.plot import save_plot
 from megatron_hybrid_prefix.lab.replay import ADMISSIONS, Policy, Replayed, ceiling_tokens, replay
 from megatron_hybrid_prefix.lab.traces import Trace, read_trace
+from megatron_hybrid_prefix.policy.registry import DEFAULT_EVICTION_POLICY, eviction_policy_names
 
-EVICTIONS = ("replay_cost", "lru")
 DEFAULT_SLOTS = "64,256,1024,4096"
 DEFAULT_BASELINES = "lru,upstream,align"
 BASELINES = {
@@ -94,7 +94,12 @@ def make_parser() -> ArgumentParser:
     add("--host-kv-blocks", type=whole_number, default=0, metavar="N", help="KV blocks behind them there (default: 0)")
     add("--preset", metavar="MODEL", help="show bytes for this preset, Megatron arguments or Hugging Face config.json")
     add = parser.add_argument_group("policy").add_argument
-    add("--eviction", choices=EVICTIONS, default=EVICTIONS[0], help="which state goes first (default: %(default)s)")
+    add(
+        "--eviction",
+        choices=eviction_policy_names(),
+        default=DEFAULT_EVICTION_POLICY,
+        help="which state goes first (default: %(default)s)",
+    )
     add(
         "--admission",
         choices=ADMISSIONS,

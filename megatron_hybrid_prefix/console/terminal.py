@@ -26,6 +26,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from megatron_hybrid_prefix.errors import PluginError
+
 EXIT_INPUT = 2
 EXIT_INTERRUPTED = 130
 # torchrun passes Ctrl-C on to processes that the terminal has already told: that is one Ctrl-C, not two.
@@ -97,7 +99,7 @@ def run_command(command: Callable[[Interrupt], int | None]) -> int:
     with Interrupt() as interrupt:
         try:
             return command(interrupt) or 0
-        except InputError as error:
+        except (InputError, PluginError) as error:
             if is_main_rank():
                 print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
             else:

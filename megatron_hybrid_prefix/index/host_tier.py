@@ -14,8 +14,8 @@ from typing import Any
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, NO_SLOT, Node, PrefixTree
 from megatron_hybrid_prefix.metrics import PrefixStats
+from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.policy.boundaries import Reason
-from megatron_hybrid_prefix.policy.eviction import EvictionPolicy
 from megatron_hybrid_prefix.tiers.units import Kind, Tag, TransferUnit
 
 

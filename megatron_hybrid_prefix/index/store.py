@@ -9,8 +9,8 @@ from megatron_hybrid_prefix.index.host_tier import HostTier
 from megatron_hybrid_prefix.index.requests import LiveRequest
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, NO_SLOT, Node, PrefixTree
 from megatron_hybrid_prefix.metrics import PrefixStats
+from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.policy.boundaries import Reason
-from megatron_hybrid_prefix.policy.eviction import EvictionPolicy
 from megatron_hybrid_prefix.pool.slots import SlotPool
 
 

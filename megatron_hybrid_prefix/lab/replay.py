@@ -30,7 +30,7 @@ class Policy:
 
     Attributes:
         name: For tables.
-        eviction: "lru" or "replay_cost"; "upstream": all by megatron-core 0.19's rule.
+        eviction: Name of an eviction policy; "upstream": all by megatron-core 0.19's rule.
         admission: "adaptive": junctions, tails, replays, and states at intervals where there is room; "asked": without
             the intervals; "tail": the last full block of each prompt only.
         interval_tokens: Distance of interval states; None: by the prompt's length.

@@ -1,4 +1,11 @@
-"""What a policy may know of a kept state, and what a policy is asked."""
+"""What a policy may know of a kept state, and what a policy is asked.
+
+A policy only ranks. The cache drops a state whose KV path is gone at once, so what a policy is asked about is always
+reachable. Decisions follow the order of calls alone (no wall time, no addresses), so that every rank takes the same.
+
+A state is *spare* while it was kept on a guess (`Reason.INTERVAL`) and nobody has resumed from it. Another guess may only
+have the slot of a spare state: guessing never costs what is known to be of use.
+"""
 
 from __future__ import annotations
 

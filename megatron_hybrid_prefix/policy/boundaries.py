@@ -8,7 +8,7 @@ Five rules, each answering a way in which prompts come back:
 - *replay*: the deepest boundary from which exactly this prompt can be resumed, where that is not the tail (the last
   token is always computed, so a prompt of n blocks resumes at n - 1);
 - *interval*: every so many tokens, for a prefix that is shared for the first time. Nobody asked for these, so they only
-  get what is left over (``eviction.py``).
+  get what is left over (``base.py``).
 """
 
 from __future__ import annotations

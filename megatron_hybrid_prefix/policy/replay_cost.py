@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
-from operator import attrgetter
 
 from megatron_hybrid_prefix.policy.ancestry import Ancestry
 from megatron_hybrid_prefix.policy.base import KeptState
@@ -107,17 +106,10 @@ class ReplayCostEviction[T: KeptState]:
     Args:
         cost: Of computing the blocks between two depths, in any unit: ``cost(start_blocks, end_blocks)``; it must not
             fall when the start comes earlier.
-        reason_of: Why a state is kept, where that is not its ``reason`` (in another tier).
     """
 
-    def __init__(
-        self,
-        *,
-        cost: Callable[[int, int], float] = count_blocks,
-        reason_of: Callable[[T], Reason | None] = attrgetter("reason"),
-    ) -> None:
+    def __init__(self, *, cost: Callable[[int, int], float] = count_blocks) -> None:
         self._cost = cost
-        self._reason_of = reason_of
         self._ancestry: Ancestry[T] = Ancestry()
         self._likelihood: Likelihood[Kind] = Likelihood()
         self._records: dict[T, _Record[T]] = {}
@@ -147,7 +139,7 @@ class ReplayCostEviction[T: KeptState]:
             record.cell.leave(self._now, used=True)
             record.uses += 1
         else:
-            origin = self._reason_of(state)
+            origin = state.reason
             assert origin is not None
             record = _Record(self._serials, origin)
             self._serials += 1
@@ -167,9 +159,8 @@ class ReplayCostEviction[T: KeptState]:
         record = self._records[state]
         record.cell.leave(self._now, used=True)
         record.uses += 1
-        reason = self._reason_of(state)
-        if record.origin == Reason.INTERVAL and reason is not None:
-            record.origin = reason  # a guess that is wanted for something else now
+        if record.origin == Reason.INTERVAL and state.reason is not None:
+            record.origin = state.reason  # a guess that is wanted for something else now
         self._touch(record)
 
     def removed(self, state: T) -> None:

@@ -481,9 +481,7 @@ REQUESTS = (
     *rows_of(
         f"{_INFERENCE}.sampling_params:SamplingParams",
         calls("add_attributes", "(self, attribute_value_pair)", "bench/engines", "how a request says what it allows"),
-        calls(
-            "deserialize", "(data)", "serve/engine_loop serve/replicas", "fields and attributes from a route"
-        ),
+        calls("deserialize", "(data)", "serve/engine_loop serve/replicas", "fields and attributes from a route"),
     ),
 )
 

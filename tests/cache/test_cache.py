@@ -16,7 +16,7 @@ BLOCK = 4
 
 
 def engine(kv_blocks: int = 100, state_slots: int = 100, **options) -> ModelEngine:
-    options = {"retention_interval_tokens": 0} | options
+    options = {"retention_interval_tokens": 0, "eviction_policy": "lru"} | options
     cache = HybridPrefixCache(block_tokens=BLOCK, kv_blocks=kv_blocks, state_slots=state_slots, **options)
     return ModelEngine(cache, kv_blocks)
 

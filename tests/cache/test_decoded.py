@@ -15,7 +15,11 @@ class Generating:
 
     def __init__(self, *, state_slots: int = 10, write: bool = True, blocks: int = 12, prompt: int = 1) -> None:
         self.cache = HybridPrefixCache(
-            block_tokens=BLOCK, kv_blocks=40, state_slots=state_slots, retention_interval_tokens=0
+            block_tokens=BLOCK,
+            kv_blocks=40,
+            state_slots=state_slots,
+            retention_interval_tokens=0,
+            eviction_policy="lru",
         )
         self.tokens = list(range(prompt))
         chain = self.cache.chain(self.tokens)

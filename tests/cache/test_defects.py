@@ -16,7 +16,7 @@ B = 256
 
 
 def engine(kv_blocks: int = 200, state_slots: int = 50, block_tokens: int = B, **options) -> ModelEngine:
-    options = {"retention_interval_tokens": 0} | options
+    options = {"retention_interval_tokens": 0, "eviction_policy": "lru"} | options
     cache = HybridPrefixCache(block_tokens=block_tokens, kv_blocks=kv_blocks, state_slots=state_slots, **options)
     return ModelEngine(cache, kv_blocks)
 

@@ -17,7 +17,8 @@ from megatron_hybrid_prefix.policy.boundaries import (
     default_interval_tokens,
     prompt_boundaries,
 )
-from megatron_hybrid_prefix.policy.eviction import LruEviction, make_eviction_policy
+from megatron_hybrid_prefix.policy.lru import LruEviction
+from megatron_hybrid_prefix.policy.registry import make_eviction_policy
 
 JUNCTION, TAIL, REPLAY = Reason.JUNCTION, Reason.TAIL, Reason.REPLAY
 BREAKPOINT, INTERVAL = Reason.BREAKPOINT, Reason.INTERVAL
@@ -157,7 +158,7 @@ def test_each_boundary_is_in_one_span_whatever_the_cuts(positions, cuts):
 
 
 def test_lru_forgets_what_was_used_longest_ago():
-    policy = make_eviction_policy("lru", Node)
+    policy = make_eviction_policy("lru")
     nodes = [Node(bytes([index]), None, index) for index in range(4)]
     for node in nodes:
         policy.added(node)
@@ -172,7 +173,7 @@ def test_lru_forgets_what_was_used_longest_ago():
 
 
 def test_lru_steps_over_what_is_pinned():
-    policy = make_eviction_policy("lru", Node)
+    policy = make_eviction_policy("lru")
     nodes = [Node(bytes([index]), None, index) for index in range(3)]
     for node in nodes:
         policy.added(node)
@@ -185,7 +186,7 @@ def test_lru_steps_over_what_is_pinned():
 
 def guessed_and_asked_for(reasons: str) -> tuple[list[Node], LruEviction[Node]]:
     """A state for each letter, g: kept on a guess, t: a tail."""
-    policy = make_eviction_policy("lru", Node)
+    policy = make_eviction_policy("lru")
     nodes = [Node(bytes([index]), None, index) for index in range(len(reasons))]
     for node, letter in zip(nodes, reasons, strict=True):
         node.reason = {"g": INTERVAL, "t": TAIL}[letter]
@@ -229,7 +230,7 @@ def test_a_guess_takes_the_place_of_a_spare_state_only():
 
 @given(st.lists(st.tuples(st.sampled_from(["guess", "tail", "use", "remove", "victim", "spare"]), st.integers(0, 99))))
 def test_the_order_of_eviction_is_that_of_two_lists(calls):
-    policy = make_eviction_policy("lru", Node)
+    policy = make_eviction_policy("lru")
     spare: list[Node] = []
     others: list[Node] = []
     for number, (what, choice) in enumerate(calls):
@@ -256,7 +257,7 @@ def test_the_order_of_eviction_is_that_of_two_lists(calls):
 
 def test_an_unknown_policy_is_refused():
     with pytest.raises(ValueError, match="eviction_policy='random'"):
-        make_eviction_policy("random", Node)
+        make_eviction_policy("random")
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from megatron_hybrid_prefix.index.tree import NO_SLOT, Node
 from megatron_hybrid_prefix.lab.replay import Policy, replay
 from megatron_hybrid_prefix.policy import likelihood, replay_cost
 from megatron_hybrid_prefix.policy.boundaries import Reason
-from megatron_hybrid_prefix.policy.eviction import ReplayCostEviction, make_eviction_policy
 from megatron_hybrid_prefix.policy.likelihood import Likelihood
+from megatron_hybrid_prefix.policy.registry import make_eviction_policy
+from megatron_hybrid_prefix.policy.replay_cost import ReplayCostEviction
 from tests.cache.naive_replay_cost import NaiveReplayCost
 from tests.selection import mostly_slow
 from tests.trace_helpers import KINDS, made_up, token_prompts
@@ -59,7 +60,7 @@ def lost_in_order(policy, **options) -> list[Node]:
 
 def compare(rng: random.Random, calls: int, most: int) -> int:
     """The policy and its naive twin through the same random calls; returns how many victims were compared."""
-    mine, naive = make_eviction_policy("replay_cost", Node), NaiveReplayCost()
+    mine, naive = make_eviction_policy("replay_cost"), NaiveReplayCost()
     nodes: list[Node] = []
     kept: list[Node] = []
     compared = 0
@@ -127,13 +128,13 @@ def test_short_histories(rng, calls):
 
 
 def test_what_would_be_dearest_to_compute_again_is_kept():
-    policy = make_eviction_policy("replay_cost", Node)
+    policy = make_eviction_policy("replay_cost")
     nodes = [publish(policy, chain(depth, name=depth)) for depth in (5, 40, 11, 20)]
     assert lost_in_order(policy) == [nodes[0], nodes[2], nodes[3], nodes[1]]
 
 
 def test_cost_counts_from_the_nearest_state_that_is_kept():
-    policy = make_eviction_policy("replay_cost", Node)
+    policy = make_eviction_policy("replay_cost")
     low = chain(30)
     deep = publish(policy, chain(3, low, name=1))
     other = publish(policy, chain(8, name=2))
@@ -145,7 +146,7 @@ def test_cost_counts_from_the_nearest_state_that_is_kept():
 
 
 def test_what_was_used_is_kept_longer():
-    policy = make_eviction_policy("replay_cost", Node)
+    policy = make_eviction_policy("replay_cost")
     often, never = (publish(policy, chain(10, name=name)) for name in range(2))
     for number in range(200):  # a kind is judged by its history
         policy.used(often)
@@ -156,7 +157,7 @@ def test_what_was_used_is_kept_longer():
 
 
 def test_a_state_that_is_made_again_was_wanted():
-    policy = make_eviction_policy("replay_cost", Node)
+    policy = make_eviction_policy("replay_cost")
     node = publish(policy, chain(10))
     policy.removed(node)
     publish(policy, node)
@@ -169,7 +170,7 @@ def test_a_state_that_is_made_again_was_wanted():
 
 
 def test_a_guess_takes_the_place_of_a_guess_only():
-    policy = make_eviction_policy("replay_cost", Node)
+    policy = make_eviction_policy("replay_cost")
     publish(policy, chain(1))
     guesses = [publish(policy, chain(depth, name=depth), Reason.INTERVAL) for depth in (9, 8, 7)]
     policy.used(guesses[2])
@@ -188,19 +189,8 @@ def test_the_cost_can_be_that_of_a_model():
     assert linear.victim(lambda node: True) is nodes[2] and square.victim(lambda node: True) is nodes[0]
 
 
-def test_another_tier_has_reasons_of_its_own():
-    reasons: dict[Node, Reason] = {}
-    nodes = [chain(4), chain(9, name=1)]
-    for name in ("lru", "replay_cost"):
-        policy = make_eviction_policy(name, Node, reason_of=reasons.get)
-        reasons |= {nodes[0]: Reason.TAIL, nodes[1]: Reason.INTERVAL}
-        for node in nodes:
-            policy.added(node)
-        assert policy.victim(lambda node: True, spare_only=True) is nodes[1]
-
-
 def test_clear_forgets_states_but_not_what_was_learned():
-    policy = make_eviction_policy("replay_cost", Node)
+    policy = make_eviction_policy("replay_cost")
     for number in range(300):
         publish(policy, chain(3, name=number))
         if number % 3 == 0:

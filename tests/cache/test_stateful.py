@@ -62,6 +62,7 @@ class CacheMachine(RuleBasedStateMachine):
             state_slots=state_slots,
             first_state_slot=max_requests,
             min_computed_tokens=min_computed_tokens,
+            eviction_policy="lru",
             retention_interval_tokens=None if interval_blocks is None else interval_blocks * block_tokens,
             **host,
         )
@@ -260,6 +261,7 @@ def run_seed(seed: int, steps: int) -> None:
         state_slots=state_slots,
         first_state_slot=rng.choice([0, 4]),
         min_computed_tokens=rng.choice([1, 1, 2]),
+        eviction_policy="lru",
         retention_interval_tokens=None if interval_blocks is None else interval_blocks * block_tokens,
         **host,
     )

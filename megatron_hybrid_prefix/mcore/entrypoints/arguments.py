@@ -1,13 +1,12 @@
 """The cache as flags of ``megatron.training``: `add_hybrid_prefix_args`, `hybrid_prefix_config_from_args`.
 
 Megatron's own flags switch the cache on and set its budget; every other field of `HybridPrefixConfig` has a flag
-``--hybrid-prefix-...``, made from the field and its docstring. Nothing here imports megatron before it is needed.
+``--hybrid-prefix-...``, made from the field and its help. Nothing here imports megatron before it is needed.
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import types
 from dataclasses import MISSING, Field, fields
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -39,6 +38,9 @@ def add_hybrid_prefix_args(parser: argparse.ArgumentParser) -> argparse.Argument
 
     Returns:
         ``parser``.
+
+    Raises:
+        PluginError: A plugin cannot be imported.
     """
     known = parser._option_string_actions
     if flag_of(own_fields()[0].name) in known:
@@ -56,14 +58,16 @@ def add_hybrid_prefix_args(parser: argparse.ArgumentParser) -> argparse.Argument
         group.add_argument(
             BUDGET, dest=BUDGET_DEST, type=float, default=None, help="GiB for states of recurrent layers"
         )
-    texts, types_ = _field_texts(), get_type_hints(HybridPrefixConfig)
+    types_ = get_type_hints(HybridPrefixConfig)
     for field in own_fields():
         group.add_argument(
             flag_of(field.name),
             dest=PREFIX + field.name,
             default=None,  # not given
-            help=f"{texts.get(field.name, field.name)} (default: {_shown(field.default)})".replace("%", "%%"),
-            **_argument(field.name, types_[field.name]),
+            help=f"{field.metadata.get('help', field.name).rstrip('.')} (default: {_shown(field.default)})".replace(
+                "%", "%%"
+            ),
+            **_argument(field, types_[field.name]),
         )
     return parser
 
@@ -168,7 +172,7 @@ def _check_upstream(args: argparse.Namespace, given: dict[str, Any]) -> None:
         raise ValueError(f"{flag_of('state_dtype')} {wanted} contradicts {flag} {dtype}")
 
 
-def _argument(name: str, kind: Any) -> dict[str, Any]:
+def _argument(field: Field[Any], kind: Any) -> dict[str, Any]:
     """What argparse has to know of a field's type."""
     optional = False
     if get_origin(kind) in (Union, types.UnionType):
@@ -178,9 +182,11 @@ def _argument(name: str, kind: Any) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(kind) is Literal:
         return {"choices": [*get_args(kind), *([_NONE] if optional else [])]}
+    if "choices" in field.metadata:
+        return {"choices": [*field.metadata["choices"](), *([_NONE] if optional else [])]}
     if kind in (int, float, str):
         return {"type": _or_none(kind) if optional else kind, "metavar": {int: "N", float: "X", str: "TEXT"}[kind]}
-    raise TypeError(f"HybridPrefixConfig.{name}: there is no flag for a field of this type")
+    raise TypeError(f"HybridPrefixConfig.{field.name}: there is no flag for a field of this type")
 
 
 def _or_none(kind: type) -> Any:
@@ -197,16 +203,3 @@ def _shown(default: Any) -> str:
     if default is None:
         return _NONE
     return ("on" if default else "off") if isinstance(default, bool) else str(default)
-
-
-def _field_texts() -> dict[str, str]:
-    """What the docstring says of each field."""
-    _, _, listed = (inspect.getdoc(HybridPrefixConfig) or "").partition("Attributes:\n")
-    texts: dict[str, list[str]] = {}
-    for line in listed.splitlines():
-        name, colon, text = line.strip().partition(": ")
-        if colon and line.startswith("    ") and not line.startswith("     ") and name.isidentifier():
-            texts[name] = [text]
-        elif texts and line.strip():
-            texts[list(texts)[-1]].append(line.strip())
-    return {name: " ".join(parts).rstrip(".") for name, parts in texts.items()}
