@@ -4,7 +4,7 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/bootstrap.sh"
 cd "$MHP_ROOT"
 pure=()
-for name in _version.py errors.py config.py metrics.py cache.py index policy pool/slots.py tiers/units.py; do
+for name in _version.py errors.py arithmetic.py plugins.py config.py metrics.py cache.py index policy pool/slots.py tiers/units.py; do
   path=megatron_hybrid_prefix/$name
   # mypy calls a folder without modules an error.
   if [[ -f $path ]] || compgen -G "$path/*.py" >/dev/null; then pure+=("$path"); fi

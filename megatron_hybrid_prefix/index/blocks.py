@@ -69,11 +69,11 @@ class KVBlocks:
         """Blocks that can be had, evicting if need be."""
         return len(self._free) + self._cached_blocks
 
-    def holders(self, block_id: int) -> int:
+    def ref_count(self, block_id: int) -> int:
         """How many live requests hold the block."""
         return self._holders[block_id]
 
-    def holder_counts(self) -> bytes:
+    def ref_counts(self) -> bytes:
         """Holders of all blocks, as int32 in native order; a copy."""
         return self._holders.tobytes()
 
@@ -81,7 +81,7 @@ class KVBlocks:
         """The node whose KV the block holds, if it is keyed."""
         return self._node[block_id]
 
-    def unheld(self, path: Sequence[Node]) -> int:
+    def unreferenced_tail(self, path: Sequence[Node]) -> int:
         """How many blocks of ``path`` nobody holds: sharing them takes them from the available ones."""
         # Whoever holds a node holds its ancestors, so the unheld ones are the deepest.
         holders, count = self._holders, 0

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
-from megatron_hybrid_prefix.index.tree import NO_BLOCK, NO_SLOT, Node, PrefixTree
+from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node, PrefixTree
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.policy.boundaries import Reason
+from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers.units import Kind, Tag, TransferUnit
 
 
@@ -36,10 +37,11 @@ class HostTier:
         eviction: Ranks the states on the host.
         state_share: Part of the pages that states may take, 0 to 1, the rest is for KV; None: by use.
         stats: Where moves are counted.
+        write_through: Whether KV and states are stored as soon as they are published.
 
     Attributes:
         transfers: Moves to be carried out, in this order.
-        payload_of: Asked for what else belongs to a KV block on the device when it is stored.
+        routing_of: Asked for what else belongs to a KV block on the device when it is stored.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class HostTier:
         eviction: EvictionPolicy[Node],
         stats: PrefixStats,
         state_share: float | None = None,
+        write_through: bool = False,
     ) -> None:
         self._tree = tree
         self.total_pages = pages
@@ -60,12 +63,13 @@ class HostTier:
         self._block_tokens = block_tokens
         self._eviction = eviction
         self._stats = stats
+        self.write_through = write_through
         self._most_pages: dict[Kind, int] | None = None
         if state_share is not None:
             states = round(pages * state_share)
             self._most_pages = {Kind.KV: pages - states, Kind.STATE: states}
         self.transfers: list[TransferUnit] = []
-        self.payload_of: Callable[[int], Any] = lambda block_id: None
+        self.routing_of: Callable[[int], Any] = lambda block_id: None
         self.reset()
 
     def reset(self) -> None:
@@ -86,10 +90,10 @@ class HostTier:
 
     # -- to the host ---------------------------------------------------------------------------------------------------
 
-    def store_kv(self, node: Node, epoch: int) -> bool:
+    def store_kv(self, node: Node) -> bool:
         """The node's block, about to go from the device, is kept here; whether there is room."""
         if node.host_block == NO_BLOCK:
-            entry = self._store(Kind.KV, node.block_id, self._tag(Kind.KV, node, epoch))
+            entry = self._store(Kind.KV, node.block_id, self._tag(Kind.KV, node))
             if entry is None:
                 return False
             node.host_block = entry
@@ -98,13 +102,13 @@ class HostTier:
         self._touch_kv(node)
         return True
 
-    def store_state(self, node: Node, epoch: int) -> bool:
+    def store_state(self, node: Node) -> bool:
         """The node's state, about to go from the device, is kept here; whether there is room.
 
         A spare one only gets pages that are free, or those of other spare ones.
         """
         if node.host_slot == NO_SLOT:
-            entry = self._store(Kind.STATE, node.slot, self._tag(Kind.STATE, node, epoch), spare=is_spare(node))
+            entry = self._store(Kind.STATE, node.slot, self._tag(Kind.STATE, node), spare=is_spare(node))
             if entry is None:
                 return False
             node.host_slot = entry
@@ -268,11 +272,11 @@ class HostTier:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _tag(self, kind: Kind, node: Node, epoch: int) -> Tag:
-        return Tag(kind=kind, key=node.key, depth_tokens=node.depth_blocks * self._block_tokens, epoch=epoch)
+    def _tag(self, kind: Kind, node: Node) -> Tag:
+        return Tag(kind=kind, key=node.key, depth_tokens=node.depth_blocks * self._block_tokens, epoch=self._tree.epoch)
 
     def _keep_payload(self, entry: int, block_id: int) -> None:
-        payload = self.payload_of(block_id)
+        payload = self.routing_of(block_id)
         if payload is not None:
             self._payloads[entry] = payload
 

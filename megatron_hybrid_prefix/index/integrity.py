@@ -7,47 +7,37 @@ from collections.abc import Collection, Sequence
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.blocks import KVBlocks
-from megatron_hybrid_prefix.index.host_tier import HostTier
-from megatron_hybrid_prefix.index.requests import LiveRequest, Retracted
-from megatron_hybrid_prefix.index.tree import NO_BLOCK, NO_SLOT, Node, PrefixTree
-from megatron_hybrid_prefix.pool.slots import SlotPool, SlotState
+from megatron_hybrid_prefix.index.requests import LiveRequest, RequestBook
+from megatron_hybrid_prefix.index.store import PrefixStore
+from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node, PrefixTree
+from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool, SlotState
 
 
 def check_integrity(
+    store: PrefixStore,
+    book: RequestBook,
     *,
-    tree: PrefixTree,
-    blocks: KVBlocks,
-    slots: SlotPool,
-    ranked_states: Sequence[Node],
-    requests: Sequence[LiveRequest],
-    loose_blocks: Collection[int],
+    unattached: Collection[int],
     writing: Collection[bytes],
     block_tokens: int,
-    epoch: int,
-    host: HostTier | None = None,
-    retracted: Sequence[Retracted] = (),
 ) -> None:
     """Raises CacheCorruptionError, saying which, if an invariant does not hold.
 
     Args:
-        tree: What is cached.
-        blocks: Who holds which KV block.
-        slots: Who owns which slot.
-        ranked_states: Nodes that the eviction policy knows.
-        requests: Live ones, and released ones with a plan in flight.
-        loose_blocks: Blocks given out to nobody in particular.
+        store: What is cached.
+        book: All requests.
+        unattached: Blocks given out and not attached to a request.
         writing: Keys whose state a forward in flight writes.
         block_tokens: Tokens of a block.
-        epoch: The present weights epoch.
-        host: What is on the host.
-        retracted: What preempted requests left there.
     """
+    tree, blocks, slots, host = store.tree, store.blocks, store.slots, store.host
+    requests = book.everyone()
     blocks.check()
     slots.check()
     _check_tree(tree, blocks)
-    _check_requests(tree, blocks, requests, block_tokens, epoch)
-    _check_holders(blocks, requests, loose_blocks)
-    _check_slots(tree, slots, ranked_states, requests)
+    _check_requests(tree, blocks, requests, block_tokens, tree.epoch)
+    _check_holders(blocks, requests, unattached)
+    _check_slots(tree, slots, list(store.checkpoints.eviction), requests)
     planned = [
         live.chain.keys[checkpoint.position_tokens // block_tokens - 1]
         for live in requests
@@ -56,15 +46,17 @@ def check_integrity(
         for checkpoint in plan.checkpoints
     ]
     _expect(sorted(planned) == sorted(writing), "the states being written and the plans in flight differ")
+    _expect(all(live.released and live.plans for live in book.ending), "a released request has no plan in flight")
+    loads = {live.load.load_id: live for live in requests if live.load is not None}
+    _expect(loads == book.loads, "the loads and their requests differ")
     if host is not None:
         host.check()
-        loads = [live.load for live in requests if live.load is not None]
-        pins = Counter(entry for load in loads for entry in load.pinned)
-        pins.update(entry for left in retracted for entry in left.pinned)
+        pins = Counter(entry for live in loads.values() if live.load for entry in live.load.pinned)
+        pins.update(entry for left in book.swapped_out.values() for entry in left.pinned)
         pins = Counter({entry: times for entry, times in pins.items() if host.holds(entry)})  # others failed
         _expect(pins == host.pins(), "entries pinned on the host, and loads and preempted requests differ")
-        private = [entry for load in loads for entry in load.private]
-        private += [entry for left in retracted for entry in left.private]
+        private = [entry for live in loads.values() if live.load for entry in live.load.private]
+        private += [entry for left in book.swapped_out.values() for entry in left.private]
         _expect(sorted(private) == host.private_entries(), "private entries on the host and their owners differ")
 
 
@@ -90,8 +82,8 @@ def _check_tree(tree: PrefixTree, blocks: KVBlocks) -> None:
         _expect(node.depth_blocks == (parent.depth_blocks if parent else 0) + 1, f"{node} under {parent}")
         if parent is not None:
             _expect(tree.get(parent.key) is parent, f"{node}: its parent is gone")
-            held = node.block_id != NO_BLOCK and blocks.holders(node.block_id) > 0
-            _expect(not held or blocks.holders(parent.block_id) > 0, f"{node} is held, its parent is not")
+            held = node.block_id != NO_BLOCK and blocks.ref_count(node.block_id) > 0
+            _expect(not held or blocks.ref_count(parent.block_id) > 0, f"{node} is held, its parent is not")
     keyed = sum(blocks.node(block_id) is not None for block_id in range(blocks.total_blocks))
     on_device = sum(node.block_id != NO_BLOCK for node in tree)
     _expect(keyed == on_device == blocks.keyed_blocks, f"{keyed} keyed blocks, {on_device} nodes on the device")
@@ -119,11 +111,11 @@ def _check_requests(
             _expect(node.block_id == own or blocks.is_spare(node, own), f"{name}: block {own} is not that of {node}")
 
 
-def _check_holders(blocks: KVBlocks, requests: Sequence[LiveRequest], loose_blocks: Collection[int]) -> None:
+def _check_holders(blocks: KVBlocks, requests: Sequence[LiveRequest], unattached: Collection[int]) -> None:
     holders = Counter(block_id for live in requests for block_id in live.block_ids)
-    holders.update(loose_blocks)
+    holders.update(unattached)
     for block_id in range(blocks.total_blocks):
-        counted = blocks.holders(block_id)
+        counted = blocks.ref_count(block_id)
         _expect(counted == holders[block_id], f"block {block_id} counts {counted} holders, has {holders[block_id]}")
 
 

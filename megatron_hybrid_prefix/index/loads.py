@@ -1,93 +1,127 @@
-"""`HostLoads`: requests that get from the host what they resume from, and what preempted requests have left there."""
+"""`Loads`: requests that get from the host what they resume from, and requests that are swapped out to it."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_hybrid_prefix.index.blocks import KVBlocks
-from megatron_hybrid_prefix.index.host_tier import HostTier
-from megatron_hybrid_prefix.index.matcher import Match
-from megatron_hybrid_prefix.index.requests import LiveRequest, Load, Retracted
+from megatron_hybrid_prefix.arithmetic import ceil_div
+from megatron_hybrid_prefix.index.matcher import Match, Matcher
+from megatron_hybrid_prefix.index.requests import LiveRequest, Load, RequestBook, SwappedOut
 from megatron_hybrid_prefix.index.store import PrefixStore
-from megatron_hybrid_prefix.index.tree import NO_BLOCK, NO_SLOT, Node
+from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node
 from megatron_hybrid_prefix.metrics import PrefixStats
-from megatron_hybrid_prefix.pool.slots import SlotPool
-from megatron_hybrid_prefix.tiers.units import Kind, Tag
+from megatron_hybrid_prefix.pool.slots import NO_SLOT
+from megatron_hybrid_prefix.tiers.units import Kind, Tag, TransferUnit
 
 
-class HostLoads:
-    """See the module. The entries on the host that are needed for it are pinned there.
+class Loads:
+    """See the module; ``cache.loads``. The entries on the host that are needed for it are pinned there.
 
     Args:
-        host: The tier; None: there is none, and nothing is ever loaded.
-        store: Makes room on the device.
-        blocks: KV blocks of the device.
-        slots: Checkpoint slots of the device.
+        store: What is cached, and the host tier; without one nothing is ever loaded.
+        requests: Loads and what is swapped out are kept with their requests.
+        matcher: Makes matches again that are out of date.
         stats: Counts.
         block_tokens: Tokens of a KV block.
     """
 
     def __init__(
-        self,
-        host: HostTier | None,
-        *,
-        store: PrefixStore,
-        blocks: KVBlocks,
-        slots: SlotPool,
-        stats: PrefixStats,
-        block_tokens: int,
+        self, store: PrefixStore, requests: RequestBook, matcher: Matcher, stats: PrefixStats, *, block_tokens: int
     ) -> None:
-        self._host, self._store, self._blocks, self._slots, self._stats = host, store, blocks, slots, stats
+        self._store, self._requests, self._matcher, self._stats = store, requests, matcher, stats
+        self._host, self._blocks, self._slots = store.host, store.blocks, store.slots
         self._block_tokens = block_tokens
-        self._requests: dict[int, LiveRequest] = {}  # by load id
-        self._left: dict[int, Retracted] = {}  # by request id
         self._next_id = 0
 
-    def __contains__(self, load_id: int) -> bool:
-        """Whether a request, admitted or not, still needs what this load brings."""
-        return load_id in self._requests
+    # -- questions -----------------------------------------------------------------------------------------------------
 
-    @property
-    def waiting(self) -> list[LiveRequest]:
-        """Requests that hold a load and are not admitted yet, in the order in which they began."""
-        return [live for live in self._requests.values() if live.is_loading]
+    def is_loading(self, request_id: int) -> bool:
+        """Whether the request holds a load and is not admitted yet."""
+        live = self._requests.live.get(request_id)
+        return live is not None and live.is_loading
 
-    @property
-    def waiting_blocks(self) -> int:
-        """Blocks that only they hold."""
-        if not self._requests:
-            return 0
-        holds = Counter(block_id for live in self.waiting for block_id in live.block_ids)
-        return sum(self._blocks.holders(block_id) == held for block_id, held in holds.items())
-
-    @property
-    def left(self) -> dict[int, Retracted]:
-        """What requests left when they were preempted, by request; not to be changed."""
-        return self._left
+    def is_swapped_out(self, request_id: int) -> bool:
+        """Whether the request left something with `swap_out`."""
+        return request_id in self._requests.swapped_out
 
     def loads_elsewhere(self, match: Match) -> bool:
-        """Whether a request is loading what one with this match would load."""
+        """Whether another request is loading what this one would load."""
         path = match.loadable_path
         return self._host is not None and bool(path) and self._host.is_pinned(path[-1].host_slot)
 
+    def has_load(self, load_id: int) -> bool:
+        """Whether a request, admitted or not, still needs what this load brings."""
+        return load_id in self._requests.loads
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether any request holds a load and is not admitted yet."""
+        return bool(self._waiting)
+
+    def pages(self, request_id: int) -> int:
+        """Size of the load that the request holds.
+
+        Raises:
+            ValueError: The request neither waits for a load nor is live.
+        """
+        load = self._requests[request_id].load
+        return 0 if load is None else load.pages
+
+    @property
+    def waiting_blocks(self) -> int:
+        """KV blocks that only waiting requests hold."""
+        if not self._requests.loads:
+            return 0
+        holds = Counter(block_id for live in self._waiting for block_id in live.block_ids)
+        return sum(self._blocks.ref_count(block_id) == held for block_id, held in holds.items())
+
+    @property
+    def _waiting(self) -> list[LiveRequest]:
+        """Requests that hold a load and are not admitted yet, in the order in which they began."""
+        return [live for live in self._requests.loads.values() if live.is_loading]
+
+    # -- moves ---------------------------------------------------------------------------------------------------------
+
+    def take_transfers(self) -> list[TransferUnit]:
+        """The moves queued since the last call; to be carried out in this order before anything else is written."""
+        if self._host is None or not self._host.transfers:
+            return []
+        units = list(self._host.transfers)
+        self._host.transfers.clear()
+        return units
+
+    def set_block_routing(self, routing_of: Callable[[int], Any]) -> None:
+        """What ``routing_of`` says of a KV block moves with it to the host, and back (`Admission.payloads`)."""
+        if self._host is not None:
+            self._host.routing_of = routing_of
+
     # -- begin ---------------------------------------------------------------------------------------------------------
 
-    def begin(self, request_id: int, match: Match, *, write: bool, leave_blocks: int) -> LiveRequest | None:
-        """Takes blocks and a slot for what the match finds on the host, and queues the moves.
+    def begin_load_back(
+        self, request_id: int, match: Match, *, write: bool = True, reserved_blocks: int = 0
+    ) -> Match | None:
+        """Takes blocks and a slot for what the request could resume from on the host, and queues the moves.
+
+        From now on the request holds them: it has to be handed to `HybridPrefixCache.admit`, with the match that is
+        returned, or to `HybridPrefixCache.release`. What is loaded becomes matchable for others once the request's first
+        forward is published.
 
         Args:
             request_id: Of no live request.
-            match: Up to date.
-            write: Whether what the request computes may be cached.
-            leave_blocks: So many blocks have to be left.
+            match: From `HybridPrefixCache.match`.
+            write: As for `HybridPrefixCache.admit`.
+            reserved_blocks: So many blocks have to be left for running requests, or they take these back at once.
 
         Returns:
-            The request, which holds its load; None (and nothing changed) where the host has no more than the device, or
-            where there are not enough blocks, or no slot.
+            The match to go on with; None (and nothing changed) where the host has no more than the device, or where there
+            are not enough blocks, or no slot.
         """
+        if request_id in self._requests.live:
+            return None
+        match = self._matcher.fresh(match)
         path = match.loadable_path
         if self._host is None or not path:
             return None
@@ -101,22 +135,29 @@ class HostLoads:
             pinned=(*(node.host_block for node in rest), path[-1].host_slot),
             resume_tokens=len(path) * self._block_tokens,
             write=write,
-            leave_blocks=leave_blocks,
+            reserved_blocks=reserved_blocks,
         )
 
-    def begin_resume(self, request_id: int, match: Match, *, write: bool, leave_blocks: int) -> LiveRequest | None:
-        """`begin` for a request that left something with `leave`. If that is not of the match's prompt it is dropped."""
-        left, host = self._left.get(request_id), self._host
-        if left is None:
+    def begin_resume(
+        self, request_id: int, match: Match, *, write: bool = True, reserved_blocks: int = 0
+    ) -> Match | None:
+        """`begin_load_back` for a request that was swapped out: it goes on where it was.
+
+        Returns:
+            As `begin_load_back`. What the request left is dropped if it does not belong to the prompt of ``match``.
+        """
+        left, host = self._requests.swapped_out.get(request_id), self._host
+        if left is None or request_id in self._requests.live:
             return None
         assert host is not None
+        match = self._matcher.fresh(match)
         keys = match.chain.keys[: len(left.path)]
         fits = left.depth_tokens <= match.limit_tokens and keys == [node.key for node in left.path]
         if not fits or not match.read or not all(host.holds(entry) for entry in left.pinned):
-            self.drop(request_id)
+            self.drop_swapped_out(request_id)
             return None
         shared, _ = _split_by_device(left.path)
-        live = self._begin(
+        loaded = self._begin(
             request_id,
             match,
             shared=shared,
@@ -126,12 +167,12 @@ class HostLoads:
             left=left,
             resume_tokens=left.depth_tokens,
             write=write,
-            leave_blocks=leave_blocks,
+            reserved_blocks=reserved_blocks,
         )
-        if live is not None:
+        if loaded is not None:
             host.unpin(left.pinned)  # the load pins them, too
-            del self._left[request_id]
-        return live
+            del self._requests.swapped_out[request_id]
+        return loaded
 
     def _begin(
         self,
@@ -142,19 +183,19 @@ class HostLoads:
         kv_entries: Sequence[int],
         state_entry: int,
         pinned: tuple[int, ...],
-        left: Retracted | None = None,
+        left: SwappedOut | None = None,
         resume_tokens: int,
         write: bool,
-        leave_blocks: int,
-    ) -> LiveRequest | None:
+        reserved_blocks: int,
+    ) -> Match | None:
         host = self._host
         assert host is not None
-        if len(kv_entries) + leave_blocks > self._blocks.available_blocks - self._blocks.unheld(shared):
+        if len(kv_entries) + reserved_blocks > self._blocks.available_blocks - self._blocks.unreferenced_tail(shared):
             return None
         # Held and pinned before anything is taken: making room must not evict what this request needs.
         block_ids = self._blocks.share(shared)
         host.pin(pinned)
-        slot = self._store.take_slot()
+        slot = self._store.checkpoints.take_slot()
         if slot is None:
             host.unpin(pinned)
             self._blocks.release(block_ids, shared)
@@ -176,11 +217,11 @@ class HostLoads:
             load_id=load_id,
             loaded_blocks=tuple(block_ids),
         )
-        live = self._requests[load_id] = LiveRequest(
+        live = LiveRequest(
             request_id=request_id,
             chain=match.chain.copy(),
             prompt_tokens=match.chain.tokens,
-            write=write,
+            write=write and match.chain.epoch == self._store.tree.epoch,
             block_ids=block_ids,
             path=list(shared),
             boundaries=(),
@@ -197,7 +238,8 @@ class HostLoads:
             match=loaded,
             payloads=payloads,
         )
-        return live
+        self._requests.live[request_id] = self._requests.loads[load_id] = live
+        return loaded
 
     # -- end -----------------------------------------------------------------------------------------------------------
 
@@ -213,17 +255,17 @@ class HostLoads:
         if not load.admitted:
             self._stats.count_fallback("host_load_given_up")
         live.load = None
-        del self._requests[load.load_id]
+        del self._requests.loads[load.load_id]
         blocks = load.match.resume_tokens // self._block_tokens
         node = live.path[blocks - 1] if kept and load.left is None and blocks <= len(live.path) else None
         if node is not None and node.slot == NO_SLOT and node.host_slot != NO_SLOT:
-            self._store.restore_state(node, load.slot)
+            self._store.checkpoints.restore(node, load.slot)
         else:
             self._slots.abandon(load.slot)
         if kept:
             host.use(live.path[:blocks])
         if load.left is not None and not load.admitted:
-            self._left[live.request_id] = load.left
+            self._requests.swapped_out[live.request_id] = load.left
             return
         host.unpin(load.pinned)
         for entry in load.private:
@@ -238,24 +280,49 @@ class HostLoads:
         for entry in load.pinned:
             host.drop(entry)
 
-    # -- what preempted requests leave ---------------------------------------------------------------------------------
+    def give_up(self) -> bool:
+        """Releases all requests that hold a load and are not admitted; whether there were any."""
+        waiting = self._waiting
+        for live in waiting:
+            self._give_up(live)
+        return bool(waiting)
 
-    def leave(self, live: LiveRequest, depth_tokens: int, live_slot: int) -> bool:
-        """What the request has computed is kept on the host until it goes on, or it is dropped.
+    def make_room(self, count: int) -> bool:
+        """Whether running requests can have so many blocks; waiting ones give up loads for them, the latest first."""
+        available = self._blocks.available_blocks
+        if count <= available:
+            return True
+        waiting = self._waiting
+        if not waiting or count > available + self.waiting_blocks:
+            return False
+        while waiting and count > self._blocks.available_blocks:
+            self._give_up(waiting.pop())
+        return True
+
+    def _give_up(self, live: LiveRequest) -> None:
+        del self._requests.live[live.request_id]
+        self.end(live, kept=False)
+        self._store.let_go(live)
+
+    # -- swap out ------------------------------------------------------------------------------------------------------
+
+    def swap_out(self, request_id: int, depth_tokens: int, live_slot: int) -> bool:
+        """The request is about to be released, to go on later: what it has computed is kept on the host until then.
 
         Args:
-            live: About to be released.
+            request_id: A live request.
             depth_tokens: Tokens that it has computed.
             live_slot: Where the state after them is.
 
         Returns:
             Whether there was room for all of it; otherwise nothing changed.
         """
+        live = self._requests[request_id]
         host = self._host
-        blocks = -(-depth_tokens // self._block_tokens)
+        blocks = ceil_div(depth_tokens, self._block_tokens)
         if host is None or not live.write or live.plans or blocks > len(live.block_ids):
             return False
-        name, epoch = f"request {live.request_id}".encode(), self._store.epoch
+        name, epoch = f"request {request_id}".encode(), self._store.tree.epoch
         pinned: list[int] = []
         private: list[int] = []
 
@@ -267,7 +334,7 @@ class HostLoads:
             return entry is not None
 
         def keep_node(node: Node) -> bool:
-            stored = host.store_kv(node, epoch)
+            stored = host.store_kv(node)
             if stored:
                 pinned.append(node.host_block)
                 host.pin(pinned[-1:])
@@ -284,8 +351,8 @@ class HostLoads:
             for entry in private:
                 host.free_private(entry)
             return False
-        self.drop(live.request_id)
-        self._left[live.request_id] = Retracted(
+        self.drop_swapped_out(request_id)
+        self._requests.swapped_out[request_id] = SwappedOut(
             depth_tokens=depth_tokens,
             path=tuple(live.path),
             pinned=tuple(reversed(pinned)),
@@ -295,9 +362,9 @@ class HostLoads:
         self._stats.host_preempted += 1
         return True
 
-    def drop(self, request_id: int) -> None:
-        """What the request left, if anything, is not needed any more."""
-        left = self._left.pop(request_id, None)
+    def drop_swapped_out(self, request_id: int) -> None:
+        """What the request left with `swap_out`, if anything, is not needed any more."""
+        left = self._requests.swapped_out.pop(request_id, None)
         if left is not None:
             assert self._host is not None
             self._host.unpin(left.pinned)
@@ -306,17 +373,12 @@ class HostLoads:
 
     # -- all -----------------------------------------------------------------------------------------------------------
 
-    def invalidate(self, requests: Iterable[LiveRequest]) -> None:
-        """All that is on the host is about to go; loads of admitted ``requests`` have nothing there any more."""
-        self._left.clear()
-        for live in requests:
+    def invalidate(self) -> None:
+        """All that is on the host is about to go; loads of admitted requests have nothing there any more."""
+        self._requests.swapped_out.clear()
+        for live in self._requests.everyone():
             if live.load is not None:
                 live.load.pinned, live.load.left = (), None
-
-    def reset(self) -> None:
-        """Forgets everything."""
-        self._requests.clear()
-        self._left.clear()
 
 
 def _split_by_device(path: Sequence[Node]) -> tuple[Sequence[Node], Sequence[Node]]:

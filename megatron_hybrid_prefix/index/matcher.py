@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from megatron_hybrid_prefix.index.keys import KeyChain
-from megatron_hybrid_prefix.index.tree import NO_BLOCK, NO_SLOT, Node, PrefixTree
+from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node, PrefixTree
+from megatron_hybrid_prefix.pool.slots import NO_SLOT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,3 +88,34 @@ def match_prefix(tree: PrefixTree, chain: KeyChain, *, block_tokens: int, limit_
         version=tree.version,
         loadable_path=tuple(path[:loadable_blocks]) if loadable_blocks > resume_blocks else (),
     )
+
+
+class Matcher:
+    """Matches prompts against what is cached now, and again where a match is out of date.
+
+    Args:
+        tree: What is cached.
+        loads: Ids of the loads that are not settled.
+        block_tokens: Tokens of a block.
+    """
+
+    def __init__(self, tree: PrefixTree, loads: Container[int], *, block_tokens: int) -> None:
+        self._tree, self._loads, self._block_tokens = tree, loads, block_tokens
+
+    def match(self, chain: KeyChain, limit_tokens: int, read: bool) -> Match:
+        """See `match_prefix`; a chain of another weights epoch matches nothing."""
+        tree = self._tree
+        read = read and chain.epoch == tree.epoch
+        return match_prefix(tree, chain, block_tokens=self._block_tokens, limit_tokens=limit_tokens, read=read)
+
+    def is_current(self, match: Match) -> bool:
+        """Whether matching again would give the same."""
+        if match.load_id is not None:
+            return match.load_id in self._loads
+        return match.version == self._tree.version and match.prompt_tokens == match.chain.tokens
+
+    def fresh(self, match: Match) -> Match:
+        """The match, made again at the same limit if it is out of date."""
+        if self.is_current(match):
+            return match
+        return self.match(match.chain, match.limit_tokens, match.read)

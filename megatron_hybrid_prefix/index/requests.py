@@ -37,7 +37,7 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Retracted:
+class SwappedOut:
     """What a preempted request left on the host, to go on from.
 
     Attributes:
@@ -78,7 +78,7 @@ class Load:
     load_id: int
     pinned: tuple[int, ...]
     slot: int
-    left: Retracted | None
+    left: SwappedOut | None
     pages: int
     match: Match
     payloads: dict[int, Any]
@@ -168,3 +168,56 @@ class LiveRequest:
     def source_slot(self) -> int | None:
         """Slot of the state that its first forward starts from: pinned, or loaded for it; None: from zero."""
         return self.pinned_slot if self.load is None else self.load.slot
+
+
+class RequestBook:
+    """Every request that the cache knows. What belongs to one is in its `LiveRequest`, or in what it swapped out.
+
+    Attributes:
+        live: By id, from admission, or from the beginning of its load, to release; in the order in which they came.
+        ending: Released ones with a plan in flight; their ids may be others' by now.
+        loads: The request of each load that is not settled, by load id.
+        swapped_out: What preempted requests left on the host, by id.
+    """
+
+    def __init__(self) -> None:
+        self.live: dict[int, LiveRequest] = {}
+        self.ending: list[LiveRequest] = []
+        self.loads: dict[int, LiveRequest] = {}
+        self.swapped_out: dict[int, SwappedOut] = {}
+
+    def __getitem__(self, request_id: int) -> LiveRequest:
+        """The live request.
+
+        Raises:
+            ValueError: There is none with this id.
+        """
+        live = self.live.get(request_id)
+        if live is None:
+            raise ValueError(f"request {request_id} is not live")
+        return live
+
+    def owner(self, plan: StepPlan) -> LiveRequest | None:
+        """The request whose plan this is; None when the cache was reset since."""
+        live = self.live.get(plan.request_id)
+        if live is not None and plan.plan_id in live.plans:
+            return live
+        return next((ended for ended in self.ending if plan.plan_id in ended.plans), None)
+
+    def everyone(self) -> list[LiveRequest]:
+        """Live requests, and released ones with a plan in flight."""
+        return [*self.live.values(), *self.ending]
+
+    def is_admitted(self, request_id: int) -> bool:
+        """Whether the request is live and does not wait for a load."""
+        live = self.live.get(request_id)
+        return live is not None and not live.is_loading
+
+    def clear(self) -> None:
+        """Forgets all requests, and their plans."""
+        for live in self.everyone():
+            live.plans.clear()
+        self.live.clear()
+        self.ending.clear()
+        self.loads.clear()
+        self.swapped_out.clear()

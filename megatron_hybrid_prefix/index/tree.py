@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from megatron_hybrid_prefix.policy.boundaries import Reason
+from megatron_hybrid_prefix.pool.slots import NO_SLOT
 
-NO_SLOT = -1
 NO_BLOCK = -1
 
 
@@ -74,9 +74,14 @@ class PrefixTree:
 
     Attributes:
         version: Grows whenever a match might come out differently.
+        epoch: Weights epoch of all that is in it.
+
+    Args:
+        epoch: At the start.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, epoch: int = 0) -> None:
+        self.epoch = epoch
         self._nodes: dict[bytes, Node] = {}
         self.version = 0
 

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
+from megatron_hybrid_prefix.arithmetic import ceil_div
+
 MOST_INTERVALS = 16  # interval checkpoints of a prompt, where their distance is not set
 
 
@@ -46,7 +48,7 @@ class Boundary(NamedTuple):
 
 def default_interval_tokens(prompt_tokens: int, block_tokens: int) -> int:
     """Tokens between the interval checkpoints of a prompt: as many blocks as make it at most `MOST_INTERVALS` of them."""
-    return max(1, -(-prompt_tokens // (MOST_INTERVALS * block_tokens))) * block_tokens
+    return max(1, ceil_div(prompt_tokens, MOST_INTERVALS * block_tokens)) * block_tokens
 
 
 def prompt_boundaries(

@@ -13,6 +13,8 @@ from enum import IntEnum
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 
+NO_SLOT = -1
+
 
 class SlotState(IntEnum):
     """What a slot is used for."""

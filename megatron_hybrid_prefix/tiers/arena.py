@@ -19,6 +19,7 @@ from itertools import groupby
 
 import torch
 
+from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.ops.checksum import checksum_rows
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots, ids_on_device
 from megatron_hybrid_prefix.tiers.queue import DeviceQueue, HostQueue
@@ -41,11 +42,11 @@ def choose_page_bytes(entry_bytes: Iterable[int]) -> int:
     """
     sizes = [size for size in entry_bytes if size]
     parts = range(1, _MOST_PAGES_AN_ENTRY + 1)
-    choices = {-(-size // (part * _ALIGNMENT_BYTES)) * _ALIGNMENT_BYTES for size in sizes for part in parts}
+    choices = {ceil_div(size, part * _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes for part in parts}
     choices = {page for page in choices if page * _MOST_PAGES_AN_ENTRY >= min(sizes)}
 
     def waste(page: int) -> float:
-        return max(-(-size // page) * page / size for size in sizes)
+        return max(ceil_div(size, page) * page / size for size in sizes)
 
     # Less waste than a twentieth is not worth more copies.
     return min(choices, key=lambda page: (max(waste(page), 1.05), -page), default=_ALIGNMENT_BYTES)
@@ -316,7 +317,7 @@ class HostArena:
             layers = part.shape[0]
             views.append(rows[:, start : start + part_bytes].unflatten(1, (layers, part.shape[2])).transpose(0, 1))
             start += part_bytes
-        return rows, views, -(-start // 8) * 8
+        return rows, views, ceil_div(start, 8) * 8
 
     def _pieces(self, units: Sequence[TransferUnit], valid_bytes: int) -> Iterator[tuple[int, int, int]]:
         """Copies that move the rows: (start in the staging buffer, first page, bytes); neighbours are one copy."""

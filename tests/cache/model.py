@@ -14,9 +14,9 @@ from itertools import count
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.requests import Admission, LiveRequest, StepPlan
-from megatron_hybrid_prefix.index.tree import NO_BLOCK, NO_SLOT
+from megatron_hybrid_prefix.index.tree import NO_BLOCK
 from megatron_hybrid_prefix.policy.boundaries import Reason
-from megatron_hybrid_prefix.pool.slots import SlotState
+from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotState
 from megatron_hybrid_prefix.tiers.units import Kind
 
 Salt = tuple[str | None, str | None]  # cache_salt, adapter
@@ -83,12 +83,12 @@ class ModelEngine:
 
     def held_blocks(self) -> set[int]:
         held = {block_id for request in self.requests for block_id in self.table(request)}
-        loading = [live for live in self.cache._live.values() if self.cache.is_loading(live.request_id)]
+        loading = [live for live in self.cache._requests.live.values() if self.cache.loads.is_loading(live.request_id)]
         return held.union(*(live.block_ids for live in loading))
 
     def carry_out(self) -> None:
         """The moves between device and host, in their order, as late as they may be: before anything else is written."""
-        for unit in self.cache.take_transfers():
+        for unit in self.cache.loads.take_transfers():
             device = self.blocks if unit.tag.kind == Kind.KV else self.slots
             self.seen["stored" if unit.to_host else "loaded"] += 1
             if unit.to_host:
@@ -100,9 +100,8 @@ class ModelEngine:
 
     def table(self, request: Request) -> tuple[int, ...]:
         if request.released:
-            lives = {id(live): live for live in self.cache._in_flight.values()}.values()
-            return next(tuple(x.block_ids) for x in lives if request.plans and request.plans[0].plan_id in x.plans)
-        return self.cache.block_ids(request.request_id)
+            return tuple(self.live(request).block_ids)
+        return self.cache.inspect.block_ids(request.request_id)
 
     def oracle_match(self, salt: Salt, tokens: list[int], limit_tokens: int) -> tuple[int, int]:
         """(KV depth in either tier, resume depth on the device) in blocks: compares contents, not keys; slow and obvious."""
@@ -129,7 +128,7 @@ class ModelEngine:
 
     def on_host(self, kind: Kind) -> set[Content]:
         """What the entries on the host should hold, by their tags (what they do hold may be garbage)."""
-        tier = self.cache._host
+        tier = self.cache._store.host
         if tier is None:
             return set()
         self.carry_out()
@@ -175,12 +174,12 @@ class ModelEngine:
 
     def live(self, request: Request) -> LiveRequest:
         if not request.released:
-            return self.cache._live[request.request_id]
-        return next(live for live in self.cache._in_flight.values() if request.plans[0].plan_id in live.plans)
+            return self.cache._requests.live[request.request_id]
+        return next(live for live in self.cache._requests.ending if request.plans[0].plan_id in live.plans)
 
     def forget_lost(self) -> None:
         """States may go with their KV, or with the weights."""
-        published = set(self.cache._slots.slots_in(SlotState.PUBLISHED))
+        published = set(self.cache._store.slots.slots_in(SlotState.PUBLISHED))
         self.order = [kept for kept in self.order if kept.slot in published]
         assert {kept.slot for kept in self.order} == published, "a state appeared from nowhere"
 
@@ -198,7 +197,7 @@ class ModelEngine:
             salt, history = request.salt, request.history
             held = [(salt, history[:end]) for end in range(0, len(history) + 1, self.block_tokens)]
             spare = [kept for kept in spare if self.slots[kept.slot] not in held]
-        others = [kept for kept in self.order if not kept.spare and not self.cache._slots.pins(kept.slot)]
+        others = [kept for kept in self.order if not kept.spare and not self.cache._store.slots.pins(kept.slot)]
         return next(iter(spare if guess else spare + others), None)
 
     def oracle_plan(self, request: Request, start: int, end: int) -> tuple[list[tuple[int, Reason]], int]:
@@ -219,7 +218,7 @@ class ModelEngine:
             state = kept.get(contents[position])
             if reason != Reason.INTERVAL and state is not None and state.spare:
                 self.use(state.slot, "confirmed")
-        free, planned, skipped = self.cache._slots.free_slots, [], 0
+        free, planned, skipped = self.cache._store.slots.free_slots, [], 0
         for reason, position in sorted(wanted):
             present = [self.slots[kept.slot] for kept in self.order]
             if contents[position] in written or contents[position] in present:
@@ -279,14 +278,16 @@ class ModelEngine:
         room = own <= self.kv_blocks - len(held | set(match.block_ids))
         assert self.cache.can_admit(old_match, length_tokens=first_chunk and length) == room
         request_id, self.next_id = self.next_id, self.next_id + 1
-        before = (self.cache.available_blocks, self.cache.stats())
+        before = (self.cache.blocks.available_count, self.cache.stats())
         self.forget_lost()
         admission = self.cache.admit(
             request_id, old_match, length_tokens=first_chunk and length, write=write, breakpoints=breakpoints
         )
         assert (admission is not None) == room
         if admission is None:
-            assert (self.cache.available_blocks, self.cache.stats()) == before, "a refused admission left something"
+            assert (self.cache.blocks.available_count, self.cache.stats()) == before, (
+                "a refused admission left something"
+            )
             return None
         assert admission.block_ids[: admission.shared_blocks] == match.block_ids
         assert (admission.resume_tokens, admission.source_slot) == (depth * self.block_tokens, match.source_slot)
@@ -324,19 +325,19 @@ class ModelEngine:
         assert len(match.loadable_path) * block == (depth if depth > match.resume_tokens else 0)
         if preempted is not None:
             depth = len(preempted.history)
-            loaded = cache.prepare_resume(request_id, match, write=write)
+            loaded = cache.loads.begin_resume(request_id, match, write=write)
         else:
-            loaded = cache.prepare_load(request_id, match, write=write)
+            loaded = cache.loads.begin_load_back(request_id, match, write=write)
         self.forget_lost()
         if loaded is None:
-            cache.drop_retracted(request_id)
+            cache.loads.drop_swapped_out(request_id)
             return None
-        assert cache.is_loading(request_id) and not cache.is_live(request_id)
-        assert loaded.resume_tokens == depth and not cache.loads_elsewhere(loaded)
+        assert cache.loads.is_loading(request_id) and not cache.inspect.is_live(request_id)
+        assert loaded.resume_tokens == depth and not cache.loads.loads_elsewhere(loaded)
         if meanwhile is not None:
             meanwhile()
             if not cache.is_current(loaded):
-                cache.drop_retracted(request_id)
+                cache.loads.drop_swapped_out(request_id)
                 return None  # new weights, a reset, or running requests needed the blocks
         length = len(tokens) if first_chunk is None else max(depth + 1, min(len(tokens), first_chunk))
         room = -(-length // block) - len(loaded.block_ids) <= self.kv_blocks - len(self.held_blocks())
@@ -346,8 +347,8 @@ class ModelEngine:
         if admission is None:
             self.seen["load given up"] += 1
             cache.release(request_id)
-            assert cache.has_retracted(request_id) == (preempted is not None)
-            cache.drop_retracted(request_id)
+            assert cache.loads.is_swapped_out(request_id) == (preempted is not None)
+            cache.loads.drop_swapped_out(request_id)
             return None
         assert (admission.resume_tokens, admission.source_slot) == (depth, loaded.source_slot)
         assert admission.block_ids[: admission.shared_blocks] == loaded.block_ids
@@ -364,7 +365,7 @@ class ModelEngine:
         kept = False
         if not request.plans and not request.broken and request.live_state not in (None, GARBAGE):
             self.slots[live_slot] = request.live_state
-            kept = self.cache.retract(request.request_id, len(request.history), live_slot)
+            kept = self.cache.loads.swap_out(request.request_id, len(request.history), live_slot)
         self.carry_out()
         self.release(request)
         return kept
@@ -402,7 +403,7 @@ class ModelEngine:
 
     def check_displaced(self, plan: StepPlan, before: dict[int, bool]) -> None:
         """Just the states that should go went; no guess cost a state that was more than one."""
-        left = set(self.cache._slots.slots_in(SlotState.PUBLISHED))
+        left = set(self.cache._store.slots.slots_in(SlotState.PUBLISHED))
         assert {kept.slot for kept in self.order} == left
         asked_for = sum(checkpoint.reason != Reason.INTERVAL for checkpoint in plan.checkpoints)
         lost = [slot for slot, spare in before.items() if not spare and slot not in left]
@@ -432,10 +433,10 @@ class ModelEngine:
             self.forget_lost()
             self.cache.publish(plan)
             self.expected_reused += 0 if load is None else load.match.resume_tokens
-            if load is not None and self.cache._slots.state(load.slot) == SlotState.PUBLISHED:
+            if load is not None and self.cache._store.slots.state(load.slot) == SlotState.PUBLISHED:
                 self.order.append(Kept(load.slot, spare=False))
             for checkpoint in plan.checkpoints:
-                if self.cache._slots.state(checkpoint.slot) == SlotState.PUBLISHED:
+                if self.cache._store.slots.state(checkpoint.slot) == SlotState.PUBLISHED:
                     self.order.append(Kept(checkpoint.slot, checkpoint.reason == Reason.INTERVAL))
         else:
             # What a failed forward leaves behind cannot be gone on from, unless it started from a kept state or zero.
@@ -470,12 +471,12 @@ class ModelEngine:
     def one_block(self, request: Request, by_id: bool) -> bool:
         if not by_id:
             return self.cache.grow(request.request_id, len(request.tokens)) is not None
-        block_ids = self.cache.allocate_blocks(1)
+        block_ids = self.cache.blocks.allocate(1)
         if block_ids is None:
             assert len(self.held_blocks()) == self.kv_blocks
             return False
         assert not set(block_ids) & self.held_blocks()
-        self.cache.attach_blocks(request.request_id, block_ids)
+        self.cache.blocks.attach(request.request_id, block_ids)
         return True
 
     def release(self, request: Request) -> None:
@@ -483,7 +484,7 @@ class ModelEngine:
             self.requests.remove(request)
         assert self.cache.release(request.request_id)
         request.released = True
-        assert not self.cache.is_live(request.request_id)
+        assert not self.cache.inspect.is_live(request.request_id)
 
     def reset(self) -> None:
         self.stale_plans += [plan for request in self.requests for plan in request.plans]
@@ -497,12 +498,12 @@ class ModelEngine:
                 self.settle(plan, request, succeeds=True)
             if not request.released:
                 self.release(request)
-        assert not self.requests and self.cache.available_blocks == self.kv_blocks
+        assert not self.requests and self.cache.blocks.available_count == self.kv_blocks
         self.check()
         self.cache.invalidate()
-        assert self.cache.free_kv_blocks == self.kv_blocks and self.cache.stats().slots_used == 0
-        if self.cache._host is not None:
-            assert self.cache._host.free_pages == self.cache._host.total_pages
+        assert self.cache.blocks.free_count == self.kv_blocks and self.cache.stats().slots_used == 0
+        if self.cache._store.host is not None:
+            assert self.cache._store.host.free_pages == self.cache._store.host.total_pages
 
     # -- contents ------------------------------------------------------------------------------------------------------
 
@@ -542,7 +543,7 @@ class ModelEngine:
         block_id = self.table(request)[position // self.block_tokens]
         others = [other for other in self.requests if other is not request and block_id in self.table(other)]
         assert not others, f"block {block_id} is written by request {request.request_id}, read by {others}"
-        node = self.cache._blocks.node(block_id)
+        node = self.cache._store.blocks.node(block_id)
         assert node is None, f"{node} is written again"
         if content is None:
             content = (request.salt, (*request.history, (request.tokens[position], self.cache.epoch)))
@@ -572,7 +573,7 @@ class ModelEngine:
 
     def check_host(self) -> None:
         """What is on the host is of its node's depth, and goes on from its parent's, but for what was spoilt on purpose."""
-        tier = self.cache._host
+        tier = self.cache._store.host
         for node in self.cache._store.tree if tier is not None else ():
             content = self.expected.get(node.key)
             for entry in {node.host_block, node.host_slot} - {NO_BLOCK}:

@@ -113,7 +113,7 @@ def test_disjoint_prompts_and_other_salts_share_nothing():
 def test_opting_out_of_reading_and_writing():
     model = engine()
     run(model, tokens(1, 2, rest=1), write=False)
-    assert len(model.cache._store.tree) == 0 and model.cache.free_kv_blocks == 100
+    assert len(model.cache._store.tree) == 0 and model.cache.blocks.free_count == 100
     run(model, tokens(1, 2, rest=1))
     unread = run(model, tokens(1, 2, 3, rest=1), read=False)
     assert unread.admission.resume_tokens == 0 and states(model) == {2: [Reason.TAIL], 3: [Reason.TAIL]}
@@ -193,7 +193,7 @@ def test_a_failed_first_forward_can_be_tried_again_from_the_same_state():
         model.settle(plan, request, succeeds=False)
         model.check()
     model.settle(model.plan(request, 100), request, succeeds=True)
-    assert model.cache._slots.pins(0) == 0
+    assert model.cache._store.slots.pins(0) == 0
 
 
 def test_what_follows_a_failed_chunk_is_not_published():
@@ -219,11 +219,11 @@ def test_an_abort_in_flight_waits_for_the_forward():
     plan = model.plan(request, 100)
     model.release(request)
     model.check()
-    assert model.cache.available_blocks == 0, "the forward still reads and writes its blocks"
+    assert model.cache.blocks.available_count == 0, "the forward still reads and writes its blocks"
     assert model.admit(tokens(7)) is None
     model.settle(plan, request, succeeds=True)
     model.check()
-    assert model.cache.available_blocks == 4 and model.cache._slots.pins(0) == 0
+    assert model.cache.blocks.available_count == 4 and model.cache._store.slots.pins(0) == 0
     assert model.cache.match(model.cache.chain(tokens(1, 2, 3, rest=1))).kv_depth_blocks == 3
 
 
@@ -503,10 +503,10 @@ def test_reset_forgets_all_but_the_counters():
     run(model, tokens(1, 2, rest=1))
     request = model.admit(tokens(1, 2, 3, rest=1))
     plan = model.plan(request, 100)
-    model.cache.allocate_blocks(2)
+    model.cache.blocks.allocate(2)
     model.reset()
     model.check()
-    assert model.cache.free_kv_blocks == 9 and model.cache.stats().slots_used == 0
+    assert model.cache.blocks.free_count == 9 and model.cache.stats().slots_used == 0
     model.cache.publish(plan)
     model.cache.abandon(plan)
     assert not model.cache.release(request.request_id)
@@ -521,21 +521,21 @@ def test_reset_forgets_all_but_the_counters():
 def test_blocks_by_id():
     cache = engine(kv_blocks=5).cache
     assert cache.admit(1, cache.match(cache.chain(tokens(1, rest=1)))).block_ids == (0, 1)
-    assert cache.allocate_blocks(4) is None and cache.allocate_blocks(0) == []
-    loose = cache.allocate_blocks(3)
-    assert loose == [2, 3, 4] and cache.available_blocks == 0 and cache.block_holders(2) == 1
-    cache.attach_blocks(1, loose[:2])
+    assert cache.blocks.allocate(4) is None and cache.blocks.allocate(0) == []
+    loose = cache.blocks.allocate(3)
+    assert loose == [2, 3, 4] and cache.blocks.available_count == 0 and cache._store.blocks.ref_count(2) == 1
+    cache.blocks.attach(1, loose[:2])
     cache.check_integrity()
-    assert cache.block_ids(1) == (0, 1, 2, 3)
-    cache.free_blocks([4])
-    cache.free_blocks([3])  # a rewind: the last block of request 1
+    assert cache.inspect.block_ids(1) == (0, 1, 2, 3)
+    cache.blocks.free([4])
+    cache.blocks.free([3])  # a rewind: the last block of request 1
     cache.check_integrity()
-    assert cache.block_ids(1) == (0, 1, 2) and cache.free_kv_blocks == 2
-    for wrong in (lambda: cache.free_blocks([0]), lambda: cache.free_blocks([4]), lambda: cache.attach_blocks(1, [4])):
+    assert cache.inspect.block_ids(1) == (0, 1, 2) and cache.blocks.free_count == 2
+    for wrong in (lambda: cache.blocks.free([0]), lambda: cache.blocks.free([4]), lambda: cache.blocks.attach(1, [4])):
         with pytest.raises(CacheCorruptionError):
             wrong()
     cache.release(1)
-    assert cache.free_kv_blocks == 5
+    assert cache.blocks.free_count == 5
     cache.check_integrity()
 
 
@@ -543,14 +543,16 @@ def test_keyed_blocks_are_not_rewound():
     model = engine()
     request = run(model, tokens(1), release=False)
     with pytest.raises(CacheCorruptionError):
-        model.cache.free_blocks(request.admission.block_ids)
+        model.cache.blocks.free(request.admission.block_ids)
 
 
 def test_growing_is_all_or_nothing():
     model = engine(kv_blocks=3)
     request = model.admit(tokens(1, 2, 3, 4, 5), first_chunk=4)
-    assert model.cache.block_ids(request.request_id) == (0,)
-    assert model.cache.grow(request.request_id, 20) is None and model.cache.block_ids(request.request_id) == (0,)
+    assert model.cache.inspect.block_ids(request.request_id) == (0,)
+    assert model.cache.grow(request.request_id, 20) is None and model.cache.inspect.block_ids(request.request_id) == (
+        0,
+    )
     assert model.cache.grow(request.request_id, 9) == [1, 2] and model.cache.grow(request.request_id, 12) == []
 
 
@@ -603,26 +605,26 @@ def test_a_trace_of_keys_needs_no_tokens():
 @pytest.mark.parametrize(
     "break_it",
     [
-        lambda cache: cache._live[1].block_ids.append(9),
-        lambda cache: cache._live[1].block_ids.pop(),
-        lambda cache: cache._live[1].path.pop(0),
-        lambda cache: setattr(cache._live[1], "pinned_slot", None),
-        lambda cache: cache._slots.unpin(0),
-        lambda cache: cache._store.eviction.clear(),
-        lambda cache: cache._loose.add(7),
-        lambda cache: cache._writing.clear(),
+        lambda cache: cache._requests.live[1].block_ids.append(9),
+        lambda cache: cache._requests.live[1].block_ids.pop(),
+        lambda cache: cache._requests.live[1].path.pop(0),
+        lambda cache: setattr(cache._requests.live[1], "pinned_slot", None),
+        lambda cache: cache._store.slots.unpin(0),
+        lambda cache: cache._store.checkpoints.eviction.clear(),
+        lambda cache: cache.blocks._unattached.update({7: None}),
+        lambda cache: cache._planner.writing.clear(),
         lambda cache: setattr(next(iter(cache._store.tree)), "slot", 5),
         lambda cache: setattr(next(iter(cache._store.tree)), "children", 0),
         lambda cache: setattr(next(iter(cache._store.tree)), "depth_blocks", 2),
-        lambda cache: setattr(cache._live[1], "computed_tokens", 99),
-        lambda cache: setattr(cache, "epoch", 1),
+        lambda cache: setattr(cache._requests.live[1], "computed_tokens", 99),
+        lambda cache: setattr(cache._store.tree, "epoch", 1),
     ],
 )
 def test_check_integrity_finds_what_is_wrong(break_it):
     model = engine()
     run(model, tokens(1, 2))
     request = model.admit(tokens(1, 2, 3, rest=1))
-    model.cache._live[1] = model.cache._live.pop(request.request_id)
+    model.cache._requests.live[1] = model.cache._requests.live.pop(request.request_id)
     model.cache.plan(1, 8, 13)
     model.cache.check_integrity()
     break_it(model.cache)

@@ -34,7 +34,7 @@ class Generating:
             new = [100 + position for position in range(len(self.tokens), end)]
             self.tokens += new
             self.cache.append(1, new, computed_tokens=end)
-            slots.append(self.cache.reached(1, end))
+            slots.append(self.cache.checkpoint_decoded(1, end))
             self.cache.check_integrity()
         return slots
 
@@ -93,8 +93,8 @@ def test_nothing_is_kept_where_nothing_may_be(options):
 def test_what_is_kept_already_is_not_kept_twice():
     one = Generating()
     one.fill(1)
-    assert one.cache.reached(1, BLOCK) is None
-    assert one.cache.reached(1, 2 * BLOCK) is None  # not there yet
+    assert one.cache.checkpoint_decoded(1, BLOCK) is None
+    assert one.cache.checkpoint_decoded(1, 2 * BLOCK) is None  # not there yet
 
 
 def test_weights_that_change_end_it():
@@ -110,12 +110,13 @@ def test_a_boundary_that_others_want():
     cache = one.cache
     chain = cache.chain(range(200, 200 + 6 * BLOCK + 2))
     cache.admit(5, cache.match(chain))
-    assert cache.prefilling() == [5]
+    assert cache.inspect.prefilling() == [5]
     cache.publish(cache.plan(5, 0, 2 * BLOCK))
-    assert [cache.want(5, depth * BLOCK) for depth in (1, 2, 3, 6, 7)] == [False, False, True, True, False]
+    kept = [cache.request_checkpoint(5, depth * BLOCK) for depth in (1, 2, 3, 6, 7)]
+    assert kept == [False, False, True, True, False]
     plan = cache.plan(5, 2 * BLOCK, 6 * BLOCK + 2)
     kept = {checkpoint.position_tokens // BLOCK: checkpoint.reason for checkpoint in plan.checkpoints}
     assert kept == {3: Reason.JUNCTION, 6: Reason.JUNCTION}
-    assert cache.prefilling() == []
+    assert cache.inspect.prefilling() == []
     cache.publish(plan)
     cache.check_integrity()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-import megatron_hybrid_prefix.cache as cache_module
+import megatron_hybrid_prefix.index.matcher as matcher_module
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from tests.cache.model import ModelEngine
 from tests.cache.test_cache import run, states
@@ -67,14 +67,14 @@ def test_6_no_evictable_slot_is_no_error_and_leaks_nothing():
     model.check()
     for plan, request in zip(plans, requests, strict=True):
         model.settle(plan, request, succeeds=False)
-    assert model.cache._slots.free_slots == 2
+    assert model.cache._store.slots.free_slots == 2
 
 
 def test_7_a_full_pool_of_evictable_blocks_is_room():
     model = engine(kv_blocks=4)
     run(model, list(range(3 * B)))
     request = run(model, list(range(9000, 9000 + B)), release=False)
-    assert model.cache.free_kv_blocks == 0 and model.cache.available_blocks == 3
+    assert model.cache.blocks.free_count == 0 and model.cache.blocks.available_count == 3
     assert model.decode(request, [1, 2, 3], by_id=True)
     model.check()
 
@@ -85,7 +85,7 @@ def test_8_a_block_is_registered_once_whatever_the_chunks():
         run(model, list(range(900)), chunk=chunk)
         assert len(model.cache._store.tree) == 3
         assert [node.children for node in model.cache._store.tree] == [1, 1, 0]
-    assert model.cache.allocate_blocks(20) is not None, "all of it can be evicted"
+    assert model.cache.blocks.allocate(20) is not None, "all of it can be evicted"
     assert len(model.cache._store.tree) == 0
     model.check()
 
@@ -96,13 +96,13 @@ def test_10_a_refused_admission_takes_nothing(shared):
     run(model, list(range(3 * B)))
     holder = model.admit([7] * (2 * B))
     prompt = (list(range(3 * B)) if shared else []) + [8] * (5 * B)
-    queue = list(model.cache._blocks.queue())
-    pins = [model.cache._slots.pins(slot) for slot in range(50)]
+    queue = list(model.cache._store.blocks.queue())
+    pins = [model.cache._store.slots.pins(slot) for slot in range(50)]
     assert model.admit(prompt) is None
     model.check()
-    assert list(model.cache._blocks.queue()) == queue, "not even its place in the order of eviction"
-    assert [model.cache._slots.pins(slot) for slot in range(50)] == pins == [0] * 50
-    assert model.cache.stats().kv_evictions == 0 and not model.cache.is_live(model.next_id - 1)
+    assert list(model.cache._store.blocks.queue()) == queue, "not even its place in the order of eviction"
+    assert [model.cache._store.slots.pins(slot) for slot in range(50)] == pins == [0] * 50
+    assert model.cache.stats().kv_evictions == 0 and not model.cache.inspect.is_live(model.next_id - 1)
     model.release(holder)
     model.drain()
 
@@ -123,9 +123,9 @@ def test_17_a_state_is_pinned_only_until_it_was_read():
     run(model, list(range(2 * B + 1)))
     request = model.admit(list(range(2 * B)) + [5] * 600, write=False)
     first = model.plan(request, 100)
-    assert model.cache._slots.pins(0) == 1
+    assert model.cache._store.slots.pins(0) == 1
     model.settle(first, request, succeeds=True)
-    assert model.cache._slots.pins(0) == 0, "its blocks are still held"
+    assert model.cache._store.slots.pins(0) == 0, "its blocks are still held"
     run(model, [9] * (B + 1))
     assert model.cache.stats().evictions == 1 and model.cache.stats().checkpoints_skipped == 0
     model.check()
@@ -142,8 +142,8 @@ def test_20_a_match_is_made_once_for_an_admission(monkeypatch):
     model = engine()
     run(model, list(range(3 * B)))
     cache, made = model.cache, []
-    real = cache_module.match_prefix
-    monkeypatch.setattr(cache_module, "match_prefix", lambda *a, **k: made.append(1) or real(*a, **k))
+    real = matcher_module.match_prefix
+    monkeypatch.setattr(matcher_module, "match_prefix", lambda *a, **k: made.append(1) or real(*a, **k))
     match = cache.match(cache.chain(list(range(3 * B + 9))))
     assert cache.can_admit(match) and cache.can_admit(match, length_tokens=3 * B + 1)
     cache.admit(77, match)
@@ -154,9 +154,9 @@ def test_20_evicting_looks_at_no_more_than_it_evicts(monkeypatch):
     model = engine(kv_blocks=200, block_tokens=1)
     run(model, list(range(200)))
     looked = []
-    real = type(model.cache._blocks).oldest
-    monkeypatch.setattr(type(model.cache._blocks), "oldest", lambda self: looked.append(1) or real(self))
-    assert model.cache.allocate_blocks(7) is not None
+    real = type(model.cache._store.blocks).oldest
+    monkeypatch.setattr(type(model.cache._store.blocks), "oldest", lambda self: looked.append(1) or real(self))
+    assert model.cache.blocks.allocate(7) is not None
     assert len(looked) == 7
 
 
@@ -170,10 +170,10 @@ def test_21_kv_matched_beyond_the_state_is_computed_into_own_blocks():
     model.settle(model.plan(request, 10_000), request, succeeds=True)  # the model fails on a write into shared blocks
     match = model.cache.match(model.cache.chain(prompt))
     assert match.block_ids == holder.admission.block_ids[:3], "what was there stays the one that is matched"
-    free = model.cache.free_kv_blocks
+    free = model.cache.blocks.free_count
     model.release(request)
     model.check()
-    assert model.cache.free_kv_blocks == free + 4, "the duplicates are free, the rest of the prompt was never full"
+    assert model.cache.blocks.free_count == free + 4, "the duplicates are free, the rest of the prompt was never full"
 
 
 def test_23_turns_reuse_by_default():

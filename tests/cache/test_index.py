@@ -8,8 +8,9 @@ from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.blocks import KVBlocks
 from megatron_hybrid_prefix.index.keys import KeyChain, KeyMaker
 from megatron_hybrid_prefix.index.matcher import match_prefix
-from megatron_hybrid_prefix.index.tree import NO_BLOCK, NO_SLOT, Node, PrefixTree
+from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node, PrefixTree
 from megatron_hybrid_prefix.policy.boundaries import Reason
+from megatron_hybrid_prefix.pool.slots import NO_SLOT
 
 MAKER = KeyMaker(4, b"of the tests")
 
@@ -114,11 +115,11 @@ def test_blocks_go_round():
     blocks, tree = KVBlocks(6), PrefixTree()
     block_ids, path = keyed(blocks, tree, chain_of(1, 2))
     assert block_ids == [0, 1] and (blocks.free_blocks, blocks.cached_blocks) == (4, 0)
-    assert blocks.share(path) == block_ids and blocks.holders(0) == 2
+    assert blocks.share(path) == block_ids and blocks.ref_count(0) == 2
     blocks.release(block_ids, path)
-    assert blocks.available_blocks == 4 and blocks.unheld(path) == 0
+    assert blocks.available_blocks == 4 and blocks.unreferenced_tail(path) == 0
     blocks.release(block_ids, path)
-    assert (blocks.free_blocks, blocks.cached_blocks, blocks.unheld(path)) == (4, 2, 2)
+    assert (blocks.free_blocks, blocks.cached_blocks, blocks.unreferenced_tail(path)) == (4, 2, 2)
     assert list(blocks.queue()) == [path[1], path[0]], "leaves first"
     blocks.check()
     assert blocks.oldest() is path[1]

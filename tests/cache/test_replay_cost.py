@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
-from megatron_hybrid_prefix.index.tree import NO_SLOT, Node
+from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.lab.replay import Policy, replay
 from megatron_hybrid_prefix.policy import likelihood, replay_cost
 from megatron_hybrid_prefix.policy.boundaries import Reason
 from megatron_hybrid_prefix.policy.likelihood import Likelihood
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy
 from megatron_hybrid_prefix.policy.replay_cost import ReplayCostEviction
+from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from tests.cache.naive_replay_cost import NaiveReplayCost
 from tests.selection import mostly_slow
 from tests.trace_helpers import KINDS, made_up, token_prompts
@@ -246,7 +247,7 @@ def test_the_cache_stays_whole_under_pressure(seed):
     stats = cache.stats()
     assert stats.evictions > 20 and stats.kv_evictions > 20 and stats.reused_tokens > 0
     ranked = {node for node in cache._store.tree if node.slot != NO_SLOT}
-    assert set(cache._store.eviction) == ranked
+    assert set(cache._store.checkpoints.eviction) == ranked
 
 
 def test_decisions_do_not_depend_on_the_values_of_keys():

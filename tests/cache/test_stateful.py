@@ -169,13 +169,13 @@ class CacheMachine(RuleBasedStateMachine):
     @rule()
     def rewind(self) -> None:
         """Blocks for speculative tokens, attached to a request or to nobody, and given back."""
-        block_ids = self.engine.cache.allocate_blocks(2)
+        block_ids = self.engine.cache.blocks.allocate(2)
         if block_ids is None:
             return
         if live := self.live():
-            self.engine.cache.attach_blocks(live[0].request_id, block_ids[:1])
+            self.engine.cache.blocks.attach(live[0].request_id, block_ids[:1])
         self.engine.cache.check_integrity()
-        self.engine.cache.free_blocks(block_ids)
+        self.engine.cache.blocks.free(block_ids)
 
     @rule(
         what=st.sampled_from(["nothing"] * 5 + ["new weights", "reset", "keys of before"]),
@@ -265,7 +265,7 @@ def run_seed(seed: int, steps: int) -> None:
         retention_interval_tokens=None if interval_blocks is None else interval_blocks * block_tokens,
         **host,
     )
-    engine = ModelEngine(cache, kv_blocks, cache._slots.first_slot)
+    engine = ModelEngine(cache, kv_blocks, cache._store.slots.first_slot)
     known: list[list[int]] = [[]]
     waiting: list[Request] = []
     for _ in range(steps):

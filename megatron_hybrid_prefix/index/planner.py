@@ -1,0 +1,201 @@
+"""`StepPlanner`: which states of a request are kept, in which slots, from the plan of a forward to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from megatron_hybrid_prefix.index.matcher import Match
+from megatron_hybrid_prefix.index.requests import LiveRequest, PlannedCheckpoint, StepPlan
+from megatron_hybrid_prefix.index.store import PrefixStore
+from megatron_hybrid_prefix.metrics import PrefixStats
+from megatron_hybrid_prefix.policy.boundaries import (
+    Boundary,
+    Reason,
+    boundaries_in_span,
+    default_interval_tokens,
+)
+from megatron_hybrid_prefix.pool.slots import NO_SLOT
+
+# States that a running request keeps of the block ends it reached while it generates. The next turn mostly goes on from the
+# latest, and from the one before where the end of an answer comes back changed.
+_DECODED_STATES = 2
+
+
+class BoundaryRule(Protocol):
+    """Which boundaries of a prompt are wanted; `prompt_boundaries` is one."""
+
+    def __call__(
+        self,
+        *,
+        prompt_tokens: int,
+        block_tokens: int,
+        resume_tokens: int,
+        kv_depth_blocks: int,
+        min_computed_tokens: int,
+        breakpoints: Sequence[int],
+        interval_tokens: int,
+    ) -> tuple[Boundary, ...]:
+        """See `prompt_boundaries`."""
+
+
+class StepPlanner:
+    """Reserves slots for the states that a forward writes, and settles plans.
+
+    Args:
+        store: What is cached.
+        stats: Where skipped checkpoints are counted.
+        block_tokens: Tokens of a KV block.
+        min_computed_tokens: Tokens of a prompt that are always computed.
+        interval_tokens: Distance of interval checkpoints; 0: none; None: chosen by the prompt's length.
+        rule: Which boundaries are wanted.
+
+    Attributes:
+        writing: Keys whose state a forward in flight writes.
+    """
+
+    def __init__(
+        self,
+        store: PrefixStore,
+        stats: PrefixStats,
+        *,
+        block_tokens: int,
+        min_computed_tokens: int,
+        interval_tokens: int | None,
+        rule: BoundaryRule,
+    ) -> None:
+        self._store, self._stats = store, stats
+        self._block_tokens = block_tokens
+        self._min_computed_tokens = min_computed_tokens
+        self._interval_tokens = interval_tokens
+        self._rule = rule
+        self.writing: set[bytes] = set()
+        self._next_plan_id = 0
+
+    def boundaries(self, match: Match, breakpoints: Sequence[int]) -> tuple[Boundary, ...]:
+        """Boundaries of the prompt that shall be kept, ascending; none where nothing can be kept."""
+        if not self._store.slots.total_slots:
+            return ()
+        interval_tokens = self._interval_tokens
+        if interval_tokens is None:
+            interval_tokens = default_interval_tokens(match.chain.tokens, self._block_tokens)
+        return self._rule(
+            prompt_tokens=match.chain.tokens,
+            block_tokens=self._block_tokens,
+            resume_tokens=match.resume_tokens,
+            kv_depth_blocks=match.kv_depth_blocks,
+            min_computed_tokens=self._min_computed_tokens,
+            breakpoints=breakpoints,
+            interval_tokens=interval_tokens,
+        )
+
+    def plan(self, live: LiveRequest, start_tokens: int, end_tokens: int) -> StepPlan:
+        """See `HybridPrefixCache.plan`."""
+        if start_tokens != live.planned_tokens or end_tokens <= start_tokens:
+            raise ValueError(
+                f"request {live.request_id}: span [{start_tokens}, {end_tokens}), next is {live.planned_tokens}"
+            )
+        plan = StepPlan(
+            plan_id=self._next_plan_id,
+            request_id=live.request_id,
+            start_tokens=start_tokens,
+            end_tokens=end_tokens,
+            source_slot=live.source_slot if not live.plans else None,
+            checkpoints=self._reserve(live, start_tokens, end_tokens) if live.write else (),
+            load_id=live.load.load_id if live.load is not None and not live.plans else None,
+        )
+        self._next_plan_id += 1
+        live.planned_tokens = end_tokens
+        live.plans[plan.plan_id] = plan
+        return plan
+
+    def settle(self, live: LiveRequest, plan: StepPlan, *, kept: bool) -> None:
+        """The plan is over: its states are published if they shall be ``kept``, else their slots are free."""
+        if live.write:  # else the weights changed, and the key may mean another forward
+            self.writing.difference_update(self._planned_keys(live, plan))
+        for checkpoint in plan.checkpoints:
+            depth_blocks = checkpoint.position_tokens // self._block_tokens
+            node = live.path[depth_blocks - 1] if kept and depth_blocks <= len(live.path) else None
+            if node is not None and node.slot == NO_SLOT:
+                self._store.checkpoints.publish(node, checkpoint.slot, checkpoint.reason)
+            else:
+                self._store.slots.abandon(checkpoint.slot)
+        del live.plans[plan.plan_id]
+        if not live.plans:
+            live.planned_tokens = live.computed_tokens
+
+    def register(self, live: LiveRequest) -> None:
+        """The full blocks that the request has computed become matchable."""
+        full_blocks = min(live.computed_tokens // self._block_tokens, len(live.chain.keys), len(live.block_ids))
+        self._store.register(live, full_blocks)
+
+    def stop_writing(self, live: LiveRequest) -> None:
+        """Nothing more that the request computes is cached."""
+        if live.write:
+            for plan in live.plans.values():
+                self.writing.difference_update(self._planned_keys(live, plan))
+            live.write = False
+
+    def request_checkpoint(self, live: LiveRequest, position_tokens: int) -> bool:
+        """See `HybridPrefixCache.request_checkpoint`."""
+        last_tokens = live.prompt_tokens // self._block_tokens * self._block_tokens
+        if not live.write or not self._store.slots.total_slots:
+            return False
+        if not live.planned_tokens < position_tokens <= last_tokens:
+            return False
+        others = [boundary for boundary in live.boundaries if boundary.position_tokens != position_tokens]
+        live.boundaries = tuple(sorted([*others, Boundary(position_tokens, Reason.JUNCTION)]))
+        return True
+
+    def checkpoint_decoded(self, live: LiveRequest, position_tokens: int) -> int | None:
+        """See `HybridPrefixCache.checkpoint_decoded`."""
+        checkpoints = self._store.checkpoints
+        depth_blocks = position_tokens // self._block_tokens
+        if not live.write or not self._store.slots.total_slots or depth_blocks > len(live.path):
+            return None
+        node = live.path[depth_blocks - 1]
+        if node.slot != NO_SLOT:
+            if node.reason == Reason.INTERVAL:
+                checkpoints.confirm(node.key, Reason.DECODE)
+            return None
+        if len(live.decoded) >= _DECODED_STATES:
+            checkpoints.drop_decoded(*live.decoded.pop(0))
+        slot = checkpoints.take_slot()
+        if slot is None:
+            self._stats.checkpoints_skipped += 1
+            return None
+        checkpoints.publish(node, slot, Reason.DECODE)
+        live.decoded.append((node, slot))
+        return slot
+
+    def _reserve(self, live: LiveRequest, start_tokens: int, end_tokens: int) -> tuple[PlannedCheckpoint, ...]:
+        """Slots for the boundaries that the span reaches, the most wanted first while there are any."""
+        checkpoints = self._store.checkpoints
+        planned: list[PlannedCheckpoint] = []
+        keys = live.chain.keys
+        wanted = sorted(
+            boundaries_in_span(live.boundaries, start_tokens, end_tokens), key=lambda boundary: boundary.reason
+        )
+        for position_tokens, reason in wanted:
+            if reason != Reason.INTERVAL:
+                checkpoints.confirm(keys[position_tokens // self._block_tokens - 1], reason)
+        room_for_guesses = True
+        for position_tokens, reason in wanted:
+            key = keys[position_tokens // self._block_tokens - 1]
+            if key in self.writing or (reason != Reason.VERIFY and checkpoints.has(key)):
+                continue  # another forward of this step is writing it, or it is kept already
+            if reason == Reason.INTERVAL:
+                slot = checkpoints.take_spare_slot(live.path) if room_for_guesses else None
+                room_for_guesses = slot is not None
+            else:
+                slot = checkpoints.take_slot()
+                self._stats.checkpoints_skipped += slot is None
+            if slot is None:
+                continue
+            self.writing.add(key)
+            planned.append(PlannedCheckpoint(position_tokens=position_tokens, slot=slot, reason=reason))
+        planned.sort(key=lambda checkpoint: checkpoint.position_tokens)
+        return tuple(planned)
+
+    def _planned_keys(self, live: LiveRequest, plan: StepPlan) -> list[bytes]:
+        return [live.chain.keys[point.position_tokens // self._block_tokens - 1] for point in plan.checkpoints]
