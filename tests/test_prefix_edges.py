@@ -58,10 +58,10 @@ def test_a_chunk_longer_than_the_prompt_takes_nothing(tiny):
     wrong = DynamicInferenceRequest(
         request_id=99, prompt_tokens=torch.tensor(tokens(0, 30, seed=5)), sampling_params=greedy(4)
     )
-    before = served.cache.available_blocks
+    before = served.cache.blocks.available_count
     with pytest.raises(ValueError, match="request 99: a chunk of 31 of 30 prompt tokens"):
         served.context.add_request(wrong, 31)
-    assert served.cache.available_blocks == before
+    assert served.cache.blocks.available_count == before
     served.run()
     served.check(running)
     served.check_drained()

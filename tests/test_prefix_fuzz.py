@@ -109,8 +109,10 @@ class Traffic:
 
     def spoil(self) -> None:
         """A bit of what is on the host is wrong."""
-        moves, tier = self.engine.context.host_moves, self.engine.context.prefix_cache.host_tier
-        nodes = sorted(self.engine.context.prefix_cache.nodes(), key=lambda node: (node.depth_blocks, node.host_slot))
+        moves, tier = self.engine.context.host_moves, self.engine.context.prefix_cache.inspect.host_tier
+        nodes = sorted(
+            self.engine.context.prefix_cache.inspect.nodes(), key=lambda node: (node.depth_blocks, node.host_slot)
+        )
         entries = [entry for node in nodes for entry in (node.host_block, node.host_slot) if entry >= 0]
         if moves is not None and entries:
             page = tier.pages_of_entry(self.tier.choice(entries))[0]
@@ -179,8 +181,8 @@ def _check(traffic: Traffic, reference: NaiveHybridModel) -> None:
             assert len(request.generated_tokens) == request.sampling_params.num_tokens_to_generate
             assert_matches(reference, request)
     context, cache = traffic.engine.context, traffic.engine.context.prefix_cache
-    assert cache.live_requests() == []
-    assert cache.available_blocks == context.kv_block_allocator.total_count - 1
+    assert cache.inspect.live_requests() == []
+    assert cache.blocks.available_count == context.kv_block_allocator.total_count - 1
     assert context.mamba_metadata.mamba_state_free_slot_count == context.max_requests
     stats = cache.stats()
     assert stats.slots_used == sum(node.slot != -1 for node in cache._store.tree) <= stats.slots_total

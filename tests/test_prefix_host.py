@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_hybrid_prefix.index.tree import NO_BLOCK, NO_SLOT
+from megatron_hybrid_prefix.index.tree import NO_BLOCK
+from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers.units import Kind
 from tests.engine_helpers import random_tokens
 from tests.lifecycle_helpers import BLOCK, MODES, Served, tokens
@@ -41,18 +42,18 @@ def push_out(served: Served, seed: int = 900, count: int = 3) -> None:
 
 def on_device(served: Served, prompt: list[int]) -> int:
     """Blocks of the prompt on the device."""
-    return sum(served.cache.cached_block(key) is not None for key in served.cache.chain(prompt).keys)
+    return sum(served.cache.blocks.cached_block(key) is not None for key in served.cache.chain(prompt).keys)
 
 
 def state_of(served: Served, prompt: list[int]) -> dict[str, torch.Tensor]:
     """The state kept on the device after the prompt's last full block."""
-    slot = served.cache.cached_slot(served.cache.chain(prompt).keys[-1])
+    slot = served.cache.inspect.cached_slot(served.cache.chain(prompt).keys[-1])
     return {name: tensor[:, slot].clone() for name, tensor in served.context.state_pool.tensors.items()}
 
 
 def kv_of(served: Served, prompt: list[int]) -> torch.Tensor:
     """KV of the prompt's full blocks."""
-    blocks = [served.cache.cached_block(key) for key in served.cache.chain(prompt).keys]
+    blocks = [served.cache.blocks.cached_block(key) for key in served.cache.chain(prompt).keys]
     return served.context.memory_buffer[:, :, blocks].clone()
 
 
@@ -127,10 +128,10 @@ def test_a_load_takes_place_while_others_run(model, mode):
     served.step(3)
     waiting = served.add(prompt, 4)
     served.step()
-    assert served.cache.is_loading(waiting) and not served.cache.is_live(waiting)
-    assert served.cache.is_live(running)
+    assert served.cache.loads.is_loading(waiting) and not served.cache.inspect.is_live(waiting)
+    assert served.cache.inspect.is_live(running)
     served.step()
-    assert served.cache.is_live(waiting)
+    assert served.cache.inspect.is_live(waiting)
     served.run()
     assert served.context.prefix_stats().reused_tokens_host == 4 * BLOCK
     served.check()
@@ -162,7 +163,7 @@ def test_an_aborted_request_gives_back_what_it_loaded(model):
     served.step(2)
     waiting = served.add(prompt, 4)
     served.step()
-    assert served.cache.is_loading(waiting)
+    assert served.cache.loads.is_loading(waiting)
     assert served.engine.abort_request(waiting)
     served.run()
     assert served.context.prefix_stats().fallbacks == {"host_load_given_up": 1}
@@ -204,7 +205,7 @@ def test_a_working_set_four_times_the_device(model, write_through):
 
 def spoil(served: Served, prompt: list[int], what: Kind) -> None:
     """One bit of an entry on the host is wrong."""
-    arena, tier = served.context.host_moves.arena, served.cache.host_tier
+    arena, tier = served.context.host_moves.arena, served.cache.inspect.host_tier
     node = served.cache._store.tree.get(served.cache.chain(prompt).keys[-1])
     entry = node.host_block if what == Kind.KV else node.host_slot
     arena.memory[tier.pages_of_entry(entry)[0] * arena.page_bytes + 17] ^= 4
@@ -236,7 +237,7 @@ def test_a_fault_costs_time_only(model, mode, chunk, fault, caplog, monkeypatch)
         spoil(served, prompt, Kind.STATE)
     elif fault == "tag":
         node = served.cache._store.tree.get(served.cache.chain(prompt).keys[-1])
-        page = served.cache.host_tier.pages_of_entry(node.host_slot)[0]
+        page = served.cache.inspect.host_tier.pages_of_entry(node.host_slot)[0]
         arena._tags[page] = arenas.Tag(kind=Kind.STATE, key=node.key, depth_tokens=3 * BLOCK, epoch=0)
     elif fault == "load raises":
         monkeypatch.setattr(arena, "_load", fails)
@@ -265,7 +266,7 @@ def test_a_fault_costs_time_only(model, mode, chunk, fault, caplog, monkeypatch)
 
 def test_a_full_arena_keeps_what_it_has_room_for(model):
     served = small(model, host_gb=0.0004)
-    tier = served.cache.host_tier
+    tier = served.cache.inspect.host_tier
     assert tier.total_pages < 60
     prompt = tokens(4, 9, seed=1)
     for number in range(12):
@@ -300,7 +301,7 @@ def test_without_host_memory_there_is_nothing(model, monkeypatch):
 
     monkeypatch.setattr(host, "HostArena", None)  # would be called
     served = small(model, host_gb=0.0)
-    assert served.context.host_moves is None and served.cache.host_tier is None
+    assert served.context.host_moves is None and served.cache.inspect.host_tier is None
     served.send(tokens(4, 9, seed=1))
     push_out(served)
     assert all(node.host_block == NO_BLOCK and node.host_slot == NO_SLOT for node in served.cache._store.tree)
@@ -344,10 +345,10 @@ def test_what_a_preempted_request_left_is_nobody_elses(model):
     served, ids = four_at_once(model, host_gb=HOST_GB)
     while not served.context.prefix_stats().host_preempted:
         served.step()
-    assert served.cache.host_tier.private_entries()
-    preempted = next(i for i in ids if served.cache.has_retracted(i))
+    assert served.cache.inspect.host_tier.private_entries()
+    preempted = next(i for i in ids if served.cache.loads.is_swapped_out(i))
     assert served.engine.abort_request(preempted)
-    assert served.cache.host_tier.private_entries() == []
+    assert served.cache.inspect.host_tier.private_entries() == []
     served.run()
     served.check(*[i for i in ids if i != preempted])
     served.check_drained()
@@ -357,7 +358,7 @@ def test_a_preempted_request_that_cannot_go_on_starts_over(model):
     served, _ = four_at_once(model, host_gb=HOST_GB)
     while not served.context.prefix_stats().host_preempted:
         served.step()
-    arena, tier = served.context.host_moves.arena, served.cache.host_tier
+    arena, tier = served.context.host_moves.arena, served.cache.inspect.host_tier
     for entry in tier.private_entries():
         arena.memory[tier.pages_of_entry(entry)[0] * arena.page_bytes] ^= 1
     served.run()

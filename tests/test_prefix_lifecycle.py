@@ -79,7 +79,7 @@ def test_what_an_idle_engine_keeps_while_suspended(model, management, mode):
 
     assert {name: storage.nbytes() for name, storage in state_storages(served).items()} == sizes
     kept = management != RECOMPUTE
-    assert (served.cache.cached_blocks, served.kept_states) == ((2, 1) if kept else (0, 0))
+    assert (served.cache.blocks.cached_count, served.kept_states) == ((2, 1) if kept else (0, 0))
     served.check_drained()
     assert served.send(prompt).num_cached_tokens == (2 * BLOCK if kept else 0)
     assert served.send(prompt).num_cached_tokens == 2 * BLOCK
@@ -278,7 +278,7 @@ def test_nothing_of_other_weights_is_reused(own_model, mode):
         served.check(2)  # not announced: so the weights are other ones, and this would be noticed
 
     served.engine._generation_epoch = 7
-    assert served.cache.cached_blocks == served.kept_states == 0
+    assert served.cache.blocks.cached_count == served.kept_states == 0
     cached = [served.send(prompt).num_cached_tokens for _ in range(2)]
     served.engine._generation_epoch = 7  # no news
     cached.append(served.send(prompt).num_cached_tokens)
@@ -309,7 +309,7 @@ def test_a_request_that_spans_the_change_caches_nothing(own_model, phase, mode):
     served.engine._generation_epoch = 1
     served.run()
     assert len(served.finished[spanning].generated_tokens) == 2 * BLOCK
-    assert (served.cache.cached_blocks, served.kept_states) == (1, 1)  # of the one that waited
+    assert (served.cache.blocks.cached_count, served.kept_states) == (1, 1)  # of the one that waited
     served.check(waiting)
     sequence = prompt + list(served.finished[spanning].generated_tokens)
     again = served.send(sequence)
@@ -335,7 +335,7 @@ def test_weights_change_while_suspended(own_model, management, mode):
     served.check_integrity()
     served.run()
     recomputed = management == RECOMPUTE
-    assert served.cache.cached_blocks == (2 if recomputed else 0)
+    assert served.cache.blocks.cached_count == (2 if recomputed else 0)
     if recomputed:  # what it said after the change is of the new weights, on all that it had said
         assert_matches(served.reference, served.records[running][-1])
     again = served.send(prompt)
@@ -368,7 +368,7 @@ def test_forgetting_forgets_kv_and_states_together(model, how, mode):
     served.send(shared + tokens(0, 20, seed=2))
     FORGET[how](served.engine)
     served.check_drained()
-    assert served.cache.cached_blocks == served.kept_states == 0
+    assert served.cache.blocks.cached_count == served.kept_states == 0
     served.send(tokens(1, 5, seed=3))  # block ids are handed out in another order than before
     longer = served.send(shared + tokens(2, 20, seed=4))  # its only state: after 5 blocks
     miss = served.send(shared + tokens(0, 30, seed=5))  # so here is KV without a state
@@ -403,7 +403,7 @@ def test_engine_reset_drops_requests_in_every_state(model, mode):
     assert served.engine.abort_request(old[0])
     served.engine.reset()
     served.check_drained()
-    assert served.cache.cached_blocks == 0
+    assert served.cache.blocks.cached_count == 0
     assert served.step() == []
     fresh = [served.add(tokens(1, 50 + seed, seed=seed), 20) for seed in range(3)]
     served.run()
@@ -455,7 +455,7 @@ def test_a_forward_that_raises(model, phase, mode, monkeypatch):
     served.check_integrity()
     # What the forwards before it left (with async scheduling the last one is published in the step that fails).
     left = {"prefill": (2, 1), "chunk": (4, 2), "decode": (5, 3)}[phase]
-    assert (served.cache.cached_blocks, served.kept_states) == left
+    assert (served.cache.blocks.cached_count, served.kept_states) == left
     assert served.cache.stats().slots_used == served.kept_states  # reserved ones are free again
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"^[^\n]*engine\.reset\(\)[^\n]*$"):
@@ -464,7 +464,7 @@ def test_a_forward_that_raises(model, phase, mode, monkeypatch):
 
     served.engine.reset()
     served.check_drained()
-    assert served.cache.cached_blocks == served.kept_states == 0
+    assert served.cache.blocks.cached_count == served.kept_states == 0
     first = served.send(prefix + tokens(1, 20, seed=3), count=9)
     again = served.send(prefix + tokens(1, 20, seed=3), count=9)
     assert [first.num_cached_tokens, again.num_cached_tokens] == [0, 3 * BLOCK]

@@ -102,7 +102,7 @@ def test_abort_during_prefill(model, mode):
     victim = served.add(tokens(2, 20, seed=2), 8)
     if mode == "async":
         served.step()
-        assert served.cache.is_live(victim) and not served.engine.get_request(victim).generated_tokens
+        assert served.cache.inspect.is_live(victim) and not served.engine.get_request(victim).generated_tokens
     assert served.engine.abort_request(victim)
     assert served.step() == [victim]
     check_aborted(served, victim, range(0, 1))
@@ -131,7 +131,7 @@ def test_abort_between_two_chunks(model, mode, max_requests):
     assert served.engine.abort_request(victim)
     assert served.step() == [victim]
     check_aborted(served, victim, range(0, 1))
-    assert served.context.chunked_prefill_request_id == -1 and not served.cache.is_live(victim)
+    assert served.context.chunked_prefill_request_id == -1 and not served.cache.inspect.is_live(victim)
     served.run()
     again = served.send(tokens(5, 20, seed=2))
     served.check(other, behind, again.request_id)
@@ -258,7 +258,7 @@ def test_preempted_requests_that_must_not_be_cached(model, mode):
     crowd(served, cache_write=False)
     served.run()
     assert preempted(served)
-    assert served.cache.cached_blocks == served.kept_states == served.cache.stats().reused_tokens == 0
+    assert served.cache.blocks.cached_count == served.kept_states == served.cache.stats().reused_tokens == 0
     served.check()
     served.check_drained()
 

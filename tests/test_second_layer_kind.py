@@ -71,7 +71,7 @@ class TinyEngine:
 
     def forward(self, request_id: int, token: int, position: int, states: list[list[torch.Tensor]]) -> torch.Tensor:
         """One token; its KV goes to the request's last block so far."""
-        table = list(self.cache.block_ids(request_id))
+        table = list(self.cache.inspect.block_ids(request_id))
         context = self.kv[table].flatten(0, 1)[: position + 1]
         context[-1] = float("nan")
         logits = self.model.step(token, context, states)
@@ -165,7 +165,7 @@ class Oracle:
 
     def check_slots(self, engine: TinyEngine) -> None:
         """Every published state is bit-equal to the one of its tokens."""
-        for slot in engine.cache._slots.slots_in(SlotState.PUBLISHED):
+        for slot in engine.cache._store.slots.slots_in(SlotState.PUBLISHED):
             for layer, right in zip(engine.state(slot), self.state(engine.content[slot]), strict=True):
                 for tensor, expected in zip(layer, right, strict=True):
                     assert torch.equal(tensor, expected)
@@ -206,7 +206,7 @@ def serve(engine: TinyEngine, oracle: Oracle, seed: int, count: int = 32, *, che
         engine.rows.check()
         if check_slots:
             oracle.check_slots(engine)
-    assert engine.cache.live_requests() == [] and engine.rows.used_slots == 0
+    assert engine.cache.inspect.live_requests() == [] and engine.rows.used_slots == 0
     return [done[request_id] for request_id in sorted(done)]
 
 

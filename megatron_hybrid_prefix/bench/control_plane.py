@@ -94,7 +94,7 @@ def bytes_per_block(blocks: int) -> float:
         used = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    assert cache.available_blocks == blocks + PROMPT_BLOCKS
+    assert cache.blocks.available_count == blocks + PROMPT_BLOCKS
     return used / blocks
 
 
@@ -127,16 +127,16 @@ def long_prompt_seconds(cache: HybridPrefixCache, tokens: int = 100_000, repeats
 def eviction_seconds(cache: HybridPrefixCache, blocks: int) -> float:
     """Time to evict a block of a full cache, states included, taking it and giving it back included."""
     gone_before = cache.stats().kv_evictions
-    block_ids = cache.allocate_blocks(cache.free_kv_blocks)
+    block_ids = cache.blocks.allocate(cache.blocks.free_count)
     assert block_ids is not None
     start = perf_counter()
     for _ in range(blocks // 8):
-        taken = cache.allocate_blocks(8)
+        taken = cache.blocks.allocate(8)
         assert taken is not None
         block_ids += taken
     spent = perf_counter() - start
     evicted = cache.stats().kv_evictions - gone_before
-    cache.free_blocks(block_ids)
+    cache.blocks.free(block_ids)
     return spent / evicted
 
 

@@ -51,21 +51,18 @@ class Diary:
         self.cache = cache
         self.events: list[tuple[str, str]] = []
         self._matched = False  # said already: a load changes the match
-        for name in (
-            "prepare_load",
-            "admit",
-            "plan",
-            "publish",
-            "reached",
-            "take_transfers",
-            "grow",
-            "allocate_blocks",
-        ):
-            setattr(cache, name, self._noting(getattr(cache, name), getattr(self, f"_{name}", None)))
+        watched = {
+            cache: ("admit", "plan", "publish", "checkpoint_decoded", "grow"),
+            cache.loads: ("begin_load_back", "take_transfers"),
+            cache.blocks: ("allocate",),
+        }
+        for owner, names in watched.items():
+            for name in names:
+                setattr(owner, name, self._noting(getattr(owner, name), getattr(self, f"_{name}", None)))
 
     def _noting(self, call: Callable[..., Any], note: Callable[..., None] | None) -> Callable[..., Any]:
         def noting(*args: Any, **kwargs: Any) -> Any:
-            if call.__name__ in ("prepare_load", "admit"):
+            if call.__name__ in ("begin_load_back", "admit"):
                 self._match(args[1])
             stats, held = self.cache.stats(), self._held()
             result = call(*args, **kwargs)
@@ -80,7 +77,7 @@ class Diary:
 
     def _held(self) -> set[tuple[str, int, bytes]]:
         """What is on the device: kind, end in tokens, key."""
-        nodes = list(self.cache.nodes())
+        nodes = list(self.cache.inspect.nodes())
         kv = {("KV", node.depth_blocks * BLOCK_TOKENS, node.key) for node in nodes if node.block_id >= 0}
         return kv | {("state", node.depth_blocks * BLOCK_TOKENS, node.key) for node in nodes if node.slot >= 0}
 
@@ -98,7 +95,7 @@ class Diary:
             text += f", with the host at {len(match.loadable_path) * BLOCK_TOKENS}"
         self.say("match", text)
 
-    def _prepare_load(self, loaded: Any, request_id: int, match: Any) -> None:
+    def _begin_load_back(self, loaded: Any, request_id: int, match: Any) -> None:
         if loaded is not None:
             device = sum(node.block_id in loaded.loaded_blocks for node in match.loadable_path)
             rest = len(loaded.loaded_blocks) - device
@@ -134,7 +131,7 @@ class Diary:
             f"{_count(full, 'more full block')} and {_count(len(plan.checkpoints), 'state')} can be matched now",
         )
 
-    def _reached(self, slot: int | None, request_id: int, position_tokens: int) -> None:
+    def _checkpoint_decoded(self, slot: int | None, request_id: int, position_tokens: int) -> None:
         outcome = "is kept already, or cannot be" if slot is None else f"is copied to slot {slot}"
         self.say("decode", f"the answer fills the block up to {position_tokens}: its state {outcome}")
 
@@ -160,7 +157,7 @@ def _count(number: int, what: str) -> str:
 
 def places(cache: Any, prompt: Sequence[int]) -> list[dict[str, Any]]:
     """Where each block of the prompt is, and the state at its end: device, host, both or neither."""
-    by_key = {node.key: node for node in cache.nodes()}
+    by_key = {node.key: node for node in cache.inspect.nodes()}
     found = []
     for at, key in enumerate(cache.chain(prompt).keys, 1):
         node = by_key.get(key)

@@ -7,7 +7,7 @@ Nothing here imports torch or megatron.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
@@ -15,10 +15,9 @@ from typing import Any, Protocol
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.console.terminal import no_garbage_collection
 from megatron_hybrid_prefix.index.keys import KeyChain
-from megatron_hybrid_prefix.index.matcher import Match
 from megatron_hybrid_prefix.lab.traces import Trace, TraceRequest
 from megatron_hybrid_prefix.lab.upstream_rule import UpstreamRule
-from megatron_hybrid_prefix.policy.boundaries import Boundary
+from megatron_hybrid_prefix.policy.boundaries import Boundary, prompt_boundaries
 
 ADMISSIONS = ("adaptive", "asked", "tail")
 _SAMPLES = 200  # points of a time series
@@ -113,8 +112,8 @@ class CacheServer:
     """`HybridPrefixCache`, as the engine drives it."""
 
     def __init__(self, policy: Policy, block_tokens: int, kv_blocks: int, state_slots: int) -> None:
-        kind = _TailOnly if policy.admission == "tail" else HybridPrefixCache
-        self._cache = kind(
+        self._cache = HybridPrefixCache(
+            boundary_rule=_tail_only if policy.admission == "tail" else prompt_boundaries,
             block_tokens=block_tokens,
             kv_blocks=kv_blocks,
             state_slots=state_slots,
@@ -130,9 +129,9 @@ class CacheServer:
         self._next_id += 1
         match = cache.match(KeyChain(request.keys, request.prompt_tokens))
         if match.loadable_path:
-            match = cache.prepare_load(self._next_id, match) or match
+            match = cache.loads.begin_load_back(self._next_id, match) or match
         admission = cache.admit(self._next_id, match)
-        cache.take_transfers()  # there is nothing to move
+        cache.loads.take_transfers()  # there is nothing to move
         if admission is None:
             cache.release(self._next_id)
             return None
@@ -146,20 +145,18 @@ class CacheServer:
 
     def cached_blocks(self) -> int:
         """See Server."""
-        return self._cache.cached_blocks
+        return self._cache.blocks.cached_count
 
     def counters(self) -> Mapping[str, Any]:
         """See Server."""
         return self._cache.stats().as_dict()
 
 
-class _TailOnly(HybridPrefixCache):
-    """Keeps the state after the last full block of a prompt and no other, as vLLM does for aligned states."""
-
-    def _boundaries(self, match: Match, breakpoints: Sequence[int]) -> tuple[Boundary, ...]:
-        tail = match.chain.tokens // self.block_tokens * self.block_tokens
-        every = super()._boundaries(match, breakpoints)
-        return tuple(boundary for boundary in every if boundary.position_tokens == tail)
+def _tail_only(*, prompt_tokens: int, block_tokens: int, **rest: Any) -> tuple[Boundary, ...]:
+    """The state after the last full block of a prompt and no other, as vLLM keeps aligned states."""
+    tail = prompt_tokens // block_tokens * block_tokens
+    every = prompt_boundaries(prompt_tokens=prompt_tokens, block_tokens=block_tokens, **rest)
+    return tuple(boundary for boundary in every if boundary.position_tokens == tail)
 
 
 def replay(

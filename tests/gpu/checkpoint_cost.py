@@ -33,7 +33,7 @@ def keep_four(cache):
         positions = sorted({blocks * (i + 1) // CHECKPOINTS * cache.block_tokens for i in range(CHECKPOINTS)})
         return tuple(Boundary(position, Reason.JUNCTION) for position in positions) if wanted["on"] else ()
 
-    cache._boundaries = boundaries
+    cache._planner.boundaries = boundaries
     return wanted
 
 

@@ -40,7 +40,7 @@ def main(mode):
         nonlocal equal, unequal
         torch.cuda.synchronize()
         for index, key in enumerate(key_of):
-            slot = cache.cached_slot(key)
+            slot = cache.inspect.cached_slot(key)
             if slot is not None:
                 now = {name: tensor[:, slot].clone() for name, tensor in pool.tensors.items()}
                 before = states.setdefault(index, now)

@@ -109,8 +109,8 @@ class Session:
             "block_tables": context.request_to_kv_block_ids[rows].tolist(),
             "live_slots": context.mamba_metadata.request_to_mamba_state_idx[rows].tolist(),
             "waiting": list(self.engine.waiting_request_ids),
-            "available_blocks": cache.available_blocks,
-            "cached_keys": len(list(cache.cached_keys())),
+            "available_blocks": cache.blocks.available_count,
+            "cached_keys": len(list(cache.blocks.cached_keys())),
             "cached": sorted([node.block_id, node.slot, node.depth_blocks] for node in nodes),
             "on_host": sorted([node.host_block, node.host_slot, node.depth_blocks] for node in nodes),
         }
@@ -181,10 +181,10 @@ def host(session):
     session.send(*prompts, new_tokens=6)
     context = session.engine.context
     if session.cached and dist.get_rank() == dist.get_world_size() - 1:
-        tier, arena = context.prefix_cache.host_tier, context.host_moves.arena
+        tier, arena = context.prefix_cache.inspect.host_tier, context.host_moves.arena
         arena.finish()  # on a GPU, what is changed could still be on its way
         keys = context.prefix_cache.chain(prompts[0]).keys
-        entry = next(node.host_block for node in context.prefix_cache.nodes() if node.key == keys[-1])
+        entry = next(node.host_block for node in context.prefix_cache.inspect.nodes() if node.key == keys[-1])
         arena.memory[tier.pages_of_entry(entry)[0] * arena.page_bytes + 5] ^= 1
     session.send(*prompts[:2], new_tokens=40)
 

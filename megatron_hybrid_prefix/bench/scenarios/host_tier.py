@@ -131,8 +131,8 @@ def _speeds(context: Any) -> dict[str, float]:
 
     from megatron_hybrid_prefix.tiers.units import Kind, TransferUnit
 
-    tier, arena = context.prefix_cache.host_tier, context.host_moves.arena
-    nodes = [node for node in context.prefix_cache.nodes() if node.block_id >= 0 and node.host_block >= 0]
+    tier, arena = context.prefix_cache.inspect.host_tier, context.host_moves.arena
+    nodes = [node for node in context.prefix_cache.inspect.nodes() if node.block_id >= 0 and node.host_block >= 0]
     units = {
         to_host: [
             TransferUnit(

@@ -23,19 +23,19 @@ class _CachedKeys(Mapping[str, int]):
         self._cache = cache
 
     def __getitem__(self, key: str) -> int:
-        block_id = self._cache.cached_block(bytes.fromhex(key))
+        block_id = self._cache.blocks.cached_block(bytes.fromhex(key))
         if block_id is None:
             raise KeyError(key)
         return block_id
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and self._cache.cached_block(bytes.fromhex(key)) is not None
+        return isinstance(key, str) and self._cache.blocks.cached_block(bytes.fromhex(key)) is not None
 
     def __iter__(self) -> Iterator[str]:
-        return (key.hex() for key in self._cache.cached_keys())
+        return (key.hex() for key in self._cache.blocks.cached_keys())
 
     def __len__(self) -> int:
-        return self._cache.cached_blocks
+        return self._cache.blocks.cached_count
 
 
 class HybridPrefixBlockAllocator(KVBlockAllocator):
@@ -68,13 +68,12 @@ class HybridPrefixBlockAllocator(KVBlockAllocator):
         self.dummy_block_idx = total_count - 1
         self.block_routing = {}
         self._cached_keys = _CachedKeys(cache)
-        self.unattached: list[int] = []  # given out since they were last attached to requests
         self._handed_over: list[int] | None = None
 
     @property
     def total_avail(self) -> int:
         """Blocks that can be had now, evictable ones included (megatron's own count leaves those out)."""
-        return self.cache.available_blocks
+        return self.cache.blocks.available_count
 
     @property
     def kv_hash_to_block_id(self) -> Mapping[str, int]:
@@ -85,7 +84,7 @@ class HybridPrefixBlockAllocator(KVBlockAllocator):
     def block_ref_counts(self) -> torch.Tensor:
         """(total_count,) int32: live requests that hold each block. A copy: writing to it, as megatron does, is lost."""
         counts = torch.zeros(self.total_count, dtype=torch.int32)  # the dummy block is nobody's
-        counts[:-1] = torch.frombuffer(bytearray(self.cache.holder_counts()), dtype=torch.int32)
+        counts[:-1] = torch.frombuffer(bytearray(self.cache.blocks.ref_counts()), dtype=torch.int32)
         return counts
 
     def hand_over(self, block_ids: list[int]) -> None:
@@ -100,7 +99,7 @@ class HybridPrefixBlockAllocator(KVBlockAllocator):
 
     def is_memory_available(self, num_blocks: int, potential_matched_count: int = 0) -> bool:
         """See upstream."""
-        return num_blocks <= self.cache.available_blocks - potential_matched_count
+        return num_blocks <= self.cache.blocks.available_count - potential_matched_count
 
     def allocate_memory_blocks(self, num_blocks: int) -> torch.Tensor | None:
         """See upstream; None when there are not enough blocks, evictable ones included."""
@@ -109,30 +108,25 @@ class HybridPrefixBlockAllocator(KVBlockAllocator):
             self._handed_over = None
             assert len(block_ids) == num_blocks, (len(block_ids), num_blocks)
         else:
-            block_ids = self.cache.allocate_blocks(num_blocks)
+            block_ids = self.cache.blocks.allocate(num_blocks)
             if block_ids is None:
                 return None
-            self.unattached += block_ids
             self._forget_routing(block_ids)
         return torch.tensor(block_ids, dtype=torch.int32)
 
     def release_memory_blocks(self, blocks: torch.Tensor) -> None:
         """Free blocks that no prefix of a request needs: not attached, or cut off by a rewind."""
-        block_ids = blocks.tolist()
-        self.cache.free_blocks(block_ids)
-        if self.unattached:
-            self.unattached = [block_id for block_id in self.unattached if block_id not in block_ids]
+        self.cache.blocks.free(blocks.tolist())
 
     def reset(self) -> None:
         """Forget everything: blocks and states alike."""
         self.cache.reset()
         self.block_routing.clear()
-        self.unattached.clear()
         self._handed_over = None
 
     def get_evictable_block_count(self) -> int:
         """Cached blocks that nobody holds."""
-        return self.cache.available_blocks - self.cache.free_kv_blocks
+        return self.cache.blocks.available_count - self.cache.blocks.free_count
 
     def update_timestamps(self, block_ids: torch.Tensor) -> None:
         """Nothing: the cache has clocks of its own."""
@@ -142,7 +136,7 @@ class HybridPrefixBlockAllocator(KVBlockAllocator):
 
     def evict_lru_blocks(self, num_blocks_needed: int) -> bool:
         """Whether that many blocks can be had; the cache evicts when they are asked for."""
-        return num_blocks_needed <= self.cache.available_blocks
+        return num_blocks_needed <= self.cache.blocks.available_count
 
     def _forget_routing(self, block_ids: list[int]) -> None:
         for block_id in block_ids:

@@ -129,7 +129,7 @@ class HybridPrefixContext(DynamicInferenceContext):
         self.kv_block_allocator = HybridPrefixBlockAllocator(
             self, blocks.total_count, blocks.paused_count, cache=self.prefix_cache
         )
-        self.prefix_cache.keep_payloads(self.kv_block_allocator.block_routing.get)
+        self.prefix_cache.loads.set_block_routing(self.kv_block_allocator.block_routing.get)
         self._short_prompts = 0
         if torch.distributed.get_rank() == 0:
             logger.info("%s\n%s", self.memory_report(), self.policy_report())
@@ -302,7 +302,7 @@ class HybridPrefixContext(DynamicInferenceContext):
         length = req.remaining_prompt_length
         if req.finished_chunk_token_count:
             _, new_blocks, *_ = self._compute_prefix_match(req, length)
-            return rows, self.active_token_count + length <= self.max_tokens, new_blocks <= cache.available_blocks
+            return rows, self.active_token_count + length <= self.max_tokens, new_blocks <= cache.blocks.available_count
         match = self.keys_of(req).match(cache, length)
         tokens = self.active_token_count + length - match.resume_tokens <= self.max_tokens
         return rows, tokens, cache.can_admit(match, length_tokens=length)
@@ -322,10 +322,10 @@ class HybridPrefixContext(DynamicInferenceContext):
         cache, keys = self.prefix_cache, self.keys_of(req)
         match = keys.match(cache, req.remaining_prompt_length)
         if match.load_id is None:
-            if others_run and cache.loads_elsewhere(match):
+            if others_run and cache.loads.loads_elsewhere(match):
                 return True
-            prepare = cache.prepare_resume if keys.resumes else cache.prepare_load
-            match = prepare(req.request_id, match, write=keys.write, leave_blocks=self.total_request_count)
+            prepare = cache.loads.begin_resume if keys.resumes else cache.loads.begin_load_back
+            match = prepare(req.request_id, match, write=keys.write, reserved_blocks=self.total_request_count)
             if match is None:
                 return False
             keys.last = match
@@ -340,18 +340,18 @@ class HybridPrefixContext(DynamicInferenceContext):
     @property
     def loads_wait(self) -> bool:
         """Whether waiting requests hold what they loaded."""
-        return self.host_moves is not None and self.prefix_cache.has_waiting_loads
+        return self.host_moves is not None and self.prefix_cache.loads.has_waiting
 
     def give_up_loads(self) -> bool:
         """Takes blocks and slots from waiting requests that loaded into them; whether there were any."""
-        return self.host_moves is not None and self.prefix_cache.give_up_loads()
+        return self.host_moves is not None and self.prefix_cache.loads.give_up()
 
     def forget_request(self, request_id: int) -> None:
         """A request that is not in the context ended: what waited for it on the device and on the host goes."""
         if self.host_moves is not None:
-            if self.prefix_cache.is_loading(request_id):
+            if self.prefix_cache.loads.is_loading(request_id):
                 self.prefix_cache.release(request_id)
-            self.prefix_cache.drop_retracted(request_id)
+            self.prefix_cache.loads.drop_swapped_out(request_id)
 
     def failed_loads(self) -> set[int]:
         """Requests of the last forward that started from something else than had been stored; the same on all ranks.
@@ -496,7 +496,7 @@ class HybridPrefixContext(DynamicInferenceContext):
             f"forward of requests {self.request_ids[rows].tolist()} ({self.paused_request_count} paused) in live slots "
             f"{self.mamba_metadata.request_to_mamba_state_idx[rows].tolist()} with KV blocks "
             f"{[[block for block in row if block != -1] for row in self.request_to_kv_block_ids[rows].tolist()]}; "
-            f"{self.prefix_cache.available_blocks} KV blocks available, {stats.slots_used} slots used"
+            f"{self.prefix_cache.blocks.available_count} KV blocks available, {stats.slots_used} slots used"
         )
         self._decisions.compare()
 
@@ -628,10 +628,10 @@ class HybridPrefixContext(DynamicInferenceContext):
             return
         copies: dict[int, int] = {}  # by target: with few slots, one request's may go to the next at once
         for block in blocks:
-            known = cache.sequence_tokens(block.request_id)
+            known = cache.inspect.sequence_tokens(block.request_id)
             tokens = progress.tokens(block.live_slot, known, block.end_tokens)
             cache.append(block.request_id, tokens, computed_tokens=block.end_tokens)
-            slot = cache.reached(block.request_id, block.end_tokens)
+            slot = cache.checkpoint_decoded(block.request_id, block.end_tokens)
             if slot is not None:
                 copies[slot] = block.live_slot * (self.num_speculative_tokens + 1) + block.forward_token
             if self._decisions is not None:
@@ -649,15 +649,15 @@ class HybridPrefixContext(DynamicInferenceContext):
             self.state_pool.copy(sources, targets)
 
     def _attach_blocks(self) -> None:
-        if not self.kv_block_allocator.unattached:
+        unattached = self.prefix_cache.blocks.unattached
+        if not unattached:
             return
         # A row's newest block is its last one; paused rows that were resumed are among the active ones by now.
         rows = slice(0, self.total_request_count)
         columns = (self.request_last_kv_block_id[rows].tolist(), self.request_ids[rows].tolist())
         request_of = dict(zip(*columns, strict=True))
-        for block_id in self.kv_block_allocator.unattached:
-            self.prefix_cache.attach_blocks(request_of[block_id], [block_id])
-        self.kv_block_allocator.unattached.clear()
+        for block_id in unattached:
+            self.prefix_cache.blocks.attach(request_of[block_id], [block_id])
 
     # -- release -------------------------------------------------------------------------------------------------------
 
@@ -674,7 +674,7 @@ class HybridPrefixContext(DynamicInferenceContext):
     def _retract(self, request_indexes: torch.Tensor) -> None:
         slots = self.mamba_metadata.request_to_mamba_state_idx[request_indexes].tolist()
         for request_id, slot in zip(self.request_ids[request_indexes].tolist(), slots, strict=True):
-            self.prefix_cache.retract(request_id, self._decode_progress.processed(slot), slot)
+            self.prefix_cache.loads.swap_out(request_id, self._decode_progress.processed(slot), slot)
         self.host_moves.launch()
 
     def release_memory_blocks_from_request_indexes(self, request_indexes: torch.Tensor) -> None:
@@ -752,7 +752,6 @@ class HybridPrefixContext(DynamicInferenceContext):
             # Plans end here either way; without their requests nothing of them may be published.
             self._abandon_plans("reset")
             cache.release_all()
-            self.kv_block_allocator.unattached.clear()
             self._pending_mamba_zeros.clear()
             self._forward_running = self._forward_failed = False
         super().reset_metadata(preserve_prefix_cache, *args, **kwargs)
@@ -787,10 +786,12 @@ class HybridPrefixContext(DynamicInferenceContext):
             raise CacheCorruptionError(f"live slots {slots} and free ones {free} are not all of {self.max_requests}")
         for row, request_id in enumerate(self.request_ids[:rows].tolist()):
             table = [block_id for block_id in self.request_to_kv_block_ids[row].tolist() if block_id != -1]
-            if not self.prefix_cache.is_live(request_id) or table != list(self.prefix_cache.block_ids(request_id)):
+            if not self.prefix_cache.inspect.is_live(request_id) or table != list(
+                self.prefix_cache.inspect.block_ids(request_id)
+            ):
                 raise CacheCorruptionError(f"request {request_id}: its block table and the cache's differ")
-        if len(self.prefix_cache.live_requests()) != rows:
-            raise CacheCorruptionError(f"{len(self.prefix_cache.live_requests())} live requests in {rows} rows")
+        if len(self.prefix_cache.inspect.live_requests()) != rows:
+            raise CacheCorruptionError(f"{len(self.prefix_cache.inspect.live_requests())} live requests in {rows} rows")
 
 
 def _size(count_bytes: int) -> str:

@@ -31,16 +31,16 @@ def verify_plan(context: Any, plan: StepPlan) -> None:
     for checkpoint in plan.checkpoints:
         if checkpoint.reason != Reason.VERIFY:
             continue
-        keys = cache.request_keys(plan.request_id)[: checkpoint.position_tokens // cache.block_tokens]
-        kept_slot = cache.cached_slot(keys[-1])
+        keys = cache.inspect.request_keys(plan.request_id)[: checkpoint.position_tokens // cache.block_tokens]
+        kept_slot = cache.inspect.cached_slot(keys[-1])
         if kept_slot is None:
             continue  # evicted meanwhile
         differences = {
             name: _difference(tensor[:, checkpoint.slot], tensor[:, kept_slot])
             for name, tensor in context.state_pool.tensors.items()
         }
-        own = cache.block_ids(plan.request_id)
-        pairs = [(block_id, cache.cached_block(key)) for block_id, key in zip(own, keys, strict=False)]
+        own = cache.inspect.block_ids(plan.request_id)
+        pairs = [(block_id, cache.blocks.cached_block(key)) for block_id, key in zip(own, keys, strict=False)]
         pairs = [(block_id, kept) for block_id, kept in pairs if kept is not None and kept != block_id]
         if pairs:
             fresh, kept = (torch.tensor(ids, device=context.memory_buffer.device) for ids in zip(*pairs, strict=True))

@@ -45,12 +45,14 @@ class Coalescing:
         """
         cache, block_tokens = self._cache, self._cache.block_tokens
         owner_of: dict[bytes, Any] = {}  # by key of a block that is, or will be, computed
-        for request_id in cache.prefilling():
-            self._add(owner_of, cache.request_keys(request_id), cache.planned_tokens(request_id), request_id)
+        for request_id in cache.inspect.prefilling():
+            self._add(
+                owner_of, cache.inspect.request_keys(request_id), cache.inspect.planned_tokens(request_id), request_id
+            )
         held: list[int] = []
         idle: dict[int, tuple[int, int, int]] = {}
         for request in islice(waiting, most):
-            if cache.is_live(request.request_id):
+            if cache.inspect.is_live(request.request_id):
                 continue  # between two chunks: an owner already
             keys = self._keys_of(request)
             length = request.remaining_prompt_length
@@ -82,9 +84,9 @@ class Coalescing:
         if not isinstance(owner, int):
             owner.wanted.add(position_tokens)  # not admitted yet: it comes first in the queue
             return True
-        if not self._cache.want(owner, position_tokens):
+        if not self._cache.request_checkpoint(owner, position_tokens):
             return False
-        progress = self._cache.planned_tokens(owner)
+        progress = self._cache.inspect.planned_tokens(owner)
         last_owner, last_progress, rounds = self._idle.get(request_id, (owner, -1, 0))
         rounds = rounds + 1 if (last_owner, last_progress) == (owner, progress) else 0
         idle[request_id] = (owner, progress, rounds)

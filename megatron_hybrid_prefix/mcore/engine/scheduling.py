@@ -59,7 +59,7 @@ class PrefixScheduling:
         """Requests were preempted: each resumes from what it left on the host, if anything."""
         for request_id in request_ids:
             keys = self._context.keys_of(self._engine.get_request(request_id))
-            keys.resumes = self._cache.has_retracted(request_id)
+            keys.resumes = self._cache.loads.is_swapped_out(request_id)
 
     def _wait_for_loads(self) -> set[int]:
         """Begins loads from the host; takes requests out of the queue that shall wait for theirs in this round."""

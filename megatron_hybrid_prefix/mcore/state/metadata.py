@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.inference.contexts.attention_context.mamba_metadata import MambaMetadata
 
+from megatron_hybrid_prefix.pool.slots import NO_SLOT
+
 if TYPE_CHECKING:
     from megatron.core.inference.batch_dimensions_utils import InferenceBatchDimensions
 
     from megatron_hybrid_prefix.index.requests import StepPlan
-
-NO_SLOT = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

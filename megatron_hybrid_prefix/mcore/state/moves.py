@@ -1,6 +1,6 @@
 """`HostMoves`: when the context's KV and states move to the host and back, and what to do when a move fails.
 
-The cache queues moves (`cache.take_transfers`), the arena carries them out on a stream of its own. Here is what lies
+The cache queues moves (`cache.loads.take_transfers`), the arena carries them out on a stream of its own. Here is what lies
 between: moves are launched before anything that might overwrite what they read; a forward waits for the loads that it
 uses; after it, all ranks agree on whether what was loaded was right.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.mcore.ranks.agreement import max_over_model_ranks, min_over_model_ranks
 from megatron_hybrid_prefix.tiers.arena import HostArena, choose_page_bytes
 from megatron_hybrid_prefix.tiers.units import Kind
@@ -52,7 +53,7 @@ class HostMoves:
         # Pipeline stages differ in their layers: all count with the largest, and so decide alike.
         entry_bytes = {kind: max_over_model_ranks(size, self._groups) for kind, size in own_bytes.items()}
         page_bytes = choose_page_bytes(entry_bytes.values())
-        pages_of = {kind: max(1, -(-size // page_bytes)) for kind, size in entry_bytes.items()}
+        pages_of = {kind: max(1, ceil_div(size, page_bytes)) for kind, size in entry_bytes.items()}
         pages = min_over_model_ranks(int(prefix.host_gb * 2**30) // page_bytes, self._groups) or 0
         self.arena: HostArena | None = None
         try:
@@ -108,11 +109,11 @@ class HostMoves:
         """
         if self.arena is None:
             return
-        units = self._cache.take_transfers()
+        units = self._cache.loads.take_transfers()
         if units:
             self.arena.carry_out(units)
             self.arena.wait_for_stores()
-        for load_id in [load_id for load_id in self._launched if not self._cache.has_load(load_id)]:
+        for load_id in [load_id for load_id in self._launched if not self._cache.loads.has_load(load_id)]:
             self._wait_for(load_id)
             self.arena.forget(load_id)
 
@@ -127,8 +128,8 @@ class HostMoves:
     def start_load(self, request_id: int, match: Any) -> None:
         """A load was prepared for the request."""
         self.launch()
-        load_bytes = self._cache.load_pages(request_id) * self._page_bytes
-        self._launched[match.load_id] = -(-load_bytes // BYTES_A_ROUND)
+        load_bytes = self._cache.loads.pages(request_id) * self._page_bytes
+        self._launched[match.load_id] = ceil_div(load_bytes, BYTES_A_ROUND)
 
     def waits(self, load_id: int) -> bool:
         """Whether the request of a load waits one more round for it; counts the round."""
