@@ -61,6 +61,7 @@ RECEIVERS = {
 _OF_EVERY_CLASS = {
     *("__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__firstlineno__"),
     *("__static_attributes__", "__abstractmethods__", "_abc_impl", "__slots__"),
+    *("__dataclass_fields__", "__dataclass_params__", "__eq__", "__hash__", "__match_args__", "__repr__"),
 }
 
 

@@ -21,7 +21,7 @@ def mutated_resume(engine: Any, mutant: str | None) -> Iterator[None]:
     others = {name: tensor[:, deepest.slot].clone() for name, tensor in context.state_pool.tensors.items()}
 
     def damaging(**kwargs: Any) -> Any:
-        for plan in context._step_plans.values():
+        for plan in context.step_plans():
             if plan.source_slot is None:
                 continue
             assert plan.start_tokens != deepest.depth_blocks * context.block_size_tokens

@@ -120,7 +120,8 @@ def test_ranks_and_types():
 
 @pytest.mark.parametrize(("preset", "drafts"), [("tiny", 0), ("tiny-mtp", 0), ("tiny-mtp", 3)])
 def test_bytes_are_those_that_megatron_allocates(request, preset, drafts):
-    from megatron_hybrid_prefix.mcore.entrypoints.build import build_engine, mamba_state_config, state_bytes
+    from megatron_hybrid_prefix.mcore.entrypoints.build import build_engine
+    from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, state_bytes
 
     model = request.getfixturevalue(preset.replace("-", "_"))
     sizes = sizes_of(preset)

@@ -16,7 +16,7 @@ TOKENS = 512
 def test_the_scan_has_the_same_bits_from_every_boundary(platform, block_tokens, chunk_tokens):
     from megatron.core.ssm import mamba_mixer as upstream
 
-    from megatron_hybrid_prefix.mcore.state.metadata import ChunkGrid
+    from megatron_hybrid_prefix.layers.grid import ChunkGrid
 
     heads, headdim, groups, d_state = 4, 32, 2, 16
     generator = torch.Generator().manual_seed(0)

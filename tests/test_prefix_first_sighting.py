@@ -174,7 +174,7 @@ def test_what_is_no_sequence_of_ints_is_refused_and_nothing_stays_behind(model, 
     assert "\n" not in str(error.value) and len(str(error.value)) < 130
     engine = served.engine
     assert list(engine.requests) == [running] and not engine.waiting_request_ids
-    assert len(served.context._request_keys._entries) <= 1
+    assert served.context.known_requests <= 1
     served._next_id = 1
     assert served.add(tokens(2, 20, seed=2), cache_breakpoints=None) == 2  # the id can be had
     served.run()

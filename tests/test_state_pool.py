@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_hybrid_prefix.pool.device import StatePool
-from megatron_hybrid_prefix.pool.layout import StateComponent, StateLayout
+from megatron_hybrid_prefix.pool.layout import SlotLayout, StateComponent, StateLayout
 
 CONV = StateComponent(name="conv", shape=(5, 4), dtype="bfloat16")
 SSM = StateComponent(name="ssm", shape=(2, 3, 4), dtype="float32")
@@ -15,6 +15,10 @@ BYTES = 5 * 4 * 2 + 2 * 3 * 4 * 4
 
 def layout(layers=3, components=(CONV, SSM)):
     return StateLayout(kind="some", layers=layers, components=components)
+
+
+def slots_of(*kinds):
+    return SlotLayout(kinds)
 
 
 def numbered(pool):
@@ -52,15 +56,38 @@ def test_an_impossible_layout_is_refused(layers, components):
 def test_slots_within_a_budget():
     assert layout().slot_bytes == 3 * BYTES
     for slots in (0, 1, 2, 100):
-        assert layout().slots_within(slots * 3 * BYTES) == slots
-        assert layout().slots_within(slots * 3 * BYTES - 1) == slots - 1 if slots else True
-        assert layout().slots_within((slots + 1) * 3 * BYTES - 1) == slots
+        assert slots_of(layout()).slots_within(slots * 3 * BYTES) == slots
+        assert slots_of(layout()).slots_within(slots * 3 * BYTES - 1) == slots - 1 if slots else True
+        assert slots_of(layout()).slots_within((slots + 1) * 3 * BYTES - 1) == slots
 
 
 def test_a_rank_without_such_layers_has_no_say():
     assert layout(layers=0).slot_bytes == 0
-    assert layout(layers=0).slots_within(0) is None
-    assert layout(layers=0).slots_within(2**40) is None
+    assert slots_of(layout(layers=0)).slots_within(0) is None
+    assert slots_of(layout(layers=0)).slots_within(2**40) is None
+
+
+def test_a_slot_holds_the_states_of_several_kinds():
+    other = StateLayout(kind="other", layers=2, components=(StateComponent(name="sum", shape=(7,), dtype="float64"),))
+    both = slots_of(layout(), other)
+    assert both.slot_bytes == 3 * BYTES + 2 * 7 * 8
+    assert both.slots_within(5 * both.slot_bytes) == 5
+    pool = StatePool(both, live_slots=1, checkpoint_slots=2, device="cpu")
+    assert {name: tuple(tensor.shape[:2]) for name, tensor in pool.tensors.items()} == {
+        "conv": (3, 3),
+        "ssm": (3, 3),
+        "sum": (2, 3),
+    }
+    numbers = numbered(pool)
+    pool.copy([0], [2])
+    assert all(torch.equal(pool.tensors[name][:, 2], tensor[:, 0]) for name, tensor in numbers.items())
+
+
+def test_kinds_are_told_apart_by_the_names_of_their_components():
+    with pytest.raises(ValueError, match=r"layer kinds \['some', 'some'\] have components"):
+        slots_of(layout(), layout())
+    with pytest.raises(ValueError, match="layer kinds"):
+        slots_of()
 
 
 def test_the_pool_takes_what_the_layout_says():

@@ -118,7 +118,7 @@ class Contestant:
 
 def greedy(generate: int) -> Any:
     """Sampling parameters: ``generate`` tokens, none ends it earlier."""
-    from megatron.core.inference.sampling_params import SamplingParams
+    from megatron_hybrid_prefix.upstream.names import SamplingParams
 
     return SamplingParams(num_tokens_to_generate=generate, top_k=1, termination_id=-1)
 
@@ -204,21 +204,24 @@ class _GraphRecords:
     """
 
     def __init__(self) -> None:
-        from megatron.core.transformer.cuda_graphs import CudaGraphManager, _CudagraphGlobalRecord
-
-        self._manager, self._record = CudaGraphManager, _CudagraphGlobalRecord
         self._captured: list[Any] = []
 
     def begin(self) -> None:
         """Before a model is made: no graphs are known, and the next manager makes a pool."""
-        self._record.cudagraph_inference_record = []
-        self._manager.global_mempool = None
+        from megatron_hybrid_prefix.upstream.graphs import forget_graph_pool, set_captured_graphs
+
+        set_captured_graphs([])
+        forget_graph_pool()
 
     def end(self) -> None:
         """After its engine is built (the next one may use another stream)."""
-        self._captured += self._record.cudagraph_inference_record
+        from megatron_hybrid_prefix.upstream.graphs import captured_graphs
+
+        self._captured += captured_graphs()
         synchronize()
 
     def put_back(self) -> None:
         """Make all graphs known, so that they can be deleted."""
-        self._record.cudagraph_inference_record = self._captured
+        from megatron_hybrid_prefix.upstream.graphs import set_captured_graphs
+
+        set_captured_graphs(self._captured)

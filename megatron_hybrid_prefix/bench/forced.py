@@ -23,7 +23,9 @@ def forced_answers(engine: Any, answers: Sequence[Sequence[int]]) -> Iterator[No
     controller, context = engine.controller, engine.context
     if controller.num_speculative_tokens:
         raise InputError("forced answers: not with speculative tokens")
-    add, sample = engine.add_request, controller._dynamic_step_sample_logits
+    from megatron_hybrid_prefix.upstream.controller import after_sampling
+
+    add = engine.add_request
     shadowed_add = vars(engine).get("add_request")
     waiting = iter(answers)
     answer_of: dict[int, Sequence[int]] = {}
@@ -32,10 +34,8 @@ def forced_answers(engine: Any, answers: Sequence[Sequence[int]]) -> Iterator[No
         answer_of[request_id] = next(waiting)
         return add(request_id, *args, **kwargs)
 
-    def forcing() -> Any:
-        result = sample()
-        _overwrite(controller._sampled_tokens_cuda, [next_token(number) for number in _active_ids(context)])
-        return result
+    def force(sampled: Any) -> None:
+        _overwrite(sampled, [next_token(number) for number in _active_ids(context)])
 
     def next_token(request_id: int) -> int:
         # The record has what was sampled before, across preemptions; what follows an unfinished chunk is not used.
@@ -44,11 +44,12 @@ def forced_answers(engine: Any, answers: Sequence[Sequence[int]]) -> Iterator[No
         answer = answer_of[request_id]
         return answer[at] if at < len(answer) else 0
 
-    engine.add_request, controller._dynamic_step_sample_logits = adding, forcing
+    engine.add_request = adding
+    undo = after_sampling(controller, force)
     try:
         yield
     finally:
-        del controller._dynamic_step_sample_logits
+        undo()
         if shadowed_add is None:
             del engine.add_request
         else:

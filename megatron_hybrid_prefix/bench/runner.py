@@ -133,7 +133,7 @@ class Bench:
 
 def machine_of(model: Any, args: argparse.Namespace) -> Machine:
     """Sizes of the model's KV blocks and states on this rank."""
-    from megatron_hybrid_prefix.mcore.entrypoints.build import mamba_state_config, state_bytes
+    from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, state_bytes
 
     given = state_dtype_field(model, args.state_dtype).get("mamba_inference_state_config")
     states = given or mamba_state_config(model)

@@ -219,9 +219,8 @@ class Runner:
             release_engine(engine)
 
     def _send(self, engine: Any, requests: list[Request], on_done: Callable[[int], None]) -> list[Any]:
-        from megatron.core.inference.sampling_params import SamplingParams
-
         from megatron_hybrid_prefix.mcore.runner import run_batch
+        from megatron_hybrid_prefix.upstream.names import SamplingParams
 
         results = run_batch(
             engine,

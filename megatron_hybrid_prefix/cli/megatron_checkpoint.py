@@ -218,7 +218,7 @@ def load(model: Any, platform: Any) -> None:
     from megatron.training.checkpointing import load_checkpoint
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from megatron_hybrid_prefix.models.weights import mark_decode_caches_stale
+    from megatron_hybrid_prefix.layers.base import invalidate_layers
 
     with megatron_at_work(platform):
         try:
@@ -227,7 +227,7 @@ def load(model: Any, platform: Any) -> None:
             raise InputError(f"the checkpoint cannot be loaded: {type(error).__name__}: {error}") from error
         except SystemExit:
             raise InputError("--load: there is no checkpoint") from None
-    mark_decode_caches_stale(model)
+    invalidate_layers(model)
 
 
 def read_prompts(args: argparse.Namespace, tokenizer: Any) -> list[Request]:
@@ -261,9 +261,8 @@ def read_prompts(args: argparse.Namespace, tokenizer: Any) -> list[Request]:
 
 def generate(engine: Any, requests: list[Request], batch: bool, should_stop: Callable[[], bool]) -> EngineRun:
     """Send the requests, together or one after another."""
-    from megatron.core.inference.sampling_params import SamplingParams
-
     from megatron_hybrid_prefix.mcore.runner import run_batch
+    from megatron_hybrid_prefix.upstream.names import SamplingParams
 
     started_s, results = time.perf_counter(), []
     for group in [requests] if batch else [[request] for request in requests]:
@@ -302,12 +301,12 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
 
 def run_on(platform: Any, args: argparse.Namespace, interrupt: Interrupt) -> None:
     """Build the model and the engine, generate, report."""
-    from megatron.core.utils import get_attr_wrapped_model
     from megatron.training import get_tokenizer
     from megatron.training.initialize import initialize_megatron
 
     from megatron_hybrid_prefix.mcore import build_engine_from_args
     from megatron_hybrid_prefix.mcore.runner import check_fits, release_engine
+    from megatron_hybrid_prefix.upstream.config import get_attr_wrapped_model
 
     with megatron_at_work(platform):
         # The process groups run already; what follows them would compile helpers for training data.

@@ -148,10 +148,9 @@ def make_engine(model: Any, tokenizer: Any, device_type: str, args: argparse.Nam
     Raises:
         InputError: It cannot be built like that.
     """
-    from megatron.core.inference.sampling_params import SamplingParams
-
     from megatron_hybrid_prefix.mcore import build_engine
     from megatron_hybrid_prefix.mcore.runner import run_batch
+    from megatron_hybrid_prefix.upstream.names import SamplingParams
 
     prefix = HybridPrefixConfig(mamba_gb=args.mamba_gb or DEFAULT_MAMBA_GB[device_type], state_dtype=args.state_dtype)
     fields = engine_fields(args, device_type, 0, args.max_sequence_length)

@@ -175,7 +175,7 @@ def _place(on_device: int, on_host: int) -> str:
 
 def sampling() -> Any:
     """Greedy, with log-probs."""
-    from megatron.core.inference.sampling_params import SamplingParams
+    from megatron_hybrid_prefix.upstream.names import SamplingParams
 
     return SamplingParams(
         num_tokens_to_generate=ANSWER_TOKENS,

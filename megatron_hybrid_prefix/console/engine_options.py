@@ -129,7 +129,7 @@ def engine_fields(
         longest_tokens: Length of the longest prompt.
         max_sequence_length: Longest prompt plus answer; None: the model's.
     """
-    from megatron.core.inference.config import AsyncScheduleMode
+    from megatron_hybrid_prefix.upstream.config import AsyncScheduleMode
 
     room_tokens = 0 if args.chunked_prefill else step_tokens(longest_tokens)
     fields: dict[str, Any] = {
@@ -157,7 +157,7 @@ def state_dtype_field(model: Any, state_dtype: str | None) -> dict[str, Any]:
         return {}
     import torch
 
-    from megatron_hybrid_prefix.mcore.entrypoints.build import mamba_state_config
+    from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config
 
     return {"mamba_inference_state_config": mamba_state_config(model, ssm_dtype=getattr(torch, state_dtype))}
 

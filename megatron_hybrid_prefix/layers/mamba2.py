@@ -1,4 +1,4 @@
-"""Mamba2 prefill that starts from, and writes to, any slot; and how it gets onto a model built with megatron's mixer.
+"""Mamba2: prefill that starts from, and writes to, any slot, on mixers built as megatron's ``MambaMixer``.
 
 Only the prefill of dynamic inference differs from megatron's, and only where the context is this package's: training,
 decode and other contexts run megatron's own methods.
@@ -6,46 +6,25 @@ decode and other contexts run megatron's own methods.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from megatron.core.ssm import mamba_mixer as upstream
-from megatron.core.ssm.ops import causal_conv1d_varlen
 
+from megatron_hybrid_prefix.layers.base import LayerKind, register_layer_kind
 from megatron_hybrid_prefix.layers.mamba2_scan import scan_by_slots
-from megatron_hybrid_prefix.mcore.state.metadata import HybridPrefixMambaMetadata
+from megatron_hybrid_prefix.layers.step import PrefillStep
 from megatron_hybrid_prefix.ops.conv_windows import write_conv_windows
+from megatron_hybrid_prefix.pool.layout import StateComponent
+from megatron_hybrid_prefix.upstream.mixer import MambaMixer, PrefillSeam, convolve, forget_decode_parameters
 
 
-class HybridPrefixPrefill:
+class HybridPrefixPrefill(PrefillSeam):
     """Mixin before a ``MambaMixer``: prefill by slots."""
 
-    def _dynamic_inference_prefill(
-        self,
-        zxBCdt: torch.Tensor,
-        context: Any,
-        conv_state: torch.Tensor,
-        ssm_state: torch.Tensor,
-        mamba_layer_idx: int | None = None,
+    def prefill(
+        self, zxBCdt: torch.Tensor, step: PrefillStep, conv_state: torch.Tensor, ssm_state: torch.Tensor
     ) -> torch.Tensor:
-        """Prefill of all sequences of the step.
-
-        Args:
-            zxBCdt: (tokens, 1, in_proj's width), packed, prefilled tokens first.
-            context: The inference context.
-            conv_state: (slots, dim, d_conv), this layer's windows, live slots and checkpoints.
-            ssm_state: (slots, heads, headdim, d_state), this layer's SSM states.
-            mamba_layer_idx: Unused; megatron passes it.
-
-        Returns:
-            (tokens, 1, inner width); rows after the prefilled tokens are zero before the norm.
-        """
-        metadata = context.mamba_metadata
-        if not isinstance(metadata, HybridPrefixMambaMetadata):
-            return super()._dynamic_inference_prefill(  # type: ignore[misc]
-                zxBCdt, context, conv_state, ssm_state, mamba_layer_idx=mamba_layer_idx
-            )
+        """See PrefillSeam."""
         tokens = zxBCdt.shape[0]
+        chunks, slots = step.chunks[self.chunk_size], step.slots(self.chunk_size)
         z, xBC, dt = torch.split(
             zxBCdt.squeeze(1),
             [self.d_inner_local_tp, self._conv_width, self.nheads_local_tp],
@@ -53,22 +32,17 @@ class HybridPrefixPrefill:
         )
         # Convolution, in the type of its state, as megatron's; it reads the sources before the windows are written.
         inputs = xBC.to(conv_state.dtype).contiguous()
-        convolved = causal_conv1d_varlen.causal_conv1d_varlen_fn(
+        convolved = convolve(
             x=inputs,
             weight=self.cp.get_conv1d_weight().squeeze(1).to(conv_state.dtype),
             bias=self.cp.get_conv1d_bias().to(conv_state.dtype),
-            cu_seqlens=metadata.cu_seqlens,
+            cu_seqlens=step.bounds,
             initial_states=conv_state[:, :, 1:],
             activation=self.activation,
-            precomputed_seq_idx=metadata.conv_seq_idx,
-            precomputed_seq_start=metadata.conv_seq_start,
+            precomputed_seq_idx=step.token_sources,  # megatron looks the window up by it; here it is a slot
+            precomputed_seq_start=step.token_starts,
         ).to(xBC.dtype)
-        write_conv_windows(
-            inputs,
-            conv_state,
-            chunk_bounds=metadata.cu_chunk_seqlens,
-            **metadata.slots(),
-        )
+        write_conv_windows(inputs, conv_state, chunk_bounds=chunks.bounds, **slots)
         x, B, C = torch.split(
             convolved,
             [self.d_inner_local_tp, self.ngroups_local_tp * self.d_state, self.ngroups_local_tp * self.d_state],
@@ -78,7 +52,8 @@ class HybridPrefixPrefill:
         z = z.reshape(tokens, self.nheads_local_tp, self.headdim).contiguous()
         y = scan_by_slots(
             ssm_state,
-            metadata,
+            chunks,
+            slots,
             x=x.reshape(tokens, self.nheads_local_tp, self.headdim).contiguous(),
             dt=dt.contiguous(),
             A=-torch.exp(self.cp.get_A_log().float()),
@@ -97,47 +72,47 @@ class HybridPrefixPrefill:
         return self.d_inner_local_tp + 2 * self.ngroups_local_tp * self.d_state
 
 
-class HybridPrefixMambaMixer(HybridPrefixPrefill, upstream.MambaMixer):
+class HybridPrefixMambaMixer(HybridPrefixPrefill, MambaMixer):
     """Megatron's ``MambaMixer`` with prefill by slots; for a ``ModuleSpec``, or put on a built model."""
 
 
-def use_slot_mixers(model: torch.nn.Module) -> int:
-    """Put prefill by slots on every Mamba mixer of a built model, in place; weights and training stay as they are.
+class Mamba2(LayerKind):
+    """State of a layer: ``conv``, the last inputs of its convolution, and ``ssm``, a matrix a head."""
 
-    Returns:
-        How many mixers changed; 0 where all had it already.
-    """
-    changed = 0
-    for module in model.modules():
-        if isinstance(module, upstream.MambaMixer) and not isinstance(module, HybridPrefixPrefill):
-            module.__class__ = _with_prefill(type(module))
-            changed += 1
-    return changed
+    name = "mamba2"
+    slot_class = HybridPrefixPrefill
+    drafts = True
 
+    def is_layer(self, module: torch.nn.Module) -> bool:
+        """See LayerKind."""
+        return isinstance(module, MambaMixer)
 
-def restore_mixers(model: torch.nn.Module) -> int:
-    """Undo `use_slot_mixers`.
+    def components(
+        self, module: torch.nn.Module, *, state_dtype: torch.dtype | None, window_dtype: torch.dtype | None
+    ) -> tuple[StateComponent, ...]:
+        """See LayerKind. Both are of the parameters' type by default, as megatron's are."""
+        conv_shape, ssm_shape = module.mamba_state_shapes_per_request()
+        own = module.config.params_dtype
+        return mamba2_components(conv_shape, window_dtype or own, ssm_shape, state_dtype or own)
 
-    Returns:
-        How many mixers changed.
-    """
-    changed = 0
-    for module in model.modules():
-        original = _ORIGINALS.get(type(module))
-        if original is not None:
-            module.__class__ = original
-            changed += 1
-    return changed
+    def chunk_tokens(self, module: torch.nn.Module) -> int:
+        """See LayerKind."""
+        return module.chunk_size
 
-
-_ORIGINALS: dict[type, type] = {}
-_SUBCLASSES: dict[type, type] = {}
+    def invalidate(self, module: torch.nn.Module) -> None:
+        """See LayerKind."""
+        forget_decode_parameters(module)
 
 
-def _with_prefill(kind: type) -> type:
-    """The class of a mixer of ``kind`` with prefill by slots."""
-    if kind not in _SUBCLASSES:
-        derived = type(f"Slot{kind.__name__}", (HybridPrefixPrefill, kind), {"__doc__": kind.__doc__})
-        _SUBCLASSES[kind] = derived
-        _ORIGINALS[derived] = kind
-    return _SUBCLASSES[kind]
+def mamba2_components(
+    conv_shape: tuple[int, ...], conv_dtype: torch.dtype, ssm_shape: tuple[int, ...], ssm_dtype: torch.dtype
+) -> tuple[StateComponent, ...]:
+    """Components of a Mamba2 layer whose states have these shapes and types."""
+    return (
+        StateComponent(name="conv", shape=tuple(conv_shape), dtype=str(conv_dtype).removeprefix("torch.")),
+        StateComponent(name="ssm", shape=tuple(ssm_shape), dtype=str(ssm_dtype).removeprefix("torch.")),
+    )
+
+
+KIND = Mamba2()
+register_layer_kind(KIND)

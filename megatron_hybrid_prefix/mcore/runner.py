@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
-    from megatron.core.inference.engines import DynamicInferenceEngine
-    from megatron.core.inference.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord
-    from megatron.core.inference.sampling_params import SamplingParams
+    from megatron_hybrid_prefix.upstream.names import (
+        DynamicInferenceContext,
+        DynamicInferenceEngine,
+        DynamicInferenceRequest,
+        DynamicInferenceRequestRecord,
+        SamplingParams,
+    )
 
 # An engine that schedules nothing in this many steps in a row never will.
 _MAX_IDLE_STEPS = 100
@@ -178,6 +181,8 @@ def check_fits(engine: DynamicInferenceEngine, prompt_tokens: int, num_tokens_to
     Raises:
         ValueError: It is longer than a sequence or a step may be, or needs more KV blocks than there are.
     """
+    from megatron_hybrid_prefix.upstream.blocks import block_counts
+
     context = engine.context
     limit = context.max_sequence_length
     if prompt_tokens >= limit:
@@ -189,7 +194,7 @@ def check_fits(engine: DynamicInferenceEngine, prompt_tokens: int, num_tokens_to
         )
     total_tokens = limit if num_tokens_to_generate is None else min(prompt_tokens + num_tokens_to_generate, limit)
     need_blocks = -(-total_tokens // context.block_size_tokens)
-    have_blocks = context.kv_block_allocator.active_count
+    have_blocks = block_counts(context.kv_block_allocator).active
     if need_blocks > have_blocks:
         raise ValueError(
             f"{prompt_tokens} prompt tokens and {total_tokens - prompt_tokens} to generate need {need_blocks} KV blocks "
@@ -200,15 +205,9 @@ def check_fits(engine: DynamicInferenceEngine, prompt_tokens: int, num_tokens_to
 def release_engine(engine: DynamicInferenceEngine) -> None:
     """Drop the CUDA graphs that an engine left on its model, so that another engine can capture its own."""
     if engine.cuda_graph_impl == "local":
-        from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+        from megatron_hybrid_prefix.upstream.graphs import delete_graphs_of
 
-        delete_cuda_graphs()
-        # It leaves the emptied runners, each tied to this engine's context.
-        for module in engine.controller.inference_wrapped_model.model.modules():
-            manager = getattr(module, "cudagraph_manager", None)
-            if manager is not None:
-                manager.cudagraph_runners.clear()
-                manager.custom_cudagraphs_lookup_table.clear()
+        delete_graphs_of(engine.controller.inference_wrapped_model.model)
 
 
 def _collect(engine: DynamicInferenceEngine, batch: _Batch, finished: Sequence[DynamicInferenceRequestRecord]) -> None:

@@ -152,7 +152,6 @@ def local_layer_specs(num_moe_experts: int = 0) -> Any:
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
-    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
     from megatron.core.ssm.mlp_layer import MLPLayer
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -172,6 +171,8 @@ def local_layer_specs(num_moe_experts: int = 0) -> Any:
         TransformerLayer,
         TransformerLayerSubmodules,
     )
+
+    from megatron_hybrid_prefix.upstream.mixer import MambaMixer, MambaMixerSubmodules
 
     mixer = ModuleSpec(
         module=MambaMixer, submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_hybrid_prefix.models.weights import mark_decode_caches_stale
+from megatron_hybrid_prefix.layers.base import invalidate_layers
 
 DIMENSIONS_FILE = "hybrid_model.json"
 # Says nothing about the weights: a checkpoint may be loaded into a model that differs in these.
@@ -41,6 +41,8 @@ def save_checkpoint(model: Any, path: str | os.PathLike[str]) -> None:
     """
     from megatron.core import dist_checkpointing
 
+    from megatron_hybrid_prefix.upstream.checkpoints import SynchronousStrategy
+
     path = Path(path).absolute()
     dimensions = _dimensions(model)
     names = [f".{path.name}.partial-{uuid.uuid4().hex[:8]}"]
@@ -59,7 +61,7 @@ def save_checkpoint(model: Any, path: str | os.PathLike[str]) -> None:
             raise ValueError(f"rank {dist.get_rank()} does not see {partial}: a checkpoint needs shared storage")
 
     def write() -> None:
-        dist_checkpointing.save(model.sharded_state_dict(), str(partial), _synchronous_strategy())
+        dist_checkpointing.save(model.sharded_state_dict(), str(partial), SynchronousStrategy())
 
     def complete() -> None:
         _write_synced(partial / DIMENSIONS_FILE, json.dumps(dimensions, indent=2) + "\n")
@@ -103,7 +105,7 @@ def load_checkpoint(model: Any, path: str | os.PathLike[str]) -> None:
         except (Exception, CheckpointException) as error:
             raise ValueError(f"the checkpoint at {path} cannot be loaded: {_one_line(error)}") from error
         finally:
-            mark_decode_caches_stale(model)
+            invalidate_layers(model)
 
     _together(lambda: _check_complete(path))
     _together(lambda: _check_dimensions(model, path))
@@ -138,27 +140,6 @@ def _check_dimensions(model: Any, path: Path) -> None:
     ]
     if differences:
         raise ValueError(f"the checkpoint at {path} is of another model: {', '.join(differences)}")
-
-
-def _synchronous_strategy() -> Any:
-    """Megatron's ``torch_dist`` strategy with PyTorch's own writer.
-
-    Upstream's ``save`` runs its asynchronous writer in the foreground, whose result queue is a process of its own: it
-    starts the caller's ``__main__`` again. The files are the same.
-    """
-    import torch.distributed.checkpoint as dcp
-    from megatron.core.dist_checkpointing.strategies import torch as upstream
-
-    class SynchronousStrategy(upstream.TorchDistSaveShardedStrategy):  # type: ignore[misc]
-        def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-            flat, _, _ = upstream._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
-            dcp.save(
-                upstream.mcore_to_pyt_state_dict(flat, False),
-                storage_writer=dcp.FileSystemWriter(checkpoint_dir),
-                planner=upstream.MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            )
-
-    return SynchronousStrategy()
 
 
 def _together(action: Callable[[], None], *, only_rank_0: bool = False) -> None:

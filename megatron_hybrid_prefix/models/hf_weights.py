@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from megatron_hybrid_prefix.layers.base import invalidate_layers
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 from megatron_hybrid_prefix.models.weights import (
-    mark_decode_caches_stale,
     parameters_by_global_name,
     shard_for_this_rank,
 )
@@ -73,7 +73,7 @@ def copy_hf_weights(model: Any, state_dict: Mapping[str, torch.Tensor], config: 
         source = sources[name]
         full = weights[source] if isinstance(source, str) else _pack_qkv(*(weights[part] for part in source), config)
         parameter.copy_(shard_for_this_rank(full, name, parameter, config))
-    mark_decode_caches_stale(model)
+    invalidate_layers(model)
 
 
 def hf_shapes(config: HybridModelConfig) -> dict[str, tuple[int, ...]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatron_hybrid_prefix.layers.base import invalidate_layers
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 
 
@@ -38,7 +39,7 @@ def initialise_weights(model: Any, config: HybridModelConfig, seed: int) -> None
         full = torch.empty(shape, dtype=torch.float32, device=parameter.device)
         _draw(name, full, config, generator, components, tp)
         parameter.copy_(shard_for_this_rank(full, name, parameter, config))
-    mark_decode_caches_stale(model)
+    invalidate_layers(model)
 
 
 def parameters_by_global_name(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -81,13 +82,6 @@ def shard_for_this_rank(
         shards.append(full.narrow(parameter.partition_dim, start + tp_rank * rows, rows))
         start += rows * tp
     return torch.cat(shards, dim=parameter.partition_dim)
-
-
-def mark_decode_caches_stale(model: Any) -> None:
-    """Tell every Mamba mixer that its decode copy of A is of other weights. To be called after writing weights."""
-    for module in model.modules():
-        if hasattr(module, "_A_neg_exp_cache_stale"):
-            module._A_neg_exp_cache_stale = True
 
 
 def _components(name: str, parameter: Any, config: HybridModelConfig, tp: int) -> list[int]:

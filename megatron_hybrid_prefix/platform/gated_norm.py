@@ -61,7 +61,8 @@ class GatedRMSNorm(torch.nn.Module):
     ) -> dict[str, Any]:
         """For megatron's distributed checkpoints: the weight is split over the tensor-parallel ranks."""
         from megatron.core import parallel_state
-        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        from megatron_hybrid_prefix.upstream.packages import make_sharded_tensors_for_checkpoint
 
         group = getattr(self, "tp_group", None)  # the mixer sets it
         return make_sharded_tensors_for_checkpoint(

@@ -16,13 +16,8 @@ from types import FunctionType
 from typing import Any
 
 from megatron_hybrid_prefix.platform import cpu as host
+from megatron_hybrid_prefix.upstream import modules
 from megatron_hybrid_prefix.upstream.rebinding import Placeholder, Rebinding
-
-CORE = "megatron.core"
-ATTENTION = f"{CORE}.transformer.attention"
-MIXER = f"{CORE}.ssm.mamba_mixer"
-DYNAMIC_CONTEXT = f"{CORE}.inference.contexts.dynamic_context"
-CONTROLLER = f"{CORE}.inference.text_generation_controllers.text_generation_controller"
 
 # On a GPU; the host takes nothing of these packages.
 COMPILED_EXTENSIONS = (
@@ -122,9 +117,9 @@ def _packing_is_supported(original: Any) -> Any:
 
 
 MAMBA_PARTS = (
-    Rebinding(owner=MIXER, name="ExtendedRMSNorm", make=_gated_norm, why="derived from mamba-ssm's norm"),
+    Rebinding(owner=modules.MAMBA_MIXER, name="ExtendedRMSNorm", make=_gated_norm, why="derived from mamba-ssm's norm"),
     Rebinding(
-        owner=MIXER,
+        owner=modules.MAMBA_MIXER,
         name="causal_conv1d_varlen_states",
         make=_kernel("conv", "causal_conv1d_varlen_states"),
         why="causal-conv1d's, called by megatron's own prefill",
@@ -132,7 +127,7 @@ MAMBA_PARTS = (
         may_be_absent=True,
     ),
     Rebinding(
-        owner=MIXER,
+        owner=modules.MAMBA_MIXER,
         name="_check_mamba_sequence_packing_support",
         make=_packing_is_supported,
         why="asks for versions of mamba-ssm and causal-conv1d; what dynamic inference takes of them is replaced",
@@ -141,9 +136,16 @@ MAMBA_PARTS = (
 )
 _NOT_DYNAMIC = "not called by dynamic inference; None otherwise, which says nothing when it is called"
 NO_MAMBA_SSM = (
-    Rebinding(owner=MIXER, name="HAVE_MAMBA_SSM", make=_to(True), why="the mixer's constructor asks for mamba-ssm"),
-    Rebinding(owner=MIXER, name="mamba_chunk_scan_combined", make=_needs_mamba_ssm, why=_NOT_DYNAMIC),
-    Rebinding(owner=MIXER, name="mamba_split_conv1d_scan_combined", make=_needs_mamba_ssm, why=_NOT_DYNAMIC),
+    Rebinding(
+        owner=modules.MAMBA_MIXER,
+        name="HAVE_MAMBA_SSM",
+        make=_to(True),
+        why="the mixer's constructor asks for mamba-ssm",
+    ),
+    Rebinding(owner=modules.MAMBA_MIXER, name="mamba_chunk_scan_combined", make=_needs_mamba_ssm, why=_NOT_DYNAMIC),
+    Rebinding(
+        owner=modules.MAMBA_MIXER, name="mamba_split_conv1d_scan_combined", make=_needs_mamba_ssm, why=_NOT_DYNAMIC
+    ),
 )
 HOST_MEGATRON = (
     *(
@@ -153,61 +155,61 @@ HOST_MEGATRON = (
             make=host.torch_without_pinning,
             why="bookkeeping tensors are made with pin_memory=True, which needs a driver",
         )
-        for owner in (DYNAMIC_CONTEXT, CONTROLLER)
+        for owner in (modules.DYNAMIC_CONTEXT, modules.CONTROLLER)
     ),
     Rebinding(
-        owner=f"{CORE}.tensor_parallel.random",
+        owner=modules.RANDOM,
         name="_lazy_call",
         make=_to(host.lazy_call),
         why="imported by value from torch.cuda",
     ),
     Rebinding(
-        owner=f"{CORE}.tensor_parallel.random",
+        owner=modules.RANDOM,
         name="device_ctx_manager",
         make=_to(host.no_context),
         why="imported by value from torch.cuda",
     ),
     Rebinding(
-        owner=f"{CORE}.tensor_parallel.random",
+        owner=modules.RANDOM,
         name="_set_cuda_rng_state",
         make=lambda original: lambda new_state, device=-1, graph_safe=False: host.set_rng_state(new_state),
         why="sets the generator through torch._C where CUDA is compiled in",
         same_signature=True,
     ),
     Rebinding(
-        owner=f"{CORE}.inference.communication_utils",
+        owner=modules.COMMUNICATION,
         name="_is_cuda",
         make=_there,
         why="pipeline stages assert that the logits they broadcast are on a GPU",
         same_signature=True,
     ),
     Rebinding(
-        owner=f"{CORE}.fusions.fused_softmax",
+        owner=modules.FUSED_SOFTMAX,
         name="get_default_causal_mask",
         make=_to(host.causal_mask),
         why="attention outside the dynamic path, as drafting tokens has it, makes its mask on 'cuda'",
         same_signature=True,
     ),
     Rebinding(
-        owner=f"{CORE}.transformer.moe.token_dispatcher",
+        owner=modules.TOKEN_DISPATCHER,
         name="maybe_move_tensor_to_cpu",
         make=_to(host.move_to_host),
         why="sizes of the exchange between experts become arrays only on their way from a GPU",
         same_signature=True,
     ),
-    _triton(DYNAMIC_CONTEXT, "triton_append_key_value_cache", "kv_append"),
-    _triton(MIXER, "mamba_chunk_scan_combined_varlen", "ssd"),
-    _triton(MIXER, "causal_conv1d_update", "conv"),
-    _triton(f"{CORE}.ssm.ops.causal_conv1d_varlen", "causal_conv1d_varlen_fn", "conv"),
-    _triton(MIXER, "selective_state_update", "decode"),
-    _triton(MIXER, "scatter_intermediate_ssm", "extraction"),
-    _triton(MIXER, "scatter_intermediate_conv", "extraction"),
-    _triton(MIXER, "tensor_get_slice_after", "rows"),
-    _triton(MIXER, "tensor_masked_update", "rows"),
-    _triton(MIXER, "tensor_merge", "rows"),
-    _triton(CONTROLLER, "mamba_state_selective_copy", "speculative"),
-    _triton(CONTROLLER, "prepare_next_forward_pass", "speculative"),
-    _triton(CONTROLLER, "verify_speculative_tokens", "speculative"),
+    _triton(modules.DYNAMIC_CONTEXT, "triton_append_key_value_cache", "kv_append"),
+    _triton(modules.MAMBA_MIXER, "mamba_chunk_scan_combined_varlen", "ssd"),
+    _triton(modules.MAMBA_MIXER, "causal_conv1d_update", "conv"),
+    _triton(modules.CAUSAL_CONV1D, "causal_conv1d_varlen_fn", "conv"),
+    _triton(modules.MAMBA_MIXER, "selective_state_update", "decode"),
+    _triton(modules.MAMBA_MIXER, "scatter_intermediate_ssm", "extraction"),
+    _triton(modules.MAMBA_MIXER, "scatter_intermediate_conv", "extraction"),
+    _triton(modules.ROWS_OF_A_STEP, "tensor_get_slice_after", "rows"),
+    _triton(modules.ROWS_OF_A_STEP, "tensor_masked_update", "rows"),
+    _triton(modules.ROWS_OF_A_STEP, "tensor_merge", "rows"),
+    _triton(modules.CONTROLLER, "mamba_state_selective_copy", "speculative"),
+    _triton(modules.CONTROLLER, "prepare_next_forward_pass", "speculative"),
+    _triton(modules.CONTROLLER, "verify_speculative_tokens", "speculative"),
 )
 
 
@@ -219,20 +221,26 @@ def _gathering_attention(module: str) -> tuple[Rebinding, ...]:
     why = "no flash-attention of any generation: pages are gathered"
     return (
         Rebinding(
-            owner=ATTENTION,
+            owner=modules.ATTENTION,
             name="is_fa_min_version",
             make=_has_attention,
             why="dynamic batching asks for flash-attention >= 2.7.3",
             same_signature=True,
         ),
         Rebinding(
-            owner=ATTENTION, name="flash_attn_varlen_func", make=_kernel(module, "flash_attn_varlen_func"), why=why
+            owner=modules.ATTENTION,
+            name="flash_attn_varlen_func",
+            make=_kernel(module, "flash_attn_varlen_func"),
+            why=why,
         ),
         Rebinding(
-            owner=ATTENTION, name="flash_attn_with_kvcache", make=_kernel(module, "flash_attn_with_kvcache"), why=why
+            owner=modules.ATTENTION,
+            name="flash_attn_with_kvcache",
+            make=_kernel(module, "flash_attn_with_kvcache"),
+            why=why,
         ),
-        Rebinding(owner=ATTENTION, name="HAVE_FA3", make=_to(False), why=why),
-        Rebinding(owner=ATTENTION, name="HAVE_FA4", make=_to(False), why=why),
+        Rebinding(owner=modules.ATTENTION, name="HAVE_FA3", make=_to(False), why=why),
+        Rebinding(owner=modules.ATTENTION, name="HAVE_FA4", make=_to(False), why=why),
     )
 
 
@@ -250,7 +258,7 @@ def _fa4(original: Any) -> Any:
 
 FA4 = (
     Rebinding(
-        owner=ATTENTION,
+        owner=modules.ATTENTION,
         name="flash_attn4_varlen_func",
         make=_fa4,
         why="FA4 raises 'SplitKV not supported on SM 9.0' unless called with num_splits=1, and takes no float32",
@@ -266,7 +274,7 @@ def _torch_norm(original: Any) -> Any:
 
 NO_TRANSFORMER_ENGINE = (
     Rebinding(
-        owner=f"{CORE}.models.hybrid.hybrid_block",
+        owner=modules.HYBRID_BLOCK,
         name="TENorm",
         make=_torch_norm,
         why="HybridStack hard-codes Transformer Engine's norm as its final norm",

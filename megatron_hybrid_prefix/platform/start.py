@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from megatron_hybrid_prefix.errors import PlatformError
 from megatron_hybrid_prefix.platform import patches
+from megatron_hybrid_prefix.upstream.modules import MAMBA_MIXER
 from megatron_hybrid_prefix.upstream.rebinding import Applied, Placeholder, Rebinding, apply
 from megatron_hybrid_prefix.upstream.version import check_version
 
 logger = logging.getLogger(__name__)
 
-_MIXER = "megatron.core.ssm.mamba_mixer"
 _applied = Applied()
 _platform: Platform | None = None
 
@@ -172,7 +172,7 @@ def _replace_what_is_missing(use_cuda: bool) -> tuple[str, str, str]:
     """Apply the tables that this machine needs; returns names of (attention, mamba kernels, layers)."""
     if not use_cuda:
         apply(patches.HOST_TORCH, _applied)
-    imported_before = _MIXER in sys.modules
+    imported_before = MAMBA_MIXER in sys.modules
     try:
         with warnings.catch_warnings():
             # A dozen lines that Transformer Engine, Apex, absl or a GPU are missing; `Platform.describe` says what is
@@ -180,20 +180,12 @@ def _replace_what_is_missing(use_cuda: bool) -> tuple[str, str, str]:
             warnings.simplefilter("ignore", UserWarning)
             logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
             compiled = not use_cuda or _stand_in_for_extensions()
-            from megatron.core.extensions.transformer_engine import HAVE_TE
-            from megatron.core.models.hybrid import hybrid_model  # noqa: F401  (imported quietly, with the rest)
-            from megatron.core.ssm import mamba_mixer
-            from megatron.core.transformer import attention as upstream_attention
+            from megatron_hybrid_prefix.upstream import packages
     except BaseException:
         _applied.undo()
         raise
-    has_mamba_ssm = use_cuda and mamba_mixer.HAVE_MAMBA_SSM
-    # Both, and new enough, as megatron asks before each forward.
-    has_parts = (
-        has_mamba_ssm
-        and hasattr(mamba_mixer, "causal_conv1d_varlen_states")
-        and mamba_mixer._check_mamba_sequence_packing_support()[0]
-    )
+    has_mamba_ssm = use_cuda and packages.has_mamba_ssm()
+    has_parts = has_mamba_ssm and packages.has_mamba_parts()
     rebindings: tuple[Rebinding, ...] = ()
     if not has_parts:
         rebindings += patches.MAMBA_PARTS
@@ -207,19 +199,15 @@ def _replace_what_is_missing(use_cuda: bool) -> tuple[str, str, str]:
             "Triton, without mamba-ssm" if not has_parts else f"Triton{'' if compiled else ' (no compiled extensions)'}"
         )
         if not has_mamba_ssm and imported_before and importlib.util.find_spec("mamba_ssm") is not None:
-            logger.warning("%s was imported before ensure_platform(): the installed mamba-ssm is not used", _MIXER)
-        if upstream_attention.HAVE_FA4:
-            attention = "FA4"
+            logger.warning("%s was imported before ensure_platform(): the installed mamba-ssm is not used", MAMBA_MIXER)
+        family = packages.attention_family()
+        if family == "FA4":
             rebindings += patches.FA4
-        elif upstream_attention.HAVE_FA3:
-            attention = "FA3"
-        elif upstream_attention.flash_attn_varlen_func is not None:
-            attention = "flash-attention 2"
-        else:
+        elif family is None:
             rebindings += patches.CUDA_GATHERING_ATTENTION
-            attention = "gather + torch varlen"
+        attention = family or "gather + torch varlen"
     # On the host Transformer Engine cannot run even where it is installed.
-    has_te = HAVE_TE and use_cuda
+    has_te = packages.HAVE_TE and use_cuda
     if not has_te:
         rebindings += patches.NO_TRANSFORMER_ENGINE
     apply(rebindings, _applied)
@@ -261,7 +249,8 @@ def _start_distributed(use_cuda: bool, timeout_s: float) -> torch.device:
 
 def _start_parallel_state(tp: int, pp: int, ep: int, seed: int, timeout_s: float) -> None:
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megatron_hybrid_prefix.upstream.packages import model_parallel_cuda_manual_seed
 
     if parallel_state.model_parallel_is_initialized():
         running = (

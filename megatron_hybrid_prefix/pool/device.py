@@ -11,35 +11,40 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots, ids_on_device
-from megatron_hybrid_prefix.pool.layout import StateLayout
+from megatron_hybrid_prefix.pool.layout import SlotLayout, StateLayout
 
 
 class StatePool:
     """Uninitialised memory for ``live_slots + checkpoint_slots`` states.
 
     Args:
-        layout: What a state is.
+        layout: What a slot holds: the states of one kind of layers, or of several.
         live_slots: Slots of running requests.
         checkpoint_slots: Slots of kept states.
         device: Where.
 
     Attributes:
-        tensors: By component name, (layers, slots, *component shape).
+        tensors: By component name, (layers of its kind, slots, *component shape).
     """
 
     def __init__(
-        self, layout: StateLayout, *, live_slots: int, checkpoint_slots: int, device: torch.device | int | str
+        self,
+        layout: StateLayout | SlotLayout,
+        *,
+        live_slots: int,
+        checkpoint_slots: int,
+        device: torch.device | int | str,
     ) -> None:
-        self.layout = layout
+        self.layout = SlotLayout((layout,)) if isinstance(layout, StateLayout) else layout
         self.live_slots = live_slots
         self.checkpoint_slots = checkpoint_slots
         self.tensors: dict[str, torch.Tensor] = {
             component.name: torch.empty(
-                (layout.layers, live_slots + checkpoint_slots, *component.shape),
+                (of_kind.layers, live_slots + checkpoint_slots, *component.shape),
                 dtype=getattr(torch, component.dtype),
                 device=device,
             )
-            for component in layout.components
+            for of_kind, component in self.layout
         }
 
     def zero(self, slots: Sequence[int]) -> None:

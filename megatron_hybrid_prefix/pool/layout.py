@@ -1,12 +1,13 @@
-"""`StateLayout`: what the recurrent layers of one kind hold at a token position, as names, shapes and types.
+"""What a slot holds: the states of all recurrent layers at one token position, as names, shapes and types.
 
-A further recurrent layer (Gated DeltaNet, KDA) is one more layout and one more mixer; the pool, the slots and the cache
-do not know the kinds.
+A kind of recurrent layer (Mamba2, Gated DeltaNet, ...) is one `StateLayout`; a model may have several, and a slot then holds
+the states of all of them (`SlotLayout`). The pool, the slots and the cache do not know the kinds.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -43,7 +44,7 @@ class StateComponent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLayout:
-    """The state of all recurrent layers of one kind on this rank.
+    """The states of all recurrent layers of one kind on this rank.
 
     Attributes:
         kind: Name of the layer kind, "mamba2".
@@ -62,8 +63,36 @@ class StateLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot: one state in every layer."""
+        """Bytes of one state in every layer."""
         return self.layers * sum(component.bytes for component in self.components)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLayout:
+    """The states of all kinds of recurrent layers of a model.
+
+    Attributes:
+        kinds: One layout a kind. Their components are told apart by name.
+
+    Raises:
+        ValueError: There is no kind, or two kinds have a component of the same name.
+    """
+
+    kinds: tuple[StateLayout, ...]
+
+    def __post_init__(self) -> None:
+        names = [component.name for _, component in self]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"layer kinds {[layout.kind for layout in self.kinds]} have components {names}")
+
+    def __iter__(self) -> Iterator[tuple[StateLayout, StateComponent]]:
+        """Every component, with its kind's layout."""
+        return ((layout, component) for layout in self.kinds for component in layout.components)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot."""
+        return sum(layout.slot_bytes for layout in self.kinds)
 
     def slots_within(self, budget_bytes: int) -> int | None:
         """How many slots a budget holds; None where a slot takes nothing (no such layers on this rank)."""

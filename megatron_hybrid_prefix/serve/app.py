@@ -81,7 +81,9 @@ def make_app(
     from megatron_hybrid_prefix.mcore.runner import check_fits
 
     context = engine.context
-    kv_tokens = context.kv_block_allocator.active_count * context.block_size_tokens
+    from megatron_hybrid_prefix.upstream.blocks import block_counts  # imports megatron
+
+    kv_tokens = block_counts(context.kv_block_allocator).active * context.block_size_tokens
     limit_tokens = min(context.max_sequence_length, kv_tokens)
     served = ServedModel(
         model=model,

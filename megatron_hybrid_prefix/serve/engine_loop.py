@@ -176,7 +176,7 @@ class EngineLoop(Backend):
             self._loop.call_soon_threadsafe(self._receive, updates)
 
     def _add(self, task: GenerationTask) -> None:
-        from megatron.core.inference.sampling_params import SamplingParams
+        from megatron_hybrid_prefix.upstream.names import SamplingParams
 
         if task.closed:
             return  # gave up before it got here

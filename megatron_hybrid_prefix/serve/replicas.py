@@ -21,14 +21,12 @@ from typing import Any
 
 import torch
 import zmq
-from megatron.core.inference.engines.dynamic_engine import EngineState
-from megatron.core.inference.inference_client import InferenceClient
-from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.mcore.ranks.coordinator import CoordinatorProcess
 from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update, refusal
 from megatron_hybrid_prefix.serve.metrics import engine_snapshot
+from megatron_hybrid_prefix.upstream.names import EngineState, InferenceClient, SamplingParams
 
 logger = logging.getLogger(__name__)
 

@@ -50,14 +50,21 @@ CONTEXT = rows_of(
     overrides(
         "_allocate_mamba_states",
         "(self)",
-        "mcore/context/context",
+        "upstream/context",
         "live states and checkpoints in one tensor a component",
     ),
     overrides(
         "_compute_prefix_match",
         "(self, req, prefill_chunk_length, record_mamba_match=False)",
-        "mcore/context/context",
+        "upstream/context",
         "what of a prompt is cached is asked of our cache",
+    ),
+    overrides("_execute_pending_mamba_ops", "(self)", "upstream/context", "new requests start from zero, in all kinds"),
+    overrides(
+        "mamba_states_cache",
+        "(self, layer_number, intermediate=False)",
+        "upstream/context",
+        "states of a layer of any kind, by slot",
     ),
     overrides(
         "check_availability",
@@ -128,23 +135,20 @@ CONTEXT = rows_of(
     calls(
         "get_index_of_chunked_prefill_request",
         "(self, safe=True)",
-        "mcore/context/context mcore/engine/controller mcore/engine/removals",
+        "mcore/context/rows mcore/engine/controller mcore/engine/removals",
         "whether its row is hidden",
     ),
-    calls("is_decode_only", "(self)", "mcore/context/context", "whether a step prefills"),
+    calls("is_decode_only", "(self)", "mcore/context/context upstream/context", "whether a step prefills"),
     calls(
         "round_up_tokens", "(value, tp_size=None)", "mcore/entrypoints/build", "a step's tokens as megatron pads them"
     ),
-    attributes(
-        "_max_mamba_chunks", "mcore/context/context", "replaced by a property: our grid of chunks can need more"
-    ),
-    attributes("_pending_mamba_zeros", "mcore/context/context", "a state that resumes must not be zeroed"),
-    attributes("_pending_mamba_transfer", "mcore/context/context", "whether a step has prefill metadata to copy"),
+    attributes("_pending_mamba_zeros", "upstream/context", "a state that resumes must not be zeroed"),
+    attributes("_pending_mamba_transfer", "upstream/context", "whether a step has prefill metadata to copy"),
     attributes(
         "_cpu_mamba_batch_indices_decode _cpu_mamba_batch_indices_prefill _cpu_mamba_seq_idx _cpu_mamba_cu_seqlens "
         "_cpu_mamba_cu_chunk_seqlens _cpu_mamba_last_chunk_indices _cpu_mamba_seq_idx_for_varlen _cpu_mamba_conv_seq_idx "
         "_cpu_mamba_conv_seq_start gpu_view",
-        "mcore/context/context",
+        "upstream/context",
         "buffers that Mamba metadata is bound to",
     ),
     attributes(
@@ -155,13 +159,12 @@ CONTEXT = rows_of(
     attributes(
         "_offloadable_tensor_names _offloadable_cpu_backups _uses_torch_memory_saver unified_memory_level "
         "kv_cache_management_mode is_tensor_state_allocated",
-        "mcore/context/context",
+        "upstream/context mcore/context/context mcore/engine/engine",
         "suspended engines give their memory back, the states' too",
     ),
     attributes(
-        "mamba_metadata mamba_chunk_size num_mamba_layers mamba_conv_states_shape mamba_conv_states_dtype "
-        "mamba_ssm_states_shape mamba_ssm_states_dtype is_hybrid_model",
-        "mcore/context/context",
+        "mamba_metadata mamba_chunk_size is_hybrid_model layer_map",
+        "upstream/context mcore/context/admission mcore/context/context mcore/context/decode mcore/context/reports mcore/context/rows",
         "what a state is, and where each request has its own",
     ),
     attributes(
@@ -172,20 +175,20 @@ CONTEXT = rows_of(
     ),
     attributes(
         "block_size_tokens max_requests max_tokens max_sequence_length num_speculative_tokens",
-        "mcore/context/context",
+        "upstream/context mcore/context/admission mcore/context/context mcore/context/reports mcore/context/rows",
         "sizes",
     ),
     attributes(
         "request_ids request_query_lengths request_in_prefill_status_tensor request_output_lengths "
         "request_kv_length_offsets request_kv_block_counts request_last_kv_block_id request_last_kv_block_offset "
         "request_to_kv_block_ids request_metadata",
-        "mcore/context/context",
+        "upstream/context mcore/context/admission mcore/context/context mcore/context/decode mcore/context/rows",
         "all that has a row a request: rows are moved by us, too",
     ),
     attributes(
         "total_request_count paused_request_count num_prefill_requests active_token_count chunked_prefill_request_id "
         "paused_tokens paused_speculative_tokens",
-        "mcore/context/context",
+        "mcore/context/admission mcore/context/context mcore/context/decode mcore/context/rows",
         "which rows there are",
     ),
     attributes("active_request_metadata", "mcore/engine/controller", "what active requests ask for, by row"),
@@ -193,9 +196,11 @@ CONTEXT = rows_of(
         "token_to_input_ids", "mcore/context/decode", "tokens of a forward, from which those of an answer are known"
     ),
     attributes(
-        "token_to_block_idx token_to_pos_ids token_to_request_idx", "mcore/context/context", "where tokens' KV goes"
+        "token_to_block_idx token_to_pos_ids token_to_request_idx",
+        "mcore/context/context mcore/context/rows",
+        "where tokens' KV goes",
     ),
-    attributes("active_attn_metadata", "mcore/context/context", "of attention, in a step"),
+    attributes("active_attn_metadata", "upstream/context", "of attention, in a step"),
     attributes("lifetime_prefill_token_count", "mcore/runner", "what a prefill computed"),
     attributes(
         "prefix_cache_hits prefix_cache_blocks_matched prefix_cache_prefill_computed_tokens "
@@ -204,19 +209,17 @@ CONTEXT = rows_of(
         "figures of a step, dropped with it",
     ),
     attributes("mamba_slot_allocator", "bench/engines", "of megatron's own cache, to say its size"),
-    marks("_mamba_num_matched_blocks", "mcore/context/context", "set on a request with its match, as megatron does"),
+    marks("_mamba_num_matched_blocks", "upstream/context", "set on a request with its match, as megatron does"),
 )
 
 CONTEXT_PARTS = rows_of(
     f"{_CONTEXTS}.dynamic_context",
-    keys("mha_metadata", "mcore/context/context", "of `active_attn_metadata`"),
-    classes(
-        "ContextOverflowError BlockOverflowError TokenOverflowError", "mcore/context/context", "why there is no room"
-    ),
+    keys("mha_metadata", "upstream/context", "of `active_attn_metadata`"),
+    classes("ContextOverflowError BlockOverflowError TokenOverflowError", "upstream/names", "why there is no room"),
     calls(
         "RequestOverflowError",
         "(request_id, message=None, *, is_transient=True)",
-        "mcore/context/context",
+        "upstream/names",
         "no row is free",
     ),
 )
@@ -226,7 +229,7 @@ BLOCKS = rows_of(
     overrides(
         "__init__",
         "(self, context, total_count, paused_count, enable_prefix_caching=False, prefix_caching_eviction_policy=...)",
-        "mcore/context/blocks",
+        "upstream/blocks",
         "not called: sets the same attributes, without its books",
     ),
     overrides("allocate_memory_blocks", "(self, num_blocks)", "mcore/context/blocks", "blocks are asked of the cache"),
@@ -234,28 +237,28 @@ BLOCKS = rows_of(
     overrides(
         "is_memory_available",
         "(self, num_blocks, potential_matched_count=0)",
-        "mcore/context/blocks",
+        "upstream/blocks",
         "evictable ones included",
     ),
-    overrides("get_evictable_block_count", "(self)", "mcore/context/blocks", "cached blocks that nobody holds"),
-    overrides("evict_lru_blocks", "(self, num_blocks_needed)", "mcore/context/blocks", "the cache evicts"),
-    overrides("update_timestamps", "(self, block_ids)", "mcore/context/blocks", "the cache has its own clocks"),
+    overrides("get_evictable_block_count", "(self)", "upstream/blocks", "cached blocks that nobody holds"),
+    overrides("evict_lru_blocks", "(self, num_blocks_needed)", "upstream/blocks", "the cache evicts"),
+    overrides("update_timestamps", "(self, block_ids)", "upstream/blocks", "the cache has its own clocks"),
     wraps(
         "register_kv_block_hashes",
         "(self, block_ids, block_hashes, parent_hashes=None)",
-        "mcore/context/blocks",
+        "upstream/blocks",
         "nothing becomes matchable before its forward succeeded",
     ),
     overrides("reset", "(self)", "mcore/context/blocks", "forgets blocks and states"),
     attributes(
         "total_avail kv_hash_to_block_id block_ref_counts",
-        "mcore/context/blocks",
+        "upstream/blocks",
         "replaced by properties: the cache's",
     ),
     attributes(
         "context enable_prefix_caching prefix_caching_eviction_policy on_blocks_deregistered total_count paused_count "
         "active_count dummy_block_idx block_routing",
-        "mcore/context/blocks",
+        "upstream/blocks",
         "set in place of its constructor, for those who read them",
     ),
 )
@@ -265,51 +268,54 @@ METADATA = rows_of(
     overrides(
         "__init__",
         "(self, max_requests, max_tokens, *, max_intermediate_count, mamba_chunk_size=128, d_conv=0)",
-        "mcore/state/metadata",
+        "upstream/metadata",
         "pinned buffers of our own beside its",
     ),
     wraps(
         "compute_cpu_metadata",
         "(self, active_mamba_indices, token_to_request_idx, cpu_cu_query, batch_dimensions, padded_batch_dimensions, "
         "enable_chunked_prefill, intermediate_offsets_gpu=None, intermediate_counts_gpu=None)",
-        "mcore/state/metadata",
+        "upstream/metadata",
         "chunks are cut on the absolute grid, sources and targets added",
     ),
-    overrides("load_from_cpu", "(self, d)", "mcore/state/metadata", "and given to the step"),
+    overrides("load_from_cpu", "(self, d)", "upstream/metadata", "and given to the step"),
     wraps(
         "_update_intermediate_metadata",
         "(self, intermediate_offsets_gpu, intermediate_counts_gpu, real_prefill_count, padded_prefill_count, "
         "cu_seqlens_gpu=None)",
-        "mcore/state/metadata",
+        "upstream/metadata",
         "switched off: megatron's extraction of states",
     ),
-    attributes("intermediate_chunk_indices", "mcore/state/metadata", "replaced by a property: to read it is an error"),
-    attributes("_cpu_bufs", "mcore/state/metadata", "its pinned buffers, where chunks are written"),
-    calls("bind_cpu_buffers", "(self, bufs)", "mcore/context/context", "as megatron's allocation does"),
-    calls("bind_gpu_buffers", "(self, gpu_view)", "mcore/context/context", "as megatron's allocation does"),
+    attributes("intermediate_chunk_indices", "upstream/metadata", "replaced by a property: to read it is an error"),
+    calls("bind_cpu_buffers", "(self, bufs)", "upstream/context", "as megatron's allocation does"),
+    calls("bind_gpu_buffers", "(self, gpu_view)", "upstream/context", "as megatron's allocation does"),
     calls("free_slots", "(self, request_indices)", "mcore/context/context", "live states of requests that ended"),
     attributes(
-        "request_to_mamba_state_idx", "mcore/context/context mcore/context/decode", "the live state of each row"
+        "request_to_mamba_state_idx",
+        "mcore/context/context mcore/context/decode mcore/context/reports mcore/context/rows upstream/context",
+        "the live state of each row",
     ),
     attributes(
-        "mamba_state_free_slots mamba_state_free_slot_count", "mcore/context/context", "live states that are free"
+        "mamba_state_free_slots mamba_state_free_slot_count",
+        "mcore/context/rows mcore/context/admission",
+        "live states that are free",
     ),
-    attributes("device mamba_chunk_size max_requests max_tokens", "mcore/state/metadata", "sizes"),
-    attributes("max_chunks", "mcore/state/metadata", "set again: of our grid"),
-    attributes("cu_seqlens conv_seq_idx conv_seq_start cu_chunk_seqlens", "layers/mamba2", "of the step"),
-    attributes("last_chunk_indices seq_idx_for_varlen", "layers/mamba2_scan", "of the step"),
-    keys("padded_max_chunks padded_prefill_count", "mcore/state/metadata", "in what `compute_cpu_metadata` returns"),
+    keys(
+        "padded_prefill_count",
+        "upstream/context upstream/metadata",
+        "in what `compute_cpu_metadata` returns",
+    ),
 )
 
 ATTENTION_METADATA = rows_of(
     f"{_CONTEXTS}.attention_context.mha_metadata:MHAMetadata",
-    attributes("_max_seqlen_q state_data", "mcore/context/context", "raised to 2 for a prefill of one token"),
-    keys("max_seqlen_q", "mcore/context/context", "in `state_data`"),
+    attributes("_max_seqlen_q state_data", "upstream/context", "raised to 2 for a prefill of one token"),
+    keys("max_seqlen_q", "upstream/context", "in `state_data`"),
 )
 
 BATCH = rows_of(
     f"{_INFERENCE}.batch_dimensions_utils:InferenceBatchDimensions",
-    attributes("prefill_req_count token_count", "mcore/state/metadata", "of a step, padded or not"),
+    attributes("prefill_req_count token_count", "upstream/metadata", "of a step, padded or not"),
 )
 
 # -- the engine, its requests, its controller ----------------------------------------------------------------------------
@@ -330,7 +336,7 @@ ENGINE = rows_of(
     overrides(
         "add_request",
         "(self, request_id, prompt, sampling_params=None)",
-        "mcore/engine/engine mcore/runner serve/engine_loop",
+        "upstream/engine mcore/runner serve/engine_loop",
         "the prompt's tokens stay on the host",
     ),
     overrides("_add_request", "(self, request)", "upstream/engine", "keys are made on arrival"),
@@ -497,7 +503,7 @@ CONTROLLER = (
         overrides(
             "_dynamic_step_sample_logits",
             "(self)",
-            "upstream/controller bench/forced",
+            "upstream/controller",
             "a chunk's end is followed by the prompt's next token; wrapped by benchmarks, to force answers",
         ),
         overrides(
@@ -528,7 +534,7 @@ CONTROLLER = (
         attributes("num_speculative_tokens", "bench/forced", "drafts are not forced"),
         attributes(
             "_sampled_tokens_cuda",
-            "upstream/controller bench/forced",
+            "upstream/controller",
             "overwritten: a prompt's next token; forced answers, for benchmarks",
         ),
     ),
@@ -579,9 +585,7 @@ WRAPPER = rows_of(
     f"{_INFERENCE}.model_inference_wrappers.gpt.gpt_inference_wrapper:GPTInferenceWrapper",
     calls("__init__", "(self, model, inference_context=None)", "mcore/entrypoints/build", "the model with its context"),
     calls("prep_model_for_inference", "(self)", "mcore/entrypoints/build", "once"),
-    attributes(
-        "model inference_context", "mcore/engine/engine mcore/engine/controller upstream/engine", "what it is made of"
-    ),
+    attributes("model inference_context", "mcore/engine/engine mcore/engine/controller", "what it is made of"),
 )
 
 CONFIG = (
@@ -605,15 +609,16 @@ CONFIG = (
     ),
     *rows_of(
         f"{_INFERENCE}.config:MambaInferenceStateConfig",
-        calls(
-            "from_model",
-            "(model, conv_states_dtype=None, ssm_states_dtype=None)",
-            "mcore/entrypoints/build",
-            "what a state is",
+        overrides(
+            "__init__",
+            "(self, layer_type_list, conv_states_shape, ssm_states_shape, conv_states_dtype, ssm_states_dtype, "
+            "mamba_chunk_size=128)",
+            "upstream/state_config",
+            "one field more, for layers of other kinds",
         ),
         attributes(
             "layer_type_list conv_states_shape ssm_states_shape conv_states_dtype ssm_states_dtype mamba_chunk_size",
-            "mcore/entrypoints/build",
+            "mcore/state/layout",
             "also for a pipeline stage without recurrent layers",
         ),
     ),
@@ -621,13 +626,13 @@ CONFIG = (
         f"{_INFERENCE}.config:KVCacheManagementMode",
         constants(
             "OFFLOAD RECOMPUTE",
-            "mcore/context/context mcore/engine/engine",
+            "upstream/context mcore/engine/engine",
             "what a suspended engine does with its memory",
         ),
     ),
     *rows_of(
         f"{_INFERENCE}.config:PrefixCachingEvictionPolicy",
-        constants("LRU", "mcore/context/blocks mcore/entrypoints/build", "cached blocks stay after their request"),
+        constants("LRU", "upstream/blocks mcore/entrypoints/build", "cached blocks stay after their request"),
     ),
     *rows_of(
         "megatron.core.utils",
@@ -649,12 +654,10 @@ MIXER = (
         overrides(
             "_dynamic_inference_prefill",
             "(self, zxBCdt, context, conv_state, ssm_state, mamba_layer_idx=None)",
-            "layers/mamba2",
+            "upstream/mixer",
             "prefill from and to any slot",
         ),
-        attributes(
-            "_A_neg_exp_cache_stale", "upstream/engine models/weights", "decode's copy of A is of other weights"
-        ),
+        attributes("_A_neg_exp_cache_stale", "upstream/mixer", "decode's copy of A is of other weights"),
         attributes(
             "D_has_hdim activation chunk_size cp d_inner_local_tp d_state headdim ngroups_local_tp nheads_local_tp norm "
             "rmsnorm",
@@ -666,11 +669,11 @@ MIXER = (
     *rows_of(
         f"{_SSM}.mamba_mixer",
         classes("MambaMixerSubmodules", "models/build", "for layers without Transformer Engine"),
-        constants("HAVE_MAMBA_SSM", "platform/start", "whether its kernels are there"),
+        constants("HAVE_MAMBA_SSM", "upstream/packages", "whether its kernels are there"),
         calls(
             "_check_mamba_sequence_packing_support",
             "(for_inference_not_training=True)",
-            "platform/start",
+            "upstream/packages",
             "whether they are new enough",
         ),
     ),
@@ -688,7 +691,7 @@ MIXER = (
             "causal_conv1d_varlen_fn",
             "(x, weight, bias, cu_seqlens, initial_states=None, activation='silu', precomputed_seq_idx=None, "
             "precomputed_seq_start=None)",
-            "layers/mamba2",
+            "upstream/mixer",
             "the convolution of a prefill",
         ),
     ),
@@ -697,7 +700,7 @@ MIXER = (
         calls(
             "_bmm_chunk_fwd",
             "(a, b, chunk_size, cu_chunk_seqlens, causal=False, output_dtype=None)",
-            "layers/mamba2_scan",
+            "upstream/ssd_kernels",
             "the scan around our state passing",
         ),
     ),
@@ -706,7 +709,7 @@ MIXER = (
         calls(
             "_chunk_scan_fwd",
             "(cb, x, dt, dA_cumsum, C, states, cu_chunk_seqlens, out, seq_idx, D=None, z=None, initial_states=None)",
-            "layers/mamba2_scan",
+            "upstream/ssd_kernels",
             "the scan around our state passing",
         ),
     ),
@@ -715,13 +718,13 @@ MIXER = (
         calls(
             "_chunk_cumsum_fwd",
             "(dt, A, chunk_size, cu_chunk_seqlens, dt_bias=None, dt_softplus=False, dt_limit=...)",
-            "layers/mamba2_scan",
+            "upstream/ssd_kernels",
             "the scan around our state passing",
         ),
         calls(
             "_chunk_state_fwd",
             "(B, x, dt, dA_cumsum, cu_chunk_seqlens, states=None, states_in_fp32=True)",
-            "layers/mamba2_scan",
+            "upstream/ssd_kernels",
             "the scan around our state passing",
         ),
     ),
@@ -730,7 +733,7 @@ MIXER = (
 PLATFORM = (
     *rows_of(
         "megatron.core.extensions.transformer_engine",
-        constants("HAVE_TE", "platform/start", "which layers a model is built of"),
+        constants("HAVE_TE", "upstream/packages", "which layers a model is built of"),
     ),
     *rows_of(
         "megatron.core.tensor_parallel.random",
@@ -738,26 +741,26 @@ PLATFORM = (
             "model_parallel_cuda_manual_seed",
             "(seed, te_rng_tracker=False, inference_rng_tracker=False, use_cudagraphable_rng=False, tp_rank=None, "
             "ep_rank=None, etp_rank=None, force_reset_rng=False)",
-            "platform/start",
+            "upstream/packages",
             "generators that sampling needs",
         ),
     ),
 )
 
 GRAPHS = (
-    *rows_of(_GRAPHS, calls("delete_cuda_graphs", "()", "mcore/runner", "an engine lets go of its model")),
+    *rows_of(_GRAPHS, calls("delete_cuda_graphs", "()", "upstream/graphs", "an engine lets go of its model")),
     *rows_of(
         f"{_GRAPHS}:CudaGraphManager",
-        attributes("cudagraph_runners custom_cudagraphs_lookup_table", "mcore/runner", "emptied with it"),
-        constants("global_mempool", "bench/engines", "each engine of a benchmark has its own"),
+        attributes("cudagraph_runners custom_cudagraphs_lookup_table", "upstream/graphs", "emptied with it"),
+        constants("global_mempool", "upstream/graphs", "each engine of a benchmark has its own"),
     ),
     *rows_of(
         f"{_GRAPHS}:_CudagraphGlobalRecord",
-        constants("cudagraph_inference_record", "bench/engines", "each engine of a benchmark has its own"),
+        constants("cudagraph_inference_record", "upstream/graphs", "each engine of a benchmark has its own"),
     ),
     *rows_of(
         "megatron.core.transformer.module:GraphableMegatronModule",
-        attributes("cudagraph_manager", "mcore/runner", "of a layer with graphs"),
+        attributes("cudagraph_manager", "upstream/graphs", "of a layer with graphs"),
     ),
 )
 
@@ -768,7 +771,7 @@ CHECKPOINTS = (
             "make_sharded_tensors_for_checkpoint",
             "(state_dict, prefix, tensor_parallel_layers_axis_map=None, sharded_offsets=(), "
             "extra_state_suffix='_extra_state', tp_group=None, dp_cp_group=None)",
-            "platform/gated_norm",
+            "upstream/packages",
             "the norm's weight in a distributed checkpoint",
         ),
     ),
@@ -777,20 +780,20 @@ CHECKPOINTS = (
         calls(
             "_replace_state_dict_keys_with_sharded_keys",
             "(sharded_state_dict, keep_only_main_replica=False)",
-            "models/checkpoint",
+            "upstream/checkpoints",
             "saving without a process of its own",
         ),
         calls(
             "mcore_to_pyt_state_dict",
             "(state_dict, is_loading=False, init_device=..., load_legacy_1d_flatten_tensors=False)",
-            "models/checkpoint",
+            "upstream/checkpoints",
             "saving without a process of its own",
         ),
-        classes("MCoreSavePlanner", "models/checkpoint", "saving without a process of its own"),
+        classes("MCoreSavePlanner", "upstream/checkpoints", "saving without a process of its own"),
     ),
     *rows_of(
         f"{_SAVING}:TorchDistSaveShardedStrategy",
-        overrides("save", "(self, sharded_state_dict, checkpoint_dir)", "models/checkpoint", "PyTorch's own writer"),
+        overrides("save", "(self, sharded_state_dict, checkpoint_dir)", "upstream/checkpoints", "PyTorch's own writer"),
     ),
 )
 

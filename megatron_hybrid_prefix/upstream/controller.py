@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,3 +63,28 @@ class ControllerSeam(TextGenerationController):
         """No row has accepted drafts."""
         self._accepted_tokens_per_request.fill_(-1)
         self._accepted_token_counts_per_request.zero_()
+
+
+def after_sampling(controller: TextGenerationController, change: Callable[[torch.Tensor], None]) -> Callable[[], None]:
+    """From now on ``change`` may overwrite the tokens of a step, by active row, after they were sampled without drafts.
+
+    Args:
+        controller: Any of megatron's.
+        change: Is given the tokens on the device.
+
+    Returns:
+        Undoes it.
+    """
+    sample = controller._dynamic_step_sample_logits
+
+    def sampling() -> Any:
+        result = sample()
+        change(controller._sampled_tokens_cuda)
+        return result
+
+    controller._dynamic_step_sample_logits = sampling
+
+    def undo() -> None:
+        del controller._dynamic_step_sample_logits
+
+    return undo

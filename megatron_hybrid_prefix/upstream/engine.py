@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import asyncio
 
+import torch
 from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.inference.inference_request import DynamicInferenceRequest
-from megatron.core.ssm.mamba_mixer import MambaMixer
+from megatron.core.inference.sampling_params import SamplingParams
 
 
 class EngineSeam(DynamicInferenceEngine):
     """Megatron's engine; a subclass overrides the methods without an underscore."""
 
     _epoch: int | None = None
+
+    def add_request(
+        self, request_id: int, prompt: str | list[int] | torch.Tensor, sampling_params: SamplingParams | None = None
+    ) -> asyncio.Future[DynamicInferenceRequest]:
+        """See upstream, and `receive_request`."""
+        return self.receive_request(request_id, prompt, sampling_params)
 
     def _add_request(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:
         return self.accept_request(request)
@@ -41,6 +48,12 @@ class EngineSeam(DynamicInferenceEngine):
         self._epoch = epoch
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
+
+    def receive_request(
+        self, request_id: int, prompt: str | list[int] | torch.Tensor, sampling_params: SamplingParams | None
+    ) -> asyncio.Future[DynamicInferenceRequest]:
+        """Makes a request of a prompt, and accepts it."""
+        return super().add_request(request_id, prompt, sampling_params)
 
     def accept_request(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:
         """Puts a new request into the books and the queue, or refuses it; its answer comes with the future."""
@@ -84,9 +97,3 @@ class EngineSeam(DynamicInferenceEngine):
     def drop_pending_logits(self) -> None:
         """Asynchronous scheduling keeps a forward's logits for the next step; their rows are gone."""
         self.controller._async_sched_logits.clear()
-
-    def drop_copies_of_weights(self) -> None:
-        """The model's layers make what they derived from their weights again."""
-        for module in self.controller.inference_wrapped_model.model.modules():
-            if isinstance(module, MambaMixer):
-                module._A_neg_exp_cache_stale = True  # megatron refreshes it only in train()

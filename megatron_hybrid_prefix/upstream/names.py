@@ -1,24 +1,38 @@
 """Names of megatron that are public, but not its documented API: our modules import them from here."""
 
 from megatron.core.inference.config import KVCacheManagementMode
-from megatron.core.inference.contexts.dynamic_context import BlockOverflowError, DynamicInferenceContext
-from megatron.core.inference.engines.dynamic_engine import EngineState
+from megatron.core.inference.contexts.dynamic_context import (
+    BlockOverflowError,
+    ContextOverflowError,
+    DynamicInferenceContext,
+    RequestOverflowError,
+    TokenOverflowError,
+)
+from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine, EngineState
+from megatron.core.inference.inference_client import InferenceClient
 from megatron.core.inference.inference_request import (
     DynamicInferenceRequest,
     DynamicInferenceRequestRecord,
     Status,
 )
+from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 
 __all__ = [
     "BlockOverflowError",
+    "ContextOverflowError",
     "DynamicInferenceContext",
+    "DynamicInferenceEngine",
     "DynamicInferenceRequest",
     "DynamicInferenceRequestRecord",
     "EngineState",
+    "GPTInferenceWrapper",
+    "InferenceClient",
     "KVCacheManagementMode",
+    "RequestOverflowError",
     "SamplingParams",
     "Status",
     "TextGenerationController",
+    "TokenOverflowError",
 ]

@@ -25,9 +25,10 @@ from pathlib import Path
 import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
-from megatron_hybrid_prefix.mcore.entrypoints.build import build_upstream_engine, mamba_state_config
+from megatron_hybrid_prefix.layers.base import invalidate_layers
+from megatron_hybrid_prefix.mcore.entrypoints.build import build_upstream_engine
+from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config
 from megatron_hybrid_prefix.models import HybridModelConfig, build_hybrid_model, get_preset
-from megatron_hybrid_prefix.models.weights import mark_decode_caches_stale
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.engine_helpers import greedy, random_tokens
 from tests.quadratic_model import QuadraticHybridModel
@@ -302,7 +303,7 @@ def build_models(preset, seed=0):
     weights = {name: value for name, value in models["bfloat16"].state_dict().items() if value is not None}
     models["float32"].load_state_dict(weights, strict=False)
     for model in models.values():
-        mark_decode_caches_stale(model)
+        invalidate_layers(model)
     return models, QuadraticHybridModel(models["float32"], base)
 
 

@@ -13,8 +13,8 @@ import sys
 import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from megatron_hybrid_prefix.layers.base import invalidate_layers
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
-from megatron_hybrid_prefix.models.weights import mark_decode_caches_stale
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.engine_helpers import greedy, random_tokens
 
@@ -89,7 +89,7 @@ def main(preset, count, state_dtype=None):
     exact.load_state_dict(
         {name: value for name, value in model.state_dict().items() if value is not None}, strict=False
     )
-    mark_decode_caches_stale(exact)
+    invalidate_layers(exact)
     vocabulary = config.vocab_size
     shared = random_tokens(PREFIX_TOKENS, seed=1, vocabulary=vocabulary)
     prompts = [shared + random_tokens(OWN_TOKENS, seed=100 + i, vocabulary=vocabulary) for i in range(int(count))]

@@ -38,7 +38,7 @@ def forbid_syncs(engine):
     cache, metadata = context.prefix_cache, context.mamba_metadata
     parts = [
         (cache, ("match", "admit", "plan", "publish", "release", "can_admit")),
-        (context, ("keys_of", "_publish", "_prefill_spans", "_attach_blocks", "_check_room", "check_availability")),
+        (context, ("prefix_request", "_publish", "_prefill_spans", "_attach_blocks", "check_availability")),
         (context, ("_allow_one_token_prefills", "_compute_prefix_match")),
         (metadata, ("_cut_chunks", "copy_indices", "load_from_cpu")),
     ]

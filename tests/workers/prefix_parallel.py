@@ -135,7 +135,7 @@ class Session:
                 "decisions": self.decisions,
                 "preempted": self.engine.evicted_request_count,
                 "slot_bytes": context.state_layout.slot_bytes,
-                "budget_bytes": int(context._prefix_config.mamba_gb * 2**30),
+                "budget_bytes": int(context.prefix_config.mamba_gb * 2**30),
                 "pool_slots": [tensor.shape[1] for tensor in context.state_pool.tensors.values()],
             }
         return found
@@ -194,9 +194,7 @@ def damage_sources(context):
     initialize = context.initialize_attention_state
 
     def damaging(**kwargs):
-        context.state_pool.zero(
-            [plan.source_slot for plan in context._step_plans.values() if plan.source_slot is not None]
-        )
+        context.state_pool.zero([plan.source_slot for plan in context.step_plans() if plan.source_slot is not None])
         return initialize(**kwargs)
 
     context.initialize_attention_state = damaging

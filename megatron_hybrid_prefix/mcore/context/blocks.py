@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from megatron.core.inference.config import PrefixCachingEvictionPolicy
-from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.upstream.blocks import BlockAllocatorSeam, BlockCounts
 
 
 class _CachedKeys(Mapping[str, int]):
@@ -38,80 +37,65 @@ class _CachedKeys(Mapping[str, int]):
         return self._cache.blocks.cached_count
 
 
-class HybridPrefixBlockAllocator(KVBlockAllocator):
-    """Blocks ``0 .. total_count - 2``; the last one is megatron's dummy block.
-
-    Does not call ``super().__init__``: the free list, counts, hashes and clocks that it makes are what the cache replaces.
-    Made without a cache (where somebody put this class in place of megatron's), it is megatron's allocator.
+class HybridPrefixBlockAllocator(BlockAllocatorSeam):
+    """Megatron's allocator over a cache.
 
     Args:
         context: The inference context.
-        total_count: Blocks in the buffer, the dummy block included.
+        total_count: Blocks in the buffer, megatron's dummy block included.
         paused_count: Blocks of the paused buffer.
-        cache: Owns the blocks.
+        cache: Owns the blocks; by default a new one, which keeps nothing of requests that ended.
     """
 
-    def __new__(cls, *args: Any, cache: HybridPrefixCache | None = None, **kwargs: Any) -> Any:
-        """See above."""
-        return KVBlockAllocator(*args, **kwargs) if cache is None else super().__new__(cls)
-
-    def __init__(self, context: Any, total_count: int, paused_count: int, *, cache: HybridPrefixCache) -> None:
-        self.context = context
+    def __init__(
+        self, context: Any, total_count: int, paused_count: int, *, cache: HybridPrefixCache | None = None
+    ) -> None:
+        super().__init__(
+            context, BlockCounts(total=total_count, paused=paused_count, active=total_count - paused_count - 1)
+        )
+        if cache is None:
+            cache = HybridPrefixCache(block_tokens=1, kv_blocks=total_count - 1, state_slots=0)
         self.cache = cache
-        self.enable_prefix_caching = True
-        self.prefix_caching_eviction_policy = PrefixCachingEvictionPolicy.LRU
-        self.on_blocks_deregistered = None
-        self.total_count = total_count
-        self.paused_count = paused_count
-        self.active_count = total_count - paused_count - 1
-        assert self.active_count >= 1
-        self.dummy_block_idx = total_count - 1
-        self.block_routing = {}
         self._cached_keys = _CachedKeys(cache)
-        self._handed_over: list[int] | None = None
 
     @property
-    def total_avail(self) -> int:
-        """Blocks that can be had now, evictable ones included (megatron's own count leaves those out)."""
+    def available_blocks(self) -> int:
+        """See BlockAllocatorSeam."""
         return self.cache.blocks.available_count
 
     @property
-    def kv_hash_to_block_id(self) -> Mapping[str, int]:
-        """Key of a cached block, in hex -> its id."""
-        return self._cached_keys
+    def evictable_blocks(self) -> int:
+        """See BlockAllocatorSeam."""
+        return self.cache.blocks.available_count - self.cache.blocks.free_count
 
     @property
-    def block_ref_counts(self) -> torch.Tensor:
-        """(total_count,) int32: live requests that hold each block. A copy: writing to it, as megatron does, is lost."""
-        counts = torch.zeros(self.total_count, dtype=torch.int32)  # the dummy block is nobody's
-        counts[:-1] = torch.frombuffer(bytearray(self.cache.blocks.ref_counts()), dtype=torch.int32)
-        return counts
+    def cached_keys(self) -> Mapping[str, int]:
+        """See BlockAllocatorSeam."""
+        return self._cached_keys
 
-    def hand_over(self, block_ids: list[int]) -> None:
-        """The next allocation gets these blocks, which a request holds already; none: it asks the cache."""
-        self._handed_over = block_ids or None
-        self._forget_routing(block_ids)
+    def ref_counts(self) -> bytes:
+        """See BlockAllocatorSeam."""
+        return self.cache.blocks.ref_counts()
 
     def take_routing(self, routing: Mapping[int, Any]) -> None:
         """Of each KV block that came back from the host its routing, or None."""
         self._forget_routing(list(routing))
         self.block_routing.update({block_id: found for block_id, found in routing.items() if found is not None})
 
-    def is_memory_available(self, num_blocks: int, potential_matched_count: int = 0) -> bool:
-        """See upstream."""
-        return num_blocks <= self.cache.blocks.available_count - potential_matched_count
-
     def allocate_memory_blocks(self, num_blocks: int) -> torch.Tensor | None:
-        """See upstream; None when there are not enough blocks, evictable ones included."""
-        block_ids = self._handed_over
-        if block_ids is not None:
-            self._handed_over = None
+        """See upstream; None when there are not enough blocks, evictable ones included.
+
+        A chunk that is being admitted holds its blocks already; other blocks are attached to their requests later.
+        """
+        chunk = getattr(self.context, "admitted_chunk", None)
+        if chunk is not None:
+            block_ids = chunk.own
             assert len(block_ids) == num_blocks, (len(block_ids), num_blocks)
         else:
             block_ids = self.cache.blocks.allocate(num_blocks)
             if block_ids is None:
                 return None
-            self._forget_routing(block_ids)
+        self._forget_routing(block_ids)
         return torch.tensor(block_ids, dtype=torch.int32)
 
     def release_memory_blocks(self, blocks: torch.Tensor) -> None:
@@ -122,21 +106,6 @@ class HybridPrefixBlockAllocator(KVBlockAllocator):
         """Forget everything: blocks and states alike."""
         self.cache.reset()
         self.block_routing.clear()
-        self._handed_over = None
-
-    def get_evictable_block_count(self) -> int:
-        """Cached blocks that nobody holds."""
-        return self.cache.blocks.available_count - self.cache.blocks.free_count
-
-    def update_timestamps(self, block_ids: torch.Tensor) -> None:
-        """Nothing: the cache has clocks of its own."""
-
-    def register_kv_block_hashes(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: blocks become matchable when the forward that fills them succeeded."""
-
-    def evict_lru_blocks(self, num_blocks_needed: int) -> bool:
-        """Whether that many blocks can be had; the cache evicts when they are asked for."""
-        return num_blocks_needed <= self.cache.blocks.available_count
 
     def _forget_routing(self, block_ids: list[int]) -> None:
         for block_id in block_ids:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
+    from megatron_hybrid_prefix.upstream.context import ContextSeam
 
 
 class FilledBlock(NamedTuple):
@@ -40,7 +40,7 @@ class _Rows:
         forward_tokens: Of each row, how many tokens that forward had.
     """
 
-    def __init__(self, context: HybridPrefixContext) -> None:
+    def __init__(self, context: ContextSeam) -> None:
         self.of = context.token_to_input_ids
         self.tokens = memoryview(self.of.numpy())
         self.live_slots = memoryview(context.mamba_metadata.request_to_mamba_state_idx.numpy())
@@ -78,7 +78,7 @@ class DecodeProgress:
         self._notes: list[tuple[bytes, np.ndarray | None]] = []
         self._quiet_steps = 0  # forwards to come in which these rows fill no block
 
-    def advance(self, context: HybridPrefixContext) -> list[FilledBlock]:
+    def advance(self, context: ContextSeam) -> list[FilledBlock]:
         """Notes what the last forward processed; returns the blocks that were filled, in the order of the rows."""
         first, last = context.paused_request_count, context.total_request_count
         if first == last:

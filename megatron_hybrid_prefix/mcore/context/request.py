@@ -1,4 +1,4 @@
-"""What the cache needs to know of a megatron request: its keys, and what it allows.
+"""`PrefixRequest`: what the context knows of a megatron request: its keys, what it allows, its match, its part in a step.
 
 Set on a request's sampling parameters, as plain attributes (``sampling_params.add_attributes({...})``), so that they pass
 through megatron's data-parallel coordinator:
@@ -15,7 +15,7 @@ through megatron's data-parallel coordinator:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,11 +24,12 @@ import torch
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.matcher import Match
+from megatron_hybrid_prefix.index.requests import StepPlan
 
 
 @dataclass(slots=True)
-class RequestKeys:
-    """Keys of one prompt, and the last match of it.
+class PrefixRequest:
+    """See the module.
 
     Attributes:
         chain: The prompt's keys.
@@ -39,8 +40,9 @@ class RequestKeys:
         take_sample: Asked once, at the first hit: whether this hit shall be computed and compared.
         verify_at_tokens: Where then; 0: nowhere.
         last: The last match.
-        lost_tokens: Tokens whose KV was there at admission and that were computed for want of a state.
+        lost_tokens: Tokens whose KV was there at admission, and that were computed because no state was kept there.
         resumes: Whether the request was preempted, and may have left on the host what it had computed.
+        plan: Its part in the forward that comes or runs.
     """
 
     chain: KeyChain
@@ -53,6 +55,7 @@ class RequestKeys:
     last: Match | None = None
     lost_tokens: int = 0
     resumes: bool = False
+    plan: StepPlan | None = None
 
     def match(self, cache: HybridPrefixCache, length_tokens: int) -> Match:
         """What of the first ``length_tokens`` is cached; at least one of them stays to be computed."""
@@ -68,29 +71,70 @@ class RequestKeys:
         return last
 
 
-class RequestKeyBook:
-    """Keys of the requests that exist. Kept beside them: what is set on a request would travel with its reply."""
+class RequestBook:
+    """One `PrefixRequest` a request. Kept beside them: what is set on a request would travel with its reply.
+
+    Args:
+        verify_hits: Share of the hits that are computed and compared.
+    """
 
     def __init__(self, verify_hits: float = 0.0) -> None:
         self._verify_hits = verify_hits
         self._hits = 0
-        self._entries: dict[int, tuple[weakref.ref[Any], RequestKeys]] = {}  # by id(), while the request lives
+        self._entries: dict[int, tuple[weakref.ref[Any], PrefixRequest]] = {}  # by id(), while the request lives
+        self._in_step: dict[int, PrefixRequest] = {}  # by request id, in the order of their rows
 
-    def of(self, req: Any, cache: HybridPrefixCache) -> RequestKeys:
-        """The keys of ``req``; made when first asked for, and again when the weights changed since.
+    def __len__(self) -> int:
+        """Requests that are known: those that somebody still holds."""
+        return len(self._entries)
+
+    def of(self, req: Any, cache: HybridPrefixCache) -> PrefixRequest:
+        """What is known of ``req``; made when first asked for, and again when the weights changed since.
 
         Raises:
             ValueError: An attribute is not what it should be.
         """
-        ref, keys = self._entries.get(id(req), (None, None))
-        if ref is None or keys is None or ref() is not req or keys.chain.epoch != cache.epoch:
-            keys = _make_keys(req, cache)
-            keys.take_sample = self._take_sample if self._verify_hits else None
+        ref, known = self._entries.get(id(req), (None, None))
+        if ref is None or known is None or ref() is not req or known.chain.epoch != cache.epoch:
+            known = _read_request(req, cache)
+            known.take_sample = self._take_sample if self._verify_hits else None
             number, entries = id(req), self._entries
-            self._entries[number] = weakref.ref(req, lambda _: entries.pop(number, None)), keys
+            self._entries[number] = weakref.ref(req, lambda _: entries.pop(number, None)), known
             # Megatron's scheduler holds back a request while another that shares a new block is being admitted.
-            req.precomputed_block_hashes = [key.hex() for key in keys.chain.keys]  # replies carry them as JSON
-        return keys
+            req.precomputed_block_hashes = [key.hex() for key in known.chain.keys]  # replies carry them as JSON
+        return known
+
+    # -- the forward that comes or runs --------------------------------------------------------------------------------
+
+    def put_in_step(self, request: PrefixRequest, plan: StepPlan) -> None:
+        """The request has this part in the coming forward."""
+        request.plan = plan
+        self._in_step[plan.request_id] = request
+
+    def plan_of(self, request_id: int) -> StepPlan | None:
+        """Part of a request in that forward, if it has one."""
+        request = self._in_step.get(request_id)
+        return None if request is None else request.plan
+
+    def plans(self) -> Iterator[StepPlan]:
+        """Parts of all requests in that forward."""
+        return (request.plan for request in self._in_step.values() if request.plan is not None)
+
+    def take_plan(self, request_id: int) -> StepPlan | None:
+        """`plan_of`, for the last time: the request leaves the forward."""
+        request = self._in_step.pop(request_id, None)
+        if request is None:
+            return None
+        plan, request.plan = request.plan, None
+        return plan
+
+    def take_plans(self) -> list[StepPlan]:
+        """`plans`, for the last time: the forward is over."""
+        plans = list(self.plans())
+        for request in self._in_step.values():
+            request.plan = None
+        self._in_step.clear()
+        return plans
 
     def _take_sample(self) -> bool:
         # Every so-manyth hit, not a random one: all ranks take the same.
@@ -98,12 +142,12 @@ class RequestKeyBook:
         return int(self._hits * self._verify_hits) > int((self._hits - 1) * self._verify_hits)
 
 
-def _make_keys(req: Any, cache: HybridPrefixCache) -> RequestKeys:
+def _read_request(req: Any, cache: HybridPrefixCache) -> PrefixRequest:
     params = req.sampling_params
     salt, adapter = (getattr(params, name, None) for name in ("cache_salt", "cache_adapter"))
     # Log-probs of the prompt need the logits of every position: nothing can be skipped.
     wants_prompt = getattr(params, "return_log_probs", False) and not getattr(params, "skip_prompt_log_probs", False)
-    return RequestKeys(
+    return PrefixRequest(
         chain=cache.chain(
             req.prompt_tokens.detach().to("cpu", torch.int64).contiguous().numpy(),
             salt=None if salt is None else str(salt),

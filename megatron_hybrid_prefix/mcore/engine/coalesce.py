@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 
 if TYPE_CHECKING:
-    from megatron_hybrid_prefix.mcore.context.request import RequestKeys
+    from megatron_hybrid_prefix.mcore.context.request import PrefixRequest
 
 # A round costs a step: for less than that a request does not wait. (On a GPU a step takes as long as a few hundred tokens.)
 _MIN_SAVED_TOKENS = 256
@@ -28,12 +28,12 @@ class Coalescing:
 
     Args:
         cache: The cache.
-        keys_of: Keys of a request.
+        prefix_request: Keys of a request.
     """
 
-    def __init__(self, cache: HybridPrefixCache, keys_of: Callable[[Any], RequestKeys]) -> None:
+    def __init__(self, cache: HybridPrefixCache, prefix_request: Callable[[Any], PrefixRequest]) -> None:
         self._cache = cache
-        self._keys_of = keys_of
+        self._prefix_request = prefix_request
         self._idle: dict[int, tuple[int, int, int]] = {}  # by waiting request: owner, its progress, rounds without any
 
     def held_back(self, waiting: Iterable[Any], most: int) -> list[int]:
@@ -54,7 +54,7 @@ class Coalescing:
         for request in islice(waiting, most):
             if cache.inspect.is_live(request.request_id):
                 continue  # between two chunks: an owner already
-            keys = self._keys_of(request)
+            keys = self._prefix_request(request)
             length = request.remaining_prompt_length
             resume = keys.match(cache, length).resume_tokens
             if keys.read and owner_of:

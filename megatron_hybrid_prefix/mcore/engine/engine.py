@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_hybrid_prefix.layers.mamba2 import use_slot_mixers
+from megatron_hybrid_prefix.layers.base import invalidate_layers, use_slot_mixers
 from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
 from megatron_hybrid_prefix.mcore.engine.log_probs import StepLogProbs, cut_to_tokens
 from megatron_hybrid_prefix.mcore.engine.no_cache import NoCache
@@ -22,6 +22,7 @@ from megatron_hybrid_prefix.mcore.engine.record import RequestRecord, forget_chu
 from megatron_hybrid_prefix.mcore.engine.removals import Removals
 from megatron_hybrid_prefix.mcore.engine.scheduling import PrefixScheduling
 from megatron_hybrid_prefix.mcore.ranks.coordinator import meet_subscribers
+from megatron_hybrid_prefix.upstream.blocks import block_counts
 from megatron_hybrid_prefix.upstream.contract import check_contract
 from megatron_hybrid_prefix.upstream.engine import EngineSeam
 from megatron_hybrid_prefix.upstream.names import (
@@ -135,10 +136,10 @@ class HybridPrefixEngine(EngineSeam):
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def add_request(
-        self, request_id: int, prompt: str | list[int] | torch.Tensor, sampling_params: SamplingParams | None = None
+    def receive_request(
+        self, request_id: int, prompt: str | list[int] | torch.Tensor, sampling_params: SamplingParams | None
     ) -> asyncio.Future[DynamicInferenceRequest]:
-        """See upstream. The prompt's tokens stay on the host, where keys are made and steps put together.
+        """See the seam. The prompt's tokens stay on the host, where keys are made and steps put together.
 
         Megatron sends them to the device, and waits for them to come back for each of these.
 
@@ -148,7 +149,7 @@ class HybridPrefixEngine(EngineSeam):
         """
         megatrons_cache = self.context.enable_prefix_caching and not self._has_cache
         if megatrons_cache or not isinstance(self.context, HybridPrefixContext):
-            return super().add_request(request_id, prompt, sampling_params)
+            return super().receive_request(request_id, prompt, sampling_params)
         text = prompt if isinstance(prompt, str) else None
         if text is not None:
             prompt = self.controller.tokenize_prompt(self.controller.tokenizer, text, sampling_params.add_BOS)
@@ -164,7 +165,7 @@ class HybridPrefixEngine(EngineSeam):
 
     def accept_request(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:
         """See the seam; the keys of the prompt are made here, on arrival."""
-        self._cached.keys_of(request)
+        self._cached.prefix_request(request)
         future = super().accept_request(request)
         self._refuse_if_never_active(request)
         self._use_own_record(request.request_id)
@@ -184,7 +185,7 @@ class HybridPrefixEngine(EngineSeam):
         # Megatron checks against all blocks, and would pause for good what needs more than the active ones.
         allocator, block_tokens = self.context.kv_block_allocator, self.context.block_size_tokens
         tokens = len(request.prompt_tokens) + request.sampling_params.num_tokens_to_generate
-        if request.status == Status.FAILED or -(-tokens // block_tokens) <= allocator.active_count:
+        if request.status == Status.FAILED or -(-tokens // block_tokens) <= block_counts(allocator).active:
             return
         self.waiting_request_ids.remove(request.request_id)
         request.status = Status.FAILED
@@ -325,7 +326,7 @@ class HybridPrefixEngine(EngineSeam):
         With tensor or pipeline parallelism call it on every rank, between the same two steps.
         """
         self._cached.invalidate()
-        self.drop_copies_of_weights()
+        invalidate_layers(self.controller.inference_wrapped_model.model)
 
 
 def _on_host(request_id: int, prompt: list[int] | torch.Tensor) -> torch.Tensor:

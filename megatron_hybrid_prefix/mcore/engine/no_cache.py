@@ -10,7 +10,7 @@ class NoCache:
 
     loads_wait = False
 
-    def keys_of(self, req: Any) -> None:
+    def prefix_request(self, req: Any) -> None:
         """No keys are made."""
 
     def forget_request(self, request_id: int) -> None:

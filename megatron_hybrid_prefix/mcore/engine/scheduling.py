@@ -33,7 +33,8 @@ class PrefixScheduling:
         self._engine = engine
         self._context = context
         self._cache = context.prefix_cache
-        self._coalescing = Coalescing(self._cache, context.keys_of) if context.coalesces else None
+        self._loads = context.loads
+        self._coalescing = Coalescing(self._cache, context.prefix_request) if context.coalesces else None
 
     def schedule(self, admit: Callable[[], None]) -> None:
         """One round.
@@ -51,30 +52,30 @@ class PrefixScheduling:
             left = held.union(waiting)
             chunked = context.chunked_prefill_request_id  # has to stay first
             self._set_queue([i for i in before if i == chunked] + [i for i in before if i in left and i != chunked])
-        if waiting and not context.total_request_count and context.give_up_loads():
+        if waiting and not context.total_request_count and self._cache.loads.give_up():
             # What waiting requests hold is all that the first of them needs.
             admit()
 
     def note_preempted(self, request_ids: list[int]) -> None:
         """Requests were preempted: each resumes from what it left on the host, if anything."""
         for request_id in request_ids:
-            keys = self._context.keys_of(self._engine.get_request(request_id))
+            keys = self._context.prefix_request(self._engine.get_request(request_id))
             keys.resumes = self._cache.loads.is_swapped_out(request_id)
 
     def _wait_for_loads(self) -> set[int]:
         """Begins loads from the host; takes requests out of the queue that shall wait for theirs in this round."""
         engine, context = self._engine, self._context
-        if context.host_moves is None:
+        if self._loads is None:
             return set()
         if context.paused_request_count:
-            context.give_up_loads()  # running requests come first, and nobody is admitted
+            self._cache.loads.give_up()  # running requests come first, and nobody is admitted
             return set()
         held = set()
         free_rows = context.max_requests - context.total_request_count
         for request_id in list(islice(engine.waiting_request_ids, _LOOKED_AT * free_rows)):
             request = engine.get_request(request_id)
             between_chunks = request.finished_chunk_token_count > 0
-            if not between_chunks and context.load_back(request, others_run=context.total_request_count > 0):
+            if not between_chunks and self._loads.load_back(request, others_run=context.total_request_count > 0):
                 held.add(request_id)
         self._take_from_queue(held)
         return held
@@ -101,7 +102,7 @@ class PrefixScheduling:
         for request_id in list(islice(engine.waiting_request_ids, 1, 1 + _LOOKED_AT * max(0, free_rows))):
             request = engine.get_request(request_id)
             length = request.remaining_prompt_length
-            resume = context.keys_of(request).match(self._cache, length).resume_tokens
+            resume = context.prefix_request(request).match(self._cache, length).resume_tokens
             tokens = length - resume
             if not resume or tokens > min(most_tokens, context.block_size_tokens):
                 continue

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 from megatron_hybrid_prefix.config import HybridPrefixConfig
 
 if TYPE_CHECKING:
-    from megatron.core.inference.engines import DynamicInferenceEngine
-
     from megatron_hybrid_prefix.tokenizer import Tokenizer
+    from megatron_hybrid_prefix.upstream.names import DynamicInferenceEngine
 
 # Megatron's flags. Where its parser lacks them (an older release, or a parser of one's own) they are added.
 SWITCH = "--inference-dynamic-batching-prefix-caching"
@@ -120,7 +119,8 @@ def build_engine_from_args(
     """
     from megatron.training.argument_utils import inference_cfg_from_args
 
-    from megatron_hybrid_prefix.mcore.entrypoints.build import build_engine, mamba_state_config
+    from megatron_hybrid_prefix.mcore.entrypoints.build import build_engine
+    from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config
 
     prefix = hybrid_prefix_config_from_args(args)
     capture = getattr(args, "cuda_graph_impl", "none") == "local"

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.mcore.entrypoints.patches import CONTEXT_IN_CUDA_GRAPHS
+from megatron_hybrid_prefix.mcore.ranks.agreement import of_all_stages
 from megatron_hybrid_prefix.platform import replace_names, running_platform
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer, Tokenizer
 from megatron_hybrid_prefix.upstream.contract import check_contract
 
 if TYPE_CHECKING:
-    from megatron.core.inference.config import InferenceConfig, MambaInferenceStateConfig
-    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
-    from megatron.core.inference.engines import DynamicInferenceEngine
-    from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
+    from megatron_hybrid_prefix.upstream.config import InferenceConfig
+    from megatron_hybrid_prefix.upstream.names import (
+        DynamicInferenceContext,
+        DynamicInferenceEngine,
+        TextGenerationController,
+    )
 
 # Without a GPU upstream's defaults (20 GB of KV, 16,384 tokens a step) would exhaust an ordinary machine.
 HOST_DEFAULTS: dict[str, Any] = {"buffer_size_gb": 0.25, "max_requests": 16, "max_tokens": 4096}
@@ -72,9 +74,11 @@ def build_upstream_engine(
 
 
 def _upstream_engine(model: Any, config: InferenceConfig, tokenizer: Tokenizer | None) -> DynamicInferenceEngine:
-    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
-    from megatron.core.inference.engines import DynamicInferenceEngine
-    from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
+    from megatron_hybrid_prefix.upstream.names import (
+        DynamicInferenceContext,
+        DynamicInferenceEngine,
+        TextGenerationController,
+    )
 
     context = DynamicInferenceContext(model_config=model.config, inference_config=config)
     return DynamicInferenceEngine(_controller(TextGenerationController, model, context, tokenizer), context)
@@ -83,8 +87,8 @@ def _upstream_engine(model: Any, config: InferenceConfig, tokenizer: Tokenizer |
 def _controller(
     kind: type[TextGenerationController], model: Any, context: DynamicInferenceContext, tokenizer: Tokenizer | None
 ) -> TextGenerationController:
-    from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
-    from megatron.core.utils import get_attr_wrapped_model
+    from megatron_hybrid_prefix.upstream.config import get_attr_wrapped_model
+    from megatron_hybrid_prefix.upstream.names import GPTInferenceWrapper
 
     wrapped = GPTInferenceWrapper(model, context)
     wrapped.prep_model_for_inference()
@@ -101,9 +105,13 @@ def _checked_config(model: Any, prefix: HybridPrefixConfig | None, fields: dict[
 
 
 def _inference_config(model: Any, prefix: HybridPrefixConfig | None, fields: dict[str, Any]) -> InferenceConfig:
-    from megatron.core.inference.config import InferenceConfig, PrefixCachingEvictionPolicy
-    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
-    from megatron.core.utils import get_attr_wrapped_model
+    from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config
+    from megatron_hybrid_prefix.upstream.config import (
+        InferenceConfig,
+        PrefixCachingEvictionPolicy,
+        get_attr_wrapped_model,
+    )
+    from megatron_hybrid_prefix.upstream.names import DynamicInferenceContext
 
     unknown = set(fields) - set(InferenceConfig.__dataclass_fields__)
     if unknown:
@@ -125,74 +133,17 @@ def _inference_config(model: Any, prefix: HybridPrefixConfig | None, fields: dic
         tp = model.config.tensor_model_parallel_size
         values["max_tokens"] = DynamicInferenceContext.round_up_tokens(values["max_tokens"], tp)
     config = InferenceConfig(**values)
-    problems = _of_all_stages(_budget_problem(model, config))
+    problems = of_all_stages(_budget_problem(model, config))
     for problem in problems:
         if problem is not None:
             raise ValueError(problem)
     return config
 
 
-def _of_all_stages(value: Any) -> list[Any]:
-    """What each pipeline stage says; every rank has to ask."""
-    from megatron.core import parallel_state
-
-    stages: list[Any] = [value] * parallel_state.get_pipeline_model_parallel_world_size()
-    if len(stages) > 1:
-        group = parallel_state.get_pipeline_model_parallel_group()
-        torch.distributed.all_gather_object(stages, value, group=group)
-    return stages
-
-
-def mamba_state_config(
-    model: Any, conv_dtype: torch.dtype | None = None, ssm_dtype: torch.dtype | None = None
-) -> MambaInferenceStateConfig | None:
-    """Shapes of one recurrent state, also on a pipeline stage without Mamba layers (None: no stage has any).
-
-    Upstream derives them from the stage's own layers and treats a stage without Mamba as a plain transformer, which
-    then skips other tokens than its neighbours.
-    """
-    from megatron.core.inference.config import MambaInferenceStateConfig
-    from megatron.core.utils import get_attr_wrapped_model
-
-    own = MambaInferenceStateConfig.from_model(model, conv_dtype, ssm_dtype)
-    shapes = (
-        None
-        if own is None
-        else (
-            own.conv_states_shape,
-            own.ssm_states_shape,
-            own.mamba_chunk_size,
-            own.conv_states_dtype,
-            own.ssm_states_dtype,
-        )
-    )
-    stages = _of_all_stages(shapes)
-    if own is not None:
-        return own
-    known = next((stage for stage in stages if stage is not None), None)
-    if known is None:
-        return None
-    return MambaInferenceStateConfig(
-        layer_type_list=get_attr_wrapped_model(model, "decoder").layer_type_list,
-        conv_states_shape=known[0],
-        ssm_states_shape=known[1],
-        mamba_chunk_size=known[2],
-        conv_states_dtype=known[3],
-        ssm_states_dtype=known[4],
-    )
-
-
-def state_bytes(config: MambaInferenceStateConfig) -> int:
-    """Bytes of one recurrent state over this rank's layers."""
-    per_layer = (
-        math.prod(config.conv_states_shape) * config.conv_states_dtype.itemsize
-        + math.prod(config.ssm_states_shape) * config.ssm_states_dtype.itemsize
-    )
-    return per_layer * sum(symbol == "M" for symbol in config.layer_type_list)
-
-
 def _budget_problem(model: Any, config: InferenceConfig) -> str | None:
     """What does not fit, in one line, before upstream asserts on it, or on a later step."""
+    from megatron_hybrid_prefix.mcore.state.layout import state_bytes
+
     tp = model.config.tensor_model_parallel_size
     max_tokens = config.max_tokens or 16384
     if config.max_requests is None:

@@ -7,15 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_hybrid_prefix.config import HybridPrefixConfig
+from megatron_hybrid_prefix.upstream import modules
 from megatron_hybrid_prefix.upstream.rebinding import Rebinding
-
-_CONTEXT = "megatron.core.inference.contexts.dynamic_context:DynamicInferenceContext"
-_CONTROLLER = "megatron.core.inference.text_generation_controllers.text_generation_controller:TextGenerationController"
-_ENGINE = "megatron.core.inference.engines.dynamic_engine:DynamicInferenceEngine"
 
 
 def _accepting_subclasses(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+    from megatron_hybrid_prefix.upstream.names import DynamicInferenceContext
 
     def _check_supported_type(meta: Any) -> None:
         if not isinstance(meta.value, DynamicInferenceContext):
@@ -26,7 +23,7 @@ def _accepting_subclasses(original: Callable[[Any], None]) -> Callable[[Any], No
 
 CONTEXT_IN_CUDA_GRAPHS = (
     Rebinding(
-        owner="megatron.core.transformer.cuda_graphs",
+        owner=modules.CUDA_GRAPHS,
         name="_check_supported_type",
         make=_accepting_subclasses,
         why="graphs of layers take the inference context by its exact class; only replaced when graphs are asked for",
@@ -38,7 +35,7 @@ CONTEXT_IN_CUDA_GRAPHS = (
 def _our_context(
     original: Callable[..., None], settings: Callable[[], HybridPrefixConfig | None]
 ) -> Callable[..., None]:
-    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+    from megatron_hybrid_prefix.upstream.names import DynamicInferenceContext
 
     def __init__(self: Any, model_config: Any, inference_config: Any) -> None:
         from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
@@ -64,7 +61,7 @@ def _our_context(
 
 
 def _our_controller(original: Callable[..., None]) -> Callable[..., None]:
-    from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
+    from megatron_hybrid_prefix.upstream.names import TextGenerationController
 
     def __init__(self: Any, inference_wrapped_model: Any, tokenizer: Any) -> None:
         from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
@@ -78,7 +75,7 @@ def _our_controller(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _our_engine(original: Callable[..., None]) -> Callable[..., None]:
-    from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
+    from megatron_hybrid_prefix.upstream.names import DynamicInferenceEngine
 
     def __init__(self: Any, controller: Any, context: Any) -> None:
         from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
@@ -103,21 +100,21 @@ def constructors(settings: Callable[[], HybridPrefixConfig | None]) -> tuple[Reb
     """
     return (
         Rebinding(
-            owner=_CONTEXT,
+            owner=modules.DYNAMIC_CONTEXT_CLASS,
             name="__init__",
             make=lambda original: _our_context(original, settings),
             why="scripts, MegatronLLM and the static engine name the class",
             same_signature=True,
         ),
         Rebinding(
-            owner=_CONTROLLER,
+            owner=modules.CONTROLLER_CLASS,
             name="__init__",
             make=_our_controller,
             why="scripts and MegatronLLM name the class",
             same_signature=True,
         ),
         Rebinding(
-            owner=_ENGINE,
+            owner=modules.DYNAMIC_ENGINE_CLASS,
             name="__init__",
             make=_our_engine,
             why="scripts and MegatronLLM name the class",

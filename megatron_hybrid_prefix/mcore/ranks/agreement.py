@@ -46,6 +46,17 @@ def max_over_model_ranks[T: (int, list[int])](values: T, pg_collection: Any = No
     return most.tolist()
 
 
+def of_all_stages[T](value: T) -> list[T]:
+    """What each pipeline stage says; every rank has to ask."""
+    from megatron.core import parallel_state
+
+    stages = [value] * parallel_state.get_pipeline_model_parallel_world_size()
+    if len(stages) > 1:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        torch.distributed.all_gather_object(stages, value, group=group)
+    return stages
+
+
 def _model_groups(pg_collection: Any = None) -> list[Any]:
     """Process groups of more than one rank whose ranks run the same requests."""
     from megatron.core import parallel_state

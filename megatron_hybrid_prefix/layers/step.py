@@ -1,0 +1,243 @@
+"""`PrefillStep`: what recurrent layers are told of the sequences that a step prefills, whatever their kind.
+
+- A sequence starts from a *source* slot (a checkpoint, or its own live slot). Its final state goes to its live slot, and
+  the states after some of its chunks go to checkpoint slots.
+- Chunks lie on the absolute token grid: they end at every multiple of the kind's chunk quantum and of the KV block size,
+  counted from position 0 of the request, not from where this step's span starts. So a boundary that may be kept is always
+  the end of a chunk, and a request that resumes splits the scan exactly as one that does not.
+
+Each quantum has chunks of its own (`Chunks`). All of it lies in one pinned buffer, and goes to the device in one copy to
+fixed addresses, as CUDA graphs need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from megatron_hybrid_prefix.layers.grid import ChunkGrid
+
+NO_SLOT = -1
+_ALIGNMENT_BYTES = 16
+
+
+class KeptState(Protocol):
+    """A state that the forward has to write to a checkpoint slot."""
+
+    @property
+    def position_tokens(self) -> int:
+        """Tokens of the request before the state; a multiple of the KV block size."""
+
+    @property
+    def slot(self) -> int:
+        """Where it goes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillSpan:
+    """The part of one sequence that a step computes.
+
+    Attributes:
+        start_tokens: Position of its first token in the request.
+        tokens: How many.
+        source_slot: Slot of the state that it starts from.
+        live_slot: Slot of the request's state, where its final state goes.
+        kept: States inside the span, or at its end, that also go to a checkpoint slot.
+    """
+
+    start_tokens: int
+    tokens: int
+    source_slot: int
+    live_slot: int
+    kept: Sequence[KeptState] = ()
+
+
+@dataclass(slots=True)
+class Chunks:
+    """The chunks of a step for one quantum, on the device. Chunks that only pad the step are empty and have no slot.
+
+    Attributes:
+        first: (sequences + 1,) int64, the chunks of sequence i are [first[i], first[i + 1]).
+        slots: (chunks,) int64, the slot where the state after a chunk goes too, or NO_SLOT.
+        bounds: (chunks + 1,) int32, chunk i is rows [bounds[i], bounds[i + 1]) of the prefilled tokens.
+        of_sequence: (chunks,) int32, the sequence of each chunk.
+        last: (sequences,) int32, the last chunk of each sequence.
+        ids: (chunks,) int32, 0, 1, ...
+    """
+
+    first: torch.Tensor
+    slots: torch.Tensor
+    bounds: torch.Tensor
+    of_sequence: torch.Tensor
+    last: torch.Tensor
+    ids: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Buffers:
+    """Arrays in one pinned buffer, and the same on the device.
+
+    Attributes:
+        sizes: (name, length, type) of each array.
+    """
+
+    sizes: list[tuple[str, int, type[np.generic]]] = field(default_factory=list)
+
+    def allocate(self, device: torch.device | int | str) -> tuple[torch.Tensor, torch.Tensor, dict, dict]:
+        """The pinned and the device buffer, and their arrays by name (numpy, torch)."""
+        offsets, total = [], 0
+        for _, length, dtype in self.sizes:
+            offsets.append(total)
+            total += -(-length * dtype().itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        pinned = torch.zeros(total, dtype=torch.uint8).pin_memory()
+        on_device = torch.zeros(total, dtype=torch.uint8, device=device)
+        arrays, tensors = {}, {}
+        for (name, length, dtype), offset in zip(self.sizes, offsets, strict=True):
+            part = slice(offset, offset + length * dtype().itemsize)
+            arrays[name] = pinned[part].numpy().view(dtype)
+            tensors[name] = on_device[part].view(torch.int64 if dtype is np.int64 else torch.int32)
+        return pinned, on_device, arrays, tensors
+
+
+class PrefillStep:
+    """See the module. Sequences that only pad the step to the size of a CUDA graph are empty, and have no targets.
+
+    Args:
+        quanta: Chunk quanta of the layer kinds, in tokens.
+        block_tokens: Tokens of a KV block.
+        max_tokens: Tokens of a step at most.
+        max_sequences: Sequences of a step at most.
+        device: Of the layers.
+
+    Attributes:
+        bounds: (sequences + 1,) int32, sequence i is rows [bounds[i], bounds[i + 1]) of the prefilled tokens.
+        source_slots: (sequences,) int64, the slot that each sequence starts from.
+        live_slots: (sequences,) int64, the slot of its final state, or NO_SLOT.
+        token_sources: (tokens,) int32, the source slot of each token's sequence.
+        token_starts: (tokens,) int32, the row where each token's sequence starts.
+        chunks: By quantum. All of these are None, and ``chunks`` empty, before the first prefill.
+    """
+
+    def __init__(
+        self,
+        *,
+        quanta: Iterable[int],
+        block_tokens: int,
+        max_tokens: int,
+        max_sequences: int,
+        device: torch.device | int | str,
+    ) -> None:
+        self._grids = {
+            quantum: ChunkGrid(chunk_tokens=quantum, block_tokens=block_tokens) for quantum in sorted(set(quanta))
+        }
+        buffers = _Buffers()
+        buffers.sizes += [("source", max_sequences, np.int64), ("live", max_sequences, np.int64)]
+        most_chunks = {q: grid.max_chunks(max_tokens, max_sequences) for q, grid in self._grids.items()}
+        for quantum, chunks in most_chunks.items():
+            buffers.sizes += [(f"first{quantum}", max_sequences + 1, np.int64), (f"slots{quantum}", chunks, np.int64)]
+        buffers.sizes += [
+            ("bounds", max_sequences + 1, np.int32),
+            ("token_source", max_tokens, np.int32),
+            ("token_start", max_tokens, np.int32),
+        ]
+        for quantum, chunks in most_chunks.items():
+            buffers.sizes += [
+                (f"bounds{quantum}", chunks + 1, np.int32),
+                (f"of_sequence{quantum}", chunks, np.int32),
+                (f"last{quantum}", max_sequences, np.int32),
+            ]
+        self._pinned, self._on_device, self._arrays, self._tensors = buffers.allocate(device)
+        self._ids = torch.arange(max(most_chunks.values(), default=0), dtype=torch.int32, device=device)
+        self._sizes = (0, 0)
+        self.bounds = self.source_slots = self.live_slots = self.token_sources = self.token_starts = None
+        self.chunks: dict[int, Chunks] = {}
+
+    def prepare(self, spans: Sequence[PrefillSpan], *, tokens: int, sequences: int) -> None:
+        """Says what the coming step prefills; the device has it after `copy` and `show`.
+
+        Args:
+            spans: Of the sequences, in the order of their tokens.
+            tokens: Of the step, padding included.
+            sequences: Likewise.
+        """
+        sources = [span.source_slot for span in spans]
+        lengths = [span.tokens for span in spans]
+        ends = np.cumsum(lengths, dtype=np.int32) if lengths else np.zeros(0, np.int32)
+        starts = ends - np.array(lengths, dtype=np.int32)
+        self._fill("source", sources, sequences, 0)
+        self._fill("live", [span.live_slot for span in spans], sequences, NO_SLOT)
+        total = int(ends[-1]) if lengths else 0
+        self._arrays["bounds"][0] = 0
+        self._arrays["bounds"][1 : len(spans) + 1] = ends
+        self._arrays["bounds"][len(spans) + 1 : sequences + 1] = total
+        self._fill("token_source", np.repeat(sources, lengths) if lengths else (), tokens, 0)
+        self._fill("token_start", np.repeat(starts, lengths) if lengths else (), tokens, 0)
+        for quantum, grid in self._grids.items():
+            self._cut(quantum, grid, spans, chunks=grid.max_chunks(tokens, sequences), sequences=sequences)
+        self._sizes = (tokens, sequences)
+
+    def copy(self) -> None:
+        """What `prepare` was told goes to the device. The pinned buffer may be written again once this copy is over."""
+        self._on_device.copy_(self._pinned, non_blocking=True)
+
+    def show(self) -> None:
+        """The attributes are those of the step that was prepared last."""
+        tokens, sequences = self._sizes
+        own = self._tensors
+        self.bounds = own["bounds"][: sequences + 1]
+        self.source_slots, self.live_slots = own["source"][:sequences], own["live"][:sequences]
+        self.token_sources, self.token_starts = own["token_source"][:tokens], own["token_start"][:tokens]
+        for quantum, grid in self._grids.items():
+            count = grid.max_chunks(tokens, sequences)
+            self.chunks[quantum] = Chunks(
+                first=own[f"first{quantum}"][: sequences + 1],
+                slots=own[f"slots{quantum}"][:count],
+                bounds=own[f"bounds{quantum}"][: count + 1],
+                of_sequence=own[f"of_sequence{quantum}"][:count],
+                last=own[f"last{quantum}"][:sequences],
+                ids=self._ids[:count],
+            )
+
+    def slots(self, quantum: int) -> dict[str, torch.Tensor]:
+        """Sources and targets, as the operations by slot (``ops/``) take them."""
+        chunks = self.chunks[quantum]
+        return {
+            "first_chunks": chunks.first,
+            "source_slots": self.source_slots,
+            "live_slots": self.live_slots,
+            "chunk_slots": chunks.slots,
+        }
+
+    def _cut(self, quantum: int, grid: ChunkGrid, spans: Sequence[PrefillSpan], *, chunks: int, sequences: int) -> None:
+        bounds, of_sequence, first, last, slots = [0], [], [0], [], []
+        for sequence, span in enumerate(spans):
+            kept = {state.position_tokens: state.slot for state in span.kept}
+            row = bounds[-1] - span.start_tokens
+            for position in grid.ends(span.start_tokens, span.start_tokens + span.tokens):
+                bounds.append(row + position)
+                of_sequence.append(sequence)
+                slots.append(kept.pop(position, NO_SLOT))
+            assert not kept, "a boundary to be kept is not the end of a chunk"
+            first.append(len(of_sequence))
+            last.append(len(of_sequence) - 1)
+        for sequence in range(len(spans), sequences):  # padding: one empty chunk each
+            bounds.append(bounds[-1])
+            of_sequence.append(sequence)
+            first.append(len(of_sequence))
+            last.append(len(of_sequence) - 1)
+        assert len(of_sequence) <= chunks, "sized too small"
+        self._fill(f"first{quantum}", first, sequences + 1, 0)
+        self._fill(f"slots{quantum}", slots, chunks, NO_SLOT)
+        self._fill(f"bounds{quantum}", bounds, chunks + 1, bounds[-1])
+        self._fill(f"of_sequence{quantum}", of_sequence, chunks, 0)
+        self._fill(f"last{quantum}", last, sequences, 0)
+
+    def _fill(self, name: str, values: Sequence[int] | np.ndarray, count: int, padding: int) -> None:
+        """The first ``count`` elements are the values, then padding."""
+        array = self._arrays[name]
+        array[: len(values)] = values
+        array[len(values) : count] = padding

@@ -1,0 +1,139 @@
+"""`Admissions`: how prompts get into a context with a cache: match, room, admission, and their part in the coming step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.mcore.context.reports import LengthWatch
+from megatron_hybrid_prefix.mcore.context.request import PrefixRequest, RequestBook
+from megatron_hybrid_prefix.upstream.context import AdmittedChunk, ChunkBlocks, ContextSeam
+from megatron_hybrid_prefix.upstream.names import (
+    BlockOverflowError,
+    ContextOverflowError,
+    RequestOverflowError,
+    TokenOverflowError,
+)
+
+if TYPE_CHECKING:
+    from megatron_hybrid_prefix.mcore.context.blocks import HybridPrefixBlockAllocator
+    from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest
+
+
+class Admissions:
+    """Admits prompts, whole or chunk by chunk.
+
+    Args:
+        context: Whose rows they get.
+        cache: Decides.
+        requests: What is known of each request.
+        note: Takes a decision that all ranks have to take alike, as a function that says it in words.
+    """
+
+    def __init__(
+        self,
+        context: ContextSeam,
+        cache: HybridPrefixCache,
+        requests: RequestBook,
+        note: Callable[[Callable[[], str]], None],
+    ) -> None:
+        self._context, self._cache, self._requests, self._note = context, cache, requests, note
+        self._lengths = LengthWatch(context.block_size_tokens)
+
+    def blocks_of_chunk(self, req: DynamicInferenceRequest, chunk_tokens: int) -> ChunkBlocks:
+        """What the next chunk of a prompt shares with others, and skips."""
+        if req.finished_chunk_token_count:
+            return ChunkBlocks([], 0)
+        match = self._known(req).match(self._cache, chunk_tokens)
+        return ChunkBlocks(list(match.block_ids), match.resume_tokens)
+
+    def room_for(self, req: DynamicInferenceRequest) -> tuple[bool, bool, bool]:
+        """Whether there is room for the request, for its tokens, for its KV. Changes nothing."""
+        context, length = self._context, req.remaining_prompt_length
+        rows = context.total_request_count < context.max_requests and context.paused_request_count == 0
+        if req.finished_chunk_token_count:
+            tokens = context.active_token_count + length <= context.max_tokens
+            return rows, tokens, context.new_blocks_of_chunk(req, length) <= self._cache.blocks.available_count
+        match = self._known(req).match(self._cache, length)
+        tokens = context.active_token_count + length - match.resume_tokens <= context.max_tokens
+        return rows, tokens, self._cache.can_admit(match, length_tokens=length)
+
+    def admit(self, req: DynamicInferenceRequest, length: int) -> None:
+        """Gives the next ``length`` tokens of a prompt all that they need, a row, and their part in the coming step.
+
+        Raises:
+            ContextOverflowError: There is no room; nothing was taken.
+            ValueError: The chunk is empty, or longer than what remains of the prompt.
+        """
+        if not 0 < length <= req.remaining_prompt_length:
+            raise ValueError(
+                f"request {req.request_id}: a chunk of {length} of {req.remaining_prompt_length} prompt tokens"
+            )
+        context, cache, request_id, known = self._context, self._cache, req.request_id, self._known(req)
+        first = not req.finished_chunk_token_count
+        chunk = self._admit_first(req, known, length) if first else self._grow(req, length)
+        row = context.total_request_count
+        try:
+            context.add_admitted(req, length, chunk)
+        except BaseException:
+            # Only a caller's mistake gets here (room was checked): nothing may stay behind.
+            if first:
+                cache.release(request_id)
+            raise
+        if first:
+            req.num_cached_tokens = chunk.skip_tokens  # megatron counts whole blocks
+        start = int(context.request_kv_length_offsets[row])
+        plan = cache.plan(request_id, start, start + int(context.request_query_lengths[row]))
+        self._requests.put_in_step(known, plan)
+        self._note(
+            lambda: (
+                f"request {request_id} shares KV blocks {chunk.shared}, gets {chunk.own}, computes [{start}, "
+                f"{plan.end_tokens}) from slot {plan.source_slot}, keeps "
+                f"{[(c.position_tokens, c.slot) for c in plan.checkpoints]}"
+            )
+        )
+
+    def _known(self, req: DynamicInferenceRequest) -> PrefixRequest:
+        return self._requests.of(req, self._cache)
+
+    def _admit_first(self, req: DynamicInferenceRequest, known: PrefixRequest, length: int) -> AdmittedChunk:
+        match = known.match(self._cache, length)
+        self._check_room(req, length - match.resume_tokens)
+        admission = self._cache.admit(
+            req.request_id,
+            match,
+            length_tokens=length,
+            write=known.write,
+            verify_at_tokens=known.verify_at_tokens,
+            breakpoints=(*known.breakpoints, *known.wanted),
+        )
+        if admission is None:
+            raise BlockOverflowError(req.request_id)
+        known.lost_tokens = admission.lost_tokens_no_state
+        allocator: HybridPrefixBlockAllocator = self._context.kv_block_allocator
+        allocator.take_routing(admission.payloads)
+        self._lengths.note(known.chain.tokens)
+        return AdmittedChunk(
+            shared=list(admission.block_ids[: admission.shared_blocks]),
+            own=list(admission.block_ids[admission.shared_blocks :]),
+            skip_tokens=admission.resume_tokens,
+            resumes=admission.source_slot is not None,
+        )
+
+    def _grow(self, req: DynamicInferenceRequest, length: int) -> AdmittedChunk:
+        self._check_room(req, length)
+        own = self._cache.grow(req.request_id, req.finished_chunk_token_count + length)
+        if own is None:
+            raise BlockOverflowError(req.request_id)
+        return AdmittedChunk(shared=[], own=own, skip_tokens=0, resumes=False)
+
+    def _check_room(self, req: DynamicInferenceRequest, computed_tokens: int) -> None:
+        """Megatron raises these after it has taken blocks, and loses them."""
+        context = self._context
+        if context.total_request_count >= context.max_requests:
+            raise RequestOverflowError(req.request_id)
+        if context.active_token_count + computed_tokens > context.max_tokens:
+            raise TokenOverflowError(req.request_id)
+        if not req.finished_chunk_token_count and context.mamba_metadata.mamba_state_free_slot_count == 0:
+            raise ContextOverflowError(req.request_id, "no live state slot is free")

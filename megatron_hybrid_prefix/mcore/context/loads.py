@@ -1,0 +1,92 @@
+"""`RequestLoads`: waiting requests that load what they resume from; requests that leave what they computed on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.mcore.context.request import RequestBook
+from megatron_hybrid_prefix.mcore.state.moves import HostMoves
+
+if TYPE_CHECKING:
+    from megatron_hybrid_prefix.upstream.context import ContextSeam
+    from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest
+
+
+class RequestLoads:
+    """See the module.
+
+    Args:
+        context: Whose requests they are.
+        cache: Decides.
+        moves: Carries out.
+        requests: What is known of each request.
+        note: Takes a decision that all ranks have to take alike, as a function that says it in words.
+    """
+
+    def __init__(
+        self,
+        context: ContextSeam,
+        cache: HybridPrefixCache,
+        moves: HostMoves,
+        requests: RequestBook,
+        note: Callable[[Callable[[], str]], None],
+    ) -> None:
+        self._context, self._cache, self._moves, self._requests, self._note = context, cache, moves, requests, note
+        self._failed: set[int] | None = None  # requests of the last forward, once asked for
+
+    def load_back(self, req: DynamicInferenceRequest, others_run: bool) -> bool:
+        """Begins to load what a waiting request could resume from on the host, if there is anything.
+
+        Args:
+            req: Not admitted yet.
+            others_run: Whether the coming step runs other requests, in whose time the load takes place.
+
+        Returns:
+            True: postpone admission by one round. False: admit now; the forward waits for the copy on the GPU stream.
+        """
+        cache, known = self._cache, self._requests.of(req, self._cache)
+        match = known.match(cache, req.remaining_prompt_length)
+        if match.load_id is None:
+            if others_run and cache.loads.loads_elsewhere(match):
+                return True
+            prepare = cache.loads.begin_resume if known.resumes else cache.loads.begin_load_back
+            loading = prepare(
+                req.request_id, match, write=known.write, reserved_blocks=self._context.total_request_count
+            )
+            if loading is None:
+                return False
+            match = known.last = loading
+            self._moves.start_load(req.request_id, match)
+            self._note(
+                lambda: (
+                    f"request {req.request_id} loads up to {loading.resume_tokens} into KV blocks "
+                    f"{loading.block_ids}, slot {loading.source_slot}"
+                )
+            )
+        return others_run and self._moves.waits(match.load_id)
+
+    def forget(self, request_id: int) -> None:
+        """A request that has no row ended: what waited for it on the device and on the host goes."""
+        if self._cache.loads.is_loading(request_id):
+            self._cache.release(request_id)
+        self._cache.loads.drop_swapped_out(request_id)
+
+    def failed(self) -> set[int]:
+        """Requests of the last forward that started from something else than had been stored; the same on all ranks.
+
+        To be asked by all ranks after each forward, before it is published. They have to be computed again.
+        """
+        if self._failed is None:
+            self._failed = self._moves.failed(self._requests.plans())
+        return self._failed
+
+    def take_failed(self) -> set[int]:
+        """`failed`, for the last time: the forward is about to be published."""
+        failed, self._failed = self.failed(), None
+        return failed
+
+    def swap_out(self, request_id: int, computed_tokens: int, live_slot: int) -> None:
+        """A request that is preempted leaves what it has computed on the host, if there is room; call `launch` then."""
+        self._cache.loads.swap_out(request_id, computed_tokens, live_slot)

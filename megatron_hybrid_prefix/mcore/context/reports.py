@@ -1,0 +1,113 @@
+"""What a context says of itself: its memory, its policy, prompts too short to be reused, what its ranks compare."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from megatron_hybrid_prefix.config import HybridPrefixConfig
+
+logger = logging.getLogger(__name__)
+
+# So many prompts of less than a block, and nothing else, are worth a warning.
+_SHORT_PROMPTS = 64
+
+
+def memory_report(context: Any, prefix: HybridPrefixConfig) -> str:
+    """Slots and bytes of the recurrent states on this rank: running requests, speculation, checkpoints.
+
+    Args:
+        context: A `HybridPrefixContext` with a cache.
+        prefix: Its settings.
+    """
+    slot_bytes, live = context.state_layout.slot_bytes, context.max_requests
+    speculative = live * (context.num_speculative_tokens + 1) if context.num_speculative_tokens else 0
+    rows = (
+        ("running requests", live, "in buffer_size_gb"),
+        ("speculative decoding", speculative, "in buffer_size_gb"),
+        ("checkpoints", context.checkpoint_slots, f"of mamba_gb={prefix.mamba_gb:g}"),
+    )
+    types = ", ".join(
+        f"{_words(component.name)} in {component.dtype}"
+        for _, component in context.state_layout
+        if component.name != "conv"  # inputs of the layer, in the parameters' type
+    )
+    lines = [f"recurrent states: {_size(slot_bytes)} each, {types}"]
+    lines += [f"  {name}: {slots} slots, {_size(slots * slot_bytes)} {of}" for name, slots, of in rows]
+    if context.host_moves is not None:
+        lines.append(f"  {context.host_moves.report()}")
+    return "\n".join(lines)
+
+
+def policy_report(context: Any, prefix: HybridPrefixConfig) -> str:
+    """What is kept, and when it goes, in one line; arguments as `memory_report`."""
+    interval = prefix.retention_interval_tokens
+    every = "up to 16 a prompt" if interval is None else f"every {interval} tokens" if interval else "off"
+    switches = (("decode", prefix.decode_checkpoints), ("coalescing", context.coalesces))
+    return (
+        f"prefix cache: blocks of {context.block_size_tokens} tokens, SSM chunks of {context.mamba_chunk_size}; intervals {every}, "
+        + ", ".join(f"{name} {'on' if on else 'off'}" for name, on in switches)
+        + f"; eviction {prefix.eviction_policy}"
+    )
+
+
+def report_start(context: Any, prefix: HybridPrefixConfig) -> None:
+    """Logs both reports, and settings with which nothing can be reused; on rank 0."""
+    if torch.distributed.get_rank() != 0:
+        return
+    logger.info("%s\n%s", memory_report(context, prefix), policy_report(context, prefix))
+    if not context.checkpoint_slots:
+        logger.warning("no state can be kept in mamba_gb=%g: every prompt is computed whole", prefix.mamba_gb)
+    elif context.max_sequence_length <= context.block_size_tokens:
+        logger.warning(
+            "block_size_tokens=%d is not less than max_sequence_length=%d: no prompt fills a block, none is reused",
+            context.block_size_tokens,
+            context.max_sequence_length,
+        )
+
+
+class LengthWatch:
+    """Warns once where all prompts are shorter than a block: such a workload gets nothing out of the cache.
+
+    Args:
+        block_tokens: Tokens of a KV block.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._short_prompts = 0
+
+    def note(self, prompt_tokens: int) -> None:
+        """A prompt was admitted."""
+        if self._short_prompts < _SHORT_PROMPTS:
+            self._short_prompts = self._short_prompts + 1 if prompt_tokens <= self._block_tokens else 2 * _SHORT_PROMPTS
+            if self._short_prompts == _SHORT_PROMPTS:
+                logger.warning(
+                    "the first %d prompts have at most %d tokens: none fills a block before its last token, none is reused; "
+                    "a smaller block_size_tokens would help",
+                    _SHORT_PROMPTS,
+                    self._block_tokens,
+                )
+
+
+def describe_forward(context: Any) -> str:
+    """The rows of the coming forward, in words that are the same on every rank that decides alike."""
+    rows = slice(0, context.total_request_count)
+    stats = context.prefix_cache.stats()
+    return (
+        f"forward of requests {context.request_ids[rows].tolist()} ({context.paused_request_count} paused) in live slots "
+        f"{context.mamba_metadata.request_to_mamba_state_idx[rows].tolist()} with KV blocks "
+        f"{[[block for block in row if block != -1] for row in context.request_to_kv_block_ids[rows].tolist()]}; "
+        f"{context.prefix_cache.blocks.available_count} KV blocks available, {stats.slots_used} slots used"
+    )
+
+
+def _words(component: str) -> str:
+    return "SSM" if component == "ssm" else component
+
+
+def _size(count_bytes: int) -> str:
+    return f"{count_bytes / 2**30:.2f} GiB" if count_bytes >= 2**30 else f"{count_bytes / 2**20:.3f} MiB"

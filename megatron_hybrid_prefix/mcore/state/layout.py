@@ -1,0 +1,153 @@
+"""What the recurrent states of a model are on this rank: found on the built model, by the layer kinds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_hybrid_prefix.layers.base import LayerKind, kind_of, layer_kinds
+from megatron_hybrid_prefix.layers.mamba2 import KIND as MAMBA2
+from megatron_hybrid_prefix.layers.mamba2 import mamba2_components
+from megatron_hybrid_prefix.mcore.ranks.agreement import of_all_stages
+from megatron_hybrid_prefix.pool.layout import SlotLayout, StateLayout
+from megatron_hybrid_prefix.upstream.state_config import RECURRENT, RecurrentStateConfig, decoder_layers, needs_a_kind
+
+if TYPE_CHECKING:
+    from megatron_hybrid_prefix.upstream.config import MambaInferenceStateConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStates:
+    """The recurrent layers of a model on this pipeline stage, and what a slot holds of them.
+
+    Attributes:
+        slots: What a slot holds; kinds that only other stages have are there with 0 layers.
+        quanta: Chunk quantum of each kind, in tokens.
+        kind_of_layer: Kind of each recurrent layer of this stage, in their order.
+        without_drafts: Names of the kinds that cannot be decoded speculatively.
+    """
+
+    slots: SlotLayout
+    quanta: tuple[int, ...]
+    kind_of_layer: tuple[str, ...]
+    without_drafts: tuple[str, ...] = ()
+
+    def place(self, recurrent_layer: int) -> tuple[StateLayout, int]:
+        """Layout of the kind of this stage's recurrent layer with this number, and which layer of the kind it is."""
+        name = self.kind_of_layer[recurrent_layer]
+        layout = next(layout for layout in self.slots.kinds if layout.kind == name)
+        return layout, self.kind_of_layer[:recurrent_layer].count(name)
+
+
+def states_of_config(config: MambaInferenceStateConfig) -> ModelStates:
+    """What a context was told: this package's description, or megatron's of Mamba2 layers."""
+    states = getattr(config, "states", None)
+    if states is not None:
+        return states
+    layers = sum(symbol == RECURRENT for symbol in config.layer_type_list)
+    components = mamba2_components(
+        config.conv_states_shape, config.conv_states_dtype, config.ssm_states_shape, config.ssm_states_dtype
+    )
+    return ModelStates(
+        slots=SlotLayout((StateLayout(kind=MAMBA2.name, layers=layers, components=components),)),
+        quanta=(config.mamba_chunk_size,),
+        kind_of_layer=(MAMBA2.name,) * layers,
+    )
+
+
+def mamba_state_config(
+    model: Any, conv_dtype: torch.dtype | None = None, ssm_dtype: torch.dtype | None = None
+) -> RecurrentStateConfig | None:
+    """What megatron's context has to know of a model's recurrent states; every rank has to ask.
+
+    Megatron derives it from the stage's own layers, of Mamba2 only, and treats a stage without them as a plain transformer,
+    which then skips other tokens than its neighbours.
+
+    Args:
+        model: This rank's shard.
+        conv_dtype: Type of the layers' last inputs; None: the layer kind's choice.
+        ssm_dtype: Type of what accumulates over tokens; None: likewise.
+
+    Returns:
+        None where no stage has a recurrent layer.
+
+    Raises:
+        ValueError: A recurrent layer is of no known kind, or layers of one kind differ in their states.
+    """
+    layers = decoder_layers(model)
+    symbols, kind_of_layer = [], []
+    found: dict[str, tuple[StateLayout, int, bool]] = {}
+    for number, (symbol, layer) in enumerate(layers, 1):
+        recurrent = _recurrent_part(number, symbol, layer)
+        symbols.append(symbol if recurrent is None else RECURRENT)
+        if recurrent is None:
+            continue
+        kind, module = recurrent
+        components = kind.components(module, state_dtype=ssm_dtype, window_dtype=conv_dtype)
+        layout, quantum, drafts = found.get(
+            kind.name,
+            (StateLayout(kind=kind.name, layers=0, components=components), kind.chunk_tokens(module), kind.drafts),
+        )
+        if (layout.components, quantum) != (components, kind.chunk_tokens(module)):
+            raise ValueError(f"layer {number}: its states differ from those of other layers of kind {kind.name!r}")
+        found[kind.name] = replace(layout, layers=layout.layers + 1), quantum, drafts
+        kind_of_layer.append(kind.name)
+    for stage in of_all_stages(found):
+        for name, (layout, quantum, drafts) in stage.items():
+            found.setdefault(name, (replace(layout, layers=0), quantum, drafts))
+    if not found:
+        return None
+    names = [kind.name for kind in layer_kinds() if kind.name in found]  # the same order on all stages
+    states = ModelStates(
+        slots=SlotLayout(tuple(found[name][0] for name in names)),
+        quanta=tuple(found[name][1] for name in names),
+        kind_of_layer=tuple(kind_of_layer),
+        without_drafts=tuple(name for name in names if not found[name][2]),
+    )
+    return _for_megatron(symbols, states)
+
+
+def state_bytes(config: MambaInferenceStateConfig) -> int:
+    """Bytes of one recurrent state over this rank's layers."""
+    return states_of_config(config).slots.slot_bytes
+
+
+def _recurrent_part(number: int, symbol: str, layer: torch.nn.Module) -> tuple[LayerKind, torch.nn.Module] | None:
+    """Kind and module of what is recurrent in a layer; None: nothing."""
+    parts = [(kind, module) for module in layer.modules() if (kind := kind_of(module)) is not None]
+    if len(parts) > 1:
+        raise ValueError(
+            f"layer {number} has {len(parts)} recurrent parts, of kinds {[kind.name for kind, _ in parts]}"
+        )
+    if not parts and needs_a_kind(symbol):
+        raise ValueError(
+            f"layer {number} ({symbol!r}, {type(layer).__name__}) is recurrent, and of none of the layer kinds "
+            f"{[kind.name for kind in layer_kinds()]}"
+        )
+    return parts[0] if parts else None
+
+
+def _for_megatron(symbols: list[str], states: ModelStates) -> RecurrentStateConfig:
+    """Megatron counts the bytes of a request's state as layers x (convolution + SSM), of two shapes."""
+    kinds, torch_type = states.slots.kinds, lambda component: getattr(torch, component.dtype)
+    if [layout.kind for layout in kinds] == [MAMBA2.name]:
+        conv, ssm = kinds[0].components
+        shapes: dict[str, Any] = {
+            "conv_states_shape": conv.shape,
+            "ssm_states_shape": ssm.shape,
+            "conv_states_dtype": torch_type(conv),
+            "ssm_states_dtype": torch_type(ssm),
+            "mamba_chunk_size": states.quanta[0],
+        }
+    else:  # other kinds have other components: as many bytes
+        layer_bytes = -(-states.slots.slot_bytes // max(1, len(states.kind_of_layer)))
+        shapes = {
+            "conv_states_shape": (layer_bytes,),
+            "ssm_states_shape": (0,),
+            "conv_states_dtype": torch.uint8,
+            "ssm_states_dtype": torch.uint8,
+            "mamba_chunk_size": min(states.quanta),
+        }
+    return RecurrentStateConfig(layer_type_list=symbols, states=states, **shapes)

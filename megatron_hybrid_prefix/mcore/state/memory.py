@@ -1,0 +1,92 @@
+"""`StateMemory`: the recurrent states of a context on the device, and what its steps are told of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_hybrid_prefix.layers.step import PrefillStep
+from megatron_hybrid_prefix.pool.device import StatePool
+
+if TYPE_CHECKING:
+    from megatron_hybrid_prefix.mcore.state.layout import ModelStates
+
+
+class StateMemory:
+    """Live states of running requests and checkpoints, in one tensor a component; the states after each drafted token.
+
+    Args:
+        states: Of the model.
+        live_slots: Requests that run at a time.
+        checkpoint_slots: Slots of the cache.
+        drafts: Tokens drafted for speculative decoding.
+        block_tokens: Tokens of a KV block.
+        max_tokens: Tokens of a step at most.
+        device: Of the model.
+
+    Attributes:
+        pool: The slots: live ones, then checkpoints.
+        step: What the coming step prefills.
+        drafted: By component name, (layers, live slots, drafts + 1, *shape): states after each token of the last forward;
+            empty without drafts.
+    """
+
+    def __init__(
+        self,
+        states: ModelStates,
+        *,
+        live_slots: int,
+        checkpoint_slots: int,
+        drafts: int,
+        block_tokens: int,
+        max_tokens: int,
+        device: torch.device | int,
+    ) -> None:
+        if drafts and states.without_drafts:
+            raise ValueError(
+                f"num_speculative_tokens={drafts}: layers of kind {', '.join(states.without_drafts)} cannot be decoded "
+                "speculatively"
+            )
+        self._states = states
+        self.pool = StatePool(states.slots, live_slots=live_slots, checkpoint_slots=checkpoint_slots, device=device)
+        self.step = PrefillStep(
+            quanta=states.quanta,
+            block_tokens=block_tokens,
+            max_tokens=max_tokens,
+            max_sequences=live_slots,
+            device=device,
+        )
+        self.drafted: dict[str, torch.Tensor] = {}
+        if drafts:
+            for layout, component in states.slots:
+                shape = (layout.layers, live_slots, drafts + 1, *component.shape)
+                dtype = getattr(torch, component.dtype)
+                self.drafted[component.name] = torch.empty(shape, dtype=dtype, device=device)
+
+    def of_layer(self, recurrent_layer: int, *, drafted: bool = False) -> dict[str, torch.Tensor]:
+        """States of this stage's recurrent layer with this number: by component name, (slots, *shape).
+
+        Args:
+            recurrent_layer: From 0.
+            drafted: Those after each drafted token instead, (live slots, drafts + 1, *shape).
+        """
+        layout, layer = self._states.place(recurrent_layer)
+        tensors = self.drafted if drafted else self.pool.tensors
+        return {component.name: tensors[component.name][layer] for component in layout.components}
+
+    def copy_decoded(self, targets: list[int], live_slots: list[int], forward_tokens: list[int]) -> None:
+        """Copies states that decodes have reached to checkpoint slots.
+
+        Args:
+            targets: Checkpoint slots.
+            live_slots: Of the requests.
+            forward_tokens: Which token of the last forward each state is after, from 0; matters with drafts only.
+        """
+        if not self.drafted:
+            self.pool.copy(live_slots, targets)
+            return
+        # A live state is that after the last accepted token; those after each token are beside it.
+        width = next(iter(self.drafted.values())).shape[2]
+        sources = [slot * width + token for slot, token in zip(live_slots, forward_tokens, strict=True)]
+        self.pool.copy_from({name: t.flatten(1, 2) for name, t in self.drafted.items()}, sources, targets)

@@ -1,0 +1,108 @@
+"""Megatron's KV block allocator with its books taken out: a subclass says what is free, held and cached."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.inference.config import PrefixCachingEvictionPolicy
+from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
+
+
+class BlockCounts(NamedTuple):
+    """Sizes of an allocator, in KV blocks.
+
+    Attributes:
+        total: In the buffer, megatron's dummy block included.
+        paused: That only paused requests may have.
+        active: That running requests may have.
+    """
+
+    total: int
+    paused: int
+    active: int
+
+
+def block_counts(allocator: KVBlockAllocator) -> BlockCounts:
+    """Sizes of any allocator of megatron's."""
+    return BlockCounts(total=allocator.total_count, paused=allocator.paused_count, active=allocator.active_count)
+
+
+class BlockAllocatorSeam(KVBlockAllocator):
+    """Blocks ``0 .. counts.total - 2``; the last one is megatron's dummy block.
+
+    Does not call ``super().__init__``: the free list, counts, hashes and clocks that it makes are what a subclass replaces.
+
+    Args:
+        context: The inference context.
+        counts: Sizes.
+    """
+
+    def __init__(self, context: Any, counts: BlockCounts) -> None:
+        self.context = context
+        self.enable_prefix_caching = True
+        self.prefix_caching_eviction_policy = PrefixCachingEvictionPolicy.LRU
+        self.on_blocks_deregistered = None
+        self.total_count, self.paused_count, self.active_count = counts
+        assert self.active_count >= 1
+        self.dummy_block_idx = counts.total - 1
+        self.block_routing: dict[int, Any] = {}
+
+    # -- what a subclass says ------------------------------------------------------------------------------------------
+
+    @property
+    def available_blocks(self) -> int:
+        """Blocks that can be had now, evictable ones included."""
+        raise NotImplementedError
+
+    @property
+    def evictable_blocks(self) -> int:
+        """Cached blocks that nobody holds."""
+        raise NotImplementedError
+
+    @property
+    def cached_keys(self) -> Mapping[str, int]:
+        """Key of a cached block, in hex -> its id."""
+        raise NotImplementedError
+
+    def ref_counts(self) -> bytes:
+        """Live requests that hold each block but the dummy one, int32 in native order."""
+        raise NotImplementedError
+
+    # -- what megatron asks --------------------------------------------------------------------------------------------
+
+    @property
+    def total_avail(self) -> int:
+        """See `available_blocks` (megatron's own count leaves the evictable ones out)."""
+        return self.available_blocks
+
+    @property
+    def kv_hash_to_block_id(self) -> Mapping[str, int]:
+        """See `cached_keys`."""
+        return self.cached_keys
+
+    @property
+    def block_ref_counts(self) -> torch.Tensor:
+        """(total_count,) int32: live requests that hold each block. A copy: writing to it, as megatron does, is lost."""
+        counts = torch.zeros(self.total_count, dtype=torch.int32)  # the dummy block is nobody's
+        counts[:-1] = torch.frombuffer(bytearray(self.ref_counts()), dtype=torch.int32)
+        return counts
+
+    def is_memory_available(self, num_blocks: int, potential_matched_count: int = 0) -> bool:
+        """See upstream."""
+        return num_blocks <= self.available_blocks - potential_matched_count
+
+    def get_evictable_block_count(self) -> int:
+        """See `evictable_blocks`."""
+        return self.evictable_blocks
+
+    def update_timestamps(self, block_ids: torch.Tensor) -> None:
+        """Nothing: the cache has its own clocks."""
+
+    def register_kv_block_hashes(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: blocks become matchable when the forward that fills them succeeded."""
+
+    def evict_lru_blocks(self, num_blocks_needed: int) -> bool:
+        """Whether that many blocks can be had; the cache evicts when they are asked for."""
+        return num_blocks_needed <= self.available_blocks

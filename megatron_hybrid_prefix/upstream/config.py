@@ -1,0 +1,19 @@
+"""Settings of megatron's inference; imports no engine, so that it can be asked before a platform runs."""
+
+from megatron.core.inference.config import (
+    AsyncScheduleMode,
+    InferenceConfig,
+    KVCacheManagementMode,
+    MambaInferenceStateConfig,
+    PrefixCachingEvictionPolicy,
+)
+from megatron.core.utils import get_attr_wrapped_model
+
+__all__ = [
+    "AsyncScheduleMode",
+    "InferenceConfig",
+    "KVCacheManagementMode",
+    "MambaInferenceStateConfig",
+    "PrefixCachingEvictionPolicy",
+    "get_attr_wrapped_model",
+]

@@ -1,0 +1,33 @@
+"""Megatron's books of the CUDA graphs that a process has captured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.transformer.cuda_graphs import CudaGraphManager, _CudagraphGlobalRecord, delete_cuda_graphs
+
+
+def delete_graphs_of(model: Any) -> None:
+    """Deletes the CUDA graphs of this process, and what they leave on the model."""
+    delete_cuda_graphs()
+    # It leaves the emptied runners, each tied to its engine's context.
+    for module in model.modules():
+        manager = getattr(module, "cudagraph_manager", None)
+        if manager is not None:
+            manager.cudagraph_runners.clear()
+            manager.custom_cudagraphs_lookup_table.clear()
+
+
+def captured_graphs() -> list[Any]:
+    """What megatron knows of the graphs that inference captured."""
+    return _CudagraphGlobalRecord.cudagraph_inference_record
+
+
+def set_captured_graphs(records: list[Any]) -> None:
+    """Replaces what `captured_graphs` returns."""
+    _CudagraphGlobalRecord.cudagraph_inference_record = records
+
+
+def forget_graph_pool() -> None:
+    """The next engine that captures makes a memory pool of its own."""
+    CudaGraphManager.global_mempool = None

@@ -1,0 +1,68 @@
+"""Megatron's metadata of a step's Mamba layers, which also tells this package what the step prefills."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.inference.contexts.attention_context.mamba_metadata import MambaMetadata
+
+if TYPE_CHECKING:
+    from megatron.core.inference.batch_dimensions_utils import InferenceBatchDimensions
+
+    from megatron_hybrid_prefix.upstream.context import ContextSeam
+
+
+class StateMetadata(MambaMetadata):
+    """Megatron's metadata; which live slot each row has is read from it, and its decode runs by it.
+
+    Its own chunks, and its extraction of states inside a prefill, are not used: `PrefillStep` has them.
+
+    Args:
+        context: Is told of each step that prefills (``prepare_prefill``, ``show_prefill``).
+        **fields: Megatron's.
+    """
+
+    def __init__(self, context: ContextSeam, **fields: Any) -> None:
+        super().__init__(max_intermediate_count=0, **fields)
+        self._context = context
+
+    def compute_cpu_metadata(
+        self,
+        *args: Any,
+        batch_dimensions: InferenceBatchDimensions,
+        padded_batch_dimensions: InferenceBatchDimensions,
+        **kwargs: Any,
+    ) -> dict:
+        """See upstream."""
+        result = super().compute_cpu_metadata(
+            *args, batch_dimensions=batch_dimensions, padded_batch_dimensions=padded_batch_dimensions, **kwargs
+        )
+        if padded_batch_dimensions.prefill_req_count:
+            self._context.prepare_prefill(
+                batch_dimensions.prefill_req_count,
+                padded_tokens=padded_batch_dimensions.token_count,
+                padded_sequences=padded_batch_dimensions.prefill_req_count,
+            )
+        return result
+
+    def load_from_cpu(self, d: dict) -> None:
+        """See upstream."""
+        super().load_from_cpu(d)
+        if d["padded_prefill_count"]:
+            self._context.show_prefill()
+
+    @property
+    def intermediate_chunk_indices(self) -> None:
+        """Read by megatron's own prefill, which knows neither sources nor targets: an error rather than wrong tokens.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError("the model's Mamba mixers do not read states by slot: call use_slot_mixers(model)")
+
+    @intermediate_chunk_indices.setter
+    def intermediate_chunk_indices(self, value: Any) -> None:
+        """Megatron resets it every step."""
+
+    def _update_intermediate_metadata(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: megatron's extraction of intermediate states is not used."""

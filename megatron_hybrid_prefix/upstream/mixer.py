@@ -1,0 +1,94 @@
+"""Megatron's Mamba mixer and the kernels of its prefill. The private names of both are used here only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.ssm import mamba_mixer
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+from megatron.core.ssm.ops import causal_conv1d_varlen
+
+__all__ = [
+    "MambaMixer",
+    "MambaMixerSubmodules",
+    "PrefillSeam",
+    "convolve",
+    "forget_decode_parameters",
+    "merge_rows",
+    "rows_after",
+    "scan_on_host",
+]
+
+
+class PrefillSeam:
+    """Mixin before a ``MambaMixer``: megatron's prefill of a step becomes `prefill`."""
+
+    def _dynamic_inference_prefill(
+        self,
+        zxBCdt: torch.Tensor,
+        context: Any,
+        conv_state: torch.Tensor,
+        ssm_state: torch.Tensor,
+        mamba_layer_idx: int | None = None,
+    ) -> torch.Tensor:
+        if getattr(context, "prefill_step", None) is not None:
+            return self.prefill(zxBCdt, context.prefill_step, conv_state, ssm_state)
+        return super()._dynamic_inference_prefill(  # type: ignore[misc]
+            zxBCdt, context, conv_state, ssm_state, mamba_layer_idx=mamba_layer_idx
+        )
+
+    def prefill(
+        self, zxBCdt: torch.Tensor, step: Any, conv_state: torch.Tensor, ssm_state: torch.Tensor
+    ) -> torch.Tensor:
+        """Prefill of all sequences of a step.
+
+        Args:
+            zxBCdt: (tokens, 1, in_proj's width), packed, prefilled tokens first.
+            step: The `PrefillStep`.
+            conv_state: (slots, dim, d_conv), this layer's windows, live slots and checkpoints.
+            ssm_state: (slots, heads, headdim, d_state), this layer's SSM states.
+
+        Returns:
+            (tokens, 1, inner width); rows after the prefilled tokens are zero before the norm.
+        """
+        raise NotImplementedError
+
+
+def forget_decode_parameters(module: torch.nn.Module) -> None:
+    """A mixer has new weights: its decode works out A again. (Megatron itself does so in ``train()`` only.)"""
+    if hasattr(module, "_A_neg_exp_cache_stale"):
+        module._A_neg_exp_cache_stale = True
+
+
+# Looked up at each call: a platform may have replaced them.
+
+
+def convolve(**arguments: Any) -> torch.Tensor:
+    """Megatron's causal convolution of packed sequences; see there."""
+    return causal_conv1d_varlen.causal_conv1d_varlen_fn(**arguments)
+
+
+def scan_on_host(**arguments: Any) -> Any:
+    """The platform's chunked scan; see ``platform/kernels/ssd.py``."""
+    scan: Any = mamba_mixer.mamba_chunk_scan_combined_varlen
+    return scan(**arguments)
+
+
+def rows_after(inputs: torch.Tensor, decode_prefill: torch.Tensor) -> torch.Tensor:
+    """The prefilled rows of a step that also decodes, moved to the front; what follows them is undefined.
+
+    Args:
+        inputs: (rows, ...), decoded rows first.
+        decode_prefill: (2,) int32 on the device: rows that are decoded, and prefilled.
+    """
+    output = torch.empty_like(inputs)
+    mamba_mixer.tensor_get_slice_after(inputs, output, decode_prefill, check_bounds=False)
+    return output
+
+
+def merge_rows(decoded: torch.Tensor, prefilled: torch.Tensor, decode_prefill: torch.Tensor, rows: int) -> torch.Tensor:
+    """Undoes `rows_after`: (rows, 1, width), decoded rows first."""
+    output = torch.empty([rows, 1, prefilled.shape[-1]], dtype=prefilled.dtype, device=prefilled.device)
+    mamba_mixer.tensor_merge(decoded, prefilled, decode_prefill, output_tensor=output)
+    return output

@@ -1,0 +1,42 @@
+"""Which optional packages megatron found when its layers were imported. Importing this imports them."""
+
+from __future__ import annotations
+
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.hybrid import hybrid_model  # noqa: F401  (imported quietly, with the rest)
+from megatron.core.ssm import mamba_mixer
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import attention
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+__all__ = [
+    "HAVE_TE",
+    "attention_family",
+    "has_mamba_parts",
+    "has_mamba_ssm",
+    "make_sharded_tensors_for_checkpoint",
+    "model_parallel_cuda_manual_seed",
+]
+
+
+def has_mamba_ssm() -> bool:
+    """Whether mamba-ssm is there."""
+    return bool(mamba_mixer.HAVE_MAMBA_SSM)
+
+
+def has_mamba_parts() -> bool:
+    """Whether mamba-ssm and causal-conv1d are there, and new enough, as megatron asks before each forward."""
+    return (
+        has_mamba_ssm()
+        and hasattr(mamba_mixer, "causal_conv1d_varlen_states")
+        and bool(mamba_mixer._check_mamba_sequence_packing_support()[0])
+    )
+
+
+def attention_family() -> str | None:
+    """The flash-attention that megatron's dynamic path calls; None: there is none."""
+    if attention.HAVE_FA4:
+        return "FA4"
+    if attention.HAVE_FA3:
+        return "FA3"
+    return None if attention.flash_attn_varlen_func is None else "flash-attention 2"
