@@ -102,6 +102,17 @@ def test_a_plot_that_cannot_be_drawn_is_refused_before_the_work(tmp_path):
         assert result.stderr == "error: --plot needs matplotlib: pip install 'megatron-hybrid-prefix[bench]'\n"
 
 
+def test_only_the_command_line_imports_what_no_engine_needs():
+    package, wrong = ROOT / "megatron_hybrid_prefix", []
+    for path in package.rglob("*.py"):
+        part = path.relative_to(package).parts[0]
+        imported = re.findall(r"^ *(?:from|import) megatron_hybrid_prefix\.(\w+)", path.read_text(), re.MULTILINE)
+        wings = {"serve", "bench", "lab", "cli"} & set(imported) - {part}
+        if wings and part != "cli" and (part, wings) != ("__main__.py", {"cli"}):
+            wrong.append((path.name, wings))
+    assert wrong == []
+
+
 # --- The scripts in tools/ -------------------------------------------------------------------------------------------
 
 
