@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def write_report(data: Mapping[str, Any], folder: Path) -> Path:
         groups = _groups(found["result"])
         if groups:
             plots[name] = f"{name}.png"
-            write_whole(folder / plots[name], lambda part, name=name, groups=groups: _plot(part, name, groups))
+            write_whole(folder / plots[name], partial(_plot, title=name, groups=groups))
     text = "\n".join(_lines(data, plots)) + "\n"
     path = folder / "report.md"
     write_whole(path, lambda part: part.write_text(text, encoding="utf-8"))

@@ -30,7 +30,7 @@ from megatron_hybrid_prefix.console.terminal import (
     printable,
     read_text,
     split_names,
-    write_whole,
+    write_json,
 )
 
 # Runs one scenario.
@@ -104,7 +104,8 @@ def gpu_count() -> int:
     """GPUs that this process sees."""
     import torch
 
-    return torch.cuda.device_count()
+    count: int = torch.cuda.device_count()
+    return count
 
 
 # --- Running ---------------------------------------------------------------------------------------------------------
@@ -123,8 +124,8 @@ def run_all(args: argparse.Namespace, scenarios: Mapping[str, Any], command: str
         check_folder(args.report)
     if has_other_ranks():
         raise InputError("all starts a process for each scenario: run scenarios one by one under torchrun")
-    if args.gpus > 1 and args.gpus > (found := gpu_count()):
-        raise InputError(f"--gpus {args.gpus}: there are {found}")
+    if args.gpus > 1 and args.gpus > (gpus := gpu_count()):
+        raise InputError(f"--gpus {args.gpus}: there are {gpus}")
     data: dict[str, Any] = {"kind": KIND, "command": command, "quick": args.quick, "scenarios": {}}
     if args.gpus > 1:
         data["gpus"] = args.gpus
@@ -139,8 +140,7 @@ def run_all(args: argparse.Namespace, scenarios: Mapping[str, Any], command: str
         for key in COMMON:
             if key in found["result"]:
                 data.setdefault(key, found["result"][key])
-        text = json.dumps(data, indent=1, allow_nan=False) + "\n"
-        write_whole(args.json, lambda part, text=text: part.write_text(text, encoding="utf-8"))
+        write_json(args.json, data)
     print(f"wrote {args.json}")
     if args.report is not None:
         print(f"wrote {write_report(data, args.report)}")

@@ -25,7 +25,6 @@ crashed; 2 for bad input; 130 after Ctrl-C.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,7 +56,7 @@ from megatron_hybrid_prefix.console.terminal import (
     is_main_rank,
     output_console,
     run_command,
-    write_whole,
+    write_json,
 )
 
 EXIT_CRASHED = 1
@@ -183,8 +182,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
             report = as_json(bench, command)
             print_report(console, bench, report)
             if args.json is not None:
-                text = json.dumps(report, indent=1, allow_nan=False)
-                write_whole(args.json, lambda part: part.write_text(text + "\n", encoding="utf-8"))
+                write_json(args.json, report)
                 console.print(f"wrote {args.json}", markup=False, soft_wrap=True)
     return EXIT_CRASHED if set(crashed_engines(bench)) - {"upstream"} else 0
 

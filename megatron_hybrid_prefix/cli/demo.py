@@ -11,7 +11,6 @@ convolution window, which the comparison shows.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from megatron_hybrid_prefix.console.terminal import (
     check_writable,
     is_main_rank,
     run_command,
-    write_whole,
+    write_json,
 )
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer
 
@@ -78,8 +77,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
         args.out.mkdir(parents=True, exist_ok=True)
     session = args.out / "demo_session.json"
     check_writable(session)
-    text = json.dumps(make_conversation(), indent=1) + "\n"
-    write_whole(session, lambda part: part.write_text(text, encoding="utf-8"))
+    write_json(session, make_conversation())
     if is_main_rank():
         print("A question session about this project's source, with caching off, upstream's cache and this one's.")
         print("The weights are random, so the answers are noise; what is shown is the cache.")

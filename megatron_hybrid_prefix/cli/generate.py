@@ -29,10 +29,10 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,7 @@ from megatron_hybrid_prefix.console.terminal import (
     run_command,
     save_plot,
     totals,
+    write_json,
     write_whole,
 )
 from megatron_hybrid_prefix.errors import PlatformError
@@ -199,7 +200,8 @@ class Runner:
                 def answer_to(request: Request) -> list[int]:
                     results.extend(self._send(engine, [request], lambda count: None))
                     on_done(len(results))
-                    return results[-1].generated
+                    generated: list[int] = results[-1].generated
+                    return generated
 
                 if sent is None and work.conversation is not None:
                     sent = work.conversation.play(answer_to)
@@ -222,7 +224,7 @@ class Runner:
         from megatron_hybrid_prefix.mcore.runner import run_batch
         from megatron_hybrid_prefix.upstream.names import SamplingParams
 
-        results = run_batch(
+        results: list[Any] = run_batch(
             engine,
             [request.tokens for request in requests],
             [SamplingParams.deserialize(request.sampling) for request in requests],
@@ -249,7 +251,7 @@ def run_engines(
         for name in names:
             sent = runs[0].requests if runs else None
             fields = shared | ENGINES[name](mamba_gb, args.host_gb or 0.0) | state_dtype
-            runs.append(runner.run(name, fields, work, sent, lambda count, name=name: done(name, count)))
+            runs.append(runner.run(name, fields, work, sent, partial(done, name)))
             gc.collect()  # the engine's parts refer to each other
     return runs, {
         "mamba_gb": mamba_gb,
@@ -341,8 +343,7 @@ def run_on(
         print_report(console, runs, comparisons)
     if args.json is not None:
         settings = {"platform": platform.describe(), "engine_fields": fields}
-        text = json.dumps(as_json(runs, comparisons, settings, args, least), indent=1, allow_nan=False)
-        write_whole(args.json, lambda part: part.write_text(text + "\n", encoding="utf-8"))
+        write_json(args.json, as_json(runs, comparisons, settings, args, least))
         console.print(f"wrote {args.json}", markup=False, soft_wrap=True)
     if args.plot is not None:
         title = f"{args.preset}, {platform.device.type}, tp={args.tp} pp={args.pp}"

@@ -18,7 +18,6 @@ norms than one of Transformer Engine's layers, which fuse them into the next lin
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 import traceback
@@ -52,7 +51,7 @@ from megatron_hybrid_prefix.console.terminal import (
     read_text,
     run_command,
     totals,
-    write_whole,
+    write_json,
 )
 from megatron_hybrid_prefix.errors import PlatformError
 
@@ -115,7 +114,7 @@ def host_for_cuda() -> Iterator[None]:
 
     from megatron_hybrid_prefix.upstream.rebinding import Applied, Rebinding, apply
 
-    class HostForCuda(TorchFunctionMode):
+    class HostForCuda(TorchFunctionMode):  # type: ignore[misc]
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             if "cuda" in str(kwargs.get("device")):
@@ -150,10 +149,12 @@ def parse(argv: Sequence[str], platform: Any) -> argparse.Namespace:
         with megatron_at_work(platform), as_input_errors(ValueError, FileNotFoundError, TypeError):
             from megatron.training.arguments import parse_and_validate_args  # it sets up logging, too
 
-            args = parse_and_validate_args(extra_args_provider=add_own_args, args_defaults={"micro_batch_size": 1})
+            args: argparse.Namespace = parse_and_validate_args(
+                extra_args_provider=add_own_args, args_defaults={"micro_batch_size": 1}
+            )
     except AssertionError as error:
         # Most of megatron's say nothing but what they check.
-        why = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+        why = str(error) or traceback.extract_tb(error.__traceback__)[-1].line or ""
         raise InputError(f"megatron.training refused the arguments: {' '.join(why.split())}") from error
     finally:
         sys.argv = before
@@ -355,8 +356,7 @@ def run_on(platform: Any, args: argparse.Namespace, interrupt: Interrupt) -> Non
                 for request, done in zip(requests, result.results, strict=True)
             ],
         }
-        text = json.dumps(data, indent=1, allow_nan=False)
-        write_whole(args.json, lambda part: part.write_text(text + "\n", encoding="utf-8"))
+        write_json(args.json, data)
         console.print(f"wrote {args.json}", markup=False, soft_wrap=True)
 
 

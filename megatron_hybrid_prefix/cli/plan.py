@@ -15,7 +15,6 @@ No GPU, no torch. Exit code: 0; 2 for bad input; 130 after Ctrl-C.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +37,7 @@ from megatron_hybrid_prefix.console.terminal import (
     printable,
     progress,
     run_command,
-    write_whole,
+    write_json,
 )
 from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_of
 from megatron_hybrid_prefix.lab.replay import Policy, ceiling_tokens, replay
@@ -268,8 +267,7 @@ def run(argv: Sequence[str], interrupt: Interrupt) -> int:
             "expected_reuse": reuse,
             "advice": text,
         }
-        whole = json.dumps(report, indent=1, allow_nan=False) + "\n"
-        write_whole(args.json, lambda part: part.write_text(whole, encoding="utf-8"))
+        write_json(args.json, report)
         console.print(f"wrote {args.json}", markup=False, soft_wrap=True)
     return 0
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,6 +41,7 @@ from megatron_hybrid_prefix.console.terminal import (
     printable,
     progress,
     run_command,
+    write_json,
     write_whole,
 )
 from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_of
@@ -319,8 +319,7 @@ def run(argv: Sequence[str], interrupt: Interrupt) -> int:
     print_report(console, trace, runs, ceiling, sizes, blocks)
     if args.json is not None:
         report = as_json(args, trace, runs, ceiling, command_line(argv))
-        text = json.dumps(report, indent=1, allow_nan=False) + "\n"
-        write_whole(args.json, lambda part: part.write_text(text, encoding="utf-8"))
+        write_json(args.json, report)
         console.print(f"wrote {args.json}", markup=False, soft_wrap=True)
     if args.plot is not None:
         names = ", ".join(path.name for path in args.traces)

@@ -8,7 +8,6 @@ answered, in that order. At the end the answers are compared with those of cachi
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 from megatron_hybrid_prefix import HybridPrefixConfig
 from megatron_hybrid_prefix.bench.runner import machine_of
 from megatron_hybrid_prefix.bench.scenario import tokens
-from megatron_hybrid_prefix.console.terminal import ArgumentParser, Interrupt, check_writable, run_command, write_whole
+from megatron_hybrid_prefix.console.terminal import ArgumentParser, Interrupt, check_writable, run_command, write_json
 from megatron_hybrid_prefix.metrics import PrefixStats
 
 BLOCK_TOKENS = 64
@@ -33,8 +32,10 @@ QUESTION_TOKENS = 50
 ANSWER_TOKENS = 80
 OTHER_TOKENS = 520  # the other conversation
 _KINDS = ("KV", "state")  # of a move to or from the host
-SHOWN = ("prompt_tokens", "computed_prompt_tokens", "reused_tokens_device", "reused_tokens_host")
-SHOWN += ("checkpoints_published", "evictions", "kv_evictions", "host_stores", "host_loads")
+SHOWN = (
+    *("prompt_tokens", "computed_prompt_tokens", "reused_tokens_device", "reused_tokens_host"),
+    *("checkpoints_published", "evictions", "kv_evictions", "host_stores", "host_loads"),
+)
 
 
 # --- What the cache is asked and answers -----------------------------------------------------------------------------
@@ -288,8 +289,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
             print(describe(turn), end="\n\n", flush=True)
             turns.append(turn)
     if args.json is not None:
-        text = json.dumps(turns, indent=1) + "\n"
-        write_whole(args.json, lambda part: part.write_text(text, encoding="utf-8"))
+        write_json(args.json, turns)
         print(f"wrote {args.json}")
     return 0 if all(turn["same_tokens"] for turn in turns) else 1
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import shlex
 import signal
@@ -192,6 +193,12 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         part = Path(folder) / path.name
         write(part)
         os.replace(part, path)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Save ``data``; see `write_whole`. A number that JSON does not know is an error."""
+    text = json.dumps(data, indent=1, allow_nan=False) + "\n"
+    write_whole(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
 def printable(text: str) -> str:
