@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as FastTokenizer
+    from tokenizers.decoders import DecodeStream
+
+
+class Decoder(Protocol):
+    """Token ids to text, one after another; special tokens are no text.
+
+    What was given out does not change any more. Where the bytes of the tokens are UTF-8, it is the text of all of them.
+    """
+
+    def step(self, token: int) -> str:
+        """One more token; returns the text that is certain by now: nothing in the middle of a character."""
+        ...
+
+    def finish(self) -> str:
+        """No more tokens come; returns the rest of the text."""
+        ...
 
 
 class Tokenizer(Protocol):
@@ -17,6 +37,8 @@ class Tokenizer(Protocol):
     def tokenize(self, text: str) -> list[int]: ...
 
     def detokenize(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str: ...
+
+    def decoder(self) -> Decoder: ...
 
     def offsets(self, tokens: Sequence[int], text: str) -> list[int]: ...
 
@@ -43,6 +65,10 @@ class ByteTokenizer:
     def detokenize(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Decode; bytes that are no UTF-8 become the replacement character, ids above 255 nothing."""
         return bytes(token for token in tokens if 0 <= token < 256).decode("utf-8", errors="replace")
+
+    def decoder(self) -> Decoder:
+        """For one text."""
+        return _ByteDecoder()
 
     def offsets(self, tokens: Sequence[int], text: str) -> list[int]:
         """Character position in ``text`` at which each token begins."""
@@ -90,9 +116,62 @@ class HuggingFaceTokenizer:
         """Text of ``tokens``."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
 
+    def decoder(self) -> Decoder:
+        """For one text."""
+        return _HuggingFaceDecoder(self._tokenizer)
+
     def offsets(self, tokens: Sequence[int], text: str) -> list[int]:
         """Character position in ``text`` at which each token begins."""
         return _offsets_by_decoding(self, tokens)
+
+
+class _ByteDecoder:
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def step(self, token: int) -> str:
+        return self._decoder.decode(bytes([token])) if 0 <= token < 256 else ""
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _HuggingFaceDecoder:
+    """The library's ``DecodeStream``, and what that lacks: the end of a text, and tokens that are no text at all."""
+
+    def __init__(self, tokenizer: FastTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._context: list[int] = []  # tokens of the last text that was given out
+        self._held: list[int] = []  # tokens since
+        self._stream = self._new_stream()
+
+    def step(self, token: int) -> str:
+        self._held.append(token)
+        try:
+            text = self._stream.step(self._tokenizer, token)
+        except Exception:  # a bare one: bytes that are no UTF-8 have changed how those before them read
+            text, self._stream = self._text_of_held(), self._new_stream()
+        if text is None:
+            return ""
+        self._context, self._held = self._held, []
+        return str(text)
+
+    def finish(self) -> str:
+        return self._text_of_held()
+
+    def _text_of_held(self) -> str:
+        """How a token reads can depend on the one before it, such as its space; of bytes that are no UTF-8 all do."""
+        before, whole = self._decode(self._context), self._decode(self._context + self._held)
+        return whole.removeprefix(before) if whole.startswith(before) else self._decode(self._held)
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+    @staticmethod
+    def _new_stream() -> DecodeStream:
+        from tokenizers.decoders import DecodeStream
+
+        return DecodeStream(skip_special_tokens=True)
 
 
 def load_tokenizer(path: str | Path | None, vocab_size: int) -> Tokenizer:

@@ -11,10 +11,6 @@ from typing import Any
 
 from megatron_hybrid_prefix.tokenizer import Tokenizer
 
-_UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-# A character of which bytes are missing decodes to up to so many of these.
-_MOST_UNKNOWN = 3
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenNote:
@@ -36,9 +32,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, stop
-        self._tokens: list[int] = []  # decoded together: some tokens for context, then those that are not shown yet
-        self._context_tokens = 0
-        self._shown = ""  # text of the context, and what is decoded after it
+        self._decoder = tokenizer.decoder()
         self._held = ""  # decoded, and maybe the beginning of a stop string
         self._length = 0  # characters decoded in all
         self._given = 0  # characters given out
@@ -51,26 +45,13 @@ class TextStream:
         if log_prob is not None:
             text = self._tokenizer.detokenize([token])
             self._notes.append(TokenNote(text=text, log_prob=log_prob, top=top or {}, offset=self._length))
-        self._tokens.append(token)
-        text = self._decode(self._tokens)
-        certain = text.rstrip(_UNKNOWN) if 0 < _trailing(text) <= _MOST_UNKNOWN else text
-        if _trailing(text) > _MOST_UNKNOWN:
-            certain = text[:-_MOST_UNKNOWN]
-        new = ""
-        if len(certain) > len(self._shown):
-            new, self._shown = certain[len(self._shown) :], certain
-        if certain == text and text:
-            # The next tokens are decoded after these: how a token reads can depend on the one before it.
-            self._tokens = self._tokens[self._context_tokens :]
-            self._context_tokens = len(self._tokens)
-            self._shown = self._decode(self._tokens)
-        return self._take(new)
+        return self._take(self._decoder.step(token))
 
     def finish(self) -> str:
         """No more tokens come; returns the rest of the text."""
         if self.stopped:
             return ""
-        rest = self._take(self._decode(self._tokens)[len(self._shown) :])
+        rest = self._take(self._decoder.finish())
         if not self.stopped:
             rest, self._held = rest + self._held, ""
             self._given = self._length
@@ -83,9 +64,6 @@ class TextStream:
             count = next((i for i, note in enumerate(self._notes) if note.offset >= self._given), count)
         found, self._notes = self._notes[:count], self._notes[count:]
         return found
-
-    def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.detokenize(tokens, skip_special_tokens=True)
 
     def _take(self, new: str) -> str:
         self._length += len(new)
@@ -122,10 +100,6 @@ def chat_logprobs(notes: Sequence[TokenNote]) -> dict[str, Any]:
         for note in notes
     ]
     return {"content": content, "refusal": None}
-
-
-def _trailing(text: str) -> int:
-    return len(text) - len(text.rstrip(_UNKNOWN))
 
 
 def _overlap(text: str, word: str) -> int:
