@@ -835,6 +835,27 @@ def test_a_chat_template():
 
 
 @pytest.mark.parametrize(
+    "template, text",
+    [
+        ("{{ messages[0] | tojson }}", '{"role": "user", "content": "<a> & \'b\'"}'),
+        ("{% for m in messages %}{{ m.content }}{% break %}{% endfor %}", "<a> & 'b'"),
+        ("{% generation %}{{ messages[0].role }}{% endgeneration %}", "user"),
+        ("{{ strftime_now('%%') }}{{ tools is none }}{{ documents is none }}", "%TrueTrue"),
+    ],
+)
+def test_a_chat_template_may_use_what_transformers_offers(template, text):
+    assert ChatForm(template).render([{"role": "user", "content": "<a> & 'b'"}]) == text
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ namespace.__init__.__globals__ }}"]
+)
+def test_a_chat_template_cannot_leave_its_sandbox(template):
+    with pytest.raises(ValueError, match="does not take these messages"):
+        ChatForm(template).render([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize(
     "argv, problem",
     [
         (["--preset", "nope"], "no preset 'nope'"),

@@ -66,7 +66,7 @@ from megatron_hybrid_prefix.serve.chat_template import load_chat_form
 from megatron_hybrid_prefix.tokenizer import load_tokenizer
 
 ADMIN_TOKEN = "HYBRID_PREFIX_ADMIN_TOKEN"
-NEEDS = ("starlette", "uvicorn", "prometheus_client", "pydantic")
+NEEDS = ("starlette", "uvicorn", "prometheus_client", "pydantic", "transformers")
 NEEDS_OF_REPLICAS = ("zmq", "msgpack")
 # Streams that are open when the server is told to end may go on for so long.
 _GRACE_S = 5

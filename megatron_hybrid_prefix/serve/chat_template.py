@@ -1,4 +1,8 @@
-"""Messages to prompts: the tokenizer folder's chat template, or a plain form; and where each message ends."""
+"""Messages to prompts: the tokenizer folder's chat template, or a plain form; and where each message ends.
+
+Templates are rendered by transformers, in its sandbox and with what it offers to them, as they are written for it. It is
+imported only where there is a template, as that takes half a second.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +29,16 @@ class ChatForm:
     """
 
     def __init__(self, template: str | None = None, special: dict[str, str] | None = None) -> None:
-        self._template: Any = None
-        self._special = special or {}
+        self._template, self._special = template, special or {}
         if template is not None:
-            from jinja2 import TemplateError
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
+            from jinja2 import TemplateError, TemplateSyntaxError
 
-            environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-            environment.globals["raise_exception"] = _raise
             try:
-                self._template = environment.from_string(template)
-            except TemplateError as error:
+                self._render(template, [], False)
+            except TemplateSyntaxError as error:
                 raise InputError(f"the chat template cannot be read: {error}") from None
+            except (TemplateError, TypeError):
+                pass  # it wants messages
 
     @property
     def stop(self) -> list[str]:
@@ -54,13 +56,18 @@ class ChatForm:
         from jinja2 import TemplateError
 
         try:
-            return str(
-                self._template.render(
-                    messages=messages, add_generation_prompt=begin_answer, tools=None, **self._special
-                )
-            )
+            return self._render(self._template, messages, begin_answer)
         except (TemplateError, TypeError) as error:
             raise ValueError(f"the chat template does not take these messages: {error}") from None
+
+    def _render(self, template: str, messages: Sequence[dict[str, str]], begin_answer: bool) -> str:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        render: Any = render_jinja_template  # its annotations are not what it takes and returns
+        (text,), _ = render(
+            [list(messages)], chat_template=template, add_generation_prompt=begin_answer, **self._special
+        )
+        return str(text)
 
     def ends(
         self,
@@ -87,12 +94,6 @@ class ChatForm:
 def _plain(messages: Sequence[dict[str, str]]) -> str:
     forms = {"system": "{}\n\n", "user": "User: {}\n", "assistant": "Assistant:{}\n"}
     return "".join(forms[message["role"]].format(message["content"]) for message in messages)
-
-
-def _raise(message: str) -> None:
-    from jinja2 import TemplateError
-
-    raise TemplateError(message)
 
 
 def load_chat_form(template: Path | None, tokenizer: Path | None) -> ChatForm:
