@@ -16,8 +16,6 @@ from megatron_hybrid_prefix.cli.main import VERBS, main
 from tests.limits import HANG_S
 
 ROOT = Path(__file__).resolve().parents[1]
-# What the server still has to leave: its files are scripts.
-NOT_MOVED = re.compile(r"(tools/(serve|_serve_\w+)|tests/(test_serve|serve_helpers))\.py")
 
 
 def run(*argv: object, lacking: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
@@ -36,8 +34,7 @@ def run(*argv: object, lacking: tuple[str, ...] = ()) -> subprocess.CompletedPro
 
 def python_files() -> list[Path]:
     """Of the tools and the tests."""
-    found = [*ROOT.glob("tools/*.py"), *ROOT.glob("tests/**/*.py")]
-    return [path for path in found if not NOT_MOVED.fullmatch(path.relative_to(ROOT).as_posix())]
+    return [*ROOT.glob("tools/*.py"), *ROOT.glob("tests/**/*.py")]
 
 
 def test_help_has_a_line_for_each_verb(capsys):
@@ -135,8 +132,6 @@ def test_no_test_changes_where_modules_are_found():
 
 def test_a_script_is_called_by_its_name():
     for path in (ROOT / "tools").glob("*.py"):
-        if NOT_MOVED.fullmatch(path.relative_to(ROOT).as_posix()):
-            continue
         result = subprocess.run(
             [sys.executable, str(path), "--help"],
             env=os.environ | {"PYTHONPATH": str(ROOT)},

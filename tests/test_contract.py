@@ -111,8 +111,7 @@ def test_a_row_names_modules_of_ours_that_use_the_name():
         stands_for = next((form for start, form in PUT_TOGETHER.items() if entry.name.startswith(start)), entry.name)
         used = {}
         for where in entry.where.split():
-            folder = ROOT if where.startswith("tools/") else ROOT / "megatron_hybrid_prefix"
-            text = (folder / f"{where}.py").read_text(encoding="utf-8")
+            text = (ROOT / "megatron_hybrid_prefix" / f"{where}.py").read_text(encoding="utf-8")
             made = entry.name == "__init__" and re.search(rf"\b{class_of(entry)}[()]", text)  # or derived from
             used[where] = stands_for in text or bool(made)
         # A row of several names has all modules that use one of them.

@@ -362,6 +362,6 @@ def _api_error(problems: list[ErrorDetails]) -> ApiError:
 
 
 def _param(location: tuple[int | str, ...]) -> str:
-    """ "messages[0].role"; elsewhere the name of the field, without what pydantic says of items and types."""
+    """Such as messages[0].role; elsewhere the name of the field, without what pydantic says of items and types."""
     whole = location if location[:1] in (("messages",), ("stream_options",)) else location[:1]
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in whole).removeprefix(".")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_hybrid_prefix.serve.bodies import MOST_SEQUENCES, Body, ChatBody, CompletionBody, read_body
+from megatron_hybrid_prefix.serve.bodies import MOST_SEQUENCES, Body, ChatBody, read_body
 from megatron_hybrid_prefix.serve.chat_template import ChatForm
 from megatron_hybrid_prefix.serve.errors import bad, model_not_found, short
 from megatron_hybrid_prefix.tokenizer import Tokenizer
@@ -78,29 +78,31 @@ def read_request(values: dict[str, Any], kind: str, served: ServedModel, tenant:
     body = read_body(values, kind)
     if body.model != served.model:
         raise model_not_found(body.model)
-    prompts = [_chat_prompt(body, served)] if isinstance(body, ChatBody) else _prompts(body, served)
+    if isinstance(body, ChatBody):
+        chat, echo, param = True, False, "messages"
+        prompts = [_chat_prompt(body, served)]
+    else:
+        chat, echo, param = False, body.echo, "prompt"
+        prompts = [_prompt(item, body.cache_breakpoints or [], served) for item in body.prompt]
     if len(prompts) * body.n > MOST_SEQUENCES:
         raise bad(f"{len(prompts)} prompts with n={body.n}: there may be {MOST_SEQUENCES} answers at most.", "n")
-    chat = isinstance(body, ChatBody)
     return GenerationRequest(
         chat=chat,
         prompts=prompts,
         n=body.n,
-        most_tokens=[
-            _most_tokens(body.most_tokens, prompt, "messages" if chat else "prompt", served) for prompt in prompts
-        ],
+        most_tokens=[_most_tokens(body.most_tokens, prompt, param, served) for prompt in prompts],
         sampling=_sampling(body, served, tenant),
         stop=body.stop + (served.chat.stop if chat else []),
         stream=body.stream,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
-        echo=isinstance(body, CompletionBody) and body.echo,
+        echo=echo,
         logprobs=body.top_tokens,
     )
 
 
 def _sampling(body: Body, served: ServedModel, tenant: str | None) -> dict[str, Any]:
     if body.top_k >= served.vocab_size:
-        raise bad(f"Invalid 'top_k': {short(body.top_k)} is not below the vocabulary of {served.vocab_size}.", "top_k")
+        raise bad(f"'top_k' must be at most {served.vocab_size - 1}, not {short(body.top_k)}.", "top_k")
     eod = served.tokenizer.eod
     fields: dict[str, Any] = {
         "temperature": 1.0 if body.is_greedy else body.temperature,
@@ -133,10 +135,6 @@ def _most_tokens(asked: int | None, prompt: Prompt, param: str, served: ServedMo
     except ValueError as error:
         raise bad(str(error), param, "context_length_exceeded") from None
     return wanted
-
-
-def _prompts(body: CompletionBody, served: ServedModel) -> list[Prompt]:
-    return [_prompt(item, body.cache_breakpoints or [], served) for item in body.prompt]
 
 
 def _prompt(item: str | list[int], breakpoints: list[int], served: ServedModel) -> Prompt:

@@ -818,11 +818,7 @@ CONTRACT: tuple[Entry, ...] = (
 )
 
 # Folders that no engine needs.
-WINGS = ("serve/", "bench/", "lab/", "cli/", "tools/")
-
-
-# Folders that no engine needs.
-WINGS = ("serve/", "bench/", "lab/", "cli/", "tools/")
+WINGS = ("serve/", "bench/", "lab/", "cli/")
 
 
 @functools.cache
