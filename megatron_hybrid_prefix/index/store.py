@@ -39,17 +39,18 @@ class PrefixStore:
 
     def take_blocks(self, count: int) -> list[int]:
         """``count`` of the available blocks, evicting cached ones, let go longest ago first, where too few are free."""
-        while self.blocks.free_blocks < count:
-            node = self.blocks.oldest()
+        blocks, host = self.blocks, self.host
+        while blocks.free_blocks < count:
+            node = blocks.oldest()
             assert node is not None, "more blocks taken than available"
             if node.slot != NO_SLOT:
                 self.checkpoints.evict(node)  # without its KV it could not be reached
-            if self.host is not None:
-                self.host.store_kv(node)
-            self.blocks.unbind(node)
+            if host is not None:
+                host.store_kv(node)
+            blocks.unbind(node)
             self.tree.prune(node)
             self._stats.kv_evictions += 1
-        return self.blocks.take(count)
+        return blocks.take(count)
 
     def register(self, live: LiveRequest, full_blocks: int) -> None:
         """The request's first ``full_blocks`` blocks, computed by finished forwards, become matchable."""
