@@ -18,7 +18,7 @@ Longer than 400 lines because every verb is here, in order; half of it is docstr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.index.block_face import BlockFace
@@ -33,10 +33,12 @@ from megatron_hybrid_prefix.index.planner import BoundaryRule, StepPlanner
 from megatron_hybrid_prefix.index.requests import Admission, LiveRequest, RequestBook, StepPlan
 from megatron_hybrid_prefix.index.store import PrefixStore
 from megatron_hybrid_prefix.index.tree import PrefixTree
-from megatron_hybrid_prefix.metrics import PrefixStats
+from megatron_hybrid_prefix.metrics import PrefixStats, TierStats
 from megatron_hybrid_prefix.policy.boundaries import Boundary, prompt_boundaries, with_verification
 from megatron_hybrid_prefix.policy.registry import DEFAULT_EVICTION_POLICY, make_eviction_policy
 from megatron_hybrid_prefix.pool.slots import SlotPool
+from megatron_hybrid_prefix.tiers.base import AgreedTier, DepthTier, Tier
+from megatron_hybrid_prefix.tiers.units import HOST
 
 
 class HybridPrefixCache:
@@ -59,6 +61,8 @@ class HybridPrefixCache:
         host_state_pages: Pages that a state takes there.
         host_state_share: Part of them that states may take, the rest is for KV; None: by use.
         host_write_through: Whether what is published goes to the host at once, not only when it is evicted.
+        behind: The tier behind the host, by name: what the host evicts is offered to it. Needs a host tier.
+        agree: The least value of all ranks that run the same requests; needed for a tier that ranks may differ in.
         boundary_rule: Which boundaries of a prompt are kept.
 
     Attributes:
@@ -88,6 +92,8 @@ class HybridPrefixCache:
         host_state_pages: int = 1,
         host_state_share: float | None = None,
         host_write_through: bool = False,
+        behind: tuple[str, Tier] | None = None,
+        agree: Callable[[int], int] | None = None,
         boundary_rule: BoundaryRule = prompt_boundaries,
     ) -> None:
         if min_computed_tokens < 1:
@@ -99,13 +105,17 @@ class HybridPrefixCache:
                 f"retention_interval_tokens={retention_interval_tokens}: must be 0, or a multiple of the {block_tokens} "
                 "tokens of a block"
             )
+        if behind is not None and not host_pages:
+            raise ValueError(f"a tier {behind[0]!r} behind the host, and no host tier")
         self.block_tokens = block_tokens
         self.min_computed_tokens = min_computed_tokens
         self.retention_interval_tokens = retention_interval_tokens
         self._keys = KeyMaker(block_tokens, secret)
         self._stats = PrefixStats(bytes_budget=bytes_budget)
         tree, host = PrefixTree(epoch), None
+        tiers: list[DepthTier] = []
         if host_pages:
+            behind_name, behind_tier = behind or ("", None)
             host = HostTier(
                 tree,
                 pages=host_pages,
@@ -115,8 +125,17 @@ class HybridPrefixCache:
                 eviction=make_eviction_policy(eviction_policy),
                 state_share=host_state_share,
                 write_through=host_write_through,
+                behind=behind_tier,
+                behind_name=behind_name,
                 stats=self._stats,
             )
+            tiers.append(host)
+            if behind_tier is not None:
+                self._stats.tiers[behind_name] = TierStats()
+                if agree is None or behind_tier.same_on_all_ranks:
+                    tiers.append(behind_tier)
+                else:
+                    tiers.append(AgreedTier(behind_tier, agree))
         self._store = PrefixStore(
             tree,
             KVBlocks(kv_blocks),
@@ -126,7 +145,7 @@ class HybridPrefixCache:
             self._stats,
         )
         self._requests = RequestBook()
-        self._matcher = Matcher(tree, self._requests.loads, block_tokens=block_tokens)
+        self._matcher = Matcher(tree, tiers, self._requests.loads, block_tokens=block_tokens)
         self._planner = StepPlanner(
             self._store,
             self._stats,
@@ -445,7 +464,7 @@ class HybridPrefixCache:
         stats.slots_used = self._store.slots.used_slots
         host = self._store.host
         if host is not None:
-            stats.host_kv_blocks, stats.host_states = host.kv_entries, host.state_entries
+            stats.tiers[HOST].kv_blocks, stats.tiers[HOST].states = host.kv_entries, host.state_entries
         return stats
 
     def check_integrity(self) -> None:

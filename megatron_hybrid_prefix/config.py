@@ -11,6 +11,7 @@ from megatron_hybrid_prefix.policy.registry import (
     check_eviction_policy,
     eviction_policy_names,
 )
+from megatron_hybrid_prefix.tiers.registry import tier_name
 
 StateDtypeName = Literal["float32", "bfloat16"]
 
@@ -89,6 +90,13 @@ class HybridPrefixConfig:
         default=False,
         metadata=_help("Whether prompts go to the host as soon as they are computed, not only when they are evicted."),
     )
+    tier_behind_host: str | None = field(
+        default=None,
+        metadata=_help(
+            "A tier behind the host memory, as NAME or NAME:ARGUMENT, which a plugin registers: what the host evicts is "
+            "offered to it, and comes back through the host when a prompt needs it. Needs host_gb. None: none."
+        ),
+    )
     verify_host_loads: bool = field(
         default=True, metadata=_help("Whether every byte that comes back is checked, on the device.")
     )
@@ -113,6 +121,10 @@ class HybridPrefixConfig:
         if interval is not None and interval < 0:
             raise ValueError(f"retention_interval_tokens={interval}: must be 0 or more, or None")
         check_eviction_policy(self.eviction_policy)
+        if self.tier_behind_host is not None:
+            tier_name(self.tier_behind_host)
+            if not self.host_gb:
+                raise ValueError(f"tier_behind_host={self.tier_behind_host!r}: needs host_gb")
         dtypes = get_args(StateDtypeName)
         if self.state_dtype is not None and self.state_dtype not in dtypes:
             raise ValueError(f"state_dtype={self.state_dtype!r}: must be {' or '.join(map(repr, dtypes))}")

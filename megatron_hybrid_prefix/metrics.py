@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from megatron_hybrid_prefix.policy.boundaries import Reason
@@ -16,7 +16,47 @@ OWN_STATS = (
     "host_bytes_stored",
     "host_seconds",
     "host_seconds_waited",
+    "tiers",  # with the bytes and seconds of this rank
 )
+
+
+@dataclass(slots=True, kw_only=True)
+class TierStats:
+    """What went in and out of a tier below the device, in entries: KV blocks and states.
+
+    Attributes:
+        loads: Moved one tier up, because a prompt needed them.
+        stores: Moved here from the tier above; for the tier behind the host, offered to it.
+        evictions: Went from here for others.
+        full: Found no room here; for the tier behind the host, refused by it.
+        preempted: Preempted requests that were swapped out to here.
+        failed: Came back wrong, or not at all, and were dropped.
+        bytes_loaded: Bytes of the loads, on this rank.
+        bytes_stored: Bytes of the stores, on this rank.
+        seconds: Time that the moves took, on this rank.
+        seconds_waited: Part of it in which the model, or the CPU, waited for them; the rest was hidden.
+        kv_blocks: KV blocks here now; 0 where the tier does not say.
+        states: States here now; 0 where the tier does not say.
+        bytes_budget: Bytes that it may take on this rank; 0 where it does not say.
+    """
+
+    loads: int = 0
+    stores: int = 0
+    evictions: int = 0
+    full: int = 0
+    preempted: int = 0
+    failed: int = 0
+    bytes_loaded: int = 0
+    bytes_stored: int = 0
+    seconds: float = 0.0
+    seconds_waited: float = 0.0
+    kv_blocks: int = 0
+    states: int = 0
+    bytes_budget: int = 0
+
+
+# Figures of the host tier that have a name of their own, too: ``host_loads`` is ``tiers["host"].loads``.
+_HOST_FIGURES = tuple(item.name for item in fields(TierStats) if item.name != "failed")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,18 +77,8 @@ class PrefixStats:
         kv_evictions: KV blocks evicted.
         verified_hits: Hits that were computed instead, and compared with what the cache holds (``verify_hits``).
         verify_mismatches: Those where they differed; 0 unless the cache is wrong.
-        host_loads: States and KV blocks loaded from the host.
-        host_stores: States and KV blocks stored on the host.
-        host_evictions: States and KV blocks that went from the host for others.
-        host_full: States and KV blocks that found no room on the host.
-        host_preempted: Preempted requests whose state went to the host, to go on from.
-        host_bytes_loaded: Bytes of the loads, on this rank.
-        host_bytes_stored: Bytes of the stores, on this rank.
-        host_seconds: Time that the moves took, on this rank.
-        host_seconds_waited: Part of it in which the model waited for them; the rest was hidden.
-        host_kv_blocks: KV blocks on the host now.
-        host_states: States on the host now.
-        host_bytes_budget: Bytes of the arena on this rank.
+        tiers: By name, "host" and the tier behind it. The host's figures can be read as ``host_loads``, ``host_stores`` and
+            so on, too.
         fallbacks: Times that tokens were computed, or their caching given up, where the cache had promised more:
             ``stale_match`` (evicted between match and admission), ``forward_failed``, ``epoch_changed``, ``released`` and
             ``reset`` (while a forward was planned), ``host_load_failed`` (what was loaded was not what had been stored, or the
@@ -71,26 +101,21 @@ class PrefixStats:
     kv_evictions: int = 0
     verified_hits: int = 0
     verify_mismatches: int = 0
-    host_loads: int = 0
-    host_stores: int = 0
-    host_evictions: int = 0
-    host_full: int = 0
-    host_preempted: int = 0
-    host_bytes_loaded: int = 0
-    host_bytes_stored: int = 0
-    host_seconds: float = 0.0
-    host_seconds_waited: float = 0.0
-    host_kv_blocks: int = 0
-    host_states: int = 0
-    host_bytes_budget: int = 0
+    tiers: dict[str, TierStats] = field(default_factory=lambda: {"host": TierStats()})
     fallbacks: dict[str, int] = field(default_factory=dict)
     slots_total: int = 0
     slots_used: int = 0
     bytes_budget: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as plain values, for JSON."""
-        return asdict(self)
+        """All of it as plain values, for JSON; figures of the host also as ``host_...``."""
+        host = {f"host_{name}": getattr(self.tiers["host"], name) for name in _HOST_FIGURES}
+        return asdict(self) | host
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("host_") and name[5:] in _HOST_FIGURES:
+            return getattr(self.tiers["host"], name[5:])
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def copy(self) -> PrefixStats:
         """A snapshot that later counting does not change."""

@@ -79,4 +79,6 @@ class Registry[T]:
         """Raises ValueError, listing the names, if nothing is registered under ``name``; PluginError as `load_plugins`."""
         names = self.names()
         if name not in names:
-            raise ValueError(f"{self._what}={name!r}: must be {' or '.join(map(repr, names))}")
+            raise ValueError(
+                f"{self._what}={name!r}: must be {' or '.join(map(repr, names)) or 'left out: none is registered'}"
+            )

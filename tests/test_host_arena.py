@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from megatron_hybrid_prefix.tiers import arena as arenas
-from megatron_hybrid_prefix.tiers.arena import HostArena, choose_page_bytes, pin, unpin
+from megatron_hybrid_prefix.tiers.arena import HostArena
+from megatron_hybrid_prefix.tiers.pinned import choose_page_bytes, pin, unpin
 from megatron_hybrid_prefix.tiers.queue import HostQueue
-from megatron_hybrid_prefix.tiers.units import Kind, Tag, TransferUnit
+from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, Kind, Tag
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BLOCKS, SLOTS, PAGES = 12, 10, 60
@@ -44,13 +45,18 @@ class Pools:
     def read(self, kind: Kind, index: int) -> list[torch.Tensor]:
         return [tensor[:, index].cpu() for tensor in self.tensors[kind]]
 
-    def unit(self, kind: Kind, index: int, entry: int, load_id: int | None = None, key: bytes = b"k") -> TransferUnit:
+    def unit(self, kind: Kind, index: int, entry: int, load_id: int | None = None, key: bytes = b"k") -> BlockTransfer:
         count = max(self.pages_of.values())
         pages = range(entry * count, entry * count + self.pages_of[kind])
         # Not in a row where there are several: an entry lies where there was room.
         tag = Tag(kind=kind, key=key, depth_tokens=1, epoch=0)
-        return TransferUnit(
-            to_host=load_id is None, device_id=index, pages=tuple(reversed(pages)), tag=tag, load_id=load_id
+        return BlockTransfer(
+            source=DEVICE if load_id is None else HOST,
+            target=HOST if load_id is None else DEVICE,
+            device_id=index,
+            pages=tuple(reversed(pages)),
+            tag=tag,
+            load_id=load_id,
         )
 
 

@@ -2,13 +2,13 @@
 
 Nodes of the prefix tree say where their copies are (``host_block``, ``host_slot``); the pages of both kinds come from one
 pool, in which the kind whose next victim was not used for longer makes room. Decisions only: the moves themselves are
-queued as `TransferUnit` and carried out elsewhere.
+queued as `BlockTransfer` and carried out elsewhere.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
@@ -17,7 +17,8 @@ from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.policy.boundaries import Reason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
-from megatron_hybrid_prefix.tiers.units import Kind, Tag, TransferUnit
+from megatron_hybrid_prefix.tiers.base import Tier
+from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, Kind, Tag
 
 
 def is_spare(node: Node) -> bool:
@@ -38,6 +39,8 @@ class HostTier:
         state_share: Part of the pages that states may take, 0 to 1, the rest is for KV; None: by use.
         stats: Where moves are counted.
         write_through: Whether KV and states are stored as soon as they are published.
+        behind: Is offered what is evicted here.
+        behind_name: Its name, in transfers and statistics.
 
     Attributes:
         transfers: Moves to be carried out, in this order.
@@ -56,6 +59,8 @@ class HostTier:
         stats: PrefixStats,
         state_share: float | None = None,
         write_through: bool = False,
+        behind: Tier | None = None,
+        behind_name: str = "",
     ) -> None:
         self._tree = tree
         self.total_pages = pages
@@ -63,12 +68,14 @@ class HostTier:
         self._block_tokens = block_tokens
         self._eviction = eviction
         self._stats = stats
+        self._figures = stats.tiers[HOST]
         self.write_through = write_through
+        self.behind, self.behind_name = behind, behind_name
         self._most_pages: dict[Kind, int] | None = None
         if state_share is not None:
             states = round(pages * state_share)
             self._most_pages = {Kind.KV: pages - states, Kind.STATE: states}
-        self.transfers: list[TransferUnit] = []
+        self.transfers: list[BlockTransfer] = []
         self.routing_of: Callable[[int], Any] = lambda block_id: None
         self.reset()
 
@@ -87,6 +94,28 @@ class HostTier:
         self._clock = 0
         self._eviction.clear()
         self.transfers.clear()
+
+    # -- depth ---------------------------------------------------------------------------------------------------------
+
+    def kv_depth(self, keys: Sequence[bytes], first: int) -> int:
+        """See `DepthTier`."""
+        get = self._tree.get
+        for key in keys[first:] if first else keys:
+            node = get(key)
+            if node is None or node.host_block == NO_BLOCK:
+                break
+            first += 1
+        return first
+
+    def state_depth(self, keys: Sequence[bytes], after: int, limit: int) -> int:
+        """See `DepthTier`."""
+        get = self._tree.get
+        while limit > after:
+            node = get(keys[limit - 1])
+            if node is not None and node.host_slot != NO_SLOT:
+                break
+            limit -= 1
+        return max(after, limit)
 
     # -- to the host ---------------------------------------------------------------------------------------------------
 
@@ -133,16 +162,46 @@ class HostTier:
         self._private.remove(entry)
         self._free_entry(entry)
 
+    # -- from the tier behind ------------------------------------------------------------------------------------------
+
+    def fetch_kv(self, node: Node) -> bool:
+        """The node's KV, which is in the tier behind alone, gets an entry here; the move is queued. Whether there is room."""
+        entry = self._fetch(Kind.KV, node)
+        if entry is None:
+            return False
+        node.host_block = entry
+        self._touch_kv(node)
+        self._tree.version += 1
+        return True
+
+    def fetch_state(self, node: Node) -> bool:
+        """The same for the state at the node. Why it was kept is not known any more; now a request resumes from it."""
+        entry = self._fetch(Kind.STATE, node)
+        if entry is None:
+            return False
+        node.host_slot = entry
+        if node.reason is None:
+            node.reason = Reason.JUNCTION
+        self._eviction.added(node)
+        self._state_used[node] = self._tick()
+        self._tree.version += 1
+        return True
+
     # -- back to the device ---------------------------------------------------------------------------------------------
 
     def load(self, entry: int, device_id: int, load_id: int) -> Any:
         """Queues the move of a pinned entry into a block or slot; returns what else belongs to it."""
         self.transfers.append(
-            TransferUnit(
-                to_host=False, device_id=device_id, pages=self._pages[entry], tag=self._tags[entry], load_id=load_id
+            BlockTransfer(
+                source=HOST,
+                target=DEVICE,
+                device_id=device_id,
+                pages=self._pages[entry],
+                tag=self._tags[entry],
+                load_id=load_id,
             )
         )
-        self._stats.host_loads += 1
+        self._figures.loads += 1
         return self._payloads.get(entry)
 
     def pages(self, kind: Kind) -> int:
@@ -290,18 +349,44 @@ class HostTier:
             self._kv.move_to_end(node)
 
     def _store(self, kind: Kind, device_id: int, tag: Tag, *, spare: bool = False) -> int | None:
+        entry = self._new_entry(kind, tag, spare=spare)
+        if entry is not None:
+            self.transfers.append(
+                BlockTransfer(source=DEVICE, target=HOST, device_id=device_id, pages=self._pages[entry], tag=tag)
+            )
+            self._figures.stores += 1
+        return entry
+
+    def _fetch(self, kind: Kind, node: Node) -> int | None:
+        tag = self._tag(kind, node)
+        entry = self._new_entry(kind, tag)
+        if entry is not None:
+            self.transfers.append(
+                BlockTransfer(source=self.behind_name, target=HOST, pages=self._pages[entry], tag=tag)
+            )
+            self._stats.tiers[self.behind_name].loads += 1
+        return entry
+
+    def _new_entry(self, kind: Kind, tag: Tag, *, spare: bool = False) -> int | None:
         count = self._pages_of[kind]
         if not self._make_room(kind, count, spare=spare):
-            self._stats.host_full += not spare
+            self._figures.full += not spare
             return None
         pages = tuple(self._free[: -count - 1 : -1])
         del self._free[-count:]
         entry, self._next_entry = self._next_entry, self._next_entry + 1
         self._pages[entry], self._tags[entry] = pages, tag
         self._used_pages[kind] += count
-        self.transfers.append(TransferUnit(to_host=True, device_id=device_id, pages=pages, tag=tag))
-        self._stats.host_stores += 1
         return entry
+
+    def _offer(self, entry: int) -> None:
+        """The entry is about to be evicted: the tier behind may take it. (What belongs to a block beside its KV cannot go
+        with it, so such a block is computed again.)"""
+        tag = self._tags[entry]
+        if self.behind is None or entry in self._payloads or self.behind.has(tag.kind, tag.key):
+            return
+        self.transfers.append(BlockTransfer(source=HOST, target=self.behind_name, pages=self._pages[entry], tag=tag))
+        self._stats.tiers[self.behind_name].stores += 1
 
     def _free_entry(self, entry: int) -> None:
         pages = self._pages.pop(entry)
@@ -321,10 +406,12 @@ class HostTier:
             if self._most_pages is not None:
                 kv, state = (kv, None) if kind == Kind.KV else (None, state)
             if state is not None and (kv is None or is_spare(state) or self._state_used[state] < self._kv[kv]):
+                self._offer(state.host_slot)
                 self.drop_state(state)
             elif kv is not None:
+                self._offer(kv.host_block)
                 self.drop_kv(kv)
             else:
                 return False
-            self._stats.host_evictions += 1
+            self._figures.evictions += 1
         return True

@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
+from megatron_hybrid_prefix.index.host_tier import HostTier
 from megatron_hybrid_prefix.index.matcher import Match, Matcher
 from megatron_hybrid_prefix.index.requests import LiveRequest, Load, RequestBook, SwappedOut
 from megatron_hybrid_prefix.index.store import PrefixStore
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
-from megatron_hybrid_prefix.tiers.units import Kind, Tag, TransferUnit
+from megatron_hybrid_prefix.tiers.units import HOST, BlockTransfer, Kind, Tag
 
 
 class Loads:
@@ -49,8 +50,10 @@ class Loads:
 
     def loads_elsewhere(self, match: Match) -> bool:
         """Whether another request is loading what this one would load."""
-        path = match.loadable_path
-        return self._host is not None and bool(path) and self._host.is_pinned(path[-1].host_slot)
+        if self._host is None or not match.loadable_blocks:
+            return False
+        node = self._store.tree.get(match.chain.keys[match.loadable_blocks - 1])
+        return node is not None and self._host.is_pinned(node.host_slot)
 
     def has_load(self, load_id: int) -> bool:
         """Whether a request, admitted or not, still needs what this load brings."""
@@ -85,7 +88,7 @@ class Loads:
 
     # -- moves ---------------------------------------------------------------------------------------------------------
 
-    def take_transfers(self) -> list[TransferUnit]:
+    def take_transfers(self) -> list[BlockTransfer]:
         """The moves queued since the last call; to be carried out in this order before anything else is written."""
         if self._host is None or not self._host.transfers:
             return []
@@ -122,21 +125,30 @@ class Loads:
         if request_id in self._requests.live:
             return None
         match = self._matcher.fresh(match)
-        path = match.loadable_path
-        if self._host is None or not path:
+        if self._host is None or not match.loadable_blocks:
             return None
-        shared, rest = _split_by_device(path)
-        return self._begin(
+        keys = match.chain.keys[: match.loadable_blocks]
+        shared = self._store.tree.path(keys)
+        if not self._has_blocks(len(keys) - len(shared) + reserved_blocks, shared):
+            return None
+        found = self._gather_on_host(self._host, keys, len(shared))
+        if found is None:
+            return None
+        entries, fetched = found
+        loaded = self._begin(
             request_id,
             match,
             shared=shared,
-            kv_entries=[node.host_block for node in rest],
-            state_entry=path[-1].host_slot,
-            pinned=(*(node.host_block for node in rest), path[-1].host_slot),
-            resume_tokens=len(path) * self._block_tokens,
+            kv_entries=entries[:-1],
+            state_entry=entries[-1],
+            pinned=entries,
+            fetched=fetched,
+            resume_tokens=len(keys) * self._block_tokens,
             write=write,
             reserved_blocks=reserved_blocks,
         )
+        self._host.unpin(entries)  # the load pins them, too
+        return loaded
 
     def begin_resume(
         self, request_id: int, match: Match, *, write: bool = True, reserved_blocks: int = 0
@@ -184,13 +196,14 @@ class Loads:
         state_entry: int,
         pinned: tuple[int, ...],
         left: SwappedOut | None = None,
+        fetched: tuple[Tag, ...] = (),
         resume_tokens: int,
         write: bool,
         reserved_blocks: int,
     ) -> Match | None:
         host = self._host
         assert host is not None
-        if len(kv_entries) + reserved_blocks > self._blocks.available_blocks - self._blocks.unreferenced_tail(shared):
+        if not self._has_blocks(len(kv_entries) + reserved_blocks, shared):
             return None
         # Held and pinned before anything is taken: making room must not evict what this request needs.
         block_ids = self._blocks.share(shared)
@@ -213,7 +226,7 @@ class Loads:
             resume_tokens=resume_tokens,
             source_slot=slot,
             lost_tokens_no_state=max(0, usable_blocks * self._block_tokens - resume_tokens),
-            loadable_path=(),
+            loadable_blocks=0,
             load_id=load_id,
             loaded_blocks=tuple(block_ids),
         )
@@ -237,9 +250,52 @@ class Loads:
             pages=len(kv_entries) * host.pages(Kind.KV) + host.pages(Kind.STATE),
             match=loaded,
             payloads=payloads,
+            fetched=fetched,
         )
         self._requests.live[request_id] = self._requests.loads[load_id] = live
         return loaded
+
+    def _has_blocks(self, count: int, shared: Sequence[Node]) -> bool:
+        return count <= self._blocks.available_blocks - self._blocks.unreferenced_tail(shared)
+
+    def _gather_on_host(
+        self, host: HostTier, keys: Sequence[bytes], first: int
+    ) -> tuple[tuple[int, ...], tuple[Tag, ...]] | None:
+        """Entries on the host of the KV of ``keys[first:]`` and of the state at their end, pinned.
+
+        What is not there is fetched from the tier behind the host.
+
+        Returns:
+            The entries, that of the state last, and what is fetched; None where the host has no room for all of it (what
+            was fetched then stays there like anything else).
+        """
+        tree = self._store.tree
+        nodes: list[Node] = []
+        for key in keys:
+            nodes.append(tree.get(key) or tree.insert(key, nodes[-1] if nodes else None, NO_BLOCK))
+        kv, end = nodes[first:], nodes[-1]
+        pinned = [node.host_block for node in kv if node.host_block != NO_BLOCK]
+        pinned += [end.host_slot] if end.host_slot != NO_SLOT else []
+        host.pin(pinned)
+        fetched: list[Tag] = []
+        complete = True
+        for node in kv:
+            if node.host_block == NO_BLOCK and complete and (complete := host.fetch_kv(node)):
+                pinned.append(node.host_block)
+                host.pin(pinned[-1:])
+                fetched.append(host.tag_of_entry(node.host_block))
+        if end.host_slot == NO_SLOT and complete and (complete := host.fetch_state(end)):
+            pinned.append(end.host_slot)
+            host.pin(pinned[-1:])
+            fetched.append(host.tag_of_entry(end.host_slot))
+        if not complete:
+            host.unpin(pinned)
+            for node in reversed(nodes):
+                tree.prune(node)
+            return None
+        if fetched:
+            host.use(kv)
+        return (*(node.host_block for node in kv), end.host_slot), tuple(fetched)
 
     # -- end -----------------------------------------------------------------------------------------------------------
 
@@ -277,8 +333,12 @@ class Loads:
         assert load is not None and host is not None
         self._stats.count_fallback("host_load_failed")
         self.end(live, kept=False)
+        self._stats.tiers[HOST].failed += len(load.pinned)
         for entry in load.pinned:
             host.drop(entry)
+        if load.fetched and host.behind is not None:
+            self._stats.tiers[host.behind_name].failed += len(load.fetched)
+            host.behind.drop(load.fetched)
 
     def give_up(self) -> bool:
         """Releases all requests that hold a load and are not admitted; whether there were any."""
@@ -359,7 +419,7 @@ class Loads:
             kv_entries=tuple(private[1:]),
             state_entry=private[0],
         )
-        self._stats.host_preempted += 1
+        self._stats.tiers[HOST].preempted += 1
         return True
 
     def drop_swapped_out(self, request_id: int) -> None:

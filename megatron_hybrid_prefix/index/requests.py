@@ -9,6 +9,7 @@ from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.matcher import Match
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.policy.boundaries import Boundary, Reason
+from megatron_hybrid_prefix.tiers.units import Tag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,7 @@ class Load:
         pages: Size of all moves.
         match: What the request has been promised.
         payloads: Of each block, what belongs to it beside the KV, or None.
+        fetched: What came from the tier behind the host.
         admitted: Whether the request was admitted since.
     """
 
@@ -82,6 +84,7 @@ class Load:
     pages: int
     match: Match
     payloads: dict[int, Any]
+    fetched: tuple[Tag, ...] = ()
     admitted: bool = False
 
     @property

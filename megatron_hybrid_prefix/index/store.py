@@ -97,11 +97,15 @@ class PrefixStore:
         self.tree.clear()
         if self.host is not None:
             self.host.reset()
+            if self.host.behind is not None:
+                self.host.behind.invalidate(epoch)
 
     def reset(self) -> None:
         """Empties everything, whoever holds it."""
         if self.host is not None:
             self.host.reset()
+            if self.host.behind is not None:
+                self.host.behind.clear()
         self.tree.clear()
         self.blocks.reset()
         self.checkpoints.reset()

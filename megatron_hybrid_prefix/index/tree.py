@@ -96,12 +96,12 @@ class PrefixTree:
         return self._nodes.get(key)
 
     def path(self, keys: Iterable[bytes]) -> list[Node]:
-        """The nodes of the longest run of ``keys`` from the front whose KV is on the device or on the host."""
+        """The nodes of the longest run of ``keys`` from the front whose KV is on the device."""
         found: list[Node] = []
         get = self._nodes.get
         for key in keys:
             node = get(key)
-            if node is None or node.block_id == node.host_block == NO_BLOCK:
+            if node is None or node.block_id == NO_BLOCK:
                 break
             found.append(node)
         return found

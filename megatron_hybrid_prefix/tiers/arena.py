@@ -7,80 +7,35 @@ load into it) waits for the gathering only, not for the copies to the host.
 
 Every entry has a tag and a checksum, both made when it was stored: the checksum on the device, over every byte, where it
 costs a fraction of the copy. The expected ones stay on the device.
+
+With a tier behind the host, entries go there and come back with their tag and checksum. These moves are the CPU's: it waits
+until the pages are nobody's, and copies.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import groupby
 
 import torch
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
+from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.ops.checksum import checksum_rows
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots, ids_on_device
+from megatron_hybrid_prefix.tiers.base import Entry, Tier
+from megatron_hybrid_prefix.tiers.pinned import pin, unpin
 from megatron_hybrid_prefix.tiers.queue import DeviceQueue, HostQueue
-from megatron_hybrid_prefix.tiers.units import Kind, Tag, TransferUnit
+from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, Kind, Tag
 
 logger = logging.getLogger(__name__)
 
 STORE_STAGING_BYTES = 512 * 2**20  # so much can be evicted at once without waiting for the link
 LOAD_STAGING_BYTES = 64 * 2**20
-_ALIGNMENT_BYTES = 512
-_MOST_PAGES_AN_ENTRY = 16
 _LOADS = 4096  # that may be known at a time
-
-
-def choose_page_bytes(entry_bytes: Iterable[int]) -> int:
-    """Size of a page, so that entries of these sizes waste little of their last one, with few pages each.
-
-    Args:
-        entry_bytes: Of a KV block and of a state; 0 where there is none.
-    """
-    sizes = [size for size in entry_bytes if size]
-    parts = range(1, _MOST_PAGES_AN_ENTRY + 1)
-    choices = {ceil_div(size, part * _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes for part in parts}
-    choices = {page for page in choices if page * _MOST_PAGES_AN_ENTRY >= min(sizes)}
-
-    def waste(page: int) -> float:
-        return max(ceil_div(size, page) * page / size for size in sizes)
-
-    # Less waste than a twentieth is not worth more copies.
-    return min(choices, key=lambda page: (max(waste(page), 1.05), -page), default=_ALIGNMENT_BYTES)
-
-
-def pin(memory: torch.Tensor, device: torch.device) -> None:
-    """Registers host memory with the driver. (PyTorch's allocator of pinned memory rounds up to powers of two.)
-
-    Raises:
-        RuntimeError: The driver refused.
-    """
-    late = _pinned[:]
-    _pinned.clear()
-    for others in late:
-        unpin(*others)
-    try:
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
-    except RuntimeError:
-        # It stays the runtime's last error until somebody asks, and the next launch would take it for its own.
-        with suppress(RuntimeError):
-            torch.zeros(1, device=device)
-        raise
-
-
-def unpin(memory: torch.Tensor, device: torch.device) -> None:
-    """Undoes `pin`, when all copies are over."""
-    if torch.cuda.is_current_stream_capturing():  # where the collector of garbage runs now: no calls to the driver then
-        _pinned.append((memory, device))
-        return
-    torch.cuda.synchronize(device)
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
-
-
-_pinned: list[tuple[torch.Tensor, torch.device]] = []  # nobody's any more
 
 
 class HostArena:
@@ -94,6 +49,7 @@ class HostArena:
         pages_of: Pages of an entry, by kind.
         device: Of the tensors.
         verify: Whether checksums are made and compared.
+        behind: Takes what the host evicts, and gives it back; None: there is none.
 
     Raises:
         RuntimeError, MemoryError: The host has not so much memory, or does not let it be pinned.
@@ -108,12 +64,14 @@ class HostArena:
         pages_of: Mapping[Kind, int],
         device: torch.device | str,
         verify: bool = True,
+        behind: Tier | None = None,
     ) -> None:
         self._tensors = tensors
         self._device = torch.device(device)
         self.page_bytes = page_bytes
         self._row_bytes = {kind: count * page_bytes for kind, count in pages_of.items()}
         self._verify = verify
+        self._behind = behind
         self.memory = torch.empty(pages * page_bytes, dtype=torch.uint8)
         on_gpu = self._device.type == "cuda"
         self._unpin: weakref.finalize | None = None
@@ -146,6 +104,7 @@ class HostArena:
         self._loaded: dict[int, object] = {}  # by load
         self._in_flight: dict[int | None, set[object]] = {}  # pages and places on the device, by load
         self.bytes_stored = self.bytes_loaded = 0
+        self.behind_stats = TierStats()  # moves to and from the tier behind: refused ones, bytes, seconds
 
     def close(self) -> None:
         """Gives the memory back; so does the end of the arena."""
@@ -157,19 +116,21 @@ class HostArena:
         """Bytes of an entry on this rank."""
         return sum(part_bytes for _, part_bytes in self._parts(kind))
 
-    def carry_out(self, units: Sequence[TransferUnit]) -> None:
+    def carry_out(self, units: Sequence[BlockTransfer]) -> None:
         """Launches the moves in their order. The model may write to what was stored after `wait_for_stores`.
 
         What fails is logged; loads of it count as failed, on this rank.
         """
-        for to_host, group in groupby(units, key=lambda unit: unit.to_host):
+        for (source, target), group in groupby(units, key=lambda unit: (unit.source, unit.target)):
             run = list(group)
-            if to_host:
+            if source == DEVICE:
                 self._run_stores(run)
-            else:
+            elif target == DEVICE:
                 self._run_loads(run)
+            else:
+                self._run_behind(run, take=source == HOST)
 
-    def _run_stores(self, units: Sequence[TransferUnit]) -> None:
+    def _run_stores(self, units: Sequence[BlockTransfer]) -> None:
         places = [place for unit in units for place in _places(unit)]
         if len(set(places)) == len(places):  # then their order does not matter, and fewer batches cost the host less
             units = sorted(units, key=lambda unit: unit.tag.kind is Kind.STATE)
@@ -182,7 +143,7 @@ class HostArena:
             self._stored = self.stores.mark()
         self._new_pages.update(unit.pages[0] for unit in units)
 
-    def _run_loads(self, units: Sequence[TransferUnit]) -> None:
+    def _run_loads(self, units: Sequence[BlockTransfer]) -> None:
         new = any(unit.pages[0] in self._new_pages for unit in units)
         with self.loads.running(self._gathered, self._stored if new else None):
             if new:
@@ -197,11 +158,64 @@ class HostArena:
                 self._in_flight.setdefault(unit.load_id, set()).update(_places(unit))
             self._loaded |= dict.fromkeys(loads, self._last_load)
 
-    def _try(self, move: Callable[[Sequence[TransferUnit]], None], batch: Sequence[TransferUnit]) -> None:
+    def _run_behind(self, units: Sequence[BlockTransfer], *, take: bool) -> None:
+        start = time.perf_counter()
+        # Nothing that is on its way may still read or write these pages: from here on the CPU does.
+        self.finish()
+        for _, group in groupby(units, key=lambda unit: unit.tag.kind):
+            batch = list(group)
+            try:
+                if take:
+                    self._take(batch)
+                else:
+                    self._give(batch)
+            except Exception as error:  # a plugin's code may raise anything
+                logger.error("the tier behind the host: %d %s failed: %s", len(batch), _kinds(batch[0]), error)
+                if take:
+                    self.behind_stats.full += len(batch)
+        seconds = time.perf_counter() - start
+        self.behind_stats.seconds += seconds
+        self.behind_stats.seconds_waited += seconds
+
+    def _take(self, units: Sequence[BlockTransfer]) -> None:
+        """The tier behind is offered what was stored in these pages."""
+        assert self._behind is not None
+        stored = [unit for unit in units if self._tags.get(unit.pages[0]) == unit.tag]
+        sums = self._sums[self._ids([unit.pages[0] for unit in stored])].tolist()
+        size = self._entry_bytes(units[0].tag.kind)
+        entries = []
+        for unit, checksum in zip(stored, sums, strict=True):
+            row = torch.empty(size, dtype=torch.uint8)
+            for start, page, length in self._pieces([unit], size):
+                row[start : start + length] = self._host(page, length)
+            entries.append(Entry(unit.tag, memoryview(row.numpy()), checksum ^ unit.tag.digest))
+        kept = sum(self._behind.take(entries)) if entries else 0
+        self.behind_stats.full += len(units) - kept
+        self.behind_stats.bytes_stored += size * kept
+
+    def _give(self, units: Sequence[BlockTransfer]) -> None:
+        """What the tier behind has of these entries comes into their pages; the loads of others fail by their tag."""
+        assert self._behind is not None
+        for unit in units:
+            self._tags.pop(unit.pages[0], None)  # until it is there
+        size = self._entry_bytes(units[0].tag.kind)
+        rows = [torch.empty(size, dtype=torch.uint8) for _ in units]
+        sums = self._behind.give([unit.tag for unit in units], [memoryview(row.numpy()) for row in rows])
+        given = [(unit, row, found) for unit, row, found in zip(units, rows, sums, strict=True) if found is not None]
+        for unit, row, _ in given:
+            for start, page, length in self._pieces([unit], size):
+                self._host(page, length).copy_(row[start : start + length])
+        pages = self._ids([unit.pages[0] for unit, *_ in given])
+        expected = [found ^ unit.tag.digest for unit, _, found in given]
+        self._sums[pages] = torch.tensor(expected, dtype=torch.int64).to(self._device)
+        self._tags |= {unit.pages[0]: unit.tag for unit, *_ in given}
+        self.behind_stats.bytes_loaded += size * len(given)
+
+    def _try(self, move: Callable[[Sequence[BlockTransfer]], None], batch: Sequence[BlockTransfer]) -> None:
         try:
             move(batch)
         except (RuntimeError, OSError) as error:
-            logger.error("a copy of %d %s failed: %s", len(batch), _direction(batch[0]), error)
+            logger.error("a copy of %d %s failed: %s", len(batch), _kinds(batch[0]), error)
             for unit in batch:
                 self._tags.pop(unit.pages[0], None)
                 if unit.load_id is not None:
@@ -245,12 +259,12 @@ class HostArena:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _batches(self, units: Sequence[TransferUnit], staging: torch.Tensor) -> Iterator[list[TransferUnit]]:
+    def _batches(self, units: Sequence[BlockTransfer], staging: torch.Tensor) -> Iterator[list[BlockTransfer]]:
         """Runs of units of one kind that fit the staging buffer, and of which no two write to the same place."""
-        batch: list[TransferUnit] = []
+        batch: list[BlockTransfer] = []
         written: set[int] = set()
         for unit in units:
-            target = unit.pages[0] if unit.to_host else unit.device_id
+            target = unit.device_id if unit.target == DEVICE else unit.pages[0]
             full = (len(batch) + 1) * self._row_bytes[unit.tag.kind] > len(staging)
             if batch and (full or target in written or unit.tag.kind != batch[0].tag.kind):
                 yield batch
@@ -260,7 +274,7 @@ class HostArena:
         if batch:
             yield batch
 
-    def _store(self, units: Sequence[TransferUnit]) -> None:
+    def _store(self, units: Sequence[BlockTransfer]) -> None:
         kind = units[0].tag.kind
         for unit in units:
             self._tags.pop(unit.pages[0], None)  # until it is there
@@ -279,7 +293,7 @@ class HostArena:
         self._tags |= {unit.pages[0]: unit.tag for unit in units}
         self.bytes_stored += valid_bytes * len(units)
 
-    def _load(self, units: Sequence[TransferUnit]) -> None:
+    def _load(self, units: Sequence[BlockTransfer]) -> None:
         units = sorted(units, key=lambda unit: unit.pages)  # neighbours on the host become one copy
         kind = units[0].tag.kind
         staging = self._load_staging
@@ -319,7 +333,11 @@ class HostArena:
             start += part_bytes
         return rows, views, ceil_div(start, 8) * 8
 
-    def _pieces(self, units: Sequence[TransferUnit], valid_bytes: int) -> Iterator[tuple[int, int, int]]:
+    def _entry_bytes(self, kind: Kind) -> int:
+        """Bytes of an entry, as many as are checked."""
+        return ceil_div(self.bytes_of(kind), 8) * 8
+
+    def _pieces(self, units: Sequence[BlockTransfer], valid_bytes: int) -> Iterator[tuple[int, int, int]]:
         """Copies that move the rows: (start in the staging buffer, first page, bytes); neighbours are one copy."""
         page_bytes = self.page_bytes
         found: list[list[int]] = []
@@ -347,11 +365,11 @@ class HostArena:
         return ids_on_device(ids, self._device)
 
 
-def _places(unit: TransferUnit) -> set[object]:
+def _places(unit: BlockTransfer) -> set[object]:
     """Pages, and the place on the device."""
     return {*unit.pages, (unit.tag.kind, unit.device_id)}
 
 
-def _direction(unit: TransferUnit) -> str:
+def _kinds(unit: BlockTransfer) -> str:
     what = "KV blocks" if unit.tag.kind == Kind.KV else "states"
-    return f"{what} to the host" if unit.to_host else f"{what} from the host"
+    return f"{what} from the {unit.source} to the {unit.target}"

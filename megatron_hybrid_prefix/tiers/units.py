@@ -1,13 +1,18 @@
-"""`TransferUnit`: one move between device and host, of a KV block or of a state.
+"""`BlockTransfer`: one move between two tiers, of a KV block or of a state.
 
-Who decides on moves (``index/host_tier.py``, ``cache.py``) and who carries them out (`arena.py`) share nothing else. A queue of units
-is carried out in its order, so a place may be given to another use as soon as its unit is in the queue.
+Who decides on moves (``index/host_tier.py``, ``index/loads.py``) and who carries them out (`arena.py`) share nothing else. A
+queue of transfers is carried out in its order, so a place may be given to another use as soon as its transfer is in the
+queue. The chain of tiers is device, host, and at most one tier behind the host; every transfer begins or ends on the host.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from hashlib import blake2b
+
+DEVICE = "device"
+HOST = "host"
 
 
 class Kind(IntEnum):
@@ -19,7 +24,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tag:
-    """What an entry on the host holds; compared when it is loaded.
+    """What an entry of a tier holds; compared when it is loaded.
 
     Attributes:
         kind: KV or state.
@@ -34,21 +39,29 @@ class Tag:
     depth_tokens: int
     epoch: int
 
+    @property
+    def digest(self) -> int:
+        """A signed 64-bit number that stands for all of it."""
+        text = f"{self.kind.name} {self.key.hex()} {self.depth_tokens} {self.epoch}".encode()
+        return int.from_bytes(blake2b(text, digest_size=8).digest(), signed=True)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransferUnit:
+class BlockTransfer:
     """One move.
 
     Attributes:
-        to_host: Direction.
-        device_id: KV block or slot on the device, by the kind of the tag.
+        source: Name of a tier: `DEVICE`, `HOST`, or that of the tier behind the host.
+        target: As above.
         pages: Pages on the host, in the order of the bytes.
         tag: What is moved.
-        load_id: Of the load that it is a part of; None to the host.
+        device_id: KV block or slot, by the kind of the tag, where the device is one end; else None.
+        load_id: Of the load that it is a part of; None unless it goes to the device.
     """
 
-    to_host: bool
-    device_id: int
+    source: str
+    target: str
     pages: tuple[int, ...]
     tag: Tag
+    device_id: int | None = None
     load_id: int | None = None

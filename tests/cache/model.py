@@ -11,18 +11,21 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.requests import Admission, LiveRequest, StepPlan
 from megatron_hybrid_prefix.index.tree import NO_BLOCK
 from megatron_hybrid_prefix.policy.boundaries import Reason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotState
-from megatron_hybrid_prefix.tiers.units import Kind
+from megatron_hybrid_prefix.tiers.base import Entry
+from megatron_hybrid_prefix.tiers.units import DEVICE, Kind
 
 Salt = tuple[str | None, str | None]  # cache_salt, adapter
 History = tuple[tuple[int, int], ...]  # (token, weights epoch it was computed under), from position 0
 Content = tuple[Salt, History]
 GARBAGE: Content = ((None, None), ((-1, -1),))
+BEHIND = "behind"  # name of the tier behind the host
 LIVE_SLOTS = 10_000  # ids of the pretend live slots of preempted requests begin here
 
 
@@ -67,6 +70,8 @@ class ModelEngine:
         self.blocks: dict[int, Content] = {}
         self.slots: dict[int, Content] = {}
         self.host: dict[tuple[int, ...], Content] = {}  # by pages
+        self.behind: Any = None if cache._store.host is None else cache._store.host.behind
+        self.written: list[Content] = []  # what went to the tier behind the host; its bytes are the number
         self.bad_loads: set[int] = set()  # loads that brought garbage
         self.requests: list[Request] = []  # live ones, and released ones with a plan in flight
         self.stale_plans: list[StepPlan] = []
@@ -90,10 +95,22 @@ class ModelEngine:
         """The moves between device and host, in their order, as late as they may be: before anything else is written."""
         for unit in self.cache.loads.take_transfers():
             device = self.blocks if unit.tag.kind == Kind.KV else self.slots
-            self.seen["stored" if unit.to_host else "loaded"] += 1
-            if unit.to_host:
+            if unit.source == DEVICE:
+                self.seen["stored"] += 1
                 self.host[unit.pages] = self.expected[unit.tag.key] = device[unit.device_id]
+            elif unit.target == BEHIND:
+                self.seen["taken behind"] += 1
+                self.written.append(self.host[unit.pages])
+                number = len(self.written) - 1
+                self.behind.take([Entry(unit.tag, memoryview(number.to_bytes(8)), number)])
+            elif unit.source == BEHIND:
+                buffer = bytearray(8)
+                (checksum,) = self.behind.give([unit.tag], [memoryview(buffer)])
+                number = int.from_bytes(buffer)
+                self.host[unit.pages] = self.written[number] if number == checksum else GARBAGE
+                self.seen["given back" if number == checksum else "not given back"] += 1
             else:
+                self.seen["loaded"] += 1
                 device[unit.device_id] = self.host[unit.pages]
                 if self.host[unit.pages] == GARBAGE:
                     self.bad_loads.add(unit.load_id)
@@ -107,7 +124,8 @@ class ModelEngine:
         """(KV depth in either tier, resume depth on the device) in blocks: compares contents, not keys; slow and obvious."""
         cached, states = self.on_device()
         _, depth = self.deepest(salt, tokens, limit_tokens, cached, states)
-        kv_depth, _ = self.deepest(salt, tokens, limit_tokens, cached | self.on_host(Kind.KV), states)
+        cached |= self.on_host(Kind.KV) | self.is_behind(Kind.KV)
+        kv_depth, _ = self.deepest(salt, tokens, limit_tokens, cached, states)
         return kv_depth, depth
 
     def device_depth(self, salt: Salt, tokens: list[int]) -> int:
@@ -117,7 +135,8 @@ class ModelEngine:
     def oracle_loadable(self, salt: Salt, tokens: list[int], limit_tokens: int) -> int:
         """Depth in blocks from which the request could resume with what is on the host, too."""
         cached, states = self.on_device()
-        cached, states = cached | self.on_host(Kind.KV), states | self.on_host(Kind.STATE)
+        cached |= self.on_host(Kind.KV) | self.is_behind(Kind.KV)
+        states |= self.on_host(Kind.STATE) | self.is_behind(Kind.STATE)
         return self.deepest(salt, tokens, limit_tokens, cached, states)[1]
 
     def on_device(self) -> tuple[set[Content], set[Content]]:
@@ -134,6 +153,11 @@ class ModelEngine:
         self.carry_out()
         nodes = [n for n in self.cache._store.tree if (n.host_block if kind == Kind.KV else n.host_slot) != NO_BLOCK]
         return {self.expected[node.key] for node in nodes}
+
+    def is_behind(self, kind: Kind) -> set[Content]:
+        """What the entries in the tier behind the host should hold."""
+        entries = () if self.behind is None else self.behind.entries
+        return {self.expected[key] for of_kind, key in entries if of_kind == kind}
 
     def deepest(
         self, salt: Salt, tokens: list[int], limit_tokens: int, cached: set[Content], states: set[Content]
@@ -251,6 +275,8 @@ class ModelEngine:
         meanwhile: Callable[[], None] | None = None,
     ) -> Request | None:
         """Matches and admits; ``meanwhile`` is called between the two."""
+        if self.behind is not None:
+            self.carry_out()  # what it holds changes with the moves, which the cache does not see
         chain = self.cache.chain(tokens, salt=salt[0], adapter=salt[1])
         version = self.cache._store.tree.version
         match = self.cache.match(chain, read=read, max_resume_tokens=max_resume_tokens)
@@ -320,9 +346,11 @@ class ModelEngine:
         request_id, self.next_id = self.next_id, self.next_id + 1
         if preempted is not None:
             request_id = preempted.request_id
+        if self.behind is not None:
+            self.carry_out()
         match = cache.match(cache.chain(tokens, salt=salt[0], adapter=salt[1]))
         depth = self.oracle_loadable(salt, tokens, match.limit_tokens) * block
-        assert len(match.loadable_path) * block == (depth if depth > match.resume_tokens else 0)
+        assert match.loadable_blocks * block == (depth if depth > match.resume_tokens else 0)
         if preempted is not None:
             depth = len(preempted.history)
             loaded = cache.loads.begin_resume(request_id, match, write=write)
@@ -588,3 +616,8 @@ class ModelEngine:
             pages = sorted(self.host)[index % len(self.host)]
             self.host[pages] = GARBAGE
             self.seen["spoilt"] += 1
+        if self.behind is not None and self.behind.entries:
+            entries = self.behind.entries
+            _, data, _ = entries[sorted(entries)[index % len(entries)]]
+            data[0] ^= 1
+            self.seen["spoilt behind"] += 1

@@ -19,7 +19,8 @@ from hypothesis.stateful import (
 )
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
-from tests.cache.model import ModelEngine, Request
+from tests.cache.model import BEHIND, ModelEngine, Request
+from tests.dictionary_tier import DictionaryTier
 
 STEPS: Counter[str] = Counter()
 SALTS = [(None, None), ("", None), ("a", None), ("a", "lora"), (None, "a")]
@@ -246,7 +247,7 @@ def count_checks(engine: ModelEngine) -> None:
     STEPS.update(engine.seen)
 
 
-def run_seed(seed: int, steps: int) -> None:
+def run_seed(seed: int, steps: int, behind: list[str] | None = None) -> None:
     """The same machine without Hypothesis: more, and more typical, traffic in the same time."""
     rng = random.Random(seed)
     kv_blocks, state_slots = rng.choice([8, 16, 24, 40, 60, 300]), rng.choice([0, 1, 2, 3, 8, 100])
@@ -255,6 +256,8 @@ def run_seed(seed: int, steps: int) -> None:
     interval_blocks = retention.choice([None, None, 0, 1, 3])
     tier = random.Random(f"host {seed}")
     host = tier.choice([HOSTS[0], *HOSTS])
+    if behind is not None:
+        host = tier.choice(HOSTS[1:4]) | {"behind": (BEHIND, DictionaryTier(tier.choice(behind)))}
     cache = HybridPrefixCache(
         block_tokens=block_tokens,
         kv_blocks=kv_blocks,
@@ -357,6 +360,17 @@ def test_random_traffic(seeds):
     assert STEPS["spare state confirmed"] > 0
     moves = ("stored", "loaded", "admitted from the host", "resumed", "retracted", "load failed", "load given up")
     for what in moves:
+        assert STEPS[what] >= len(seeds) / 30, f"{what}: only {STEPS[what]} times"
+
+
+@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 200), marks=pytest.mark.slow)], ids=str)
+def test_random_traffic_with_a_tier_behind_the_host(seeds):
+    STEPS.clear()
+    for seed in seeds:
+        run_seed(seed, 150, behind=["", "20", "3"])
+    print(dict(STEPS))
+    moves = ("stored", "loaded", "admitted from the host", "taken behind", "given back", "spoilt behind", "load failed")
+    for what in (*moves, "not given back"):
         assert STEPS[what] >= len(seeds) / 30, f"{what}: only {STEPS[what]} times"
 
 

@@ -23,8 +23,11 @@ def min_over_model_ranks(value: int | None, pg_collection: Any = None) -> int | 
     Returns:
         None where no rank has a say.
     """
+    groups = _model_groups(pg_collection)
+    if not groups:
+        return value
     least = torch.tensor([_NO_CLAIM if value is None else value], device=torch.cuda.current_device())
-    for group in _model_groups(pg_collection):
+    for group in groups:
         torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=group)
     agreed = int(least)
     return None if agreed == _NO_CLAIM else agreed

@@ -15,8 +15,10 @@ import torch
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.mcore.ranks.agreement import max_over_model_ranks, min_over_model_ranks
-from megatron_hybrid_prefix.tiers.arena import HostArena, choose_page_bytes
-from megatron_hybrid_prefix.tiers.units import Kind
+from megatron_hybrid_prefix.tiers.arena import HostArena
+from megatron_hybrid_prefix.tiers.pinned import choose_page_bytes
+from megatron_hybrid_prefix.tiers.registry import make_tier, tier_name
+from megatron_hybrid_prefix.tiers.units import HOST, Kind
 
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.cache import HybridPrefixCache
@@ -56,6 +58,8 @@ class HostMoves:
         pages_of = {kind: max(1, ceil_div(size, page_bytes)) for kind, size in entry_bytes.items()}
         pages = min_over_model_ranks(int(prefix.host_gb * 2**30) // page_bytes, self._groups) or 0
         self.arena: HostArena | None = None
+        setting = prefix.tier_behind_host
+        behind = None if setting is None else (tier_name(setting), make_tier(setting))
         try:
             self.arena = HostArena(
                 self._tensors,
@@ -64,6 +68,7 @@ class HostMoves:
                 pages_of=pages_of,
                 device=torch.cuda.current_device() if context.memory_buffer.is_cuda else "cpu",
                 verify=prefix.verify_host_loads,
+                behind=None if behind is None else behind[1],
             )
         except (RuntimeError, MemoryError) as error:
             logger.warning("no host tier: %g GiB cannot be had as pinned memory: %s", prefix.host_gb, error)
@@ -81,6 +86,10 @@ class HostMoves:
             "host_state_share": prefix.host_state_share,
             "host_write_through": prefix.host_write_through,
         }
+        self._behind_name = ""
+        if behind is not None and pages:
+            self._behind_name = behind[0]
+            self.cache_fields |= {"behind": behind, "agree": self._agree}
         # By load that the model has not waited for: in how many more rounds its request waits.
         self._launched: dict[int, int] = {}
 
@@ -92,6 +101,9 @@ class HostMoves:
         context = self._context
         kv = context.memory_buffer if context.cache_mla_latent else context.memory_buffer.flatten(0, 1)
         return {Kind.KV: [kv], Kind.STATE: list(context.state_pool.tensors.values())}
+
+    def _agree(self, depth_blocks: int) -> int:
+        return min_over_model_ranks(depth_blocks, self._groups) or 0
 
     def close(self) -> None:
         """Gives the memory back."""
@@ -166,10 +178,19 @@ class HostMoves:
     def count(self, stats: PrefixStats) -> None:
         """Adds what this rank's arena has moved."""
         if self.arena is not None:
-            stats.host_bytes_budget = self.arena.memory.numel()
-            stats.host_bytes_stored, stats.host_bytes_loaded = self.arena.bytes_stored, self.arena.bytes_loaded
+            host = stats.tiers[HOST]
+            host.bytes_budget = self.arena.memory.numel()
+            host.bytes_stored, host.bytes_loaded = self.arena.bytes_stored, self.arena.bytes_loaded
             times = [queue.seconds() for queue in (self.arena.stores, self.arena.loads)]
-            stats.host_seconds, stats.host_seconds_waited = (sum(part) for part in zip(*times, strict=True))
+            host.seconds, host.seconds_waited = (sum(part) for part in zip(*times, strict=True))
+            if self._behind_name:
+                moved, behind = self.arena.behind_stats, stats.tiers[self._behind_name]
+                behind.full, behind.bytes_stored, behind.bytes_loaded = (
+                    moved.full,
+                    moved.bytes_stored,
+                    moved.bytes_loaded,
+                )
+                behind.seconds, behind.seconds_waited = moved.seconds, moved.seconds_waited
 
     def report(self) -> str:
         """Size of the tier, in one line."""

@@ -1,0 +1,122 @@
+"""What a tier is: how deep it holds a prefix, and, behind the host, how entries go there and come back.
+
+Entries are named by what they hold (`Tag`), so a tier may outlive the process, or be shared by several. What the host evicts
+is offered to the tier behind it; what a prompt could resume from deeper there comes back through the host's pages.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+from megatron_hybrid_prefix.tiers.units import Kind, Tag
+
+
+class DepthTier(Protocol):
+    """What the matcher asks of every tier below the device. Both questions change nothing."""
+
+    def kv_depth(self, keys: Sequence[bytes], first: int) -> int:
+        """Blocks up to which the KV of ``keys[first:]`` lies here without a gap; ``first`` where the next block does not."""
+
+    def state_depth(self, keys: Sequence[bytes], after: int, limit: int) -> int:
+        """Blocks before the deepest state that lies here, in (after, limit]; ``after`` where there is none."""
+
+
+class Entry(NamedTuple):
+    """An entry on its way to a tier.
+
+    Attributes:
+        tag: What it holds.
+        data: Its bytes on this rank; valid only during the call.
+        checksum: A signed 64-bit number, of the tag and of the bytes as they left the device; it has to come back with them.
+    """
+
+    tag: Tag
+    data: memoryview
+    checksum: int
+
+
+class Tier(ABC):
+    """A tier behind the host, on one rank. Only one thread calls it.
+
+    Whatever it does costs time at most: an entry that does not come back, or comes back with other bytes, is dropped,
+    counted, and computed again. An exception from `take` or `give` is logged, and counts as a refusal.
+
+    Attributes:
+        same_on_all_ranks: Whether the tiers of all ranks hold the same, whatever happens to a copy on one of them. Else
+            ranks agree on depths, where there are several, which costs them a collective for every question.
+    """
+
+    same_on_all_ranks: bool = False
+
+    @abstractmethod
+    def has(self, kind: Kind, key: bytes) -> bool:
+        """Whether such an entry lies here."""
+
+    @abstractmethod
+    def take(self, entries: Sequence[Entry]) -> Sequence[bool]:
+        """Keep these entries, or refuse some; the bytes have to be copied before it returns.
+
+        Returns:
+            Of each entry whether it is kept.
+        """
+
+    @abstractmethod
+    def give(self, tags: Sequence[Tag], buffers: Sequence[memoryview]) -> Sequence[int | None]:
+        """Write entries into buffers, each as long as the entry.
+
+        Returns:
+            Of each entry the checksum that came with it; None where it does not lie here (the buffer is not used then).
+        """
+
+    @abstractmethod
+    def drop(self, tags: Iterable[Tag]) -> None:
+        """These entries came back wrong, or not at all: they lie here no more. Unknown ones are passed over."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Nothing that this process stored lies here any more."""
+
+    def invalidate(self, epoch: int) -> None:
+        """The weights changed: keys of before are never asked for again.
+
+        Args:
+            epoch: Of the new weights.
+        """
+        self.clear()
+
+    def kv_depth(self, keys: Sequence[bytes], first: int) -> int:
+        """See `DepthTier`; override it where one question for many keys is faster."""
+        while first < len(keys) and self.has(Kind.KV, keys[first]):
+            first += 1
+        return first
+
+    def state_depth(self, keys: Sequence[bytes], after: int, limit: int) -> int:
+        """See `DepthTier`; override it where one question for many keys is faster."""
+        while limit > after and not self.has(Kind.STATE, keys[limit - 1]):
+            limit -= 1
+        return max(after, limit)
+
+
+class AgreedTier:
+    """The depths of a tier that may hold something else on every rank: what all ranks hold.
+
+    Args:
+        tier: This rank's.
+        agree: The least value of all ranks; all of them call it together.
+    """
+
+    def __init__(self, tier: Tier, agree: Callable[[int], int]) -> None:
+        self._tier, self._agree = tier, agree
+
+    def kv_depth(self, keys: Sequence[bytes], first: int) -> int:
+        """See `DepthTier`."""
+        return self._agree(self._tier.kv_depth(keys, first))
+
+    def state_depth(self, keys: Sequence[bytes], after: int, limit: int) -> int:
+        """See `DepthTier`. A state that one rank lacks is no use, so ranks go down until all have the same one."""
+        tried = limit + 1
+        while after < limit < tried:
+            tried, limit = limit, self._agree(self._tier.state_depth(keys, after, limit))
+        return max(after, limit)

@@ -1,0 +1,62 @@
+"""Host memory that the driver knows, and how it is divided into pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+
+import torch
+
+from megatron_hybrid_prefix.arithmetic import ceil_div
+
+_ALIGNMENT_BYTES = 512
+_MOST_PAGES_AN_ENTRY = 16
+
+
+def choose_page_bytes(entry_bytes: Iterable[int]) -> int:
+    """Size of a page, so that entries of these sizes waste little of their last one, with few pages each.
+
+    Args:
+        entry_bytes: Of a KV block and of a state; 0 where there is none.
+    """
+    sizes = [size for size in entry_bytes if size]
+    parts = range(1, _MOST_PAGES_AN_ENTRY + 1)
+    choices = {ceil_div(size, part * _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes for part in parts}
+    choices = {page for page in choices if page * _MOST_PAGES_AN_ENTRY >= min(sizes)}
+
+    def waste(page: int) -> float:
+        return max(ceil_div(size, page) * page / size for size in sizes)
+
+    # Less waste than a twentieth is not worth more copies.
+    return min(choices, key=lambda page: (max(waste(page), 1.05), -page), default=_ALIGNMENT_BYTES)
+
+
+def pin(memory: torch.Tensor, device: torch.device) -> None:
+    """Registers host memory with the driver. (PyTorch's allocator of pinned memory rounds up to powers of two.)
+
+    Raises:
+        RuntimeError: The driver refused.
+    """
+    late = _pinned[:]
+    _pinned.clear()
+    for others in late:
+        unpin(*others)
+    try:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    except RuntimeError:
+        # It stays the runtime's last error until somebody asks, and the next launch would take it for its own.
+        with suppress(RuntimeError):
+            torch.zeros(1, device=device)
+        raise
+
+
+def unpin(memory: torch.Tensor, device: torch.device) -> None:
+    """Undoes `pin`, when all copies are over."""
+    if torch.cuda.is_current_stream_capturing():  # where the collector of garbage runs now: no calls to the driver then
+        _pinned.append((memory, device))
+        return
+    torch.cuda.synchronize(device)
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
+
+
+_pinned: list[tuple[torch.Tensor, torch.device]] = []  # nobody's any more
