@@ -136,7 +136,7 @@ def contestants(
     names: Sequence[str],
     make_model: Callable[[], Any],
     make_fields: Callable[[Any], dict[str, Any]],
-    cache_gb: Callable[[Any], tuple[float, float]],
+    cache_of: Callable[[Any], tuple[float, float, str | None]],
     *,
     cuda_graphs: bool,
     crash_when_built: bool,
@@ -149,7 +149,7 @@ def contestants(
         make_model: Builds a model, the same each time. CUDA graphs are tied to the model's modules, so with them each
             engine has a model of its own; else all share one.
         make_fields: Fields that all engines share, given the model.
-        cache_gb: GiB for kept states, and of host memory behind them, given the model.
+        cache_of: GiB for kept states, GiB of host memory behind them, and the tier behind that, given the model.
         cuda_graphs: Whether engines capture graphs.
         crash_when_built: An engine that cannot be built is out of the race; else that is an `InputError`.
         should_stop: Whether Ctrl-C was noticed.
@@ -168,7 +168,7 @@ def contestants(
                 graphs.begin()
             if model is None or graphs is not None:
                 model = make_model()
-            contestant = Contestant(name, make_fields(model) | ENGINES[name](*cache_gb(model)), should_stop)
+            contestant = Contestant(name, make_fields(model) | ENGINES[name](*cache_of(model)), should_stop)
             found.append(contestant)
             with contestant.attempt(), as_input_errors(*_refusals(crash_when_built), prefix=f"engine {name}: "):
                 # The others are megatron's own classes: "off" is what this package has to keep up with.

@@ -65,7 +65,7 @@ class Bench:
             self.names,
             self._model,
             self._fields,
-            self._cache_gb,
+            self._cache_of,
             cuda_graphs=bool(self.args.cuda_graphs),
             crash_when_built=self.scenario.crash_is_a_result,
             should_stop=self.should_stop,
@@ -111,9 +111,9 @@ class Bench:
             fields["buffer_size_gb"] = budgets["buffer_gb"]
         return fields | state_dtype_field(model, self.args.state_dtype)
 
-    def _cache_gb(self, model: Any) -> tuple[float, float]:
+    def _cache_of(self, model: Any) -> tuple[float, float, str | None]:
         budgets = self._budgets(model)
-        return budgets["mamba_gb"], budgets["host_gb"]
+        return budgets["mamba_gb"], budgets["host_gb"], self.args.tier_behind_host
 
     def _budgets(self, model: Any) -> dict[str, float]:
         """GiB on this rank: an option, else the scenario's, else a default."""

@@ -250,12 +250,13 @@ def run_engines(
     with progress(names, len(longest)) as done:
         for name in names:
             sent = runs[0].requests if runs else None
-            fields = shared | ENGINES[name](mamba_gb, args.host_gb or 0.0) | state_dtype
+            fields = shared | ENGINES[name](mamba_gb, args.host_gb or 0.0, args.tier_behind_host) | state_dtype
             runs.append(runner.run(name, fields, work, sent, partial(done, name)))
             gc.collect()  # the engine's parts refer to each other
     return runs, {
         "mamba_gb": mamba_gb,
         "host_gb": args.host_gb,
+        "tier_behind_host": args.tier_behind_host,
         "state_dtype": args.state_dtype,
         **plain(shared),
     }

@@ -152,7 +152,12 @@ def make_engine(model: Any, tokenizer: Any, device_type: str, args: argparse.Nam
     from megatron_hybrid_prefix.mcore.runner import run_batch
     from megatron_hybrid_prefix.upstream.names import SamplingParams
 
-    prefix = HybridPrefixConfig(mamba_gb=args.mamba_gb or DEFAULT_MAMBA_GB[device_type], state_dtype=args.state_dtype)
+    prefix = HybridPrefixConfig(
+        mamba_gb=args.mamba_gb or DEFAULT_MAMBA_GB[device_type],
+        host_gb=args.host_gb or 0.0,
+        tier_behind_host=args.tier_behind_host,
+        state_dtype=args.state_dtype,
+    )
     fields = engine_fields(args, device_type, 0, args.max_sequence_length)
     with as_input_errors(ValueError):
         engine = build_engine(model, prefix, tokenizer=tokenizer, **fields)

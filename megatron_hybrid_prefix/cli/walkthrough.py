@@ -21,6 +21,7 @@ from megatron_hybrid_prefix.bench.runner import machine_of
 from megatron_hybrid_prefix.bench.scenario import tokens
 from megatron_hybrid_prefix.console.terminal import ArgumentParser, Interrupt, check_writable, run_command, write_json
 from megatron_hybrid_prefix.metrics import PrefixStats
+from megatron_hybrid_prefix.tiers.units import HOST
 
 BLOCK_TOKENS = 64
 KV_BLOCKS = 12
@@ -92,13 +93,13 @@ class Diary:
         self._matched = True
         text = f"KV of {_count(match.kv_depth_blocks, 'block')} is cached, on the device or the host; on the device "
         text += f"the deepest state is at {match.resume_tokens}" if match.resume_tokens else "there is no state"
-        if match.loadable_path:
-            text += f", with the host at {len(match.loadable_path) * BLOCK_TOKENS}"
+        if match.loadable_blocks:
+            text += f", with the host at {match.loadable_blocks * BLOCK_TOKENS}"
         self.say("match", text)
 
     def _begin_load_back(self, loaded: Any, request_id: int, match: Any) -> None:
         if loaded is not None:
-            device = sum(node.block_id in loaded.loaded_blocks for node in match.loadable_path)
+            device = len(loaded.path)
             rest = len(loaded.loaded_blocks) - device
             self.say(
                 "load",
@@ -137,7 +138,7 @@ class Diary:
         self.say("decode", f"the answer fills the block up to {position_tokens}: its state {outcome}")
 
     def _take_transfers(self, units: Sequence[Any]) -> None:
-        for to_host, group in groupby(units, key=lambda unit: unit.to_host):
+        for to_host, group in groupby(units, key=lambda unit: unit.target == HOST):
             moved = {(_KINDS[unit.tag.kind], unit.tag.depth_tokens, unit.tag.key) for unit in group}
             self.say("store" if to_host else "fetch", f"{'to' if to_host else 'from'} the host: {_ends(moved)}")
 

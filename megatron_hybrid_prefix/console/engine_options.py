@@ -23,11 +23,14 @@ from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.console.terminal import InputError, Interrupt, Stopped, as_input_errors, split_names
 from megatron_hybrid_prefix.errors import PlatformError
 
-# Name -> the arguments of build_engine that make it, given the cache's budgets in GiB: states on the device, host memory.
-ENGINES: dict[str, Callable[[float, float], dict[str, Any]]] = {
-    "off": lambda mamba_gb, host_gb: {},
-    "upstream": lambda mamba_gb, host_gb: {"enable_prefix_caching": True, "prefix_caching_mamba_gb": mamba_gb},
-    "ours": lambda mamba_gb, host_gb: {"prefix": HybridPrefixConfig(mamba_gb=mamba_gb, host_gb=host_gb)},
+# Name -> the arguments of build_engine that make it, given the cache's budgets in GiB (states on the device, host memory) and
+# the tier behind the host.
+ENGINES: dict[str, Callable[[float, float, str | None], dict[str, Any]]] = {
+    "off": lambda mamba_gb, host_gb, tier: {},
+    "upstream": lambda mamba_gb, host_gb, tier: {"enable_prefix_caching": True, "prefix_caching_mamba_gb": mamba_gb},
+    "ours": lambda mamba_gb, host_gb, tier: {
+        "prefix": HybridPrefixConfig(mamba_gb=mamba_gb, host_gb=host_gb, tier_behind_host=tier)
+    },
 }
 DEFAULT_MAMBA_GB = {"cpu": 0.05, "cuda": 8.0}
 DEFAULT_MAX_TOKENS = {"cpu": 4096, "cuda": 16384}
@@ -55,6 +58,7 @@ def add_engine_options(
     add("--buffer-gb", type=positive_float, help="GiB for KV and live states (default: 0.25 on CPU, 20 on GPU)")
     add("--mamba-gb", type=positive_float, help="GiB for cached recurrent states (default: 0.05 on CPU, 8 on GPU)")
     add("--host-gb", type=positive_float, help="GiB of host memory behind them, for this cache only (default: none)")
+    add("--tier-behind-host", metavar="NAME[:ARG]", help="a plugin's tier behind the host memory (default: none)")
     add("--state-dtype", choices=("float32", "bfloat16"), help="type of the SSM states (default: the parameters')")
     add("--max-requests", type=positive_int, default=max_requests, help=f"running at a time ({max_requests_text})")
     add(
@@ -108,6 +112,9 @@ def check_engine_options(args: argparse.Namespace) -> Any:
     with as_input_errors(ValueError):
         config = get_preset(args.preset)
         config.check_parallel(tp=args.tp, pp=args.pp)
+    if args.tier_behind_host is not None:
+        with as_input_errors(ValueError):
+            HybridPrefixConfig(mamba_gb=0, host_gb=args.host_gb or 0.0, tier_behind_host=args.tier_behind_host)
     if args.max_requests is not None and args.max_requests % args.tp:
         raise InputError(f"--max-requests {args.max_requests} is not a multiple of --tp {args.tp}")
     if (args.max_tokens or 0) % STEP_TOKENS_MULTIPLE:

@@ -128,7 +128,7 @@ class CacheServer:
         cache = self._cache
         self._next_id += 1
         match = cache.match(KeyChain(request.keys, request.prompt_tokens))
-        if match.loadable_path:
+        if match.loadable_blocks:
             match = cache.loads.begin_load_back(self._next_id, match) or match
         admission = cache.admit(self._next_id, match)
         cache.loads.take_transfers()  # there is nothing to move

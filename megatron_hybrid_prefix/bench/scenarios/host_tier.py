@@ -129,14 +129,15 @@ def _speeds(context: Any) -> dict[str, float]:
     """GB/s of loads and stores of what is in both tiers (so nothing changes), and of a plain copy of as many bytes."""
     import torch
 
-    from megatron_hybrid_prefix.tiers.units import Kind, TransferUnit
+    from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, Kind
 
     tier, arena = context.prefix_cache.inspect.host_tier, context.host_moves.arena
     nodes = [node for node in context.prefix_cache.inspect.nodes() if node.block_id >= 0 and node.host_block >= 0]
     units = {
         to_host: [
-            TransferUnit(
-                to_host=to_host,
+            BlockTransfer(
+                source=DEVICE if to_host else HOST,
+                target=HOST if to_host else DEVICE,
                 device_id=node.block_id,
                 pages=tier.pages_of_entry(node.host_block),
                 tag=tier.tag_of_entry(node.host_block),
@@ -152,7 +153,7 @@ def _speeds(context: Any) -> dict[str, float]:
     source = torch.empty(moved_bytes, dtype=torch.uint8, pin_memory=context.memory_buffer.is_cuda)
     target = torch.empty_like(source, device=context.memory_buffer.device)
 
-    def move(units: Sequence[TransferUnit]) -> None:
+    def move(units: Sequence[BlockTransfer]) -> None:
         arena.carry_out(units)
         arena.finish()
 
