@@ -22,14 +22,14 @@ class BlockFace:
 
     def __init__(self, store: PrefixStore, requests: RequestBook, loads: Loads) -> None:
         self._store, self._requests, self._loads = store, requests, loads
-        self._unattached: dict[int, None] = {}
+        self._unattached: set[int] = set()
 
     def allocate(self, count: int) -> list[int] | None:
         """Blocks for the caller, to be attached to a request or freed; None when there are not enough."""
         if not self._loads.make_room(count):
             return None
         block_ids = self._store.take_blocks(count)
-        self._unattached.update(dict.fromkeys(block_ids))
+        self._unattached.update(block_ids)
         return block_ids
 
     def attach(self, request_id: int, block_ids: Iterable[int]) -> None:
@@ -43,7 +43,7 @@ class BlockFace:
         for block_id in block_ids:
             if block_id not in self._unattached:
                 raise CacheCorruptionError(f"block {block_id} was not given out, or belongs to a request already")
-            del self._unattached[block_id]
+            self._unattached.remove(block_id)
             live.block_ids.append(block_id)
 
     def free(self, block_ids: Sequence[int]) -> None:
@@ -54,14 +54,14 @@ class BlockFace:
         """
         for block_id in block_ids:
             if block_id in self._unattached:
-                del self._unattached[block_id]
+                self._unattached.remove(block_id)
             else:
                 self._cut_last_block(block_id)
             self._store.blocks.release((block_id,))
 
     @property
     def unattached(self) -> tuple[int, ...]:
-        """Blocks from `allocate` that were neither attached nor freed, in the order in which they were given out."""
+        """Blocks from `allocate` that were neither attached nor freed, in any order."""
         return tuple(self._unattached)
 
     @property

@@ -611,7 +611,7 @@ def test_a_trace_of_keys_needs_no_tokens():
         lambda cache: setattr(cache._requests.live[1], "pinned_slot", None),
         lambda cache: cache._store.slots.unpin(0),
         lambda cache: cache._store.checkpoints.eviction.clear(),
-        lambda cache: cache.blocks._unattached.update({7: None}),
+        lambda cache: cache.blocks._unattached.add(7),
         lambda cache: cache._planner.writing.clear(),
         lambda cache: setattr(next(iter(cache._store.tree)), "slot", 5),
         lambda cache: setattr(next(iter(cache._store.tree)), "children", 0),
