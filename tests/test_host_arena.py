@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import random
 
@@ -13,6 +14,7 @@ from megatron_hybrid_prefix.tiers.arena import HostArena
 from megatron_hybrid_prefix.tiers.pinned import choose_page_bytes, pin, unpin
 from megatron_hybrid_prefix.tiers.queue import HostQueue
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, Kind, Tag
+from tests.dictionary_tier import DictionaryTier
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BLOCKS, SLOTS, PAGES = 12, 10, 60
@@ -21,7 +23,15 @@ BLOCKS, SLOTS, PAGES = 12, 10, 60
 class Pools:
     """KV and two components of a state on a device, with an arena behind them."""
 
-    def __init__(self, device: str, scale: int = 1, *, verify: bool = True, mamba_layers: int = 3) -> None:
+    def __init__(
+        self,
+        device: str,
+        scale: int = 1,
+        *,
+        verify: bool = True,
+        mamba_layers: int = 3,
+        behind: DictionaryTier | None = None,
+    ) -> None:
         kv = torch.zeros(4, BLOCKS, 6 * scale, 2, dtype=torch.bfloat16, device=device)
         conv = torch.zeros(mamba_layers, SLOTS, 5 * scale, 3, dtype=torch.bfloat16, device=device)
         ssm = torch.zeros(mamba_layers, SLOTS, 7 * scale, dtype=torch.float32, device=device)
@@ -36,6 +46,7 @@ class Pools:
             pages_of=self.pages_of,
             device=device,
             verify=verify,
+            behind=behind,
         )
 
     def write(self, kind: Kind, index: int, value: float) -> None:
@@ -58,6 +69,12 @@ class Pools:
             tag=tag,
             load_id=load_id,
         )
+
+    def behind_unit(self, kind: Kind, entry: int, key: bytes, *, take: bool) -> BlockTransfer:
+        """From the host to the tier behind it, or back."""
+        unit = self.unit(kind, 0, entry, key=key)
+        source, target = (HOST, "behind") if take else ("behind", HOST)
+        return dataclasses.replace(unit, source=source, target=target, device_id=None)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -110,6 +127,77 @@ def test_any_order_of_moves_and_writes(device, seed, monkeypatch):
     for place, value in on_device.items():
         for number, tensor in enumerate(pools.read(*place)):
             assert torch.all(tensor == torch.tensor(value + number).to(tensor.dtype)), place
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order_of_moves_with_a_tier_behind(device, seed, monkeypatch):
+    """The same with entries that go from the host to a dictionary and come back into other pages, while streams are late."""
+    scale = 1 if device == "cpu" else 20_000
+    monkeypatch.setattr(arenas, "STORE_STAGING_BYTES", 3 * 30 * scale * 8)
+    monkeypatch.setattr(arenas, "LOAD_STAGING_BYTES", 2 * 30 * scale * 8)
+    behind = DictionaryTier()
+    pools, dice, delays = Pools(device, scale, behind=behind), random.Random(seed), random.Random(seed)
+    places = [(Kind.KV, i) for i in range(BLOCKS)] + [(Kind.STATE, i) for i in range(SLOTS)]
+    on_device: dict[tuple[Kind, int], float] = {}
+    on_host: dict[int, tuple[Kind, float]] = {}
+    taken: set[tuple[Kind, float]] = set()
+    for number, place in enumerate(places):
+        pools.write(*place, number)
+        on_device[place] = number
+    for step in range(40):
+        units = []
+        for _ in range(dice.randint(0, 12)):
+            what, entry = dice.choice(["store", "load", "take", "give"]), dice.randrange(PAGES)
+            kind, index = dice.choice(places)
+            if what == "store":
+                on_host[entry] = (kind, on_device[kind, index])
+                units.append(pools.unit(kind, index, entry, key=str(on_device[kind, index]).encode()))
+            elif what == "give" and taken:
+                on_host[entry] = kind, value = dice.choice(sorted(taken))
+                units.append(pools.behind_unit(kind, entry, str(value).encode(), take=False))
+            elif on_host:
+                entry = dice.choice(sorted(on_host))
+                kind, value = on_host[entry]
+                if what == "take":
+                    units.append(pools.behind_unit(kind, entry, str(value).encode(), take=True))
+                    taken.add((kind, value))
+                else:
+                    index = dice.randrange(BLOCKS if kind == Kind.KV else SLOTS)
+                    units.append(pools.unit(kind, index, entry, step, key=str(value).encode()))
+                    on_device[kind, index] = value
+        for queue in (pools.arena.stores, pools.arena.loads):
+            if device == "cuda" and delays.random() < 0.3:
+                with torch.cuda.stream(queue._stream):
+                    torch.cuda._sleep(2_000_000)
+        pools.arena.carry_out(units)
+        pools.arena.wait_for_stores()
+        pools.arena.wait_for_load(step)
+        assert not pools.arena.has_failed(step)
+        for _ in range(dice.randint(0, 4)):
+            place = dice.choice(places)
+            pools.write(*place, 1000 + step)
+            on_device[place] = 1000 + step
+    for place, value in on_device.items():
+        for number, tensor in enumerate(pools.read(*place)):
+            assert torch.all(tensor == torch.tensor(value + number).to(tensor.dtype)), place
+    assert pools.arena.behind_stats.bytes_stored > 0 < pools.arena.behind_stats.bytes_loaded
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", list(Kind))
+def test_a_wrong_bit_behind_the_host_is_noticed(device, kind):
+    behind = DictionaryTier()
+    pools = Pools(device, behind=behind)
+    for index, key in ((1, b"a"), (2, b"b")):
+        pools.write(kind, index, 3.0 * index)
+        pools.arena.carry_out([pools.unit(kind, index, index, key=key), pools.behind_unit(kind, index, key, take=True)])
+    behind.entries[kind, b"a"][1][1] ^= 2
+    for load_id, key in enumerate((b"a", b"b", b"c")):
+        back = pools.behind_unit(kind, 7, key, take=False)
+        pools.arena.carry_out([back, pools.unit(kind, 4, 7, load_id, key=key)])
+        pools.arena.wait_for_load(load_id)
+    assert [pools.arena.has_failed(load_id) for load_id in range(3)] == [True, False, True]
 
 
 @pytest.mark.parametrize("device", DEVICES)
