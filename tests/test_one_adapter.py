@@ -143,6 +143,23 @@ def test_what_main_has_changed_is_used_in_upstream_alone(symbol, what, now):
     assert outside == [], f"{symbol} ({what}) is used beside the adapter"
 
 
+def test_what_main_has_renamed_is_read_in_upstream_alone():
+    """Whatever the rows say: in the sources themselves."""
+    gone = {symbol for symbol, what, _ in RENAMED if what != "signature"}
+    base_of = {base.__name__: scan.bases_of(cls)[0] for cls in scan.our_classes() for base in ours_in(cls)}
+
+    def uses(texts: dict[str, str]) -> list[str]:
+        return [
+            f"{use.where}: {use.name}"
+            for name, text in texts.items()
+            for use in scan.uses(text, name, base_of)
+            if use.owner is not None and f"{use.owner.__module__}:{use.owner.__name__}.{use.name}" in gone
+        ]
+
+    assert uses(sources_outside()) == []
+    assert uses({"fake": "def counts(allocator):\n    return allocator.total_count"}) == ["fake:2: total_count"]
+
+
 def test_the_list_has_names_that_would_break_us():
     broken = {
         symbol: users

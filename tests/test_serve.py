@@ -117,7 +117,7 @@ class Server(Endpoint):
         assert context.total_request_count == 0
         assert context.mamba_metadata.mamba_state_free_slot_count == context.max_requests
         assert context.kv_block_allocator.total_avail == context.kv_block_allocator.total_count - 1
-        assert context.prefix_cache.live_requests() == []
+        assert context.prefix_cache.inspect.live_requests() == []
         context.check_integrity()
 
 

@@ -108,10 +108,12 @@ class Contestant:
 
     def room(self) -> dict[str, int]:
         """What it can hold: KV blocks, and slots of kept states."""
+        from megatron_hybrid_prefix.upstream.blocks import block_counts
+
         context = self.engine.context
         allocator = getattr(context, "mamba_slot_allocator", None)
         return {
-            "kv_blocks": context.kv_block_allocator.total_count - 1,
+            "kv_blocks": block_counts(context.kv_block_allocator).total - 1,
             "state_slots": self.counters().get("slots_total", 0 if allocator is None else allocator.max_slots),
         }
 

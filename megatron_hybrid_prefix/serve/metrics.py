@@ -23,6 +23,7 @@ _LABELLED = {
 }
 # Sums of labelled ones.
 _SUMS = ("reused_tokens",)
+_TIER_LEVELS = ("kv_blocks", "states", "bytes_budget")
 _LEVELS = ("_total", "_used", "_budget", "_available", "_resident", "_capacity")
 
 
@@ -113,6 +114,11 @@ def add_prefix_metrics(families: Families, stats: dict[str, Any], labels: dict[s
             values = value if isinstance(value, dict) else {name.removeprefix(start): value}
             for key, count in values.items():
                 families.add(CounterMetricFamily, metric, count, {label: str(key)} | labels, text)
+        elif name == "tiers":
+            for tier, figures in value.items():
+                for figure, count in figures.items():
+                    kind = GaugeMetricFamily if figure in _TIER_LEVELS else CounterMetricFamily
+                    families.add(kind, f"tier_{figure}", count, {"tier": tier} | labels)
         elif isinstance(value, dict):
             for key, count in value.items():
                 families.add(CounterMetricFamily, name, count, {"kind": str(key)} | labels)
@@ -126,6 +132,8 @@ def add_prefix_metrics(families: Families, stats: dict[str, Any], labels: dict[s
 
 def engine_snapshot(engine: Any) -> dict[str, Any]:
     """What `ServerMetrics` shows of an engine; call it in the engine's thread."""
+    from megatron_hybrid_prefix.upstream.blocks import available_blocks, block_counts  # imports megatron
+
     context = engine.context
     stats = context.prefix_stats().as_dict()
     allocator = context.kv_block_allocator
@@ -135,8 +143,8 @@ def engine_snapshot(engine: Any) -> dict[str, Any]:
         "gauges": {
             "running_requests": int(context.total_request_count),
             "waiting_requests": len(engine.waiting_request_ids),
-            "kv_blocks": allocator.total_count - 1,  # one is a dummy
-            "kv_blocks_available": int(allocator.total_avail),
+            "kv_blocks": block_counts(allocator).total - 1,  # one is a dummy
+            "kv_blocks_available": available_blocks(allocator),
             "bytes_used": stats["slots_used"] * slot_bytes,
         },
     }

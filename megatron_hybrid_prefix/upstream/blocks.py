@@ -29,24 +29,32 @@ def block_counts(allocator: KVBlockAllocator) -> BlockCounts:
     return BlockCounts(total=allocator.total_count, paused=allocator.paused_count, active=allocator.active_count)
 
 
+def available_blocks(allocator: KVBlockAllocator) -> int:
+    """KV blocks of any allocator of megatron's that can be had now."""
+    return int(allocator.total_avail)
+
+
 class BlockAllocatorSeam(KVBlockAllocator):
-    """Blocks ``0 .. counts.total - 2``; the last one is megatron's dummy block.
+    """Blocks ``0 .. total_count - 2``; the last one is megatron's dummy block.
 
     Does not call ``super().__init__``: the free list, counts, hashes and clocks that it makes are what a subclass replaces.
 
     Args:
         context: The inference context.
-        counts: Sizes.
+        total_count: Blocks in the buffer, the dummy block included.
+        paused_count: Of these, blocks that only paused requests may have.
+        **unused: What switches megatron's own cache on.
     """
 
-    def __init__(self, context: Any, counts: BlockCounts) -> None:
+    def __init__(self, context: Any, total_count: int, paused_count: int, **unused: Any) -> None:
         self.context = context
         self.enable_prefix_caching = True
         self.prefix_caching_eviction_policy = PrefixCachingEvictionPolicy.LRU
         self.on_blocks_deregistered = None
-        self.total_count, self.paused_count, self.active_count = counts
+        self.total_count, self.paused_count = total_count, paused_count
+        self.active_count = total_count - paused_count - 1
         assert self.active_count >= 1
-        self.dummy_block_idx = counts.total - 1
+        self.dummy_block_idx = total_count - 1
         self.block_routing: dict[int, Any] = {}
 
     # -- what a subclass says ------------------------------------------------------------------------------------------

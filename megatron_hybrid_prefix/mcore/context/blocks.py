@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
-from megatron_hybrid_prefix.upstream.blocks import BlockAllocatorSeam, BlockCounts
+from megatron_hybrid_prefix.upstream.blocks import BlockAllocatorSeam, block_counts
 
 
 class _CachedKeys(Mapping[str, int]):
@@ -41,20 +41,14 @@ class HybridPrefixBlockAllocator(BlockAllocatorSeam):
     """Megatron's allocator over a cache.
 
     Args:
-        context: The inference context.
-        total_count: Blocks in the buffer, megatron's dummy block included.
-        paused_count: Blocks of the paused buffer.
+        *sizes: The inference context and megatron's sizes.
         cache: Owns the blocks; by default a new one, which keeps nothing of requests that ended.
     """
 
-    def __init__(
-        self, context: Any, total_count: int, paused_count: int, *, cache: HybridPrefixCache | None = None
-    ) -> None:
-        super().__init__(
-            context, BlockCounts(total=total_count, paused=paused_count, active=total_count - paused_count - 1)
-        )
+    def __init__(self, *sizes: Any, cache: HybridPrefixCache | None = None, **named_sizes: Any) -> None:
+        super().__init__(*sizes, **named_sizes)
         if cache is None:
-            cache = HybridPrefixCache(block_tokens=1, kv_blocks=total_count - 1, state_slots=0)
+            cache = HybridPrefixCache(block_tokens=1, kv_blocks=block_counts(self).total - 1, state_slots=0)
         self.cache = cache
         self._cached_keys = _CachedKeys(cache)
 
