@@ -22,6 +22,7 @@ import torch
 
 from megatron_hybrid_prefix.plugins import Registry
 from megatron_hybrid_prefix.pool.layout import StateComponent
+from megatron_hybrid_prefix.upstream.state_config import decoder_layers
 
 
 class LayerKind(ABC):
@@ -118,8 +119,17 @@ def use_slot_mixers(model: Any) -> int:
     Returns:
         How many layers changed; 0 where all did already.
     """
-    kinds = layer_kinds()
-    return sum(kind.put_on(module) for module in model.modules() for kind in kinds if kind.is_layer(module))
+    kinds, changed = layer_kinds(), 0
+    number_of = {
+        id(part): number for number, (_, layer) in enumerate(decoder_layers(model), 1) for part in layer.modules()
+    }
+    for module in model.modules():
+        for kind in kinds:
+            if kind.is_layer(module) and kind.put_on(module):
+                changed += 1
+                if id(module) in number_of:  # else it drafts, and keeps no state
+                    module.slot_layer_number = number_of[id(module)]
+    return changed
 
 
 def restore_mixers(model: Any) -> int:

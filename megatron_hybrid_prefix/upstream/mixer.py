@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.ssm import mamba_mixer
@@ -17,6 +17,7 @@ __all__ = [
     "forget_decode_parameters",
     "merge_rows",
     "rows_after",
+    "rows_of_step",
     "scan_on_host",
 ]
 
@@ -92,3 +93,33 @@ def merge_rows(decoded: torch.Tensor, prefilled: torch.Tensor, decode_prefill: t
     output = torch.empty([rows, 1, prefilled.shape[-1]], dtype=prefilled.dtype, device=prefilled.device)
     mamba_mixer.tensor_merge(decoded, prefilled, decode_prefill, output_tensor=output)
     return output
+
+
+class StepRows(NamedTuple):
+    """The tokens of a step, padding included; decoded ones come first.
+
+    Attributes:
+        tokens: All.
+        decodes: Rows that decode, one token each.
+        prefills: Sequences that are prefilled.
+        decode_slots: (decodes,) int64 on the device, the live slot of each row; negative: the row is padding.
+        counts: (2,) int32 on the device: tokens that are decoded and prefilled without padding; where there are both.
+    """
+
+    tokens: int
+    decodes: int
+    prefills: int
+    decode_slots: torch.Tensor
+    counts: torch.Tensor
+
+
+def rows_of_step(context: Any) -> StepRows:
+    """How megatron has laid out the step that runs."""
+    padded, metadata = context.padded_batch_dimensions, context.mamba_metadata
+    return StepRows(
+        tokens=padded.token_count,
+        decodes=padded.decode_req_count,
+        prefills=padded.prefill_req_count,
+        decode_slots=metadata.batch_indices_decode,
+        counts=metadata.device_decode_prefill,
+    )

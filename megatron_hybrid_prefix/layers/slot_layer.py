@@ -1,0 +1,88 @@
+"""`SlotLayer`: dynamic inference by slots for recurrent layers that megatron's engine cannot run itself."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatron_hybrid_prefix.layers.step import PrefillStep
+from megatron_hybrid_prefix.upstream.mixer import merge_rows, rows_after, rows_of_step
+
+
+class SlotLayer:
+    """Mixin before the class of a recurrent layer; the base of a `LayerKind`'s ``slot_class``.
+
+    The layer is called as megatron calls its mixers: ``layer(hidden_states, inference_context=...)`` gives its output and a
+    bias or None. In a step of an engine of this package it decodes the first rows, prefills the others, and puts both
+    together; anywhere else it runs its own ``forward``. A kind without drafts decodes one token a row.
+
+    Attributes:
+        slot_layer_number: Number of the layer on this pipeline stage, from 1; set by `use_slot_mixers`.
+    """
+
+    slot_layer_number: int
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, inference_context: Any = None, **kwargs: Any) -> Any:
+        """See the class.
+
+        Args:
+            hidden_states: (tokens, 1, hidden), packed, decoded tokens first.
+            *args: Of the layer's own ``forward``.
+            inference_context: The engine's context.
+            **kwargs: As ``args``.
+        """
+        step: PrefillStep | None = getattr(inference_context, "prefill_step", None)
+        if step is None:
+            return super().forward(  # type: ignore[misc]
+                hidden_states, *args, inference_context=inference_context, **kwargs
+            )
+        rows, states = rows_of_step(inference_context), inference_context.states_of_layer(self.slot_layer_number)
+        inputs = self.slot_inputs(hidden_states)
+        decoded = prefilled = None
+        if rows.decodes:
+            decoded = self.slot_decode(inputs[: rows.decodes].squeeze(1), states, rows.decode_slots).unsqueeze(1)
+        if rows.prefills:
+            later = rows_after(inputs, rows.counts) if rows.decodes else inputs
+            prefilled = self.slot_prefill(later.squeeze(1), states, step).unsqueeze(1)
+        if decoded is None or prefilled is None:
+            return self.slot_outputs(prefilled if decoded is None else decoded)
+        return self.slot_outputs(merge_rows(decoded, prefilled, rows.counts, rows.tokens))
+
+    def slot_inputs(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What the recurrence takes of each token: (tokens, 1, width). By default the hidden states."""
+        return hidden_states
+
+    def slot_outputs(self, outputs: torch.Tensor | None) -> Any:
+        """What the layer gives: by default ``outputs``, (tokens, 1, width), and no bias."""
+        return outputs, None
+
+    @abstractmethod
+    def slot_decode(
+        self, inputs: torch.Tensor, states: Mapping[str, torch.Tensor], slots: torch.Tensor
+    ) -> torch.Tensor:
+        """One token of each row; its state is read and written in place.
+
+        Args:
+            inputs: (rows, width).
+            states: This layer's, by component name: (slots, *shape).
+            slots: (rows,) int64, the live slot of each row; negative: the row is padding.
+
+        Returns:
+            (rows, width out); what rows of padding hold does not matter.
+        """
+
+    @abstractmethod
+    def slot_prefill(self, inputs: torch.Tensor, states: Mapping[str, torch.Tensor], step: PrefillStep) -> torch.Tensor:
+        """All sequences of the step. Sources are read before anything is written.
+
+        Args:
+            inputs: (tokens, width), packed; rows after the last sequence are padding.
+            states: This layer's, by component name: (slots, *shape).
+            step: Where each sequence starts from, where its states go, and its chunks: those of the kind's quantum.
+
+        Returns:
+            (tokens, width out); finite in rows of padding.
+        """
