@@ -19,9 +19,10 @@ from megatron_hybrid_prefix.plugins import PLUGINS_VARIABLE
 from megatron_hybrid_prefix.tiers.base import AgreedTier, Entry
 from megatron_hybrid_prefix.tiers.registry import make_tier, register_tier
 from megatron_hybrid_prefix.tiers.units import Kind, Tag
-from tests.engine_helpers import random_tokens
+from tests.engine_helpers import LOG_PROB_NOISE, random_tokens
 from tests.lifecycle_helpers import BLOCK, MODES, Served, tokens
 from tests.selection import mostly_slow
+from tests.workers.launch import run_ranks
 
 PLUGIN = Path(__file__).with_name("dictionary_tier.py")
 HOST_GB = 0.0004  # a few states and blocks of `tiny`
@@ -229,3 +230,18 @@ def test_ranks_agree_on_the_depth_that_all_of_them_hold():
 
     assert AgreedTier(tiers[0], least).state_depth(keys, 0, 9) == 7
     assert AgreedTier(tiers[0], lambda value: min(value, tiers[1].kv_depth(keys, 0))).kv_depth(keys, 0) == 7
+
+
+@pytest.mark.multi
+def test_ranks_whose_tiers_differ_decide_alike(tmp_path, monkeypatch):
+    """One rank's tier refuses entries that the other's keeps. Ranks that decided differently would raise."""
+    monkeypatch.setenv(PLUGINS_VARIABLE, "tests.dictionary_tier")
+    ranks = run_ranks("tier_behind.py", tmp_path / "found.json")
+    assert ranks[0]["kept"] > ranks[1]["kept"] > 0
+    for found in (rank["behind"] for rank in ranks):
+        assert found["decisions"] == ranks[0]["behind"]["decisions"]
+        assert found["stats"]["tiers"]["dictionary"]["loads"] > 10 and found["stats"]["reused_tokens_host"] > 0
+        assert found["stats"]["fallbacks"] == {}
+        for answer, right in zip(found["answers"], ranks[0]["off"]["answers"], strict=True):
+            assert answer["tokens"] == right["tokens"]
+            assert answer["log_probs"] == pytest.approx(right["log_probs"], rel=0, abs=LOG_PROB_NOISE)

@@ -64,12 +64,29 @@ class Session:
     """One engine, with or without the cache; notes after every step what was decided."""
 
     def __init__(
-        self, model, pattern, tp, pp, *, mode, slots, blocks=200, cached=True, host_gb=0.0, check_ranks=False, **fields
+        self,
+        model,
+        pattern,
+        tp,
+        pp,
+        *,
+        mode,
+        slots,
+        blocks=200,
+        cached=True,
+        host_gb=0.0,
+        tier_behind_host=None,
+        check_ranks=False,
+        **fields,
     ):
         mamba_gb, buffer_size_gb = budgets(model.hybrid_config, pattern, tp, pp, slots=slots, blocks=blocks)
         self.engine = build_engine(
             model,
-            HybridPrefixConfig(mamba_gb=mamba_gb, host_gb=host_gb, check_ranks=check_ranks) if cached else None,
+            HybridPrefixConfig(
+                mamba_gb=mamba_gb, host_gb=host_gb, tier_behind_host=tier_behind_host, check_ranks=check_ranks
+            )
+            if cached
+            else None,
             max_requests=ROWS,
             max_sequence_length=512,
             block_size_tokens=BLOCK_TOKENS,
