@@ -18,7 +18,7 @@ Longer than 400 lines because every verb is here, in order; half of it is docstr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.index.block_face import BlockFace
@@ -37,7 +37,7 @@ from megatron_hybrid_prefix.metrics import PrefixStats, TierStats
 from megatron_hybrid_prefix.policy.boundaries import Boundary, prompt_boundaries, with_verification
 from megatron_hybrid_prefix.policy.registry import DEFAULT_EVICTION_POLICY, make_eviction_policy
 from megatron_hybrid_prefix.pool.slots import SlotPool
-from megatron_hybrid_prefix.tiers.base import AgreedTier, DepthTier, Tier
+from megatron_hybrid_prefix.tiers.base import DepthTier, TierBehind
 from megatron_hybrid_prefix.tiers.units import HOST
 
 
@@ -61,8 +61,7 @@ class HybridPrefixCache:
         host_state_pages: Pages that a state takes there.
         host_state_share: Part of them that states may take, the rest is for KV; None: by use.
         host_write_through: Whether what is published goes to the host at once, not only when it is evicted.
-        behind: The tier behind the host, by name: what the host evicts is offered to it. Needs a host tier.
-        agree: The least value of all ranks that run the same requests; needed for a tier that ranks may differ in.
+        behind: The tier behind the host: what the host evicts is offered to it. Needs a host tier.
         boundary_rule: Which boundaries of a prompt are kept.
 
     Attributes:
@@ -92,8 +91,7 @@ class HybridPrefixCache:
         host_state_pages: int = 1,
         host_state_share: float | None = None,
         host_write_through: bool = False,
-        behind: tuple[str, Tier] | None = None,
-        agree: Callable[[int], int] | None = None,
+        behind: TierBehind | None = None,
         boundary_rule: BoundaryRule = prompt_boundaries,
     ) -> None:
         if min_computed_tokens < 1:
@@ -106,7 +104,7 @@ class HybridPrefixCache:
                 "tokens of a block"
             )
         if behind is not None and not host_pages:
-            raise ValueError(f"a tier {behind[0]!r} behind the host, and no host tier")
+            raise ValueError(f"a tier {behind.name!r} behind the host, and no host tier")
         self.block_tokens = block_tokens
         self.min_computed_tokens = min_computed_tokens
         self.retention_interval_tokens = retention_interval_tokens
@@ -115,7 +113,6 @@ class HybridPrefixCache:
         tree, host = PrefixTree(epoch), None
         tiers: list[DepthTier] = []
         if host_pages:
-            behind_name, behind_tier = behind or ("", None)
             host = HostTier(
                 tree,
                 pages=host_pages,
@@ -125,17 +122,13 @@ class HybridPrefixCache:
                 eviction=make_eviction_policy(eviction_policy),
                 state_share=host_state_share,
                 write_through=host_write_through,
-                behind=behind_tier,
-                behind_name=behind_name,
+                behind=behind,
                 stats=self._stats,
             )
             tiers.append(host)
-            if behind_tier is not None:
-                self._stats.tiers[behind_name] = TierStats()
-                if agree is None or behind_tier.same_on_all_ranks:
-                    tiers.append(behind_tier)
-                else:
-                    tiers.append(AgreedTier(behind_tier, agree))
+            if behind is not None:
+                self._stats.tiers[behind.name] = TierStats()
+                tiers.append(behind)
         self._store = PrefixStore(
             tree,
             KVBlocks(kv_blocks),

@@ -115,7 +115,7 @@ class Traffic:
         )
         entries = [entry for node in nodes for entry in (node.host_block, node.host_slot) if entry >= 0]
         if moves is not None and entries:
-            page = tier.pages_of_entry(self.tier.choice(entries))[0]
+            page = tier.entries.pages(self.tier.choice(entries))[0]
             moves.arena.memory[page * moves.arena.page_bytes + self.tier.randrange(400)] ^= 16
 
     def run(self) -> None:

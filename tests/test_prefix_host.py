@@ -208,7 +208,7 @@ def spoil(served: Served, prompt: list[int], what: Kind) -> None:
     arena, tier = served.context.host_moves.arena, served.cache.inspect.host_tier
     node = served.cache._store.tree.get(served.cache.chain(prompt).keys[-1])
     entry = node.host_block if what == Kind.KV else node.host_slot
-    arena.memory[tier.pages_of_entry(entry)[0] * arena.page_bytes + 17] ^= 4
+    arena.memory[tier.entries.pages(entry)[0] * arena.page_bytes + 17] ^= 4
 
 
 @each_mode
@@ -237,7 +237,7 @@ def test_a_fault_costs_time_only(model, mode, chunk, fault, caplog, monkeypatch)
         spoil(served, prompt, Kind.STATE)
     elif fault == "tag":
         node = served.cache._store.tree.get(served.cache.chain(prompt).keys[-1])
-        page = served.cache.inspect.host_tier.pages_of_entry(node.host_slot)[0]
+        page = served.cache.inspect.host_tier.entries.pages(node.host_slot)[0]
         arena._tags[page] = arenas.Tag(kind=Kind.STATE, key=node.key, depth_tokens=3 * BLOCK, epoch=0)
     elif fault == "load raises":
         monkeypatch.setattr(arena, "_load", fails)
@@ -267,7 +267,7 @@ def test_a_fault_costs_time_only(model, mode, chunk, fault, caplog, monkeypatch)
 def test_a_full_arena_keeps_what_it_has_room_for(model):
     served = small(model, host_gb=0.0004)
     tier = served.cache.inspect.host_tier
-    assert tier.total_pages < 60
+    assert tier.entries.total_pages < 60
     prompt = tokens(4, 9, seed=1)
     for number in range(12):
         served.send(tokens(5, 9, seed=30 + number), count=2)
@@ -345,10 +345,10 @@ def test_what_a_preempted_request_left_is_nobody_elses(model):
     served, ids = four_at_once(model, host_gb=HOST_GB)
     while not served.context.prefix_stats().host_preempted:
         served.step()
-    assert served.cache.inspect.host_tier.private_entries()
+    assert served.cache.inspect.host_tier.entries.private()
     preempted = next(i for i in ids if served.cache.loads.is_swapped_out(i))
     assert served.engine.abort_request(preempted)
-    assert served.cache.inspect.host_tier.private_entries() == []
+    assert served.cache.inspect.host_tier.entries.private() == []
     served.run()
     served.check(*[i for i in ids if i != preempted])
     served.check_drained()
@@ -359,8 +359,8 @@ def test_a_preempted_request_that_cannot_go_on_starts_over(model):
     while not served.context.prefix_stats().host_preempted:
         served.step()
     arena, tier = served.context.host_moves.arena, served.cache.inspect.host_tier
-    for entry in tier.private_entries():
-        arena.memory[tier.pages_of_entry(entry)[0] * arena.page_bytes] ^= 1
+    for entry in tier.entries.private():
+        arena.memory[tier.entries.pages(entry)[0] * arena.page_bytes] ^= 1
     served.run()
     assert served.context.prefix_stats().fallbacks == {"host_load_failed": 1}
     served.check()

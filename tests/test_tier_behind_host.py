@@ -16,7 +16,7 @@ from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.mcore.entrypoints import arguments
 from megatron_hybrid_prefix.plugins import PLUGINS_VARIABLE
-from megatron_hybrid_prefix.tiers.base import AgreedTier, Entry
+from megatron_hybrid_prefix.tiers.base import Entry, TierBehind
 from megatron_hybrid_prefix.tiers.registry import make_tier, register_tier
 from megatron_hybrid_prefix.tiers.units import Kind, Tag
 from tests.engine_helpers import LOG_PROB_NOISE, random_tokens
@@ -60,7 +60,7 @@ def small(model: Any, **fields: Any) -> Served:
 
 def dictionary(served: Served) -> dict[tuple[Kind, bytes], tuple[Tag, bytearray, int]]:
     """What is in the tier behind the host."""
-    return served.cache.inspect.host_tier.behind.entries
+    return served.cache.inspect.host_tier.behind.tier.entries
 
 
 def push_out(served: Served, prompt: list[int], seed: int = 900) -> None:
@@ -121,7 +121,7 @@ def test_a_fault_behind_the_host_costs_time_only(model, fault, caplog, monkeypat
     push_out(served, prompt)
     keys, entries = served.cache.chain(prompt).keys, dictionary(served)
     place = (Kind.KV if fault == "kv bit" else Kind.STATE, keys[-1])
-    tier = served.cache.inspect.host_tier.behind
+    tier = served.cache.inspect.host_tier.behind.tier
     if fault == "gone":
         monkeypatch.setattr(tier, "give", lambda tags, buffers: [None] * len(tags))
     elif fault == "give raises":
@@ -159,7 +159,7 @@ def test_a_tier_that_takes_nothing_is_as_none(model, fault, monkeypatch):
             raise OSError("no space left on device")
         return [False] * len(entries)
 
-    monkeypatch.setattr(served.cache.inspect.host_tier.behind, "take", take)
+    monkeypatch.setattr(served.cache.inspect.host_tier.behind.tier, "take", take)
     prompt = tokens(4, 9, seed=1)
     served.send(prompt)
     push_out(served, prompt)
@@ -168,6 +168,29 @@ def test_a_tier_that_takes_nothing_is_as_none(model, fault, monkeypatch):
     assert stats.tiers[NAME].full == stats.tiers[NAME].stores > 0 == stats.tiers[NAME].loads
     assert stats.fallbacks == {}
     served.check()
+    served.check_drained()
+
+
+def test_a_tier_that_raises_whatever_it_is_asked_is_as_none(model, monkeypatch, caplog):
+    served = small(model)
+    tier = served.cache.inspect.host_tier.behind.tier
+    for name in ("has", "kv_depth", "state_depth", "take", "give", "drop", "clear", "invalidate"):
+
+        def fails(*arguments: Any, name: str = name) -> None:
+            raise ConnectionError(f"no answer to {name}")
+
+        fails.__name__ = name
+        monkeypatch.setattr(tier, name, fails)
+    prompt = tokens(4, 9, seed=1)
+    with caplog.at_level(logging.ERROR):
+        served.send(prompt)
+        push_out(served, prompt)
+        assert served.send(prompt).num_cached_tokens == 0
+        served.engine.invalidate()
+        assert served.send(prompt).num_cached_tokens == 0
+    for name in ("has", "kv_depth", "take", "invalidate"):
+        assert any(f"no answer to {name}" in record.getMessage() for record in caplog.records)
+    assert served.context.prefix_stats().fallbacks == {}
     served.check_drained()
 
 
@@ -201,7 +224,7 @@ def test_settings_that_cannot_be():
     with pytest.raises(ValueError, match="needs host_gb"):
         HybridPrefixConfig(mamba_gb=1, tier_behind_host=NAME)
     with pytest.raises(ValueError, match="and no host tier"):
-        HybridPrefixCache(block_tokens=4, kv_blocks=4, state_slots=1, behind=("x", make_tier(NAME)))
+        HybridPrefixCache(block_tokens=4, kv_blocks=4, state_slots=1, behind=TierBehind("x", make_tier(NAME)))
     for name in ("a:b", "host", "device", ""):
         with pytest.raises(ValueError, match="tier_behind_host"):
             register_tier(name, lambda argument: make_tier(NAME))
@@ -228,8 +251,8 @@ def test_ranks_agree_on_the_depth_that_all_of_them_hold():
         other_limit[0] = min(value, tiers[1].state_depth(keys, 0, other_limit[0]))
         return other_limit[0]
 
-    assert AgreedTier(tiers[0], least).state_depth(keys, 0, 9) == 7
-    assert AgreedTier(tiers[0], lambda value: min(value, tiers[1].kv_depth(keys, 0))).kv_depth(keys, 0) == 7
+    assert TierBehind(NAME, tiers[0], least).state_depth(keys, 0, 9) == 7
+    assert TierBehind(NAME, tiers[0], lambda value: min(value, tiers[1].kv_depth(keys, 0))).kv_depth(keys, 0) == 7
 
 
 @pytest.mark.multi

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
+from megatron_hybrid_prefix.index.host_entries import HostEntries
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node, PrefixTree
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.policy.boundaries import Reason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
-from megatron_hybrid_prefix.tiers.base import Tier
+from megatron_hybrid_prefix.tiers.base import TierBehind
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, Kind, Tag
 
 
@@ -40,9 +41,9 @@ class HostTier:
         stats: Where moves are counted.
         write_through: Whether KV and states are stored as soon as they are published.
         behind: Is offered what is evicted here.
-        behind_name: Its name, in transfers and statistics.
 
     Attributes:
+        entries: What is where, and who needs it.
         transfers: Moves to be carried out, in this order.
         routing_of: Asked for what else belongs to a KV block on the device when it is stored.
     """
@@ -59,36 +60,23 @@ class HostTier:
         stats: PrefixStats,
         state_share: float | None = None,
         write_through: bool = False,
-        behind: Tier | None = None,
-        behind_name: str = "",
+        behind: TierBehind | None = None,
     ) -> None:
         self._tree = tree
-        self.total_pages = pages
-        self._pages_of = {Kind.KV: kv_pages, Kind.STATE: state_pages}
+        self.entries = HostEntries(pages, {Kind.KV: kv_pages, Kind.STATE: state_pages}, state_share)
         self._block_tokens = block_tokens
         self._eviction = eviction
         self._stats = stats
         self._figures = stats.tiers[HOST]
         self.write_through = write_through
-        self.behind, self.behind_name = behind, behind_name
-        self._most_pages: dict[Kind, int] | None = None
-        if state_share is not None:
-            states = round(pages * state_share)
-            self._most_pages = {Kind.KV: pages - states, Kind.STATE: states}
+        self.behind = behind
         self.transfers: list[BlockTransfer] = []
         self.routing_of: Callable[[int], Any] = lambda block_id: None
         self.reset()
 
     def reset(self) -> None:
         """Nothing is on the host; the tree is emptied by its owner."""
-        self._free = list(range(self.total_pages - 1, -1, -1))  # a stack, lowest first: entries lie in a row at first
-        self._pages: dict[int, tuple[int, ...]] = {}  # by entry
-        self._next_entry = 0
-        self._used_pages = {Kind.KV: 0, Kind.STATE: 0}
-        self._tags: dict[int, Tag] = {}
-        self._payloads: dict[int, Any] = {}
-        self._pins: dict[int, int] = {}
-        self._private: set[int] = set()  # entries of no node
+        self.entries.reset()
         self._kv: OrderedDict[Node, int] = OrderedDict()  # longest unused first, and when
         self._state_used: dict[Node, int] = {}
         self._clock = 0
@@ -127,7 +115,7 @@ class HostTier:
                 return False
             node.host_block = entry
             self._tree.version += 1
-        self._keep_payload(node.host_block, node.block_id)
+        self.entries.keep_payload(node.host_block, self.routing_of(node.block_id))
         self._touch_kv(node)
         return True
 
@@ -149,43 +137,69 @@ class HostTier:
         return True
 
     def store_private(self, kind: Kind, device_id: int, tag: Tag) -> int | None:
-        """What belongs to no node: stays until `free_private`. Returns the entry; None when there is no room."""
+        """What belongs to no node: stays until it is removed. Returns the entry; None when there is no room."""
         entry = self._store(kind, device_id, tag)
         if entry is not None:
-            self._private.add(entry)
+            self.entries.make_private(entry)
             if kind == Kind.KV:
-                self._keep_payload(entry, device_id)
+                self.entries.keep_payload(entry, self.routing_of(device_id))
         return entry
-
-    def free_private(self, entry: int) -> None:
-        """The private entry is not needed any more."""
-        self._private.remove(entry)
-        self._free_entry(entry)
 
     # -- from the tier behind ------------------------------------------------------------------------------------------
 
-    def fetch_kv(self, node: Node) -> bool:
-        """The node's KV, which is in the tier behind alone, gets an entry here; the move is queued. Whether there is room."""
-        entry = self._fetch(Kind.KV, node)
-        if entry is None:
-            return False
-        node.host_block = entry
-        self._touch_kv(node)
-        self._tree.version += 1
-        return True
+    def gather(self, keys: Sequence[bytes], first: int) -> tuple[tuple[int, ...], tuple[Tag, ...]] | None:
+        """Brings together here the KV of ``keys[first:]`` and the state at their end: what is missing is fetched.
 
-    def fetch_state(self, node: Node) -> bool:
-        """The same for the state at the node. Why it was kept is not known any more; now a request resumes from it."""
+        Args:
+            keys: Of blocks from the front of a prompt; the KV of each is in some tier, and so is the state at the end.
+            first: How many of them are on the device.
+
+        Returns:
+            Pinned entries, that of the state last, and what is fetched; None where there is not enough room (what was
+            fetched up to then stays here, like anything else).
+        """
+        tree = self._tree
+        nodes: list[Node] = []
+        for key in keys:
+            nodes.append(tree.get(key) or tree.insert(key, nodes[-1] if nodes else None, NO_BLOCK))
+        kv, end = nodes[first:], nodes[-1]
+        pinned = [node.host_block for node in kv if node.host_block != NO_BLOCK]
+        pinned += [end.host_slot] if end.host_slot != NO_SLOT else []
+        self.entries.pin(pinned)
+        fetched: list[int] = []
+        missing = [(node, self._fetch_kv) for node in kv if node.host_block == NO_BLOCK]
+        missing += [(end, self._fetch_state)] if end.host_slot == NO_SLOT else []
+        for node, fetch in missing:
+            entry = fetch(node)
+            if entry is None:
+                self.entries.unpin([*pinned, *fetched])
+                for unused in reversed(nodes):
+                    tree.prune(unused)
+                return None
+            self.entries.pin([entry])
+            fetched.append(entry)
+        if fetched:
+            self.use(kv)
+        return (*(node.host_block for node in kv), end.host_slot), tuple(map(self.entries.tag, fetched))
+
+    def _fetch_kv(self, node: Node) -> int | None:
+        entry = self._fetch(Kind.KV, node)
+        if entry is not None:
+            node.host_block = entry
+            self._touch_kv(node)
+            self._tree.version += 1
+        return entry
+
+    def _fetch_state(self, node: Node) -> int | None:
         entry = self._fetch(Kind.STATE, node)
-        if entry is None:
-            return False
-        node.host_slot = entry
-        if node.reason is None:
-            node.reason = Reason.JUNCTION
-        self._eviction.added(node)
-        self._state_used[node] = self._tick()
-        self._tree.version += 1
-        return True
+        if entry is not None:
+            node.host_slot = entry
+            if node.reason is None:
+                node.reason = Reason.JUNCTION  # why it was kept is not known any more; two prompts share it now
+            self._eviction.added(node)
+            self._state_used[node] = self._tick()
+            self._tree.version += 1
+        return entry
 
     # -- back to the device ---------------------------------------------------------------------------------------------
 
@@ -196,39 +210,13 @@ class HostTier:
                 source=HOST,
                 target=DEVICE,
                 device_id=device_id,
-                pages=self._pages[entry],
-                tag=self._tags[entry],
+                pages=self.entries.pages(entry),
+                tag=self.entries.tag(entry),
                 load_id=load_id,
             )
         )
         self._figures.loads += 1
-        return self._payloads.get(entry)
-
-    def pages(self, kind: Kind) -> int:
-        """Pages of an entry."""
-        return self._pages_of[kind]
-
-    def holds(self, entry: int) -> bool:
-        """Whether the entry was not dropped."""
-        return entry in self._pages
-
-    def is_pinned(self, entry: int) -> bool:
-        """Whether a load, or a preempted request, needs the entry."""
-        return entry in self._pins
-
-    def pin(self, entries: Iterable[int]) -> None:
-        """These entries stay until they are unpinned as often."""
-        for entry in entries:
-            self._pins[entry] = self._pins.get(entry, 0) + 1
-
-    def unpin(self, entries: Iterable[int]) -> None:
-        """See `pin`. Entries that were dropped meanwhile are passed over."""
-        for entry in entries:
-            pins = self._pins.get(entry, 0) - 1
-            if pins > 0:
-                self._pins[entry] = pins
-            elif pins == 0:
-                del self._pins[entry]
+        return self.entries.payload(entry)
 
     def use(self, path: Iterable[Node]) -> None:
         """A request resumed over this path, front first: its entries are the last to go, deepest first."""
@@ -247,7 +235,7 @@ class HostTier:
         """The node's KV is not on the host any more."""
         entry, node.host_block = node.host_block, NO_BLOCK
         del self._kv[node]
-        self._free_entry(entry)
+        self.entries.remove(entry)
         self._tree.prune(node)
 
     def drop_state(self, node: Node) -> None:
@@ -256,14 +244,14 @@ class HostTier:
         self._eviction.removed(node)
         del self._state_used[node]
         self._tree.drop_host_state(node)
-        self._free_entry(entry)
+        self.entries.remove(entry)
         self._tree.prune(node)
 
     def drop(self, entry: int) -> None:
         """The entry failed: it is not used again."""
-        tag = self._tags.get(entry)
-        if tag is None:
+        if entry not in self.entries:
             return
+        tag = self.entries.tag(entry)
         node = self._tree.get(tag.key)
         if node is None:
             return
@@ -271,11 +259,6 @@ class HostTier:
             self.drop_kv(node)
         elif tag.kind == Kind.STATE and node.host_slot == entry:
             self.drop_state(node)
-
-    @property
-    def free_pages(self) -> int:
-        """Pages that hold nothing."""
-        return len(self._free)
 
     @property
     def kv_entries(self) -> int:
@@ -287,57 +270,25 @@ class HostTier:
         """States here."""
         return len(self._state_used)
 
-    def pages_of_entry(self, entry: int) -> tuple[int, ...]:
-        """Where the entry is."""
-        return self._pages[entry]
-
-    def tag_of_entry(self, entry: int) -> Tag:
-        """What the entry holds."""
-        return self._tags[entry]
-
-    def pins(self) -> dict[int, int]:
-        """How often each pinned entry is pinned."""
-        return dict(self._pins)
-
-    def private_entries(self) -> list[int]:
-        """Entries of no node, ascending."""
-        return sorted(self._private)
-
     def check(self) -> None:
-        """Raises CacheCorruptionError unless pages are conserved, and tree, policy and entries agree."""
-        pages = [page for entry in self._pages.values() for page in entry]
-        if sorted([*pages, *self._free]) != list(range(self.total_pages)):
-            raise CacheCorruptionError("pages on the host were lost, or have two owners")
+        """Raises CacheCorruptionError unless tree, policy and entries agree."""
         kv = {node.host_block: node for node in self._tree if node.host_block != NO_BLOCK}
         states = {node.host_slot: node for node in self._tree if node.host_slot != NO_SLOT}
-        if set(kv) & set(states) or {*kv, *states, *self._private} != set(self._pages):
-            raise CacheCorruptionError("entries on the host and those that the tree knows differ")
+        self.entries.check([*kv, *states])
         if set(self._kv) != set(kv.values()) or set(self._state_used) != set(states.values()):
             raise CacheCorruptionError("the order of eviction on the host lost an entry")
         if set(self._eviction) != set(states.values()):
             raise CacheCorruptionError("the policy on the host lost a state")
-        if not set(self._pins) <= set(self._pages) or any(pins < 1 for pins in self._pins.values()):
-            raise CacheCorruptionError("a pinned entry on the host is gone")
-        for entries, kind in ((kv, Kind.KV), (states, Kind.STATE)):
-            for entry, node in entries.items():
-                tag = self._tags[entry]
+        for nodes, kind in ((kv, Kind.KV), (states, Kind.STATE)):
+            for entry, node in nodes.items():
+                tag = self.entries.tag(entry)
                 if (tag.kind, tag.key, tag.depth_tokens) != (kind, node.key, node.depth_blocks * self._block_tokens):
                     raise CacheCorruptionError(f"{node}: its entry on the host is of {tag}")
-                if len(self._pages[entry]) != self._pages_of[kind]:
-                    raise CacheCorruptionError(f"{node}: {len(self._pages[entry])} pages on the host")
-        used = {kind: sum(len(self._pages[e]) for e in self._pages if self._tags[e].kind == kind) for kind in Kind}
-        if used != self._used_pages:
-            raise CacheCorruptionError(f"pages by kind {used}, counted {self._used_pages}")
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _tag(self, kind: Kind, node: Node) -> Tag:
         return Tag(kind=kind, key=node.key, depth_tokens=node.depth_blocks * self._block_tokens, epoch=self._tree.epoch)
-
-    def _keep_payload(self, entry: int, block_id: int) -> None:
-        payload = self.routing_of(block_id)
-        if payload is not None:
-            self._payloads[entry] = payload
 
     def _tick(self) -> int:
         self._clock += 1
@@ -352,58 +303,45 @@ class HostTier:
         entry = self._new_entry(kind, tag, spare=spare)
         if entry is not None:
             self.transfers.append(
-                BlockTransfer(source=DEVICE, target=HOST, device_id=device_id, pages=self._pages[entry], tag=tag)
+                BlockTransfer(source=DEVICE, target=HOST, device_id=device_id, pages=self.entries.pages(entry), tag=tag)
             )
             self._figures.stores += 1
         return entry
 
     def _fetch(self, kind: Kind, node: Node) -> int | None:
+        assert self.behind is not None
         tag = self._tag(kind, node)
         entry = self._new_entry(kind, tag)
         if entry is not None:
-            self.transfers.append(
-                BlockTransfer(source=self.behind_name, target=HOST, pages=self._pages[entry], tag=tag)
-            )
-            self._stats.tiers[self.behind_name].loads += 1
-        return entry
-
-    def _new_entry(self, kind: Kind, tag: Tag, *, spare: bool = False) -> int | None:
-        count = self._pages_of[kind]
-        if not self._make_room(kind, count, spare=spare):
-            self._figures.full += not spare
-            return None
-        pages = tuple(self._free[: -count - 1 : -1])
-        del self._free[-count:]
-        entry, self._next_entry = self._next_entry, self._next_entry + 1
-        self._pages[entry], self._tags[entry] = pages, tag
-        self._used_pages[kind] += count
+            pages = self.entries.pages(entry)
+            self.transfers.append(BlockTransfer(source=self.behind.name, target=HOST, pages=pages, tag=tag))
+            self._stats.tiers[self.behind.name].loads += 1
         return entry
 
     def _offer(self, entry: int) -> None:
-        """The entry is about to be evicted: the tier behind may take it. (What belongs to a block beside its KV cannot go
-        with it, so such a block is computed again.)"""
-        tag = self._tags[entry]
-        if self.behind is None or entry in self._payloads or self.behind.has(tag.kind, tag.key):
+        """The entry is about to be evicted: the tier behind may take it.
+
+        What belongs to a block beside its KV cannot go with it, so such a block is not offered.
+        """
+        tag = self.entries.tag(entry)
+        if self.behind is None or self.entries.payload(entry) is not None or self.behind.has(tag.kind, tag.key):
             return
-        self.transfers.append(BlockTransfer(source=HOST, target=self.behind_name, pages=self._pages[entry], tag=tag))
-        self._stats.tiers[self.behind_name].stores += 1
+        pages = self.entries.pages(entry)
+        self.transfers.append(BlockTransfer(source=HOST, target=self.behind.name, pages=pages, tag=tag))
+        self._stats.tiers[self.behind.name].stores += 1
 
-    def _free_entry(self, entry: int) -> None:
-        pages = self._pages.pop(entry)
-        self._used_pages[self._tags.pop(entry).kind] -= len(pages)
-        self._free += reversed(pages)
-        self._payloads.pop(entry, None)
-        self._pins.pop(entry, None)
+    def _new_entry(self, kind: Kind, tag: Tag, *, spare: bool = False) -> int | None:
+        if not self._make_room(kind, spare=spare):
+            self._figures.full += not spare
+            return None
+        return self.entries.add(tag)
 
-    def _has_room(self, kind: Kind, count: int) -> bool:
-        fits = self._most_pages is None or self._used_pages[kind] + count <= self._most_pages[kind]
-        return fits and count <= len(self._free)
-
-    def _make_room(self, kind: Kind, count: int, *, spare: bool) -> bool:
-        while not self._has_room(kind, count):
-            state = self._eviction.victim(lambda node: node.host_slot not in self._pins, spare_only=spare)
-            kv = None if spare else next((node for node in self._kv if node.host_block not in self._pins), None)
-            if self._most_pages is not None:
+    def _make_room(self, kind: Kind, *, spare: bool) -> bool:
+        is_pinned = self.entries.is_pinned
+        while not self.entries.has_room(kind):
+            state = self._eviction.victim(lambda node: not is_pinned(node.host_slot), spare_only=spare)
+            kv = None if spare else next((node for node in self._kv if not is_pinned(node.host_block)), None)
+            if self.entries.are_divided:
                 kv, state = (kv, None) if kind == Kind.KV else (None, state)
             if state is not None and (kv is None or is_spare(state) or self._state_used[state] < self._kv[kv]):
                 self._offer(state.host_slot)

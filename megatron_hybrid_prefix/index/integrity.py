@@ -53,11 +53,11 @@ def check_integrity(
         host.check()
         pins = Counter(entry for live in loads.values() if live.load for entry in live.load.pinned)
         pins.update(entry for left in book.swapped_out.values() for entry in left.pinned)
-        pins = Counter({entry: times for entry, times in pins.items() if host.holds(entry)})  # others failed
-        _expect(pins == host.pins(), "entries pinned on the host, and loads and preempted requests differ")
+        pins = Counter({entry: times for entry, times in pins.items() if entry in host.entries})  # others failed
+        _expect(pins == host.entries.pins(), "entries pinned on the host, and loads and preempted requests differ")
         private = [entry for live in loads.values() if live.load for entry in live.load.private]
         private += [entry for left in book.swapped_out.values() for entry in left.private]
-        _expect(sorted(private) == host.private_entries(), "private entries on the host and their owners differ")
+        _expect(sorted(private) == host.entries.private(), "private entries on the host and their owners differ")
 
 
 def _expect(holds: bool, what: str) -> None:

@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
-from megatron_hybrid_prefix.index.host_tier import HostTier
 from megatron_hybrid_prefix.index.matcher import Match, Matcher
 from megatron_hybrid_prefix.index.requests import LiveRequest, Load, RequestBook, SwappedOut
 from megatron_hybrid_prefix.index.store import PrefixStore
-from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node
+from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers.units import HOST, BlockTransfer, Kind, Tag
@@ -53,7 +52,7 @@ class Loads:
         if self._host is None or not match.loadable_blocks:
             return False
         node = self._store.tree.get(match.chain.keys[match.loadable_blocks - 1])
-        return node is not None and self._host.is_pinned(node.host_slot)
+        return node is not None and self._host.entries.is_pinned(node.host_slot)
 
     def has_load(self, load_id: int) -> bool:
         """Whether a request, admitted or not, still needs what this load brings."""
@@ -65,11 +64,7 @@ class Loads:
         return bool(self._waiting)
 
     def pages(self, request_id: int) -> int:
-        """Size of the load that the request holds.
-
-        Raises:
-            ValueError: The request neither waits for a load nor is live.
-        """
+        """Size of the load that a live or waiting request holds, in pages on the host; ValueError for any other."""
         load = self._requests[request_id].load
         return 0 if load is None else load.pages
 
@@ -131,7 +126,7 @@ class Loads:
         shared = self._store.tree.path(keys)
         if not self._has_blocks(len(keys) - len(shared) + reserved_blocks, shared):
             return None
-        found = self._gather_on_host(self._host, keys, len(shared))
+        found = self._host.gather(keys, len(shared))
         if found is None:
             return None
         entries, fetched = found
@@ -147,7 +142,7 @@ class Loads:
             write=write,
             reserved_blocks=reserved_blocks,
         )
-        self._host.unpin(entries)  # the load pins them, too
+        self._host.entries.unpin(entries)  # the load pins them, too
         return loaded
 
     def begin_resume(
@@ -165,10 +160,10 @@ class Loads:
         match = self._matcher.fresh(match)
         keys = match.chain.keys[: len(left.path)]
         fits = left.depth_tokens <= match.limit_tokens and keys == [node.key for node in left.path]
-        if not fits or not match.read or not all(host.holds(entry) for entry in left.pinned):
+        if not fits or not match.read or not all(entry in host.entries for entry in left.pinned):
             self.drop_swapped_out(request_id)
             return None
-        shared, _ = _split_by_device(left.path)
+        shared = self._store.tree.path(keys)
         loaded = self._begin(
             request_id,
             match,
@@ -182,7 +177,7 @@ class Loads:
             reserved_blocks=reserved_blocks,
         )
         if loaded is not None:
-            host.unpin(left.pinned)  # the load pins them, too
+            host.entries.unpin(left.pinned)  # the load pins them, too
             del self._requests.swapped_out[request_id]
         return loaded
 
@@ -207,10 +202,10 @@ class Loads:
             return None
         # Held and pinned before anything is taken: making room must not evict what this request needs.
         block_ids = self._blocks.share(shared)
-        host.pin(pinned)
+        host.entries.pin(pinned)
         slot = self._store.checkpoints.take_slot()
         if slot is None:
-            host.unpin(pinned)
+            host.entries.unpin(pinned)
             self._blocks.release(block_ids, shared)
             return None
         block_ids += self._store.take_blocks(len(kv_entries))
@@ -247,7 +242,7 @@ class Loads:
             pinned=pinned,
             slot=slot,
             left=left,
-            pages=len(kv_entries) * host.pages(Kind.KV) + host.pages(Kind.STATE),
+            pages=len(kv_entries) * host.entries.pages_of[Kind.KV] + host.entries.pages_of[Kind.STATE],
             match=loaded,
             payloads=payloads,
             fetched=fetched,
@@ -257,45 +252,6 @@ class Loads:
 
     def _has_blocks(self, count: int, shared: Sequence[Node]) -> bool:
         return count <= self._blocks.available_blocks - self._blocks.unreferenced_tail(shared)
-
-    def _gather_on_host(
-        self, host: HostTier, keys: Sequence[bytes], first: int
-    ) -> tuple[tuple[int, ...], tuple[Tag, ...]] | None:
-        """Entries on the host of the KV of ``keys[first:]`` and of the state at their end, pinned.
-
-        What is not there is fetched from the tier behind the host.
-
-        Returns:
-            The entries, that of the state last, and what is fetched; None where the host has no room for all of it (what
-            was fetched then stays there like anything else).
-        """
-        tree = self._store.tree
-        nodes: list[Node] = []
-        for key in keys:
-            nodes.append(tree.get(key) or tree.insert(key, nodes[-1] if nodes else None, NO_BLOCK))
-        kv, end = nodes[first:], nodes[-1]
-        pinned = [node.host_block for node in kv if node.host_block != NO_BLOCK]
-        pinned += [end.host_slot] if end.host_slot != NO_SLOT else []
-        host.pin(pinned)
-        fetched: list[Tag] = []
-        complete = True
-        for node in kv:
-            if node.host_block == NO_BLOCK and complete and (complete := host.fetch_kv(node)):
-                pinned.append(node.host_block)
-                host.pin(pinned[-1:])
-                fetched.append(host.tag_of_entry(node.host_block))
-        if end.host_slot == NO_SLOT and complete and (complete := host.fetch_state(end)):
-            pinned.append(end.host_slot)
-            host.pin(pinned[-1:])
-            fetched.append(host.tag_of_entry(end.host_slot))
-        if not complete:
-            host.unpin(pinned)
-            for node in reversed(nodes):
-                tree.prune(node)
-            return None
-        if fetched:
-            host.use(kv)
-        return (*(node.host_block for node in kv), end.host_slot), tuple(fetched)
 
     # -- end -----------------------------------------------------------------------------------------------------------
 
@@ -323,9 +279,9 @@ class Loads:
         if load.left is not None and not load.admitted:
             self._requests.swapped_out[live.request_id] = load.left
             return
-        host.unpin(load.pinned)
+        host.entries.unpin(load.pinned)
         for entry in load.private:
-            host.free_private(entry)
+            host.entries.remove(entry)
 
     def fail(self, live: LiveRequest) -> None:
         """What was loaded is not what had been stored: its entries are not used again."""
@@ -337,7 +293,7 @@ class Loads:
         for entry in load.pinned:
             host.drop(entry)
         if load.fetched and host.behind is not None:
-            self._stats.tiers[host.behind_name].failed += len(load.fetched)
+            self._stats.tiers[host.behind.name].failed += len(load.fetched)
             host.behind.drop(load.fetched)
 
     def give_up(self) -> bool:
@@ -397,7 +353,7 @@ class Loads:
             stored = host.store_kv(node)
             if stored:
                 pinned.append(node.host_block)
-                host.pin(pinned[-1:])
+                host.entries.pin(pinned[-1:])
             return stored
 
         own_blocks = live.block_ids[len(live.path) : blocks]
@@ -407,9 +363,9 @@ class Loads:
             and all(keep_node(node) for node in reversed(live.path))
         )
         if not kept:
-            host.unpin(pinned)
+            host.entries.unpin(pinned)
             for entry in private:
-                host.free_private(entry)
+                host.entries.remove(entry)
             return False
         self.drop_swapped_out(request_id)
         self._requests.swapped_out[request_id] = SwappedOut(
@@ -427,9 +383,9 @@ class Loads:
         left = self._requests.swapped_out.pop(request_id, None)
         if left is not None:
             assert self._host is not None
-            self._host.unpin(left.pinned)
+            self._host.entries.unpin(left.pinned)
             for entry in left.private:
-                self._host.free_private(entry)
+                self._host.entries.remove(entry)
 
     # -- all -----------------------------------------------------------------------------------------------------------
 
@@ -439,11 +395,3 @@ class Loads:
         for live in self._requests.everyone():
             if live.load is not None:
                 live.load.pinned, live.load.left = (), None
-
-
-def _split_by_device(path: Sequence[Node]) -> tuple[Sequence[Node], Sequence[Node]]:
-    """The front of the path, whose KV is on the device, and the rest."""
-    count = len(path)
-    while count and path[count - 1].block_id == NO_BLOCK:
-        count -= 1
-    return path[:count], path[count:]

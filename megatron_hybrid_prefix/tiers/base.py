@@ -6,11 +6,14 @@ is offered to the tier behind it; what a prompt could resume from deeper there c
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from megatron_hybrid_prefix.tiers.units import Kind, Tag
+
+logger = logging.getLogger(__name__)
 
 
 class DepthTier(Protocol):
@@ -41,7 +44,7 @@ class Tier(ABC):
     """A tier behind the host, on one rank. Only one thread calls it.
 
     Whatever it does costs time at most: an entry that does not come back, or comes back with other bytes, is dropped,
-    counted, and computed again. An exception from `take` or `give` is logged, and counts as a refusal.
+    counted, and computed again. An exception is logged, and counts as "no".
 
     Attributes:
         same_on_all_ranks: Whether the tiers of all ranks hold the same, whatever happens to a copy on one of them. Else
@@ -99,24 +102,50 @@ class Tier(ABC):
         return max(after, limit)
 
 
-class AgreedTier:
-    """The depths of a tier that may hold something else on every rank: what all ranks hold.
+class TierBehind:
+    """The tier behind the host as the cache sees it: what it says is agreed on by all ranks, and it never raises.
 
     Args:
+        name: In transfers and statistics.
         tier: This rank's.
-        agree: The least value of all ranks; all of them call it together.
+        agree: The least value of all ranks, which call it together; None: there is one rank.
     """
 
-    def __init__(self, tier: Tier, agree: Callable[[int], int]) -> None:
-        self._tier, self._agree = tier, agree
+    def __init__(self, name: str, tier: Tier, agree: Callable[[int], int] | None = None) -> None:
+        self.name = name
+        self.tier = tier
+        self._agree: Callable[[int], int] = int if agree is None or tier.same_on_all_ranks else agree
+
+    def has(self, kind: Kind, key: bytes) -> bool:
+        """Whether such an entry lies here, on this rank."""
+        return self._ask(False, self.tier.has, kind, key)
 
     def kv_depth(self, keys: Sequence[bytes], first: int) -> int:
         """See `DepthTier`."""
-        return self._agree(self._tier.kv_depth(keys, first))
+        return self._agree(self._ask(first, self.tier.kv_depth, keys, first))
 
     def state_depth(self, keys: Sequence[bytes], after: int, limit: int) -> int:
-        """See `DepthTier`. A state that one rank lacks is no use, so ranks go down until all have the same one."""
+        """See `DepthTier`. A state that one rank lacks is of no use, so ranks go down until all have the same one."""
         tried = limit + 1
         while after < limit < tried:
-            tried, limit = limit, self._agree(self._tier.state_depth(keys, after, limit))
+            tried, limit = limit, self._agree(self._ask(after, self.tier.state_depth, keys, after, limit))
         return max(after, limit)
+
+    def drop(self, tags: Iterable[Tag]) -> None:
+        """See `Tier`."""
+        self._ask(None, self.tier.drop, tags)
+
+    def clear(self) -> None:
+        """See `Tier`."""
+        self._ask(None, self.tier.clear)
+
+    def invalidate(self, epoch: int) -> None:
+        """See `Tier`."""
+        self._ask(None, self.tier.invalidate, epoch)
+
+    def _ask[T](self, otherwise: T, question: Callable[..., T], *arguments: Any) -> T:
+        try:
+            return question(*arguments)
+        except Exception as error:  # a plugin's code may raise anything
+            logger.error("the tier %r behind the host: %s failed: %r", self.name, question.__name__, error)
+            return otherwise

@@ -70,7 +70,8 @@ class ModelEngine:
         self.blocks: dict[int, Content] = {}
         self.slots: dict[int, Content] = {}
         self.host: dict[tuple[int, ...], Content] = {}  # by pages
-        self.behind: Any = None if cache._store.host is None else cache._store.host.behind
+        behind = None if cache._store.host is None else cache._store.host.behind
+        self.behind: Any = None if behind is None else behind.tier
         self.written: list[Content] = []  # what went to the tier behind the host; its bytes are the number
         self.bad_loads: set[int] = set()  # loads that brought garbage
         self.requests: list[Request] = []  # live ones, and released ones with a plan in flight
@@ -531,7 +532,7 @@ class ModelEngine:
         self.cache.invalidate()
         assert self.cache.blocks.free_count == self.kv_blocks and self.cache.stats().slots_used == 0
         if self.cache._store.host is not None:
-            assert self.cache._store.host.free_pages == self.cache._store.host.total_pages
+            assert self.cache._store.host.entries.free_pages == self.cache._store.host.entries.total_pages
 
     # -- contents ------------------------------------------------------------------------------------------------------
 
@@ -605,7 +606,7 @@ class ModelEngine:
         for node in self.cache._store.tree if tier is not None else ():
             content = self.expected.get(node.key)
             for entry in {node.host_block, node.host_slot} - {NO_BLOCK}:
-                assert self.host[tier._pages[entry]] in (content, GARBAGE), node
+                assert self.host[tier.entries.pages(entry)] in (content, GARBAGE), node
                 assert content is not None and len(content[1]) == node.depth_blocks * self.block_tokens, node
                 parent = None if node.parent is None else self.expected.get(node.parent.key)
                 assert parent is None or parent == (content[0], content[1][: -self.block_tokens]), node

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 )
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.tiers.base import TierBehind
 from tests.cache.model import BEHIND, ModelEngine, Request
 from tests.dictionary_tier import DictionaryTier
 
@@ -257,7 +258,7 @@ def run_seed(seed: int, steps: int, behind: list[str] | None = None) -> None:
     tier = random.Random(f"host {seed}")
     host = tier.choice([HOSTS[0], *HOSTS])
     if behind is not None:
-        host = tier.choice(HOSTS[1:4]) | {"behind": (BEHIND, DictionaryTier(tier.choice(behind)))}
+        host = tier.choice(HOSTS[1:4]) | {"behind": TierBehind(BEHIND, DictionaryTier(tier.choice(behind)))}
     cache = HybridPrefixCache(
         block_tokens=block_tokens,
         kv_blocks=kv_blocks,

@@ -139,8 +139,8 @@ def _speeds(context: Any) -> dict[str, float]:
                 source=DEVICE if to_host else HOST,
                 target=HOST if to_host else DEVICE,
                 device_id=node.block_id,
-                pages=tier.pages_of_entry(node.host_block),
-                tag=tier.tag_of_entry(node.host_block),
+                pages=tier.entries.pages(node.host_block),
+                tag=tier.entries.tag(node.host_block),
                 load_id=None if to_host else 0,
             )
             for node in nodes

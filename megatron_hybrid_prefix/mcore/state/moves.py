@@ -16,6 +16,7 @@ import torch
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.mcore.ranks.agreement import max_over_model_ranks, min_over_model_ranks
 from megatron_hybrid_prefix.tiers.arena import HostArena
+from megatron_hybrid_prefix.tiers.base import TierBehind
 from megatron_hybrid_prefix.tiers.pinned import choose_page_bytes
 from megatron_hybrid_prefix.tiers.registry import make_tier, tier_name
 from megatron_hybrid_prefix.tiers.units import HOST, Kind
@@ -59,7 +60,9 @@ class HostMoves:
         pages = min_over_model_ranks(int(prefix.host_gb * 2**30) // page_bytes, self._groups) or 0
         self.arena: HostArena | None = None
         setting = prefix.tier_behind_host
-        behind = None if setting is None else (tier_name(setting), make_tier(setting))
+        self._behind: TierBehind | None = None
+        if setting is not None:
+            self._behind = TierBehind(tier_name(setting), make_tier(setting), self._agree)
         try:
             self.arena = HostArena(
                 self._tensors,
@@ -68,7 +71,7 @@ class HostMoves:
                 pages_of=pages_of,
                 device=torch.cuda.current_device() if context.memory_buffer.is_cuda else "cpu",
                 verify=prefix.verify_host_loads,
-                behind=None if behind is None else behind[1],
+                behind=None if self._behind is None else self._behind.tier,
             )
         except (RuntimeError, MemoryError) as error:
             logger.warning("no host tier: %g GiB cannot be had as pinned memory: %s", prefix.host_gb, error)
@@ -86,10 +89,8 @@ class HostMoves:
             "host_state_share": prefix.host_state_share,
             "host_write_through": prefix.host_write_through,
         }
-        self._behind_name = ""
-        if behind is not None and pages:
-            self._behind_name = behind[0]
-            self.cache_fields |= {"behind": behind, "agree": self._agree}
+        if self._behind is not None and pages:
+            self.cache_fields["behind"] = self._behind
         # By load that the model has not waited for: in how many more rounds its request waits.
         self._launched: dict[int, int] = {}
 
@@ -183,8 +184,8 @@ class HostMoves:
             host.bytes_stored, host.bytes_loaded = self.arena.bytes_stored, self.arena.bytes_loaded
             times = [queue.seconds() for queue in (self.arena.stores, self.arena.loads)]
             host.seconds, host.seconds_waited = (sum(part) for part in zip(*times, strict=True))
-            if self._behind_name:
-                moved, behind = self.arena.behind_stats, stats.tiers[self._behind_name]
+            if self._behind is not None and self._behind.name in stats.tiers:
+                moved, behind = self.arena.behind_stats, stats.tiers[self._behind.name]
                 behind.full, behind.bytes_stored, behind.bytes_loaded = (
                     moved.full,
                     moved.bytes_stored,
