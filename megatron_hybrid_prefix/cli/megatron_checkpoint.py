@@ -219,7 +219,7 @@ def load(model: Any, platform: Any) -> None:
     from megatron.training.checkpointing import load_checkpoint
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from megatron_hybrid_prefix.layers.base import invalidate_layers
+    from megatron_hybrid_prefix.layers.kinds import invalidate_layers
 
     with megatron_at_work(platform):
         try:

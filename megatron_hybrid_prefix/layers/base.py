@@ -1,7 +1,7 @@
-"""`LayerKind`: all that the cache and the engine have to know of a kind of recurrent layer; and which kinds there are.
+"""`LayerKind`: all that the cache and the engine have to know of a kind of recurrent layer.
 
 One file adds a kind: it defines a `LayerKind` and calls `register_layer_kind`. Inside the package such a file lies in this
-folder; anywhere else it is a plugin (``plugins.py``). A kind says
+folder, and `kinds` imports it; anywhere else it is a plugin (``plugins.py``). A kind says
 
 - which modules of a built model are its layers, and what one state of such a layer is (`components`);
 - its chunk quantum: at whose multiples, counted from the start of a prompt, a prefill can give the state;
@@ -15,14 +15,12 @@ A model may have several kinds; a slot then holds the states of all of them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from megatron_hybrid_prefix.plugins import Registry
 from megatron_hybrid_prefix.pool.layout import StateComponent
-from megatron_hybrid_prefix.upstream.state_config import decoder_layers
 
 
 class LayerKind(ABC):
@@ -83,7 +81,8 @@ class LayerKind(ABC):
         return True
 
 
-_KINDS: Registry[LayerKind] = Registry("layer kind")
+KINDS: Registry[LayerKind] = Registry("layer kind")
+"""All kinds by name; those of the package are there once `kinds` is imported."""
 _ORIGINALS: dict[type, type] = {}
 _DERIVED: dict[tuple[type, type], type] = {}
 
@@ -94,57 +93,7 @@ def register_layer_kind(kind: LayerKind) -> None:
     Raises:
         ValueError: The name is empty or taken.
     """
-    _KINDS.register(kind.name, kind)
-
-
-def layer_kinds() -> Sequence[LayerKind]:
-    """All kinds, those of plugins included. Imports megatron, so a platform has to run.
-
-    Raises:
-        PluginError: A plugin cannot be imported.
-    """
-    from megatron_hybrid_prefix.layers import mamba2  # noqa: F401  (registers itself)
-
-    return [_KINDS[name] for name in _KINDS.names()]
-
-
-def kind_of(module: torch.nn.Module) -> LayerKind | None:
-    """The kind of a recurrent layer; None for any other module."""
-    return next((kind for kind in layer_kinds() if kind.is_layer(module)), None)
-
-
-def use_slot_mixers(model: Any) -> int:
-    """Make every recurrent layer of a built model read and write states by slot, in place.
-
-    Returns:
-        How many layers changed; 0 where all did already.
-    """
-    kinds, changed = layer_kinds(), 0
-    number_of = {
-        id(part): number for number, (_, layer) in enumerate(decoder_layers(model), 1) for part in layer.modules()
-    }
-    for module in model.modules():
-        for kind in kinds:
-            if kind.is_layer(module) and kind.put_on(module):
-                changed += 1
-                if id(module) in number_of:  # else it drafts, and keeps no state
-                    module.slot_layer_number = number_of[id(module)]
-    return changed
-
-
-def restore_mixers(model: Any) -> int:
-    """Undo `use_slot_mixers`; returns how many layers changed."""
-    kinds = layer_kinds()
-    return sum(kind.take_off(module) for module in model.modules() for kind in kinds)
-
-
-def invalidate_layers(model: Any) -> None:
-    """The model has new weights: what its recurrent layers derived from the old ones is stale."""
-    kinds = layer_kinds()
-    for module in model.modules():
-        for kind in kinds:
-            if kind.is_layer(module):
-                kind.invalidate(module)
+    KINDS.register(kind.name, kind)
 
 
 def _with_slots(slot_class: type, original: type) -> type:

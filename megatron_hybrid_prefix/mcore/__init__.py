@@ -22,9 +22,9 @@ _PARTS = {
     "HybridPrefixMambaMixer": "layers.mamba2",
     "install": "mcore.entrypoints.install",
     "installed": "mcore.entrypoints.install",
-    "restore_mixers": "layers.base",
+    "restore_mixers": "layers.kinds",
     "uninstall": "mcore.entrypoints.install",
-    "use_slot_mixers": "layers.base",
+    "use_slot_mixers": "layers.kinds",
 }
 
 __all__ = ["build_engine", "build_upstream_engine", *_PARTS]

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_hybrid_prefix.layers.base import invalidate_layers
+from megatron_hybrid_prefix.layers.kinds import invalidate_layers
 
 DIMENSIONS_FILE = "hybrid_model.json"
 # Says nothing about the weights: a checkpoint may be loaded into a model that differs in these.

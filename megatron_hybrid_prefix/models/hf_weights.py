@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_hybrid_prefix.layers.base import invalidate_layers
+from megatron_hybrid_prefix.layers.kinds import invalidate_layers
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 from megatron_hybrid_prefix.models.weights import (
     parameters_by_global_name,

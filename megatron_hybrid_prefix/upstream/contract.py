@@ -191,6 +191,7 @@ CONTEXT = rows_of(
         "mcore/context/admission mcore/context/context mcore/context/decode mcore/context/rows",
         "which rows there are",
     ),
+    attributes("padded_batch_dimensions", "upstream/mixer", "what a step decodes and prefills, padding included"),
     attributes("active_request_metadata", "mcore/engine/controller", "what active requests ask for, by row"),
     attributes(
         "token_to_input_ids", "mcore/context/decode", "tokens of a forward, from which those of an answer are known"
@@ -286,6 +287,7 @@ METADATA = rows_of(
         "upstream/metadata",
         "switched off: megatron's extraction of states",
     ),
+    attributes("batch_indices_decode device_decode_prefill", "upstream/mixer", "rows of a step, decoded and prefilled"),
     attributes("intermediate_chunk_indices", "upstream/metadata", "replaced by a property: to read it is an error"),
     calls("bind_cpu_buffers", "(self, bufs)", "upstream/context", "as megatron's allocation does"),
     calls("bind_gpu_buffers", "(self, gpu_view)", "upstream/context", "as megatron's allocation does"),

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.core.inference.contexts.attention_context.mamba_metadata import MambaMetadata
 
 if TYPE_CHECKING:
     from megatron.core.inference.batch_dimensions_utils import InferenceBatchDimensions
 
-    from megatron_hybrid_prefix.upstream.context import ContextSeam
+
+class PrefillListener(Protocol):
+    """Is told of each step that prefills: the context."""
+
+    def prepare_prefill(self, sequences: int, *, padded_tokens: int, padded_sequences: int) -> None:
+        """The coming step prefills the last ``sequences`` active rows; padding included, it has these sizes."""
+
+    def show_prefill(self) -> None:
+        """The step that was prepared is the one that runs."""
 
 
 class StateMetadata(MambaMetadata):
@@ -22,7 +30,7 @@ class StateMetadata(MambaMetadata):
         **fields: Megatron's.
     """
 
-    def __init__(self, context: ContextSeam, **fields: Any) -> None:
+    def __init__(self, context: PrefillListener, **fields: Any) -> None:
         super().__init__(max_intermediate_count=0, **fields)
         self._context = context
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
-from megatron_hybrid_prefix.layers.base import invalidate_layers
+from megatron_hybrid_prefix.layers.kinds import invalidate_layers
 from megatron_hybrid_prefix.mcore.entrypoints.build import build_upstream_engine
 from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config
 from megatron_hybrid_prefix.models import HybridModelConfig, build_hybrid_model, get_preset

@@ -34,18 +34,19 @@ def mode(name):
 
 def forbid_syncs(engine):
     """Plan, publish, and every part of a forward that this package runs: waiting for the GPU raises."""
+    from megatron_hybrid_prefix.layers.mamba2 import HybridPrefixPrefill  # needs a platform that runs
+
     context = engine.context
-    cache, metadata = context.prefix_cache, context.mamba_metadata
     parts = [
-        (cache, ("match", "admit", "plan", "publish", "release", "can_admit")),
-        (context, ("prefix_request", "_publish", "_prefill_spans", "_attach_blocks", "check_availability")),
-        (context, ("_allow_one_token_prefills", "_compute_prefix_match")),
-        (metadata, ("_cut_chunks", "copy_indices", "load_from_cpu")),
+        (context.prefix_cache, ("match", "admit", "plan", "publish", "release", "can_admit")),
+        (context, ("prefix_request", "check_availability", "blocks_of_chunk", "prepare_prefill", "show_prefill")),
+        (context, ("allow_one_token_prefills", "zero_live_states")),
+        (context.prefill_step, ("prepare", "copy", "show")),
     ]
     parts += [
-        (module, ("_dynamic_inference_prefill",))
+        (module, ("prefill",))
         for module in engine.controller.inference_wrapped_model.model.modules()
-        if hasattr(module, "_dynamic_inference_prefill")
+        if isinstance(module, HybridPrefixPrefill)
     ]
     called = Counter()
 
@@ -60,7 +61,6 @@ def forbid_syncs(engine):
     for owner, names in parts:
         for name in names:
             setattr(owner, name, forbidding(name, getattr(owner, name)))
-    metadata.prefill_spans = context._prefill_spans
     return called
 
 

@@ -15,9 +15,9 @@ def test_plan_publish_and_forward_do_not_wait_and_steps_wait_no_more_often_than_
     printed = run_script("syncs.py").strip().splitlines()[-1]
     print(printed)
     found = json.loads(printed)
-    for name in ("match", "admit", "plan", "publish", "release", "_publish", "_prefill_spans", "_cut_chunks"):
+    for name in ("match", "admit", "plan", "publish", "release", "prepare_prefill", "prepare", "copy", "show"):
         assert found["called"][name] >= 3, name
-    assert found["called"]["_dynamic_inference_prefill"] >= 9
+    assert found["called"]["prefill"] >= 9
     assert found["reused_tokens"] == 4 * 1024 and found["published"] > 0
     for kind in ("whole", "short tail", "long tail"):
         off, ours = found[f"off, {kind}"], found[f"ours, {kind}"]

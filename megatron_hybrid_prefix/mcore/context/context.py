@@ -23,7 +23,7 @@ from megatron_hybrid_prefix.layers.step import PrefillSpan, PrefillStep
 from megatron_hybrid_prefix.mcore.context import reports, rows
 from megatron_hybrid_prefix.mcore.context.admission import Admissions
 from megatron_hybrid_prefix.mcore.context.blocks import HybridPrefixBlockAllocator
-from megatron_hybrid_prefix.mcore.context.decode import DecodeProgress
+from megatron_hybrid_prefix.mcore.context.decode import DecodedStates
 from megatron_hybrid_prefix.mcore.context.loads import RequestLoads
 from megatron_hybrid_prefix.mcore.context.request import PrefixRequest, RequestBook
 from megatron_hybrid_prefix.mcore.context.verify import verify_plan
@@ -61,7 +61,7 @@ class HybridPrefixContext(ContextSeam):
     Attributes:
         prefix_config: Settings of the cache, or None.
         prefix_cache: The cache, or None.
-        state_pool: Memory of the recurrent states, or None.
+        states: The recurrent states, or None.
         prefill_step: What the coming step prefills, for the recurrent layers; None where there are none.
         host_moves: The host tier, or None.
         loads: Loads from the host tier, or None.
@@ -74,17 +74,16 @@ class HybridPrefixContext(ContextSeam):
 
     # Also what holds while megatron's constructor runs.
     prefix_cache: HybridPrefixCache | None = None
-    state_pool: StatePool | None = None
+    states: StateMemory | None = None
     prefill_step: PrefillStep | None = None
     host_moves: HostMoves | None = None
     loads: RequestLoads | None = None
     checkpoint_slots = 0
     next_prompt_token = 0
     prefix_config: HybridPrefixConfig | None = None
-    _states: StateMemory | None = None
     _admissions: Admissions | None = None
     _decisions: DecisionLog | None = None
-    _decode_progress: DecodeProgress | None = None
+    _decodes: DecodedStates | None = None
     _forward_running = _forward_failed = False
     _swapping_out = False  # megatron preempts requests
 
@@ -115,10 +114,6 @@ class HybridPrefixContext(ContextSeam):
         self._decisions = DecisionLog(self.config.pg_collection) if prefix.check_ranks else None
         if prefix.host_gb and self.checkpoint_slots:
             self.host_moves = HostMoves(self, prefix)
-        if self.checkpoint_slots and (prefix.decode_checkpoints or self.host_moves is not None):
-            self._decode_progress = DecodeProgress(
-                rows=self.max_requests, block_tokens=self.block_size_tokens, drafts=self.num_speculative_tokens
-            )
         counts = block_counts(self.kv_block_allocator)
         cache = self.prefix_cache = HybridPrefixCache(
             block_tokens=self.block_size_tokens,
@@ -132,6 +127,8 @@ class HybridPrefixContext(ContextSeam):
         )
         self.kv_block_allocator = HybridPrefixBlockAllocator(self, counts.total, counts.paused, cache=cache)
         cache.loads.set_block_routing(self.kv_block_allocator.block_routing.get)
+        if self.checkpoint_slots and (prefix.decode_checkpoints or self.host_moves is not None):
+            self._decodes = DecodedStates(self, cache, self._note, keep=prefix.decode_checkpoints)
         self._admissions = Admissions(self, cache, self._requests, self._note)
         if self.host_moves is not None:
             self.loads = RequestLoads(self, cache, self.host_moves, self._requests, self._note)
@@ -155,7 +152,7 @@ class HybridPrefixContext(ContextSeam):
         if self.prefix_config is not None:
             slots = layout.slots_within(int(self.prefix_config.mamba_gb * 2**30))
             self.checkpoint_slots = min_over_model_ranks(slots, self.config.pg_collection) or 0
-        states = self._states = StateMemory(
+        states = self.states = StateMemory(
             self._model_states,
             live_slots=self.max_requests,
             checkpoint_slots=self.checkpoint_slots,
@@ -165,16 +162,21 @@ class HybridPrefixContext(ContextSeam):
             device=torch.cuda.current_device(),
         )
         self.make_state_metadata()
-        self.state_pool, self.prefill_step = states.pool, states.step
+        self.prefill_step = states.step
         large = {f"mamba_{name}_states": tensor for name, tensor in states.pool.tensors.items()}
         large |= {f"mamba_intermediate_{name}_states": tensor for name, tensor in states.drafted.items()}
         for name, tensor in large.items():  # where megatron looks for them
             setattr(self, name, tensor)
         self.offload_with_engine(large)
 
+    @property
+    def state_pool(self) -> StatePool | None:
+        """Memory of the recurrent states by slot, or None."""
+        return None if self.states is None else self.states.pool
+
     def zero_live_states(self, slots: list[int]) -> None:
         """See ContextSeam."""
-        self.state_pool.zero(slots)
+        self.states.pool.zero(slots)
 
     def layer_states(self, layer_number: int, *, intermediate: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """See ContextSeam."""
@@ -188,15 +190,15 @@ class HybridPrefixContext(ContextSeam):
             layer_number: Of the layer on this pipeline stage, from 1.
             drafted: Those after each drafted token instead, (live slots, drafts + 1, *shape).
         """
-        return self._states.of_layer(self.layer_map[layer_number - 1], drafted=drafted)
+        return self.states.of_layer(self.layer_map[layer_number - 1], drafted=drafted)
 
     def deallocate_inference_state_buffers(self) -> None:
         """See upstream; the pool lets go of its tensors where megatron deletes them."""
         if self.host_moves is not None and self.is_tensor_state_allocated:
             self.host_moves.finish()
         super().deallocate_inference_state_buffers()
-        if self.state_pool is not None and not all(hasattr(self, f"mamba_{n}_states") for n in self.state_pool.tensors):
-            self._states = self.state_pool = None
+        if self.states is not None and not all(hasattr(self, f"mamba_{n}_states") for n in self.states.pool.tensors):
+            self.states = None
 
     # -- match, admit, plan --------------------------------------------------------------------------------------------
 
@@ -332,20 +334,15 @@ class HybridPrefixContext(ContextSeam):
         The blocks that megatron gave out are noted as the requests' last.
         """
         self._publish()
-        self._follow_decodes()
+        if self._decodes is not None:
+            self._decodes.follow()
         result = super().update_requests(active_requests_mask, new_tokens, new_speculative_tokens)
-        self._attach_blocks()
+        if self.prefix_cache is not None:
+            rows.attach_blocks(self, self.prefix_cache)
         if self.num_speculative_tokens:
-            self._find_blocks_of_tokens()
+            rows.find_blocks_of_tokens(self)
         self._forward_running = False
         return result
-
-    def _find_blocks_of_tokens(self) -> None:
-        # Megatron remembers each row's last block, and takes another row's once rows moved: a request's tokens before a
-        # block's end then go into somebody else's block.
-        tokens = slice(0, self.active_token_count)
-        table_columns = self.token_to_pos_ids[tokens] // self.block_size_tokens
-        self.token_to_block_idx[tokens] = self.request_to_kv_block_ids[self.token_to_request_idx[tokens], table_columns]
 
     def resolve_requests(self, active_requests_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See upstream and `update_requests`."""
@@ -396,53 +393,11 @@ class HybridPrefixContext(ContextSeam):
 
     def prepare_requests(self) -> None:
         """See upstream; the blocks it gave out are noted as the requests'."""
-        self._follow_decodes()
+        if self._decodes is not None:
+            self._decodes.follow()
         super().prepare_requests()
-        self._attach_blocks()
-
-    def _follow_decodes(self) -> None:
-        """Where a decode filled a block, the block gets its key, and the state at its end is kept.
-
-        Called when drafts are rewound and before the next forward is launched: live states are, in the order of the
-        stream, those after the tokens counted here, and the speculative ones still those after each token of the last
-        forward.
-        """
-        progress, cache = self._decode_progress, self.prefix_cache
-        if progress is None:
-            return
-        blocks = progress.advance(self)
-        if not blocks or not self.prefix_config.decode_checkpoints:
-            return
-        copies: dict[int, tuple[int, int]] = {}  # by target: with few slots, one request's may go to the next at once
-        for block in blocks:
-            known = cache.inspect.sequence_tokens(block.request_id)
-            tokens = progress.tokens(block.live_slot, known, block.end_tokens)
-            cache.append(block.request_id, tokens, computed_tokens=block.end_tokens)
-            slot = cache.checkpoint_decoded(block.request_id, block.end_tokens)
-            if slot is not None:
-                copies[slot] = block.live_slot, block.forward_token
-            self._note(
-                lambda block=block, slot=slot: (
-                    f"request {block.request_id} filled a block at {block.end_tokens}, slot {slot}"
-                )
-            )
-        if not copies:
-            return
-        if self.host_moves is not None:
-            self.host_moves.launch()  # what was in these slots
-        live_slots, forward_tokens = zip(*copies.values(), strict=True)
-        self._states.copy_decoded(list(copies), list(live_slots), list(forward_tokens))
-
-    def _attach_blocks(self) -> None:
-        unattached = () if self.prefix_cache is None else self.prefix_cache.blocks.unattached
-        if not unattached:
-            return
-        # A row's newest block is its last one; paused rows that were resumed are among the active ones by now.
-        of_rows = slice(0, self.total_request_count)
-        columns = (self.request_last_kv_block_id[of_rows].tolist(), self.request_ids[of_rows].tolist())
-        request_of = dict(zip(*columns, strict=True))
-        for block_id in unattached:
-            self.prefix_cache.blocks.attach(request_of[block_id], [block_id])
+        if self.prefix_cache is not None:
+            rows.attach_blocks(self, self.prefix_cache)
 
     # -- release -------------------------------------------------------------------------------------------------------
 
@@ -470,7 +425,7 @@ class HybridPrefixContext(ContextSeam):
         if self._swapping_out:
             slots = self.mamba_metadata.request_to_mamba_state_idx[request_indexes].tolist()
             for request_id, slot in zip(request_ids, slots, strict=True):
-                self.loads.swap_out(request_id, self._decode_progress.processed(slot), slot)
+                self.loads.swap_out(request_id, self._decodes.computed_tokens(slot), slot)
             self.host_moves.launch()
         for request_id in request_ids:
             plan = self._requests.take_plan(request_id)

@@ -1,10 +1,13 @@
-"""`DecodeProgress`: how far running requests have generated, and with which tokens."""
+"""How far running requests have generated and with which tokens (`DecodeProgress`), and what is kept of it (`DecodedStates`)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from megatron_hybrid_prefix.cache import HybridPrefixCache
 
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.upstream.context import ContextSeam
@@ -154,3 +157,55 @@ class DecodeProgress:
         self._recent[rows, positions % self._ring_tokens] = tokens
         self._processed[own] = ends[-1]
         return starts[-1]
+
+
+class DecodedStates:
+    """Where a decode fills a block, the block gets its key, and the state at its end is kept.
+
+    Args:
+        context: A `HybridPrefixContext` with a cache.
+        cache: Its cache.
+        note: Takes a decision that all ranks have to take alike, as a function that says it in words.
+        keep: Whether states are kept; else only the tokens are followed.
+    """
+
+    def __init__(
+        self, context: Any, cache: HybridPrefixCache, note: Callable[[Callable[[], str]], None], *, keep: bool
+    ) -> None:
+        self._context, self._cache, self._note, self._keep = context, cache, note, keep
+        self._progress = DecodeProgress(
+            rows=context.max_requests, block_tokens=context.block_size_tokens, drafts=context.num_speculative_tokens
+        )
+
+    def computed_tokens(self, live_slot: int) -> int:
+        """Tokens of the request in ``live_slot`` that have been computed, as of the last forward."""
+        return self._progress.processed(live_slot)
+
+    def follow(self) -> None:
+        """To be called when drafts are rewound, and before the next forward is launched.
+
+        Live states are then, in the order of the stream, those after the tokens counted here, and the speculative ones still
+        those after each token of the last forward.
+        """
+        blocks = self._progress.advance(self._context)
+        if not blocks or not self._keep:
+            return
+        copies: dict[int, tuple[int, int]] = {}  # by target: with few slots, one request's may go to the next at once
+        for block in blocks:
+            known = self._cache.inspect.sequence_tokens(block.request_id)
+            tokens = self._progress.tokens(block.live_slot, known, block.end_tokens)
+            self._cache.append(block.request_id, tokens, computed_tokens=block.end_tokens)
+            slot = self._cache.checkpoint_decoded(block.request_id, block.end_tokens)
+            if slot is not None:
+                copies[slot] = block.live_slot, block.forward_token
+            self._note(
+                lambda block=block, slot=slot: (
+                    f"request {block.request_id} filled a block at {block.end_tokens}, slot {slot}"
+                )
+            )
+        if not copies:
+            return
+        if self._context.host_moves is not None:
+            self._context.host_moves.launch()  # what was in these slots
+        live_slots, forward_tokens = zip(*copies.values(), strict=True)
+        self._context.states.copy_decoded(list(copies), list(live_slots), list(forward_tokens))

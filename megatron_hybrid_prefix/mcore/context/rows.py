@@ -1,4 +1,4 @@
-"""Rows of megatron's context: taking one out, putting one before the hidden row, comparing them with the cache.
+"""Rows of megatron's context: taking one out, putting one before the hidden row, their blocks, their agreement with the cache.
 
 A prompt that is computed in chunks has no row between two of them in megatron's count; its row lies hidden behind the
 last active one.
@@ -52,6 +52,31 @@ def move_hidden_row(context: ContextSeam, *, down: bool) -> None:
         context.request_to_kv_block_ids[source] = -1
     else:
         _clear_row(context, source)
+
+
+def find_blocks_of_tokens(context: ContextSeam) -> None:
+    """Says of each active token, drafts included, which KV block it goes into.
+
+    Megatron remembers each row's last block, and takes another row's once rows moved: a request's tokens before a block's
+    end then go into somebody else's block.
+    """
+    tokens = slice(0, context.active_token_count)
+    table_columns = context.token_to_pos_ids[tokens] // context.block_size_tokens
+    rows = context.token_to_request_idx[tokens]
+    context.token_to_block_idx[tokens] = context.request_to_kv_block_ids[rows, table_columns]
+
+
+def attach_blocks(context: ContextSeam, cache: HybridPrefixCache) -> None:
+    """Blocks that megatron gave out since are those of the rows whose last ones they are."""
+    unattached = cache.blocks.unattached
+    if not unattached:
+        return
+    # Paused rows that were resumed are among the active ones by now.
+    rows = slice(0, context.total_request_count)
+    columns = (context.request_last_kv_block_id[rows].tolist(), context.request_ids[rows].tolist())
+    request_of = dict(zip(*columns, strict=True))
+    for block_id in unattached:
+        cache.blocks.attach(request_of[block_id], [block_id])
 
 
 def check_rows(context: ContextSeam, cache: HybridPrefixCache) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_hybrid_prefix.layers.base import invalidate_layers, use_slot_mixers
+from megatron_hybrid_prefix.layers.kinds import invalidate_layers, use_slot_mixers
 from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
 from megatron_hybrid_prefix.mcore.engine.log_probs import StepLogProbs, cut_to_tokens
 from megatron_hybrid_prefix.mcore.engine.no_cache import NoCache

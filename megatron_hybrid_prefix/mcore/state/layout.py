@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_hybrid_prefix.layers.base import LayerKind, kind_of, layer_kinds
+from megatron_hybrid_prefix.layers.base import LayerKind
+from megatron_hybrid_prefix.layers.kinds import kind_of, layer_kinds
 from megatron_hybrid_prefix.layers.mamba2 import KIND as MAMBA2
 from megatron_hybrid_prefix.layers.mamba2 import mamba2_components
 from megatron_hybrid_prefix.mcore.ranks.agreement import of_all_stages
