@@ -161,7 +161,9 @@ class HostArena:
     def _run_behind(self, units: Sequence[BlockTransfer], *, take: bool) -> None:
         start = time.perf_counter()
         # Nothing that is on its way may still read or write these pages: from here on the CPU does.
-        self.finish()
+        for queue, mark in ((self.stores, self._stored), (self.loads, self._last_load)):
+            if mark is not None:
+                queue.finish(mark)
         for _, group in groupby(units, key=lambda unit: unit.tag.kind):
             batch = list(group)
             try:

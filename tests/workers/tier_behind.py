@@ -8,6 +8,7 @@ import sys
 import torch.distributed as dist
 
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+from tests.dictionary_tier import DictionaryTier
 from tests.engine_helpers import random_tokens
 from tests.limits import COLLECTIVE_HANG_S
 from tests.workers.launch import write_findings
@@ -18,7 +19,7 @@ HOST_GB = 0.0003
 PROMPTS = [random_tokens((2 + number % 3) * BLOCK_TOKENS + 9, seed=70 + number) for number in range(12)]
 
 
-def forgetful(behind):
+def forgetful(behind: DictionaryTier):
     """The last rank's tier refuses every third entry that it is offered."""
     take, offered = behind.take, iter(range(10**9))
 

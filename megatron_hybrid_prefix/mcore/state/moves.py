@@ -194,9 +194,10 @@ class HostMoves:
                 behind.seconds, behind.seconds_waited = moved.seconds, moved.seconds_waited
 
     def report(self) -> str:
-        """Size of the tier, in one line."""
+        """Size of the tier, and what is behind it, in one line."""
         fields = self.cache_fields
+        behind = f"; behind it: {self._behind.name}" if "behind" in fields else ""
         return (
             f"host tier: {fields['host_pages']} pages of {self._page_bytes / 2**20:.3f} MiB, {fields['host_kv_pages']} for a "
-            f"KV block, {fields['host_state_pages']} for a state"
+            f"KV block, {fields['host_state_pages']} for a state{behind}"
         )
