@@ -205,6 +205,26 @@ def test_new_weights_forget_what_is_behind_the_host(model):
     assert served.send(prompt).num_cached_tokens == 0
 
 
+@pytest.mark.parametrize("pages", [1, 2, 3, 4])
+def test_a_host_without_room_for_what_is_behind_it(pages):
+    """Four blocks and a state need five pages. What was fetched stays on the host; nothing else is left."""
+    tier = make_tier(NAME)
+    cache = HybridPrefixCache(
+        block_tokens=4, kv_blocks=9, state_slots=2, host_pages=pages, behind=TierBehind(NAME, tier), secret=b"test"
+    )
+    chain = cache.chain(range(17))
+    tags = [Tag(kind=Kind.KV, key=key, depth_tokens=4 * n, epoch=0) for n, key in enumerate(chain.keys, 1)]
+    tags.append(Tag(kind=Kind.STATE, key=chain.keys[-1], depth_tokens=16, epoch=0))
+    tier.take([Entry(tag, memoryview(b""), 0) for tag in tags])
+    match = cache.match(chain)
+    assert (match.kv_depth_blocks, match.loadable_blocks, match.resume_tokens) == (4, 4, 0)
+    assert cache.loads.begin_load_back(1, match) is None
+    cache.check_integrity()
+    assert len(list(cache.inspect.nodes())) == cache.stats().host_kv_blocks == pages
+    assert [unit.tag for unit in cache.loads.take_transfers()] == tags[:pages]
+    assert cache.admit(1, cache.match(chain)).resume_tokens == 0
+
+
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 

@@ -173,8 +173,7 @@ class HostTier:
             entry = fetch(node)
             if entry is None:
                 self.entries.unpin([*pinned, *fetched])
-                for unused in reversed(nodes):
-                    tree.prune(unused)
+                tree.prune(end)
                 return None
             self.entries.pin([entry])
             fetched.append(entry)

@@ -338,7 +338,7 @@ def run_seed(seed: int, steps: int, behind: list[str] | None = None) -> None:
             cache.invalidate()
         elif what == 7:
             engine.reset()
-        if host and tier.random() < 0.02:
+        if host and tier.random() < (0.02 if behind is None else 0.15):
             engine.spoil(tier.randrange(1000))
         engine.check()
         STEPS["steps"] += 1
@@ -371,8 +371,9 @@ def test_random_traffic_with_a_tier_behind_the_host(seeds):
         run_seed(seed, 150, behind=["", "20", "3"])
     print(dict(STEPS))
     moves = ("stored", "loaded", "admitted from the host", "taken behind", "given back", "spoilt behind", "load failed")
-    for what in (*moves, "not given back"):
+    for what in moves:
         assert STEPS[what] >= len(seeds) / 30, f"{what}: only {STEPS[what]} times"
+    assert STEPS["not given back"] > 0
 
 
 @pytest.mark.slow
