@@ -38,4 +38,4 @@ if ! has_packages "$python"; then
 fi
 cd "$root"
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-exec "$python" -m tests.functional.run "$@"
+exec "$python" -m tests.distributed.functional.run "$@"

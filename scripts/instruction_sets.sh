@@ -13,4 +13,4 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/bootstrap.sh"
 cd "$MHP_ROOT"
 export PYTHONPATH=$MHP_ROOT${PYTHONPATH:+:$PYTHONPATH}
-exec "$MHP_PYTHON" -m tests.instruction_sets "$@"
+exec "$MHP_PYTHON" -m tests.harness.instruction_sets "$@"

@@ -10,7 +10,7 @@ import os
 
 import pytest
 
-from tests.limits import THREADS
+from tests.harness.limits import THREADS
 
 os.environ["OMP_NUM_THREADS"] = str(THREADS)
 
@@ -48,7 +48,7 @@ def tiny(platform):
 @pytest.fixture(scope="session")
 def tiny_reference(tiny):
     """``tiny`` in float64."""
-    from tests.naive_model import NaiveHybridModel
+    from tests.harness.naive_model import NaiveHybridModel
 
     return NaiveHybridModel(tiny, tiny.hybrid_config)
 

@@ -1,6 +1,6 @@
 """Speed and memory of the control plane: keys, prefix tree, slots and blocks as numbers. No torch, no megatron.
 
-The scenario `index` reports the figures; `tests/cache/test_speed.py` counts the steps behind them.
+The scenario `index` reports the figures; `tests/core/test_speed.py` counts the steps behind them.
 """
 
 from __future__ import annotations

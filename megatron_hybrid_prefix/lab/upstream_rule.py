@@ -1,7 +1,7 @@
 """megatron-core 0.19's own rule for KV blocks and recurrent states, for requests that run one after another.
 
 What its classes decide (`DynamicInferenceContext`, `KVBlockAllocator`, `MambaSlotAllocator`, with the LRU policy), without
-their tensors and in O(log n) a step; `tests/test_replay_upstream.py` compares the two request by request.
+their tensors and in O(log n) a step; `tests/lab/test_replay_upstream.py` compares the two request by request.
 
 - A prompt resumes from the deepest state within its KV match. A prompt that would leave fewer than two tokens to compute is
   moved one block back, whether there is a state or not (there, upstream computes from a zero state; the skipped

@@ -5,7 +5,7 @@ used, and what for. `check_contract` compares the table with the installed versi
 that upstream renamed would otherwise leave an override an orphan, without a word. Not in it: the names that are replaced
 (``platform/patches.py``, ``mcore/entrypoints/patches.py``), which are checked when they are, and megatron's documented ways to build models.
 
-A row is to be added here when a test of ``tests/test_contract.py`` asks for it. Longer than 400 lines because it is one table.
+A row is to be added here when a test of ``tests/upstream/test_contract.py`` asks for it. Longer than 400 lines because it is one table.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from megatron_hybrid_prefix.policy.boundaries import Boundary, Reason
-from tests.engine_helpers import greedy, random_tokens
+from tests.harness.engine_helpers import greedy, random_tokens
 
 CHECKPOINTS = 4
 MOVING = ("copy_", "index", "gather", "scatter", "clone", "cat", "contiguous")

@@ -4,7 +4,7 @@
 
 Random prompts are sent at once, a step of chunked prefill holds ``--max-tokens``, and 32 given tokens are decoded after
 each. The truth is the same weights in float64, computed whole, without chunks and without a state
-(`tests/quadratic_model.py`). The engines: megatron's, cache off; this package's, its cache on (random prompts share
+(`tests/harness/quadratic_model.py`). The engines: megatron's, cache off; this package's, its cache on (random prompts share
 nothing); both with float32 states, and both with all in float32. ``--preset upstream-test`` is the hybrid model of
 megatron-core's ``TestChunkedPrefillCudaGraphs``, initialised as megatron does: its logits are close together, and in
 bfloat16 the best two are often the same number. ``--upstream-prompts``: that test's three prompts, which chunked prefill
@@ -30,8 +30,8 @@ from megatron_hybrid_prefix.mcore.entrypoints.build import build_upstream_engine
 from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config
 from megatron_hybrid_prefix.models import HybridModelConfig, build_hybrid_model, get_preset
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from tests.engine_helpers import greedy, random_tokens
-from tests.quadratic_model import QuadraticHybridModel
+from tests.harness.engine_helpers import greedy, random_tokens
+from tests.harness.quadratic_model import QuadraticHybridModel
 
 UPSTREAM_TEST = HybridModelConfig(
     layer_pattern="M*-",

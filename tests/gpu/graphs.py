@@ -14,7 +14,7 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore.runner import release_engine
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from tests.engine_helpers import greedy, random_tokens
+from tests.harness.engine_helpers import greedy, random_tokens
 
 NEW_TOKENS = 24
 PREFIX_TOKENS = 512

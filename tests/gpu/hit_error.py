@@ -16,7 +16,7 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.layers.kinds import invalidate_layers
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from tests.engine_helpers import greedy, random_tokens
+from tests.harness.engine_helpers import greedy, random_tokens
 
 PREFIX_TOKENS, OWN_TOKENS, FORCED_TOKENS, BATCH = 1024, 40, 32, 8
 

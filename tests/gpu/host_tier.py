@@ -11,7 +11,7 @@ import torch
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from tests.engine_helpers import greedy, kv_budget, random_tokens, run_to_end, state_bytes
+from tests.harness.engine_helpers import greedy, kv_budget, random_tokens, run_to_end, state_bytes
 
 PROMPTS, ROUNDS, BLOCK = 12, 4, 256
 

@@ -16,7 +16,7 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore import build_upstream_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from tests.engine_helpers import greedy, random_tokens
+from tests.harness.engine_helpers import greedy, random_tokens
 
 PREFIX_TOKENS = 1024
 

@@ -11,7 +11,7 @@ import torch
 for package in ("starlette", "uvicorn", "prometheus_client"):
     pytest.importorskip(package)
 
-from tests.server_process import HIT, PROMPT, started  # noqa: E402
+from tests.harness.server_process import HIT, PROMPT, started  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

@@ -13,8 +13,8 @@ import torch
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from tests.engine_helpers import NOISES, assert_matches, greedy, random_tokens, run_to_end
-from tests.naive_model import UNIT_ROUNDOFF, NaiveHybridModel
+from tests.harness.engine_helpers import NOISES, assert_matches, greedy, random_tokens, run_to_end
+from tests.harness.naive_model import UNIT_ROUNDOFF, NaiveHybridModel
 
 LENGTHS = (2, 65, 129, 200)
 

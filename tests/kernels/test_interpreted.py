@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.limits import HANG_S
+from tests.harness.limits import HANG_S
 
 FOLDER = Path(__file__).parent
 pytest.importorskip("triton")

@@ -1,0 +1,632 @@
+"""The command `tools/bench.py`: its arithmetic, bad input, and that each scenario measures what it says it does."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_hybrid_prefix.bench import engines, runner
+from megatron_hybrid_prefix.bench.forced import forced_answers
+from megatron_hybrid_prefix.bench.stats import Metric, median, percentile, ratio, rotated, summarise
+from megatron_hybrid_prefix.cli import bench
+from megatron_hybrid_prefix.console.terminal import InputError
+from tests.harness.engine_helpers import LOG_PROB_NOISE
+from tests.harness.limits import HANG_S
+from tests.harness.selection import mostly_slow
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools" / "bench.py"
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+# Nothing here needs a good figure.
+SMALL = {
+    "shared_prefix": ("--shared-tokens", 512, "--own-tokens", 300, "--cold-prompts", 2, "--generate", 2),
+    "no_reuse": ("--requests", 3, "--prompt-tokens", 300, "--generate", 5),
+    "pressure": ("--prefixes", 8, "--shared-tokens", 512, "--requests", 20, "--generate", 3, "--running", 2),
+    "multi_turn": ("--turns", 3, "--new-tokens", 150, "--generate", 20),
+    "first_sighting": ("--shared-tokens", 512, "--own-tokens", 300, "--generate", 2),
+    "herd": ("--requests", 3, "--prefix-blocks", 2, "--own-tokens", 300, "--generate", 2),
+    "host_tier": ("--prompts", 4, "--shared-tokens", 512, "--own-tokens", 60, "--generate", 2),
+    "samples": ("--samples", 3, "--prompt-tokens", 600, "--generate", 3),
+    "index": ("--index-blocks", 4800, "--long-prompt-tokens", 30000, "--steps", 12, "--requests", 3),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engine_imported(platform: Any) -> None:
+    """Import the engine before a test captures stderr: upstream wants its file number at import."""
+    import megatron.core.inference.engines  # noqa: F401
+
+
+@pytest.fixture
+def measure(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """A function that runs the command with small sizes in this process and reads what it saved."""
+
+    def run(scenario: str, *argv: object, code: int = 0) -> dict[str, Any]:
+        path = tmp_path / "result.json"
+        assert bench.main([scenario, *map(str, (*SMALL[scenario], *argv)), "--json", str(path)]) == code
+        data = json.loads(path.read_text())
+        for metric in data["metrics"].values():
+            assert_consistent(metric)
+        return data
+
+    return run
+
+
+def assert_consistent(metric: dict[str, Any]) -> None:
+    """Medians are those of the samples, ratios are quotients of the medians."""
+    for engine, value in metric["median"].items():
+        known = sorted(sample for sample in metric["samples"][engine] if sample is not None)
+        if value is not None:
+            middle = known[(len(known) - 1) // 2 : len(known) // 2 + 1]
+            assert value == pytest.approx(sum(middle) / len(middle))
+    for pair, value in metric["ratio"].items():
+        engine, to = (metric["median"][name] for name in pair.split("/"))
+        if value is None:
+            assert engine is None or not to
+        else:
+            assert value == pytest.approx(engine / to)
+
+
+def samples(data: dict[str, Any], name: str, engine: str) -> list[Any]:
+    return data["metrics"][name]["samples"][engine]
+
+
+# --- Arithmetic ------------------------------------------------------------------------------------------------------
+
+
+def test_the_order_rotates() -> None:
+    names = ["off", "upstream", "ours"]
+    assert [rotated(names, shift) for shift in range(4)] == [
+        ["off", "upstream", "ours"],
+        ["upstream", "ours", "off"],
+        ["ours", "off", "upstream"],
+        ["off", "upstream", "ours"],
+    ]
+    assert rotated(names, -1) == ["ours", "off", "upstream"]
+    assert rotated([], 3) == []
+    assert names == ["off", "upstream", "ours"]
+
+
+def test_median_and_ratio() -> None:
+    assert median([3.0, 1.0, 2.0]) == 2.0
+    assert median([4.0, None, 1.0]) == 2.5
+    assert median([None]) is None
+    assert median([]) is None
+    assert ratio(3.0, 2.0) == 1.5
+    assert ratio(0.0, 2.0) == 0.0
+    assert ratio(1.0, 0.0) is ratio(None, 1.0) is ratio(1.0, None) is None
+
+
+def test_percentile() -> None:
+    assert percentile([3.0, 1.0, 2.0], 0.99) == 3.0
+    assert percentile([float(n) for n in range(100, 0, -1)], 0.99) == 99.0
+    assert percentile([float(n) for n in range(1, 201)], 0.5) == 100.0
+    assert percentile([7.0], 0.0) == 7.0
+    assert percentile([], 0.99) is None
+
+
+def test_a_summary_has_samples_medians_and_ratios_of_medians() -> None:
+    metrics = [Metric(name="t_ms", label="t"), Metric(name="n", label="n", ratios=False)]
+    rounds = {
+        "off": [{"t_ms": 10.0, "n": 1}, {"t_ms": 30.0, "n": 1}, {"t_ms": 20.0, "n": 1}],
+        "upstream": [{"t_ms": 5.0, "n": 2}],
+        "ours": [{"t_ms": 4.0}, {"t_ms": 5.0}, {"t_ms": 60.0}],
+    }
+    report = summarise(metrics, rounds, crashed=["upstream"])
+    assert report["t_ms"]["samples"]["off"] == [10.0, 30.0, 20.0]
+    assert report["t_ms"]["samples"]["upstream"] == [5.0]
+    assert report["t_ms"]["median"] == {"off": 20.0, "upstream": None, "ours": 5.0}
+    assert report["t_ms"]["ratio"] == {"upstream/off": None, "ours/off": 0.25, "ours/upstream": None}
+    assert report["n"]["median"] == {"off": 1, "upstream": None, "ours": None}
+    assert report["n"]["ratio"] == {}
+
+
+# --- Bad input: one line, exit code 2, nothing written ---------------------------------------------------------------
+
+BAD_OPTIONS = {
+    "no scenario": ([], "required: SCENARIO"),
+    "unknown scenario": (["everything"], "invalid choice: 'everything'"),
+    "unknown engine": (["no_reuse", "--engine", "off,best"], "no engine 'best'; there are: off, upstream, ours"),
+    "engine twice": (["no_reuse", "--engine", "off,off"], "--engine: off,off names an engine twice"),
+    "unknown preset": (["no_reuse", "--preset", "huge"], "no preset 'huge'; there are: tiny"),
+    "another scenario's size": (["no_reuse", "--shared-tokens", "8"], "unrecognized arguments: --shared-tokens 8"),
+    "no repeats": (["index", "--repeats", "0"], "argument --repeats: '0' is not a whole number above 0"),
+    "bad fraction": (["pressure", "--budget-fraction", "half"], "'half' is not a number above 0"),
+    "no pressure": (["pressure", "--budget-fraction", "1.5"], "1.5 leaves no pressure"),
+    "too few prefixes": (["pressure", "--prefixes", "4"], "4 running requests need as many KV blocks as all prefixes"),
+    "prefix below a block": (["pressure", "--shared-tokens", "200"], "200 is less than a block of 256 tokens"),
+    "no turn with a history": (["multi_turn", "--turns", "1"], "--turns 1: no turn has a history"),
+    "turns longer than the model": (
+        ["multi_turn", "--turns", "99"],
+        "25680 + 60 tokens are more than tiny takes: 16896",
+    ),
+    "shared part below a block": (["first_sighting", "--shared-tokens", "9"], "9 is less than a block of 256 tokens"),
+    "too large a herd": (["herd", "--max-requests", "3"], "--requests 4 cannot run at once with --max-requests 3"),
+    "too many samples": (["samples", "--max-requests", "3"], "--samples 4 cannot run at once with --max-requests 3"),
+    "samples of a block": (["samples", "--prompt-tokens", "256"], "256 does not go beyond a block of 256 tokens"),
+    "too small an index": (["index", "--index-blocks", "9"], "--index-blocks 9 is too few"),
+    "too long a prompt": (["index", "--index-blocks", "2000", "--long-prompt-tokens", "600000"], "more than the index"),
+    "too many at once": (["index", "--requests", "5", "--max-requests", "4"], "cannot run at once"),
+    "longer than the model": (["no_reuse", "--prompt-tokens", "16890"], "16890 + 16 tokens are more than tiny takes"),
+    "longer than a step": (["no_reuse", "--max-tokens", "64"], "512 tokens are more than --max-tokens 64"),
+    "unaligned step": (["no_reuse", "--max-tokens", "65"], "--max-tokens 65 is not a multiple of 64"),
+    "tp does not divide": (["no_reuse", "--tp", "3"], "tp=3 does not divide"),
+    "no such folder": (["no_reuse", "--json", "absent/r.json"], "cannot write absent/r.json: there is no folder"),
+    "graphs on CPU": (["no_reuse", "--cuda-graphs", "2"], "needs a CUDA device"),
+    "too little for upstream": (["no_reuse", "--mamba-gb", "0.0001"], "engine upstream: Mamba prefix cache budget"),
+    "too little for all": (["no_reuse", "--buffer-gb", "0.0001"], "engine off: buffer_size_gb=0.0001 is too small"),
+    "too few KV blocks": (
+        ["shared_prefix", "--buffer-gb", "0.0017", "--max-requests", "4", "--own-tokens", "600"],
+        "engine off: 1624 prompt tokens and 4 to generate need 7 KV blocks of 256 tokens, there are 5",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_OPTIONS)
+def test_bad_options(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    argv, message = BAD_OPTIONS[case]
+    output = [] if "--json" in argv or len(argv) < 2 else ["--json", "result.json"]
+    assert bench.main([*argv, *output]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert message in error
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- Scenarios -------------------------------------------------------------------------------------------------------
+
+
+def test_shared_prefix(measure: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    data = measure("shared_prefix", "--repeats", 2)
+    for engine in ("off", "upstream", "ours"):
+        # New prompts in each repeat: the first sighting finds nothing.
+        assert samples(data, "reused_tokens_1", engine) == [0, 0]
+        for sighting in range(1, 5):
+            computed = samples(data, f"computed_tokens_{sighting}", engine)
+            reused = samples(data, f"reused_tokens_{sighting}", engine)
+            assert [c + r for c, r in zip(computed, reused, strict=True)] == [812, 812]
+            assert min(samples(data, f"first_token_{sighting}_ms", engine)) > 0
+    for sighting in range(1, 5):
+        assert samples(data, f"reused_tokens_{sighting}", "off") == [0, 0]
+    # At the latest the second sighting shows that 512 tokens are shared and keeps their state, and the third uses it.
+    ours = [data["metrics"][f"reused_tokens_{n}"]["median"]["ours"] for n in range(1, 5)]
+    assert ours in ([0, 0, 512, 512], [0, 512, 512, 512])
+    assert data["metrics"]["computed_tokens_3"]["ratio"]["ours/off"] == pytest.approx(300 / 812)
+    assert data["metrics"]["cold_tokens"]["median"] == {"off": 300, "upstream": 300, "ours": 300}
+    hit, cold = (samples(data, name, "ours") for name in ("first_token_4_ms", "cold_first_token_ms"))
+    assert samples(data, "hit_over_cold", "ours") == pytest.approx([a / b for a, b in zip(hit, cold, strict=True)])
+    assert samples(data, "hit_over_cold", "off") == [None, None]
+    assert data["engines"]["ours"]["prefix_stats"]["reused_tokens"] == 3 * sum(ours)  # the warm-up round, too
+    assert data["engines"]["off"]["prefix_stats"] is None
+
+    assert data["versions"]["megatron-core"] and data["hardware"]["cores"] >= 1
+    assert data["command"].endswith(f"--json {data['options']['json']}")
+    assert (data["options"]["repeats"], data["options"]["preset"], data["options"]["cuda_graphs"]) == (2, "tiny", 0)
+    output = capsys.readouterr().out
+    assert "sighting 3: tokens reused" in output and "ours/upstream" in output
+    assert "rounds: 1 to warm up, 2 timed" in output and "wrote" in output
+
+
+def test_cold_prompts_are_as_long_as_what_a_hit_computed(measure: Any) -> None:
+    """500 shared tokens are one block and 244 more that a hit computes with its own 300."""
+    data = measure("shared_prefix", "--repeats", 1, "--shared-tokens", 500, "--engine", "off,ours")
+    assert samples(data, "computed_tokens_4", "ours") == samples(data, "cold_tokens", "ours") == [544]
+    assert samples(data, "cold_tokens", "off") == [300]
+    assert list(data["engines"]) == ["off", "ours"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheduling", [(), ("--async-scheduling",)], ids=["legacy", "async"])
+def test_multi_turn(scheduling: tuple[str, ...], measure: Any) -> None:
+    """2 conversations with prompts of 150, 320 and 490 tokens."""
+    data = measure("multi_turn", "--repeats", 2, *scheduling)
+    for engine in ("off", "upstream", "ours"):
+        assert samples(data, "generated_tokens", engine) == [2 * 3 * 20] * 2
+        assert samples(data, "failed_requests", engine) == [0, 0]
+        computed, reused = (samples(data, name, engine) for name in ("computed_tokens", "reused_tokens"))
+        assert [c + r for c, r in zip(computed, reused, strict=True)] == [2 * (150 + 320 + 490)] * 2
+        # The first turn is all new, and the mean is that of the others.
+        means = samples(data, "mean_turn_computed_tokens", engine)
+        assert computed == [2 * 150 + 4 * mean for mean in means]
+        most = samples(data, "max_turn_computed_tokens", engine)
+        assert all(mean <= value <= 490 for mean, value in zip(means, most, strict=True))
+        medians, p99 = (samples(data, f"first_token_{name}_ms", engine) for name in ("median", "p99"))
+        assert all(0 < middle <= high for middle, high in zip(medians, p99, strict=True))
+        rates, walls = (samples(data, name, engine) for name in ("tokens_per_second", "wall_s"))
+        assert rates == pytest.approx([120 / wall_s for wall_s in walls])
+    assert samples(data, "max_turn_computed_tokens", "off") == [490, 490]
+    assert samples(data, "last_quarter_reused_share", "off") == [0, 0]
+    # Upstream keeps the state behind the last full block of a prompt: turn 3 resumes at 256.
+    assert samples(data, "last_quarter_reused_share", "upstream") == [256 / 490] * 2
+    assert samples(data, "max_turn_computed_tokens", "upstream") == [320, 320]
+    assert max(samples(data, "max_turn_computed_tokens", "ours")) <= 320
+    assert min(samples(data, "last_quarter_reused_share", "ours")) >= 256 / 490
+    assert data["metrics"]["max_turn_computed_tokens"]["goal"] == "<= 406"
+
+
+def test_first_sighting(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[str, tuple[int, ...], Any]] = []
+    send = engines.Contestant.send
+
+    def recording(self: Any, prompts: list[list[int]], generate: int, **options: Any) -> Any:
+        sent.append((self.name, tuple(prompts[0][:512]), options["attributes"]))
+        return send(self, prompts, generate, **options)
+
+    monkeypatch.setattr(engines.Contestant, "send", recording)
+    data = measure("first_sighting", "--repeats", 1)
+    for variant in ("named", "plain"):
+        computed = {
+            engine: [samples(data, f"computed_tokens_{n}_{variant}", engine)[0] for n in (1, 2, 3)]
+            for engine in ("off", "upstream", "ours")
+        }
+        assert computed["off"] == [812, 812, 812]
+        assert computed["upstream"] == [812, 812, 300]  # it ignores the hint
+        assert computed["ours"][0] == 812 and computed["ours"][1] <= 812 and computed["ours"][2] == 300
+        for engine in computed:
+            second, third = (samples(data, f"first_token_{n}_{variant}_ms", engine)[0] for n in (2, 3))
+            assert samples(data, f"second_over_third_{variant}", engine) == pytest.approx([second / third])
+    named = [{"cache_breakpoints": [512]}]
+    for engine in ("off", "upstream", "ours"):
+        own = [(shared, attributes) for name, shared, attributes in sent if name == engine]
+        assert [attributes for _, attributes in own] == [named, [{}]] * 3 * 2
+        assert len({shared for shared, _ in own}) == 4  # a prefix a variant, and new ones in each round
+
+
+def test_herd(measure: Any) -> None:
+    data = measure("herd", "--repeats", 2, "--block-size-tokens", 128)
+    assert "2 shared blocks (256 tokens) + 300 own tokens" in data["workload"]
+    for engine in ("off", "upstream", "ours"):
+        computed, reused = (samples(data, name, engine) for name in ("computed_tokens", "reused_tokens"))
+        assert [c + r for c, r in zip(computed, reused, strict=True)] == [3 * 556] * 2
+        times = samples(data, "prefix_computed_times", engine)
+        assert times == [(value - 3 * 300) / 256 for value in computed]
+        assert all(1 <= value <= 3 for value in times)
+        assert samples(data, "failed_requests", engine) == [0, 0]
+        earliest, latest, walls = (
+            samples(data, name, engine) for name in ("earliest_first_token_ms", "latest_first_token_ms", "wall_s")
+        )
+        assert all(0 < a <= b <= 1000 * c for a, b, c in zip(earliest, latest, walls, strict=True))
+    assert samples(data, "prefix_computed_times", "off") == [3, 3]
+
+
+def test_samples(measure: Any) -> None:
+    """Prompts of 2 blocks of 256 and 88 more: what is computed once is 600, the others need 88 each."""
+    data = measure("samples", "--repeats", 1)
+    assert samples(data, "computed_tokens", "off") == [3 * 600]
+    assert samples(data, "reused_tokens", "off") == [0]
+    for engine in ("off", "upstream", "ours"):
+        (computed,) = samples(data, "computed_tokens", engine)
+        assert 600 + 2 * 88 <= computed <= 3 * 600
+        assert samples(data, "computed_over_bound", engine) == pytest.approx([computed / 776])
+        assert samples(data, "generated_tokens", engine) == [9]
+    assert data["metrics"]["computed_tokens"]["goal"] == "<= 776"
+
+
+def test_no_reuse(measure: Any) -> None:
+    data = measure("no_reuse", "--repeats", 3)
+    for engine in ("off", "upstream", "ours"):
+        assert samples(data, "generated_tokens", engine) == [3 * 5] * 3
+        assert samples(data, "computed_tokens", engine) == [3 * 300] * 3
+        assert samples(data, "reused_tokens", engine) == samples(data, "failed_requests", engine) == [0] * 3
+        rates, walls = (samples(data, name, engine) for name in ("tokens_per_second", "wall_s"))
+        assert rates == pytest.approx([15 / wall_s for wall_s in walls])
+    assert set(data["metrics"]["tokens_per_second"]["ratio"]) == {"upstream/off", "ours/off", "ours/upstream"}
+
+
+@pytest.mark.slow
+def test_pressure(measure: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    data = measure("pressure", "--repeats", 2)
+    # Half of 8 prefixes of 2 blocks, half of 8 states; the same bytes for all.
+    assert {name: engine["kv_blocks"] for name, engine in data["engines"].items()} == dict.fromkeys(data["engines"], 8)
+    assert data["engines"]["ours"]["state_slots"] == 4
+    stats = data["engines"]["ours"]["prefix_stats"]
+    assert stats["slots_used"] <= stats["slots_total"] == 4
+    assert min(samples(data, "evictions", "ours")) > 0
+    assert min(samples(data, "kv_evictions", "ours")) > 0
+    assert sum(samples(data, "reused_tokens", "off")) == 0
+    for engine in ("off", "ours"):
+        assert data["engines"][engine]["status"] == "completed"
+        assert samples(data, "failed_requests", engine) == [0, 0]
+        assert samples(data, "generated_tokens", engine) == [20 * 3] * 2
+        computed, reused = (samples(data, name, engine) for name in ("computed_tokens", "reused_tokens"))
+        assert [c + r for c, r in zip(computed, reused, strict=True)] == [20 * 612] * 2
+    assert 0 < min(samples(data, "reused_share", "ours")) <= max(samples(data, "reused_share", "ours")) <= 1
+    assert min(samples(data, "reused_tokens", "ours")) >= 512
+    upstream = data["engines"]["upstream"]
+    output = capsys.readouterr().out
+    if upstream["status"] == "crashed":
+        assert data["metrics"]["wall_s"]["median"]["upstream"] is None
+        assert f"slots; crashed: {upstream['error']}\n" in output
+        assert "Traceback" in upstream["traceback"]
+
+
+@pytest.mark.slow
+def test_host_tier(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All come to the end, also after what capturing CUDA graphs leaves: a reset in inference mode."""
+    import torch
+
+    from megatron_hybrid_prefix import mcore
+
+    build_engine = mcore.build_engine
+
+    def captured(*args: Any, **kwargs: Any) -> Any:
+        engine = build_engine(*args, **kwargs)
+        with torch.inference_mode():
+            engine.context.reset()
+        return engine
+
+    monkeypatch.setattr(mcore, "build_engine", captured)
+    data = measure("host_tier", "--repeats", 2)
+    assert {engine["error"] for engine in data["engines"].values()} == {None}
+    assert {engine["kv_blocks"] for engine in data["engines"].values()} == {6}  # of the 12 that the prompts take
+    assert samples(data, "reused_share", "off") == [0.0, 0.0]
+    assert max(samples(data, "reused_share", "upstream")) <= 0.5  # nothing comes back to it
+    assert samples(data, "reused_share", "ours") == [1.0, 1.0]
+    assert min(samples(data, "loaded_mb", "ours")) > 0
+
+
+def test_engines_run_in_inference_mode(platform: Any, tiny: Any) -> None:
+    """Also where a scenario steps them itself, and where a batch is run without the bench."""
+    import torch
+
+    from megatron_hybrid_prefix.mcore import build_engine
+    from megatron_hybrid_prefix.mcore.runner import run_batch
+
+    contestant = engines.Contestant("off", {}, lambda: False)
+    with contestant.attempt():
+        assert torch.is_inference_mode_enabled()
+    engine, modes = build_engine(tiny), []
+    run_batch(
+        engine,
+        [[1, 2]],
+        engines.greedy(1),
+        on_step=lambda *counts: modes.append(torch.is_inference_mode_enabled()),
+    )
+    assert modes == [True]
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_a_budget_too_small_for_upstream_is_a_result(measure: Any) -> None:
+    """Its scratch alone takes 3 slots."""
+    data = measure("pressure", "--repeats", 1, "--budget-fraction", 0.3, "--engine", "upstream,ours")
+    assert data["engines"]["upstream"]["error"].startswith("ValueError: Mamba prefix cache budget")
+    assert "kv_blocks" not in data["engines"]["upstream"]
+    assert data["engines"]["ours"]["state_slots"] == 2
+    assert samples(data, "failed_requests", "ours") == [0]
+
+
+def test_index(measure: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    data = measure("index", "--repeats", 2)
+    plane = {name: metric["samples"]["cache"] for name, metric in data["control_plane"].items()}
+    assert all(len(values) == 2 and min(values) > 0 for values in plane.values())
+    parts = [plane[f"index_{part}_ms"] for part in ("keys", "match", "admit", "plan")]
+    assert [sum(values) for values in zip(*parts, strict=True)] == pytest.approx(plane["index_total_ms"])
+    assert plane["index_bytes_per_block"][0] <= 3 * 600
+    for metric in data["control_plane"].values():
+        assert_consistent(metric)
+    for engine in ("off", "upstream", "ours"):
+        cpu_ms, wall_ms = (samples(data, name, engine) for name in ("decode_cpu_ms", "decode_wall_ms"))
+        assert min(cpu_ms) > 0 and len(cpu_ms) == len(wall_ms)
+    difference = data["metrics"]["decode_cpu_over_off_ms"]["samples"]
+    assert difference["off"] == [None, None]
+    assert all(math.isfinite(value) for value in difference["ours"])
+    # 300 tokens and 30 generated: one boundary in the prompt, no admission and no eviction in the measured steps.
+    assert data["engines"]["ours"]["prefix_stats"]["prompt_tokens"] == 3 * 3 * 300
+    assert "memory of a block, bytes" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("argv", "field", "value"),
+    [
+        (("--chunked-prefill", "--max-tokens", 128), "enable_chunked_prefill", True),
+        (("--async-scheduling",), "async_sched_mode", "async"),
+        (("--block-size-tokens", 128, "--max-requests", 4), "block_size_tokens", 128),
+        (("--buffer-gb", 0.125, "--state-dtype", "bfloat16"), "buffer_size_gb", 0.125),
+    ],
+)
+def test_options_reach_every_engine(measure: Any, argv: tuple[object, ...], field: str, value: object) -> None:
+    data = measure("no_reuse", "--repeats", 1, *argv)
+    for engine in ("off", "upstream", "ours"):
+        assert data["engines"][engine]["fields"][field] == value
+        assert samples(data, "generated_tokens", engine) == [15]
+    slots = data["engines"]["ours"]["state_slots"]
+    assert slots == (2184 if "bfloat16" not in argv else 2184 * 3 // 2)  # 8 of 12 KiB become 4
+
+
+# --- Forced answers --------------------------------------------------------------------------------------------------
+
+FORCED_FIELDS = {
+    "legacy": {},
+    "async": {"async_sched_mode": "async"},
+    "chunked": {"enable_chunked_prefill": True, "max_tokens": 128},
+    "chunked, async": {"enable_chunked_prefill": True, "max_tokens": 128, "async_sched_mode": "async"},
+    "preempted": {"buffer_size_gb": 0.0017},
+    "preempted, async": {"buffer_size_gb": 0.0017, "async_sched_mode": "async"},
+}
+
+
+@pytest.mark.parametrize("kind", mostly_slow(["off", "ours"], "ours"))
+@pytest.mark.parametrize("case", FORCED_FIELDS)
+def test_forced_answers(case: str, kind: str, tiny: Any) -> None:
+    """What was forced is the answer, and what the next forward was given: its log-prob is that behind a longer prompt."""
+    from megatron.core.inference.config import AsyncScheduleMode
+    from megatron.core.inference.sampling_params import SamplingParams
+
+    from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+    from megatron_hybrid_prefix.mcore.runner import run_batch
+
+    def sampling(count: int) -> Any:
+        return SamplingParams(
+            num_tokens_to_generate=count, top_k=1, termination_id=-1, return_log_probs=True, skip_prompt_log_probs=True
+        )
+
+    fields = dict(FORCED_FIELDS[case])
+    if "async_sched_mode" in fields:
+        fields["async_sched_mode"] = AsyncScheduleMode(fields["async_sched_mode"])
+    prefix = HybridPrefixConfig(mamba_gb=0.001) if kind == "ours" else None
+    engine = build_engine(tiny, prefix=prefix, max_sequence_length=1024, max_requests=4, **fields)
+    prompts = [[17 * n + i % 251 for i in range(249 + n)] for n in range(4)]
+    answers = [[(91 * n + 7 * i) % 512 for i in range(20)] for n in range(4)]
+    with forced_answers(engine, answers):
+        results = run_batch(engine, prompts, sampling(20))
+    assert "add_request" not in vars(engine) and "_dynamic_step_sample_logits" not in vars(engine.controller)
+    assert [result.generated for result in results] == answers
+    assert (engine.evicted_request_count > 0) == case.startswith("preempted")
+
+    plain = build_engine(tiny, max_sequence_length=1024)
+    for at in (0, 1, 12):
+        with forced_answers(plain, [answer[at:] for answer in answers]):
+            longer = [prompt + answer[:at] for prompt, answer in zip(prompts, answers, strict=True)]
+            again = run_batch(plain, longer, sampling(1))
+        expected = [result.log_probs[at] for result in results]
+        assert [result.log_probs[0] for result in again] == pytest.approx(expected, abs=LOG_PROB_NOISE)
+    free = run_batch(plain, prompts[:1], sampling(20))
+    assert free[0].generated != answers[0]
+
+
+def test_forced_answers_go_without_drafts() -> None:
+    engine = SimpleNamespace(controller=SimpleNamespace(num_speculative_tokens=2), context=None)
+    with pytest.raises(InputError, match="not with speculative tokens"), forced_answers(engine, []):
+        raise AssertionError("not reached")
+
+
+def test_an_answer_that_was_not_forced_is_no_result(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from contextlib import nullcontext
+
+    monkeypatch.setattr(engines, "forced_answers", lambda engine, answers: nullcontext())
+    data = measure("multi_turn", "--engine", "off", "--repeats", 1, code=1)
+    assert data["engines"]["off"]["error"] == "RuntimeError: an answer is not the one that was forced"
+    assert samples(data, "wall_s", "off") == []
+
+
+# --- Honesty ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_engines_take_turns_with_the_same_new_prompts(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[str, list[list[int]]]] = []
+    send = engines.Contestant.send
+
+    def recording(self: Any, prompts: list[list[int]], generate: int) -> Any:
+        import gc
+
+        assert not gc.isenabled()
+        sent.append((self.name, prompts))
+        return send(self, prompts, generate)
+
+    monkeypatch.setattr(engines.Contestant, "send", recording)
+    measure("no_reuse", "--repeats", 3, "--seed", 5)
+    names = [name for name, _ in sent]
+    assert names[3:] == ["off", "upstream", "ours", "upstream", "ours", "off", "ours", "off", "upstream"]
+    assert sorted(names[:3]) == ["off", "ours", "upstream"]  # the warm-up round
+    rounds = [[prompts for _, prompts in sent[at : at + 3]] for at in range(0, 12, 3)]
+    assert all(same[0] == same[1] == same[2] for same in rounds)
+    beginnings = [tuple(prompt[:32]) for same in rounds for prompt in same[0]]
+    assert len(set(beginnings)) == 4 * 3
+    sent_before = list(sent)
+    sent.clear()
+    measure("no_reuse", "--repeats", 1, "--seed", 5)
+    assert [prompts for _, prompts in sent] == [prompts for _, prompts in sent_before[:6]]
+
+
+@pytest.mark.parametrize(("engine", "code"), [("upstream", 0), ("ours", 1)])
+def test_an_engine_that_raises_does_not_end_the_others(
+    engine: str, code: int, measure: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    send = engines.Contestant.send
+    count = 0
+
+    def raising(self: Any, prompts: list[list[int]], generate: int) -> Any:
+        nonlocal count
+        count += self.name == engine
+        if self.name == engine and count == 3:  # in the second repeat
+            raise RuntimeError("no room\nleft")
+        return send(self, prompts, generate)
+
+    monkeypatch.setattr(engines.Contestant, "send", raising)
+    data = measure("no_reuse", "--repeats", 3, code=code)
+    assert data["engines"][engine]["error"] == "RuntimeError: no room left"
+    assert "crashed: RuntimeError: no room left\n" in capsys.readouterr().out
+    walls = data["metrics"]["wall_s"]
+    assert {name: len(values) for name, values in walls["samples"].items()} == {
+        name: 1 if name == engine else 3 for name in ("off", "upstream", "ours")
+    }
+    assert walls["median"][engine] is None and walls["ratio"][f"{engine}/off"] is None
+    assert count == 3
+
+
+def test_each_engine_captures_graphs_as_if_alone(platform: Any) -> None:
+    """What is captured for one engine is not seen by the next, and all is known again at the end."""
+    from megatron.core.transformer.cuda_graphs import CudaGraphManager, _CudagraphGlobalRecord
+
+    before = _CudagraphGlobalRecord.cudagraph_inference_record, CudaGraphManager.global_mempool
+    try:
+        records = engines._GraphRecords()
+        for name in ("one", "two"):
+            records.begin()
+            assert _CudagraphGlobalRecord.cudagraph_inference_record == []
+            assert CudaGraphManager.global_mempool is None
+            _CudagraphGlobalRecord.cudagraph_inference_record.append(name)
+            CudaGraphManager.global_mempool = name
+            records.end()
+        records.put_back()
+        assert _CudagraphGlobalRecord.cudagraph_inference_record == ["one", "two"]
+    finally:
+        _CudagraphGlobalRecord.cudagraph_inference_record, CudaGraphManager.global_mempool = before
+
+
+def test_ctrl_c_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = iter(range(1000))
+    monkeypatch.setattr(runner, "stop_requested", lambda platform, interrupt: next(asked) == 15)
+    argv = ["no_reuse", *map(str, SMALL["no_reuse"]), "--json", str(tmp_path / "result.json")]
+    assert bench.main(argv) == 130
+    assert capsys.readouterr().err == "interrupted: nothing was written\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- Processes -------------------------------------------------------------------------------------------------------
+
+
+def test_help_shows_sizes_and_goes_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')\n")
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, str(TOOL)]
+    shown = subprocess.run([*command, "shared_prefix", "--help"], capture_output=True, text=True, env=environment)
+    assert shown.returncode == 0, shown.stderr
+    text = " ".join(shown.stdout.split())
+    assert "--shared-tokens N tokens that they share (default: 1,024 on CPU, 8,192 on GPU)" in text
+    wrong = subprocess.run([*command, "no_reuse", "--engine", "x"], capture_output=True, text=True, env=environment)
+    assert (wrong.returncode, wrong.stderr) == (
+        2,
+        "error: --engine: no engine 'x'; there are: off, upstream, ours\n",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_two_ranks_report_once(tmp_path: Path) -> None:
+    path = tmp_path / "two.json"
+    argv = ["shared_prefix", *map(str, SMALL["shared_prefix"]), "--repeats", "1", "--tp", "2", "--json", str(path)]
+    run = subprocess.run([*TORCHRUN, str(TOOL), *argv], capture_output=True, text=True, env=ENVIRONMENT, timeout=HANG_S)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("platform: ") == run.stdout.count("engine ours: ") == 1 and "tp=2" in run.stdout
+    data = json.loads(path.read_text())
+    assert data["hardware"]["ranks"] == 2
+    assert samples(data, "reused_tokens_3", "ours") == [512]

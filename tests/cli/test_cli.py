@@ -1,0 +1,143 @@
+"""The command `hybrid-prefix`: its verbs, what it says where it cannot run one, and the scripts that call the same."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from megatron_hybrid_prefix._version import __version__
+from megatron_hybrid_prefix.cli.main import VERBS, main
+from tests.harness.limits import HANG_S
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*argv: object, lacking: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """The command as a process that cannot import some modules."""
+    code = f"import sys; sys.modules.update(dict.fromkeys({lacking!r})); sys.argv = ['x', *{[*map(str, argv)]!r}]\n"
+    code += "from megatron_hybrid_prefix.cli.main import main\nsys.exit(main())"
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    )
+
+
+def python_files() -> list[Path]:
+    """Of the tools and the tests."""
+    return [*ROOT.glob("tools/*.py"), *ROOT.glob("tests/**/*.py")]
+
+
+def test_help_has_a_line_for_each_verb(capsys):
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name, verb in VERBS.items():
+        assert [line for line in lines if line.split() == [name, *verb.summary.split()]], name
+    assert list(VERBS) == ["serve", "generate", "bench", "replay", "plan", "demo"]
+    assert max(map(len, lines)) <= 100
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"hybrid-prefix {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"), [(["sing"], "no verb 'sing'"), ([], "no verb given"), (["--colour"], "no verb '--colour'")]
+)
+def test_a_wrong_verb_is_one_line(argv, problem, capsys):
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {problem}; there are: serve, generate, ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_what_an_extra_would_bring_is_one_line(verb):
+    if verb == "serve":
+        pytest.importorskip("megatron_hybrid_prefix.cli.serve")
+    result = run(verb, lacking=("rich",))
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        f"error: hybrid-prefix {verb} needs rich: pip install 'megatron-hybrid-prefix[{VERBS[verb].extra}]'\n"
+    )
+
+
+def test_the_extras_that_are_named_are_there():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {verb.extra for verb in VERBS.values()} <= set(extras)
+    assert all("rich" in extras[verb.extra] for verb in VERBS.values())
+
+
+def test_what_is_missing_of_this_package_is_no_extra():
+    """It is a broken installation."""
+    result = run("replay", lacking=("megatron_hybrid_prefix.lab.replay",))
+    assert result.returncode == 1 and "ModuleNotFoundError" in result.stderr
+
+
+@pytest.mark.parametrize("verb", ["generate", "bench", "replay", "plan", "demo"])
+def test_a_verb_shows_its_options_without_torch(verb):
+    result = run(verb, "--help", lacking=("torch", "megatron"))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"usage: hybrid-prefix {verb} [-h] ")
+
+
+def test_a_plot_that_cannot_be_drawn_is_refused_before_the_work(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 1, "input": "%s"}\n' % ("x" * 600))
+    for argv in (["replay", trace], ["generate", "Hello"]):
+        result = run(*argv, "--plot", tmp_path / "x.png", lacking=("matplotlib",))
+        assert (result.returncode, result.stdout) == (2, "")
+        assert result.stderr == "error: --plot needs matplotlib: pip install 'megatron-hybrid-prefix[bench]'\n"
+
+
+def test_only_the_command_line_imports_what_no_engine_needs():
+    package, wrong = ROOT / "megatron_hybrid_prefix", []
+    for path in package.rglob("*.py"):
+        part = path.relative_to(package).parts[0]
+        imported = re.findall(r"^ *(?:from|import) megatron_hybrid_prefix\.(\w+)", path.read_text(), re.MULTILINE)
+        wings = {"serve", "bench", "lab", "cli"} & set(imported) - {part}
+        if wings and part != "cli" and (part, wings) != ("__main__.py", {"cli"}):
+            wrong.append((path.name, wings))
+    assert wrong == []
+
+
+# --- The scripts in tools/ -------------------------------------------------------------------------------------------
+
+
+def test_scripts_are_a_few_lines_and_import_no_other_script():
+    tools = [path for path in python_files() if path.parent.name == "tools"]
+    names = {path.stem for path in ROOT.glob("tools/*.py")}
+    assert len(tools) >= 7
+    for path in tools:
+        text = path.read_text()
+        assert len(text.splitlines()) <= 12, path
+        assert not set(re.findall(r"^ *(?:from|import) (\w+)", text, re.MULTILINE)) & names, path
+        assert os.access(path, os.X_OK), path
+
+
+def test_no_test_changes_where_modules_are_found():
+    allowed = {ROOT / "tests" / "harness" / "workers" / "prepared.py"}  # which runs a script as python does
+    changed = "sys.path" + ".insert"
+    assert {path for path in python_files() if changed in path.read_text()} <= allowed
+
+
+def test_a_script_is_called_by_its_name():
+    for path in (ROOT / "tools").glob("*.py"):
+        result = subprocess.run(
+            [sys.executable, str(path), "--help"],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=HANG_S,
+            check=False,
+        )
+        assert result.returncode == 0 and result.stdout.startswith(f"usage: {path.name} "), result.stderr

@@ -1,0 +1,577 @@
+"""The command `tools/run_inference.py`, and `run_batch` under it: bad input, results, comparison, ranks, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_hybrid_prefix.cli import generate
+from megatron_hybrid_prefix.console.prompts import Reader
+from megatron_hybrid_prefix.console.sessions import least_tokens
+from megatron_hybrid_prefix.tokenizer import common_tokens
+from tests.harness.engine_helpers import LOG_PROB_NOISE
+from tests.harness.limits import HANG_S
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools" / "run_inference.py"
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+CONTEXT = "The cache holds keys and values in blocks, and a recurrent state at some of the block boundaries. " * 12
+
+
+def run_json(tmp_path: Path, *argv: object) -> dict[str, Any]:
+    """Run the command in this process, which must succeed, and read what it saved."""
+    path = tmp_path / "result.json"
+    assert generate.main([*map(str, argv), "--json", str(path)]) == 0
+    return json.loads(path.read_text())
+
+
+def write(path: Path, *lines: object) -> Path:
+    """A file of lines; those that are no text as JSON."""
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def requests_of(data: dict[str, Any], engine: str = "off") -> list[dict[str, Any]]:
+    requests = data["engines"][engine]["requests"]
+    for request in requests:
+        assert request["computed_tokens"] + request["reused_tokens"] == request["prompt_tokens"]
+        assert request["time_to_first_token_s"] > 0
+    return requests
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engine_imported(platform: Any) -> None:
+    """Import the engine before a test captures stderr: upstream wants its file number at import."""
+    import megatron.core.inference.engines  # noqa: F401
+
+
+# --- Bad input: one line, exit code 2, nothing written ---------------------------------------------------------------
+
+BAD_OPTIONS = {
+    "no input": ([], "give prompts (as text, --text-file or --jsonl) or a --conversation"),
+    "two kinds of input": (["x", "--conversation", "ok.json"], "not both"),
+    "missing text file": (["--text-file", "absent.txt"], "cannot read absent.txt: No such file"),
+    "binary text file": (["--text-file", "binary.txt"], "binary.txt: not UTF-8 text (byte 1)"),
+    "missing JSON lines": (["--jsonl", "absent.jsonl"], "cannot read absent.jsonl"),
+    "prompts and sessions": (["x", "--sessions", "ok.jsonl"], "or a --conversation or --sessions, not both"),
+    "missing sessions": (["--sessions", "absent.jsonl"], "cannot read absent.jsonl"),
+    "empty sessions": (["--sessions", "empty.jsonl"], "empty.jsonl: no requests in it"),
+    "too long a session": (
+        ["--sessions", "ok.jsonl", "--max-sequence-length", "8"],
+        "ok.jsonl:1: 9 tokens leave no room to generate",
+    ),
+    "empty prompt": ([""], "prompt 1: the prompt is empty"),
+    "too long a prompt": (["x" * 64, "--max-sequence-length", "64"], "64 tokens leave no room"),
+    "too long a turn": (["--conversation", "ok.json", "--max-sequence-length", "70"], "turn 2: "),
+    "longer than a step": (["x" * 65, "--max-tokens", "64"], "65 tokens are more than --max-tokens 64"),
+    "unaligned step": (["x", "--max-tokens", "65"], "--max-tokens 65 is not a multiple of 64"),
+    "batched conversation": (["--conversation", "ok.json", "--concurrency", "batch"], "--concurrency batch"),
+    "unknown preset": (["x", "--preset", "huge"], "no preset 'huge'; there are: tiny"),
+    "unknown engine": (["x", "--compare", "off,best"], "no engine 'best'; there are: off, upstream, ours"),
+    "engine twice": (["x", "--compare", "off,off"], "names an engine twice"),
+    "unknown option": (["x", "--fast"], "unrecognized arguments: --fast"),
+    "bad number": (["x", "--tp", "0"], "argument --tp: '0' is not a whole number above 0"),
+    "tp does not divide": (["x", "--tp", "3"], "tp=3 does not divide mamba_num_groups=4"),
+    "too many stages": (["x", "--pp", "3"], "every pipeline stage needs an attention layer"),
+    "no such folder": (["x", "--json", "absent/r.json"], "cannot write absent/r.json: there is no folder absent"),
+    "a folder": (["x", "--plot", "."], "it is a folder"),
+    "no such checkpoint": (["x", "--load", "absent"], "--load: there is no folder absent"),
+    "a full folder for a checkpoint": (["x", "--save", "."], "--save: . is not empty"),
+    "no such tokenizer": (["x", "--tokenizer", "absent"], "no tokenizer at absent"),
+    "temperature": (["x", "--temperature", "0"], "temperature=0.0 must be above 0"),
+    "top-p with top-k": (["x", "--top-p", "0.5", "--top-k", "3"], "top_p=0.5 cannot be used with top_k=3"),
+    "top-n": (["x", "--top-n-logprobs", "2", "--no-log-probs"], "top_n_logprobs=2 needs log-probs"),
+    "terminating token": (["x", "--termination-id", "512"], "termination_id=512 is outside the vocabulary of 512"),
+}
+BAD_LINES = {
+    '{"prompt": ': "bad.jsonl:3: not JSON",
+    '["prompt"]': 'bad.jsonl:3: expected an object with either "prompt" or "tokens"',
+    '{"text": "x"}': 'bad.jsonl:3: expected an object with either "prompt" or "tokens"',
+    '{"prompt": "x", "tokens": [1]}': 'bad.jsonl:3: expected an object with either "prompt" or "tokens"',
+    '{"tokens": [1, 512]}': "bad.jsonl:3: token 512 is outside the vocabulary of 512",
+    '{"tokens": [-1]}': "bad.jsonl:3: token -1 is outside",
+    '{"tokens": [1.5]}': 'bad.jsonl:3: "tokens" must be a list of token ids',
+    '{"tokens": []}': "bad.jsonl:3: the prompt is empty",
+    '{"prompt": "x", "temprature": 1}': "bad.jsonl:3: unknown field 'temprature'",
+    '{"prompt": "x", "top_k": true}': "bad.jsonl:3: top_k=True is not of type int",
+    '{"prompt": "x", "num_tokens_to_generate": 0}': "bad.jsonl:3: num_tokens_to_generate=0 must be at least 1",
+}
+BAD_LINES |= {
+    '{"prompt": "abc", "cache_breakpoints": 3}': "bad.jsonl:3: cache_breakpoints=3 is not of type list",
+    '{"prompt": "abc", "cache_breakpoints": [1, 4]}': "bad.jsonl:3: cache_breakpoints: 4 is no length from 1 to 3 tokens",
+    '{"prompt": "abc", "cache_breakpoints": [0]}': "bad.jsonl:3: cache_breakpoints: 0 is no length",
+    '{"tokens": [1, 2], "cache_breakpoints": [true]}': "bad.jsonl:3: cache_breakpoints: True is no length",
+    '{"tokens": [1, 2], "cache_breakpoints": ["1"]}': "bad.jsonl:3: cache_breakpoints: '1' is no length",
+}
+BAD_SESSIONS = {
+    '{"timestamp": ': "bad.jsonl:3: not JSON",
+    "[" * 100_000: "bad.jsonl:3: not JSON",
+    '{"timestamp": 1' + "0" * 5000 + "}": "bad.jsonl:3: not JSON that can be read",
+    "[1]": 'bad.jsonl:3: expected an object with "timestamp" and "input"',
+    '{"input": "x"}': 'bad.jsonl:3: expected an object with "timestamp" and "input"',
+    '{"timestamp": 3}': 'bad.jsonl:3: expected an object with "timestamp" and "input"',
+    '{"timestamp": "3", "input": "x"}': 'bad.jsonl:3: "timestamp" must be a number',
+    '{"timestamp": true, "input": "x"}': 'bad.jsonl:3: "timestamp" must be a number',
+    '{"timestamp": NaN, "input": "x"}': 'bad.jsonl:3: "timestamp" must be a number',
+    '{"timestamp": 3, "input": ["x"]}': 'bad.jsonl:3: "input" must be text',
+    '{"timestamp": 3, "input": ""}': "bad.jsonl:3: the prompt is empty",
+}
+BAD_CONVERSATIONS = {
+    '{"turns": [\n"x",]}': "bad.json:2: not JSON",
+    '{"system": "x"}': 'expected an object with "system"',
+    '{"turns": []}': "no user turn",
+    '{"turns": [{"regenerate": true}]}': "turn 1 must be text",
+    '{"turns": ["x"], "context": 3}': "must be text",
+    '{"messages": [{"role": "user"}]}': "message 1 must be an object",
+    '{"messages": [{"role": "assistant", "content": "x"}]}': "message 1: the role 'assistant' cannot stand here",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a good conversation and a file that is no text."""
+    write(tmp_path / "ok.json", {"turns": ["What is it?", "Why?"]})
+    (tmp_path / "binary.txt").write_bytes(b"a\xff")
+    write(tmp_path / "ok.jsonl", {"timestamp": 1, "input": "A session"})
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def expect_error(capsys: pytest.CaptureFixture[str], folder: Path, argv: list[str], message: str) -> None:
+    before = sorted(folder.iterdir())
+    output = [] if "--json" in argv else ["--json", "result.json"]
+    assert generate.main([*argv, *output]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert message in captured.err
+    assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("case", BAD_OPTIONS)
+def test_bad_options(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv, message = BAD_OPTIONS[case]
+    expect_error(capsys, folder, argv, message)
+    assert "platform" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_bad_json_lines(line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(folder / "bad.jsonl", '{"prompt": "good"}', "", line)
+    expect_error(capsys, folder, ["--jsonl", "bad.jsonl"], BAD_LINES[line])
+
+
+@pytest.mark.parametrize("line", BAD_SESSIONS, ids=lambda line: line[:40])
+def test_bad_sessions(line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(folder / "bad.jsonl", '{"timestamp": 5, "input": "good", "more": [1]}', "", line)
+    expect_error(capsys, folder, ["--sessions", "ok.jsonl", "--sessions", "bad.jsonl"], BAD_SESSIONS[line])
+
+
+@pytest.mark.parametrize("text", BAD_CONVERSATIONS)
+def test_bad_conversations(text: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(folder / "bad.json", text)
+    expect_error(capsys, folder, ["--conversation", "bad.json"], BAD_CONVERSATIONS[text])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["x", "--buffer-gb", "0.0001"], "engine off: buffer_size_gb=0.0001 is too small"),
+        (["x", "--compare", "upstream", "--mamba-gb", "0.0001"], "engine upstream: Mamba prefix cache budget"),
+        (["x" * 2000, "--buffer-gb", "0.0017", "--max-requests", "4"], "need 8 KV blocks of 256 tokens, there are 5"),
+        (["x", "--load", "."], "is not a complete checkpoint"),
+        (["x", "--cuda-graphs", "2"], "needs a CUDA device"),
+    ],
+)
+def test_what_only_the_engine_knows(
+    argv: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expect_error(capsys, folder, argv, message)
+
+
+# --- Results ---------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_of_every_kind_in_one_batch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "text.txt").write_text(CONTEXT)
+    lines = write(
+        folder / "lines.jsonl",
+        {"prompt": "héllo", "num_tokens_to_generate": 3, "top_n_logprobs": 2},
+        "",
+        {"tokens": list(range(300)), "num_tokens_to_generate": 1},
+    )
+    data = run_json(folder, "hi", "--text-file", "text.txt", "--jsonl", lines, "--num-tokens-to-generate", 5)
+    requests = requests_of(data)
+    assert [r["label"] for r in requests] == ["prompt 1", "text.txt", "lines.jsonl:1", "lines.jsonl:3"]
+    assert [r["prompt_tokens"] for r in requests] == [2, len(CONTEXT), 6, 300]
+    assert [len(r["generated"]) for r in requests] == [5, 5, 3, 1]
+    assert all(len(r["log_probs"]) == len(r["generated"]) and max(r["log_probs"]) < 0 for r in requests)
+    assert [len(top) for top in requests[2]["top_n_log_probs"]] == [2, 2, 2]
+    assert requests[3]["tokens_per_second"] is None
+    total = data["engines"]["off"]["totals"]
+    assert total["computed_tokens"] == total["prompt_tokens"] == 308 + len(CONTEXT)
+    assert (total["generated_tokens"], total["failed_requests"]) == (14, 0)
+    output = capsys.readouterr().out
+    assert output.count("platform: CPU") == 1
+    assert "text.txt" in output and "wrote" in output
+
+    # One at a time they say the same, and an own budget of tokens changes nothing either.
+    alone = run_json(folder, "hi", "--num-tokens-to-generate", 5, "--concurrency", "sequential", "--buffer-gb", 0.01)
+    assert requests_of(alone)[0]["generated"] == requests[0]["generated"]
+    assert requests_of(alone)[0]["log_probs"] == pytest.approx(requests[0]["log_probs"], abs=LOG_PROB_NOISE)
+
+
+def test_sampling_options(folder: Path) -> None:
+    common = ("hi", "--num-tokens-to-generate", 6)
+    greedy = requests_of(run_json(folder, *common))[0]
+    bos = requests_of(run_json(folder, *common, "--add-bos", "--no-log-probs"))[0]
+    assert (bos["prompt_tokens"], bos["log_probs"]) == (3, [])
+    sampled = [requests_of(run_json(folder, *common, "--top-p", 0.9, "--temperature", 2))[0] for _ in range(2)]
+    assert sampled[0]["generated"] == sampled[1]["generated"] != greedy["generated"]
+    ends = requests_of(run_json(folder, *common, "--termination-id", greedy["generated"][2]))[0]
+    assert ends["generated"] == greedy["generated"][: greedy["generated"].index(greedy["generated"][2]) + 1]
+    stopped = requests_of(run_json(folder, "hi", "--num-tokens-to-generate", 40, "--stop-word", "\\", "--ignore-eos"))[
+        0
+    ]
+    assert len(stopped["generated"]) == len(stopped["log_probs"])
+    assert ord("\\") not in stopped["generated"]
+
+
+def test_saved_weights_are_loaded(folder: Path) -> None:
+    options = ("hi", "--num-tokens-to-generate", 4)
+    saved = requests_of(run_json(folder, *options, "--seed", 3, "--save", "weights"))[0]
+    loaded = requests_of(run_json(folder, *options, "--load", "weights"))[0]
+    other = requests_of(run_json(folder, *options))[0]
+    assert saved["log_probs"] == loaded["log_probs"] != other["log_probs"]
+
+
+def test_options_of_the_engine(folder: Path) -> None:
+    plain = requests_of(run_json(folder, CONTEXT, "--num-tokens-to-generate", 4))[0]
+    for options in (("--chunked-prefill", "--max-tokens", 256), ("--async-scheduling",), ("--block-size-tokens", 128)):
+        other = requests_of(run_json(folder, CONTEXT, "--num-tokens-to-generate", 4, *options))[0]
+        assert other["generated"] == plain["generated"]
+        assert other["log_probs"] == pytest.approx(plain["log_probs"], abs=LOG_PROB_NOISE)
+
+
+def test_conversation_off_against_upstream(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    session = {
+        "system": "Answer.",
+        "context": CONTEXT,
+        "turns": ["What is kept?", "Where is it?", {"regenerate": True}],
+    }
+    write(folder / "session.json", session)
+    options = ("--compare", "off,upstream", "--num-tokens-to-generate", 8, "--ignore-eos", "--plot", "plot.png")
+    data = run_json(folder, "--conversation", "session.json", *options)
+    off, upstream = requests_of(data), requests_of(data, "upstream")
+    assert [r["label"] for r in off] == ["turn 1", "turn 2", "turn 3 (again)"]
+    lengths = [r["prompt_tokens"] for r in off]
+    assert lengths == [r["prompt_tokens"] for r in upstream]
+    # Turn 2 continues turn 1 and its answer of 8 tokens; turn 3 is turn 2 again.
+    assert lengths[1] - lengths[0] == 8 + len("\nUser: Where is it?\nAssistant:")
+    assert lengths[2] == lengths[1]
+    assert all(r["reused_tokens"] == 0 for r in off)
+    assert upstream[0]["reused_tokens"] == 0
+    assert all(r["reused_tokens"] >= 1024 and r["reused_tokens"] % 256 == 0 for r in upstream[1:])
+    (comparison,) = data["comparisons"]
+    assert (comparison["engine"], comparison["against"]) == ("upstream", "off")
+    for entry in comparison["requests"]:
+        assert entry["tokens_equal"] and entry["first_difference"] is None and entry["compared_log_probs"] == 8
+        assert entry["max_log_prob_difference"] < LOG_PROB_NOISE
+    assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert "upstream against off" in capsys.readouterr().out
+    assert sorted(p.name for p in folder.iterdir() if p.name.startswith(".")) == []
+
+
+def test_a_difference_is_shown_and_is_no_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Upstream restores a wrong convolution window where 2 tokens follow a cached boundary."""
+    lines = write(folder / "same.jsonl", *[{"tokens": [7 * i % 251 for i in range(514)]}] * 2)
+    data = run_json(folder, "--jsonl", lines, "--concurrency", "sequential", "--compare", "off,upstream")
+    assert [r["computed_tokens"] for r in requests_of(data, "upstream")] == [514, 2]
+    first, second = data["comparisons"][0]["requests"]
+    assert first["tokens_equal"] and first["max_log_prob_difference"] < LOG_PROB_NOISE
+    assert not second["tokens_equal"] or second["max_log_prob_difference"] > 1e-3
+    if not second["tokens_equal"]:
+        assert 0 <= second["first_difference"] < 32
+        assert "DIFFERENT" in capsys.readouterr().out
+
+
+def test_messages_force_answers_into_the_history(folder: Path) -> None:
+    messages = [
+        {"role": "system", "content": "Answer."},
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "A given answer."},
+        {"role": "user", "content": "Two?"},
+    ]
+    write(folder / "messages.json", {"messages": messages})
+    requests = requests_of(run_json(folder, "--conversation", "messages.json"))
+    first = "Answer.\n\nUser: One?\nAssistant:"
+    assert [r["prompt_tokens"] for r in requests] == [
+        len(first),
+        len(first + " A given answer.\nUser: Two?\nAssistant:"),
+    ]
+
+
+# --- Where prompts are shared ----------------------------------------------------------------------------------------
+
+
+def test_a_conversation_names_the_ends_of_its_messages(folder: Path) -> None:
+    session = {"system": "Answer.", "context": CONTEXT, "turns": ["One?", {"regenerate": True}, "Zwölf?"]}
+    write(folder / "session.json", session)
+    options = ("--num-tokens-to-generate", 4, "--ignore-eos", "--add-bos", "--compare", "off,ours")
+    data = run_json(folder, "--conversation", "session.json", *options)
+    system = 1 + len("Answer.\n\n")
+    context = system + len(CONTEXT) + 2
+    one = context + len("User: One?\n")
+    answer = one + len("Assistant:") + 4 + 1
+    twelve = answer + len("User: Zwölf?\n") + 1  # two bytes for one letter
+    for engine in ("off", "ours"):
+        requests = requests_of(data, engine)
+        found = [request["sampling"]["cache_breakpoints"] for request in requests]
+        assert found == [[system, context, one]] * 2 + [[system, context, one, answer, twelve]]
+        assert [request["prompt_tokens"] for request in requests[1:]] == [one + 10, twelve + 10]
+
+
+def test_messages_name_their_ends_too(folder: Path) -> None:
+    messages = [
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "Two."},
+        {"role": "user", "content": "Three?"},
+    ]
+    write(folder / "messages.json", {"messages": messages})
+    requests = requests_of(run_json(folder, "--conversation", "messages.json", "--num-tokens-to-generate", 1))
+    ends = [
+        len("User: One?\n"),
+        len("User: One?\nAssistant: Two.\n"),
+        len("User: One?\nAssistant: Two.\nUser: Three?\n"),
+    ]
+    assert [request["sampling"]["cache_breakpoints"] for request in requests] == [ends[:1], ends]
+
+
+def test_an_end_inside_a_token_is_named_before_it() -> None:
+    """With two characters a token, a part of odd length ends in the middle of one."""
+
+    class Pairs:
+        bos, eod, vocab_size = 1, None, 1 << 16
+
+        def tokenize(self, text: str) -> list[int]:
+            return [ord(text[i]) * 256 + ord(text[i + 1 : i + 2] or "\0") for i in range(0, len(text), 2)]
+
+    reader = Reader(tokenizer=Pairs(), vocab_size=1 << 16, add_bos=True, sampling={})
+    conversation = reader.conversation({"system": "abc", "context": "de", "turns": ["four", "five!"]}, "here")
+    first, second = conversation.play(lambda request: [9, 9, 9])
+    # A first token, "abc\n\nde\n\n", and "User: four\nAssistant:".
+    assert len(first.tokens) == 1 + 5 + 11
+    assert first.sampling["cache_breakpoints"] == [1 + 2, 1 + 5, 1 + 5 + 5]
+    history = len(first.tokens) + 3 + 1
+    assert second.sampling["cache_breakpoints"] == [3, 6, 11, history, history + 6]
+
+
+@pytest.mark.slow
+def test_other_engines_ignore_breakpoints(folder: Path) -> None:
+    tokens = [i * 7 % 251 for i in range(700)]
+    found = []
+    for hint in ({}, {"cache_breakpoints": [300, 700]}):
+        rows = [{"tokens": tokens + [n] * 9, **hint} for n in range(3)]
+        lines = write(folder / "lines.jsonl", *rows)
+        options = ("--concurrency", "sequential", "--num-tokens-to-generate", 4, "--compare", "off,upstream,ours")
+        found.append(run_json(folder, "--jsonl", lines, *options))
+    assert requests_of(found[1], "ours")[0]["sampling"]["cache_breakpoints"] == [300, 700]
+    for engine in ("off", "upstream"):
+        without, named = (requests_of(data, engine) for data in found)
+        for a, b in zip(without, named, strict=True):
+            assert [a[key] for key in ("computed_tokens", "generated", "log_probs")] == [
+                b[key] for key in ("computed_tokens", "generated", "log_probs")
+            ]
+    assert [r["generated"] for r in requests_of(found[1], "ours")] == [r["generated"] for r in requests_of(found[1])]
+
+
+def test_a_json_line_ends_where_json_says(folder: Path) -> None:
+    """What some libraries take for the end of a line may stand in a text."""
+    text = '{"prompt": "a\u2028b\x85c"}'
+    requests = requests_of(run_json(folder, "--jsonl", write(folder / "lines.jsonl", text, text)))
+    assert [request["prompt_tokens"] for request in requests] == [3 + 3 + 2] * 2
+
+
+# --- Recorded sessions -----------------------------------------------------------------------------------------------
+
+
+def test_least_tokens_against_comparing_all_pairs() -> None:
+    rng = random.Random(1)
+    prompts: list[list[int]] = []
+    for _ in range(300):
+        start = rng.choice(prompts)[: rng.randrange(12)] if prompts and rng.random() < 0.8 else []
+        prompts.append(start + rng.choices([0, 1, 255, 256, 70_000], k=rng.randrange(1, 8)))
+    for number, found in enumerate(least_tokens(prompts)):
+        prompt = prompts[number]
+        shared = (common_tokens(prompt, other) for other in prompts[:number])
+        assert found == len(prompt) - max(shared, default=0)
+    assert least_tokens([[1, 2], [1, 2], [1, 2, 3], [1], [2]]) == [2, 0, 1, 0, 1]
+    assert least_tokens([]) == []
+
+
+def test_sessions_in_the_order_of_time(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    beginning = CONTEXT[:600]
+    # Two agents with the same beginning; lines are not in order, and some have the same time.
+    one = write(
+        folder / "one.jsonl",
+        {"timestamp": 20, "input": beginning + "x" * 100, "output": "recorded\u2028", "session_id": "1"},
+        "",
+        {"timestamp": 10.5, "input": beginning},
+        {"timestamp": 20, "input": beginning + "x" * 100 + "yy"},
+    )
+    two = write(folder / "two.jsonl", {"timestamp": 20, "input": "Other"}, {"timestamp": 15, "input": beginning[:300]})
+    argv = ["--sessions", one, "--sessions", two, "--num-tokens-to-generate", 2]
+    data = run_json(folder, *argv, "--compare", "off,upstream,ours")
+    least = [600, 0, 100, 2, 5]
+    for engine in ("off", "upstream", "ours"):
+        requests = requests_of(data, engine)
+        assert [r["label"] for r in requests] == [
+            "one.jsonl:3",
+            "two.jsonl:2",
+            "one.jsonl:1",
+            "one.jsonl:4",
+            "two.jsonl:1",
+        ]
+        assert [r["prompt_tokens"] for r in requests] == [600, 300, 700, 702, 5]
+        assert [r["least_computed_tokens"] for r in requests] == least
+        assert [len(r["generated"]) for r in requests] == [2] * 5
+        total = data["engines"][engine]["totals"]
+        assert total["least_computed_tokens"] == 707
+        assert total["computed_tokens"] == sum(r["computed_tokens"] for r in requests) >= 707
+        assert total["computed_over_least"] == pytest.approx(total["computed_tokens"] / 707)
+    off, upstream, ours = (data["engines"][name]["totals"] for name in ("off", "upstream", "ours"))
+    assert off["computed_tokens"] == 2307
+    assert ours["computed_tokens"] <= upstream["computed_tokens"] == 600 + 300 + 188 + 190 + 5
+    assert all(entry["tokens_equal"] for pair in data["comparisons"] for entry in pair["requests"])
+    output = capsys.readouterr().out
+    assert "5 requests in the order of time" in output and "ours against off: 5 of 5 answers equal" in output
+    assert "2,307" in output and "707" in output and f"{2307 / 707:.3f}" in output
+    assert "two.jsonl:2" not in output  # totals only
+
+    batch = run_json(folder, *argv, "--concurrency", "batch")
+    assert [r["generated"] for r in requests_of(batch)] == [r["generated"] for r in requests_of(data)]
+    firsts = [request["time_to_first_token_s"] for request in requests_of(batch)]
+    assert max(firsts) <= batch["engines"]["off"]["totals"]["wall_s"]
+
+
+# --- run_batch -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def batch(tiny: Any) -> Any:
+    """A function that runs prompts on a new engine of ``tiny``, 20 greedy tokens each."""
+    from megatron.core.inference.sampling_params import SamplingParams
+
+    from megatron_hybrid_prefix import build_engine
+    from megatron_hybrid_prefix.mcore.runner import run_batch
+
+    sampling = SamplingParams(
+        num_tokens_to_generate=20, top_k=1, termination_id=-1, return_log_probs=True, skip_prompt_log_probs=True
+    )
+
+    def run(prompts: list[list[int]], should_stop: Any = None, **fields: Any) -> tuple[Any, list[Any]]:
+        engine = build_engine(tiny, max_sequence_length=1024, **fields)
+        results = run_batch(engine, prompts, sampling, should_stop=should_stop)
+        assert "add_request" not in vars(engine.context)
+        assert sampling.num_tokens_to_generate == 20
+        return engine, results
+
+    return run
+
+
+def test_concurrent_requests_are_told_apart(batch: Any) -> None:
+    shared = [i % 256 for i in range(512)]
+    prompts = [shared + [i] * (20 + i) for i in range(3)] + [[5]]
+    _, results = batch(prompts, enable_prefix_caching=True, prefix_caching_mamba_gb=0.05)
+    assert [(r.computed_tokens, r.reused_tokens) for r in results] == [(532, 0), (21, 512), (22, 512), (1, 0)]
+
+
+def test_what_cannot_fit_fails_and_the_others_go_on(batch: Any) -> None:
+    engine, results = batch([[1] * 1024, [1] * 40, [1] * 2000])
+    assert [r.status for r in results] == ["failed", "completed", "failed"]
+    assert "1024 prompt tokens leave no room" in results[0].error
+    assert (results[1].error, len(results[1].generated)) == (None, 20)
+    assert not engine.has_unfinished_requests()
+
+
+def test_stopping_gives_what_there_is_and_leaves_a_usable_engine(batch: Any) -> None:
+    answers = iter([False, False, False, True])
+    engine, results = batch([[1] * 40, [2] * 50], should_stop=lambda: next(answers))
+    assert [(r.status, len(r.generated)) for r in results] == [("stopped", 3)] * 2
+    assert not engine.has_unfinished_requests()
+
+
+def test_recomputing_after_an_eviction_is_counted_apart(batch: Any) -> None:
+    prompts = [[i] * (249 + i) for i in range(4)]
+    engine, results = batch(prompts, buffer_size_gb=0.0017, max_requests=4)
+    assert engine.evicted_request_count > 0
+    assert [r.computed_tokens for r in results] == [249, 250, 251, 252]
+    assert sum(r.recomputed_tokens > 0 for r in results) == engine.evicted_request_count
+    _, roomy = batch(prompts, max_requests=4)
+    assert [r.generated for r in roomy] == [r.generated for r in results]
+
+
+# --- Processes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_as_a_process(tmp_path: Path) -> None:
+    command = [sys.executable, str(TOOL)]
+    wrong = subprocess.run(
+        [*command, "x", "--tp", "2"], capture_output=True, text=True, env=ENVIRONMENT, timeout=HANG_S
+    )
+    assert wrong.returncode == 2
+    assert wrong.stderr.count("\n") == 1 and "does not divide the 1 process(es)" in wrong.stderr
+    shown = subprocess.run([*command, "--help"], capture_output=True, text=True, env=ENVIRONMENT, timeout=HANG_S)
+    assert shown.returncode == 0 and "--num-tokens-to-generate" in shown.stdout
+
+
+@pytest.mark.slow
+def test_ctrl_c(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    command = [sys.executable, str(TOOL), "hi", "--num-tokens-to-generate", "16000", "--ignore-eos", "--json", result]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("platform: ")
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=HANG_S)
+    assert (process.returncode, stderr) == (130, "interrupted: nothing was written\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_two_ranks_say_what_one_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    prompts = ("hi", CONTEXT, "--num-tokens-to-generate", "8", "--compare", "off,upstream")
+    alone = run_json(tmp_path, *prompts)
+    path = tmp_path / "two.json"
+    command = [*TORCHRUN, str(TOOL), *prompts, "--tp", "2", "--json", str(path)]
+    run = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=HANG_S)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("platform: ") == 1 and "tp=2" in run.stdout
+    two = json.loads(path.read_text())
+    for engine in ("off", "upstream"):
+        for a, b in zip(requests_of(alone, engine), requests_of(two, engine), strict=True):
+            assert a["generated"] == b["generated"]
+            assert a["log_probs"] == pytest.approx(b["log_probs"], abs=LOG_PROB_NOISE)
+            assert a["computed_tokens"] == b["computed_tokens"]
+
+
+@pytest.mark.multi
+def test_two_ranks_say_what_is_wrong_once(tmp_path: Path) -> None:
+    command = [*TORCHRUN, str(TOOL), "--text-file", str(tmp_path / "absent"), "--tp", "2"]
+    run = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=HANG_S)
+    assert run.returncode != 0
+    assert run.stderr.count("error: cannot read") == 1

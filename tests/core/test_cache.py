@@ -1,0 +1,632 @@
+"""The facade, step by step."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.errors import CacheCorruptionError
+from megatron_hybrid_prefix.index.keys import KeyChain
+from megatron_hybrid_prefix.policy.boundaries import Reason
+from tests.core.model import ModelEngine, Request
+
+BLOCK = 4
+
+
+def engine(kv_blocks: int = 100, state_slots: int = 100, **options) -> ModelEngine:
+    options = {"retention_interval_tokens": 0, "eviction_policy": "lru"} | options
+    cache = HybridPrefixCache(block_tokens=BLOCK, kv_blocks=kv_blocks, state_slots=state_slots, **options)
+    return ModelEngine(cache, kv_blocks)
+
+
+def tokens(*runs: int, rest: int = 0) -> list[int]:
+    """A block of each number, and ``rest`` more tokens."""
+    return [run for run in runs for _ in range(BLOCK)] + [99] * rest
+
+
+def run(model: ModelEngine, prompt: list[int], *, chunk: int = 10**6, release: bool = True, **options) -> Request:
+    """Admits and computes a prompt in chunks, checking everything after each."""
+    request = model.admit(prompt, **options)
+    assert request is not None
+    while request.planned_tokens < len(prompt):
+        plan = model.plan(request, chunk)
+        assert plan is not None
+        model.check()
+        model.settle(plan, request, succeeds=True)
+        model.check()
+    if release:
+        model.release(request)
+        model.check()
+    return request
+
+
+def states(model: ModelEngine) -> dict[int, list[Reason]]:
+    """Depths in blocks at which states are kept, and why."""
+    found: dict[int, list[Reason]] = {}
+    for node in model.cache._store.tree:
+        if node.reason is not None:
+            found.setdefault(node.depth_blocks, []).append(node.reason)
+    return found
+
+
+# -- what is reused ----------------------------------------------------------------------------------------------------
+
+
+def test_the_next_turn_resumes_from_the_tail():
+    model = engine()
+    first = run(model, tokens(1, 2, 3, rest=2))
+    assert first.admission.resume_tokens == 0 and states(model) == {3: [Reason.TAIL]}
+    second = run(model, tokens(1, 2, 3, rest=2) + [5] * 6)
+    assert second.admission.resume_tokens == 12
+    assert second.admission.block_ids[:3] == first.admission.block_ids[:3]
+    stats = model.cache.stats()
+    assert (stats.prompt_tokens, stats.reused_tokens, stats.computed_prompt_tokens) == (14 + 20, 12, 14 + 8)
+    assert (stats.reused_tokens_device, stats.reused_tokens_host, stats.lost_tokens_no_state) == (12, 0, 0)
+
+
+def test_an_exact_replay_resumes_one_block_before_its_end():
+    model = engine()
+    run(model, tokens(1, 2, 3))
+    assert states(model) == {2: [Reason.REPLAY], 3: [Reason.TAIL]}
+    assert run(model, tokens(1, 2, 3)).admission.resume_tokens == 8
+    assert run(model, tokens(1, 2, 3, rest=1)).admission.resume_tokens == 12
+
+
+def test_a_branch_is_kept_where_kv_matched_deeper_than_the_state():
+    model = engine()
+    run(model, tokens(1, 2, 3, 4))
+    second = run(model, tokens(1, 2, 8, 9))
+    assert (second.admission.resume_tokens, second.admission.lost_tokens_no_state) == (0, 8)
+    assert states(model)[2] == [Reason.JUNCTION]
+    third = run(model, tokens(1, 2, 6, 7))
+    assert (third.admission.resume_tokens, third.admission.lost_tokens_no_state) == (8, 0)
+    assert model.cache.stats().lost_tokens_no_state == 8
+
+
+def test_all_kept_states_of_one_step():
+    model = engine()
+    run(model, tokens(1, 2, 3, 4, 5))
+    request = model.admit(tokens(1, 2, 7, 8))
+    plan = model.plan(request, 100)
+    assert [(c.position_tokens, c.reason) for c in plan.checkpoints] == [
+        (8, Reason.JUNCTION),
+        (12, Reason.REPLAY),
+        (16, Reason.TAIL),
+    ]
+    assert len({c.slot for c in plan.checkpoints}) == 3
+
+
+def test_disjoint_prompts_and_other_salts_share_nothing():
+    model = engine()
+    run(model, tokens(1, 2, 3, rest=1), salt=("a", None))
+    for salt in ((None, None), ("b", None), ("", None), ("a", "lora"), (None, "a")):
+        request = run(model, tokens(1, 2, 3, rest=1), salt=salt)
+        assert request.admission.resume_tokens == 0 and request.admission.lost_tokens_no_state == 0
+    for first in range(10, 20):
+        run(model, tokens(first, 2, 3, rest=1))
+    assert model.cache.stats().reused_tokens == 0
+    assert run(model, tokens(1, 2, 3, rest=1), salt=("a", None)).admission.resume_tokens == 12
+
+
+def test_opting_out_of_reading_and_writing():
+    model = engine()
+    run(model, tokens(1, 2, rest=1), write=False)
+    assert len(model.cache._store.tree) == 0 and model.cache.blocks.free_count == 100
+    run(model, tokens(1, 2, rest=1))
+    unread = run(model, tokens(1, 2, 3, rest=1), read=False)
+    assert unread.admission.resume_tokens == 0 and states(model) == {2: [Reason.TAIL], 3: [Reason.TAIL]}
+    reader = run(model, tokens(1, 2, 3, 4, 5), write=False)
+    assert reader.admission.resume_tokens == 12 and reader.admission.boundaries == ()
+    assert sorted(states(model)) == [2, 3]
+
+
+def test_a_cap_on_the_resume():
+    model = engine()
+    run(model, tokens(1, 2, 3, rest=1))
+    run(model, tokens(1, 9, rest=1))  # a junction at block 1
+    for cap, resume in ((None, 12), (12, 12), (11, 4), (4, 4), (3, 0), (0, 0)):
+        request = run(model, tokens(1, 2, 3, rest=3), max_resume_tokens=cap, write=False)
+        assert request.admission.resume_tokens == resume
+
+
+def test_generated_blocks_become_matchable_once_full():
+    model = engine()
+    request = run(model, tokens(1, rest=2), release=False)
+    model.decode(request, [7, 8])  # 6 prompt tokens; 7 is sampled, computed, 8 is sampled
+    assert len(model.cache._store.tree) == 1
+    model.decode(request, [5, 5, 5])
+    assert len(model.cache._store.tree) == 2, "8 tokens are computed"
+    history = list(request.tokens)
+    model.release(request)
+    model.check()
+    second = run(model, history + [1] * 5)
+    assert (second.admission.resume_tokens, second.admission.lost_tokens_no_state) == (4, 4)
+    assert Reason.JUNCTION in states(model)[2]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("by_id", [False, True])
+def test_many_generated_tokens(at_once, by_id):
+    model = engine()
+    request = run(model, tokens(1, rest=3), release=False)
+    assert model.decode(request, list(range(30)), at_once=at_once, by_id=by_id)
+    model.check()
+    assert len(model.cache._store.tree) == (7 + 29) // BLOCK
+    model.release(request)
+    model.drain()
+
+
+def test_a_preempted_request_comes_back_as_a_longer_prompt():
+    model = engine()
+    request = run(model, tokens(1, 2, rest=1), salt=("a", None), release=False)
+    model.decode(request, list(range(8)))
+    model.release(request)
+    again = run(model, request.tokens, salt=("a", None))
+    assert again.admission.resume_tokens == 8
+
+
+# -- publish, abandon, release -----------------------------------------------------------------------------------------
+
+
+def test_nothing_is_matchable_before_its_forward_succeeded():
+    model = engine()
+    request = model.admit(tokens(1, 2, rest=1))
+    plan = model.plan(request, 100)
+    assert model.cache.match(model.cache.chain(tokens(1, 2, rest=1))).kv_depth_blocks == 0
+    model.settle(plan, request, succeeds=False)
+    assert model.cache.match(model.cache.chain(tokens(1, 2, rest=1))).kv_depth_blocks == 0
+    assert model.cache.stats().slots_used == 0 and model.cache.stats().fallbacks == {"forward_failed": 1}
+    model.settle(model.plan(request, 100), request, succeeds=True)  # from zero again
+    assert model.cache.match(model.cache.chain(tokens(1, 2, rest=1))).resume_tokens == 8
+
+
+def test_a_failed_first_forward_can_be_tried_again_from_the_same_state():
+    model = engine(state_slots=1)
+    run(model, tokens(1, 2, rest=1))
+    request = model.admit(tokens(1, 2, 3, rest=1))
+    for _ in range(3):
+        plan = model.plan(request, 100)
+        assert plan.source_slot == request.admission.source_slot is not None
+        assert plan.checkpoints == ()  # the only slot is the source
+        model.settle(plan, request, succeeds=False)
+        model.check()
+    model.settle(model.plan(request, 100), request, succeeds=True)
+    assert model.cache._store.slots.pins(0) == 0
+
+
+def test_what_follows_a_failed_chunk_is_not_published():
+    model = engine()
+    request = model.admit(tokens(1, 2, 3))
+    first, second = model.plan(request, 5), model.plan(request, 100)
+    assert [c.position_tokens for c in second.checkpoints] == [8, 12]
+    with pytest.raises(ValueError, match="next is 12"):
+        model.cache.plan(request.request_id, 0, 4)
+    model.settle(first, request, succeeds=False)
+    with pytest.raises(ValueError, match="next is 12"):
+        model.cache.plan(request.request_id, 0, 4)
+    model.cache.publish(second)  # its forward ran, on what the failed one left
+    assert len(model.cache._store.tree) == 0 and model.cache.stats().slots_used == 0
+    model.cache.check_integrity()
+    assert model.cache.plan(request.request_id, 0, 4).start_tokens == 0
+
+
+def test_an_abort_in_flight_waits_for_the_forward():
+    model = engine(kv_blocks=4, state_slots=1)
+    run(model, tokens(1, rest=1))
+    request = model.admit(tokens(1, 2, 3, rest=1))
+    plan = model.plan(request, 100)
+    model.release(request)
+    model.check()
+    assert model.cache.blocks.available_count == 0, "the forward still reads and writes its blocks"
+    assert model.admit(tokens(7)) is None
+    model.settle(plan, request, succeeds=True)
+    model.check()
+    assert model.cache.blocks.available_count == 4 and model.cache._store.slots.pins(0) == 0
+    assert model.cache.match(model.cache.chain(tokens(1, 2, 3, rest=1))).kv_depth_blocks == 3
+
+
+def test_two_requests_of_one_prefix_in_one_step():
+    model = engine()
+    one, other = model.admit(tokens(1, 2, rest=1)), model.admit(tokens(1, 2, 3))
+    plans = [model.plan(one, 100), model.plan(other, 100)]
+    assert [c.position_tokens for c in plans[0].checkpoints] == [8]
+    assert [c.position_tokens for c in plans[1].checkpoints] == [12], "8 is being written already"
+    for plan, request in zip(plans, (one, other), strict=True):
+        model.settle(plan, request, succeeds=True)
+        model.check()
+    assert set(one.admission.block_ids).isdisjoint(other.admission.block_ids)
+    assert model.cache.match(model.cache.chain(tokens(1, 2, 3, rest=1))).block_ids[:2] == one.admission.block_ids[:2]
+    model.release(one)
+    model.check()
+    assert model.cache.match(model.cache.chain(tokens(1, 2, 3, rest=1))).block_ids == other.admission.block_ids
+    model.drain()
+
+
+# -- pressure ----------------------------------------------------------------------------------------------------------
+
+
+def test_no_slots_keeps_nothing_and_fails_nothing():
+    model = engine(state_slots=0)
+    for _ in range(3):
+        request = run(model, tokens(1, 2, 3, rest=1), chunk=5)
+    assert (request.admission.resume_tokens, request.admission.lost_tokens_no_state) == (0, 12)
+    assert model.cache.stats().checkpoints_skipped == 0, "nothing is wanted where nothing can be kept"
+
+
+def test_a_checkpoint_without_a_slot_is_skipped_and_counted():
+    model = engine(state_slots=2)
+    requests = [model.admit(tokens(number, rest=1)) for number in range(3)]
+    plans = [model.plan(request, 100) for request in requests]
+    assert [len(plan.checkpoints) for plan in plans] == [1, 1, 0]
+    assert model.cache.stats().checkpoints_skipped == 1
+    for plan, request in zip(plans, requests, strict=True):
+        model.settle(plan, request, succeeds=True)
+    assert model.cache.stats().checkpoints_published == 2
+
+
+def test_the_more_wanted_boundary_gets_the_last_slot():
+    model = engine(state_slots=1)
+    run(model, tokens(1, 2, 3))
+    assert states(model) == {3: [Reason.TAIL]} and model.cache.stats().checkpoints_skipped == 1
+    run(model, tokens(1, 2, 7, 8))
+    assert states(model) == {2: [Reason.JUNCTION]}
+
+
+def test_a_state_goes_with_its_kv_and_not_the_other_way_round():
+    model = engine(kv_blocks=6, state_slots=6)
+    run(model, tokens(1, 2, 3))
+    run(model, tokens(4, 5, rest=1))
+    assert (model.cache.stats().kv_evictions, model.cache.stats().evictions) == (0, 0)
+    run(model, tokens(6))  # one block free
+    run(model, tokens(7))  # takes block 3 of the first prompt, and the state at its end
+    assert (model.cache.stats().kv_evictions, model.cache.stats().evictions) == (1, 1)
+    assert 3 not in states(model) and Reason.REPLAY in states(model)[2]
+    model = engine(kv_blocks=6, state_slots=1)
+    run(model, tokens(1, rest=1))
+    run(model, tokens(2, rest=1))
+    assert model.cache.stats().evictions == 1 and model.cache.stats().kv_evictions == 0
+    assert model.cache.match(model.cache.chain(tokens(1, rest=1))).kv_depth_blocks == 1
+
+
+def test_only_a_used_state_is_touched():
+    model = engine(state_slots=3)
+    run(model, tokens(1, 2))  # states at 1 and 2
+    run(model, tokens(5, rest=1))
+    run(model, tokens(1, 2, rest=3), write=False)  # uses the state at 2, not the one at 1
+    run(model, tokens(6, rest=1))
+    assert model.cache.match(model.cache.chain(tokens(1, rest=1))).resume_tokens == 0, "the oldest went"
+    assert model.cache.match(model.cache.chain(tokens(1, 2, rest=1))).resume_tokens == 8
+    run(model, tokens(7, rest=1))
+    assert model.cache.match(model.cache.chain(tokens(5, rest=1))).resume_tokens == 0
+    assert model.cache.match(model.cache.chain(tokens(1, 2, rest=1))).resume_tokens == 8
+
+
+def test_kv_that_is_only_matched_is_not_touched():
+    model = engine(kv_blocks=5, state_slots=0)
+    run(model, tokens(1))
+    run(model, tokens(2))
+    model.cache.match(model.cache.chain(tokens(1, rest=1)))
+    run(model, tokens(3, 4, 5, 6))
+    assert model.cache.match(model.cache.chain(tokens(1, rest=1))).kv_depth_blocks == 0
+    assert model.cache.match(model.cache.chain(tokens(2, rest=1))).kv_depth_blocks == 1
+
+
+def test_a_pinned_state_is_not_evicted():
+    model = engine(state_slots=1)
+    run(model, tokens(1, rest=1))
+    request = model.admit(tokens(1, 2, rest=1), write=False)
+    run(model, tokens(5, rest=1))
+    assert model.cache.stats().checkpoints_skipped == 1 and model.cache.stats().evictions == 0
+    assert model.cache.match(model.cache.chain(tokens(1, rest=1))).source_slot == request.admission.source_slot
+
+
+def test_a_state_that_is_kept_already_takes_no_slot():
+    model = engine(state_slots=3)
+    run(model, tokens(7, rest=1))
+    run(model, tokens(1, 2))
+    for _ in range(2):
+        request = model.admit(tokens(1, 2))
+        assert [b.position_tokens for b in request.admission.boundaries] == [8]
+        plan = model.plan(request, 100)
+        assert plan.checkpoints == ()
+        model.settle(plan, request, succeeds=True)
+        model.release(request)
+    assert model.cache.stats().evictions == 0
+
+
+def test_no_state_is_kept_where_the_blocks_are_not_known():
+    cache = engine().cache
+    prompt = tokens(1, 2, 3, rest=1)
+    cache.admit(1, cache.match(cache.chain(prompt)), length_tokens=4)
+    plan = cache.plan(1, 0, len(prompt))  # the engine has not said which blocks it uses beyond the first
+    cache.publish(plan)
+    cache.check_integrity()
+    assert cache.match(cache.chain(prompt)).kv_depth_blocks == 1 and cache.stats().slots_used == 0
+
+
+def test_requests_admitted_with_one_chain_go_their_own_ways():
+    cache = engine().cache
+    match = cache.match(cache.chain(tokens(1)))
+    for request_id in (1, 2):
+        cache.admit(request_id, match, length_tokens=8)
+        cache.publish(cache.plan(request_id, 0, 4))
+        cache.append(request_id, [request_id] * 5)
+        cache.check_integrity()
+    for request_id in (1, 2):
+        assert cache.match(cache.chain(tokens(1, request_id))).kv_depth_blocks == 2
+
+
+def test_a_match_made_before_a_publish_is_made_again_too():
+    model = engine()
+    match = model.cache.match(model.cache.chain(tokens(1, 2, rest=1)))
+    run(model, tokens(1, 2, rest=1))
+    assert model.cache.admit(50, match).resume_tokens == 8
+    assert model.cache.stats().fallbacks == {}
+
+
+def test_a_state_evicted_by_a_plan_between_match_and_admission():
+    model = engine(state_slots=1)
+    run(model, tokens(1, rest=1))
+    other = model.admit(tokens(5, rest=1))
+    match = model.cache.match(model.cache.chain(tokens(1, 2)))
+    assert match.resume_tokens == 4
+    assert len(model.plan(other, 100).checkpoints) == 1  # in the slot that the match names
+    assert model.cache.admit(50, match).resume_tokens == 0
+    model.cache.check_integrity()
+
+
+def test_a_state_published_between_match_and_admission():
+    model = engine(state_slots=1)
+    run(model, tokens(1, 2))
+    run(model, tokens(5, rest=1))  # evicts the state, KV stays
+    first = model.admit(tokens(1, 2, rest=1))
+    plan = model.plan(first, 100)
+    match = model.cache.match(model.cache.chain(tokens(1, 2, rest=1)))
+    assert match.resume_tokens == 0
+    model.settle(plan, first, succeeds=True)
+    assert model.cache.admit(50, match).resume_tokens == 8
+
+
+def test_kv_published_between_match_and_admission_makes_a_junction():
+    model = engine()
+    match = model.cache.match(model.cache.chain(tokens(1, 2, 3)))
+    first = model.admit(tokens(1, 2, 8))
+    model.settle(model.plan(first, 4), first, succeeds=True)  # a block, no state
+    admission = model.cache.admit(50, match)
+    assert admission.lost_tokens_no_state == 4 and admission.boundaries[0] == (4, Reason.JUNCTION)
+
+
+def test_a_match_that_is_out_of_date_is_made_again():
+    model = engine(kv_blocks=8, state_slots=1)
+    run(model, tokens(1, 2, rest=1))
+    match = model.cache.match(model.cache.chain(tokens(1, 2, 3, rest=1)))
+    assert match.resume_tokens == 8
+    run(model, tokens(4, rest=1))  # evicts the state
+    admission = model.cache.admit(50, match)
+    assert (admission.resume_tokens, admission.source_slot) == (0, None)
+    assert model.cache.stats().fallbacks == {"stale_match": 1}
+    model.cache.check_integrity()
+
+
+# -- weights, reset ----------------------------------------------------------------------------------------------------
+
+
+def test_new_weights_match_nothing_old_and_running_requests_cache_nothing_more():
+    model = engine()
+    run(model, tokens(1, 2, rest=1))
+    running = model.admit(tokens(1, 2, 3, 4, rest=2))
+    first = model.plan(running, 5)
+    model.cache.invalidate(7)
+    model.check()
+    assert model.cache.epoch == 7 and model.cache.match(model.cache.chain(tokens(1, 2, rest=1))).kv_depth_blocks == 0
+    model.settle(first, running, succeeds=True)
+    model.check()
+    last = model.plan(running, 100)
+    assert last.checkpoints == ()
+    model.settle(last, running, succeeds=True)
+    model.decode(running, [1] * 9)
+    assert len(model.cache._store.tree) == 0 and model.cache.stats().slots_used == 0
+    assert run(model, tokens(1, 2, 3, 4, rest=2)).admission.resume_tokens == 0
+    assert run(model, tokens(1, 2, 3, 4, rest=2)).admission.resume_tokens == 16
+    model.drain()
+
+
+def test_a_checkpoint_written_across_a_change_of_weights_is_dropped():
+    model = engine()
+    request = model.admit(tokens(1, 2, rest=1))
+    plan = model.plan(request, 100)
+    model.cache.invalidate()
+    model.check()
+    other = model.admit(tokens(1, 2, rest=1))
+    other_plan = model.plan(other, 100)
+    model.settle(plan, request, succeeds=True)
+    model.check()
+    assert model.cache.stats().fallbacks == {"epoch_changed": 1} and model.cache.stats().checkpoints_published == 0
+    model.settle(other_plan, other, succeeds=True)
+    model.check()
+    assert states(model) == {2: [Reason.TAIL]}
+
+
+def test_a_pinned_state_of_old_weights_stays_until_it_is_read():
+    model = engine(state_slots=1)
+    run(model, tokens(1, rest=1))
+    request = model.admit(tokens(1, 2, rest=1))
+    model.cache.invalidate()
+    model.check()
+    assert model.cache.stats().slots_used == 1
+    other = run(model, tokens(5, rest=1))  # wants the slot, must not get it
+    assert other.admission.boundaries and model.cache.stats().checkpoints_skipped == 1
+    model.settle(model.plan(request, 100), request, succeeds=True)
+    assert model.cache.stats().slots_used == 0
+
+
+def test_keys_of_other_weights_neither_read_nor_write():
+    cache = engine(epoch=2).cache
+    for epoch, resume in ((2, 0), (2, 4), (1, 0), (3, 0)):  # keys from elsewhere do not hold the epoch themselves
+        admission = cache.admit(1, cache.match(KeyChain([b"a"], 5, epoch=epoch)))
+        assert admission.resume_tokens == resume
+        cache.publish(cache.plan(1, resume, 5))
+        cache.release(1)
+        assert len(cache._store.tree) == 1
+    cache.reset()
+    cache.admit(1, cache.match(KeyChain([b"a"], 5, epoch=1)))
+    assert cache.plan(1, 0, 5).checkpoints == ()
+
+
+def test_back_to_an_epoch_of_before():
+    model = engine()
+    old = model.admit(tokens(1, rest=1))
+    old_plan = model.plan(old, 100)
+    model.cache.invalidate(1)
+    model.cache.invalidate(0)
+    new = model.admit(tokens(1, rest=1))
+    new_plan = model.plan(new, 100)
+    assert len(new_plan.checkpoints) == 1
+    model.settle(old_plan, old, succeeds=True)
+    model.cache.check_integrity()
+    assert len(model.cache._store.tree) == 0
+    model.settle(new_plan, new, succeeds=True)
+    assert states(model) == {1: [Reason.TAIL]}
+
+
+def test_the_same_epoch_again_changes_nothing():
+    model = engine(epoch=3)
+    run(model, tokens(1, rest=1))
+    model.cache.invalidate(3)
+    assert model.cache.match(model.cache.chain(tokens(1, rest=1))).resume_tokens == 4
+
+
+def test_reset_forgets_all_but_the_counters():
+    model = engine(kv_blocks=9, state_slots=2)
+    run(model, tokens(1, 2, rest=1))
+    request = model.admit(tokens(1, 2, 3, rest=1))
+    plan = model.plan(request, 100)
+    model.cache.blocks.allocate(2)
+    model.reset()
+    model.check()
+    assert model.cache.blocks.free_count == 9 and model.cache.stats().slots_used == 0
+    model.cache.publish(plan)
+    model.cache.abandon(plan)
+    assert not model.cache.release(request.request_id)
+    model.check()
+    assert model.cache.match(model.cache.chain(tokens(1, 2, rest=1))).kv_depth_blocks == 0
+    assert model.cache.stats().prompt_tokens == 9 + 13
+
+
+# -- blocks by id, statistics, mistakes --------------------------------------------------------------------------------
+
+
+def test_blocks_by_id():
+    cache = engine(kv_blocks=5).cache
+    assert cache.admit(1, cache.match(cache.chain(tokens(1, rest=1)))).block_ids == (0, 1)
+    assert cache.blocks.allocate(4) is None and cache.blocks.allocate(0) == []
+    loose = cache.blocks.allocate(3)
+    assert loose == [2, 3, 4] and cache.blocks.available_count == 0 and cache._store.blocks.ref_count(2) == 1
+    cache.blocks.attach(1, loose[:2])
+    cache.check_integrity()
+    assert cache.inspect.block_ids(1) == (0, 1, 2, 3)
+    cache.blocks.free([4])
+    cache.blocks.free([3])  # a rewind: the last block of request 1
+    cache.check_integrity()
+    assert cache.inspect.block_ids(1) == (0, 1, 2) and cache.blocks.free_count == 2
+    for wrong in (lambda: cache.blocks.free([0]), lambda: cache.blocks.free([4]), lambda: cache.blocks.attach(1, [4])):
+        with pytest.raises(CacheCorruptionError):
+            wrong()
+    cache.release(1)
+    assert cache.blocks.free_count == 5
+    cache.check_integrity()
+
+
+def test_keyed_blocks_are_not_rewound():
+    model = engine()
+    request = run(model, tokens(1), release=False)
+    with pytest.raises(CacheCorruptionError):
+        model.cache.blocks.free(request.admission.block_ids)
+
+
+def test_growing_is_all_or_nothing():
+    model = engine(kv_blocks=3)
+    request = model.admit(tokens(1, 2, 3, 4, 5), first_chunk=4)
+    assert model.cache.inspect.block_ids(request.request_id) == (0,)
+    assert model.cache.grow(request.request_id, 20) is None and model.cache.inspect.block_ids(request.request_id) == (
+        0,
+    )
+    assert model.cache.grow(request.request_id, 9) == [1, 2] and model.cache.grow(request.request_id, 12) == []
+
+
+def test_statistics_are_a_snapshot_and_plain():
+    model = engine(state_slots=4, bytes_budget=400)
+    before = model.cache.stats()
+    run(model, tokens(1, 2))
+    stats = model.cache.stats()
+    none = dict.fromkeys(("junction", "breakpoint", "tail", "replay", "interval", "decode", "verify"), 0)
+    assert before.checkpoints_by_reason == none
+    assert stats.checkpoints_by_reason == none | {"tail": 1, "replay": 1}
+    assert (stats.slots_total, stats.slots_used, stats.bytes_budget) == (4, 2, 400)
+    assert json.loads(json.dumps(stats.as_dict())) == stats.as_dict()
+    wanted = "prompt_tokens computed_prompt_tokens reused_tokens reused_tokens_device reused_tokens_host"
+    wanted += " lost_tokens_no_state checkpoints_published checkpoints_skipped evictions host_loads host_stores"
+    wanted += " fallbacks slots_total slots_used bytes_budget"
+    assert set(wanted.split()) <= set(stats.as_dict())
+
+
+def test_mistakes_of_the_caller_say_what_is_wrong():
+    cache = engine().cache
+    chain = cache.chain(tokens(1, 2))
+    cache.admit(1, cache.match(chain))
+    with pytest.raises(ValueError, match="request 1 is live already"):
+        cache.admit(1, cache.match(chain))
+    for start, end in ((1, 4), (0, 0)):
+        with pytest.raises(ValueError, match="next is 0"):
+            cache.plan(1, start, end)
+    with pytest.raises(ValueError, match="request 2 is not live"):
+        cache.plan(2, 0, 1)
+    with pytest.raises(ValueError, match="1 keys for 8 tokens"):
+        cache.match(KeyChain([b"k" * 16], 8))
+    with pytest.raises(ValueError, match="min_computed_tokens"):
+        engine(min_computed_tokens=0)
+    with pytest.raises(ValueError, match="eviction_policy"):
+        engine(eviction_policy="none")
+    assert not cache.release(2)
+
+
+def test_a_trace_of_keys_needs_no_tokens():
+    cache = engine().cache
+    for request_id, keys in enumerate(([b"a", b"b"], [b"a", b"b", b"c"])):
+        chain = KeyChain(list(keys), len(keys) * BLOCK + 1)
+        admission = cache.admit(request_id, cache.match(chain))
+        cache.publish(cache.plan(request_id, admission.resume_tokens, chain.tokens))
+        cache.release(request_id)
+    assert admission.resume_tokens == 8
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        lambda cache: cache._requests.live[1].block_ids.append(9),
+        lambda cache: cache._requests.live[1].block_ids.pop(),
+        lambda cache: cache._requests.live[1].path.pop(0),
+        lambda cache: setattr(cache._requests.live[1], "pinned_slot", None),
+        lambda cache: cache._store.slots.unpin(0),
+        lambda cache: cache._store.checkpoints.eviction.clear(),
+        lambda cache: cache.blocks._unattached.add(7),
+        lambda cache: cache._planner.writing.clear(),
+        lambda cache: setattr(next(iter(cache._store.tree)), "slot", 5),
+        lambda cache: setattr(next(iter(cache._store.tree)), "children", 0),
+        lambda cache: setattr(next(iter(cache._store.tree)), "depth_blocks", 2),
+        lambda cache: setattr(cache._requests.live[1], "computed_tokens", 99),
+        lambda cache: setattr(cache._store.tree, "epoch", 1),
+    ],
+)
+def test_check_integrity_finds_what_is_wrong(break_it):
+    model = engine()
+    run(model, tokens(1, 2))
+    request = model.admit(tokens(1, 2, 3, rest=1))
+    model.cache._requests.live[1] = model.cache._requests.live.pop(request.request_id)
+    model.cache.plan(1, 8, 13)
+    model.cache.check_integrity()
+    break_it(model.cache)
+    with pytest.raises(CacheCorruptionError):
+        model.cache.check_integrity()

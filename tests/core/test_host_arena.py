@@ -1,0 +1,348 @@
+"""The arena alone: what is stored comes back bit by bit, whatever is written meanwhile; on a GPU beside a busy stream."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import random
+
+import pytest
+import torch
+
+from megatron_hybrid_prefix.tiers import arena as arenas
+from megatron_hybrid_prefix.tiers.arena import HostArena
+from megatron_hybrid_prefix.tiers.pinned import choose_page_bytes, pin, unpin
+from megatron_hybrid_prefix.tiers.queue import HostQueue
+from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, Kind, Tag
+from tests.harness.plugins.dictionary_tier import DictionaryTier
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+BLOCKS, SLOTS, PAGES = 12, 10, 60
+
+
+class Pools:
+    """KV and two components of a state on a device, with an arena behind them."""
+
+    def __init__(
+        self,
+        device: str,
+        scale: int = 1,
+        *,
+        verify: bool = True,
+        mamba_layers: int = 3,
+        behind: DictionaryTier | None = None,
+    ) -> None:
+        kv = torch.zeros(4, BLOCKS, 6 * scale, 2, dtype=torch.bfloat16, device=device)
+        conv = torch.zeros(mamba_layers, SLOTS, 5 * scale, 3, dtype=torch.bfloat16, device=device)
+        ssm = torch.zeros(mamba_layers, SLOTS, 7 * scale, dtype=torch.float32, device=device)
+        self.tensors = {Kind.KV: [kv], Kind.STATE: [conv, ssm]}
+        sizes = {k: sum(t[:, 0].numel() * t.element_size() for t in ts) for k, ts in self.tensors.items()}
+        self.page_bytes = choose_page_bytes(sizes.values())
+        self.pages_of = {kind: max(1, -(-size // self.page_bytes)) for kind, size in sizes.items()}
+        self.arena = HostArena(
+            lambda: self.tensors,
+            pages=PAGES * max(self.pages_of.values()),
+            page_bytes=self.page_bytes,
+            pages_of=self.pages_of,
+            device=device,
+            verify=verify,
+            behind=behind,
+        )
+
+    def write(self, kind: Kind, index: int, value: float) -> None:
+        for number, tensor in enumerate(self.tensors[kind]):
+            tensor[:, index] = value + number
+
+    def read(self, kind: Kind, index: int) -> list[torch.Tensor]:
+        return [tensor[:, index].cpu() for tensor in self.tensors[kind]]
+
+    def unit(self, kind: Kind, index: int, entry: int, load_id: int | None = None, key: bytes = b"k") -> BlockTransfer:
+        count = max(self.pages_of.values())
+        pages = range(entry * count, entry * count + self.pages_of[kind])
+        # Not in a row where there are several: an entry lies where there was room.
+        tag = Tag(kind=kind, key=key, depth_tokens=1, epoch=0)
+        return BlockTransfer(
+            source=DEVICE if load_id is None else HOST,
+            target=HOST if load_id is None else DEVICE,
+            device_id=index,
+            pages=tuple(reversed(pages)),
+            tag=tag,
+            load_id=load_id,
+        )
+
+    def behind_unit(self, kind: Kind, entry: int, key: bytes, *, take: bool) -> BlockTransfer:
+        """From the host to the tier behind it, or back."""
+        unit = self.unit(kind, 0, entry, key=key)
+        source, target = (HOST, "behind") if take else ("behind", HOST)
+        return dataclasses.replace(unit, source=source, target=target, device_id=None)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", range(6))
+def test_any_order_of_moves_and_writes(device, seed, monkeypatch):
+    """Against a dictionary, with streams that are late. Small staging buffers, so that they are used again and again."""
+    scale = 1 if device == "cpu" else 20_000
+    monkeypatch.setattr(arenas, "STORE_STAGING_BYTES", 3 * 30 * scale * 8)
+    monkeypatch.setattr(arenas, "LOAD_STAGING_BYTES", 2 * 30 * scale * 8)
+    pools, dice, delays = Pools(device, scale), random.Random(seed), random.Random(seed)
+    places = [(Kind.KV, i) for i in range(BLOCKS)] + [(Kind.STATE, i) for i in range(SLOTS)]
+    on_device: dict[tuple[Kind, int], float] = {}
+    on_host: dict[int, tuple[Kind, float]] = {}
+    for number, place in enumerate(places):
+        pools.write(*place, number)
+        on_device[place] = number
+    load_id = 0
+    for step in range(40):
+        units = []
+        for _ in range(dice.randint(0, 12)):
+            if on_host and dice.random() < 0.4:
+                entry = dice.choice(sorted(on_host))
+                kind, value = on_host[entry]
+                index = dice.randrange(BLOCKS if kind == Kind.KV else SLOTS)
+                units.append(pools.unit(kind, index, entry, load_id))
+                on_device[kind, index] = value
+            else:
+                kind, index = dice.choice(places)
+                entry = dice.randrange(PAGES)
+                units.append(pools.unit(kind, index, entry))
+                on_host[entry] = (kind, on_device[kind, index])
+        for queue in (pools.arena.stores, pools.arena.loads):
+            if device == "cuda" and delays.random() < 0.3:  # what does not wait for it shows
+                with torch.cuda.stream(queue._stream):
+                    torch.cuda._sleep(2_000_000)
+        pools.arena.carry_out(units)
+        pools.arena.wait_for_stores()
+        if any(unit.load_id is not None for unit in units):
+            if dice.random() < 0.7:
+                pools.arena.wait_for_load(load_id)
+                assert not pools.arena.has_failed(load_id)
+            else:
+                pools.arena.wait_for_load(load_id)
+                pools.arena.forget(load_id)
+            load_id += 1
+        for _ in range(dice.randint(0, 4)):
+            place = dice.choice(places)
+            pools.write(*place, 1000 + step)
+            on_device[place] = 1000 + step
+    for place, value in on_device.items():
+        for number, tensor in enumerate(pools.read(*place)):
+            assert torch.all(tensor == torch.tensor(value + number).to(tensor.dtype)), place
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order_of_moves_with_a_tier_behind(device, seed, monkeypatch):
+    """The same with entries that go from the host to a dictionary and come back into other pages, while streams are late."""
+    scale = 1 if device == "cpu" else 20_000
+    monkeypatch.setattr(arenas, "STORE_STAGING_BYTES", 3 * 30 * scale * 8)
+    monkeypatch.setattr(arenas, "LOAD_STAGING_BYTES", 2 * 30 * scale * 8)
+    behind = DictionaryTier()
+    pools, dice, delays = Pools(device, scale, behind=behind), random.Random(seed), random.Random(seed)
+    places = [(Kind.KV, i) for i in range(BLOCKS)] + [(Kind.STATE, i) for i in range(SLOTS)]
+    on_device: dict[tuple[Kind, int], float] = {}
+    on_host: dict[int, tuple[Kind, float]] = {}
+    taken: set[tuple[Kind, float]] = set()
+    for number, place in enumerate(places):
+        pools.write(*place, number)
+        on_device[place] = number
+    for step in range(40):
+        units = []
+        for _ in range(dice.randint(0, 12)):
+            what, entry = dice.choice(["store", "load", "take", "give"]), dice.randrange(PAGES)
+            kind, index = dice.choice(places)
+            if what == "store":
+                on_host[entry] = (kind, on_device[kind, index])
+                units.append(pools.unit(kind, index, entry, key=str(on_device[kind, index]).encode()))
+            elif what == "give" and taken:
+                on_host[entry] = kind, value = dice.choice(sorted(taken))
+                units.append(pools.behind_unit(kind, entry, str(value).encode(), take=False))
+            elif on_host:
+                entry = dice.choice(sorted(on_host))
+                kind, value = on_host[entry]
+                if what == "take":
+                    units.append(pools.behind_unit(kind, entry, str(value).encode(), take=True))
+                    taken.add((kind, value))
+                else:
+                    index = dice.randrange(BLOCKS if kind == Kind.KV else SLOTS)
+                    units.append(pools.unit(kind, index, entry, step, key=str(value).encode()))
+                    on_device[kind, index] = value
+        for queue in (pools.arena.stores, pools.arena.loads):
+            if device == "cuda" and delays.random() < 0.3:
+                with torch.cuda.stream(queue._stream):
+                    torch.cuda._sleep(2_000_000)
+        pools.arena.carry_out(units)
+        pools.arena.wait_for_stores()
+        pools.arena.wait_for_load(step)
+        assert not pools.arena.has_failed(step)
+        for _ in range(dice.randint(0, 4)):
+            place = dice.choice(places)
+            pools.write(*place, 1000 + step)
+            on_device[place] = 1000 + step
+    for place, value in on_device.items():
+        for number, tensor in enumerate(pools.read(*place)):
+            assert torch.all(tensor == torch.tensor(value + number).to(tensor.dtype)), place
+    assert pools.arena.behind_stats.bytes_stored > 0 < pools.arena.behind_stats.bytes_loaded
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", list(Kind))
+def test_a_wrong_bit_behind_the_host_is_noticed(device, kind):
+    behind = DictionaryTier()
+    pools = Pools(device, behind=behind)
+    for index, key in ((1, b"a"), (2, b"b")):
+        pools.write(kind, index, 3.0 * index)
+        pools.arena.carry_out([pools.unit(kind, index, index, key=key), pools.behind_unit(kind, index, key, take=True)])
+    behind.entries[kind, b"a"][1][1] ^= 2
+    for load_id, key in enumerate((b"a", b"b", b"c")):
+        back = pools.behind_unit(kind, 7, key, take=False)
+        pools.arena.carry_out([back, pools.unit(kind, 4, 7, load_id, key=key)])
+        pools.arena.wait_for_load(load_id)
+    assert [pools.arena.has_failed(load_id) for load_id in range(3)] == [True, False, True]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_of_two_into_one_place_the_later_is_there(device):
+    """An entry that is dropped at once for another one, in its pages; a block that is loaded twice."""
+    pools = Pools(device)
+    for index in range(BLOCKS):
+        pools.write(Kind.KV, index, index)
+    pools.arena.carry_out([pools.unit(Kind.KV, index, 5) for index in (3, 4, 1)] + [pools.unit(Kind.KV, 6, 7)])
+    units = [pools.unit(Kind.KV, 2, entry, load_id=0) for entry in (7, 5)]
+    pools.arena.carry_out([*units, pools.unit(Kind.KV, 8, 7, load_id=0)])
+    pools.arena.wait_for_load(0)
+    assert not pools.arena.has_failed(0)
+    assert [float(pools.read(Kind.KV, index)[0].max()) for index in (2, 8)] == [1, 6]
+    assert [float(pools.read(Kind.KV, index)[0].min()) for index in (2, 8)] == [1, 6]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", list(Kind))
+def test_a_wrong_bit_is_noticed(device, kind):
+    pools = Pools(device)
+    pools.write(kind, 1, 3.0)
+    unit = pools.unit(kind, 1, 5)
+    pools.arena.carry_out([unit])
+    pools.arena.finish()
+    pools.arena.memory[unit.pages[-1] * pools.page_bytes + 1] ^= 2
+    pools.arena.carry_out([pools.unit(kind, 2, 5, load_id=1), pools.unit(kind, 3, 5, load_id=2)])
+    pools.arena.wait_for_load(1)
+    assert pools.arena.has_failed(1) and pools.arena.has_failed(2)
+    pools.arena.carry_out([pools.unit(kind, 1, 5), pools.unit(kind, 2, 5, load_id=3)])
+    assert not pools.arena.has_failed(3)
+
+
+def test_another_tag_is_noticed():
+    pools = Pools("cpu")
+    pools.arena.carry_out([pools.unit(Kind.KV, 1, 5), pools.unit(Kind.KV, 2, 5, load_id=1, key=b"other")])
+    assert pools.arena.has_failed(1)
+    pools.arena.carry_out([pools.unit(Kind.KV, 2, 7, load_id=2)])  # nothing was ever stored there
+    assert pools.arena.has_failed(2)
+
+
+def test_without_verification_nothing_is_compared():
+    pools = Pools("cpu", verify=False)
+    pools.write(Kind.KV, 1, 3.0)
+    unit = pools.unit(Kind.KV, 1, 5)
+    pools.arena.carry_out([unit])
+    pools.arena.memory[unit.pages[0] * pools.page_bytes] ^= 2
+    pools.arena.carry_out([pools.unit(Kind.KV, 2, 5, load_id=1)])
+    assert not pools.arena.has_failed(1)
+
+
+def test_a_stage_without_recurrent_layers_moves_nothing_of_states():
+    pools = Pools("cpu", mamba_layers=0)
+    pools.arena.carry_out([pools.unit(Kind.STATE, 1, 5), pools.unit(Kind.STATE, 2, 5, load_id=1)])
+    assert not pools.arena.has_failed(1) and pools.arena.bytes_stored == pools.arena.bytes_loaded == 0
+
+
+class Marks(HostQueue):
+    """A queue that makes marks, and notes which ones are waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = 0
+        self.waited: list[int] = []
+
+    def mark(self) -> int:
+        self.made += 1
+        return self.made
+
+    def wait(self, mark: int) -> None:
+        self.waited.append(mark)
+
+
+def test_the_model_waits_until_what_it_may_write_to_was_read(monkeypatch):
+    """For the last gathering of a round, not for the copies to the host; and once."""
+    monkeypatch.setattr(arenas, "STORE_STAGING_BYTES", 1)  # a batch each
+    pools = Pools("cpu")
+    pools.arena.stores = marks = Marks()
+    pools.arena.wait_for_stores()
+    assert marks.waited == []
+    made = []
+    monkeypatch.setattr(
+        pools.arena, "_host", lambda page, length: made.append(marks.made) or torch.empty(length).byte()
+    )
+    pools.arena.carry_out([pools.unit(Kind.KV, 1, 5), pools.unit(Kind.STATE, 2, 6)])
+    pools.arena.wait_for_stores()
+    pools.arena.wait_for_stores()
+    assert marks.waited == [made[-1]] and set(made) == {1, 2}
+
+
+@pytest.mark.gpu
+def test_a_write_right_after_a_store_does_not_spoil_it():
+    """The stream of the stores is late: what the model writes meanwhile has to wait for it."""
+    pools = Pools("cuda", 1000)
+    for kind, index in ((Kind.KV, 1), (Kind.STATE, 2)):
+        pools.write(kind, index, 3.0)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(pools.arena.stores._stream):
+        torch.cuda._sleep(200_000_000)
+    pools.arena.carry_out([pools.unit(Kind.KV, 1, 5), pools.unit(Kind.STATE, 2, 6)])
+    pools.arena.wait_for_stores()
+    for kind, index in ((Kind.KV, 1), (Kind.STATE, 2)):
+        pools.write(kind, index, 7.0)
+    pools.arena.carry_out([pools.unit(Kind.KV, 3, 5, load_id=1), pools.unit(Kind.STATE, 4, 6, load_id=1)])
+    pools.arena.wait_for_load(1)
+    assert not pools.arena.has_failed(1)
+    for kind, index, first in ((Kind.KV, 1, 7.0), (Kind.STATE, 2, 7.0), (Kind.KV, 3, 3.0), (Kind.STATE, 4, 3.0)):
+        for number, tensor in enumerate(pools.read(kind, index)):
+            assert torch.all(tensor == first + number)
+
+
+@pytest.mark.gpu
+def test_the_end_of_an_arena_unpins_its_memory():
+    pools = Pools("cuda")
+    memory, device = pools.arena.memory, torch.device("cuda")
+    with pytest.raises(RuntimeError):
+        pin(memory, device)
+    assert torch.ones(3, device=device).sum().item() == 3  # the error is gone with its exception
+    del pools
+    gc.collect()
+    pin(memory, device)
+    unpin(memory, device)
+
+
+@pytest.mark.gpu
+def test_an_arena_that_ends_while_a_graph_is_captured_unpins_later():
+    memory, device, ones = torch.empty(1 << 20, dtype=torch.uint8), torch.device("cuda"), torch.ones(3, device="cuda")
+    pin(memory, device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        twos = ones + 1
+        unpin(memory, device)
+    graph.replay()
+    assert twos.sum().item() == 6
+    pin(memory, device)
+    unpin(memory, device)
+
+
+@pytest.mark.parametrize(
+    ("kv_bytes", "state_bytes"),
+    [(4 << 20, 27 << 20), (4 << 20, 4 << 20), (4 << 20, (4 << 20) + 512), (0, 1 << 20), (1 << 20, 0), (300, 70_000)],
+)
+def test_pages_waste_little(kv_bytes, state_bytes):
+    page = choose_page_bytes([kv_bytes, state_bytes])
+    assert page % 512 == 0
+    for size in filter(None, (kv_bytes, state_bytes)):
+        assert -(-size // page) * page <= max(1.15 * size, size + 512)
+        assert -(-size // page) <= 300

@@ -1,0 +1,158 @@
+"""One file outside the package adds an eviction rule: to the settings, the cache, the flags and the tools."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.config import HybridPrefixConfig
+from megatron_hybrid_prefix.errors import PluginError
+from megatron_hybrid_prefix.mcore.entrypoints import arguments
+from megatron_hybrid_prefix.plugins import PLUGINS_VARIABLE, Registry
+from megatron_hybrid_prefix.policy.registry import eviction_policy_names
+from tests.harness.limits import HANG_S
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = 4
+RULE = '''
+"""Most recently used first."""
+
+from megatron_hybrid_prefix.policy.registry import register_eviction_policy
+
+
+class NewestFirst:
+    def __init__(self):
+        self.states = []
+
+    def __len__(self):
+        return len(self.states)
+
+    def __iter__(self):
+        return iter(self.states)
+
+    def added(self, state):
+        self.states.append(state)
+
+    def used(self, state):
+        self.states.remove(state)
+        self.states.append(state)
+
+    def removed(self, state):
+        self.states.remove(state)
+
+    def victim(self, evictable, *, spare_only=False):
+        return next((state for state in reversed(self.states) if not spare_only and evictable(state)), None)
+
+    def clear(self):
+        self.states.clear()
+
+
+register_eviction_policy("newest_first", NewestFirst)
+'''
+TRACE = (
+    '{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}\n'
+    '{"timestamp": 1, "input_length": 1024, "output_length": 1, "hash_ids": [3, 4]}\n'
+    '{"timestamp": 2, "input_length": 1536, "output_length": 1, "hash_ids": [1, 2, 5]}\n'
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("plugins")
+    (folder / "newest_first_rule.py").write_text(RULE)
+    (folder / "broken_rule.py").write_text("raise RuntimeError('two\\nlines')")
+    (folder / "trace.jsonl").write_text(TRACE)
+    return folder
+
+
+@pytest.fixture
+def plugged(folder, monkeypatch):
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv(PLUGINS_VARIABLE, "newest_first_rule")
+
+
+def run_tool(folder: Path, tool: str, *argv: str, plugins: str = "newest_first_rule") -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", PLUGINS_VARIABLE: plugins}
+    command = [sys.executable, str(ROOT / "tools" / tool), *argv]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
+
+
+def resumes(eviction_policy: str) -> list[int]:
+    """Resume depths, in tokens, of three prompts: two into two slots, another one, and the first two again."""
+    cache = HybridPrefixCache(
+        block_tokens=BLOCK,
+        kv_blocks=100,
+        state_slots=2,
+        eviction_policy=eviction_policy,
+        retention_interval_tokens=0,
+    )
+    found = []
+    for number, name in enumerate([1, 2, 3, 1, 2]):
+        chain = cache.chain([name] * BLOCK + [0])
+        admission = cache.admit(number, cache.match(chain))
+        assert admission is not None
+        cache.publish(cache.plan(number, admission.resume_tokens, chain.tokens))
+        cache.release(number)
+        cache.check_integrity()
+        found.append(admission.resume_tokens)
+    return found
+
+
+def test_the_cache_evicts_by_the_rule_of_a_plugin(plugged):
+    assert resumes("lru") == [0, 0, 0, 0, 0]
+    assert resumes("newest_first") == [0, 0, 0, BLOCK, 0], "the second prompt's state went, the first one's stayed"
+
+
+def test_settings_and_flags_know_the_rule_of_a_plugin(plugged):
+    assert eviction_policy_names()[:2] == ("lru", "replay_cost") and "newest_first" in eviction_policy_names()
+    config = HybridPrefixConfig(mamba_gb=1, eviction_policy="newest_first")
+    parser = arguments.add_hybrid_prefix_args(argparse.ArgumentParser(exit_on_error=False))
+    args = parser.parse_args(
+        [arguments.SWITCH, arguments.BUDGET, "1", "--hybrid-prefix-eviction-policy", "newest_first"]
+    )
+    assert arguments.hybrid_prefix_config_from_args(args) == config
+    with pytest.raises(ValueError, match=r"eviction_policy='best': must be 'lru' or 'replay_cost' or 'newest_first'"):
+        HybridPrefixConfig(mamba_gb=1, eviction_policy="best")
+
+
+def test_the_replay_uses_the_rule_of_a_plugin(folder):
+    argv = [str(folder / "trace.jsonl"), "--state-slots", "1", "--admission", "tail", "--baselines", "lru"]
+    done = run_tool(folder, "replay_trace.py", *argv, "--eviction", "newest_first")
+    assert done.returncode == 0, done.stderr
+    assert "newest_first" in done.stdout
+    refused = run_tool(folder, "replay_trace.py", *argv, "--eviction", "newest_first", plugins="")
+    assert refused.returncode == 2 and "newest_first" in refused.stderr
+
+
+@pytest.mark.parametrize("tool", ["replay_trace.py", "plan_capacity.py"])
+def test_a_plugin_that_cannot_be_imported_is_one_line(folder, tool):
+    for name, reason in (("broken_rule", "RuntimeError: two lines"), ("no_such_rule", "ModuleNotFoundError: ")):
+        done = run_tool(folder, tool, "tiny", plugins=name)
+        assert done.returncode == 2 and done.stdout == ""
+        assert done.stderr.startswith(f"error: HYBRID_PREFIX_PLUGINS: cannot import '{name}': {reason}")
+        assert done.stderr.count("\n") == 1
+
+
+def test_settings_say_which_plugin_cannot_be_imported(plugged, monkeypatch):
+    monkeypatch.setenv(PLUGINS_VARIABLE, "newest_first_rule, broken_rule")
+    with pytest.raises(PluginError, match="cannot import 'broken_rule': RuntimeError: two lines"):
+        HybridPrefixConfig(mamba_gb=1)
+
+
+def test_a_name_is_registered_once():
+    registry: Registry[object] = Registry("colour")
+    red = object()
+    registry.register("red", red)
+    registry.register("red", red)
+    with pytest.raises(ValueError, match="colour='red': registered already"):
+        registry.register("red", object())
+    with pytest.raises(ValueError, match="colour: a registered name must not be empty"):
+        registry.register("", red)
+    with pytest.raises(ValueError, match="colour='blue': must be 'red'"):
+        registry["blue"]

@@ -1,0 +1,294 @@
+"""Eviction by what a state is expected to save."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.index.tree import Node
+from megatron_hybrid_prefix.lab.replay import Policy, replay
+from megatron_hybrid_prefix.policy import likelihood, replay_cost
+from megatron_hybrid_prefix.policy.boundaries import Reason
+from megatron_hybrid_prefix.policy.likelihood import Likelihood
+from megatron_hybrid_prefix.policy.registry import make_eviction_policy
+from megatron_hybrid_prefix.policy.replay_cost import ReplayCostEviction
+from megatron_hybrid_prefix.pool.slots import NO_SLOT
+from tests.core.naive_replay_cost import NaiveReplayCost
+from tests.harness.selection import mostly_slow
+from tests.harness.trace_helpers import KINDS, made_up, token_prompts
+
+REASONS = (Reason.JUNCTION, Reason.TAIL, Reason.INTERVAL, Reason.DECODE)
+RULE = Policy(name="replay_cost", eviction="replay_cost")
+LRU = Policy(name="lru", eviction="lru")
+
+
+@pytest.fixture
+def fast_clock(monkeypatch):
+    """Everything that takes hundreds of calls takes a few."""
+    monkeypatch.setattr(likelihood, "YOUNGEST_BITS", 1)
+    monkeypatch.setattr(replay_cost, "_REFRESH_AT_LEAST", 7)
+    monkeypatch.setattr(replay_cost, "_FADE_REFRESHES", 3)
+    monkeypatch.setattr(replay_cost, "_REMEMBERED", 1)
+    monkeypatch.setattr(replay_cost, "_REMEMBERED_AT_LEAST", 3)
+
+
+def chain(depth_blocks: int, above: Node | None = None, name: int = 0) -> Node:
+    """The last of so many new nodes below ``above``."""
+    for number in range(depth_blocks):
+        above = Node(b"%d.%d" % (name, number), above, number)
+    assert above is not None
+    return above
+
+
+def publish(policy, node: Node, reason: Reason = Reason.TAIL) -> Node:
+    node.reason = reason
+    policy.added(node)
+    return node
+
+
+def lost_in_order(policy, **options) -> list[Node]:
+    order = []
+    while (victim := policy.victim(lambda node: True, **options)) is not None:
+        assert policy.victim(lambda node: True, **options) is victim, "asking changes nothing"
+        policy.removed(victim)
+        order.append(victim)
+    return order
+
+
+def compare(rng: random.Random, calls: int, most: int) -> int:
+    """The policy and its naive twin through the same random calls; returns how many victims were compared."""
+    mine, naive = make_eviction_policy("replay_cost"), NaiveReplayCost()
+    nodes: list[Node] = []
+    kept: list[Node] = []
+    compared = 0
+    for number in range(calls):
+        what = rng.choice(["add", "add", "use", "use", "remove", "evict", "evict spare"])
+        if what == "add" and len(kept) < most:
+            # Again where a state was lost, or at a new node below any other.
+            node = rng.choice(nodes) if nodes and rng.random() < 0.5 else None
+            if node is None or node in kept:
+                above = rng.choice([None, *nodes[-20:]])
+                node = chain(rng.randint(1, 6), above, number)
+                while node is not above and node is not None:
+                    nodes.append(node)
+                    node = node.parent
+                node = nodes[-rng.randint(1, min(6, len(nodes)))]
+            if node in kept:
+                continue
+            node.reason = rng.choice(REASONS)
+            kept.append(node)
+            mine.added(node)
+            naive.added(node)
+        elif what == "use" and kept:
+            node = rng.choice(kept)
+            if node.reason == Reason.INTERVAL and rng.random() < 0.3:
+                node.reason = Reason.JUNCTION
+            mine.used(node)
+            naive.used(node)
+        elif what == "remove" and kept:
+            node = kept.pop(rng.randrange(len(kept)))
+            mine.removed(node)
+            naive.removed(node)
+        elif what.startswith("evict") and kept:
+            pinned = set(rng.sample(kept, k=rng.randint(0, min(3, len(kept)))))
+            allowed = [node for node in kept if node not in pinned]
+            spare_only = what == "evict spare"
+            victim = mine.victim(allowed.__contains__, spare_only=spare_only)
+            assert victim is naive.victim(allowed.__contains__, spare_only=spare_only)
+            compared += victim is not None
+            if victim is not None:
+                kept.remove(victim)
+                mine.removed(victim)
+                naive.removed(victim)
+        assert len(mine) == len(kept) and list(mine) == kept
+        assert [mine.value(node) for node in kept] == [naive.value(node) for node in kept]
+    return compared
+
+
+@pytest.mark.usefixtures("fast_clock")
+@pytest.mark.parametrize("seed", range(25))
+def test_it_decides_as_the_obvious_version_does(seed):
+    assert compare(random.Random(seed), calls=500, most=25) > 30
+
+
+def test_it_decides_so_with_its_own_constants_too():
+    assert compare(random.Random(99), calls=3000, most=60) > 300
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(1, 60))
+def test_short_histories(rng, calls):
+    compare(rng, calls, most=8)
+
+
+# -- what it keeps -----------------------------------------------------------------------------------------------------
+
+
+def test_what_would_be_dearest_to_compute_again_is_kept():
+    policy = make_eviction_policy("replay_cost")
+    nodes = [publish(policy, chain(depth, name=depth)) for depth in (5, 40, 11, 20)]
+    assert lost_in_order(policy) == [nodes[0], nodes[2], nodes[3], nodes[1]]
+
+
+def test_cost_counts_from_the_nearest_state_that_is_kept():
+    policy = make_eviction_policy("replay_cost")
+    low = chain(30)
+    deep = publish(policy, chain(3, low, name=1))
+    other = publish(policy, chain(8, name=2))
+    assert policy.victim(lambda node: True) is other, "33 blocks or 8"
+    publish(policy, low)
+    assert policy.victim(lambda node: True) is deep, "3 blocks now"
+    policy.removed(low)
+    assert policy.victim(lambda node: True) is other, "33 again"
+
+
+def test_what_was_used_is_kept_longer():
+    policy = make_eviction_policy("replay_cost")
+    often, never = (publish(policy, chain(10, name=name)) for name in range(2))
+    for number in range(200):  # a kind is judged by its history
+        policy.used(often)
+        gone = publish(policy, chain(10, name=100 + number))
+        policy.removed(gone)
+    assert policy.value(often) > 2 * policy.value(never)
+    assert lost_in_order(policy) == [never, often]
+
+
+def test_a_state_that_is_made_again_was_wanted():
+    policy = make_eviction_policy("replay_cost")
+    node = publish(policy, chain(10))
+    policy.removed(node)
+    publish(policy, node)
+    assert policy._records[node].uses == 1
+    policy.removed(node)
+    for number in range(replay_cost._REMEMBERED_AT_LEAST + replay_cost._REMEMBERED):
+        policy.removed(publish(policy, chain(10, name=1 + number)))
+    publish(policy, node)
+    assert policy._records[node].uses == 0, "forgotten"
+
+
+def test_a_guess_takes_the_place_of_a_guess_only():
+    policy = make_eviction_policy("replay_cost")
+    publish(policy, chain(1))
+    guesses = [publish(policy, chain(depth, name=depth), Reason.INTERVAL) for depth in (9, 8, 7)]
+    policy.used(guesses[2])
+    assert lost_in_order(policy, spare_only=True) == [guesses[1], guesses[0]]
+    assert len(policy) == 2
+
+
+def test_the_cost_can_be_that_of_a_model():
+    nodes = [chain(10), chain(30, name=1)]
+    nodes.append(chain(4, nodes[1], name=2))
+    linear = ReplayCostEviction[Node]()
+    square = ReplayCostEviction[Node](cost=lambda start, end: end**2 - start**2)  # attention
+    for policy in (linear, square):
+        for node in nodes:
+            publish(policy, node)
+    assert linear.victim(lambda node: True) is nodes[2] and square.victim(lambda node: True) is nodes[0]
+
+
+def test_clear_forgets_states_but_not_what_was_learned():
+    policy = make_eviction_policy("replay_cost")
+    for number in range(300):
+        publish(policy, chain(3, name=number))
+        if number % 3 == 0:
+            policy.used(next(iter(policy)))
+    assert policy.value(next(iter(policy))) > 0
+    policy.clear()
+    assert len(policy) == 0 and list(policy) == [] and policy.victim(lambda node: True) is None
+    again = publish(policy, chain(3, name=1))
+    assert 0 < policy.value(again) < 3 / 2**likelihood.YOUNGEST_BITS, "not what it says of a kind that it never saw"
+    assert lost_in_order(policy) == [again]
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 500)), min_size=1, max_size=12))
+def test_a_rate_is_the_best_average_over_the_ages_to_come(cells):
+    rates: Likelihood[str] = Likelihood()
+    for age, (uses, exposure) in enumerate(cells):
+        cell = rates.cell("a", age, 0)
+        cell.uses, cell.exposure = float(uses), float(exposure)
+    rates.refresh(0)
+    for age in range(len(cells)):
+        sums, best = [0.0, 0.0], 0.0
+        for older in range(age, len(cells)):
+            sums[0] += cells[older][0] + 1
+            sums[1] += cells[older][1] + likelihood.oldest_in(older)
+            best = max(best, sums[0] / sums[1])
+        assert rates.cell("a", age, 0).rate == best
+
+
+# -- in the cache ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_cache_stays_whole_under_pressure(seed):
+    block_tokens = 4
+    cache = HybridPrefixCache(
+        block_tokens=block_tokens, kv_blocks=40, state_slots=7, eviction_policy="replay_cost", secret=b"test"
+    )
+    rng = random.Random(seed)
+    live: list[int] = []
+    for number, prompt in enumerate(token_prompts(150, block_tokens=block_tokens, most_blocks=9, seed=seed)):
+        admission = cache.admit(number, cache.match(cache.chain(prompt)))
+        if admission is not None:
+            plan = cache.plan(number, admission.resume_tokens, len(prompt))
+            (cache.abandon if rng.random() < 0.1 else cache.publish)(plan)
+            live.append(number)
+        while live and (admission is None or len(live) > 3):
+            cache.release(live.pop(rng.randrange(len(live))))
+            if admission is None:
+                break
+        if number % 60 == 59:
+            cache.invalidate()
+        cache.check_integrity()
+    stats = cache.stats()
+    assert stats.evictions > 20 and stats.kv_evictions > 20 and stats.reused_tokens > 0
+    ranked = {node for node in cache._store.tree if node.slot != NO_SLOT}
+    assert set(cache._store.checkpoints.eviction) == ranked
+
+
+def test_decisions_do_not_depend_on_the_values_of_keys():
+    prompts = token_prompts(200, block_tokens=4, most_blocks=9, seed=5)
+    found = []
+    for secret in (b"one", b"two"):
+        cache = HybridPrefixCache(
+            block_tokens=4, kv_blocks=60, state_slots=9, eviction_policy="replay_cost", secret=secret
+        )
+        reused = []
+        for number, prompt in enumerate(prompts):
+            admission = cache.admit(number, cache.match(cache.chain(prompt)))
+            assert admission is not None
+            cache.publish(cache.plan(number, admission.resume_tokens, len(prompt)))
+            cache.release(number)
+            reused.append(admission.resume_tokens)
+        found.append(reused)
+    assert found[0] == found[1] and sum(found[0]) > 0
+
+
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, "chat"))
+def test_it_is_no_worse_than_lru(kind):
+    trace = made_up(kind, 1200)
+    for slots in (16, 64, 256, 2048):
+        mine, theirs = (replay(trace, policy, state_slots=slots).reused_token_fraction for policy in (RULE, LRU))
+        assert mine >= theirs - 0.001, f"{slots} slots"
+
+
+@pytest.mark.parametrize(
+    ("kind", "slots", "gain"), [("chat", 24, 0.15), ("scan", 16, 0.1), ("popular", 24, 0.15), ("agents", 16, 0.15)]
+)
+def test_it_is_far_better_than_lru_where_slots_are_scarce(kind, slots, gain):
+    trace = made_up(kind, 2000)
+    mine, theirs = (replay(trace, policy, state_slots=slots).reused_token_fraction for policy in (RULE, LRU))
+    assert mine >= theirs + gain
+
+
+def test_guesses_are_made_where_there_is_room_and_not_where_slots_are_scarce():
+    trace = made_up("popular", 1500)
+    guesses = {}
+    for slots in (16, 4096):
+        counters = replay(trace, RULE, state_slots=slots).counters
+        guesses[slots] = counters["checkpoints_by_reason"]["interval"]
+    assert guesses[16] < 0.1 * guesses[4096]

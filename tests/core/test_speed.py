@@ -1,0 +1,44 @@
+"""Work and memory of the control plane: in steps of Python, which no other process and no faster machine changes."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_hybrid_prefix.bench import control_plane
+from tests.harness.steps import steps
+
+
+def test_memory_of_a_block():
+    assert control_plane.bytes_per_block(30_000) <= 600
+
+
+def steps_of_a_request(requests: int, **sizes: int) -> float:
+    """Steps from match to release; making the requests up is a part of it."""
+    return steps(lambda: control_plane.requests_per_second(requests, **sizes)) / requests
+
+
+@pytest.mark.parametrize("sizes", [{}, {"kv_blocks": 2_048}, {"slots": 64}], ids=["all fit", "evictions", "few slots"])
+def test_requests_of_a_trace_take_no_more_steps_in_a_longer_one(sizes):
+    short, long = (steps_of_a_request(requests, **sizes) for requests in (500, 5_000))
+    assert short <= control_plane.PROMPT_BLOCKS * 100
+    assert long <= 1.25 * short  # the first requests evict nothing
+
+
+def test_long_prompts_and_evictions_take_no_more_steps_in_a_larger_cache():
+    found = []
+    for blocks, slots in ((5_000, 200), (50_000, 2_000)):
+        cache = control_plane.filled_cache(blocks, slots)
+        # States first: evicting KV blocks frees slots.
+        state = steps(lambda cache=cache: control_plane.state_eviction_seconds(cache, 150)) / 150
+        once, thrice = (
+            steps(lambda cache=cache, n=repeats: control_plane.long_prompt_seconds(cache, 100_000, n))
+            for repeats in (1, 3)
+        )
+        prompt = (thrice - once) / 2  # without making it up
+        block = steps(lambda cache=cache: control_plane.eviction_seconds(cache, 2_000)) / 2_000
+        found.append((state, prompt, block))
+    for small, large in zip(*found, strict=True):
+        assert large <= 1.1 * small
+    state, prompt, block = found[1]
+    assert prompt <= 40 * 100_000 / control_plane.BLOCK_TOKENS
+    assert state <= 500 and block <= 50

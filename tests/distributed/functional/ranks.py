@@ -1,0 +1,163 @@
+"""What one rank of a functional test does. Usage: ``torchrun ranks.py OUT.json CASE DEVICE``.
+
+``OUT.json`` gets what each rank found, a list; `run.py` judges it. Everything runs with caching off, too, on the same
+ranks. The data-parallel coordinator is a process that imports this file: so the main guard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from megatron_hybrid_prefix.models import build_hybrid_model
+from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+from tests.distributed.functional.run import CASES, Case
+from tests.harness.engine_helpers import greedy, random_tokens, run_to_end
+from tests.harness.limits import COLLECTIVE_HANG_S, HANG_S
+from tests.harness.workers import coordinator, expert_parallel, prefix_parallel
+from tests.harness.workers.launch import write_findings
+
+BLOCK_TOKENS = prefix_parallel.BLOCK_TOKENS
+PATTERNS = {1: "M*-M*-", 2: "M*-|M*-"}  # by pipeline stages
+STEPS_BEFORE_DEATH = 5
+
+
+# --- Tensor and pipeline parallel ------------------------------------------------------------------------------------
+
+
+def layout(case: Case, platform: Any) -> dict[str, Any]:
+    """Findings of each scenario, with caching off and on; and with wrong states."""
+    pattern = PATTERNS[case.pp]
+    model = prefix_parallel.build(pattern, case.tp, case.pp, platform)
+
+    def session(mode: str, name: str, cached: bool) -> Any:
+        fields = {"blocks": 9, "host_gb": 0.05} if name == "host" else {}
+        return prefix_parallel.Session(
+            model,
+            pattern,
+            case.tp,
+            case.pp,
+            mode=mode,
+            slots=prefix_parallel.SLOTS[name],
+            cached=cached,
+            check_ranks=cached,
+            **fields,
+        )
+
+    found: dict[str, Any] = {"runs": {}}
+    scenarios = {"tails": prefix_parallel.tails, "host": prefix_parallel.host}
+    for mode in prefix_parallel.MODES:
+        for name, play in scenarios.items():
+            run = found["runs"][f"{name}, {mode}"] = {}
+            for engine in ("off", "on"):
+                started = session(mode, name, engine == "on")
+                play(started)
+                run[engine] = started.found()
+    damaged = session("legacy", "tails", True)
+    prefix_parallel.damage_sources(damaged.engine.context)
+    prefix_parallel.tails(damaged)
+    return found | {"damaged": damaged.found()}
+
+
+# --- Expert parallel -------------------------------------------------------------------------------------------------
+
+
+def experts(case: Case, platform: Any) -> dict[str, Any]:
+    """Findings of ``tiny-moe``: each rank has requests of its own, and decides for itself."""
+    model = build_hybrid_model("tiny-moe", seed=0, platform=platform)
+    settings = {"off": None, "on": HybridPrefixConfig(mamba_gb=0.002, check_ranks=True)}
+    return {
+        "runs": {
+            mode: {
+                engine: expert_parallel.answers(model, dist.get_rank(), mode, prefix, ranks=case.ranks)
+                for engine, prefix in settings.items()
+            }
+            for mode in expert_parallel.MODES
+        }
+    }
+
+
+# --- Data parallel, behind megatron's coordinator --------------------------------------------------------------------
+
+
+def replicas(case: Case, platform: Any) -> dict[str, Any]:
+    """Findings of requests through the coordinator: rank 0 has the client, and compares with an engine of its own."""
+    model = build_hybrid_model("tiny", seed=0, platform=platform)
+    fields = {"max_sequence_length": 512, "block_size_tokens": BLOCK_TOKENS, "buffer_size_gb": 0.05}
+    engine = build_engine(model, HybridPrefixConfig(mamba_gb=0.01, check_ranks=True), **fields)
+    prefixes = [random_tokens(2 * BLOCK_TOKENS, seed=seed) for seed in range(case.ranks)]
+    # Of each prefix one prompt, at once, so that each replica gets one; then more of each, in turn.
+    rounds = [[prefix + random_tokens(3 + own, seed=100 + own) for prefix in prefixes] for own in range(4)]
+    replies = asyncio.run(_serve(engine, rounds, is_client=platform.rank == 0))
+    engine.context.check_integrity()
+    run: dict[str, Any] = {"on": {"answers": replies}}
+    plain, finished = build_engine(model, **fields), {}
+    for number, prompt in enumerate([prompt for prompts in rounds for prompt in prompts] if replies else []):
+        plain.add_request(number, prompt, greedy(coordinator.NEW_TOKENS))
+        run_to_end(plain, finished)
+    run["off"] = {
+        "answers": [
+            {"tokens": list(map(int, request.generated_tokens)), "log_probs": list(request.generated_log_probs)}
+            for _, request in sorted(finished.items())
+        ]
+    }
+    return {"runs": {"coordinator": run}, "own_stats": engine.context.prefix_stats().as_dict()}
+
+
+async def _serve(engine: Any, rounds: Sequence[Sequence[list[int]]], *, is_client: bool) -> list[dict[str, Any]]:
+    """Serves until the client says stop; on the client's rank returns its replies."""
+    if not is_client:
+        await engine.start_listening_to_data_parallel_coordinator(hostname="127.0.0.1")
+        await asyncio.wait_for(engine.engine_loop_task, timeout=HANG_S)
+        return []
+
+    async def send(client: Any) -> list[Any]:
+        replies = []
+        for prompts in rounds:
+            replies += await asyncio.gather(*(coordinator.ask(client, prompt) for prompt in prompts))
+        return replies
+
+    return [coordinator.described(reply) for reply in await coordinator.serve(engine, send)]
+
+
+# --- A rank dies -----------------------------------------------------------------------------------------------------
+
+
+def killed(case: Case, platform: Any, out: str) -> dict[str, Any]:
+    """The last rank kills itself between two steps; the others go on, and must not come to the end.
+
+    Each leaves its process id in ``OUT.rankN`` once it has run so far.
+    """
+    pattern = PATTERNS[case.pp]
+    model = prefix_parallel.build(pattern, case.tp, case.pp, platform)
+    session = prefix_parallel.Session(model, pattern, case.tp, case.pp, mode="legacy", slots=8, check_ranks=True)
+    for number in range(3):
+        session.add(random_tokens(BLOCK_TOKENS + 9, seed=number), 40)
+    session.run(steps=STEPS_BEFORE_DEATH)
+    Path(f"{out}.rank{platform.rank}").write_text(str(os.getpid()))
+    if platform.rank == case.ranks - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    session.run()
+    return {}
+
+
+def main(out: str, name: str, device: str) -> None:
+    case = CASES[name]
+    platform = ensure_platform(tp=case.tp, pp=case.pp, ep=case.ep, device=device, timeout_s=COLLECTIVE_HANG_S[device])
+    kinds = {"layout": layout, "experts": experts, "replicas": replicas, "killed": partial(killed, out=out)}
+    play = kinds[case.kind]
+    write_findings(out, play(case, platform) | {"platform": platform.describe()})
+    shut_down()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

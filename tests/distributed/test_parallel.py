@@ -1,0 +1,129 @@
+"""Two ranks say what one says: tensor parallel, pipeline parallel, and layouts that cannot be."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+
+from megatron_hybrid_prefix.models import get_preset
+from tests.harness.engine_helpers import LOG_PROB_NOISE
+from tests.harness.limits import HANG_S, wait_until
+from tests.harness.workers import parallel_engine
+from tests.harness.workers.launch import run_ranks
+
+
+@pytest.fixture(scope="module")
+def one_rank(platform):
+    return parallel_engine.layout_answers(tp=1, pp=1)
+
+
+@pytest.fixture(scope="module", params=[(2, 1), (1, 2)], ids=["tp2", "pp2"])
+def two_ranks(request, tmp_path_factory):
+    """The layout, and each rank's findings."""
+    tp, pp = request.param
+    out = tmp_path_factory.mktemp("ranks") / "answers.json"
+    return (tp, pp), run_ranks("parallel_engine.py", out, tp, pp)
+
+
+def assert_same(answers, right):
+    assert [answer["tokens"] for answer in answers] == [answer["tokens"] for answer in right]
+    for answer, reference in zip(answers, right, strict=True):
+        assert len(answer["log_probs"]) == len(answer["tokens"])
+        assert answer["log_probs"] == pytest.approx(reference["log_probs"], rel=0, abs=LOG_PROB_NOISE)
+
+
+@pytest.mark.multi
+def test_each_rank_holds_a_part(one_rank, two_ranks):
+    (tp, pp), ranks = two_ranks
+    for rank in ranks:
+        assert f"tp={tp} pp={pp}" in rank["platform"]
+        assert rank["parameters"] < 0.6 * one_rank["parameters"]
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("mode", ["legacy", "async", "hf_weights"])
+def test_tokens_and_log_probs_of_mixed_batches(one_rank, two_ranks, mode):
+    for rank in two_ranks[1]:
+        assert len(rank[mode]) == len(parallel_engine.LENGTHS)
+        assert_same(rank[mode], one_rank[mode])
+
+
+@pytest.mark.multi
+def test_log_probs_of_prompts_in_chunks(one_rank, two_ranks):
+    for rank in two_ranks[1]:
+        for found, right in zip(rank["chunked"], one_rank["chunked"], strict=True):
+            assert len(found) == 150 + 4 - 1
+            assert found == pytest.approx(right, rel=0, abs=LOG_PROB_NOISE)
+
+
+@pytest.mark.multi
+def test_upstream_caching_runs(one_rank, two_ranks):
+    for rank in two_ranks[1]:
+        assert rank["caching"]["computed_tokens"] == one_rank["caching"]["computed_tokens"]
+        assert rank["caching"]["computed_tokens"] < 4 * parallel_engine.SHARED_TOKENS
+        assert_same(rank["caching"]["answers"], one_rank["caching"]["answers"])
+
+
+@pytest.mark.multi
+def test_impossible_layouts_are_one_clear_line_on_every_rank(two_ranks):
+    (tp, pp), ranks = two_ranks
+    expected = [f"tp={3 if tp == 2 else 1} x pp={3 if pp == 2 else 1} x ep=1 does not divide the 2 process"]
+    if pp == 2:
+        expected = ["every pipeline stage needs an attention layer", "pp=2 is impossible: every pipeline", *expected]
+    for rank in ranks:
+        assert len(rank["refusals"]) == len(expected)
+        for message, part in zip(rank["refusals"], expected, strict=True):
+            assert part in message
+            assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "pp", "message"),
+    [
+        ({}, 3, 1, "tp=3 does not divide mamba_num_groups=4"),
+        ({}, 1, 3, "pp=3 is impossible: .*the model has 2"),
+        ({"layer_pattern": parallel_engine.NO_ATTENTION_IN_THE_SECOND_HALF[0]}, 1, 2, "needs an attention layer"),
+        ({"layer_pattern": parallel_engine.NO_ATTENTION_IN_THE_SECOND_HALF[1]}, 1, 2, "pp=2 is impossible"),
+        ({"tie_embeddings": True}, 1, 2, "tied embeddings"),
+        ({"vocab_size": 511}, 2, 1, "tp=2 does not divide vocab_size=511"),
+        ({"ffn_hidden_size": 129}, 2, 1, "tp=2 does not divide ffn_hidden_size=129"),
+    ],
+)
+def test_impossible_layouts_are_refused_before_anything_is_built(changes, tp, pp, message):
+    with pytest.raises(ValueError, match=message) as error:
+        get_preset("tiny", **changes).check_parallel(tp=tp, pp=pp)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("program", "timeout_s", "message"),
+    [
+        (f"import os, time; os.environ['RANK'] == '1' and 1 / 0; time.sleep({HANG_S})", HANG_S, "ZeroDivisionError"),
+        # The first one that ends makes the other end.
+        ("import os, sys; sys.exit('no ' + os.environ['RANK'])", HANG_S, r"rank (\d) ended with 1:\nno \1\n"),
+        ("import os; os.kill(os.getpid(), 9)", HANG_S, "ended with -9"),
+        (f"import time; time.sleep({HANG_S})", 0.5, "hung"),
+        ("pass", HANG_S, "No such file"),
+    ],
+)
+def test_ranks_that_fail_are_an_error(tmp_path, program, timeout_s, message):
+    script = tmp_path / "worker.py"
+    script.write_text(program)
+    with pytest.raises((AssertionError, FileNotFoundError), match=message):
+        run_ranks(script, tmp_path / "out.json", timeout_s=timeout_s)
+
+
+@pytest.mark.multi
+def test_what_a_rank_started_ends_with_it(tmp_path):
+    script, told = tmp_path / "worker.py", tmp_path / "child"
+    script.write_text(
+        "import subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep({HANG_S})'])\n"
+        f"open({str(told)!r}, 'w').write(str(child.pid))\n"
+        "1 / 0\n"
+    )
+    with pytest.raises(AssertionError, match="ZeroDivisionError"):
+        run_ranks(script, tmp_path / "out.json", ranks=1)
+    pid = int(told.read_text())
+    wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", "the child's end")

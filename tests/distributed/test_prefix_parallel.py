@@ -1,0 +1,190 @@
+"""With the cache on, several ranks say what one says without, and decide alike at every step.
+
+Stages of a pipeline may hold different numbers of layers that recur, or none.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+
+from megatron_hybrid_prefix.metrics import OWN_STATS
+from megatron_hybrid_prefix.models import get_preset
+from tests.harness.engine_helpers import LOG_PROB_NOISE
+from tests.harness.workers import prefix_parallel as worker
+from tests.harness.workers.launch import run_ranks
+
+pytestmark = pytest.mark.multi
+
+# (tp, pp): where the stages are cut. Stages alike; one where nothing recurs; one with three times as many layers.
+PATTERNS = {
+    (2, 1): ("M*-M*-",),
+    (1, 2): ("M*-|M*-", "M*-|M*-M-M-", "M*-M-|*-"),
+    (2, 2): ("*-|M*-M-",),
+}
+
+
+def by_layout(layout, *values):
+    """A parameter; only tensor parallelism is in the default run."""
+    return pytest.param(*values, marks=() if layout == (2, 1) else pytest.mark.slow)
+
+
+CASES = [by_layout(layout, (layout, pattern)) for layout, patterns in PATTERNS.items() for pattern in patterns]
+LAYOUTS = [by_layout(layout, layout) for layout in PATTERNS]
+RUNS = [(mode, name) for mode in worker.MODES for name in worker.SCENARIOS]
+
+
+def name_of(layout):
+    return "tp{}-pp{}".format(*layout)
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory):
+    """Starts a layout's ranks, once a pattern; returns the findings of each, and what each says to an impossible budget."""
+
+    outcomes: dict[Any, Any] = {}
+
+    def start(layout: tuple[int, int], pattern: str) -> tuple[list[Any], list[str]]:
+        case = layout, pattern
+        if case not in outcomes:
+            tp, pp = layout
+            out = tmp_path_factory.mktemp("ranks") / "found.json"
+            try:
+                ranks = run_ranks("prefix_parallel.py", out, tp, pp, pattern, ranks=tp * pp)
+            except AssertionError as error:  # not started again for every test
+                outcomes[case] = error
+            else:
+                refusals = [out.with_name(f"{out.name}.refusal{rank}").read_text() for rank in range(tp * pp)]
+                outcomes[case] = ranks, refusals
+        if isinstance(outcomes[case], AssertionError):
+            raise outcomes[case]
+        return outcomes[case]
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def alone(platform):
+    """Findings of one process by pattern, mode, scenario, and whether it caches."""
+
+    @cache
+    def model(pattern: str) -> Any:
+        return worker.build(pattern, 1, 1, platform)
+
+    @cache
+    def findings(pattern: str, mode: str, name: str, cached: bool) -> dict[str, Any]:
+        pattern = worker.one_rank(pattern)
+        return worker.run_scenario(name, model(pattern), pattern, 1, 1, mode, cached=cached)
+
+    return findings
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{name_of(case[0])}-{case[1]}")
+def case(request, launch):
+    """Layout, pattern, and each rank's findings about it."""
+    layout, pattern = request.param
+    return layout, pattern, [found["runs"] for found in launch(layout, pattern)[0]]
+
+
+def assert_same(answers, right):
+    assert [answer["tokens"] for answer in answers] == [answer["tokens"] for answer in right]
+    for answer, reference in zip(answers, right, strict=True):
+        assert len(answer["log_probs"]) == len(answer["tokens"])
+        assert answer["log_probs"] == pytest.approx(reference["log_probs"], rel=0, abs=LOG_PROB_NOISE)
+
+
+@pytest.mark.parametrize(("mode", "name"), RUNS)
+def test_answers_are_those_of_one_rank_without_a_cache(case, alone, mode, name):
+    _, pattern, ranks = case
+    right = alone(pattern, mode, name, cached=False)["answers"]
+    for rank in ranks:
+        assert_same(rank[mode][name]["answers"], right)
+
+
+@pytest.mark.parametrize(("mode", "name"), RUNS)
+def test_all_ranks_decide_alike_and_as_one_alone(case, alone, mode, name):
+    """The same blocks, slots and cached prefixes after every step."""
+    _, pattern, ranks = case
+    right = alone(pattern, mode, name, cached=True)
+    for rank in ranks:
+        found = rank[mode][name]
+        assert found["decisions"] == right["decisions"]
+        assert found["present"] == right["present"]
+        assert found["preempted"] == right["preempted"]
+        # What slots and entries take is each rank's own; how many there are is not.
+        own = dict.fromkeys(OWN_STATS, 0)
+        assert found["stats"] | own == right["stats"] | own
+        assert [a["cached_tokens"] for a in found["answers"]] == [a["cached_tokens"] for a in right["answers"]]
+
+
+def test_scenarios_do_what_they_are_for(case):
+    for mode in worker.MODES:
+        tails, chunked, preempted, host = (case[2][0][mode][name] for name in worker.SCENARIOS)
+        cached = [answer["cached_tokens"] for answer in tails["answers"]]
+        assert cached[2:6] == [2 * worker.BLOCK_TOKENS] * 4
+        assert tails["stats"]["evictions"] == 0
+        assert chunked["stats"]["evictions"] > 3 and chunked["stats"]["reused_tokens"] > 0
+        assert host["stats"]["host_loads"] > 10 and host["stats"]["reused_tokens_host"] > 0
+        assert host["stats"]["fallbacks"]["host_load_failed"] == 1
+        assert preempted["stats"]["kv_evictions"] > 3 and preempted["stats"]["reused_tokens"] > 0
+        assert preempted["preempted"] > 1
+
+
+def test_as_many_slots_as_the_tightest_rank_can_hold(case):
+    (tp, pp), pattern, ranks = case
+    config = get_preset("tiny", layer_pattern=pattern)
+    layers = [stage.count("M") for stage in worker.stages(pattern, pp) for _ in range(tp)]
+    own_bytes = [worker.slot_bytes(config, count, tp) for count in layers]
+    for mode, name in RUNS:
+        budgets = {rank[mode][name]["budget_bytes"] for rank in ranks}
+        assert len(budgets) == 1
+        slots = min(min(budgets) // size for size in own_bytes if size)
+        assert slots == worker.SLOTS[name]
+        for rank, size in zip(ranks, own_bytes, strict=True):
+            found = rank[mode][name]
+            assert found["slot_bytes"] == size
+            assert found["pool_slots"] == [worker.ROWS + slots] * 2
+            assert found["stats"]["slots_total"] == slots
+            assert found["stats"]["bytes_budget"] == slots * size
+
+
+def test_a_wrong_state_on_one_rank_shows(case, alone):
+    """Or else the answers would say nothing about the states of every rank."""
+    _, pattern, ranks = case
+    right = alone(pattern, "legacy", "tails", cached=False)["answers"]
+    for rank in ranks:
+        answers = rank["damaged"]["answers"]
+        assert any(answer["cached_tokens"] for answer in answers)
+        for answer, reference in zip(answers, right, strict=True):
+            off = max(abs(a - b) for a, b in zip(answer["log_probs"], reference["log_probs"], strict=True))
+            assert off > 1e-3 if answer["cached_tokens"] else off <= LOG_PROB_NOISE
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+def test_the_least_value_of_all_ranks_is_agreed_on(launch, layout):
+    for rank in launch(layout, PATTERNS[layout][0])[0]:
+        assert rank["agreements"] == [[least, least] for least in (4, 4, 4, 0, None)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+def test_a_budget_that_is_too_small_on_one_stage_is_refused_on_all(launch, layout):
+    refusals = launch(layout, PATTERNS[layout][-1])[1]
+    assert len(refusals) == layout[0] * layout[1]
+    assert all(line.startswith("ValueError: buffer_size_gb=") and "is too small" in line for line in refusals)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+def test_ranks_that_decide_differently_stop_with_both_decisions(launch, layout):
+    ranks = [found["disagreement"] for found in launch(layout, PATTERNS[layout][0])[0]]
+    assert len(set(ranks)) == 1
+    last = len(ranks) - 1
+    assert "\n" not in ranks[0]
+    assert re.fullmatch(
+        r"ranks decide differently: rank 0: request 1 shares KV blocks \[\d+\], gets \[\d+\], computes \[64, 66\) from "
+        rf"slot \d+, keeps \[\]; rank {last}: request 1 shares KV blocks \[\], gets \[\d+, \d+\], computes \[0, 66\) "
+        r"from slot None, keeps \[\]",
+        ranks[0],
+    ), ranks[0]

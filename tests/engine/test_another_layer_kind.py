@@ -1,0 +1,168 @@
+"""One file outside the package adds a kind of recurrent layer, in an engine of megatron's, beside Mamba2 or alone."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_hybrid_prefix.models import build_hybrid_model
+from megatron_hybrid_prefix.plugins import PLUGINS_VARIABLE
+from tests.harness.engine_helpers import assert_matches, random_tokens, state_bytes
+from tests.harness.lifecycle_helpers import BLOCK, Served
+from tests.harness.naive_model import NaiveHybridModel
+
+FOLDER = Path(__file__).resolve().parents[1] / "harness" / "plugins"
+PACKAGE = Path(__file__).resolve().parents[2] / "megatron_hybrid_prefix"
+BESIDE, ALONE = (3,), (0, 3)  # decoder layers of "M*-M*-" that are of the new kind
+
+
+@pytest.fixture(scope="module")
+def kind(platform):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FOLDER)
+        patch.setenv(PLUGINS_VARIABLE, "leaky_recall")
+        yield importlib.import_module("leaky_recall")
+
+
+@pytest.fixture(scope="module", params=[BESIDE, ALONE], ids=["beside_mamba2", "alone"])
+def model(kind, request):
+    model = build_hybrid_model("tiny", seed=0)
+    for number in request.param:
+        model.decoder.layers[number].mixer = kind.LeakyRecall(model.config.hidden_size, seed=number)
+    return model
+
+
+class Reference(NaiveHybridModel):
+    """In float64, every position from all before it: no chunks, and no state."""
+
+    def _mamba(self, x, prefix, zero_ssm_at, zero_conv_at):
+        if prefix + "trace_in" not in self.weights:
+            return super()._mamba(x, prefix, zero_ssm_at, zero_conv_at)
+        leaky = sys.modules["leaky_recall"]
+        w = {name: self.weights[prefix + name] for name in ("trace_in", "query", "key", "value", "out")}
+        rows = []
+        for t in range(len(x)):
+            age = torch.arange(t, -1, -1, dtype=torch.float64)[:, None]
+            past = x[: t + 1]
+            trace = (leaky.TRACE_DECAY**age * (past @ w["trace_in"])).sum(0)
+            scores = leaky.MEMORY_DECAY**age * (past @ w["key"]) @ (x[t] @ w["query"])[:, None]
+            rows.append(torch.cat([trace, (scores * (past @ w["value"])).sum(0)]))
+        return torch.stack(rows) @ w["out"]
+
+
+def serve(model, **fields):
+    served = Served(model, **fields)
+    served.check = lambda: None  # by `compare`
+    return served
+
+
+def compare(served):
+    reference = Reference(served.model, served.model.hybrid_config)
+    for request in served.finished.values():
+        assert_matches(reference, request)
+
+
+def test_the_package_does_not_know_it():
+    assert not any("leaky" in path.read_text(encoding="utf-8").lower() for path in PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("mode", ["legacy", "async"])
+@pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
+def test_hits_say_what_misses_say(model, mode, chunked):
+    served = serve(
+        model, async_sched_mode=mode, **({"enable_chunked_prefill": True, "max_tokens": 128} if chunked else {})
+    )
+    prefix = random_tokens(2 * BLOCK, seed=1)
+    for own in (1, 7, 25, 40):
+        served.send(prefix + random_tokens(own, seed=own))
+    (first, *others) = [request.num_cached_tokens for request in served.finished.values()]
+    assert first == 0 and set(others) == {2 * BLOCK}
+    answer = served.finished[1]
+    turn = served.send([*prefix, *random_tokens(1, seed=1), *answer.generated_tokens, *random_tokens(70, seed=9)])
+    assert turn.num_cached_tokens == 2 * BLOCK
+    # Together: hits and misses prefilled beside decodes.
+    served.send(*[prefix[: BLOCK * (n % 3)] + random_tokens(20 + n, seed=20 + n) for n in range(6)], count=6)
+    compare(served)
+    served.check_drained()
+
+
+@pytest.mark.parametrize("component", ["trace", "memory"])
+def test_a_wrong_component_is_noticed(model, component):
+    served = serve(model)
+    prefix = random_tokens(2 * BLOCK, seed=1)
+    served.send([*prefix, 5])
+    for tensor_name, tensor in served.context.state_pool.tensors.items():
+        if tensor_name == component:
+            tensor[:, served.context.max_requests :] = 0
+    assert served.send(prefix + random_tokens(9, seed=2)).num_cached_tokens == 2 * BLOCK
+    with pytest.raises(AssertionError):
+        compare(served)
+
+
+def test_states_of_decodes_and_of_preempted_requests(model):
+    """Blocks that an answer fills; few KV blocks, so that requests are preempted and go on from the host."""
+    served = serve(model, blocks=9, paused_blocks=2, host_gb=0.01, max_requests=4)
+    prompts = [random_tokens(BLOCK + 20 * n, seed=50 + n) for n in range(4)]
+    served.send(*prompts, count=2 * BLOCK)
+    history = [*prompts[0], *served.finished[1].generated_tokens]
+    assert served.send([*history, 3]).num_cached_tokens >= BLOCK
+    assert served.context.prefix_stats().checkpoints_by_reason["decode"] > 0
+    compare(served)
+
+
+def test_a_slot_holds_the_states_of_all_kinds(model, kind, request):
+    served = serve(model, slots=5)
+    names = set(served.context.state_pool.tensors)
+    assert {"trace", "memory"} <= names <= {"trace", "memory", "conv", "ssm"}
+    own = kind.TRACE * 8 + kind.KEYS * kind.VALUES * 4
+    layers = sum(isinstance(module, kind.LeakyRecall) for module in model.modules())
+    mamba = sum(
+        part.numel() * part.element_size() // part.shape[1]
+        for name, part in served.context.state_pool.tensors.items()
+        if name in ("conv", "ssm")
+    )
+    assert served.context.state_layout.slot_bytes == layers * own + mamba == state_bytes(model)
+    assert served.context.checkpoint_slots == 5
+    assert "trace in float64, memory in float32" in served.context.memory_report()
+
+
+def test_new_weights_are_told_to_the_layers(model, kind):
+    served = serve(model)
+    before = [module.resets for module in model.modules() if isinstance(module, kind.LeakyRecall)]
+    prompt = random_tokens(BLOCK + 9, seed=3)
+    served.send(prompt)
+    served.engine.invalidate()
+    assert [module.resets - 1 for module in model.modules() if isinstance(module, kind.LeakyRecall)] == before
+    assert served.send(prompt).num_cached_tokens == 0
+
+
+def test_it_cannot_be_decoded_speculatively(kind):
+    model = build_hybrid_model("tiny-mtp", seed=0)
+    model.decoder.layers[3].mixer = kind.LeakyRecall(model.config.hidden_size, seed=3)
+    with pytest.raises(ValueError, match="layers of kind leaky_recall cannot be decoded speculatively"):
+        Served(model, num_speculative_tokens=2)
+
+
+def test_a_recurrent_layer_of_no_kind_is_refused():
+    model = build_hybrid_model("tiny", seed=0)
+    model.decoder.layers[3].mixer = torch.nn.Identity()
+    with pytest.raises(ValueError, match=r"layer 4 \('M', MambaLayer\) is recurrent, and of none of the layer kinds"):
+        Served(model)
+
+
+def test_layers_of_one_kind_with_different_states_are_refused(kind, monkeypatch):
+    model = build_hybrid_model("tiny", seed=0)
+    for number in ALONE:
+        model.decoder.layers[number].mixer = kind.LeakyRecall(model.config.hidden_size, seed=number)
+    first = model.decoder.layers[0].mixer
+    monkeypatch.setattr(
+        kind.Kind, "chunk_tokens", lambda self, module: kind.CHUNK if module is first else 2 * kind.CHUNK
+    )
+    with pytest.raises(
+        ValueError, match="layer 4: its states differ from those of other layers of kind 'leaky_recall'"
+    ):
+        Served(model)

@@ -1,0 +1,263 @@
+"""`install`: scripts in megatron's own words get this cache, and lose it again. CPU, `tiny`.
+
+The functions in capitals below stand for users' scripts: they import and call nothing but megatron.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_hybrid_prefix import HybridPrefixConfig, install, installed, uninstall
+from megatron_hybrid_prefix.errors import UpstreamDriftError
+from megatron_hybrid_prefix.mcore.entrypoints import install as installation
+from megatron_hybrid_prefix.mcore.entrypoints import patches
+from megatron_hybrid_prefix.tokenizer import ByteTokenizer
+from megatron_hybrid_prefix.upstream.rebinding import Rebinding
+from tests.harness.engine_helpers import random_tokens
+from tests.harness.workers.launch import run_prepared
+
+BLOCK = 64
+TOKENIZER = ByteTokenizer(512)
+PROMPT = random_tokens(4 * BLOCK + 10, seed=3)
+PREFIX = HybridPrefixConfig(mamba_gb=0.01)
+
+
+@pytest.fixture(autouse=True)
+def nothing_installed():
+    assert not installation.installed_rebindings()
+    yield
+    uninstall()
+
+
+def CONFIG(model: Any, **fields: Any) -> Any:
+    from megatron.core.inference.config import InferenceConfig, MambaInferenceStateConfig
+
+    values = {
+        "max_sequence_length": 1024,
+        "max_requests": 4,
+        "max_tokens": 1024,
+        "block_size_tokens": BLOCK,
+        "buffer_size_gb": 0.05,
+        "mamba_inference_state_config": MambaInferenceStateConfig.from_model(model),
+    }
+    return InferenceConfig(**values | fields)
+
+
+def PARAMS(count: int = 8) -> Any:
+    from megatron.core.inference.sampling_params import SamplingParams
+
+    return SamplingParams(num_tokens_to_generate=count, top_k=1, termination_id=-1)
+
+
+def ENGINE(model: Any, config: Any) -> Any:
+    from megatron.core.inference.contexts import dynamic_context
+    from megatron.core.inference.engines import DynamicInferenceEngine
+    from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
+    from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
+
+    context = dynamic_context.DynamicInferenceContext(model.config, config)
+    wrapper = GPTInferenceWrapper(model, context)
+    wrapper.prep_model_for_inference()
+    controller = TextGenerationController(inference_wrapped_model=wrapper, tokenizer=TOKENIZER)
+    return DynamicInferenceEngine(controller=controller, context=context)
+
+
+def TOKENS(engine: Any, times: int = 2) -> list[list[int]]:
+    found = []
+    for number in range(times):
+        engine.add_request(number, PROMPT, PARAMS())
+        while engine.has_unfinished_requests():
+            for record in engine.step_modern()["finished_request_records"]:
+                found.append(record.merge().generated_tokens)
+    return found
+
+
+def skipped(engine: Any) -> int:
+    """Prompt tokens that were not computed, by megatron's own counter."""
+    return 2 * len(PROMPT) - engine.context.lifetime_prefill_token_count
+
+
+def upstream_classes() -> list[type]:
+    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+    from megatron.core.inference.engines import DynamicInferenceEngine
+    from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
+
+    return [DynamicInferenceContext, DynamicInferenceEngine, TextGenerationController]
+
+
+def classes(engine: Any) -> list[type]:
+    return [type(engine.context), type(engine), type(engine.controller)]
+
+
+def our_classes() -> list[type]:
+    from megatron_hybrid_prefix.mcore import HybridPrefixContext, HybridPrefixController, HybridPrefixEngine
+
+    return [HybridPrefixContext, HybridPrefixEngine, HybridPrefixController]
+
+
+def test_a_script_in_megatrons_words_gets_a_hit_and_the_same_tokens(tiny):
+    before = ENGINE(tiny, CONFIG(tiny))
+    expected = TOKENS(before)
+    assert classes(before) == upstream_classes() and skipped(before) == 0
+    install(PREFIX)
+    engine = ENGINE(tiny, CONFIG(tiny))
+    assert classes(engine) == our_classes()
+    assert TOKENS(engine) == expected
+    assert engine.context.prefix_stats().reused_tokens == skipped(engine) == 4 * BLOCK
+    engine.context.check_integrity()
+
+
+def test_uninstalling_restores_megatron(tiny):
+    owners = [(cls, vars(cls)["__init__"]) for cls in upstream_classes()]
+    install(PREFIX)
+    install(PREFIX)
+    assert len(installation.installed_rebindings()) == len(patches.constructors(lambda: None)) == 3
+    assert all(vars(cls)["__init__"] is not original for cls, original in owners)
+    engine = ENGINE(tiny, CONFIG(tiny))
+    uninstall()
+    uninstall()
+    assert all(vars(cls)["__init__"] is original for cls, original in owners)
+    plain = ENGINE(tiny, CONFIG(tiny))
+    assert classes(plain) == upstream_classes()
+    assert TOKENS(engine) == TOKENS(plain)  # what was built in between goes on
+    assert skipped(engine) == 4 * BLOCK and skipped(plain) == 0
+
+
+def test_without_settings_the_scripts_own_count(tiny):
+    install()
+    assert classes(ENGINE(tiny, CONFIG(tiny))) == upstream_classes()
+    engine = ENGINE(tiny, CONFIG(tiny, enable_prefix_caching=True, prefix_caching_mamba_gb=0.01))
+    assert classes(engine) == our_classes()
+    TOKENS(engine)
+    assert skipped(engine) == 4 * BLOCK
+
+
+def test_settings_arrive(tiny):
+    import torch
+
+    install(HybridPrefixConfig(mamba_gb=0.01, state_dtype="bfloat16", decode_checkpoints=False))
+    context = ENGINE(tiny, CONFIG(tiny)).context
+    assert context.mamba_ssm_states.dtype == torch.bfloat16
+    assert "decode off" in context.policy_report()
+    with installed(PREFIX):
+        assert "decode on" in ENGINE(tiny, CONFIG(tiny)).context.policy_report()
+    assert "decode off" in ENGINE(tiny, CONFIG(tiny)).context.policy_report()
+
+
+def test_models_without_recurrent_layers_stay_megatrons(tiny):
+    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+
+    install(PREFIX)
+    config = CONFIG(tiny, mamba_inference_state_config=None)
+    assert type(DynamicInferenceContext(tiny.config, config)) is DynamicInferenceContext
+
+
+def test_an_engine_of_the_users_own_is_refused_rather_than_wrong(tiny):
+    from megatron.core.inference.engines import DynamicInferenceEngine
+
+    class MyEngine(DynamicInferenceEngine):
+        pass
+
+    install(PREFIX)
+    engine = ENGINE(tiny, CONFIG(tiny))
+    with pytest.raises(TypeError, match="MyEngine has to be derived from HybridPrefixEngine"):
+        MyEngine(engine.controller, engine.context)
+    uninstall()
+    plain = ENGINE(tiny, CONFIG(tiny))
+    install(PREFIX)
+    assert type(MyEngine(plain.controller, plain.context)) is MyEngine
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_constructor_that_changed_is_an_error_that_names_it(monkeypatch, number):
+    cls = upstream_classes()[number]
+    monkeypatch.setattr(cls, "__init__", lambda self, something_else: None)
+    originals = [vars(cls)["__init__"] for cls in upstream_classes()]
+    with pytest.raises(UpstreamDriftError, match=f"{cls.__name__}.__init__.*something_else"):
+        install(PREFIX)
+    assert [vars(cls)["__init__"] for cls in upstream_classes()] == originals
+    assert not installation.installed_rebindings()
+
+
+def test_what_is_replaced_is_listed():
+    install(PREFIX)
+    listed = installation.installed_rebindings()
+    assert all(isinstance(item, Rebinding) and item.why for item in listed)
+    assert [item.symbol.rsplit(".", 2)[-2] for item in listed] == [
+        "DynamicInferenceContext",
+        "TextGenerationController",
+        "DynamicInferenceEngine",
+    ]
+
+
+def test_megatron_llm(tiny):
+    from megatron.core.inference.apis import MegatronLLM
+
+    expected = TOKENS(ENGINE(tiny, CONFIG(tiny)))
+    with installed(PREFIX):
+        llm = MegatronLLM(model=tiny, tokenizer=TOKENIZER, inference_config=CONFIG(tiny), use_coordinator=False)
+    assert classes(llm.engine) == our_classes()
+    answers = [llm.generate(PROMPT, PARAMS())[0] for _ in range(2)]
+    assert [answer.generated_tokens for answer in answers] == expected
+    assert [answer.num_cached_tokens for answer in answers] == [0, 4 * BLOCK]
+    assert skipped(llm.engine) == 4 * BLOCK
+    many = llm.generate([PROMPT[: 2 * BLOCK] + random_tokens(9, seed=s) for s in (1, 2, 3)], PARAMS(2))
+    assert len(many) == 3 and all(answer.num_cached_tokens == 2 * BLOCK for answer in many[1:])
+    llm.shutdown()
+
+
+# It starts processes that import it again: so the main guard.
+SCRIPT = """
+from megatron_hybrid_prefix.platform import ensure_platform
+ensure_platform(device="cpu")
+from megatron_hybrid_prefix.models import build_hybrid_model
+model = build_hybrid_model("tiny", seed=0)
+import asyncio
+from megatron.core.inference.apis import MegatronAsyncLLM, MegatronLLM  # before install: the classes are bound by now
+from tests.engine.test_install import CONFIG, PARAMS, PREFIX, PROMPT, TOKENIZER
+import megatron_hybrid_prefix
+{line}
+fields = dict(model=model, tokenizer=TOKENIZER, inference_config=CONFIG(model), use_coordinator={coordinator})
+
+def show(answer):
+    print("ANSWER", answer.num_cached_tokens, *answer.generated_tokens, flush=True)
+
+def ask():
+    with MegatronLLM(**fields) as llm:
+        for _ in range(2):
+            show(llm.generate(PROMPT, PARAMS())[0])
+
+async def ask_async():
+    async with MegatronAsyncLLM(**fields) as llm:
+        for _ in range(2):
+            show(await llm.generate(PROMPT, PARAMS()))
+
+if __name__ == "__main__":
+    {call}
+"""
+INSTALL = "megatron_hybrid_prefix.install(PREFIX)"
+SCRIPTS = {
+    "without": {"line": "", "coordinator": False, "call": "ask()"},
+    "with": {"line": INSTALL, "coordinator": False, "call": "ask()"},
+    "coordinator": {"line": INSTALL, "coordinator": True, "call": "ask()"},
+    "async": {"line": INSTALL, "coordinator": True, "call": "asyncio.run(ask_async())"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_one_line_in_a_script_also_behind_megatrons_coordinator(tmp_path):
+    found = {}
+    for name, parts in SCRIPTS.items():
+        path = tmp_path / f"{name}.py"
+        path.write_text(SCRIPT.format(**parts))
+        (result,) = run_prepared(path)
+        assert result.returncode == 0, result.stderr[-3000:]
+        lines = [text.split() for text in result.stdout.splitlines() if text.startswith("ANSWER")]
+        found[name] = [(int(cached), tokens) for _, cached, *tokens in lines]
+    tokens = found["without"][0][1]
+    assert len(tokens) == 8
+    assert found["without"] == [(0, tokens), (0, tokens)]
+    assert found["with"] == found["coordinator"] == found["async"] == [(0, tokens), (4 * BLOCK, tokens)]

@@ -1,0 +1,80 @@
+"""Corners that a review found: each raised, hung or lost something before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.harness.engine_helpers import greedy
+from tests.harness.lifecycle_helpers import MODES, Served, tokens
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_chunked_prefill_is_aborted_after_the_engine_was_idle(tiny, mode):
+    served = Served(tiny, slots=8, async_sched_mode=mode, enable_chunked_prefill=True, max_tokens=128)
+    served.send(tokens(1, 3, seed=1))
+    aborted = served.add(tokens(5, 3, seed=2))
+    served.step(2)
+    assert served.engine.abort_request(aborted)
+    served.run()
+    served.check_drained()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("new_tokens", [12, 40])
+def test_a_chunked_prefill_waits_for_blocks_that_decodes_took(tiny, mode, new_tokens):
+    served = Served(tiny, blocks=9, async_sched_mode=mode, enable_chunked_prefill=True, max_tokens=256)
+    served.add(tokens(2, 61, seed=1), new_tokens)
+    served.step(3)
+    served.add(tokens(6, -1, seed=2))
+    served.run()
+    served.check()
+    served.check_drained()
+
+
+@pytest.mark.parametrize("slots", [None, 8])
+def test_what_can_never_be_active_is_refused(tiny, slots):
+    """More blocks than the active ones, though fewer than all: megatron would pause it for good, and assert."""
+    served = Served(tiny, slots=slots, blocks=7, paused_blocks=3)
+    if slots is None:
+        from megatron_hybrid_prefix.mcore.runner import run_batch
+
+        (result,) = run_batch(served.engine, [tokens(4, 10, seed=1)], greedy(70))
+        assert result.status == "failed" and "there are 4" in result.error
+        return
+    served.add(tokens(4, 10, seed=1), 70)
+    (record,) = served.engine.step_modern()["finished_request_records"]
+    assert record.requests[-1].failed()
+    served.send(tokens(2, 3, seed=2))
+    served.check_drained()
+
+
+def test_a_chunk_longer_than_the_prompt_takes_nothing(tiny):
+    from megatron.core.inference.inference_request import DynamicInferenceRequest
+
+    served = Served(tiny, slots=8)
+    running = served.add(tokens(0, 60, seed=1), 30)
+    served.step(2)
+    wrong = DynamicInferenceRequest(
+        request_id=99, prompt_tokens=torch.tensor(tokens(0, 30, seed=5)), sampling_params=greedy(4)
+    )
+    before = served.cache.blocks.available_count
+    with pytest.raises(ValueError, match="request 99: a chunk of 31 of 30 prompt tokens"):
+        served.context.add_request(wrong, 31)
+    assert served.cache.blocks.available_count == before
+    served.run()
+    served.check(running)
+    served.check_drained()
+
+
+def test_a_chunk_that_runs_in_the_last_row_is_left_alone(tiny):
+    served = Served(tiny, async_sched_mode="async", max_requests=2, max_tokens=128, enable_chunked_prefill=True)
+    served.add(tokens(0, 20, seed=1), 12)
+    served.step(2)
+    chunked = served.add(tokens(4, 20, seed=2))
+    served.step(1)
+    assert served.context.get_index_of_chunked_prefill_request() != -1
+    assert not served.context.remove_waiting_row(chunked)
+    served.run()
+    served.check()
+    served.check_drained()

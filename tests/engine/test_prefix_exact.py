@@ -1,0 +1,249 @@
+"""With the cache on, a request says what it says without: greedy tokens and log-probs against a float64 recompute.
+
+Every scenario also runs with the restored SSM state zeroed, the window of the convolution zeroed, and a state of another
+depth in its place; each request that resumed must then be off. So a scenario that compares nothing cannot pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
+from tests.harness.engine_helpers import assert_matches, greedy, kv_budget, random_tokens, run_to_end
+from tests.harness.mutants import MUTANTS, mutated_resume
+from tests.harness.naive_model import NaiveHybridModel
+from tests.harness.selection import mostly_slow
+
+NEW_TOKENS = 4
+MODES = ("legacy", "async")
+
+
+class Session:
+    """One engine, its answers, and what they should be.
+
+    Requests that resumed from the cache are kept apart: those must be wrong under a mutant, the others right.
+    """
+
+    def __init__(self, model: Any, reference: NaiveHybridModel, **fields: Any) -> None:
+        values = {"max_sequence_length": 2048, "buffer_size_gb": 0.01} | fields
+        self.engine = build_engine(model, HybridPrefixConfig(mamba_gb=0.002, retention_interval_tokens=0), **values)
+        self.block = self.engine.context.block_size_tokens
+        self._reference = reference
+        self._next_id = 0
+        self.finished: dict[int, Any] = {}
+        self.send(random_tokens(5 * self.block + 1, seed=999), cache_salt="a state of another depth, for the mutant")
+
+    def send(self, *prompts: list[int], new_tokens: int = NEW_TOKENS, **attributes: Any) -> list[Any]:
+        """Add prompts together and run to the end, checking the cache after every step."""
+        first = self._next_id
+        for prompt in prompts:
+            self.add(prompt, new_tokens, **attributes)
+        self.run()
+        return [self.finished[number] for number in range(first, self._next_id)]
+
+    def add(self, prompt: list[int], new_tokens: int = NEW_TOKENS, **attributes: Any) -> int:
+        """Add one prompt; returns its id."""
+        params = greedy(new_tokens)
+        params.add_attributes(attributes)
+        self.engine.add_request(self._next_id, prompt, params)
+        self._next_id += 1
+        return self._next_id - 1
+
+    def run(self, steps: int | None = None) -> None:
+        """Step to the end, or so many times."""
+        while self.engine.has_unfinished_requests() and steps != 0:
+            run_to_end(self.engine, self.finished, steps=1)
+            self.engine.context.check_integrity()
+            steps = None if steps is None else steps - 1
+
+    def check(self, mutant: str | None) -> None:
+        """All answers are right; under a mutant, none of those that resumed is."""
+        hits = 0
+        for request in self.finished.values():
+            resumed = request.num_cached_tokens > 0
+            hits += resumed
+            if resumed and mutant is not None:
+                with pytest.raises(AssertionError):
+                    assert_matches(self._reference, request)
+            else:
+                assert_matches(self._reference, request)
+        assert hits, "nothing resumed: the scenario says nothing"
+
+
+def tails(session: Session) -> None:
+    """1 to 8 tokens, and more, after a restored prefix."""
+    block = session.block
+    prefix = random_tokens(3 * block, seed=1)
+    session.send(prefix[: 2 * block + 1])
+    for own in (1, 2, 3, 4, 5, 6, 7, 8, 40, block - 1):
+        (request,) = session.send(prefix[: 2 * block] + random_tokens(own, seed=100 + own))
+        assert request.num_cached_tokens == 2 * block
+
+
+def lengths_around_blocks(session: Session) -> None:
+    """Prompts of n blocks and -1 .. 3 tokens: sent, sent again, and gone on from."""
+    block = session.block
+    for own in (-1, 0, 1, 2, 3):
+        prompt = random_tokens(2 * block + own, seed=20 + own)
+        (first,) = session.send(prompt)
+        (again,) = session.send(prompt)
+        (turn,) = session.send(prompt + list(first.generated_tokens) + random_tokens(9, seed=own))
+        assert again.num_cached_tokens == (2 * block + own - 1) // block * block
+        # The answer was computed but for its last token.
+        assert turn.num_cached_tokens == (2 * block + own + NEW_TOKENS - 1) // block * block
+
+
+def junctions(session: Session) -> None:
+    """Prompts that share a prefix which is no tail of any; the state there is kept when the second one comes."""
+    block = session.block
+    shared = random_tokens(2 * block, seed=3)
+    for number in range(4):
+        session.send(shared + random_tokens(block + 30 + number, seed=30 + number))
+    cached = [request.num_cached_tokens for request in list(session.finished.values())[-4:]]
+    assert cached == [0, 0, 2 * block, 2 * block]
+
+
+def mixed_batches(session: Session) -> None:
+    """Hits and misses prefilled together, beside running decodes."""
+    block = session.block
+    prefix = random_tokens(2 * block, seed=4)
+    session.send(prefix + random_tokens(5, seed=40))
+    for number in range(8):
+        own = random_tokens(1 + 3 * number, seed=41 + number)
+        session.add((prefix if number % 4 else []) + own, new_tokens=3 + number)
+        if number % 3 == 2:
+            session.run(steps=2)
+    session.run()
+
+
+def preempted(session: Session) -> None:
+    """Few KV blocks: requests are evicted in decode, and resume from what is still cached."""
+    block = session.block
+    prompts = [random_tokens(block + 20 + number, seed=50 + number) for number in range(4)]
+    session.send(prompts[0][: block + 1], prompts[1][: block + 1])
+    session.send(*prompts, new_tokens=block)
+    assert session.engine.evicted_request_count > 0
+
+
+SCENARIOS = (tails, lengths_around_blocks, junctions, mixed_batches)
+
+
+@pytest.fixture(scope="module", params=mostly_slow([4, 2], 4), ids=["d_conv4", "d_conv2"])
+def model_and_reference(request: Any, platform: Any) -> tuple[Any, NaiveHybridModel]:
+    """``tiny`` with either width of the convolution; its SSM chunk is 128 tokens."""
+    config = get_preset("tiny", d_conv=request.param)
+    assert config.chunk_size == 128
+    model = build_hybrid_model(config, seed=0, platform=platform)
+    return model, NaiveHybridModel(model, config)
+
+
+@pytest.mark.parametrize("mutant", mostly_slow([None, *MUTANTS], None, "ssm_zeroed", "conv_zeroed"))
+@pytest.mark.parametrize("block_size_tokens", mostly_slow([64, 96, 256], 96))
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_legacy_scheduling(model_and_reference, scenario: Callable[[Session], None], block_size_tokens, mutant):
+    _run(model_and_reference, scenario, mutant, block_size_tokens=block_size_tokens)
+
+
+@pytest.mark.parametrize("mutant", mostly_slow([None, *MUTANTS], None, "other_depth"))
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_async_scheduling(tiny, tiny_reference, scenario, mutant):
+    _run((tiny, tiny_reference), scenario, mutant, block_size_tokens=64, async_sched_mode="async")
+
+
+@pytest.mark.parametrize("mutant", mostly_slow([None, *MUTANTS], None, "conv_zeroed"))
+@pytest.mark.parametrize("mode", MODES)
+def test_preempted_requests(tiny, tiny_reference, mode, mutant):
+    budget = kv_budget(tiny, 10, block_tokens=64, max_requests=4)
+    fields = {"max_requests": 4, "max_sequence_length": 1024, "block_size_tokens": 64, "async_sched_mode": mode}
+    _run((tiny, tiny_reference), preempted, mutant, **budget, **fields)
+
+
+def _run(model_and_reference, scenario, mutant, **fields) -> None:
+    session = Session(*model_and_reference, **fields)
+    with mutated_resume(session.engine, mutant):
+        scenario(session)
+    session.check(mutant)
+
+
+# -- chunked prefill, cut everywhere ------------------------------------------------------------------------------------
+
+
+def chunked_session(model: Any, reference: NaiveHybridModel, block_size_tokens: int, mode: str) -> Session:
+    """Prompts are cut into chunks of what `set_cut` says."""
+    return Session(
+        model,
+        reference,
+        block_size_tokens=block_size_tokens,
+        enable_chunked_prefill=True,
+        max_tokens=512,
+        max_requests=4,
+        async_sched_mode=mode,
+    )
+
+
+def cut_prompts(session: Session, cut_tokens: int) -> Iterator[Any]:
+    """A prompt computed in chunks of ``cut_tokens``, then others that resume from what its chunks left."""
+    session.engine.context.max_tokens = cut_tokens  # the scheduler's budget; the buffers are for 512
+    block = session.block
+    salt = str(cut_tokens)
+    prefix = random_tokens(256, seed=cut_tokens)
+    for prompt in (prefix[: block + 1], prefix + random_tokens(3, seed=7), prefix + random_tokens(37, seed=8)):
+        yield from session.send(prompt, new_tokens=2, cache_salt=salt)
+
+
+# Every residue of the SSM chunk and of both block sizes, in what is computed after a block; some cut into many chunks.
+CUTS = (4, 5, 7, 9, 16, 31, *range(35, 35 + 128))
+# In legacy scheduling all; the other one cuts the same.
+CUT_CASES = {
+    "an eighth-64-legacy": (64, "legacy", CUTS[::8]),
+    "the others-64-legacy": (64, "legacy", tuple(cut for cut in CUTS if cut not in CUTS[::8])),
+    "all-96-legacy": (96, "legacy", CUTS),
+    "a third-64-async": (64, "async", CUTS[::3]),
+    "a third-96-async": (96, "async", CUTS[::3]),
+}
+
+
+@pytest.mark.parametrize("case", mostly_slow(CUT_CASES, "an eighth-64-legacy"))
+def test_chunked_prefill_with_cuts_at_every_residue(tiny, tiny_reference, case):
+    block_size_tokens, mode, cuts = CUT_CASES[case]
+    session = chunked_session(tiny, tiny_reference, block_size_tokens, mode)
+    for cut_tokens in cuts:
+        requests = list(cut_prompts(session, cut_tokens))
+        assert [request.num_cached_tokens for request in requests] == [
+            0,
+            block_size_tokens,
+            256 // block_size_tokens * block_size_tokens,
+        ]
+    session.check(None)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize("mode", mostly_slow(MODES, "legacy"))
+def test_chunked_prefill_notices_wrong_states(tiny, tiny_reference, mode, mutant):
+    session = chunked_session(tiny, tiny_reference, 96, mode)
+    with mutated_resume(session.engine, mutant):
+        for cut_tokens in (5, 63, 64, 97, 128, 130):
+            for _ in cut_prompts(session, cut_tokens):
+                pass
+    session.check(mutant)
+
+
+@pytest.mark.parametrize("mutant", [None, *MUTANTS])
+@pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
+def test_chunked_prefill_beside_decodes_and_other_prompts(tiny, tiny_reference, mode, mutant):
+    """The budget left by decodes cuts chunks anywhere; a continuation finds KV that another request left meanwhile."""
+    session = chunked_session(tiny, tiny_reference, 64, mode)
+    session.engine.context.max_tokens = 192
+    prefix = random_tokens(448, seed=9)
+    session.send(random_tokens(449, seed=998), cache_salt="deeper than any that is resumed from")
+    with mutated_resume(session.engine, mutant):
+        session.send(prefix[:385])
+        for number in range(6):
+            session.add(prefix[: 64 * (number + 2)] + random_tokens(100 + number, seed=60 + number), new_tokens=9)
+            session.run(steps=1 + number % 2)
+        session.run()
+    session.check(mutant)

@@ -1,0 +1,212 @@
+"""Random traffic on engines with random budgets: nothing raises, nothing leaks, every answer is that of caching off."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+from megatron.core.inference.config import KVCacheManagementMode
+
+from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from tests.harness.drafts import forced_drafts
+from tests.harness.engine_helpers import assert_matches, greedy, kv_budget, random_tokens, run_to_end, state_bytes
+from tests.harness.naive_model import NaiveHybridModel
+from tests.harness.selection import mostly_slow
+
+SEEDS = mostly_slow(range(24), 0, 1, 3)
+DRAFT_SEEDS = mostly_slow([*range(9), 104, 115], 1)  # the last two once went wrong
+REQUESTS = 22
+STATE_SLOTS = (0, 1, 3, 40)
+KV_BLOCKS = (7, 12, 60)
+HOST_GB = (0.0, 0.0004, 0.05)  # none, some entries, all of them
+MANAGEMENT = (KVCacheManagementMode.PERSIST, KVCacheManagementMode.OFFLOAD, KVCacheManagementMode.RECOMPUTE)
+
+
+class Traffic:
+    """An engine and a seed's worth of requests, which share prefixes of a few trunks.
+
+    Args:
+        model: A model of ``build_hybrid_model``.
+        seed: Of everything.
+        drafts: Tokens drafted for speculative decoding; a random number of them is right each time.
+    """
+
+    def __init__(self, model: Any, seed: int, drafts: int = 0) -> None:
+        self.dice = dice = random.Random(seed)
+        block = dice.choice((64, 96, 128))
+        budget = kv_budget(model, dice.choice(KV_BLOCKS), block_tokens=block, max_requests=4, speculative_tokens=drafts)
+        self.longest = 6 * block  # 7 blocks hold any one request
+        self.retention = random.Random(
+            f"retention {seed}"
+        )  # of its own, so that seeds mean the traffic they meant before
+        interval = self.retention.choice((None, None, 0, block, 2 * block))
+        self.tier = random.Random(f"host {seed}")
+        host = {"host_gb": self.tier.choice(HOST_GB), "host_write_through": self.tier.random() < 0.3}
+        chunked = dice.random() < 0.6
+        self.engine = build_engine(
+            model,
+            HybridPrefixConfig(
+                mamba_gb=dice.choice(STATE_SLOTS) * state_bytes(model) / 2**30,
+                retention_interval_tokens=interval,
+                **host,
+            ),
+            async_sched_mode=dice.choice(("legacy", "async")),
+            enable_chunked_prefill=chunked,
+            max_tokens=64 * dice.randint(1, 6) if chunked else 1024,
+            kv_cache_management_mode=dice.choice(MANAGEMENT),
+            max_requests=4,
+            max_sequence_length=1024,
+            block_size_tokens=block,
+            num_speculative_tokens=drafts,
+            **budget,
+        )
+        if chunked and self.engine.context.kv_cache_management_mode != KVCacheManagementMode.RECOMPUTE:
+            # The scheduler's budget, of any residue. (Where buffers are made again it has to be a multiple of 64.)
+            self.engine.context.max_tokens -= dice.randint(0, 50)
+        self.trunks = [random_tokens(self.longest, seed=1000 * seed + number) for number in range(3)]
+        self.seed = seed
+        self.sent = 0
+        self.finished: dict[int, Any] = {}
+        self.aborted: set[int] = set()
+        self.truth: dict[int, list[int]] = {}  # what each request should end as, where drafts are forced
+        self.plain = build_engine(model, max_sequence_length=1024) if drafts else None
+
+    def send(self) -> None:
+        dice = self.dice
+        new_tokens = dice.choice((1, 3, 8, 30, 90))
+        own = random_tokens(dice.randint(1, 70), seed=777 * self.seed + self.sent)
+        shared = dice.choice((0, 1, 2, 3)) * self.engine.context.block_size_tokens + dice.choice((-1, 0, 0, 1, 2))
+        prompt = dice.choice(self.trunks)[: max(0, shared)] + own
+        if self.finished and dice.random() < 0.3:  # the next turn of a conversation
+            previous = self.finished[dice.choice(sorted(self.finished))]
+            prompt = previous.prompt_tokens.tolist() + list(previous.generated_tokens) + own
+        prompt = prompt[: self.longest - new_tokens]
+        params = greedy(new_tokens)
+        params.add_attributes({"cache_salt": dice.choice((None, None, None, "a"))})
+        if dice.random() < 0.1:
+            params.add_attributes(dice.choice(({"cache_read": False}, {"cache_write": False})))
+        if self.retention.random() < 0.2:
+            params.add_attributes({"cache_breakpoints": [self.retention.randint(-9, 500) for _ in range(2)]})
+        if self.plain is not None:
+            answer: dict[int, Any] = {}
+            self.plain.add_request(self.sent, prompt, greedy(new_tokens))
+            run_to_end(self.plain, answer)
+            self.truth[self.sent] = prompt + list(answer[self.sent].generated_tokens)
+        self.engine.add_request(self.sent, prompt, params)
+        self.sent += 1
+
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            if not (self.engine.has_unfinished_requests() or self.engine.failed_request_ids):
+                return
+            for record in self.engine.step_modern()["finished_request_records"]:
+                request = record.merge()
+                self.finished[request.request_id] = request
+            self.engine.context.check_integrity()
+
+    def spoil(self) -> None:
+        """A bit of what is on the host is wrong."""
+        moves, tier = self.engine.context.host_moves, self.engine.context.prefix_cache.inspect.host_tier
+        nodes = sorted(
+            self.engine.context.prefix_cache.inspect.nodes(), key=lambda node: (node.depth_blocks, node.host_slot)
+        )
+        entries = [entry for node in nodes for entry in (node.host_block, node.host_slot) if entry >= 0]
+        if moves is not None and entries:
+            page = tier.entries.pages(self.tier.choice(entries))[0]
+            moves.arena.memory[page * moves.arena.page_bytes + self.tier.randrange(400)] ^= 16
+
+    def run(self) -> None:
+        if self.plain is None:
+            self._run()
+            return
+        drafts = random.Random(self.seed)
+        with forced_drafts(self.engine, self.truth, lambda request_id, position: drafts.randrange(4)):
+            self._run()
+
+    def _run(self) -> None:
+        dice = self.dice
+        while self.sent < REQUESTS:
+            for _ in range(dice.choice((1, 1, 2, 4))):
+                self.send()
+            self.step(dice.randint(0, 6))
+            if dice.random() < 0.12:
+                self.engine.suspend()
+                self.engine.resume()
+                self.engine.context.check_integrity()
+            if self.tier.random() < 0.1:
+                self.spoil()
+            running = sorted(self.engine.requests.keys() - self.aborted)
+            if running and dice.random() < 0.15:
+                victim = dice.choice(running)
+                self.aborted.add(victim)
+                assert self.engine.abort_request(victim)
+        self.step(5000)
+
+
+@pytest.fixture(scope="module")
+def ended(tiny) -> Callable[[int], Traffic]:
+    """Traffic of a seed after its end, run once."""
+
+    @cache
+    def run(seed: int) -> Traffic:
+        traffic = Traffic(tiny, seed)
+        traffic.run()
+        return traffic
+
+    return run
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_traffic(ended, tiny_reference, seed):
+    _check(ended(seed), tiny_reference)
+
+
+@pytest.mark.parametrize("seed", DRAFT_SEEDS)
+def test_random_traffic_with_drafts(tiny_mtp, seed):
+    traffic = Traffic(tiny_mtp, seed, drafts=1 + seed % 3)
+    traffic.run()
+    _check(traffic, NaiveHybridModel(tiny_mtp, tiny_mtp.hybrid_config))
+
+
+def _check(traffic: Traffic, reference: NaiveHybridModel) -> None:
+    """All of it ended, with what the model says, and left nothing behind."""
+    assert not traffic.engine.has_unfinished_requests()
+    assert sorted(traffic.finished) == list(range(traffic.sent))
+    for request in traffic.finished.values():
+        assert not request.failed()
+        if request.request_id not in traffic.aborted:
+            assert len(request.generated_tokens) == request.sampling_params.num_tokens_to_generate
+            assert_matches(reference, request)
+    context, cache = traffic.engine.context, traffic.engine.context.prefix_cache
+    assert cache.inspect.live_requests() == []
+    assert cache.blocks.available_count == context.kv_block_allocator.total_count - 1
+    assert context.mamba_metadata.mamba_state_free_slot_count == context.max_requests
+    stats = cache.stats()
+    assert stats.slots_used == sum(node.slot != -1 for node in cache._store.tree) <= stats.slots_total
+    if not stats.slots_total:
+        assert stats.reused_tokens == 0
+
+
+@pytest.mark.slow
+def test_the_traffic_is_worth_it(ended):
+    """Over some seeds there are hits, evictions of both kinds, preemptions, skipped checkpoints, and most kinds of them."""
+    total: dict[str, int] = {}
+    for seed in range(6):
+        traffic = ended(seed)
+        stats = traffic.engine.context.prefix_stats()
+        for name in (
+            "reused_tokens",
+            "evictions",
+            "kv_evictions",
+            "checkpoints_skipped",
+            "host_loads",
+            "host_preempted",
+        ):
+            total[name] = total.get(name, 0) + getattr(stats, name)
+        for reason in ("junction", "breakpoint", "tail", "interval"):
+            total[reason] = total.get(reason, 0) + stats.checkpoints_by_reason[reason]
+        total["preempted"] = total.get("preempted", 0) + traffic.engine.evicted_request_count
+    assert min(total.values()) > 0, total

@@ -1,0 +1,367 @@
+"""The host tier in the engine: what left the device comes back bit by bit, and what goes wrong there costs only time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_hybrid_prefix.index.tree import NO_BLOCK
+from megatron_hybrid_prefix.pool.slots import NO_SLOT
+from megatron_hybrid_prefix.tiers.units import Kind
+from tests.harness.engine_helpers import random_tokens
+from tests.harness.lifecycle_helpers import BLOCK, MODES, Served, tokens
+from tests.harness.mutants import MUTANTS, mutated_resume
+from tests.harness.selection import mostly_slow
+
+each_mode = pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
+HOST_GB = 0.05  # some hundred states of `tiny`
+
+
+@pytest.fixture
+def model(tiny: Any) -> Iterator[Any]:
+    from megatron_hybrid_prefix.mcore import restore_mixers
+
+    yield tiny
+    restore_mixers(tiny)
+
+
+def small(model: Any, **fields: Any) -> Served:
+    """Room for one request of seven blocks at a time on the device, and for two states."""
+    return Served(model, **({"slots": 2, "blocks": 9, "host_gb": HOST_GB, "max_requests": 2} | fields))
+
+
+def push_out(served: Served, seed: int = 900, count: int = 3) -> None:
+    """Other prompts, until nothing of before is left on the device."""
+    for number in range(count):
+        served.send(tokens(6, 7, seed=seed + number), count=1)
+
+
+def on_device(served: Served, prompt: list[int]) -> int:
+    """Blocks of the prompt on the device."""
+    return sum(served.cache.blocks.cached_block(key) is not None for key in served.cache.chain(prompt).keys)
+
+
+def state_of(served: Served, prompt: list[int]) -> dict[str, torch.Tensor]:
+    """The state kept on the device after the prompt's last full block."""
+    slot = served.cache.inspect.cached_slot(served.cache.chain(prompt).keys[-1])
+    return {name: tensor[:, slot].clone() for name, tensor in served.context.state_pool.tensors.items()}
+
+
+def kv_of(served: Served, prompt: list[int]) -> torch.Tensor:
+    """KV of the prompt's full blocks."""
+    blocks = [served.cache.blocks.cached_block(key) for key in served.cache.chain(prompt).keys]
+    return served.context.memory_buffer[:, :, blocks].clone()
+
+
+@each_mode
+def test_cold_device_hit_and_host_hit_are_the_same(model, mode):
+    served = small(model, async_sched_mode=mode)
+    shared = tokens(4, 0, seed=1)
+    prompt = shared + random_tokens(9, seed=2)
+    cold = served.send(prompt)
+    state, kv = state_of(served, prompt), kv_of(served, prompt)
+    before = served.context.prefix_stats()
+    hit = served.send(prompt)
+    after = served.context.prefix_stats()
+    assert after.reused_tokens_device - before.reused_tokens_device == 4 * BLOCK and after.host_loads == 0
+    push_out(served)
+    assert on_device(served, prompt) == 0
+    loaded = served.send(prompt)
+    stats = served.context.prefix_stats()
+    assert stats.reused_tokens_host == 4 * BLOCK == loaded.num_cached_tokens
+    assert stats.host_loads == 5 and stats.fallbacks == {}
+    assert cold.generated_tokens == hit.generated_tokens == loaded.generated_tokens
+    assert hit.generated_log_probs == loaded.generated_log_probs
+    for name, tensor in state_of(served, prompt).items():
+        assert torch.equal(tensor, state[name])
+    assert torch.equal(kv_of(served, prompt), kv)
+    served.check()
+    served.check_drained()
+
+
+@pytest.mark.parametrize("mutant", [None, *MUTANTS])
+def test_a_host_hit_reads_what_it_loaded(model, mutant):
+    served = small(model, slots=6)
+    prompt = tokens(3, 9, seed=3)
+    served.send(prompt, count=1)
+    push_out(served, count=6)
+    with mutated_resume(served.engine, mutant):
+        served.send(prompt, count=8)
+    assert served.context.prefix_stats().reused_tokens_host == 3 * BLOCK
+    if mutant is None:
+        served.check()
+    else:
+        with pytest.raises(AssertionError):
+            served.check()
+
+
+@each_mode
+@pytest.mark.parametrize("chunk", [None, 100])
+def test_half_from_the_device_half_from_the_host(model, mode, chunk):
+    chunked = {} if chunk is None else {"enable_chunked_prefill": True, "max_tokens": chunk}
+    served = small(model, async_sched_mode=mode, **chunked)
+    prompt = tokens(6, 5, seed=4)
+    served.send(prompt, count=1)
+    served.send(tokens(4, 7, seed=5), count=1)  # takes some of its blocks, deepest first, and both slots
+    left = on_device(served, prompt)
+    assert 0 < left < 6
+    before = served.context.prefix_stats()
+    served.send(prompt + random_tokens(20, seed=6), count=6)
+    stats = served.context.prefix_stats()
+    assert stats.reused_tokens_host - before.reused_tokens_host == 6 * BLOCK
+    assert stats.host_loads - before.host_loads == 6 - left + 1
+    served.check()
+    served.check_drained()
+
+
+@each_mode
+def test_a_load_takes_place_while_others_run(model, mode):
+    served = small(model, async_sched_mode=mode, blocks=16)
+    prompt = tokens(4, 9, seed=1)
+    served.send(prompt)
+    push_out(served, count=5)
+    running = served.add(random_tokens(30, seed=7), 40)
+    served.step(3)
+    waiting = served.add(prompt, 4)
+    served.step()
+    assert served.cache.loads.is_loading(waiting) and not served.cache.inspect.is_live(waiting)
+    assert served.cache.inspect.is_live(running)
+    served.step()
+    assert served.cache.inspect.is_live(waiting)
+    served.run()
+    assert served.context.prefix_stats().reused_tokens_host == 4 * BLOCK
+    served.check()
+    served.check_drained()
+
+
+def test_two_that_need_the_same_load_it_once(model):
+    served = small(model, blocks=20)
+    prompt = tokens(4, 9, seed=1)
+    served.send(prompt)
+    push_out(served, count=5)
+    served.add(random_tokens(30, seed=7), 40)
+    served.step(2)
+    for number in range(2):
+        served.add(prompt[: 4 * BLOCK] + random_tokens(9, seed=20 + number), 4)
+    served.run()
+    stats = served.context.prefix_stats()
+    assert stats.host_loads == 5
+    assert (stats.reused_tokens_host, stats.reused_tokens_device) == (4 * BLOCK, 4 * BLOCK)
+    served.check()
+
+
+def test_an_aborted_request_gives_back_what_it_loaded(model):
+    served = small(model, blocks=16)
+    prompt = tokens(4, 9, seed=1)
+    served.send(prompt)
+    push_out(served, count=5)
+    served.add(random_tokens(30, seed=7), 20)
+    served.step(2)
+    waiting = served.add(prompt, 4)
+    served.step()
+    assert served.cache.loads.is_loading(waiting)
+    assert served.engine.abort_request(waiting)
+    served.run()
+    assert served.context.prefix_stats().fallbacks == {"host_load_given_up": 1}
+    served.send(prompt)
+    served.check(*[number for number in served.finished if number != waiting])
+    served.check_drained()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("write_through", [False, True])
+def test_a_working_set_four_times_the_device(model, write_through):
+    """Sessions take turns; with the tier as much is reused as with a device that holds them all."""
+    sessions, turns = 8, 5
+    reused = {}
+    for name, fields in {
+        "unlimited": {"slots": 400, "blocks": 200},
+        "alone": {"slots": 4, "blocks": 16},
+        "tier": {"slots": 4, "blocks": 16, "host_gb": 0.2, "host_write_through": write_through},
+    }.items():
+        served = Served(model, max_requests=2, retention_interval_tokens=None, **fields)
+        history = {session: tokens(2, 9, seed=50 + session) for session in range(sessions)}
+        for turn in range(turns):
+            for session in range(sessions):
+                answer = served.send(history[session], count=6)
+                history[session] += [*answer.generated_tokens, *random_tokens(44, seed=1000 + 10 * session + turn)]
+        stats = served.context.prefix_stats()
+        reused[name] = stats.reused_tokens
+        served.check()
+        served.check_drained()
+        assert stats.fallbacks == {} and stats.host_full == 0
+    blocks = sessions * (len(history[0]) // BLOCK)
+    assert blocks >= 4 * 16 * 0.9 / 2
+    assert reused["alone"] < 0.5 * reused["unlimited"]
+    assert reused["tier"] >= 0.95 * reused["unlimited"]
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+def spoil(served: Served, prompt: list[int], what: Kind) -> None:
+    """One bit of an entry on the host is wrong."""
+    arena, tier = served.context.host_moves.arena, served.cache.inspect.host_tier
+    node = served.cache._store.tree.get(served.cache.chain(prompt).keys[-1])
+    entry = node.host_block if what == Kind.KV else node.host_slot
+    arena.memory[tier.entries.pages(entry)[0] * arena.page_bytes + 17] ^= 4
+
+
+@each_mode
+@pytest.mark.parametrize("chunk", mostly_slow([None, 100], None))
+@pytest.mark.parametrize("fault", ["kv bit", "state bit", "tag", "load raises", "store raises"])
+def test_a_fault_costs_time_only(model, mode, chunk, fault, caplog, monkeypatch):
+    from megatron_hybrid_prefix.tiers import arena as arenas
+
+    chunked = {} if chunk is None else {"enable_chunked_prefill": True, "max_tokens": chunk}
+    served = small(model, async_sched_mode=mode, blocks=16, **chunked)
+    arena = served.context.host_moves.arena
+    prompt = tokens(4, 9, seed=1)
+    served.send(prompt)
+
+    def fails(*args: Any) -> None:
+        raise RuntimeError("the copy engine is on fire")
+
+    if fault == "store raises":
+        monkeypatch.setattr(arena, "_store", fails)
+    push_out(served, count=5)
+    monkeypatch.undo()
+    assert on_device(served, prompt) == 0
+    if fault == "kv bit":
+        spoil(served, prompt, Kind.KV)
+    elif fault == "state bit":
+        spoil(served, prompt, Kind.STATE)
+    elif fault == "tag":
+        node = served.cache._store.tree.get(served.cache.chain(prompt).keys[-1])
+        page = served.cache.inspect.host_tier.entries.pages(node.host_slot)[0]
+        arena._tags[page] = arenas.Tag(kind=Kind.STATE, key=node.key, depth_tokens=3 * BLOCK, epoch=0)
+    elif fault == "load raises":
+        monkeypatch.setattr(arena, "_load", fails)
+    running = served.add(random_tokens(30, seed=7), 30)
+    served.step(2)
+    with caplog.at_level(logging.ERROR):
+        hit = served.add(prompt + random_tokens(150, seed=8), 6)
+        served.run()
+    monkeypatch.undo()
+    stats = served.context.prefix_stats()
+    assert stats.fallbacks == {"host_load_failed": 1}
+    assert sum("it is computed again" in record.message for record in caplog.records) == 1
+    assert served.finished[hit].num_cached_tokens == 0
+    served.check()
+    served.check_drained()
+    node = served.cache._store.tree.get(served.cache.chain(prompt).keys[-1])
+    assert node is not None and node.host_slot == NO_SLOT  # not used again
+    assert running in served.finished
+    served.send(prompt)
+    push_out(served, seed=1900, count=5)
+    assert served.context.prefix_stats().reused_tokens_host == 0
+    served.send(prompt)  # stored anew
+    assert served.context.prefix_stats().reused_tokens_host == 4 * BLOCK
+    served.check()
+
+
+def test_a_full_arena_keeps_what_it_has_room_for(model):
+    served = small(model, host_gb=0.0004)
+    tier = served.cache.inspect.host_tier
+    assert tier.entries.total_pages < 60
+    prompt = tokens(4, 9, seed=1)
+    for number in range(12):
+        served.send(tokens(5, 9, seed=30 + number), count=2)
+        served.send(prompt, count=2)
+    stats = served.context.prefix_stats()
+    assert stats.host_evictions > 10
+    served.check()
+    served.check_drained()
+
+
+def test_no_pinned_memory_no_tier(model, monkeypatch, caplog):
+    from megatron_hybrid_prefix.mcore.state import moves as host
+
+    def refuses(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("cannot allocate memory")
+
+    monkeypatch.setattr(host, "HostArena", refuses)
+    with caplog.at_level(logging.WARNING):
+        served = small(model)
+    assert sum("no host tier" in record.message for record in caplog.records) == 1
+    served.send(tokens(4, 9, seed=1))
+    push_out(served)
+    served.send(tokens(4, 9, seed=1))
+    stats = served.context.prefix_stats()
+    assert stats.host_stores == stats.host_loads == stats.host_bytes_budget == 0
+    served.check()
+
+
+def test_without_host_memory_there_is_nothing(model, monkeypatch):
+    from megatron_hybrid_prefix.mcore.state import moves as host
+
+    monkeypatch.setattr(host, "HostArena", None)  # would be called
+    served = small(model, host_gb=0.0)
+    assert served.context.host_moves is None and served.cache.inspect.host_tier is None
+    served.send(tokens(4, 9, seed=1))
+    push_out(served)
+    assert all(node.host_block == NO_BLOCK and node.host_slot == NO_SLOT for node in served.cache._store.tree)
+
+
+# -- preemption --------------------------------------------------------------------------------------------------------
+
+
+def four_at_once(model: Any, **fields: Any) -> tuple[Served, list[int]]:
+    """Requests that need twelve blocks in the end, and have ten."""
+    served = Served(model, slots=8, blocks=10, **fields)
+    return served, [served.add(tokens(1, 20 + number, seed=60 + number), BLOCK) for number in range(4)]
+
+
+@each_mode
+@pytest.mark.parametrize("decode_checkpoints", [True, False])
+@pytest.mark.parametrize("chunked", mostly_slow([False, True], False))
+def test_a_preempted_request_goes_on_where_it_was(model, mode, decode_checkpoints, chunked):
+    computed = {}
+    for host_gb in (HOST_GB, 0.0):
+        served, _ = four_at_once(
+            model,
+            host_gb=host_gb,
+            async_sched_mode=mode,
+            decode_checkpoints=decode_checkpoints,
+            enable_chunked_prefill=chunked,
+        )
+        served.run()
+        served.check()
+        served.check_drained()
+        computed[host_gb] = served.context.prefix_stats().computed_prompt_tokens
+        preempted = served.engine.evicted_request_count
+        assert preempted > 0 and served.context.prefix_stats().host_preempted == (preempted if host_gb else 0)
+        if host_gb:
+            # Each time just the token that was sampled last had never been computed.
+            assert computed[host_gb] == sum(BLOCK + 20 + number for number in range(4)) + preempted
+    assert computed[0.0] > computed[HOST_GB]
+
+
+def test_what_a_preempted_request_left_is_nobody_elses(model):
+    served, ids = four_at_once(model, host_gb=HOST_GB)
+    while not served.context.prefix_stats().host_preempted:
+        served.step()
+    assert served.cache.inspect.host_tier.entries.private()
+    preempted = next(i for i in ids if served.cache.loads.is_swapped_out(i))
+    assert served.engine.abort_request(preempted)
+    assert served.cache.inspect.host_tier.entries.private() == []
+    served.run()
+    served.check(*[i for i in ids if i != preempted])
+    served.check_drained()
+
+
+def test_a_preempted_request_that_cannot_go_on_starts_over(model):
+    served, _ = four_at_once(model, host_gb=HOST_GB)
+    while not served.context.prefix_stats().host_preempted:
+        served.step()
+    arena, tier = served.context.host_moves.arena, served.cache.inspect.host_tier
+    for entry in tier.entries.private():
+        arena.memory[tier.entries.pages(entry)[0] * arena.page_bytes] ^= 1
+    served.run()
+    assert served.context.prefix_stats().fallbacks == {"host_load_failed": 1}
+    served.check()
+    served.check_drained()

@@ -1,0 +1,472 @@
+"""Around the cache: suspend and resume, new weights, resets, forwards that fail. Requests come in their own file."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.inference.config import KVCacheManagementMode
+from megatron.core.inference.engines import DynamicInferenceEngine
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_hybrid_prefix.models import build_hybrid_model
+from tests.harness.engine_helpers import LOG_PROB_NOISE, assert_matches
+from tests.harness.lifecycle_helpers import BLOCK, MODES, Served, tokens
+from tests.harness.selection import mostly_slow
+
+PERSIST, OFFLOAD, RECOMPUTE = (
+    KVCacheManagementMode.PERSIST,
+    KVCacheManagementMode.OFFLOAD,
+    KVCacheManagementMode.RECOMPUTE,
+)
+each_mode = pytest.mark.parametrize("mode", mostly_slow(MODES, "legacy"))
+each_management = pytest.mark.parametrize("management", (PERSIST, OFFLOAD, RECOMPUTE), ids=lambda value: value.value)
+
+
+@pytest.fixture
+def model(tiny: Any) -> Iterator[Any]:
+    from megatron_hybrid_prefix.mcore import restore_mixers
+
+    yield tiny
+    restore_mixers(tiny)  # shared with tests of other modules
+
+
+@pytest.fixture(autouse=True, scope="module")
+def collected_quickly() -> Iterator[None]:
+    """Megatron collects garbage when it suspends; all that was imported need not be looked at each time."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def own_model(platform: Any) -> Any:
+    """A model that a test may change."""
+    return build_hybrid_model("tiny", seed=5, platform=platform)
+
+
+# -- suspend and resume ------------------------------------------------------------------------------------------------
+
+
+def state_storages(served: Served) -> dict[str, torch.UntypedStorage]:
+    """Memory of KV and recurrent states."""
+    tensors = served.context.state_pool.tensors | {"kv": served.context.memory_buffer}
+    return {name: tensor.untyped_storage() for name, tensor in tensors.items()}
+
+
+@each_mode
+@each_management
+def test_what_an_idle_engine_keeps_while_suspended(model, management, mode):
+    served = Served(model, kv_cache_management_mode=management, async_sched_mode=mode)
+    prompt = tokens(2, 30, seed=1)
+    served.send(prompt)
+    sizes = {name: storage.nbytes() for name, storage in state_storages(served).items()}
+    assert sizes.keys() == {"conv", "ssm", "kv"} and min(sizes.values()) > 0
+
+    served.engine.suspend()
+    if management == PERSIST:
+        assert {name: storage.nbytes() for name, storage in state_storages(served).items()} == sizes
+    elif management == OFFLOAD:
+        assert {storage.nbytes() for storage in state_storages(served).values()} == {0}
+    else:
+        assert served.context.state_pool is None
+    served.engine.suspend()  # harmless
+    served.engine.resume()
+    served.engine.resume()
+
+    assert {name: storage.nbytes() for name, storage in state_storages(served).items()} == sizes
+    kept = management != RECOMPUTE
+    assert (served.cache.blocks.cached_count, served.kept_states) == ((2, 1) if kept else (0, 0))
+    served.check_drained()
+    assert served.send(prompt).num_cached_tokens == (2 * BLOCK if kept else 0)
+    assert served.send(prompt).num_cached_tokens == 2 * BLOCK
+    served.check()
+    served.check_drained()
+
+
+@each_mode
+@pytest.mark.parametrize("running", [False, True], ids=["idle", "running"])
+def test_recompute_lets_go_of_all_memory(model, running, mode):
+    """The storages themselves, not just the tensors: a forgotten view would keep them as well."""
+    served = Served(model, kv_cache_management_mode=RECOMPUTE, async_sched_mode=mode)
+    prompt = tokens(2, 30, seed=1)
+    served.send(prompt)
+    if running:
+        served.add(prompt, 9)  # resumed from a checkpoint
+        served.step(3)
+    storages = {name: StorageWeakRef(storage) for name, storage in state_storages(served).items()}
+    assert not any(ref.expired() for ref in storages.values())
+    served.engine.suspend()
+    gc.collect()
+    assert [name for name, ref in storages.items() if not ref.expired()] == []
+    served.engine.resume()
+    served.run()
+    served.check()
+    served.check_drained()
+
+
+@each_mode
+@each_management
+def test_requests_in_every_state_live_through_a_suspension(model, management, mode):
+    """One in decode after a hit, one in decode after a miss, one between two chunks of its prompt, one waiting."""
+    served = Served(
+        model,
+        kv_cache_management_mode=management,
+        async_sched_mode=mode,
+        enable_chunked_prefill=True,
+        max_tokens=2 * BLOCK,
+        max_requests=3,
+    )
+    prefix = tokens(2, 0, seed=1)
+    served.send(prefix + tokens(0, 9, seed=2))
+    decoding = [served.add(prefix + tokens(0, 7, seed=3), 30), served.add(tokens(1, 20, seed=4), 30)]
+    served.step(4)
+    chunked = served.add(prefix + tokens(4, 11, seed=5), 5)
+    waiting = served.add(prefix + tokens(0, 30, seed=6), 5)
+    served.step(1)
+    assert served.context.chunked_prefill_request_id == chunked
+    assert 2 * BLOCK < served.engine.get_request(chunked).finished_chunk_token_count < 6 * BLOCK
+    before = {number: len(served.engine.get_request(number).generated_tokens) for number in decoding}
+    assert min(before.values()) > 1 and waiting in served.engine.waiting_request_ids
+
+    served.suspend_and_resume()
+    served.run()
+    served.check()
+    served.check_drained()
+    cached = [served.finished[number].num_cached_tokens for number in (*decoding, chunked, waiting)]
+    if management == RECOMPUTE:
+        # The chunked one found again what the first had computed again: it counts what it skipped, once.
+        assert cached[:3] == [2 * BLOCK, 0, 2 * BLOCK]
+        for number in decoding:
+            parts = served.records[number].requests
+            assert [len(part.generated_tokens) for part in parts] == [before[number], 30 - before[number]]
+    else:
+        assert cached == [2 * BLOCK, 0, 2 * BLOCK, 2 * BLOCK]
+    assert served.send(prefix + tokens(4, 12, seed=5)).num_cached_tokens >= 2 * BLOCK
+    served.check()
+
+
+@each_mode
+def test_a_capture_on_resume_starts_running_requests_over_and_says_so(model, mode, monkeypatch, caplog):
+    """CUDA graphs are captured again where offloaded buffers may come back elsewhere; that resets the context."""
+    served = Served(
+        model,
+        kv_cache_management_mode=OFFLOAD,
+        async_sched_mode=mode,
+        enable_chunked_prefill=True,
+        max_tokens=2 * BLOCK,
+        max_requests=3,
+    )
+    prefix = tokens(2, 0, seed=1)
+    served.send(prefix + tokens(0, 9, seed=2))
+    running = [served.add(prefix + tokens(0, 7, seed=3), 30), served.add(tokens(1, 20, seed=4), 30)]
+    aborted = served.add(tokens(1, 3, seed=7), 30)
+    served.step(4)
+    assert served.engine.abort_request(aborted)
+    chunked = served.add(tokens(6, 11, seed=5), 5)
+    waiting = served.add(prefix + tokens(0, 30, seed=6), 5)
+    served.step(2)
+    assert served.context.chunked_prefill_request_id == chunked
+    served.engine.cuda_graph_impl = "local"
+    monkeypatch.setattr(DynamicInferenceEngine, "create_cuda_graphs", lambda engine: engine.context.reset())
+    kept = served.context.prefix_stats().slots_used
+    with caplog.at_level("WARNING"):
+        served.suspend_and_resume()
+    said = f"forgets {kept} cached states and starts {len(running)} running requests over"
+    assert kept and sum(said in record.message for record in caplog.records) == 1
+    served.run()
+    served.check(*running, chunked, waiting)
+    served.check_drained()
+    assert served.send(prefix + tokens(0, 12, seed=5)).num_cached_tokens == 2 * BLOCK
+
+
+@each_mode
+def test_a_chunked_prefill_that_starts_over_reports_its_prompt_once(model, mode):
+    """Its first chunks had left log-probs of the prompt behind."""
+    fields = {"enable_chunked_prefill": True, "max_tokens": BLOCK, "materialize_only_last_token_logits": False}
+    served = Served(model, kv_cache_management_mode=RECOMPUTE, async_sched_mode=mode, **fields)
+    prompt = tokens(4, 20, seed=1)
+    number = served.add(prompt, params={"skip_prompt_log_probs": False, "top_n_logprobs": 2})
+    served.step(3)
+    assert served.context.chunked_prefill_request_id == number
+    assert served.engine.get_request(number).prompt_log_probs
+    served.suspend_and_resume()
+    served.run()
+    request = served.finished[number]
+    assert len(request.prompt_log_probs) == len(request.prompt_top_n_logprobs) == len(prompt) - 1
+    assert len(request.generated_log_probs) == len(request.generated_top_n_logprobs) == 4
+    served.check()
+    # Compared with megatron, not with the reference: what megatron reports at the end of a chunk is of another token.
+    whole = Served(model, slots=None, async_sched_mode=mode, **fields)
+    whole.add(prompt, params={"skip_prompt_log_probs": False, "top_n_logprobs": 2})
+    whole.run()
+    assert request.prompt_log_probs == pytest.approx(whole.finished[1].prompt_log_probs, abs=LOG_PROB_NOISE)
+
+
+@each_mode
+@each_management
+@pytest.mark.parametrize("when", ["before", "while suspended"])
+def test_aborted_and_refused_requests_stay_so(model, management, mode, when):
+    served = Served(
+        model,
+        kv_cache_management_mode=management,
+        async_sched_mode=mode,
+        enable_chunked_prefill=True,
+        max_tokens=2 * BLOCK,
+        max_requests=2,
+    )
+    kept = served.add(tokens(0, 50, seed=1), 12)
+    active = served.add(tokens(0, 50, seed=2), 12)
+    served.step(3)
+    if when == "before":
+        assert served.engine.abort_request(active)
+    else:
+        served.engine.suspend()
+        assert served.engine.abort_request(active)
+        served.engine.resume()
+    chunked = served.add(tokens(4, 20, seed=3), 5)
+    waiting = served.add(tokens(1, 0, seed=4), 5)
+    with pytest.warns(UserWarning, match="failed to be added"):
+        refused = served.add(tokens(100, 0, seed=5))
+    if when == "before":
+        served.step(2)  # the aborted one comes back, and makes room for a chunk
+        assert served.context.chunked_prefill_request_id == chunked
+        aborted = [served.engine.abort_request(number) for number in (chunked, waiting)]
+        served.suspend_and_resume()
+    else:
+        served.engine.suspend()
+        aborted = [served.engine.abort_request(number) for number in (chunked, waiting)]
+        served.engine.resume()
+        served.check_integrity()
+    assert aborted == [True, True]
+    served.run()
+    assert sorted(served.finished) == [kept, active, chunked, waiting, refused]
+    assert served.finished[refused].failed()
+    assert [served.finished[number].generated_tokens for number in (chunked, waiting)] == [[], []]
+    assert 0 < len(served.finished[active].generated_tokens) < 12
+    assert_matches(served.reference, served.finished[active])
+    served.check(kept)
+    served.check_drained()
+    assert served.step() == []  # an idle step
+
+
+# -- new weights -------------------------------------------------------------------------------------------------------
+
+
+def change_weights(model: Any) -> None:
+    """In place, as a trainer does; decay rates too, of which mixers keep an exponential."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "A_log" in name:
+                weight.add_(0.4)
+            elif any(part in name for part in ("in_proj", "linear_qkv", "conv1d", "linear_fc1")):
+                weight.mul_(1.25)
+
+
+@each_mode
+def test_nothing_of_other_weights_is_reused(own_model, mode):
+    served = Served(own_model, async_sched_mode=mode)
+    prompt = tokens(2, 30, seed=1)
+    served.send(prompt)
+    served.check()
+    change_weights(own_model)
+    assert served.send(prompt).num_cached_tokens == 2 * BLOCK
+    with pytest.raises(AssertionError, match=r"log-prob|token"):
+        served.check(2)  # not announced: so the weights are other ones, and this would be noticed
+
+    served.engine._generation_epoch = 7
+    assert served.cache.blocks.cached_count == served.kept_states == 0
+    cached = [served.send(prompt).num_cached_tokens for _ in range(2)]
+    served.engine._generation_epoch = 7  # no news
+    cached.append(served.send(prompt).num_cached_tokens)
+    served.engine._generation_epoch = 8
+    cached.append(served.send(prompt).num_cached_tokens)
+    assert cached == [0, 2 * BLOCK, 2 * BLOCK, 0]
+    served.check(3, 4, 5, 6)
+    served.check_drained()
+
+
+@each_mode
+@pytest.mark.parametrize("phase", ["decode", "between chunks", "first forward"])
+def test_a_request_that_spans_the_change_caches_nothing(own_model, phase, mode):
+    """Not what it had computed, not what it computes later; one that still waits is of the new weights alone."""
+    chunked = phase == "between chunks"
+    served = Served(
+        own_model, async_sched_mode=mode, enable_chunked_prefill=chunked, max_tokens=(3 if chunked else 16) * BLOCK
+    )
+    prompt = tokens(3 if chunked else 1, 40, seed=1)
+    spanning = served.add(prompt, 2 * BLOCK)  # it fills blocks by decoding, too
+    served.step(4 if phase == "decode" else 1)
+    generated = len(served.engine.get_request(spanning).generated_tokens)
+    assert (generated > 1) == (phase == "decode")
+    if chunked:
+        assert served.context.chunked_prefill_request_id == spanning
+    waiting = served.add(tokens(1, 50, seed=2))
+    change_weights(own_model)
+    served.engine._generation_epoch = 1
+    served.run()
+    assert len(served.finished[spanning].generated_tokens) == 2 * BLOCK
+    assert (served.cache.blocks.cached_count, served.kept_states) == (1, 1)  # of the one that waited
+    served.check(waiting)
+    sequence = prompt + list(served.finished[spanning].generated_tokens)
+    again = served.send(sequence)
+    assert again.num_cached_tokens == 0
+    assert served.send(tokens(1, 50, seed=2)).num_cached_tokens == BLOCK
+    served.check(waiting, again.request_id, again.request_id + 1)
+    served.check_drained()
+
+
+@each_mode
+@each_management
+def test_weights_change_while_suspended(own_model, management, mode):
+    """The way of a trainer: suspend, train, announce, resume."""
+    served = Served(own_model, kv_cache_management_mode=management, async_sched_mode=mode)
+    prompt = tokens(2, 30, seed=1)
+    served.send(prompt)
+    running = served.add(prompt, 20)
+    served.step(5)
+    served.engine.suspend()
+    change_weights(own_model)
+    served.engine._generation_epoch = 1
+    served.engine.resume()
+    served.check_integrity()
+    served.run()
+    recomputed = management == RECOMPUTE
+    assert served.cache.blocks.cached_count == (2 if recomputed else 0)
+    if recomputed:  # what it said after the change is of the new weights, on all that it had said
+        assert_matches(served.reference, served.records[running][-1])
+    again = served.send(prompt)
+    assert again.num_cached_tokens == (2 * BLOCK if recomputed else 0)
+    assert served.send(prompt).num_cached_tokens == 2 * BLOCK
+    served.check(again.request_id, again.request_id + 1)
+    served.check_drained()
+
+
+# -- forget ------------------------------------------------------------------------------------------------------------
+
+FORGET = {
+    "context.invalidate": lambda engine: engine.context.invalidate(),
+    "engine.invalidate": lambda engine: engine.invalidate(),
+    "context.reset": lambda engine: engine.context.reset(),
+    "context.reset_metadata": lambda engine: engine.context.reset_metadata(),
+    "engine.reset": lambda engine: engine.reset(),
+}
+KEEP = {
+    "context.reset": lambda engine: engine.context.reset(preserve_prefix_cache=True),
+    "context.reset_metadata": lambda engine: engine.context.reset_metadata(preserve_prefix_cache=True),
+}
+
+
+@each_mode
+@pytest.mark.parametrize("how", FORGET)
+def test_forgetting_forgets_kv_and_states_together(model, how, mode):
+    served = Served(model, async_sched_mode=mode)
+    shared = tokens(3, 0, seed=1)
+    served.send(shared + tokens(0, 20, seed=2))
+    FORGET[how](served.engine)
+    served.check_drained()
+    assert served.cache.blocks.cached_count == served.kept_states == 0
+    served.send(tokens(1, 5, seed=3))  # block ids are handed out in another order than before
+    longer = served.send(shared + tokens(2, 20, seed=4))  # its only state: after 5 blocks
+    miss = served.send(shared + tokens(0, 30, seed=5))  # so here is KV without a state
+    hit = served.send(shared + tokens(0, 40, seed=6))
+    assert [request.num_cached_tokens for request in (longer, miss, hit)] == [0, 0, 3 * BLOCK]
+    served.check()
+    served.check_drained()
+
+
+@each_mode
+@pytest.mark.parametrize("how", KEEP)
+def test_a_reset_may_keep_the_cache(model, how, mode):
+    """What megatron's idle dummy step of expert parallelism does."""
+    served = Served(model, async_sched_mode=mode)
+    prompt = tokens(2, 20, seed=1)
+    served.send(prompt)
+    KEEP[how](served.engine)
+    served.check_drained()
+    assert served.send(prompt).num_cached_tokens == 2 * BLOCK
+    served.check()
+
+
+@each_mode
+def test_engine_reset_drops_requests_in_every_state(model, mode):
+    served = Served(
+        model, blocks=9, paused_blocks=4, async_sched_mode=mode, enable_chunked_prefill=True, max_tokens=2 * BLOCK
+    )
+    old = [served.add(tokens(1, 50 + seed, seed=seed), 40) for seed in range(3)]
+    while served.context.paused_request_count == 0:
+        served.step()
+    served.add(tokens(1, 10, seed=9), 5)
+    assert served.engine.abort_request(old[0])
+    served.engine.reset()
+    served.check_drained()
+    assert served.cache.blocks.cached_count == 0
+    assert served.step() == []
+    fresh = [served.add(tokens(1, 50 + seed, seed=seed), 20) for seed in range(3)]
+    served.run()
+    assert not set(old) & served.finished.keys()
+    served.check(*fresh)
+    served.check_drained()
+
+
+# -- forwards that fail ------------------------------------------------------------------------------------------------
+
+
+class Boom(Exception):
+    """Raised by a layer."""
+
+
+def fail_once(model: Any, layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next forward of a layer raises, after the layers before it wrote their states."""
+    module = model.decoder.layers[layer]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.undo()
+        raise Boom
+
+    monkeypatch.setattr(module, "forward", forward)
+
+
+@each_mode
+@pytest.mark.parametrize("phase", ["prefill", "chunk", "decode"])
+def test_a_forward_that_raises(model, phase, mode, monkeypatch):
+    served = Served(
+        model,
+        async_sched_mode=mode,
+        enable_chunked_prefill=phase == "chunk",
+        max_tokens=(3 if phase == "chunk" else 8) * BLOCK,
+    )
+    prefix = tokens(2, 0, seed=1)
+    served.send(prefix + tokens(0, 9, seed=2))
+    served.add(prefix + tokens(1, 20, seed=3), 9)  # resumes, and would keep another state
+    if phase != "prefill":
+        served.add(tokens(2, 10, seed=4), 9)
+    if phase == "decode":
+        served.step(4)
+    elif phase == "chunk":
+        served.step(1)
+        assert served.context.chunked_prefill_request_id == 3
+    fail_once(model, model.hybrid_config.layer_pattern.rindex("M"), monkeypatch)
+    with pytest.raises(Boom):
+        served.step()
+    served.check_integrity()
+    # What the forwards before it left (with async scheduling the last one is published in the step that fails).
+    left = {"prefill": (2, 1), "chunk": (4, 2), "decode": (5, 3)}[phase]
+    assert (served.cache.blocks.cached_count, served.kept_states) == left
+    assert served.cache.stats().slots_used == served.kept_states  # reserved ones are free again
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^[^\n]*engine\.reset\(\)[^\n]*$"):
+            served.step()
+        served.check_integrity()
+
+    served.engine.reset()
+    served.check_drained()
+    assert served.cache.blocks.cached_count == served.kept_states == 0
+    first = served.send(prefix + tokens(1, 20, seed=3), count=9)
+    again = served.send(prefix + tokens(1, 20, seed=3), count=9)
+    assert [first.num_cached_tokens, again.num_cached_tokens] == [0, 3 * BLOCK]
+    served.check()
+    served.check_drained()

@@ -1,0 +1,400 @@
+"""What is said about requests and the cache: log-probs, cached tokens, counters, logs, expert routing; budgets; mixers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from megatron_hybrid_prefix.mcore.runner import run_batch
+from megatron_hybrid_prefix.models import build_hybrid_model
+from tests.harness.engine_helpers import LOG_PROB_NOISE, greedy, state_bytes
+from tests.harness.lifecycle_helpers import BLOCK, MODES, Served, tokens
+from tests.harness.selection import mostly_slow
+
+each_mode = pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
+
+
+@pytest.fixture
+def model(tiny: Any) -> Iterator[Any]:
+    from megatron_hybrid_prefix.mcore import restore_mixers
+
+    yield tiny
+    restore_mixers(tiny)  # shared with tests of other modules
+
+
+# -- log-probs of the prompt -------------------------------------------------------------------------------------------
+
+
+def all_log_probs(request: Any) -> dict[str, list[Any]]:
+    """Every list of log-probs that a request comes back with."""
+    kinds = ("prompt_log_probs", "generated_log_probs", "prompt_top_n_logprobs", "generated_top_n_logprobs")
+    return {kind: getattr(request, kind) or [] for kind in kinds}
+
+
+@each_mode
+def test_log_probs_of_a_cached_prompt_are_those_of_caching_off(model, mode):
+    fields = {"async_sched_mode": mode, "materialize_only_last_token_logits": False}
+    whole = {"skip_prompt_log_probs": False, "top_n_logprobs": 4}
+    sides = Served(model, slots=None, **fields), Served(model, **fields)
+    prompts = [tokens(2, 20, seed=1), tokens(2, 0, seed=1) + tokens(0, 1, seed=2), tokens(1, 5, seed=3)]
+    for served in sides:
+        for prompt in prompts:
+            served.send(prompt)
+        for prompt in prompts:  # together: some with prompt log-probs, some that resume
+            served.add(prompt, params=whole)
+            served.add(prompt, params={"top_n_logprobs": 2})
+        served.run()
+        served.check()
+    off, ours = sides
+    for number, request in ours.finished.items():
+        wants_prompt = not request.sampling_params.skip_prompt_log_probs
+        length = len(request.prompt_tokens)
+        assert request.num_cached_tokens == (0 if number in (1, 3) or wants_prompt else length // BLOCK * BLOCK)
+        expected = all_log_probs(off.finished[number])
+        if wants_prompt:
+            assert [len(values) for values in expected.values()] == [length - 1, 4, length - 1, 4]
+        for kind, values in all_log_probs(request).items():
+            assert len(values) == len(expected[kind])
+            for value, wanted in zip(values, expected[kind], strict=True):
+                assert value == pytest.approx(wanted, abs=LOG_PROB_NOISE)
+    ours.check_drained()
+    # A prompt that was computed for its log-probs is cached like any other.
+    fresh = tokens(2, 9, seed=7)
+    ours.add(fresh, params=whole)
+    ours.run()
+    assert ours.send(fresh).num_cached_tokens == 2 * BLOCK
+    ours.check()
+
+
+# -- what was skipped --------------------------------------------------------------------------------------------------
+
+
+@each_mode
+@pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
+def test_cached_tokens_counters_and_statistics_agree(model, mode, chunked):
+    served = Served(
+        model,
+        async_sched_mode=mode,
+        enable_chunked_prefill=chunked,
+        max_tokens=(2 if chunked else 16) * BLOCK,
+    )
+    shared = tokens(3, 0, seed=1)
+    sent = [
+        (tokens(0, 9, seed=2), 0),
+        (shared + tokens(2, 20, seed=3), 0),
+        (shared + tokens(0, 20, seed=4), 0),  # KV without a state
+        (shared + tokens(0, 21, seed=5), 3 * BLOCK),
+        (shared + tokens(2, 20, seed=3), 5 * BLOCK),
+        (shared + tokens(2, 0, seed=3), 3 * BLOCK),  # a token has to be computed, so not from the state after 5 blocks
+    ]
+    computed = []
+    for prompt, expected in sent:
+        before = served.context.lifetime_prefill_token_count
+        request = served.send(prompt)
+        computed.append(served.context.lifetime_prefill_token_count - before)
+        assert (request.num_cached_tokens, computed[-1]) == (expected, len(prompt) - expected)
+    served.check()
+    engine, stats = served.engine, served.context.prefix_stats().as_dict()
+    skipped = sum(expected for _, expected in sent)
+    hits = sum(expected > 0 for _, expected in sent)
+    assert engine._prefix_cache_hits == hits
+    assert engine._prefix_cache_blocks_matched == skipped // BLOCK
+    assert engine._prefill_tokens_computed == stats["computed_prompt_tokens"] == sum(computed)
+    assert engine._prefill_tokens_skipped == stats["reused_tokens"] == stats["reused_tokens_device"] == skipped
+    assert stats["prompt_tokens"] == sum(len(prompt) for prompt, _ in sent)
+    assert stats["slots_used"] == served.kept_states and stats["slots_total"] == 32
+    assert stats["checkpoints_published"] == sum(stats["checkpoints_by_reason"].values()) == served.kept_states
+    assert stats["bytes_budget"] == 32 * state_bytes(model)
+    assert stats["fallbacks"] == {}
+    served.check_drained()
+
+
+@each_mode
+def test_console_and_metrics_say_what_was_skipped(model, mode, caplog, monkeypatch):
+    from megatron.core.inference.engines import dynamic_engine
+
+    logged: list[dict[str, Any]] = []
+    monkeypatch.setattr(dynamic_engine, "HAVE_WANDB", True)
+    served = Served(model, async_sched_mode=mode, logging_step_interval=1)
+    # Set afterwards: with a writer megatron 0.19's constructor asks the context for one, which has none.
+    served.engine.metrics_writer = SimpleNamespace(__name__="wandb", log=lambda metrics, commit: logged.append(metrics))
+    served.engine.inference_step_offset = 0
+    prompt = tokens(2, 20, seed=1)
+    with caplog.at_level(logging.INFO):
+        served.send(prompt)
+        assert "hits" not in caplog.text and "inference/prefix_cache_hits" not in logged[-1]
+        served.send(prompt)
+        served.send(tokens(1, 0, seed=1) + tokens(0, 5, seed=2))  # KV without a state
+    lines = [record.getMessage() for record in caplog.records if "prefill (cumul)" in record.getMessage()]
+    assert len(lines) == len(logged) >= 12
+    total, skipped = 2 * len(prompt) + BLOCK + 5, 2 * BLOCK
+    share = 100 * skipped / total
+    assert "prefix cache (cumul): 1 hits, 2 blocks matched" in lines[-1]
+    assert f"prefill (cumul): computed {total - skipped}, skipped {skipped} ({share:.1f}% skipped)" in lines[-1]
+    count = served.context.kv_block_allocator.total_count
+    assert f"prefix cache util: KV 2/{count} blocks cached (2 evictable)" in lines[-1]
+    assert logged[-1]["inference/prefix_cache_hits"] == 1
+    assert logged[-1]["inference/prefix_cache_blocks_matched"] == 2
+    assert logged[-1]["inference/total_blocks"] == count - 1
+    assert max(metrics["inference/active_unique_blocks"] for metrics in logged) == 3
+    assert served.context.prefix_stats().reused_tokens == skipped
+    served.check()
+
+
+def test_counters_start_again_with_the_engine(model):
+    """A request that was admitted, and whose step never came to its end, is none of the next ones' hits."""
+    served = Served(model)
+    prompt = tokens(2, 20, seed=1)
+    served.send(prompt)
+    served.add(prompt)
+    served.engine.schedule_waiting_requests()
+    served.engine.reset()
+    served.send(tokens(1, 5, seed=2))
+    engine = served.engine
+    assert (engine._prefix_cache_hits, engine._prefix_cache_blocks_matched) == (0, 0)
+    assert (engine._prefill_tokens_computed, engine._prefill_tokens_skipped) == (BLOCK + 5, 0)
+
+
+# -- routing of experts ------------------------------------------------------------------------------------------------
+
+
+def routing_of(token_ids: Any, positions: Any) -> np.ndarray:
+    """What a router is made to say of tokens at positions: (tokens, 2 layers, top 3)."""
+    values = np.asarray(token_ids)[:, None] * 7 + np.asarray(positions)[:, None] * 13
+    return (values + np.arange(6)).reshape(-1, 2, 3).astype(np.int16)
+
+
+def test_routing_is_complete_after_a_hit(model, monkeypatch):
+    """Megatron keeps it by KV block; tokens that were skipped have it from the request that computed them."""
+    served = Served(model, blocks=12, enable_chunked_prefill=True, max_tokens=2 * BLOCK)
+    context = served.context
+
+    def routed() -> np.ndarray:
+        count = context.active_token_count
+        return routing_of(context.token_to_input_ids[:count], context.token_to_pos_ids[:count])
+
+    monkeypatch.setattr(served.engine.controller, "_router_record_bookkeeping", routed)
+    prefix = tokens(2, 0, seed=1)
+    first = served.send(prefix + tokens(0, 20, seed=2))
+    turn = prefix + tokens(0, 20, seed=2) + list(first.generated_tokens) + tokens(0, 60, seed=3)
+    pair = [served.add(turn, 9), served.add(prefix + tokens(2, 3, seed=4), 70)]  # the second one chunked
+    served.run()
+    assert [served.finished[number].num_cached_tokens for number in pair] == [2 * BLOCK] * 2
+    for seed in range(10, 14):  # turn all blocks over
+        served.send(tokens(3, 1, seed=seed))
+    evicted = served.cache.stats().kv_evictions
+    again = served.send(turn), served.send(turn)
+    assert evicted > 0 and [request.num_cached_tokens for request in again] == [0, 3 * BLOCK]
+    for request in served.finished.values():
+        sequence = request.prompt_tokens.tolist() + list(request.generated_tokens)
+        # The last token was never put in.
+        assert np.array_equal(request.routing_indices, routing_of(sequence[:-1], range(len(sequence) - 1)))
+    served.check()
+    served.check_drained()
+
+
+# -- budgets -----------------------------------------------------------------------------------------------------------
+
+
+@each_mode
+@pytest.mark.parametrize("slots", [0, 0.99])
+def test_a_budget_without_a_slot_keeps_nothing(model, mode, slots):
+    served = Served(model, slots=slots, async_sched_mode=mode)
+    prompt = tokens(2, 20, seed=1)
+    for _ in range(3):
+        assert served.send(prompt).num_cached_tokens == 0
+    stats = served.cache.stats()
+    assert stats.slots_total == stats.checkpoints_published == stats.reused_tokens == stats.bytes_budget == 0
+    assert "checkpoints: 0 slots" in served.context.memory_report()
+    served.check()
+    served.check_drained()
+
+
+@each_mode
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_budget_of_so_many_slots_keeps_so_many(model, mode, slots):
+    served = Served(model, slots=slots, async_sched_mode=mode)
+    prompts = [tokens(1, 5 + seed, seed=seed) for seed in range(slots + 1)]
+    for prompt in prompts[:slots]:
+        served.send(prompt)
+    assert served.kept_states == served.cache.stats().slots_total == slots
+    assert [served.send(prompt).num_cached_tokens for prompt in prompts[:slots]] == [BLOCK] * slots
+    served.send(prompts[slots])  # one more: the first one's goes
+    assert served.kept_states == slots and served.cache.stats().evictions == 1
+    assert [served.send(prompt).num_cached_tokens for prompt in prompts[1:]] == [BLOCK] * slots
+    assert served.send(prompts[0]).num_cached_tokens == 0
+    served.check()
+    served.check_drained()
+
+
+def test_memory_report_says_what_slots_are_for(model):
+    served = Served(model, slots=5, max_requests=4)
+    report = served.context.memory_report().splitlines()
+    assert "recurrent states: " in report[0] and "MiB each, SSM in float32" in report[0]
+    assert [line.split(",")[0].strip() for line in report[1:]] == [
+        "running requests: 4 slots",
+        "speculative decoding: 0 slots",
+        "checkpoints: 5 slots",
+    ]
+    served.context.num_speculative_tokens = 2
+    assert "speculative decoding: 12 slots" in served.context.memory_report()
+    for tensor in served.context.state_pool.tensors.values():
+        assert tensor.shape[1] == 4 + 5
+
+
+def test_the_policy_is_logged_once_at_the_start(model, caplog):
+    with caplog.at_level(logging.INFO):
+        served = Served(model, slots=5, retention_interval_tokens=2 * BLOCK, decode_checkpoints=False)
+    (line,) = [record.message for record in caplog.records if "prefix cache: " in record.message]
+    assert "checkpoints: 5 slots" in line
+    assert served.context.policy_report() in line
+    assert served.context.policy_report() == (
+        f"prefix cache: blocks of {BLOCK} tokens, SSM chunks of 128; intervals every {2 * BLOCK} tokens, decode off, "
+        "coalescing on; eviction replay_cost"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"slots": 0}, "no state can be kept in mamba_gb=0"),
+        ({"block_size_tokens": 1024}, "block_size_tokens=1024 is not less than max_sequence_length=1024"),
+    ],
+)
+def test_settings_that_make_hits_impossible_are_warned_of(model, caplog, fields, said):
+    with caplog.at_level(logging.WARNING):
+        Served(model, **fields)
+    assert sum(said in record.message for record in caplog.records) == 1
+
+
+def test_prompts_that_are_all_shorter_than_a_block_are_warned_of_once(model, caplog):
+    served, other = Served(model), Served(model)
+    other.send(tokens(1, 1, seed=0), count=1)
+    with caplog.at_level(logging.WARNING):
+        for number in range(80):
+            served.send(tokens(0, 5 + number % BLOCK // 2, seed=number), count=1)
+            other.send(tokens(0, 5, seed=number), count=1)
+    assert sum("none fills a block" in record.message for record in caplog.records) == 1
+
+
+def test_a_request_says_what_it_lost_for_want_of_a_state(model):
+    served = Served(model, slots=1)
+    prompt = tokens(3, 5, seed=1)
+    served.send(prompt)
+    served.send(tokens(1, 5, seed=2))  # takes the slot
+    (result,) = run_batch(served.engine, [prompt], greedy(3))
+    assert (result.reused_tokens, result.lost_tokens, result.computed_tokens) == (0, 3 * BLOCK, len(prompt))
+    assert served.context.prefix_stats().lost_tokens_no_state == 3 * BLOCK
+    (again,) = run_batch(served.engine, [prompt], greedy(3))
+    assert (again.reused_tokens, again.lost_tokens) == (3 * BLOCK, 0)
+
+
+def test_both_caches_at_once_is_one_line(model):
+    with pytest.raises(ValueError, match=r"^prefix=[^\n]* enable_prefix_caching=True [^\n]*exclude each other$"):
+        build_engine(model, HybridPrefixConfig(mamba_gb=0.1), enable_prefix_caching=True)
+
+
+# -- mixers ------------------------------------------------------------------------------------------------------------
+
+
+def mixers_of(model: Any) -> list[Any]:
+    """Its Mamba mixers."""
+    from megatron.core.ssm.mamba_mixer import MambaMixer
+
+    return [module for module in model.modules() if isinstance(module, MambaMixer)]
+
+
+@each_mode
+def test_a_built_model_is_served_and_given_back(model, mode):
+    from megatron.core.ssm.mamba_mixer import MambaMixer
+
+    from megatron_hybrid_prefix.layers.mamba2 import HybridPrefixPrefill
+    from megatron_hybrid_prefix.mcore import restore_mixers, use_slot_mixers
+
+    mixers = mixers_of(model)
+    assert {type(mixer) for mixer in mixers} == {MambaMixer}
+    names = [name for name, _ in model.named_parameters()]
+    prompt = tokens(2, 20, seed=1)
+
+    ours = Served(model, async_sched_mode=mode)
+    assert all(isinstance(mixer, HybridPrefixPrefill) for mixer in mixers)
+    assert use_slot_mixers(model) == 0  # done already
+    # Two engines around one model, one with caching off, in turns.
+    off = Served(model, slots=None, async_sched_mode=mode)
+    for _ in range(2):
+        for served in (ours, off):
+            served.send(prompt)
+            served.check()
+    assert (ours.finished[2].num_cached_tokens, off.finished[2].num_cached_tokens) == (2 * BLOCK, 0)
+
+    assert restore_mixers(model) == len(mixers)
+    assert restore_mixers(model) == 0
+    assert {type(mixer) for mixer in mixers} == {MambaMixer}
+    assert [name for name, _ in model.named_parameters()] == names
+    after = Served(model, slots=None, async_sched_mode=mode)
+    after.send(prompt)
+    after.send(prompt + tokens(1, 3, seed=2))
+    after.check()
+    assert after.finished[1].generated_log_probs == off.finished[1].generated_log_probs  # bit by bit
+    again = Served(model, async_sched_mode=mode)
+    assert [again.send(prompt).num_cached_tokens for _ in range(2)] == [0, 2 * BLOCK]
+    again.check()
+
+
+def training_kernel(settings: list[Any]) -> Any:
+    """In place of the fused kernel of training, which needs a GPU: no scan, but of every input and its gradient."""
+
+    def kernel(zxBCdt: Any, weight: Any, bias: Any, dt_bias: Any, A: Any, *, D: Any, **others: Any) -> torch.Tensor:
+        settings.append(others)
+        heads, width = len(A), len(weight)
+        z, xBC, dt = zxBCdt.split([zxBCdt.shape[-1] - width - heads, width, heads], dim=-1)
+        xBC = F.silu(xBC * weight.sum(-1) + bias).cumsum(1)
+        scale = F.softplus(dt + dt_bias) * A + D
+        x = xBC[..., : z.shape[-1]].unflatten(-1, (heads, -1)) * scale[..., None]
+        return x.flatten(-2) * F.silu(z) * xBC[..., z.shape[-1] :].mean(-1, keepdim=True)
+
+    return kernel
+
+
+def test_forward_of_training_is_unchanged(platform, monkeypatch):
+    """Outputs and gradients, bit by bit."""
+    from megatron.core.inference.utils import InferenceMode
+    from megatron.core.ssm import mamba_mixer
+
+    from megatron_hybrid_prefix.mcore import use_slot_mixers
+
+    settings: list[Any] = []
+    monkeypatch.setattr(mamba_mixer, "mamba_split_conv1d_scan_combined", training_kernel(settings))
+    monkeypatch.setattr(InferenceMode, "is_active", lambda: False)
+    model = build_hybrid_model("tiny", seed=5, platform=platform).requires_grad_()
+    mixer = mixers_of(model)[0]
+    hidden = torch.randn(150, 2, model.config.hidden_size, generator=torch.Generator().manual_seed(1))
+
+    def run() -> tuple[torch.Tensor, ...]:
+        x = hidden.clone().requires_grad_()
+        out, _ = mixer(x)
+        out.square().sum().backward()
+        gradients = [parameter.grad for parameter in mixer.parameters()]
+        mixer.zero_grad(set_to_none=True)
+        return (out.detach(), x.grad, *gradients)
+
+    before = run()
+    assert use_slot_mixers(model) > 0
+    after = run()
+    assert len(settings) == 2 and settings[0] == settings[1]
+    assert len(before) == len(after) > 5
+    for one, other in zip(before, after, strict=True):
+        assert float(one.abs().sum()) > 0
+        assert torch.equal(one, other)
+    monkeypatch.undo()
+    served = Served(model)
+    served.send(tokens(1, 9, seed=1))
+    served.check()

@@ -1,0 +1,453 @@
+"""Requests that end early, are pushed out and come back, or say what may be cached of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness.engine_helpers import LOG_PROB_NOISE, NOISES, assert_matches, greedy
+from tests.harness.lifecycle_helpers import BLOCK, MODES, IdTokenizer, Served, tokens
+from tests.harness.selection import mostly_slow
+
+each_mode = pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
+
+
+@pytest.fixture
+def model(tiny: Any) -> Iterator[Any]:
+    from megatron_hybrid_prefix.mcore import restore_mixers
+
+    yield tiny
+    restore_mixers(tiny)  # shared with tests of other modules
+
+
+# -- abort -------------------------------------------------------------------------------------------------------------
+
+
+def check_aborted(served: Served, number: int, count: range) -> None:
+    """It came back once, as finished, its future done, with so many tokens, and those are right."""
+    record, request = served.records[number], served.finished[number]
+    assert request.status.name == "COMPLETED" and not request.failed()
+    assert len(request.generated_tokens) == request.generated_length
+    assert len(request.generated_tokens) in count
+    if request.generated_tokens:
+        assert_matches(served.reference, request)
+    assert number not in served.engine.requests
+    assert record.request_id == number
+    assert not served.engine.abort_request(number)
+
+
+@each_mode
+def test_abort_a_waiting_request(model, mode):
+    served = Served(model, async_sched_mode=mode, max_requests=1)
+    running = served.add(tokens(1, 20, seed=1), 6)
+    waiting = [served.add(tokens(1, 20, seed=seed), 6) for seed in (2, 3)]
+    served.step()
+    future = served.engine.requests[waiting[0]].future
+    assert served.engine.abort_request(waiting[0])
+    assert future.done()
+    assert not served.engine.abort_request(waiting[0])
+    assert served.step() == [waiting[0]]
+    check_aborted(served, waiting[0], range(0, 1))
+    assert waiting[0] not in served.engine.waiting_request_ids
+    served.run()
+    served.check(running, waiting[1])
+    served.check_drained()
+
+
+@each_mode
+def test_abort_what_nobody_knows_and_what_is_over(model, mode):
+    served = Served(model, async_sched_mode=mode)
+    assert not served.engine.abort_request(99)
+    served.send(tokens(1, 20, seed=1))
+    assert not served.engine.abort_request(1)
+    alone = served.add(tokens(1, 20, seed=2))
+    assert served.engine.abort_request(alone)  # nothing but this is left, and it has to come back
+    assert served.engine.has_unfinished_requests()
+    served.run()
+    check_aborted(served, alone, range(0, 1))
+    assert not served.engine.abort_request(99)
+    served.check_drained()
+    assert served.step() == []
+
+
+@each_mode
+def test_abort_during_decode(model, mode):
+    served = Served(model, async_sched_mode=mode)
+    served.send(tokens(2, 10, seed=1))
+    victim = served.add(tokens(2, 10, seed=1), 30)  # it resumed from a checkpoint
+    others = [served.add(tokens(1, 20 + seed, seed=seed), 30) for seed in (2, 3)]
+    served.step(6)
+    held = served.held_blocks, served.live_slots
+    assert served.engine.abort_request(victim)
+    assert served.engine.abort_request(victim)  # still true: it is unfinished
+    assert served.step() == [victim]
+    check_aborted(served, victim, range(4, 7))
+    assert (served.held_blocks, served.live_slots) == (held[0] - 3, held[1] - 1)
+    newcomer = served.add(tokens(1, 5, seed=9), 5)  # gets its slot
+    served.run()
+    served.check(*others, newcomer)
+    served.check_drained()
+    assert served.send(tokens(2, 10, seed=1)).num_cached_tokens == 2 * BLOCK
+
+
+@each_mode
+def test_abort_during_prefill(model, mode):
+    """With async scheduling its forward is running; otherwise it is about to be admitted. No token of it appears."""
+    served = Served(model, async_sched_mode=mode)
+    other = served.add(tokens(1, 20, seed=1), 8)
+    served.step(3)
+    victim = served.add(tokens(2, 20, seed=2), 8)
+    if mode == "async":
+        served.step()
+        assert served.cache.inspect.is_live(victim) and not served.engine.get_request(victim).generated_tokens
+    assert served.engine.abort_request(victim)
+    assert served.step() == [victim]
+    check_aborted(served, victim, range(0, 1))
+    assert (served.held_blocks, served.live_slots) == (2, 1)
+    again = served.send(tokens(2, 20, seed=2))
+    assert again.num_cached_tokens == (2 * BLOCK if mode == "async" else 0)  # what it had computed is good
+    served.run()
+    served.check(other, again.request_id)
+    served.check_drained()
+
+
+@each_mode
+@pytest.mark.parametrize("max_requests", [2, 4], ids=["full", "room"])
+def test_abort_between_two_chunks(model, mode, max_requests):
+    served = Served(
+        model, async_sched_mode=mode, enable_chunked_prefill=True, max_tokens=2 * BLOCK, max_requests=max_requests
+    )
+    served.send(tokens(0, 9, seed=4))
+    other = served.add(tokens(0, 50, seed=1), 12)
+    served.step(2)
+    victim = served.add(tokens(5, 20, seed=2), 8)
+    behind = served.add(tokens(1, 20, seed=3), 8)
+    served.step(2)
+    assert served.context.chunked_prefill_request_id == victim
+    assert served.engine.get_request(victim).finished_chunk_token_count >= BLOCK
+    assert served.engine.abort_request(victim)
+    assert served.step() == [victim]
+    check_aborted(served, victim, range(0, 1))
+    assert served.context.chunked_prefill_request_id == -1 and not served.cache.inspect.is_live(victim)
+    served.run()
+    again = served.send(tokens(5, 20, seed=2))
+    served.check(other, behind, again.request_id)
+    served.check_drained()
+
+
+@each_mode
+@pytest.mark.parametrize("victims", [(0,), (1,), (0, 1), (1, 2), (0, 1, 2)], ids=str)
+def test_abort_while_paused_for_want_of_blocks(model, mode, victims):
+    """Rows 0 and 1 are paused, 2 runs: where that goes too, its blocks must not wake one that was given up."""
+    served = Served(model, blocks=8, paused_blocks=4, async_sched_mode=mode)
+    served.send(tokens(0, 9, seed=4))
+    for seed in range(3):
+        served.add(tokens(1, 50 + seed, seed=seed), 40)
+    while served.context.paused_request_count < 2:
+        served.step()
+    rows = served.context.request_ids[:3].tolist()
+    aborted = [rows[row] for row in victims]
+    held, free_slots = served.held_blocks, served.context.mamba_metadata.mamba_state_free_slot_count
+    for number in aborted:
+        assert served.engine.abort_request(number)
+    assert sorted(served.step()) == sorted(aborted)
+    for number in aborted:
+        check_aborted(served, number, range(10, 20))
+    rest = 3 - len(aborted)
+    assert served.live_slots == rest
+    assert served.context.mamba_metadata.mamba_state_free_slot_count == free_slots + len(aborted)
+    assert served.held_blocks <= held - 2 * len(aborted) + rest  # a request that goes on may take a block
+    served.run()
+    served.check(*{*rows} - {*aborted}) if rest else None
+    served.check_drained()
+
+
+@each_mode
+def test_abort_in_the_step_that_would_have_been_the_last(model, mode):
+    served = Served(model, async_sched_mode=mode)
+    victim = served.add(tokens(1, 20, seed=1), 4)
+    while len(served.engine.get_request(victim).generated_tokens) < 3:
+        served.step()
+    assert served.engine.abort_request(victim)
+    assert served.step() == [victim]
+    check_aborted(served, victim, range(3, 4))
+    served.check_drained()
+    assert [served.step(), served.step()] == [[], []]  # idle steps
+
+
+@each_mode
+def test_ids_may_come_again(model, mode):
+    served = Served(model, async_sched_mode=mode)
+    for _ in range(2):
+        number = served.add(tokens(1, 20, seed=1), 6)
+        served.step(3)
+        assert served.engine.abort_request(number)
+        assert served.step() == [number]
+        served._next_id -= 1
+        assert served.send(tokens(1, 21, seed=2), count=6).request_id == number
+        served.check()
+        served._next_id -= 1
+    served.check_drained()
+
+
+@each_mode
+def test_abort_around_the_context_of_megatron(model, mode):
+    """The engine alone, without a cache: aborting works there, too."""
+    from megatron_hybrid_prefix.mcore import HybridPrefixEngine
+
+    served = Served(model, slots=None, async_sched_mode=mode)
+    served.engine = HybridPrefixEngine(served.engine.controller, served.context)
+    victim, other = (served.add(tokens(1, 20, seed=seed), 9) for seed in (1, 2))
+    served.step(4)
+    assert served.engine.abort_request(victim)
+    assert served.step() == [victim]
+    check_aborted(served, victim, range(2, 5))
+    served.run()
+    served.check(other)
+    served.check_drained()
+
+
+# -- preemption --------------------------------------------------------------------------------------------------------
+
+
+def preempting(model: Any, mode: str, **fields: Any) -> Served:
+    """Four requests of its queue do not fit at their full length."""
+    return Served(model, blocks=10, async_sched_mode=mode, tokenizer=IdTokenizer(), **fields)
+
+
+def crowd(served: Served, params: dict[str, Any] | None = None, **attributes: Any) -> list[int]:
+    """Four requests that fill ten blocks before they are done."""
+    return [served.add(tokens(1, 50 + seed, seed=seed), 40, params=params, **attributes) for seed in range(4)]
+
+
+def preempted(served: Served) -> list[int]:
+    """Requests that were evicted after their first token."""
+    return [number for number, record in served.records.items() if len(record.requests) > 1]
+
+
+@each_mode
+def test_preempted_requests_keep_what_was_said_about_them(model, mode):
+    served = preempting(model, mode)
+    crowd(served, {"top_n_logprobs": 3}, cache_salt="one")
+    served.run()
+    served.check()
+    assert served.engine.evicted_request_count >= len(preempted(served)) > 0
+    for number in preempted(served):
+        last = served.records[number][-1]
+        assert last.sampling_params.cache_salt == "one"
+        assert (last.enable_prefix_caching, last.block_size_tokens) == (True, BLOCK)
+        assert last.num_cached_tokens == BLOCK  # it resumed from its own first block
+    for request in served.finished.values():
+        assert [len(entry) for entry in request.generated_top_n_logprobs] == [3] * 40
+    stats = served.cache.stats()
+    assert stats.reused_tokens == sum(
+        part.num_cached_tokens for record in served.records.values() for part in record.requests
+    )
+    cached = [served.send(tokens(1, 53, seed=3), cache_salt=salt).num_cached_tokens for salt in ("two", "two", "one")]
+    assert cached[:2] == [0, BLOCK]
+    served.check()
+    served.check_drained()
+
+
+@each_mode
+def test_preempted_requests_that_must_not_be_cached(model, mode):
+    served = preempting(model, mode)
+    crowd(served, cache_write=False)
+    served.run()
+    assert preempted(served)
+    assert served.cache.blocks.cached_count == served.kept_states == served.cache.stats().reused_tokens == 0
+    served.check()
+    served.check_drained()
+
+
+@each_mode
+def test_prompt_log_probs_of_preempted_requests(model, mode):
+    params = {"skip_prompt_log_probs": False, "top_n_logprobs": 2}
+    served = preempting(model, mode, materialize_only_last_token_logits=False)
+    crowd(served, params)
+    served.run()
+    served.check()
+    assert preempted(served)
+    for request in served.finished.values():
+        prompt = request.prompt_tokens.tolist()
+        rows = served.reference.log_probs(prompt)
+        following = torch.tensor(prompt[1:])[:, None]
+        off = (torch.tensor(request.prompt_log_probs).double() - rows[:-1].gather(1, following)[:, 0]).abs()
+        if not off.max() <= 1e-5:  # as `assert_matches`
+            noise = served.reference.noise(prompt)[:-1].gather(1, following)[:, 0]
+            assert bool((off <= (NOISES * noise).clamp(min=1e-5, max=LOG_PROB_NOISE)).all())
+        assert len(request.prompt_top_n_logprobs) == len(prompt) - 1
+        assert len(request.generated_top_n_logprobs) == 40
+    served.check_drained()
+
+
+@each_mode
+@pytest.mark.parametrize("place", ["after", "across"])
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "cut off"])
+def test_stop_words_of_preempted_requests(model, mode, place, keep):
+    """A stop word that comes after the preemption, or began before it."""
+    first = preempting(model, mode)
+    crowd(first)
+    first.run()
+    said = {number: list(request.generated_tokens) for number, request in first.finished.items()}
+    for number in preempted(first):
+        split = len(first.records[number][0].generated_tokens)
+        start = split - 1 if place == "across" else split + 4
+        word = said[number][start : start + 2]
+        pairs = [said[number][at : at + 2] for at in range(start)]
+        if word not in pairs:
+            break
+    else:
+        raise AssertionError("no stop word that comes once")
+
+    served = preempting(model, mode)
+    stop = {"stop_words": [" ".join(map(str, word))], "detokenize_stop_sequence": keep}
+    for seed in range(4):
+        served.add(tokens(1, 50 + seed, seed=seed), 40, params=stop if seed + 1 == number else None)
+    served.run()
+    assert [len(part.generated_tokens) for part in served.records[number].requests] == (
+        [split, start + 2 - split] if keep else [min(split, start), max(0, start - split)]
+    )
+    request = served.finished.pop(number)
+    assert request.generated_tokens == said[number][: start + 2 * keep]
+    assert_matches(served.reference, request)
+    served.check()
+    served.check_drained()
+
+
+@each_mode
+@pytest.mark.parametrize("params", [{"skip_prompt_log_probs": True}, {"skip_prompt_log_probs": False}], ids=str)
+def test_a_stop_word_that_is_the_whole_answer(model, mode, params):
+    served = Served(model, async_sched_mode=mode, tokenizer=IdTokenizer(), materialize_only_last_token_logits=False)
+    prompt = tokens(1, 20, seed=1)
+    first = served.send(prompt)
+    served.check()
+    for words in (first.generated_tokens[:1], first.generated_tokens[:2]):
+        number = served.add(prompt, params=params | {"stop_words": [" ".join(map(str, words))], "top_n_logprobs": 2})
+        served.run()
+        request = served.finished[number]
+        assert request.generated_tokens == request.generated_log_probs == request.generated_top_n_logprobs == []
+        assert len(request.prompt_log_probs or ()) == (0 if params["skip_prompt_log_probs"] else len(prompt) - 1)
+    served.check_drained()
+
+
+@each_mode
+def test_a_chunked_prefill_that_finds_no_room_for_its_next_chunk(model, mode):
+    """A running request takes a block between two chunks. Megatron fails here with async scheduling, also uncached."""
+    served = Served(
+        model,
+        blocks=8,
+        enable_chunked_prefill=True,
+        max_tokens=2 * BLOCK,
+        async_sched_mode=mode,
+        materialize_only_last_token_logits=False,
+    )
+    running = served.add(tokens(1, 61, seed=1), 20)
+    served.step(2)
+    chunked = served.add(tokens(5, 40, seed=2), 5, params={"skip_prompt_log_probs": False})
+    alone = 0
+    while served.engine.has_unfinished_requests():
+        served.step()
+        alone += chunked in served.engine.waiting_request_ids and served.context.total_request_count == 1
+    assert alone > 10 and list(served.finished) == [running, chunked]
+    served.check()
+    assert len(served.finished[chunked].prompt_log_probs) == 5 * BLOCK + 40 - 1
+    assert len(served.finished[chunked].generated_log_probs) == 5
+    served.check_drained()
+
+
+# -- attributes --------------------------------------------------------------------------------------------------------
+
+
+@each_mode
+def test_salts_and_adapters_keep_requests_apart(model, mode):
+    served = Served(model, async_sched_mode=mode)
+    prompt = tokens(2, 20, seed=1)
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"cache_salt": "one"},
+        {"cache_salt": "two"},
+        {"cache_adapter": "one"},
+        {"cache_salt": "one", "cache_adapter": "one"},
+        {"cache_salt": ""},
+        {"cache_salt": "oneone"},
+    ]
+    for expected in (0, 2 * BLOCK):
+        cached = [served.send(prompt, **kind).num_cached_tokens for kind in kinds]
+        assert cached == [expected] * len(kinds)
+    assert served.send(tokens(2, 20, seed=2)).num_cached_tokens == 0
+    assert served.cache.stats().reused_tokens == len(kinds) * 2 * BLOCK
+    served.check()
+    served.check_drained()
+
+
+@each_mode
+def test_requests_with_other_salts_beside_each_other(model, mode):
+    """Admitted in one step, running at once, with one prompt; then again."""
+    served = Served(model, async_sched_mode=mode)
+    prompt = tokens(2, 20, seed=1)
+    first = [served.add(prompt, 6, cache_salt=salt) for salt in "abab"]
+    served.run()
+    again = [served.add(prompt, 6, cache_salt=salt) for salt in "abc"]
+    served.run()
+    # The second "a" and "b" wait for the first, and find all of it.
+    assert [served.finished[number].num_cached_tokens for number in first] == [0, 0, 2 * BLOCK, 2 * BLOCK]
+    assert [served.finished[number].num_cached_tokens for number in again] == [2 * BLOCK, 2 * BLOCK, 0]
+    served.check()
+    served.check_drained()
+
+
+@each_mode
+def test_read_and_write(model, mode):
+    served = Served(model, async_sched_mode=mode)
+    prompt = tokens(2, 20, seed=1)
+    sent: list[tuple[dict[str, bool], int]] = [
+        ({"cache_write": False}, 0),
+        ({"cache_write": False}, 0),
+        ({"cache_read": False}, 0),  # writes
+        ({"cache_read": False}, 0),
+        ({"cache_write": False}, 2 * BLOCK),  # reads
+        ({"cache_read": False, "cache_write": False}, 0),
+        ({}, 2 * BLOCK),
+    ]
+    assert [served.send(prompt, **attributes).num_cached_tokens for attributes, _ in sent] == [n for _, n in sent]
+    longer = prompt[: 2 * BLOCK] + tokens(2, 9, seed=2)
+    assert served.send(longer, cache_write=False).num_cached_tokens == 2 * BLOCK
+    assert served.send(longer).num_cached_tokens == 2 * BLOCK
+    assert served.send(longer).num_cached_tokens == 4 * BLOCK
+    served.check()
+    served.check_drained()
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_as_text_ids_and_tensors_are_the_same_prompt(model):
+    served = Served(model, tokenizer=IdTokenizer())
+    ids = tokens(1, 9, seed=1)
+    for number, prompt in enumerate(
+        (" ".join(map(str, ids)), ids, torch.tensor(ids), torch.tensor(ids, dtype=torch.int32))
+    ):
+        served.engine.add_request(number, prompt, greedy(3))
+        served.run()
+        assert served.finished[number].num_cached_tokens == (BLOCK if number else 0)
+        assert served.finished[number].prompt_tokens.tolist() == ids
+    served.check()
+
+
+@pytest.mark.parametrize("prompt", [torch.zeros(2, 3, dtype=torch.int64), torch.zeros(3)])
+def test_other_tensors_are_refused(model, prompt):
+    served = Served(model)
+    with pytest.raises(ValueError, match="request 7: a prompt of shape"):
+        served.engine.add_request(7, prompt, greedy(3))
+    served.check_drained()
+
+
+def test_ids_that_are_no_integers_are_refused(model):
+    served = Served(model)
+    with pytest.raises(TypeError):
+        served.engine.add_request(7, [1, 2.5, 3], greedy(3))
+    served.check_drained()

@@ -1,0 +1,168 @@
+"""Speculative decoding with the cache on: answers as without, and nothing of a rejected token is ever resumed from.
+
+Drafts are forced, so that 0 to k of them are accepted where the test wants it, also across a block's end.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness.defect_helpers import WrongAnswer, defect, make_side
+from tests.harness.drafts import forced_drafts
+from tests.harness.engine_helpers import assert_matches, random_tokens, run_to_end
+from tests.harness.lifecycle_helpers import BLOCK, MODES, Served, tokens
+from tests.harness.mutants import MUTANTS, mutated_resume
+from tests.harness.selection import mostly_slow
+
+NEW_TOKENS = 12
+
+
+class Speculating(Served):
+    """An engine that drafts; `drafting` says how many drafts are right."""
+
+    def __init__(self, model, drafts: int, **fields) -> None:
+        super().__init__(model, num_speculative_tokens=drafts, **fields)
+        self.plain = Served(model, slots=None)
+
+    def drafting(self, accepted):
+        """Forced drafts while this is open; what is right is looked up when a request is added by `ask`."""
+        self.truth: dict[int, list[int]] = {}
+        return forced_drafts(self.engine, self.truth, accepted)
+
+    def ask(self, prompt: list[int], count: int = NEW_TOKENS, **attributes) -> int:
+        """Add a request whose right answer the drafts are made of."""
+        answer = list(self.plain.send(prompt, count=count).generated_tokens)
+        number = self.add(prompt, count, **attributes)
+        self.truth[number] = prompt + answer
+        return number
+
+
+@pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
+@pytest.mark.parametrize("drafts", mostly_slow([1, 2, 3], 3))
+def test_every_number_of_accepted_drafts_around_a_blocks_end(tiny_mtp, drafts, mode):
+    served = Speculating(tiny_mtp, drafts, async_sched_mode=mode)
+    shared = tokens(2, 0, seed=1)
+    with served.drafting(lambda request_id, position: 0):
+        served.ask(shared + random_tokens(5, seed=2))
+        served.run()
+    forwards = {}
+    for accepted in range(drafts + 1):
+        with served.drafting(lambda request_id, position, accepted=accepted: accepted) as drafted:
+            for before_end in range(1, 6):  # the answer begins so many tokens before a block's end
+                number = served.ask(shared + tokens(1, -before_end, seed=10 * accepted + before_end))
+                served.run()
+                assert served.finished[number].num_cached_tokens == len(shared)
+        forwards[accepted] = len(drafted)
+        assert max(drafted) == accepted
+    # Each forward gives one token more than drafts were right.
+    assert all(forwards[more] < forwards[more - 1] for more in range(1, drafts + 1)), forwards
+    served.check()
+    served.check_drained()
+
+
+@pytest.mark.parametrize("mutant", mostly_slow([None, *MUTANTS], None, "ssm_zeroed"))
+@pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
+def test_mixed_acceptance_in_one_batch_and_the_next_turn(tiny_mtp, mode, mutant):
+    served = Speculating(tiny_mtp, 3, async_sched_mode=mode)
+    served.send(tokens(6, 1, seed=999))  # a state of another depth, for the mutant
+    prompts = [tokens(1, 2 + 17 * number, seed=number) for number in range(4)]
+    with served.drafting(lambda request_id, position: (request_id * 7 + position) % 4):
+        first = [served.ask(prompt, 70) for prompt in prompts]
+        served.run()
+        with mutated_resume(served.engine, mutant):
+            turns = [
+                served.ask(prompt + list(served.finished[number].generated_tokens) + [5, 6, 7])
+                for prompt, number in zip(prompts, first, strict=True)
+            ]
+            served.run()
+    served.check(*first)
+    for number, prompt in zip(turns, prompts, strict=True):
+        request = served.finished[number]
+        assert request.num_cached_tokens >= len(prompt) // BLOCK * BLOCK > 0
+        if mutant is None:
+            served.check(number)
+        else:
+            with pytest.raises(AssertionError):
+                assert_matches(served.reference, request)
+    served.check_drained()
+
+
+@pytest.mark.parametrize("mode", mostly_slow(MODES, "legacy"))
+def test_preempted_while_drafts_cross_blocks(tiny_mtp, mode):
+    served = Speculating(tiny_mtp, 3, async_sched_mode=mode, blocks=9)
+    with served.drafting(lambda request_id, position: position % 4):
+        for number in range(4):
+            served.ask(tokens(1, 20 + number, seed=50 + number), count=BLOCK + 9)
+        served.run()
+    assert served.engine.evicted_request_count > 0
+    served.check()
+    served.check_drained()
+
+
+def test_rejected_tokens_are_never_matched(tiny_mtp):
+    """A prompt that goes on with what was drafted and rejected shares only what was computed for real."""
+    served = Speculating(tiny_mtp, 3)
+    prompt = tokens(2, -2, seed=3)
+    with served.drafting(lambda request_id, position: 0):
+        number = served.ask(prompt)
+        served.run()
+    wrong = [(token + 1) % 512 for token in served.truth[number][len(prompt) + 1 :]]
+    base = served.truth[number][: len(prompt) + 1]
+    request = served.send(base + wrong + [1])
+    assert request.num_cached_tokens == BLOCK
+    served.check()
+
+
+@pytest.fixture
+def side(request, tiny_mtp):
+    yield from make_side(request, tiny_mtp)
+
+
+@defect(29, "async scheduling gives a prefill the drafts that another request had accepted", raises=WrongAnswer)
+def test_29_prefill_in_a_row_whose_drafts_were_accepted(side):
+    """With caching off, too: the rows of accepted drafts are cleared in legacy scheduling only."""
+    plain = Served(side.model, slots=None)
+    prompts = {number: random_tokens(40 + number, seed=number) for number in (1, 2, 3)}
+    counts = {1: 60, 2: 8, 3: 8}
+    truth = {n: prompt + list(plain.send(prompt, count=counts[n]).generated_tokens) for n, prompt in prompts.items()}
+    engine = side.build(num_speculative_tokens=3, async_sched_mode="async")
+    finished: dict = {}
+    with forced_drafts(engine, truth, lambda request_id, position: 3):
+        for number in (1, 2):
+            side.add(engine, prompts[number], counts[number])
+        while 2 not in finished:
+            run_to_end(engine, finished, steps=1)
+        assert side.add(engine, prompts[3], counts[3]) == 3  # beside the first one, in the second one's row
+        run_to_end(engine, finished)
+    check_tokens(side, finished, truth)
+
+
+@pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
+@defect(30, "a resumed request writes KV into the block of one that was evicted", raises=WrongAnswer)
+def test_30_resumed_where_another_one_is_evicted(side, mode):
+    """With caching off, too. Both need a block in the same step, and one block is left.
+
+    Megatron remembers the last block of each row, to which tokens before a block's end belong; then it evicts the first
+    row, the second one moves there, and its tokens go into the first one's block.
+    """
+    plain = Served(side.model, slots=None)
+    prompts = {number: random_tokens(BLOCK - 2, seed=number) for number in (1, 2)}
+    truth = {n: prompt + list(plain.send(prompt, count=40).generated_tokens) for n, prompt in prompts.items()}
+    engine = side.build(
+        slots=0, num_speculative_tokens=2, async_sched_mode=mode, blocks=3, block_size_tokens=BLOCK, max_requests=2
+    )
+    finished: dict = {}
+    with forced_drafts(engine, truth, lambda request_id, position: 0):
+        for prompt in prompts.values():
+            side.add(engine, prompt, 40)
+        run_to_end(engine, finished)
+    assert engine.evicted_request_count > 0
+    check_tokens(side, finished, truth)
+
+
+def check_tokens(side, finished, truth):
+    """Requests said what they say without drafts; log-probs are the reference's."""
+    for number, request in finished.items():
+        if [int(token) for token in request.prompt_tokens] + list(request.generated_tokens) != truth[number]:
+            raise WrongAnswer(f"request {number}")
+    side.check(*finished.values())

@@ -1,0 +1,183 @@
+"""Conversations: what a request generated is not computed again by the next turn."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+
+from megatron_hybrid_prefix.policy.boundaries import Reason
+from tests.harness.drafts import forced_drafts
+from tests.harness.engine_helpers import assert_matches, random_tokens
+from tests.harness.lifecycle_helpers import BLOCK, MODES, Served, tokens
+from tests.harness.mutants import MUTANTS, mutated_resume
+from tests.harness.selection import mostly_slow
+
+each_mode = pytest.mark.parametrize("mode", mostly_slow(MODES, "legacy"))
+
+
+@pytest.fixture
+def model(tiny):
+    from megatron_hybrid_prefix.mcore import restore_mixers
+
+    yield tiny
+    restore_mixers(tiny)
+
+
+class Chat:
+    """One conversation on one engine.
+
+    Args:
+        served: The engine.
+        drafts: Right drafts of each forward, by request id and position, where the engine drafts.
+    """
+
+    def __init__(self, served: Served, drafts=None) -> None:
+        self.served = served
+        self.plain = Served(served.model, slots=None, max_sequence_length=4096) if drafts else None
+        self.drafts = drafts
+        self.history: list[int] = []
+        self.computed: list[int] = []
+
+    def turn(self, own: list[int], count: int):
+        """``own`` new tokens and an answer of ``count``; returns the request."""
+        served = self.served
+        self.history += own
+        truth = {}
+        before = served.context.prefix_stats().computed_prompt_tokens
+        if self.plain is not None:
+            truth[served._next_id + 1] = self.history + list(
+                self.plain.send(self.history, count=count).generated_tokens
+            )
+        with forced_drafts(served.engine, truth, self.drafts) if self.drafts else nullcontext():
+            request = served.send(self.history, count=count)
+        self.computed.append(served.context.prefix_stats().computed_prompt_tokens - before)
+        self.history = self.history + list(request.generated_tokens)
+        return request
+
+
+def decoded_states(served) -> int:
+    """Kept states that were reached in decode."""
+    return sum(node.slot != -1 and node.reason == Reason.DECODE for node in served.cache._store.tree)
+
+
+@pytest.mark.slow
+@each_mode
+def test_turns_of_600_generated_and_50_new_tokens(model, mode):
+    served = Served(
+        model,
+        block_size_tokens=256,
+        max_sequence_length=4096,
+        buffer_size_gb=0.05,
+        async_sched_mode=mode,
+        max_tokens=4096,
+    )
+    chat = Chat(served)
+    for number in range(3):
+        request = chat.turn(random_tokens(50, seed=number), 600)
+    assert max(chat.computed) <= 306, chat.computed
+    served.check(request.request_id)
+    served.check_drained()
+
+
+@each_mode
+@pytest.mark.parametrize("count", mostly_slow([BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 7], BLOCK))
+def test_answers_that_end_around_a_blocks_end(model, mode, count):
+    served = Served(model, async_sched_mode=mode)
+    chat = Chat(served)
+    for number, own in enumerate((BLOCK, 1, 3, BLOCK - 1, 17)):
+        chat.turn(random_tokens(own, seed=number), count)
+        # All but the new tokens, the last token of the answer, and what is behind the last block's end.
+        assert chat.computed[-1] <= own + BLOCK
+    served.check()
+
+
+@each_mode
+@pytest.mark.parametrize("drafts", mostly_slow([1, 3], 3))
+@pytest.mark.parametrize("accepted", mostly_slow(["all", "mixed"], "mixed"))
+def test_drafts_that_pass_a_blocks_end(tiny_mtp, mode, drafts, accepted):
+    served = Served(tiny_mtp, async_sched_mode=mode, num_speculative_tokens=drafts, max_sequence_length=2048)
+    right = {"all": lambda request_id, position: 3, "mixed": lambda request_id, position: (request_id + position) % 4}
+    chat = Chat(served, right[accepted])
+    for number in range(4):
+        chat.turn(random_tokens(9 + number, seed=number), 2 * BLOCK + number)
+        assert chat.computed[-1] <= 9 + number + BLOCK
+    assert served.context.prefix_stats().checkpoints_by_reason["decode"] >= 6
+    served.check()
+    served.check_drained()
+
+
+@each_mode
+@pytest.mark.parametrize("drafts", mostly_slow([0, 2], 0))
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_wrong_state_of_an_answer_shows(tiny_mtp, mode, drafts, mutant):
+    served = Served(tiny_mtp, async_sched_mode=mode, num_speculative_tokens=drafts)
+    served.send(tokens(9, 1, seed=999))  # a state of another depth, for the mutant
+    chat = Chat(served, (lambda request_id, position: position % 3) if drafts else None)
+    chat.turn(tokens(0, 20, seed=1), 2 * BLOCK)
+    with mutated_resume(served.engine, mutant):
+        request = chat.turn(random_tokens(5, seed=2), 4)
+    assert request.num_cached_tokens == 2 * BLOCK
+    with pytest.raises(AssertionError):
+        assert_matches(served.reference, request)
+
+
+@pytest.mark.slow
+@each_mode
+def test_the_two_latest_states_of_an_answer_are_kept_and_one_that_was_used(model, mode):
+    served = Served(model, async_sched_mode=mode)
+    number = served.add(tokens(0, 30, seed=1), 6 * BLOCK)
+    most = 0
+    while served.engine.has_unfinished_requests():
+        served.step()
+        most = max(most, decoded_states(served))
+    assert most == 2
+    assert served.context.prefix_stats().checkpoints_by_reason["decode"] == 6
+    answer = tokens(0, 30, seed=1) + list(served.finished[number].generated_tokens)
+    # Another request goes on from the fifth block's end while a longer answer is generated: that state stays.
+    long = served.add(answer[: 5 * BLOCK + 1], 4 * BLOCK)
+    assert served.cache._store.tree is not None
+    served.run()
+    request = served.finished[long]
+    assert request.num_cached_tokens == 5 * BLOCK
+    assert served.send([*answer[: 5 * BLOCK], 7]).num_cached_tokens == 5 * BLOCK
+    served.check()
+
+
+@each_mode
+def test_the_switch(model, mode):
+    served = Served(model, async_sched_mode=mode, decode_checkpoints=False)
+    chat = Chat(served)
+    chat.turn(tokens(0, 30, seed=1), 3 * BLOCK)
+    chat.turn(tokens(0, 5, seed=2), 2)
+    assert chat.computed[-1] == len(chat.history) - 2
+    assert served.context.prefix_stats().checkpoints_by_reason["decode"] == 0
+    served.check()
+
+
+@pytest.mark.slow
+@each_mode
+@pytest.mark.parametrize("slots", [1, 2])
+def test_few_slots(model, mode, slots):
+    """Concurrent answers take each other's slots; nothing else happens."""
+    served = Served(model, async_sched_mode=mode, slots=slots)
+    for number in range(4):
+        served.add(tokens(0, 30 + 7 * number, seed=number), 3 * BLOCK)
+    served.run()
+    stats = served.context.prefix_stats()
+    assert stats.evictions > 0 and stats.slots_used <= slots
+    served.check()
+    served.check_drained()
+
+
+@each_mode
+def test_what_must_not_be_kept(model, mode):
+    served = Served(model, async_sched_mode=mode)
+    served.send(tokens(0, 30, seed=1), count=3 * BLOCK, cache_write=False)
+    number = served.add(tokens(0, 30, seed=2), 3 * BLOCK)
+    served.step(5)
+    served.engine.invalidate()
+    served.run()
+    assert number in served.finished
+    assert served.kept_states == 0
+    served.check_drained()

@@ -1,0 +1,213 @@
+"""One scenario on two engines: megatron-core's own prefix cache, where it must fail, and this package's."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from tests.harness.engine_helpers import assert_matches, greedy, kv_budget, run_to_end, state_bytes
+from tests.harness.limits import THREADS
+from tests.harness.naive_model import NaiveHybridModel
+
+BLOCK = 256  # tokens of a KV block, megatron's default
+
+
+class WrongAnswer(Exception):
+    """A request did not say what the model says. Not an AssertionError, so that a defect cannot pass for another."""
+
+
+def defect(number: int, what: str, raises: type[Exception] = AssertionError) -> pytest.MarkDecorator:
+    """Run a test with a ``side`` of each kind; on megatron's it has to fail, and with ``raises``.
+
+    Args:
+        number: Of the defect in megatron-core 0.19.
+        what: It, in a few words.
+        raises: How the failure shows: `WrongAnswer`; what megatron raises; AssertionError where a test counts.
+    """
+    fails = pytest.mark.xfail(strict=True, reason=f"defect {number}: {what}", raises=raises)
+    return pytest.mark.parametrize("side", [pytest.param("upstream", marks=fails), "ours"], indirect=True)
+
+
+def make_side(request: pytest.FixtureRequest, model: Any) -> Iterator[Side]:
+    """What the fixture ``side`` of a test module does: a `Side` of the kind that `defect` asks for."""
+    from megatron_hybrid_prefix.mcore import restore_mixers
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(THREADS)  # a model this small is slower with more, and far slower beside other processes
+    yield Side(request.param, model)
+    torch.set_num_threads(threads)
+    restore_mixers(model)  # shared with tests of other modules
+
+
+class Side:
+    """Builds engines of one kind around a model, and knows what its requests should have said.
+
+    Args:
+        kind: "upstream" or "ours".
+        model: A model of ``build_hybrid_model``.
+    """
+
+    def __init__(self, kind: str, model: Any) -> None:
+        self.kind = kind
+        self.model = model
+        self._next_id = 0
+
+    @property
+    def ours(self) -> bool:
+        """Whether the engines have this package's cache."""
+        return self.kind == "ours"
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one recurrent state."""
+        return state_bytes(self.model)
+
+    @property
+    def reference(self) -> NaiveHybridModel:
+        """The model in float64, token by token."""
+        return NaiveHybridModel(self.model, self.model.hybrid_config)
+
+    def build(
+        self,
+        slots: int = 32,
+        *,
+        gb: float | None = None,
+        blocks: int | None = None,
+        state_dtype: str | None = None,
+        **fields: Any,
+    ) -> Any:
+        """An engine that can keep ``slots`` states, on either side: megatron's is given its scratch on top.
+
+        Args:
+            slots: Checkpoints that fit; 0: none.
+            gb: Instead of ``slots``, the memory for them.
+            blocks: KV blocks; by default as many as fit into ``buffer_size_gb``.
+            state_dtype: For this package's engine; megatron's has no such setting.
+            **fields: Of megatron's ``InferenceConfig``.
+        """
+        from megatron_hybrid_prefix.mcore import restore_mixers
+
+        fields = {"max_sequence_length": 4096, "max_requests": 8, "max_tokens": 4096} | fields
+        block_tokens = fields.get("block_size_tokens", BLOCK)
+        if blocks is not None:
+            fields |= kv_budget(
+                self.model,
+                blocks,
+                block_tokens=block_tokens,
+                max_requests=fields["max_requests"],
+                speculative_tokens=fields.get("num_speculative_tokens", 0),
+            )
+        if self.ours:
+            gb = (slots + 0.5) * self.slot_bytes / 2**30 if gb is None else gb
+            prefix = HybridPrefixConfig(mamba_gb=gb, state_dtype=state_dtype, retention_interval_tokens=0)
+            engine = build_engine(self.model, prefix, **fields)
+        else:
+            restore_mixers(self.model)
+            if gb is None:
+                scratch = min(math.ceil(fields["max_tokens"] / block_tokens), 3 * fields["max_requests"])
+                gb = (slots + scratch + 0.5) * self.slot_bytes / 2**30 if slots else None
+            engine = build_engine(self.model, enable_prefix_caching=True, prefix_caching_mamba_gb=gb, **fields)
+        assert blocks is None or engine.context.kv_block_allocator.total_count == blocks + 1
+        return engine
+
+    def add(self, engine: Any, prompt: list[int], count: int = 4, **attributes: Any) -> int:
+        """Put a greedy request of ``count`` tokens into the queue.
+
+        Args:
+            engine: Of this side.
+            prompt: Its tokens.
+            count: Tokens to generate.
+            **attributes: Set on the sampling parameters.
+
+        Returns:
+            Its id.
+        """
+        self._next_id += 1
+        params = greedy(count)
+        params.add_attributes(attributes)
+        engine.add_request(self._next_id, prompt, params)
+        return self._next_id
+
+    def serve(self, engine: Any, prompt: list[int], count: int = 4, **attributes: Any) -> tuple[Any, int]:
+        """Run one request to its end, alone.
+
+        Returns:
+            It, and how many tokens of its prompt were computed.
+        """
+        before = computed_tokens(engine)
+        request_id = self.add(engine, prompt, count, **attributes)
+        finished: dict[int, Any] = {}
+        run_to_end(engine, finished)
+        return finished[request_id], computed_tokens(engine) - before
+
+    def check(self, *requests: Any) -> None:
+        """Raises `WrongAnswer` if one of them did not say what the reference says, to 1e-5 in log-probs."""
+        reference = self.reference
+        for request in requests:
+            try:
+                assert_matches(reference, request)
+            except AssertionError as error:
+                raise WrongAnswer(f"request {request.request_id}: {error}") from None
+
+    def check_drained(self, engine: Any) -> None:
+        """All requests are gone, and nothing that they held is lost."""
+        context, allocator = engine.context, engine.context.kv_block_allocator
+        assert not engine.has_unfinished_requests()
+        assert self.available_blocks(engine) == allocator.total_count - 1
+        assert context.mamba_metadata.mamba_state_free_slot_count == context.max_requests
+        if self.ours:
+            context.check_integrity()
+
+    def available_blocks(self, engine: Any) -> int:
+        """KV blocks that are free or can be evicted."""
+        allocator = engine.context.kv_block_allocator
+        return allocator.total_avail + (0 if self.ours else int(allocator.get_evictable_block_count()))
+
+
+def computed_tokens(engine: Any) -> int:
+    """Prompt tokens computed since the engine was built or reset."""
+    return engine.context.lifetime_prefill_token_count
+
+
+class Work(TorchFunctionMode):
+    """Counts what the code inside does: Python lines run, and elements of the tensors and lists that torch returns.
+
+    A measure of growth that does not depend on the machine. Loops inside built-in functions are not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.amount = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See torch."""
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.amount += result.numel()
+        elif isinstance(result, list):
+            self.amount += len(result)
+        return result
+
+    def __enter__(self) -> Work:
+        self._trace_before = sys.gettrace()
+        super().__enter__()
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        sys.settrace(self._trace_before)
+        super().__exit__(*error)
+
+    def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if frame.f_code.co_filename == __file__:
+            return None
+        self.amount += event == "line"
+        return self._trace

@@ -1,0 +1,96 @@
+"""Drive an engine and recompute what it should have said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def greedy(count: int, **fields: Any) -> Any:
+    """Greedy sampling of ``count`` tokens with log-probs of the generated tokens."""
+    from megatron.core.inference.sampling_params import SamplingParams
+
+    return SamplingParams(
+        **{
+            "num_tokens_to_generate": count,
+            "top_k": 1,
+            "termination_id": -1,
+            "return_log_probs": True,
+            "skip_prompt_log_probs": True,
+        }
+        | fields
+    )
+
+
+def random_tokens(count: int, seed: int, vocabulary: int = 512) -> list[int]:
+    """``count`` token ids."""
+    return torch.randint(0, vocabulary, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def state_bytes(model: Any) -> int:
+    """Bytes of one recurrent state."""
+    from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config
+    from megatron_hybrid_prefix.mcore.state.layout import state_bytes as bytes_of
+
+    return bytes_of(mamba_state_config(model))
+
+
+def kv_budget(
+    model: Any,
+    blocks: int,
+    *,
+    block_tokens: int,
+    max_requests: int,
+    paused_blocks: int = 0,
+    speculative_tokens: int = 0,
+) -> dict[str, float]:
+    """Budgets for so many KV blocks, the dummy one not counted, ``paused_blocks`` of them for paused requests."""
+    config = model.hybrid_config
+    values = 2 * config.count("*") * config.num_query_groups * config.kv_channels
+    block_bytes = block_tokens * values * getattr(torch, config.dtype).itemsize
+    active, paused = (blocks + 1.5) * block_bytes, (paused_blocks + 0.5) * block_bytes
+    # Megatron takes the live states, and one for each token that may be accepted, out of both in proportion.
+    states = max_requests * (2 + speculative_tokens if speculative_tokens else 1)
+    scale = 1 + states * state_bytes(model) / (active + paused)
+    return {"buffer_size_gb": active * scale / 2**30, "paused_buffer_size_gb": paused * scale / 2**30}
+
+
+def run_to_end(engine: Any, finished: dict[int, Any], steps: int | None = None) -> None:
+    """Step until nothing is left (or ``steps`` times); finished requests go into ``finished`` by id."""
+    while engine.has_unfinished_requests() and steps != 0:
+        for record in engine.step_modern()["finished_request_records"]:
+            request = record.merge()
+            finished[request.request_id] = request
+        steps = None if steps is None else steps - 1
+
+
+# Log-probs of two float32 runs of a preset: `NOISES` times the largest noise of any position (`NaiveHybridModel.noise`),
+# as tests/models/test_models.py checks. A wrong state is at least five times as far off.
+LOG_PROB_NOISE = 2e-4
+# Rounding stays within so many times the noise, a root of a mean square: 3 at most were seen in 1,500 positions.
+NOISES = 4
+
+
+def assert_matches(reference: Any, request: Any, tolerance: float = 1e-5) -> None:
+    """Tokens are the reference's greedy choice, and log-probs its log-probs, at every generated position.
+
+    A choice whose two best are within 1e-4 of each other is not compared (rounding may flip it); its log-prob is. Where a
+    log-prob is badly conditioned, it may be off by more than ``tolerance``: by `NOISES` times its noise, which is computed
+    only then, and never by more than `LOG_PROB_NOISE`.
+    """
+    prompt, generated = [int(t) for t in request.prompt_tokens], list(request.generated_tokens)
+    rows = reference.log_probs(prompt + generated)[len(prompt) - 1 : -1]
+    assert len(request.generated_log_probs) == len(generated)
+    noise = None
+    for position, (row, token, log_prob) in enumerate(zip(rows, generated, request.generated_log_probs, strict=True)):
+        best, second = row.topk(2).values
+        if best - second > 1e-4:
+            assert token == int(row.argmax()), f"token {position} of {len(generated)} after {len(prompt)}"
+        difference = abs(float(row[token]) - log_prob)
+        allowed = tolerance
+        if tolerance < difference <= LOG_PROB_NOISE:
+            noise = reference.noise(prompt + generated)[len(prompt) - 1 : -1] if noise is None else noise
+            allowed = max(tolerance, NOISES * float(noise[position, token]))
+        where = f"log-prob {position} after {len(prompt)} tokens"
+        assert difference <= allowed, f"{where} is off by {difference:.2e} > {allowed:.2e}"

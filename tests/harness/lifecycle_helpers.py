@@ -1,0 +1,169 @@
+"""An engine with this package's cache, checked after every step, and what its requests should say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from tests.harness.engine_helpers import assert_matches, greedy, kv_budget, random_tokens, state_bytes
+from tests.harness.naive_model import NaiveHybridModel
+
+BLOCK = 64  # tokens of a KV block
+MODES = ("legacy", "async")
+
+
+class IdTokenizer:
+    """Token ids as decimal numbers; so any token can be a stop word."""
+
+    vocab_size = 512
+    bos = eod = None
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of "5 17"."""
+        return [int(word) for word in text.split()]
+
+    def detokenize(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The reverse."""
+        return " ".join(map(str, tokens))
+
+
+class Served:
+    """An engine, what it finished, and what that should have been.
+
+    Args:
+        model: A model of ``build_hybrid_model``.
+        slots: Checkpoints that fit; None: caching off.
+        blocks: KV blocks; by default many.
+        paused_blocks: Those of them in the buffer of paused requests.
+        **fields: Of megatron's ``InferenceConfig``, of `HybridPrefixConfig` (no interval checkpoints by default), and
+            ``tokenizer``.
+    """
+
+    def __init__(
+        self, model: Any, *, slots: int | None = 32, blocks: int | None = None, paused_blocks: int = 0, **fields: Any
+    ) -> None:
+        self.model = model
+        fields = {
+            "max_sequence_length": 1024,
+            "max_requests": 4,
+            "max_tokens": 1024,
+            "buffer_size_gb": 0.01,
+            "block_size_tokens": BLOCK,
+        } | fields
+        if blocks is not None:
+            fields |= kv_budget(
+                model,
+                blocks,
+                block_tokens=fields["block_size_tokens"],
+                max_requests=fields["max_requests"],
+                paused_blocks=paused_blocks,
+                speculative_tokens=fields.get("num_speculative_tokens", 0),
+            )
+        own = {name: fields.pop(name) for name in HybridPrefixConfig.__dataclass_fields__ if name in fields}
+        # Checkpoints that no test expects would have to be counted in each.
+        own = {"mamba_gb": (slots or 0) * state_bytes(model) / 2**30, "retention_interval_tokens": 0} | own
+        prefix = None if slots is None else HybridPrefixConfig(**own)
+        self.engine = build_engine(model, prefix, **fields)
+        self.context = self.engine.context
+        if blocks is not None:
+            allocator = self.context.kv_block_allocator
+            assert (allocator.total_count, allocator.paused_count) == (blocks + 1, paused_blocks)
+        self.caching = prefix is not None
+        self.finished: dict[int, Any] = {}
+        self.records: dict[int, Any] = {}
+        self._next_id = 0
+
+    @property
+    def cache(self) -> Any:
+        """The `HybridPrefixCache`."""
+        return self.context.prefix_cache
+
+    @property
+    def reference(self) -> NaiveHybridModel:
+        """The model as it is now, in float64."""
+        return NaiveHybridModel(self.model, self.model.hybrid_config)
+
+    def add(self, prompt: list[int], count: int = 4, *, params: dict[str, Any] | None = None, **attributes: Any) -> int:
+        """Put a greedy request of ``count`` tokens into the queue; ``attributes`` go onto its sampling parameters."""
+        self._next_id += 1
+        sampling = greedy(count, **(params or {}))
+        sampling.add_attributes(attributes)
+        self.engine.add_request(self._next_id, prompt, sampling)
+        return self._next_id
+
+    def step(self, count: int = 1) -> list[int]:
+        """So many steps; returns the ids of requests that finished in them."""
+        ids = []
+        for _ in range(count):
+            records = self.engine.step_modern()["finished_request_records"]
+            ids += [record.request_id for record in records]
+            self.records |= {record.request_id: record for record in records}
+            self.finished |= {record.request_id: record.merge() for record in records}
+            self.check_integrity()
+        return ids
+
+    def run(self) -> None:
+        """Steps to the end."""
+        for _ in range(2000):
+            if not self.engine.has_unfinished_requests():
+                return
+            self.step()
+        raise AssertionError("does not come to an end")
+
+    def send(self, *prompts: list[int], count: int = 4, **attributes: Any) -> Any:
+        """Prompts, added together, to their end; returns the last one's request."""
+        ids = [self.add(prompt, count, **attributes) for prompt in prompts]
+        self.run()
+        return self.finished[ids[-1]]
+
+    def suspend_and_resume(self) -> None:
+        """What a trainer does between two phases."""
+        self.engine.suspend()
+        self.engine.resume()
+        self.check_integrity()
+
+    def check(self, *ids: int, tolerance: float = 1e-5) -> None:
+        """Finished requests (all by default) are complete, and say what the model as it is now says."""
+        reference = self.reference
+        for request in [self.finished[number] for number in ids] or self.finished.values():
+            assert len(request.generated_tokens) == request.sampling_params.num_tokens_to_generate
+            assert_matches(reference, request, tolerance)
+
+    def check_integrity(self) -> None:
+        """The cache's own check."""
+        if self.caching:
+            self.context.check_integrity()
+
+    def check_drained(self) -> None:
+        """Nothing is running, and nothing that ran holds a block, a slot or an entry."""
+        engine, context = self.engine, self.context
+        assert not engine.has_unfinished_requests()
+        assert not engine.requests
+        assert not engine.stop_word_finished_request_ids
+        assert context.mamba_metadata.mamba_state_free_slot_count == context.max_requests
+        assert context.kv_block_allocator.total_avail == context.kv_block_allocator.total_count - 1
+        if self.caching:
+            assert self.kept_states == self.cache.stats().slots_used
+            self.check_integrity()
+
+    @property
+    def kept_states(self) -> int:
+        """Checkpoints that can be resumed from."""
+        return sum(node.slot != -1 for node in self.cache._store.tree)
+
+    @property
+    def held_blocks(self) -> int:
+        """KV blocks that live requests hold."""
+        allocator = self.context.kv_block_allocator
+        return allocator.total_count - 1 - allocator.total_avail
+
+    @property
+    def live_slots(self) -> int:
+        """State slots of live requests."""
+        return self.context.max_requests - self.context.mamba_metadata.mamba_state_free_slot_count
+
+
+def tokens(blocks: int, own: int, seed: int) -> list[int]:
+    """A prompt of so many blocks and ``own`` tokens more."""
+    return random_tokens(blocks * BLOCK + own, seed=seed)

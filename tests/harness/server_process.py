@@ -1,0 +1,147 @@
+"""`tools/serve.py` as a process, under torchrun: how to start it, ask it, and see that nothing of it is left."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.harness.limits import HANG_S, wait_until
+from tests.harness.workers.launch import environment
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = 64
+LIMIT_TOKENS = 1024
+ADMIN = "admin-secret"
+PROMPT = "Keys and values lie in blocks, and a state at the ends of some of them. " * 4
+HIT = len(PROMPT) // BLOCK * BLOCK
+
+
+class Endpoint:
+    """A server that answers.
+
+    Attributes:
+        url: Of it.
+    """
+
+    url: str
+
+    def client(self, key: str = "none", *, kind: Any = None, **options: Any) -> Any:
+        import openai
+
+        kind = kind or openai.OpenAI
+        return kind(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=HANG_S, **options)
+
+    def send(self, path: str, body: Any = None, token: str | None = None) -> tuple[int, Any]:
+        """Status and JSON of a request: GET without a body, POST with one (bytes, or JSON)."""
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        try:
+            with urllib.request.urlopen(
+                urllib.request.Request(self.url + path, data, headers), timeout=HANG_S
+            ) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    def metrics(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+        """Samples by name (without the prefix that all have) and labels."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=HANG_S) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+        return {
+            (sample.name.removeprefix("hybrid_prefix_"), tuple(sorted(sample.labels.items()))): sample.value
+            for family in families
+            for sample in family.samples
+        }
+
+
+class Server(Endpoint):
+    """A server under torchrun, and all processes of it."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str, errors: Path) -> None:
+        self.process, self.url, self._errors = process, url, errors
+        self.ranks = sorted(children(process.pid), key=_rank)
+        self.pids = [pid for rank in self.ranks for pid in (rank, *children(rank))]
+
+    def metric(self, name: str, **labels: str) -> list[float]:
+        """Samples with these labels, in the order of the replicas."""
+        found = [
+            (dict(own).get("replica", ""), value)
+            for (sample, own), value in self.metrics().items()
+            if sample == name and labels.items() <= dict(own).items()
+        ]
+        return [value for _, value in sorted(found)]
+
+    def wait_until_drained(self) -> None:
+        """Nothing runs, and nothing that ran holds a block."""
+        wait_until(
+            lambda: (
+                not any(
+                    self.metric("running_requests") + self.metric("waiting_requests") + self.metric("open_sequences")
+                )
+                and self.metric("kv_blocks") == self.metric("kv_blocks_available")
+            ),
+            "the server is drained",
+        )
+
+    def errors(self) -> str:
+        return self._errors.read_text()
+
+    def wait_until_gone(self) -> None:
+        self.process.wait(HANG_S)
+        wait_until(lambda: not any(map(_is_running, self.pids)), "all processes of the server are gone")
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return " Z " not in re.sub(r"\(.*\)", "", Path(f"/proc/{pid}/stat").read_text())
+    except FileNotFoundError:
+        return False
+
+
+def children(pid: int) -> list[int]:
+    """Processes that it started."""
+    return [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+
+
+def _rank(pid: int) -> int:
+    found = re.search(rb"\0RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_bytes())
+    return int(found[1]) if found else -1
+
+
+@contextmanager
+def started(folder: Path, *argv: str, ranks: int = 2, device: str = "cpu") -> Iterator[Server]:
+    """A server on so many ranks; ends with what is left of it."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    options = ["--port", "0", "--block-size-tokens", str(BLOCK), "--max-sequence-length", str(LIMIT_TOKENS)]
+    options += ["--max-requests", "4", "--max-waiting", "200", "--admin-token", ADMIN, *argv]
+    errors = folder / "errors"
+    with errors.open("w") as stderr:
+        process = subprocess.Popen(
+            [*torchrun, str(ROOT / "tools" / "serve.py"), *options],
+            env=environment(device),
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+    try:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        found = (re.match(r"serving .* on (http://\S+)", line) for line in lines)
+        url = next((match[1] for match in found if match), None)
+        assert url is not None, errors.read_text()[-4000:]
+        yield Server(process, url, errors)
+    finally:
+        process.terminate()
+        process.wait(HANG_S)

@@ -1,0 +1,142 @@
+"""Start a worker script on several ranks, and read what its rank 0 wrote."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from tests.harness.limits import HANG_S, THREADS
+
+WORKERS = Path(__file__).parent
+_numbers = count()
+
+
+def environment(device: str = "cpu") -> dict[str, str]:
+    """This process's, for ranks on ``device``."""
+    path = os.pathsep.join(filter(None, (str(WORKERS.parents[2]), os.environ.get("PYTHONPATH"))))
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    return os.environ | {"OMP_NUM_THREADS": str(THREADS), "PYTHONPATH": path} | hidden
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@cache
+def _prepared() -> subprocess.Popen[str]:
+    """The process of `prepared`, started once; it ends with this one."""
+    process = subprocess.Popen(
+        [sys.executable, str(WORKERS / "prepared.py")],
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def end() -> None:
+        process.stdin.close()
+        process.wait()
+
+    atexit.register(end)
+    return process
+
+
+def run_prepared(
+    script: str | Path,
+    *arguments: Any,
+    environments: tuple[dict[str, str], ...] = ({},),
+    timeout_s: float = HANG_S,
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run ``python SCRIPT ARGUMENTS...`` on the CPU, a process for each of ``environments``, without waiting for imports.
+
+    Raises:
+        AssertionError: A process did not end in time.
+    """
+    process, number = _prepared(), next(_numbers)
+    argv = list(map(str, arguments))
+    with tempfile.TemporaryDirectory(prefix="prepared-") as folder:
+        files = {kind: [f"{folder}/{kind}{at}" for at in range(len(environments))] for kind in ("outputs", "errors")}
+        for path in (*files["outputs"], *files["errors"]):
+            Path(path).touch()  # a process may be ended before it opens its own
+        job = {"number": number, "script": str(script), "argv": argv, "timeout_s": timeout_s} | files
+        process.stdin.write(json.dumps(job | {"environments": environments}) + "\n")
+        process.stdin.flush()
+        answer = {"number": None}
+        while answer["number"] != number:  # a test that was given up left its answer
+            line = process.stdout.readline()
+            assert line, f"the process that prepares others ended with {process.wait()}"
+            answer = json.loads(line)
+        said = [[Path(path).read_text(errors="replace") for path in files[kind]] for kind in ("outputs", "errors")]
+    what = [str(script), *argv]
+    assert not answer["hung"], f"{' '.join(what)} hung:\n" + "\n".join(text[-6000:] for text in said[1])
+    return [
+        subprocess.CompletedProcess(what, code, output, errors)
+        for code, output, errors in zip(answer["codes"], *said, strict=True)
+    ]
+
+
+def environments_of(ranks: int) -> tuple[dict[str, str], ...]:
+    """What torchrun tells each of so many processes."""
+    common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return tuple(common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks))
+
+
+def run_ranks(script: str | Path, out: Path, *arguments: Any, ranks: int = 2, timeout_s: float = HANG_S) -> Any:
+    """Run ``tests/harness/workers/SCRIPT OUT ARGUMENTS...`` on ranks of the host's CPU; returns what OUT holds (JSON)."""
+    for _ in range(3):
+        ended = run_prepared(
+            WORKERS / script, out, *arguments, environments=environments_of(ranks), timeout_s=timeout_s
+        )
+        if not any("EADDRINUSE" in one.stderr for one in ended):  # somebody else took the port meanwhile
+            break
+    if any(process.returncode for process in ended):
+        said = (f"rank {at} ended with {one.returncode}:\n{one.stderr[-6000:]}" for at, one in enumerate(ended))
+        raise AssertionError(f"{script} {' '.join(map(str, arguments))}:\n" + "\n".join(said))
+    return json.loads(out.read_text())
+
+
+def run_torchrun(
+    script: str | Path, out: Path, *arguments: Any, ranks: int = 2, timeout_s: float = HANG_S, device: str = "cpu"
+) -> Any:
+    """The same with ``torchrun``, on the host's CPU or GPUs."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    process = subprocess.Popen(
+        [*command, str(WORKERS / script), str(out), *map(str, arguments)],
+        env=environment(device),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    what = f"{script} {' '.join(map(str, arguments))}"
+    try:
+        _, errors = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        raise AssertionError(f"{what} hung:\n{process.communicate(timeout=60)[1][-6000:]}") from None
+    finally:
+        process.terminate()  # not kill: torchrun then ends its workers, which are in sessions of their own
+    assert process.returncode == 0, f"{what}:\n{errors[-6000:]}"
+    return json.loads(out.read_text())
+
+
+def write_findings(out: str, found: Any) -> None:
+    """In a worker: ``found`` of every rank goes into OUT as a JSON list, in the order of the ranks."""
+    import torch.distributed as dist
+
+    every_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(every_rank, found)
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(every_rank))
+    dist.barrier()

@@ -1,0 +1,301 @@
+"""What the prefix cache does in one layout, as JSON. Usage: ``torchrun prefix_parallel.py OUT.json TP PP PATTERN``.
+
+Every budget is given in slots and blocks of the rank that needs most for one, so that all layouts get the same
+number of both, and must take the same decisions.
+"""
+
+from __future__ import annotations
+
+import sys
+from zlib import crc32
+
+import torch.distributed as dist
+
+from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from megatron_hybrid_prefix.errors import RankDisagreementError
+from megatron_hybrid_prefix.mcore.ranks.agreement import min_over_model_ranks
+from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
+from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+from tests.harness.engine_helpers import greedy, random_tokens, run_to_end
+from tests.harness.limits import COLLECTIVE_HANG_S
+from tests.harness.workers.launch import write_findings
+
+BLOCK_TOKENS = 64
+ROWS = 4
+MODES = ("legacy", "async")
+SCENARIOS = ("tails", "chunked", "preempted", "host")
+SLOTS = {"tails": 40, "chunked": 3, "preempted": 6, "host": 3}
+
+
+def one_rank(pattern):
+    """The same layers in one stage."""
+    return pattern.replace("|", "")
+
+
+def stages(pattern, pp):
+    """Layers of each stage."""
+    return [one_rank(pattern)] if pp == 1 else pattern.split("|")
+
+
+def slot_bytes(config, layers, tp):
+    """Bytes of a state: float32, ``layers`` Mamba2 layers, by the dimensions alone."""
+    inner = config.mamba_num_heads * config.mamba_head_dim
+    conv = (inner + 2 * config.mamba_num_groups * config.mamba_state_dim) * config.d_conv
+    return layers * (conv + inner * config.mamba_state_dim) // tp * 4
+
+
+def kv_block_bytes(config, layers, tp):
+    """Bytes of a KV block: float32, ``layers`` attention layers."""
+    return layers * 2 * BLOCK_TOKENS * config.num_query_groups * config.kv_channels // tp * 4
+
+
+def budgets(config, pattern, tp, pp, *, slots, blocks):
+    """Budgets in GiB (checkpoints, KV and live states) with which the ranks agree on so many."""
+    most_slot = most_kv = 0
+    for stage in stages(pattern, pp):
+        slot = slot_bytes(config, stage.count("M"), tp)
+        most_slot = max(most_slot, slot)
+        # One more block is megatron's dummy.
+        most_kv = max(most_kv, ROWS * slot + (blocks + 1.5) * kv_block_bytes(config, stage.count("*"), tp))
+    return (slots + 0.5) * most_slot / 2**30, most_kv / 2**30
+
+
+class Session:
+    """One engine, with or without the cache; notes after every step what was decided."""
+
+    def __init__(
+        self,
+        model,
+        pattern,
+        tp,
+        pp,
+        *,
+        mode,
+        slots,
+        blocks=200,
+        cached=True,
+        host_gb=0.0,
+        tier_behind_host=None,
+        check_ranks=False,
+        **fields,
+    ):
+        mamba_gb, buffer_size_gb = budgets(model.hybrid_config, pattern, tp, pp, slots=slots, blocks=blocks)
+        self.engine = build_engine(
+            model,
+            HybridPrefixConfig(
+                mamba_gb=mamba_gb, host_gb=host_gb, tier_behind_host=tier_behind_host, check_ranks=check_ranks
+            )
+            if cached
+            else None,
+            max_requests=ROWS,
+            max_sequence_length=512,
+            block_size_tokens=BLOCK_TOKENS,
+            async_sched_mode=mode,
+            buffer_size_gb=buffer_size_gb,
+            **fields,
+        )
+        self.cached = cached
+        self.finished = {}
+        self.sent = 0
+        self.decisions = []
+
+    def add(self, prompt, new_tokens=4):
+        self.engine.add_request(self.sent, prompt, greedy(new_tokens))
+        self.sent += 1
+
+    def send(self, *prompts, new_tokens=4):
+        for prompt in prompts:
+            self.add(prompt, new_tokens)
+        self.run()
+
+    def run(self, steps=None):
+        while self.engine.has_unfinished_requests() and steps != 0:
+            run_to_end(self.engine, self.finished, steps=1)
+            if self.cached:
+                self.engine.context.check_integrity()
+                self.decisions.append(crc32(repr(self.present()).encode()))
+            steps = None if steps is None else steps - 1
+
+    def present(self):
+        """What all ranks must have alike. (Keys are of each process's own secret.)"""
+        context = self.engine.context
+        cache, nodes = context.prefix_cache, context.prefix_cache._store.tree
+        rows = slice(0, context.total_request_count)
+        return {
+            "requests": context.request_ids[rows].tolist(),
+            "block_tables": context.request_to_kv_block_ids[rows].tolist(),
+            "live_slots": context.mamba_metadata.request_to_mamba_state_idx[rows].tolist(),
+            "waiting": list(self.engine.waiting_request_ids),
+            "available_blocks": cache.blocks.available_count,
+            "cached_keys": len(list(cache.blocks.cached_keys())),
+            "cached": sorted([node.block_id, node.slot, node.depth_blocks] for node in nodes),
+            "on_host": sorted([node.host_block, node.host_slot, node.depth_blocks] for node in nodes),
+        }
+
+    def found(self):
+        """Answers; with the cache also decisions, and what this rank holds."""
+        found = {
+            "answers": [
+                {
+                    "tokens": list(map(int, request.generated_tokens)),
+                    "log_probs": list(request.generated_log_probs),
+                    "cached_tokens": request.num_cached_tokens,
+                }
+                for _, request in sorted(self.finished.items())
+            ]
+        }
+        if self.cached:
+            context = self.engine.context
+            found |= {
+                "stats": context.prefix_stats().as_dict(),
+                "present": self.present(),
+                "decisions": self.decisions,
+                "preempted": self.engine.evicted_request_count,
+                "slot_bytes": context.state_layout.slot_bytes,
+                "budget_bytes": int(context.prefix_config.mamba_gb * 2**30),
+                "pool_slots": [tensor.shape[1] for tensor in context.state_pool.tensors.values()],
+            }
+        return found
+
+
+def tails(session):
+    """1 to 4 tokens after a restored prefix, alone and in a batch beside decodes; junctions."""
+    prefix = random_tokens(3 * BLOCK_TOKENS, seed=1)
+    session.send(prefix[: BLOCK_TOKENS + 1])
+    session.send(prefix[: 2 * BLOCK_TOKENS])
+    for own in (1, 2, 3, 4):
+        session.send(prefix[: 2 * BLOCK_TOKENS] + random_tokens(own, seed=10 + own))
+    for number in range(6):
+        session.add(prefix[: BLOCK_TOKENS * (number % 4)] + random_tokens(1 + 9 * number, seed=20 + number), 3 + number)
+        session.run(steps=1 + number % 2)
+    session.run()
+
+
+def chunked(session):
+    """Prefills cut by a budget of tokens that has no common divisor with blocks or chunks, and three slots."""
+    session.engine.context.max_tokens = 101  # the scheduler's budget; the buffers are for 256
+    prefixes = [random_tokens(4 * BLOCK_TOKENS, seed=seed) for seed in (2, 3)]
+    for number in range(10):
+        prefix = prefixes[number % 3 % 2]
+        session.add(prefix[: BLOCK_TOKENS * (1 + number % 4)] + random_tokens(1 + number % 4, seed=40 + number))
+        session.run(steps=number % 4)
+    session.run()
+    session.send([*prefixes[0][:-1], 7], prefixes[0][: 2 * BLOCK_TOKENS + 3])
+
+
+def preempted(session):
+    """Few KV blocks: what is cached is evicted, and requests are in decode; those resume from what is still cached."""
+    prompts = [random_tokens(BLOCK_TOKENS + 44 + number, seed=50 + number) for number in range(6)]
+    session.send(prompts[0][: BLOCK_TOKENS + 1], prompts[1][: BLOCK_TOKENS + 2])
+    session.send(*prompts[:4], new_tokens=30)
+    session.send(*([*prompt, number] for number, prompt in enumerate(prompts)), new_tokens=30)
+
+
+def host(session):
+    """Prompts that come back from the host; then one of which the last rank, alone, has kept something else."""
+    prompts = [random_tokens(3 * BLOCK_TOKENS + 9 + number, seed=60 + number) for number in range(5)]
+    session.send(*prompts)
+    session.send(*prompts, new_tokens=6)
+    context = session.engine.context
+    if session.cached and dist.get_rank() == dist.get_world_size() - 1:
+        tier, arena = context.prefix_cache.inspect.host_tier, context.host_moves.arena
+        arena.finish()  # on a GPU, what is changed could still be on its way
+        keys = context.prefix_cache.chain(prompts[0]).keys
+        entry = next(node.host_block for node in context.prefix_cache.inspect.nodes() if node.key == keys[-1])
+        arena.memory[tier.entries.pages(entry)[0] * arena.page_bytes + 5] ^= 1
+    session.send(*prompts[:2], new_tokens=40)
+
+
+def damage_sources(context):
+    """Every state that a request resumes from becomes zero, just before the forward that reads it."""
+    initialize = context.initialize_attention_state
+
+    def damaging(**kwargs):
+        context.state_pool.zero([plan.source_slot for plan in context.step_plans() if plan.source_slot is not None])
+        return initialize(**kwargs)
+
+    context.initialize_attention_state = damaging
+
+
+def run_scenario(name, model, pattern, tp, pp, mode, *, cached=True, damaged=False):
+    """Findings of one scenario."""
+    fields = {
+        "tails": {},
+        "chunked": {"enable_chunked_prefill": True, "max_tokens": 256},
+        "preempted": {"blocks": 8},
+        "host": {"blocks": 9, "host_gb": 0.05},
+    }[name]
+    # The last scenarios also compare as the check for users does.
+    fields["check_ranks"] = name in ("preempted", "host")
+    session = Session(model, pattern, tp, pp, mode=mode, slots=SLOTS[name], cached=cached, **fields)
+    if damaged:
+        damage_sources(session.engine.context)
+    {"tails": tails, "chunked": chunked, "preempted": preempted, "host": host}[name](session)
+    return session.found()
+
+
+def build(pattern, tp, pp, platform):
+    """The model with this pattern in this layout."""
+    config = get_preset("tiny", layer_pattern=one_rank(pattern) if pp == 1 else pattern)
+    return build_hybrid_model(config, seed=0, platform=platform)
+
+
+def layout_findings(pattern, tp, pp, platform):
+    """Findings by mode and scenario; and with wrong states on one rank only."""
+    model = build(pattern, tp, pp, platform)
+    found = {mode: {name: run_scenario(name, model, pattern, tp, pp, mode) for name in SCENARIOS} for mode in MODES}
+    # The last tensor-parallel rank of the stage where most layers recur; a stage without any cannot be wrong.
+    layers = [stage.count("M") for stage in stages(pattern, pp)]
+    wrong_rank = layers.index(max(layers)) * tp + tp - 1
+    found["damaged"] = run_scenario("tails", model, pattern, tp, pp, "legacy", damaged=dist.get_rank() == wrong_rank)
+    return found
+
+
+def agreements():
+    """What the ranks agree on, by what ranks 0 to 3 say; each without and with process groups given."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    said = ([7, 4, 9, 5], [4, 7, 5, 9], [None, 4, 8, None], [None, 0, None, None], [None] * 4)
+    return [[min_over_model_ranks(values[dist.get_rank()], given) for given in (None, groups)] for values in said]
+
+
+def disagreement(pattern, tp, pp, platform):
+    """What every rank says when the last one, alone, does not read the cache."""
+    model = build(pattern, tp, pp, platform)
+    session = Session(model, pattern, tp, pp, mode="legacy", slots=8, check_ranks=True)
+    prompt = random_tokens(BLOCK_TOKENS + 2, seed=1)
+    session.send(prompt)
+    params = greedy(4)
+    params.add_attributes({"cache_read": dist.get_rank() != dist.get_world_size() - 1})
+    session.engine.add_request(session.sent, prompt, params)
+    try:
+        session.run()
+    except RankDisagreementError as error:
+        return str(error)
+    return "nothing"
+
+
+def refusal(pattern, tp, pp, platform):
+    """What this rank says to live states that fit on some stages only; called last, as ranks may part here."""
+    model = build(pattern, tp, pp, platform)
+    most, *_ = sorted((slot_bytes(model.hybrid_config, s.count("M"), tp) for s in stages(pattern, pp)), reverse=True)
+    try:
+        build_engine(model, HybridPrefixConfig(mamba_gb=0.01), max_requests=ROWS, buffer_size_gb=ROWS * most / 2**30)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def main(out, tp, pp, pattern):
+    platform = ensure_platform(tp=tp, pp=pp, device="cpu", timeout_s=COLLECTIVE_HANG_S["cpu"])
+    found = {"runs": layout_findings(pattern, tp, pp, platform), "agreements": agreements()}
+    found["disagreement"] = disagreement(pattern, tp, pp, platform)
+    write_findings(out, found)
+    with open(f"{out}.refusal{dist.get_rank()}", "w") as file:
+        file.write(refusal(pattern, tp, pp, platform))
+    shut_down()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -1,0 +1,264 @@
+"""`tools/plan_capacity.py`: bytes of a model, what a budget holds, what to raise first."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_hybrid_prefix.cli import plan as command
+from megatron_hybrid_prefix.console.terminal import InputError
+from megatron_hybrid_prefix.lab.capacity import sizes_of
+from tests.harness.trace_helpers import made_up
+
+# Dimensions of Nemotron-H-8B under the names of two makers.
+HUGGING_FACE = {
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "attention_head_dim": 128,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 128,
+    "n_groups": 8,
+    "conv_kernel": 4,
+    "torch_dtype": "bfloat16",
+}
+MEGATRON = {
+    "hybrid-layer-pattern": HUGGING_FACE["hybrid_override_pattern"] + "/*-/*-",
+    "hidden-size": 4096,
+    "num-attention-heads": 32,
+    "group-query-attention": True,
+    "num-query-groups": 8,
+    "kv-channels": 128,
+    "mamba-num-heads": 128,
+    "mamba-head-dim": 64,
+    "mamba-state-dim": 128,
+    "mamba-num-groups": 8,
+    "bf16": True,
+}
+STATE_BYTES = 24 * 2 * (128 * 64 * 128 + 4 * 10240)
+TOKEN_BYTES = 2 * 4 * 8 * 128 * 2
+
+
+def run(*arguments: Any) -> int:
+    return command.main([str(argument) for argument in arguments])
+
+
+def saved(path: Path, data: Any) -> Path:
+    path.write_text(data if isinstance(data, str) else json.dumps(data))
+    return path
+
+
+@pytest.fixture
+def trace_file(tmp_path):
+    lines = [
+        json.dumps(
+            {
+                "timestamp": number,
+                "input_length": request.prompt_tokens,
+                "output_length": 1,
+                "hash_ids": [int.from_bytes(key) for key in request.keys],
+            }
+        )
+        for number, request in enumerate(made_up("chat", 400).requests)
+    ]
+    return saved(tmp_path / "t.jsonl", "\n".join(lines))
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+
+def test_one_model_under_three_names_is_one_model(tmp_path):
+    yaml_text = "\n".join(f"{name}: {json.dumps(value)}" for name, value in MEGATRON.items())
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    saved(folder / "config.json", HUGGING_FACE)
+    models = [
+        "nemotron-h-8b",
+        saved(tmp_path / "a.yaml", yaml_text),
+        saved(tmp_path / "a.json", MEGATRON),
+        saved(tmp_path / "flags.json", {f"--{name}": value for name, value in MEGATRON.items()}),
+        folder,
+        folder / "config.json",
+    ]
+    for model in models:
+        sizes = sizes_of(str(model))
+        assert (sizes.state_bytes, sizes.kv_token_bytes) == (STATE_BYTES, TOKEN_BYTES), model
+
+
+def test_names_of_other_models(tmp_path):
+    common = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
+    mamba = {"mamba_n_heads": 8, "mamba_d_head": "auto", "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_d_conv": 4}
+    bamba = common | mamba | {"model_type": "bamba", "attn_layer_indices": [1], "dtype": "float32"}
+    granite = common | mamba | {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention", "mamba"]}
+    falcon = common | mamba | {"model_type": "falcon_h1", "mamba_d_head": 16}
+    channels = 8 * 16 + 2 * 16
+    per_layer = 8 * 16 * 16 + 4 * channels
+    for number, (data, layers, token_bytes, value_bytes) in enumerate(
+        [(bamba, 2, 2 * 1 * 2 * 16 * 4, 4), (granite, 2, 2 * 1 * 2 * 16 * 2, 2), (falcon, 3, 2 * 3 * 2 * 16 * 2, 2)]
+    ):
+        sizes = sizes_of(str(saved(tmp_path / f"{number}.json", data)))
+        assert (sizes.state_bytes, sizes.kv_token_bytes) == (layers * per_layer * value_bytes, token_bytes)
+
+
+def test_ranks_and_types():
+    whole = sizes_of("nemotron-h-8b")
+    assert 4 * sizes_of("nemotron-h-8b", tp=4).state_bytes == whole.state_bytes
+    assert 4 * sizes_of("nemotron-h-8b", tp=4).kv_token_bytes == whole.kv_token_bytes
+    wide = sizes_of("nemotron-h-8b", state_dtype="float32")
+    assert wide.state_bytes - whole.state_bytes == 24 * 2 * 128 * 64 * 128, "windows stay as they are"
+    assert whole.live_bytes(0) == whole.state_bytes and whole.live_bytes(3) == 5 * whole.state_bytes
+    assert whole.kv_block_bytes(256) == 256 * TOKEN_BYTES
+
+
+@pytest.mark.parametrize(("preset", "drafts"), [("tiny", 0), ("tiny-mtp", 0), ("tiny-mtp", 3)])
+def test_bytes_are_those_that_megatron_allocates(request, preset, drafts):
+    from megatron_hybrid_prefix.mcore.entrypoints.build import build_engine
+    from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, state_bytes
+
+    model = request.getfixturevalue(preset.replace("-", "_"))
+    sizes = sizes_of(preset)
+    assert sizes.state_bytes == state_bytes(mamba_state_config(model))
+    engine = build_engine(
+        model,
+        max_requests=4,
+        max_tokens=256,
+        buffer_size_gb=0.02,
+        max_sequence_length=256,
+        num_speculative_tokens=drafts,
+    )
+    context = engine.context
+    assert context.block_size_bytes == sizes.kv_block_bytes(context.block_size_tokens)
+    names = ("mamba_conv_states", "mamba_ssm_states", "mamba_intermediate_conv_states", "mamba_intermediate_ssm_states")
+    tensors = [getattr(context, name, None) for name in names]
+    held = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+    assert held == 4 * sizes.live_bytes(drafts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is none of nemotron_h, bamba"),
+        ({"hybrid_override_pattern": None}, "hybrid_override_pattern is missing"),
+        ({"hybrid_override_pattern": "M-M-"}, "attention_layers is 0; the model has to be a hybrid"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "4096"}, "hidden_size is '4096', not a whole number"),
+        ({"ssm_state_size": True}, "ssm_state_size is True, not a whole number"),
+        ({"torch_dtype": "int8"}, "dtype 'int8' is none of float32, bfloat16, float16"),
+    ],
+)
+def test_what_a_file_lacks_is_named(tmp_path, changes, message):
+    data = {name: value for name, value in (HUGGING_FACE | changes).items() if value is not None}
+    path = saved(tmp_path / "config.json", data)
+    with pytest.raises(InputError, match=f"^{path}: {message}"):
+        sizes_of(str(path))
+
+
+def test_files_that_are_no_configuration(tmp_path):
+    for name, text, message in (
+        ("a.json", "{", "not JSON"),
+        ("a.yaml", "a: [", "neither JSON nor YAML"),
+        ("b.yaml", "- 1", "expected names and values"),
+        ("c.yaml", "hidden_size: 5", "hybrid_layer_pattern is missing"),
+    ):
+        with pytest.raises(InputError, match=message):
+            sizes_of(str(saved(tmp_path / name, text)))
+    with pytest.raises(InputError, match="neither a file nor a preset"):
+        sizes_of("nothing")
+    with pytest.raises(InputError, match="tp=3 does not divide"):
+        sizes_of("tiny", tp=3)
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+def plan(tmp_path: Path, *arguments: Any) -> dict[str, Any]:
+    assert run("nemotron-h-8b", *arguments, "--json", tmp_path / "plan.json") == 0
+    return json.loads((tmp_path / "plan.json").read_text())
+
+
+def test_what_a_budget_holds(tmp_path, capsys):
+    found = plan(tmp_path, "--mamba-gb", 10, "--buffer-gb", 20, "--host-gb", 5, "--max-requests", 16)
+    block = 256 * TOKEN_BYTES
+    assert found["checkpoint_bytes"] == STATE_BYTES and found["kv_block_bytes"] == block
+    assert found["device_states"] == 10 * 2**30 // STATE_BYTES and found["host_states"] == 5 * 2**30 // STATE_BYTES
+    assert found["kv_blocks"] == (20 * 2**30 - 16 * STATE_BYTES) // block - 1
+    assert found["history_tokens"] == 256 * found["kv_blocks"] and found["expected_reuse"] is None
+    drafting = plan(tmp_path, "--mamba-gb", 10, "--buffer-gb", 20, "--max-requests", 16, "--speculative-tokens", 3)
+    assert drafting["live_request_bytes"] == 5 * STATE_BYTES
+    assert drafting["kv_blocks"] == (20 * 2**30 - 16 * 5 * STATE_BYTES) // block - 1
+    assert "states of a running request and 3 drafts" in capsys.readouterr().out
+
+
+def test_the_budgets_are_those_of_the_engine(tiny):
+    """KV blocks that megatron makes of the same memory."""
+    import argparse
+
+    from megatron_hybrid_prefix.mcore.entrypoints.build import build_engine
+
+    args = argparse.Namespace(max_requests=4, speculative_tokens=0, block_size_tokens=64)
+    budget = command.Budget(state_bytes=0, host_bytes=0, kv_bytes=int(0.01 * 2**30))
+    engine = build_engine(
+        tiny,
+        max_requests=4,
+        max_tokens=256,
+        max_sequence_length=256,
+        block_size_tokens=64,
+        buffer_size_gb=0.01,
+        paused_buffer_size_gb=0,
+    )
+    theirs = engine.context.kv_block_allocator.total_count - 1
+    assert command.plan_of(budget, sizes_of("tiny"), args).kv_blocks == theirs
+
+
+def test_the_budget_that_gains_most_is_to_be_raised(tmp_path, trace_file):
+    block_gb, state_gb = 512 * TOKEN_BYTES / 2**30, STATE_BYTES / 2**30
+    room_gb = 4 * state_gb  # of the running requests
+    options = ("--max-requests", 4, "--trace", trace_file)
+    few_states = plan(tmp_path, "--mamba-gb", 4 * state_gb, "--buffer-gb", room_gb + 20_000 * block_gb, *options)
+    assert few_states["advice"].startswith(("raise --mamba-gb first", "raise --host-gb first"))
+    few_blocks = plan(tmp_path, "--mamba-gb", 900 * state_gb, "--buffer-gb", room_gb + 60 * block_gb, *options)
+    assert few_blocks["advice"].startswith("raise --buffer-gb first")
+    enough = plan(tmp_path, "--mamba-gb", 9000 * state_gb, "--buffer-gb", room_gb + 20_000 * block_gb, *options)
+    assert "gain nothing" in enough["advice"]
+    reuse = [found["expected_reuse"]["reused_token_fraction"] for found in (few_states, few_blocks, enough)]
+    assert max(reuse[:2]) < reuse[2] <= enough["expected_reuse"]["ceiling_fraction"]
+
+
+def test_without_a_trace_only_what_is_sure_is_said(tmp_path):
+    assert "not one checkpoint" in plan(tmp_path, "--mamba-gb", 0.01, "--buffer-gb", 20)["advice"]
+    assert "fewer KV blocks" in plan(tmp_path, "--mamba-gb", 50, "--buffer-gb", 4)["advice"]
+    assert "give a --trace" in plan(tmp_path, "--mamba-gb", 5, "--buffer-gb", 20)["advice"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mamba-gb", "1"], "the following arguments are required: --buffer-gb"),
+        (["--mamba-gb", "x", "--buffer-gb", "1"], "argument --mamba-gb: 'x' is not a number above 0"),
+        (["--mamba-gb", "1", "--buffer-gb", "1"], "--buffer-gb 1: states of 64 running requests take 3.12 GiB"),
+        (["--mamba-gb", "1", "--buffer-gb", "9", "--trace", "/nowhere/t"], "cannot read /nowhere/t"),
+        (["--mamba-gb", "1", "--buffer-gb", "9", "--json", "/nowhere/t"], "cannot write /nowhere/t"),
+    ],
+)
+def test_bad_input_is_one_line(capsys, arguments, message):
+    assert run("nemotron-h-8b", *arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {message}") and said.count("\n") == 1
+
+
+def test_neither_torch_nor_megatron_is_imported():
+    code = (
+        "import sys\n"
+        "from megatron_hybrid_prefix.cli import plan\nassert plan.main(['tiny', '--mamba-gb', '1', '--buffer-gb', '1']) == 0\n"
+        "assert not {'torch', 'megatron'} & set(sys.modules), 'imported'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,346 @@
+"""`tools/replay_trace.py`: formats, errors, figures, work."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_hybrid_prefix.cli import replay as command
+from megatron_hybrid_prefix.console.terminal import InputError
+from megatron_hybrid_prefix.lab.replay import Policy, ceiling_tokens, replay, unlimited_kv_blocks
+from megatron_hybrid_prefix.lab.traces import Trace, TraceRequest, read_trace
+from tests.harness.steps import steps
+from tests.harness.trace_helpers import KINDS, made_up
+
+RULE = Policy(name="replay_cost", eviction="replay_cost")
+
+
+def mooncake(blocks: list[int], tokens: int, **fields: Any) -> dict[str, Any]:
+    return {"timestamp": 0, "input_length": tokens, "output_length": 1, "hash_ids": blocks} | fields
+
+
+def session(*requests: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"id": "a", "block_size": 64, "hash_id_scope": "local", "requests": list(requests)} | fields
+
+
+def step(t: float, tokens: int, blocks: list[int]) -> dict[str, Any]:
+    return {"t": t, "type": "n", "in": tokens, "out": 3, "hash_ids": blocks}
+
+
+def write(path: Path, *lines: Any) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def trace_file(tmp_path):
+    return write(
+        tmp_path / "t.jsonl",
+        mooncake([1, 2, 3], 1300),
+        mooncake([1, 2, 3, 4], 2048, timestamp=5),
+        mooncake([1, 2, 9], 1100, timestamp=2),
+        "",
+    )
+
+
+def run(*arguments: Any) -> int:
+    return command.main([str(argument) for argument in arguments])
+
+
+# -- formats -----------------------------------------------------------------------------------------------------------
+
+
+def test_mooncake_lines_come_in_the_order_of_time_without_the_last_partial_block(trace_file):
+    trace = read_trace([trace_file])
+    assert (trace.format, trace.block_tokens, trace.prompt_tokens) == ("mooncake", 512, 1300 + 1100 + 2048)
+    first, second, third = trace.requests
+    assert [len(request.keys) for request in trace.requests] == [2, 2, 4]
+    assert first.keys == second.keys == third.keys[:2], "1300 tokens fill two blocks"
+    # The third block was partial in the first prompt: what it holds now was never computed as a whole.
+    assert list(ceiling_tokens(trace)) == [0, 1024, 1024]
+
+
+def test_an_id_means_its_text_and_all_text_before():
+    trace = read_trace_of([mooncake([1, 2], 1024), mooncake([2, 1], 1024), mooncake([1, 1], 1024)])
+    assert list(ceiling_tokens(trace)) == [0, 0, 512]
+
+
+def read_trace_of(lines: list[Any], **options: Any) -> Trace:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        return read_trace([write(Path(folder) / "t.jsonl", *lines)], **options)
+
+
+def test_ids_of_a_session_mean_nothing_in_another():
+    lines = [session(step(0, 130, [1, 2]), step(4, 192, [1, 2, 3])), session(step(1, 128, [1, 2]))]
+    trace = read_trace_of(lines)
+    assert (trace.format, trace.block_tokens) == ("session", 64)
+    assert [request.prompt_tokens for request in trace.requests] == [130, 128, 192]
+    assert list(ceiling_tokens(trace)) == [0, 0, 128]
+    shared = read_trace_of([line | {"hash_id_scope": "global"} for line in lines])
+    assert list(ceiling_tokens(shared)) == [0, 64, 128]
+
+
+def test_an_agent_within_a_session_shares_its_ids():
+    inner = {"t": 1, "type": "subagent", "requests": [step(1, 64, [1]), step(2, 100, [1, 7])]}
+    trace = read_trace_of([session(step(0, 64, [1]), inner, step(3, 130, [1, 7]))])
+    # 64 of 64 tokens are cached, but one has to be computed.
+    assert list(ceiling_tokens(trace)) == [0, 0, 64, 64]
+
+
+def test_a_line_may_be_one_request_of_a_session():
+    lines = [
+        {"session_id": name, "timestamp": at, "input_length": 40, "hash_ids": [1, 2, 3], "block_size": 16}
+        for at, name in enumerate("aba")
+    ]
+    trace = read_trace_of(lines)
+    assert (trace.format, trace.block_tokens) == ("session", 16)
+    assert list(ceiling_tokens(trace)) == [0, 0, 32]
+
+
+def test_texts_are_cut_into_bytes():
+    lines = [{"timestamp": 2, "input": "x" * 300 + "é"}, {"timestamp": 1, "input": "x" * 280}]
+    trace = read_trace_of(lines, block_tokens=64)
+    assert [request.prompt_tokens for request in trace.requests] == [280, 302]
+    assert list(ceiling_tokens(trace)) == [0, 256]
+    assert read_trace_of(lines).block_tokens == 256
+
+
+def test_several_files_are_one_trace_and_a_limit_takes_the_first(tmp_path, trace_file):
+    other = write(tmp_path / "u.jsonl", mooncake([1], 700, timestamp=1))
+    lengths = [request.prompt_tokens for request in read_trace([trace_file, other]).requests]
+    assert lengths == [1300, 700, 1100, 2048]
+    assert [request.prompt_tokens for request in read_trace([trace_file, other], limit=2).requests] == [1300, 700]
+
+
+GOOD = {
+    "mooncake": mooncake([1, 2, 3], 1300),
+    "session": session(step(0, 130, [1, 2, 3])),
+    "text": {"timestamp": 0, "input": "text"},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "message"),
+    [
+        ("mooncake", "{", "not JSON: Expecting property name"),
+        ("mooncake", "[1]", "expected a JSON object"),
+        ("mooncake", "[" * 100_000, "not JSON that can be read"),
+        ("mooncake", mooncake([1, 2], 1300, timestamp="now"), '"timestamp" must be a number'),
+        (
+            "mooncake",
+            '{"timestamp": NaN, "input_length": 512, "output_length": 1, "hash_ids": [1]}',
+            '"timestamp" must',
+        ),
+        ("mooncake", mooncake([1, 2], 1300, timestamp=True), '"timestamp" must be a number'),
+        ("mooncake", mooncake([], 0), '"input_length" must be a whole number, 1 or more'),
+        ("mooncake", mooncake([1], 512.0), '"input_length" must be a whole number'),
+        ("mooncake", mooncake([1, 2], 1024, output_length=-1), '"output_length" must be a whole number, 0 or more'),
+        ("mooncake", mooncake([1, "2"], 1024), '"hash_ids" must be a list of whole numbers'),
+        ("mooncake", mooncake([1, True], 1024), '"hash_ids" must be a list of whole numbers'),
+        ("mooncake", mooncake({"1": 2}, 1024), '"hash_ids" must be a list of whole numbers'),
+        ("mooncake", mooncake([1], 1300), '"hash_ids" has 1 ids for 1300 tokens in blocks of 512'),
+        ("mooncake", mooncake([1, 2, 3, 4], 1300), '"hash_ids" has 4 ids for 1300 tokens in blocks of 512'),
+        ("mooncake", {"timestamp": 1, "hash_ids": []}, '"input_length" is missing'),
+        ("session", session(step(0, 130, [1, 2, 3]), block_size=32), "blocks of 32 tokens, where 64 were expected"),
+        ("session", session(block_size=0), '"block_size" must be a whole number, 1 or more'),
+        ("session", session(requests=[3]), '"requests" must be a list of objects'),
+        ("session", session(step(0, 130, [1])), 'request 1: "hash_ids" has 1 ids for 130 tokens'),
+        ("session", session({"requests": [step(0, 0, [])]}), 'request 1: request 1: "in" must be a whole number'),
+        ("session", {"block_size": 64, "hash_ids": [1], "input_length": 64, "timestamp": 0}, '"session_id" is missing'),
+        ("text", {"timestamp": 0, "input": 5}, '"input" must be text'),
+        ("text", {"timestamp": 0, "input": ""}, '"input" must be text, and not empty'),
+        ("text", {"input": "x"}, '"timestamp" is missing'),
+        ("text", mooncake([1], 512), '"input" is missing'),
+        ("mooncake", GOOD["text"], '"input_length" is missing'),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path, capsys, kind, line, message):
+    path = write(tmp_path / "t.jsonl", GOOD[kind], "", GOOD[kind], line, GOOD[kind])
+    assert run(path) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {path}:4: {message}") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--state-slots", "64,x"], "--state-slots: 'x' is not a whole number"),
+        (["--state-slots", "64,64"], "--state-slots: 64,64 has a number twice"),
+        (["--kv-blocks", "0"], "--kv-blocks: '0' is not a whole number above 0"),
+        (["--interval", "100"], "--interval: 100 is not a multiple of the 512 tokens of a block"),
+        (["--interval", "512", "--admission", "tail"], "--interval 512: --admission tail keeps no states at intervals"),
+        (["--baselines", "lru,best"], "--baselines: no 'best'; there are: lru, upstream, align, interval:TOKENS, none"),
+        (["--baselines", "interval:1000"], "--baselines interval: 1000 is not a multiple of the 512 tokens"),
+        (["--preset", "huge"], "huge: neither a file nor a preset; presets are: tiny"),
+        (["--json", "/nowhere/x.json"], "cannot write /nowhere/x.json: there is no folder /nowhere"),
+        (["--block-tokens", "0"], "argument --block-tokens: '0' is not a whole number above 0"),
+        (["--eviction", "best"], "argument --eviction: invalid choice: 'best'"),
+    ],
+)
+def test_bad_options_are_named(trace_file, capsys, arguments, message):
+    assert run(trace_file, *arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {message}") and said.count("\n") == 1
+
+
+def test_files_that_cannot_be_read(tmp_path, capsys):
+    assert run(tmp_path / "none.jsonl") == 2
+    assert "cannot read" in capsys.readouterr().err
+    assert run(write(tmp_path / "empty.jsonl", "", "")) == 2
+    assert "no requests in it" in capsys.readouterr().err
+    with pytest.raises(InputError, match="byte 0"):
+        (tmp_path / "b.jsonl").write_bytes(b"\xff\xff")
+        read_trace([tmp_path / "b.jsonl"])
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def test_table_json_and_plot(tmp_path, trace_file, capsys):
+    report, plot = tmp_path / "r.json", tmp_path / "r.png"
+    arguments = ["--state-slots", "16,4", "--preset", "tiny", "--baselines", "lru,upstream,align,interval:1024"]
+    assert run(trace_file, *arguments, "--json", report, "--plot", plot) == 0
+    said = capsys.readouterr().out
+    data = json.loads(report.read_text())
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert data["ceiling_fraction"] == 2048 / 4448 and data["reused_token_fraction"] == 2048 / 4448
+    assert data["by_state_slots"] == {"4": 2048 / 4448, "16": 2048 / 4448}
+    names = ["replay_cost", "lru", "upstream 0.19", "align (tails only)", "lru, every 1024"]
+    assert [found["policy"]["name"] for found in data["runs"]] == [name for name in names for _ in range(2)]
+    for found in data["runs"]:
+        assert found["reused_tokens"] <= 2048 and found["prompt_tokens"] == 4448
+        assert [point["requests"] for point in found["occupancy"]] == [1, 2, 3]
+        assert found["occupancy"][-1]["reused_tokens"] == found["reused_tokens"]
+        assert found["occupancy"][-1]["kv_blocks_cached"] == 4
+        assert 0 < found["occupancy"][-1]["state_slots_used"] <= found["state_slots"]
+    for name in (*names, "0.4604", "GiB of states, tiny"):
+        assert name in said
+
+
+def test_what_a_policy_keeps(trace_file):
+    trace = read_trace([trace_file])
+    reused = {
+        name: list(replay(trace, Policy(name=name, eviction="lru", **options), state_slots=9).reused_tokens)
+        for name, options in {
+            "adaptive": {},
+            "asked": {"admission": "asked"},
+            "tail": {"admission": "tail"},
+        }.items()
+    }
+    # The third prompt fills four blocks of which two were seen; all have the tail of the first.
+    assert reused == {"adaptive": [0, 1024, 1024], "asked": [0, 1024, 1024], "tail": [0, 1024, 1024]}
+    branch = read_trace_of([mooncake([1, 2, last], 1600) for last in (3, 4, 5)])
+    for admission, expected in (("adaptive", [0, 1024, 1024]), ("asked", [0, 0, 1024]), ("tail", [0, 0, 0])):
+        policy = Policy(name=admission, eviction="lru", admission=admission)
+        assert list(replay(branch, policy, state_slots=9).reused_tokens) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_beats_the_ceiling_and_unlimited_memory_reaches_it(kind):
+    trace = made_up(kind, 300)
+    ceiling = ceiling_tokens(trace)
+    for slots in (0, 8, 100_000):
+        found = replay(trace, RULE, state_slots=slots).reused_tokens
+        assert all(mine <= most for mine, most in zip(found, ceiling, strict=True))
+    every_block = Policy(name="all", eviction="lru", interval_tokens=trace.block_tokens)
+    assert replay(trace, every_block, state_slots=100_000).reused_tokens == ceiling
+    assert sum(replay(trace, RULE, state_slots=0).reused_tokens) == 0
+
+
+def test_unlimited_blocks_are_never_evicted_and_limited_ones_are():
+    trace = made_up("popular", 300)
+    assert replay(trace, RULE, state_slots=64).counters["kv_evictions"] == 0
+    assert replay(trace, RULE, state_slots=64, kv_blocks=unlimited_kv_blocks(trace) // 3).counters["kv_evictions"] > 0
+
+
+def test_prompts_that_need_more_blocks_than_there_are_are_counted():
+    lengths = (3, 9, 3)
+    requests = [
+        TraceRequest(keys=[bytes([block]) * 16 for block in range(blocks)], prompt_tokens=64 * blocks + 2, timestamp=0)
+        for blocks in lengths
+    ]
+    trace = Trace(format="mooncake", block_tokens=64, requests=tuple(requests))
+    for policy in (RULE, Policy(name="upstream", eviction="upstream")):
+        found = replay(trace, policy, state_slots=8, kv_blocks=6)
+        assert found.refused_requests == 1 and list(found.reused_tokens) == [0, 0, 192]
+
+
+def test_ctrl_c_ends_it(monkeypatch, trace_file):
+    class Requested:
+        requested = True
+
+    with pytest.raises(command.Stopped):
+        command.run([str(trace_file)], Requested())
+
+
+# -- what it needs -----------------------------------------------------------------------------------------------------
+
+
+def test_neither_torch_nor_megatron_is_imported(trace_file):
+    code = (
+        f"import sys; sys.argv = ['x', {str(trace_file)!r}]\n"
+        "from megatron_hybrid_prefix.cli import replay\nassert replay.main() == 0\n"
+        "assert not {'torch', 'megatron', 'numpy'} & set(sys.modules), 'imported'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def mooncake_like(requests: int) -> Trace:
+    """Prompts of 24 blocks on average; half of their blocks were seen before."""
+    rng = random.Random(1)
+    found: list[list[bytes]] = []
+    for _ in range(requests):
+        shared = rng.choice(found[-300:])[: rng.randrange(24)] if found and rng.random() < 0.8 else []
+        found.append(shared + [rng.randbytes(16) for _ in range(rng.randrange(20, 29) - len(shared))])
+    return Trace(
+        format="mooncake",
+        block_tokens=512,
+        requests=tuple(TraceRequest(keys=keys, prompt_tokens=len(keys) * 512 + 1, timestamp=0) for keys in found),
+    )
+
+
+def steps_of_a_request(requests: int, state_slots: int) -> float:
+    trace = mooncake_like(requests)
+    return steps(lambda: replay(trace, RULE, state_slots=state_slots)) / requests
+
+
+def test_a_request_takes_no_more_steps_in_a_longer_trace_or_beside_more_states():
+    base = steps_of_a_request(300, state_slots=64)
+    assert base <= 24 * 150, "steps for each of a prompt's 24 blocks"
+    assert steps_of_a_request(3000, state_slots=64) <= 1.1 * base
+    # 16 times the slots: the rule has a heap of them.
+    assert steps_of_a_request(3000, state_slots=1024) <= 4 * base
+
+
+# -- a second tier -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("eviction", ["lru", "replay_cost"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_large_host_gives_what_a_large_device_gives(kind, eviction):
+    """States that anybody asked for are never lost then; guesses may be."""
+    trace = made_up(kind, 400, seed=3)
+    host = {"host_pages": 20_000}
+    few = Policy(name="few", eviction=eviction, admission="asked", options=host)
+    many = Policy(name="many", eviction=eviction, admission="asked")
+    with_host = replay(trace, few, state_slots=4)
+    assert with_host.reused_tokens == replay(trace, many, state_slots=20_000).reused_tokens
+    assert with_host.counters["host_loads"] > 0
+
+
+def test_host_options(trace_file, tmp_path):
+    out = tmp_path / "out.json"
+    assert run(trace_file, "--state-slots", "1", "--host-state-slots", "8", "--host-kv-blocks", "8", "--json", out) == 0
+    own, *others = json.loads(out.read_text())["runs"]
+    assert own["policy"]["options"] == {"host_pages": 16, "host_state_share": 0.5}
+    by_name = {run["policy"]["name"]: run["policy"]["options"] for run in others}
+    assert by_name["upstream 0.19"] == {} and by_name["lru"] == own["policy"]["options"]

@@ -1,0 +1,185 @@
+"""Checkpoints: what is loaded is what was saved, in any layout, and half a save is none."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemWriter
+
+from megatron_hybrid_prefix import build_engine
+from megatron_hybrid_prefix.models import build_hybrid_model, get_preset, load_checkpoint, save_checkpoint
+from tests.harness.engine_helpers import greedy, random_tokens, run_to_end
+from tests.harness.workers.checkpoint_layouts import SAVED_SEED
+from tests.harness.workers.launch import run_ranks
+
+
+@pytest.fixture(scope="module")
+def saved(platform):
+    return build_hybrid_model("tiny", seed=SAVED_SEED, platform=platform)
+
+
+@pytest.fixture
+def checkpoint(saved, tmp_path):
+    save_checkpoint(saved, tmp_path / "checkpoint")
+    return tmp_path / "checkpoint"
+
+
+def assert_equal_parameters(model, right):
+    for (name, value), (_, reference) in zip(model.named_parameters(), right.named_parameters(), strict=True):
+        assert torch.equal(value, reference.to(value.dtype)), name
+
+
+def answer(model):
+    engine = build_engine(model, max_sequence_length=512)
+    finished: dict = {}
+    engine.add_request(0, random_tokens(50, seed=4), greedy(6))
+    run_to_end(engine, finished)
+    return finished[0].generated_log_probs
+
+
+def test_another_models_weights_are_replaced_bit_for_bit(saved, checkpoint):
+    other = build_hybrid_model("tiny", seed=2)
+    before = answer(other)  # leaves decode caches of the old weights
+    load_checkpoint(other, checkpoint)
+    assert_equal_parameters(other, saved)
+    assert answer(other) == answer(saved) != before
+
+
+@pytest.mark.parametrize(
+    "changes", [{"activation": "swiglu"}, {"tie_embeddings": True}, {"rotary_base": 10000, "num_query_groups": 2}]
+)
+def test_other_kinds_of_models(platform, tmp_path, changes):
+    saved, other = (build_hybrid_model(get_preset("tiny", **changes), seed=seed) for seed in (1, 2))
+    save_checkpoint(saved, tmp_path / "checkpoint")
+    load_checkpoint(other, tmp_path / "checkpoint")
+    assert_equal_parameters(other, saved)
+
+
+def test_dimensions_that_weights_do_not_depend_on_may_differ(saved, checkpoint):
+    other = build_hybrid_model(get_preset("tiny", max_sequence_length=512, chunk_size=64, dtype="bfloat16"))
+    load_checkpoint(other, checkpoint)
+    assert_equal_parameters(other, saved)
+
+
+def test_the_folder_is_megatrons_format_and_names_the_dimensions(checkpoint):
+    assert {".metadata", "metadata.json", "hybrid_model.json"} <= set(os.listdir(checkpoint))
+    assert json.loads((checkpoint / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+    dimensions = json.loads((checkpoint / "hybrid_model.json").read_text())
+    assert dimensions["layer_pattern"] == "M*-M*-"
+    assert dimensions["mamba_num_groups"] == 4
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)], ids=["tp2", "pp2"])
+def test_one_rank_to_two_and_back(saved, checkpoint, tmp_path, tp, pp):
+    again = tmp_path / "again" / "checkpoint"
+    ranks = run_ranks("checkpoint_layouts.py", tmp_path / "out.json", tp, pp, checkpoint, again)
+    for rank in ranks:
+        assert rank["layers"] == 6 // pp
+        assert rank["unequal"] == []
+        assert rank["again"].startswith("ValueError: ") and "is not empty" in rank["again"]
+        assert rank["missing"].startswith("ValueError: there is no checkpoint at ")
+        # Rank 1 could not write: every rank says so, and nothing is left that looks like a checkpoint.
+        assert rank["failed"] == "OSError: no space left on this rank"
+        assert rank["left"] == ["checkpoint"]
+    other = build_hybrid_model("tiny", seed=3)
+    load_checkpoint(other, again)
+    assert_equal_parameters(other, saved)
+
+
+def test_a_save_that_fails_leaves_nothing(saved, tmp_path, monkeypatch):
+    target = tmp_path / "new" / "checkpoint"
+
+    def fail(*args, **kwargs):
+        assert not target.exists()
+        raise OSError("no space left")
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", fail)
+    with pytest.raises(OSError, match="no space left"):
+        save_checkpoint(saved, target)
+    assert list(target.parent.iterdir()) == []
+
+
+def test_the_folder_appears_whole(saved, tmp_path, monkeypatch):
+    """Nothing is written under the final name: it appears by renaming, when all files are there."""
+    target = tmp_path / "checkpoint"
+    target.mkdir()  # an empty folder may be there already
+    renamed = []
+    rename = type(target).rename
+
+    def watch(self, to):
+        if to == target:
+            assert list(target.iterdir()) == []
+            renamed.append({".metadata", "metadata.json", "hybrid_model.json"} <= set(os.listdir(self)))
+        return rename(self, to)
+
+    monkeypatch.setattr(type(target), "rename", watch)
+    save_checkpoint(saved, target)
+    assert renamed == [True]
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_where_nothing_can_be_saved(saved, checkpoint, tmp_path):
+    for path, message in ((checkpoint, "is not empty"), (checkpoint / "metadata.json", "is a file")):
+        with pytest.raises(ValueError, match=message) as error:
+            save_checkpoint(saved, path)
+        assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="no hybrid_config"):
+        save_checkpoint(torch.nn.Linear(2, 2), tmp_path / "linear")
+    assert not (tmp_path / "linear").exists()
+
+
+def test_what_is_no_checkpoint_changes_nothing(saved, checkpoint, tmp_path):
+    other, untouched = build_hybrid_model("tiny", seed=2), build_hybrid_model("tiny", seed=2)
+    (tmp_path / "empty").mkdir()
+    for path, message in ((tmp_path / "nowhere", "there is no checkpoint"), (tmp_path / "empty", "not a complete")):
+        with pytest.raises(ValueError, match=message) as error:
+            load_checkpoint(other, path)
+        assert "\n" not in str(error.value)
+    (checkpoint / ".metadata").unlink()
+    with pytest.raises(ValueError, match=r"not a complete checkpoint: it has no \.metadata"):
+        load_checkpoint(other, checkpoint)
+    (checkpoint / "hybrid_model.json").write_text("[1")
+    (checkpoint / ".metadata").touch()
+    with pytest.raises(ValueError, match=r"unreadable hybrid_model\.json"):
+        load_checkpoint(other, checkpoint)
+    assert_equal_parameters(other, untouched)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 32}, r"of another model: hidden_size=64 \(the model has 32\)"),
+        ({"layer_pattern": "M*-"}, r"layer_pattern='M\*-M\*-' \(the model has 'M\*-'\)"),
+        ({"activation": "gelu"}, "activation='relu2'"),
+        ({"num_query_groups": 2, "vocab_size": 256}, "vocab_size=512 .*, num_query_groups=4"),
+    ],
+)
+def test_other_dimensions_are_one_clear_line(checkpoint, changes, message):
+    other, untouched = (build_hybrid_model(get_preset("tiny", **changes), seed=2) for _ in range(2))
+    with pytest.raises(ValueError, match=message) as error:
+        load_checkpoint(other, checkpoint)
+    assert "\n" not in str(error.value)
+    assert_equal_parameters(other, untouched)
+
+
+@pytest.mark.parametrize(("pattern", "message"), [("M*-", "Unexpected keys"), ("M*-M*-M", "missing")])
+def test_weights_too_few_or_too_many_are_an_error(checkpoint, tmp_path, pattern, message):
+    """The dimensions file claims what the tensors do not hold."""
+    path = tmp_path / "other"
+    save_checkpoint(build_hybrid_model(get_preset("tiny", layer_pattern=pattern)), path)
+    (path / "hybrid_model.json").write_text((checkpoint / "hybrid_model.json").read_text())
+    with pytest.raises(ValueError, match=f"cannot be loaded: .*{message}") as error:
+        load_checkpoint(build_hybrid_model("tiny"), path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_damaged_file_is_one_clear_line(checkpoint):
+    data = next(checkpoint.glob("*.distcp"))
+    os.truncate(data, data.stat().st_size // 2)
+    with pytest.raises(ValueError, match="cannot be loaded") as error:
+        load_checkpoint(build_hybrid_model("tiny", seed=2), checkpoint)
+    assert "\n" not in str(error.value)

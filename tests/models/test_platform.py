@@ -1,0 +1,225 @@
+"""What `ensure_platform` replaces, that it checks it, and that it can be undone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+from megatron_hybrid_prefix.errors import PlatformError, UpstreamDriftError
+from megatron_hybrid_prefix.platform import active_rebindings, ensure_platform, patches
+from megatron_hybrid_prefix.upstream.rebinding import Applied, Placeholder, Rebinding, apply
+from tests.harness.limits import HANG_S
+
+on_host = pytest.mark.skipif(torch.cuda.is_available(), reason="the host platform")
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` in a fresh interpreter."""
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, env=os.environ | environment
+    )
+
+
+def test_importing_the_package_changes_nothing_and_does_not_import_megatron():
+    code = """
+import sys, torch
+before = {name: getattr(torch.cuda, name) for name in dir(torch.cuda)}
+factories = (torch.empty, torch.Tensor.cuda, torch.Tensor.pin_memory, torch.nn.Module.cuda)
+import megatron_hybrid_prefix, megatron_hybrid_prefix.platform, megatron_hybrid_prefix.models, megatron_hybrid_prefix.config
+import megatron_hybrid_prefix.tokenizer, megatron_hybrid_prefix.errors
+assert not any(name.split('.')[0] in ('megatron', 'mamba_ssm', 'causal_conv1d') for name in sys.modules)
+assert all(getattr(torch.cuda, name) is value for name, value in before.items())
+assert factories == (torch.empty, torch.Tensor.cuda, torch.Tensor.pin_memory, torch.nn.Module.cuda)
+assert 'selective_scan_cuda' not in sys.modules
+"""
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.slow
+@on_host
+def test_everything_is_put_back_and_can_be_replaced_again():
+    code = """
+import sys, torch
+before = {name: getattr(torch.cuda, name) for name in dir(torch.cuda)}
+from megatron_hybrid_prefix.platform import ensure_platform, undo_platform, shut_down, active_rebindings
+ensure_platform()
+from megatron_hybrid_prefix.models import build_hybrid_model
+listed = active_rebindings()
+assert len(listed) > 40
+assert torch.cuda.current_device is not before['current_device']
+undo_platform()
+assert active_rebindings() == ()
+assert all(getattr(torch.cuda, name) is value for name, value in before.items())
+assert 'selective_scan_cuda' not in sys.modules
+from megatron.core.ssm import mamba_mixer
+assert mamba_mixer.selective_state_update.__module__.startswith('megatron.')
+from megatron.core.inference.contexts import dynamic_context
+assert dynamic_context.torch is torch
+assert ensure_platform().tp == 1
+build_hybrid_model('tiny')
+assert {entry.name for entry in active_rebindings()} == {entry.name for entry in listed}
+shut_down()
+assert not torch.distributed.is_initialized()
+ensure_platform()
+build_hybrid_model('tiny')
+"""
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+
+
+@on_host
+@pytest.mark.parametrize("module", ["megatron.core.ssm.mamba_mixer", "megatron.core.inference.sampling_params"])
+@pytest.mark.slow
+def test_megatron_may_be_imported_first(module):
+    result = run_python(
+        f"import {module}\n"
+        "from megatron_hybrid_prefix.platform import ensure_platform\n"
+        "from megatron_hybrid_prefix.models import build_hybrid_model\n"
+        "ensure_platform(); build_hybrid_model('tiny')"
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@on_host
+def test_the_triton_interpreter_is_not_used(platform):
+    assert "TRITON_INTERPRET" not in os.environ
+    import triton
+
+    assert not triton.knobs.runtime.interpret
+    assert platform.device == torch.device("cpu")
+    assert not torch.cuda.is_available()
+
+
+@on_host
+def test_what_needs_mamba_ssm_says_so(platform):
+    from megatron.core.ssm import mamba_mixer
+
+    for function in (mamba_mixer.mamba_chunk_scan_combined, mamba_mixer.mamba_split_conv1d_scan_combined):
+        with pytest.raises(ImportError, match=r"need mamba-ssm.*megatron-hybrid-prefix\[mamba\]"):
+            function()
+    assert mamba_mixer._check_mamba_sequence_packing_support() == (True, None)
+
+
+@on_host
+def test_every_entry_of_the_table_is_active_and_says_why(platform):
+    entries = patches.HOST_TORCH + patches.HOST_MEGATRON + patches.HOST_ATTENTION + patches.NO_TRANSFORMER_ENGINE
+    entries += patches.MAMBA_PARTS + patches.NO_MAMBA_SSM
+    active = active_rebindings()
+    assert set(entries) <= set(active)
+    assert len({entry.symbol for entry in entries}) == len(entries)
+    for entry in active:
+        assert entry.why.strip()
+        assert "\n" not in entry.why
+
+
+def test_asking_again_gives_the_same_platform_and_another_layout_is_refused(platform):
+    assert ensure_platform() is platform
+    with pytest.raises(PlatformError, match="already running with tp=1 pp=1"):
+        ensure_platform(tp=2)
+    with pytest.raises(ValueError, match="tp=0"):
+        ensure_platform(tp=0)
+
+
+@pytest.mark.slow
+def test_a_layout_that_does_not_fit_the_processes_is_one_line():
+    result = run_python("from megatron_hybrid_prefix.platform import ensure_platform; ensure_platform(tp=2)")
+    assert "tp=2 x pp=1 x ep=1 does not divide the 1 process(es)" in result.stderr.strip().splitlines()[-1]
+
+
+@pytest.fixture
+def upstream(monkeypatch):
+    """A stand-in for an upstream module with one function."""
+    module = types.ModuleType("fake_upstream")
+    module.kernel = lambda x, out: None
+    monkeypatch.setitem(sys.modules, "fake_upstream", module)
+    return module
+
+
+def entry(name="kernel", replacement=None, **fields):
+    return Rebinding(
+        owner="fake_upstream",
+        name=name,
+        make=lambda original: replacement or (lambda x, out: "ours"),
+        why="t",
+        **fields,
+    )
+
+
+def test_a_missing_symbol_is_named_and_nothing_stays_replaced(upstream):
+    original = upstream.kernel
+    applied = Applied()
+    with pytest.raises(UpstreamDriftError, match=r"fake_upstream\.gone: it does not exist"):
+        apply([entry(), entry(name="gone")], applied)
+    assert upstream.kernel is original
+    assert applied.rebindings == []
+
+
+def test_a_missing_module_is_named():
+    with pytest.raises(UpstreamDriftError, match=r"no_such_module_here\.kernel"):
+        apply([Rebinding(owner="no_such_module_here", name="kernel", make=lambda original: None, why="t")], Applied())
+
+
+def test_a_name_that_an_optional_package_brings_may_be_absent(upstream):
+    applied = Applied()
+    apply([entry(name="gone", same_signature=True, may_be_absent=True)], applied)
+    assert upstream.gone(1, 2) == "ours"
+    applied.undo()
+    assert not hasattr(upstream, "gone")
+    upstream.gone = lambda other: None
+    with pytest.raises(UpstreamDriftError, match=r"fake_upstream\.gone: .*\(other\).*\(x, out\)"):
+        apply([entry(name="gone", same_signature=True, may_be_absent=True)], Applied())
+
+
+def test_another_signature_is_named_with_both_parameter_lists(upstream):
+    upstream.kernel = lambda x, out, new_argument: None
+    with pytest.raises(UpstreamDriftError, match=r"fake_upstream\.kernel: .*\(x, out, new_argument\).*\(x, out\)"):
+        apply([entry(same_signature=True)], Applied())
+
+
+def test_a_function_that_may_be_none_is_compared_with_its_definition(upstream):
+    upstream.definition = lambda x, out: None
+    upstream.kernel = None
+    applied = Applied()
+    apply([entry(same_parameters_as="fake_upstream:definition")], applied)
+    assert upstream.kernel(1, 2) == "ours"
+    applied.undo()
+    assert upstream.kernel is None
+    with pytest.raises(UpstreamDriftError, match="fake_upstream:gone does not exist"):
+        apply([entry(same_parameters_as="fake_upstream:gone")], Applied())
+
+
+def test_an_inherited_attribute_is_removed_again_not_pinned(upstream):
+    class Base:
+        def method(self):
+            return "base"
+
+    class Child(Base):
+        pass
+
+    upstream.Child = Child
+    applied = Applied()
+    apply(
+        [Rebinding(owner="fake_upstream:Child", name="method", make=lambda original: lambda self: "ours", why="t")],
+        applied,
+    )
+    assert Child().method() == "ours"
+    applied.undo()
+    assert "method" not in vars(Child)
+    assert Child().method() == "base"
+
+
+def test_a_placeholder_never_hides_a_real_module(upstream):
+    applied = Applied()
+    applied.add_placeholder(Placeholder(name="fake_upstream", package="any", why="t"))
+    assert sys.modules["fake_upstream"] is upstream
+    applied.add_placeholder(Placeholder(name="not_installed_anywhere", package="any", why="t"))
+    assert "not_installed_anywhere" in sys.modules
+    applied.undo()
+    assert "not_installed_anywhere" not in sys.modules
+    assert sys.modules["fake_upstream"] is upstream

@@ -1,0 +1,88 @@
+"""`scripts/bootstrap.sh` where it must answer at once. (A full set-up is what brought this test here.)"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.limits import HANG_S
+
+ROOT = Path(__file__).parents[2]
+BOOTSTRAP = ROOT / "scripts" / "bootstrap.sh"
+READY = ROOT / ".venv" / ".mhp-ready"
+
+
+def run(script: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a script with exactly this environment."""
+    bash = shutil.which("bash")
+    assert bash is not None
+    return subprocess.run([bash, str(script)], env=environment, capture_output=True, text=True, timeout=HANG_S)
+
+
+def copy_of_the_project(folder: Path) -> Path:
+    """What bootstrap.sh reads, without an environment; returns the script."""
+    (folder / "scripts").mkdir()
+    for name in ("scripts/bootstrap.sh", "setup.py", "constraints.txt", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder / name)
+    return folder / "scripts" / "bootstrap.sh"
+
+
+def folder_with_tools(folder: Path) -> str:
+    """A PATH with the usual tools and no Python."""
+    folder.mkdir()
+    for name in (
+        "bash",
+        "cat",
+        "dirname",
+        "ls",
+        "mkdir",
+        "mv",
+        "rm",
+        "sed",
+        "sort",
+        "tail",
+        "uname",
+        "env",
+        "date",
+        "tr",
+    ):
+        found = shutil.which(name)
+        if found:
+            (folder / name).symlink_to(found)
+    return str(folder)
+
+
+@pytest.mark.skipif(
+    not READY.is_file() or Path(sys.prefix).resolve() != (ROOT / ".venv").resolve(),
+    reason="this environment was not made by scripts/bootstrap.sh",
+)
+def test_when_set_up_it_installs_nothing():
+    before = READY.stat().st_mtime_ns
+    result = run(BOOTSTRAP, PATH=os.environ["PATH"], HOME=os.environ.get("HOME", "/"))
+    assert result.returncode == 0, result.stderr
+    assert READY.stat().st_mtime_ns == before and not result.stderr, result.stderr
+    assert Path(result.stdout.strip()).is_file()
+
+
+@pytest.mark.parametrize("python", ["/nonexistent/python", "true"])
+def test_a_python_that_does_not_work_is_one_line(tmp_path, python):
+    script = copy_of_the_project(tmp_path)
+    result = run(script, PATH=os.environ["PATH"], HOME=str(tmp_path), PYTHON=shutil.which(python) or python)
+    assert result.returncode == 2
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+    assert "PYTHON" in result.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_no_python_is_one_line_that_says_what_to_install(tmp_path):
+    script = copy_of_the_project(tmp_path)
+    result = run(script, PATH=folder_with_tools(tmp_path / "bin"), HOME=str(tmp_path))
+    assert result.returncode == 2
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+    assert "3.12" in result.stderr and "install" in result.stderr.lower()
+    assert not (tmp_path / ".venv").exists()

@@ -1,0 +1,900 @@
+"""`tools/serve.py`: the `openai` client, what the cache reports, tenants, errors, load, failures. CPU, `tiny`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+openai = pytest.importorskip("openai")
+uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("prometheus_client")
+pytest.importorskip("starlette")
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools" / "serve.py"
+
+from hypothesis import example, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from megatron_hybrid_prefix import HybridPrefixConfig, build_engine  # noqa: E402
+from megatron_hybrid_prefix.cli import serve  # noqa: E402
+from megatron_hybrid_prefix.console.terminal import InputError  # noqa: E402
+from megatron_hybrid_prefix.metrics import PrefixStats  # noqa: E402
+from megatron_hybrid_prefix.serve.app import make_app  # noqa: E402
+from megatron_hybrid_prefix.serve.chat_template import ChatForm  # noqa: E402
+from megatron_hybrid_prefix.serve.detokenizer import TextStream  # noqa: E402
+from megatron_hybrid_prefix.serve.metrics import Families, add_prefix_metrics  # noqa: E402
+from megatron_hybrid_prefix.tokenizer import ByteTokenizer  # noqa: E402
+from tests.harness.engine_helpers import LOG_PROB_NOISE, kv_budget, state_bytes  # noqa: E402
+from tests.harness.limits import HANG_S, wait_until  # noqa: E402
+from tests.harness.server_process import Endpoint  # noqa: E402
+
+BLOCK = 64
+TOKENIZER = ByteTokenizer(512)
+PROMPT = "The cache holds keys and values in blocks, and a state at some of their ends. " * 4  # 4 blocks and a half
+HIT = len(PROMPT) // BLOCK * BLOCK
+ADMIN = "admin-secret"
+LIMIT_TOKENS = 1024
+
+
+class Server(Endpoint):
+    """A server in a thread of this process, and the engine behind it."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        blocks: int = 256,
+        max_requests: int = 4,
+        slots: int = 64,
+        engine_fields: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self.engine = build_engine(
+            model,
+            HybridPrefixConfig(mamba_gb=slots * state_bytes(model) / 2**30, retention_interval_tokens=0),
+            tokenizer=TOKENIZER,
+            **{"max_sequence_length": LIMIT_TOKENS, "max_requests": max_requests, "max_tokens": LIMIT_TOKENS}
+            | {"block_size_tokens": BLOCK}
+            | kv_budget(model, blocks, block_tokens=BLOCK, max_requests=max_requests)
+            | (engine_fields or {}),
+        )
+        self.app = make_app(
+            self.engine,
+            TOKENIZER,
+            **{"model": "tiny", "vocab_size": 512, "chat": ChatForm(), "admin_token": ADMIN} | options,
+        )
+        self.listener = serve.listen("127.0.0.1", 0)
+        self.port = self.listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._server = uvicorn.Server(uvicorn.Config(self.app, log_level="error", lifespan="on"))
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self.listener]})
+
+    @property
+    def loop(self) -> Any:
+        return self.app.state.backend
+
+    def wait_until_idle(self) -> None:
+        def is_idle() -> bool:
+            found = self.metrics()
+            return not any(found[(f"{name}_requests", ())] for name in ("running", "waiting"))
+
+        wait_until(is_idle, "no request runs or waits")
+        assert self.metrics()[("open_sequences", ())] == 0
+
+    def start(self) -> None:
+        self._thread.start()
+        wait_until(lambda: self._server.started or not self._thread.is_alive(), "the server started")
+        assert self._server.started
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(HANG_S)
+        self.listener.close()
+        assert not self._thread.is_alive() and not self.loop._thread.is_alive()
+
+    def check_drained(self) -> None:
+        """Nothing runs, and nothing that ran holds a block, a slot or an entry. Only where the server has stopped."""
+        engine, context = self.engine, self.engine.context
+        assert not engine.has_unfinished_requests()
+        assert not engine.requests and not self.loop._live and self.loop.open_sequences == 0
+        assert not engine.stop_word_finished_request_ids and not engine.removals.aborting
+        assert context.total_request_count == 0
+        assert context.mamba_metadata.mamba_state_free_slot_count == context.max_requests
+        assert context.kv_block_allocator.total_avail == context.kv_block_allocator.total_count - 1
+        assert context.prefix_cache.inspect.live_requests() == []
+        context.check_integrity()
+
+
+@contextmanager
+def running(model: Any, **options: Any) -> Iterator[Server]:
+    server = Server(model, **options)
+    server.start()
+    try:
+        yield server
+        server.wait_until_idle()
+    finally:
+        server.stop()
+    server.check_drained()
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Any) -> Iterator[Server]:
+    with running(tiny) as server:
+        yield server
+
+
+@pytest.fixture
+def salt(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """So that tests on one server do not hit what others left."""
+    return {"cache_salt": request.node.name}
+
+
+def cached(answer: Any) -> int:
+    return answer.usage.prompt_tokens_details.cached_tokens
+
+
+def complete(client: Any, prompt: Any = PROMPT, *, extra: dict[str, Any] | None = None, **fields: Any) -> Any:
+    fields = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0} | fields
+    return client.completions.create(**fields, extra_body=extra or {})
+
+
+def assert_error(body: Any, *, code: str | None = None) -> None:
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert isinstance(body["error"]["message"], str) and body["error"]["message"]
+    assert isinstance(body["error"]["type"], str)
+    if code is not None:
+        assert body["error"]["code"] == code
+
+
+# --- The openai client, and the cache --------------------------------------------------------------------------------
+
+
+def test_the_second_call_is_cached_and_says_the_same(server, salt):
+    client = server.client()
+    first, second = (complete(client, extra=salt) for _ in range(2))
+    assert (cached(first), cached(second)) == (0, HIT)
+    assert first.choices[0].text == second.choices[0].text
+    assert first.choices[0].finish_reason == "length"
+    assert first.usage.prompt_tokens == len(PROMPT)
+    assert first.usage.completion_tokens == 12
+    assert first.usage.total_tokens == len(PROMPT) + 12
+
+
+def test_the_answer_is_the_engines(server, salt, tiny):
+    """Against an engine without a cache."""
+    from megatron.core.inference.sampling_params import SamplingParams
+
+    from megatron_hybrid_prefix.mcore.runner import run_batch
+
+    engine = build_engine(tiny, tokenizer=TOKENIZER, max_sequence_length=LIMIT_TOKENS)
+    params = SamplingParams(
+        num_tokens_to_generate=12, top_k=1, termination_id=257, return_log_probs=True, skip_prompt_log_probs=True
+    )
+    expected = run_batch(engine, [TOKENIZER.tokenize(PROMPT)], params)[0]
+    for _ in range(2):  # a miss and a hit
+        choice = complete(server.client(), extra=salt, logprobs=0).choices[0]
+        assert choice.text == TOKENIZER.detokenize(expected.generated)
+        assert choice.logprobs.token_logprobs == pytest.approx(expected.log_probs, abs=LOG_PROB_NOISE)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_streamed_text_is_the_unstreamed(server, salt, chat):
+    client = server.client()
+    fields: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 40, "extra_body": salt, "n": 2}
+    if chat:
+        create = client.chat.completions.create
+        fields |= {"messages": [{"role": "user", "content": PROMPT}], "logprobs": True, "top_logprobs": 2}
+    else:
+        create = client.completions.create
+        fields |= {"prompt": [PROMPT, PROMPT[::-1]], "logprobs": 2, "echo": False, "stop": ["A", "="]}
+    whole = create(**fields)
+    texts, notes = [""] * len(whole.choices), [[] for _ in whole.choices]
+    reasons, usages = {}, []
+    for chunk in create(**fields, stream=True, stream_options={"include_usage": True}):
+        usages.append(chunk.usage)
+        for choice in chunk.choices:
+            assert choice.index not in reasons
+            texts[choice.index] += (choice.delta.content or "") if chat else choice.text
+            if choice.logprobs is not None:
+                notes[choice.index] += choice.logprobs.content if chat else choice.logprobs.token_logprobs
+            if choice.finish_reason:
+                reasons[choice.index] = choice.finish_reason
+    assert texts == [choice.message.content if chat else choice.text for choice in whole.choices]
+    assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
+    assert any(texts) and len(texts) == (2 if chat else 4)
+    for streamed, choice in zip(notes, whole.choices, strict=True):
+        values = [note.logprob for note in streamed] if chat else streamed
+        at_once = choice.logprobs
+        assert values == pytest.approx(
+            [note.logprob for note in at_once.content] if chat else at_once.token_logprobs, abs=LOG_PROB_NOISE
+        )
+    assert not any(usages[:-1])
+    assert usages[-1].completion_tokens == whole.usage.completion_tokens
+    assert usages[-1].prompt_tokens_details.cached_tokens > 0
+
+
+def test_salts_share_nothing(server):
+    client = server.client()
+    order = ["x", "y", "x", "y", None, None, "z"]
+    found = [cached(complete(client, extra={} if salt is None else {"cache_salt": f"salts {salt}"})) for salt in order]
+    assert found == [0, 0, HIT, HIT, 0, HIT, 0]
+
+
+def test_tenants_share_nothing_whatever_their_salts(tiny):
+    with running(tiny, keys={"key-a": "a", "key-b": "b", "key-a2": "a"}) as server:
+        found = []
+        for key, salt in (("key-a", "s"), ("key-b", "s"), ("key-a2", "s"), ("key-a", None), ("key-b", None)):
+            found.append(cached(complete(server.client(key), extra={"cache_salt": salt} if salt else {})))
+        # A tenant that knows how the server joins name and salt gains nothing by it.
+        found.append(cached(complete(server.client("key-b"), extra={"cache_salt": '["a", "s"]'})))
+        assert found == [0, 0, HIT, 0, 0, 0]
+        for path, body in (("/v1/completions", {"model": "tiny", "prompt": "x"}), ("/v1/models", None)):
+            for token in (None, "wrong", ""):
+                status, answer = server.send(path, body, token)
+                assert status == 401
+                assert_error(answer, code="invalid_api_key")
+        with pytest.raises(openai.AuthenticationError):
+            complete(server.client("wrong"))
+
+
+def test_reading_and_writing_can_be_switched_off(server, salt):
+    client = server.client()
+    found = [
+        cached(complete(client, extra=salt | more))
+        for more in ({"cache_write": False}, {}, {"cache_read": False}, {"cache_read": True})
+    ]
+    assert found == [0, 0, 0, HIT]
+
+
+def test_breakpoints_of_a_prompt(server, salt):
+    client, shared = server.client(), PROMPT[: 2 * BLOCK]
+    complete(client, shared + "one" * BLOCK, extra=salt | {"cache_breakpoints": [2 * BLOCK]})
+    assert cached(complete(client, shared + "two" * BLOCK, extra=salt)) == 2 * BLOCK
+
+
+@pytest.mark.parametrize("breakpoints, expected", [(None, 3 * BLOCK), ([0], 3 * BLOCK), ([], 0)])
+def test_a_system_prompt_is_shared_at_first_sight(server, salt, breakpoints, expected):
+    system = {"role": "system", "content": "s" * (3 * BLOCK + 10)}
+    extra = salt if breakpoints is None else salt | {"cache_breakpoints": breakpoints}
+
+    def ask(question: str) -> int:
+        answer = server.client().chat.completions.create(
+            model="tiny",
+            messages=[system, {"role": "user", "content": question * 100}],
+            max_tokens=2,
+            temperature=0,
+            extra_body=extra,
+        )
+        return cached(answer)
+
+    assert [ask("a"), ask("b")] == [0, expected]
+
+
+def test_the_next_turn_finds_the_last_one(server, salt):
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": PROMPT}]},
+    ]
+    client = server.client()
+
+    def ask() -> Any:
+        return client.chat.completions.create(
+            model="tiny", messages=messages, max_completion_tokens=8, temperature=0, extra_body=salt, seed=1
+        )
+
+    first = ask()
+    messages += [
+        {"role": "assistant", "content": first.choices[0].message.content},
+        {"role": "user", "content": "Why?"},
+    ]
+    assert cached(ask()) >= first.usage.prompt_tokens // BLOCK * BLOCK - BLOCK > 0
+
+
+def test_echo_ids_and_best_of(server, salt):
+    client = server.client()
+    plain = complete(client, extra=salt).choices[0].text
+    assert complete(client, extra=salt, echo=True).choices[0].text == PROMPT + plain
+    assert complete(client, TOKENIZER.tokenize(PROMPT), extra=salt, n=2, best_of=2).choices[1].text == plain
+    streamed = "".join(chunk.choices[0].text for chunk in complete(client, extra=salt, echo=True, stream=True))
+    assert streamed == PROMPT + plain
+
+
+def test_a_stop_string_ends_the_answer(server, salt):
+    client = server.client()
+    whole = complete(client, extra=salt, max_tokens=60, logprobs=1)
+    text = whole.choices[0].text
+    word = text[len(text) // 2 :][:2]
+    cut = complete(client, extra=salt, max_tokens=60, stop=word, logprobs=1)
+    assert cut.choices[0].text == text[: text.index(word)]
+    assert cut.choices[0].finish_reason == "stop"
+    assert cut.usage.completion_tokens <= whole.usage.completion_tokens
+    notes = cut.choices[0].logprobs
+    assert notes.token_logprobs == pytest.approx(
+        whole.choices[0].logprobs.token_logprobs[: len(notes.tokens)], abs=LOG_PROB_NOISE
+    )
+    assert all(offset < len(cut.choices[0].text) for offset in notes.text_offset)
+
+
+def test_sampling_parameters_arrive(server, salt):
+    client = server.client()
+    greedy = complete(client, extra=salt).choices[0].text
+    for fields in (
+        {"temperature": 1.0, "top_p": 0.0},
+        {"temperature": 1e-9},
+        {"temperature": 1.0, "extra": {"top_k": 1}},
+    ):
+        extra = salt | fields.pop("extra", {})
+        assert complete(client, extra=extra, **fields).choices[0].text == greedy
+    sampled = {complete(client, extra=salt, temperature=2, top_p=0.99, max_tokens=30).choices[0].text for _ in range(4)}
+    assert len(sampled) > 1
+
+
+def test_models(server):
+    client = server.client()
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+# --- Operators -------------------------------------------------------------------------------------------------------
+
+
+def test_metrics(server, salt):
+    before = server.metrics()
+    for _ in range(2):
+        complete(server.client(), extra=salt)
+    after = server.metrics()
+
+    def grown(name: str, **labels: str) -> float:
+        key = (name, tuple(sorted(labels.items())))
+        return after[key] - before.get(key, 0)
+
+    assert grown("prompt_tokens_total") == 2 * len(PROMPT)
+    assert grown("reused_tokens_total", tier="device") == HIT
+    assert grown("time_to_first_token_seconds_count", cache="hit") == 1
+    assert grown("time_to_first_token_seconds_count", cache="miss") == 1
+    assert grown("generated_tokens_total") == 24
+    assert grown("http_requests_total", path="/v1/completions", status="200") == 2
+    stats = server.engine.context.prefix_stats()
+    assert after[("slots", ())] == stats.slots_total == 64
+    assert after[("slots_used", ())] == stats.slots_used > 0
+    assert after[("bytes_used", ())] == stats.slots_used * stats.bytes_budget / stats.slots_total
+    for name in ("lost_tokens_total", "host_loads_total", "host_stores_total", "evictions_total", "kv_evictions_total"):
+        assert any(key[0] == name for key in after), name
+
+
+def test_new_statistics_become_metrics_by_themselves():
+    stats = PrefixStats().as_dict() | {
+        "host_bytes_loaded": 7,
+        "host_slots_used": 3,
+        "lost_tokens_late_load": 5,
+        "reused_tokens_disk": 2,
+        "loads_by_kind": {"kv": 1, "state": 2},
+        "note": "text",
+    }
+    families = Families()
+    add_prefix_metrics(families, stats)
+    samples = {
+        (sample.name, tuple(sample.labels.values())): sample.value for family in families for sample in family.samples
+    }
+    assert samples[("hybrid_prefix_host_bytes_loaded_total", ())] == 7
+    assert samples[("hybrid_prefix_host_slots_used", ())] == 3
+    assert samples[("hybrid_prefix_lost_tokens_total", ("late_load",))] == 5
+    assert samples[("hybrid_prefix_reused_tokens_total", ("disk",))] == 2
+    assert samples[("hybrid_prefix_loads_by_kind_total", ("state",))] == 2
+    assert ("hybrid_prefix_fallbacks_total", ()) not in samples
+
+
+def test_the_cache_can_be_reset_with_the_token(server, salt):
+    client = server.client()
+    complete(client, extra=salt)
+    for token in (None, "wrong"):
+        status, answer = server.send("/admin/reset_cache", b"", token)
+        assert status == 401
+        assert_error(answer)
+    assert cached(complete(client, extra=salt)) == HIT
+    assert server.send("/admin/reset_cache", b"", ADMIN) == (200, {"status": "ok"})
+    assert [cached(complete(client, extra=salt)) for _ in range(2)] == [0, HIT]
+
+
+def test_without_a_token_there_is_no_reset(tiny):
+    with running(tiny, admin_token=None) as server:
+        status, answer = server.send("/admin/reset_cache", b"", "")
+        assert status == 404
+        assert_error(answer)
+        assert server.send("/health")[1]["status"] == "ok"
+
+
+# --- Errors ----------------------------------------------------------------------------------------------------------
+
+COMPLETION = {"model": "tiny", "prompt": "x"}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
+BAD = {
+    "not JSON": (b"{", 400, "invalid_json", None),
+    "not UTF-8": (b'{"model": "\xff"}', 400, "invalid_json", None),
+    "NaN": (b'{"model": "tiny", "prompt": "x", "temperature": NaN}', 400, "invalid_json", None),
+    "too deep": (b'{"a": ' + b"[" * 100_000, 400, "invalid_json", None),
+    "a list": ([1], 400, "invalid_json", None),
+    "nothing": (b"", 400, "invalid_json", None),
+    "no model": ({"prompt": "x"}, 400, "missing_required_parameter", "model"),
+    "other model": (COMPLETION | {"model": "gpt"}, 404, "model_not_found", "model"),
+    "model of another type": (COMPLETION | {"model": 1}, 400, "invalid_type", "model"),
+    "no prompt": ({"model": "tiny"}, 400, "missing_required_parameter", "prompt"),
+    "empty prompt": (COMPLETION | {"prompt": ""}, 400, "invalid_value", "prompt"),
+    "no prompts": (COMPLETION | {"prompt": []}, 400, "invalid_value", "prompt"),
+    "number as prompt": (COMPLETION | {"prompt": 3}, 400, "invalid_type", "prompt"),
+    "mixed prompts": (COMPLETION | {"prompt": ["a", 3]}, 400, "invalid_type", "prompt"),
+    "token too high": (COMPLETION | {"prompt": [5, 512]}, 400, "invalid_value", "prompt"),
+    "negative token": (COMPLETION | {"prompt": [[5, -1]]}, 400, "invalid_value", "prompt"),
+    "half a surrogate pair": (COMPLETION | {"prompt": "\ud800"}, 400, "invalid_value", "prompt"),
+    "unknown field": (COMPLETION | {"colour": "red"}, 400, "unknown_parameter", "colour"),
+    "long prompt": (COMPLETION | {"prompt": "x" * 5000}, 400, "context_length_exceeded", "prompt"),
+    "long answer": (COMPLETION | {"max_tokens": 5000}, 400, "context_length_exceeded", "prompt"),
+    "no tokens": (COMPLETION | {"max_tokens": 0}, 400, "invalid_value", "max_tokens"),
+    "tokens as text": (COMPLETION | {"max_tokens": "9"}, 400, "invalid_type", "max_tokens"),
+    "tokens as boolean": (COMPLETION | {"max_tokens": True}, 400, "invalid_type", "max_tokens"),
+    "temperature": (COMPLETION | {"temperature": 3}, 400, "invalid_value", "temperature"),
+    "huge temperature": (
+        b'{"model": "tiny", "prompt": "x", "temperature": 1e999}',
+        400,
+        "invalid_value",
+        "temperature",
+    ),
+    "top_p": (COMPLETION | {"top_p": -0.1}, 400, "invalid_value", "top_p"),
+    "top_k and top_p": (COMPLETION | {"top_k": 3, "top_p": 0.5}, 400, "unsupported_parameter", "top_k"),
+    "top_k": (COMPLETION | {"top_k": 512}, 400, "invalid_value", "top_k"),
+    "seed": (COMPLETION | {"seed": 3}, 400, "unsupported_parameter", "seed"),
+    "n": (COMPLETION | {"n": 0}, 400, "invalid_value", "n"),
+    "too many": (COMPLETION | {"prompt": ["a"] * 100, "n": 2}, 400, "invalid_value", "n"),
+    "best_of": (COMPLETION | {"n": 1, "best_of": 2}, 400, "unsupported_parameter", "best_of"),
+    "echo with log-probs": (COMPLETION | {"echo": True, "logprobs": 1}, 400, "invalid_value", "logprobs"),
+    "stop": (COMPLETION | {"stop": [1]}, 400, "invalid_type", "stop"),
+    "empty stop": (COMPLETION | {"stop": ["a", ""]}, 400, "invalid_value", "stop"),
+    "penalty": (COMPLETION | {"presence_penalty": 0.5}, 400, "unsupported_parameter", "presence_penalty"),
+    "stream options": (COMPLETION | {"stream_options": {}}, 400, "invalid_value", "stream_options"),
+    "unknown stream option": (
+        COMPLETION | {"stream": True, "stream_options": {"colour": True}},
+        400,
+        "unknown_parameter",
+        "stream_options",
+    ),
+    "many unknown fields": (COMPLETION | dict.fromkeys(map(str, range(9999)), 1), 400, "unknown_parameter", "0"),
+    "salt": (COMPLETION | {"cache_salt": 7}, 400, "invalid_type", "cache_salt"),
+    "empty salt": (COMPLETION | {"cache_salt": ""}, 400, "invalid_value", "cache_salt"),
+    "breakpoints": (COMPLETION | {"cache_breakpoints": [2]}, 400, "invalid_value", "cache_breakpoints"),
+    "breakpoints as text": (COMPLETION | {"cache_breakpoints": "2"}, 400, "invalid_type", "cache_breakpoints"),
+    "no messages": ({"model": "tiny"}, 400, "missing_required_parameter", "messages"),
+    "empty messages": (CHAT | {"messages": []}, 400, "invalid_type", "messages"),
+    "role": (CHAT | {"messages": [{"role": "tool", "content": "x"}]}, 400, "invalid_value", "messages[0].role"),
+    "no content": (CHAT | {"messages": [{"role": "user"}]}, 400, "invalid_type", "messages[0].content"),
+    "no role": (CHAT | {"messages": [{"content": "x"}]}, 400, "invalid_value", "messages[0].role"),
+    "number as message": (CHAT | {"messages": [3]}, 400, "invalid_type", "messages[0]"),
+    "half a surrogate pair in a part": (
+        CHAT | {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]},
+        400,
+        "invalid_value",
+        "messages[0].content",
+    ),
+    "image": (
+        CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        400,
+        "invalid_value",
+        "messages[0].content",
+    ),
+    "tools": (CHAT | {"tools": [{"type": "function"}]}, 400, "unsupported_parameter", "tools"),
+    "a call of a tool": (
+        CHAT | {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
+        400,
+        "unsupported_parameter",
+        "messages[0]",
+    ),
+    "JSON wanted": (
+        CHAT | {"response_format": {"type": "json_object"}},
+        400,
+        "unsupported_parameter",
+        "response_format",
+    ),
+    "two limits": (CHAT | {"max_tokens": 1, "max_completion_tokens": 1}, 400, "invalid_value", "max_tokens"),
+    "top_logprobs alone": (CHAT | {"top_logprobs": 1}, 400, "invalid_value", "top_logprobs"),
+    "message out of range": (CHAT | {"cache_breakpoints": [1]}, 400, "invalid_value", "cache_breakpoints"),
+    "long chat": (
+        CHAT | {"messages": [{"role": "user", "content": "x" * 5000}]},
+        400,
+        "context_length_exceeded",
+        "messages",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_requests(server, name):
+    body, status, code, param = BAD[name]
+    chat = isinstance(body, dict) and (body.keys() & CHAT.keys() - {"model"} or "messages" in (param or ""))
+    path = "/v1/chat/completions" if chat or name == "no messages" else "/v1/completions"
+    found, answer = server.send(path, body)
+    assert found == status, answer
+    assert_error(answer, code=code)
+    assert answer["error"]["param"] == param
+    assert answer["error"]["type"] == "invalid_request_error"
+
+
+def test_fields_that_ask_for_nothing_are_accepted(server, salt):
+    neutral = {
+        "user": "u",
+        "frequency_penalty": 0,
+        "presence_penalty": 0.0,
+        "logit_bias": {},
+        "seed": None,
+        "suffix": "",
+    }
+    assert server.send("/v1/completions", COMPLETION | salt | neutral | {"max_tokens": 1})[0] == 200
+    neutral = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "metadata": {}}
+    assert server.send("/v1/chat/completions", CHAT | salt | neutral | {"max_tokens": 1})[0] == 200
+
+
+def test_other_addresses_and_methods(server):
+    for path, body, status in (("/v2", None, 404), ("/v1/completions", None, 405), ("/health", b"", 405)):
+        found, answer = server.send(path, body)
+        assert found == status
+        assert_error(answer)
+
+
+def test_a_chat_without_a_limit_goes_to_the_end(server, salt):
+    answer = server.client().chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "x" * (LIMIT_TOKENS - 60)}],
+        temperature=0,
+        extra_body=salt | {"ignore_eos": True},
+    )
+    assert answer.usage.total_tokens == LIMIT_TOKENS
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_too_large_a_body(tiny):
+    with running(tiny, body_bytes=10_000) as server:
+        status, answer = server.send("/v1/completions", COMPLETION | {"prompt": "x" * 20_000})
+        assert status == 413
+        assert_error(answer, code="request_too_large")
+
+
+def test_too_many_answers_at_once(tiny):
+    with running(tiny, max_waiting=0) as server:
+        client = server.client()
+        with pytest.raises(openai.BadRequestError):
+            complete(client, n=5)
+        with complete(client, n=4, max_tokens=600, extra={"ignore_eos": True}, stream=True) as stream:
+            next(iter(stream))
+            with pytest.raises(openai.RateLimitError) as caught:
+                complete(client)
+        assert_error({"error": caught.value.body}, code="rate_limit_exceeded")
+        assert caught.value.response.headers["retry-after"]
+        server.wait_until_idle()  # the stream was closed, so its answers were given up
+        assert complete(client).choices[0].text
+
+
+def test_a_step_that_fails_fails_its_requests_and_no_others(tiny, monkeypatch, caplog):
+    with running(tiny) as server:
+        client = server.client()
+        expected = complete(client).choices[0].text
+        real, fail = server.engine.controller._dynamic_step_forward_logits, threading.Event()
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if fail.is_set():
+                raise RuntimeError("injected")
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(server.engine.controller, "_dynamic_step_forward_logits", forward)
+        fail.set()
+        with pytest.raises(openai.InternalServerError) as caught:
+            complete(client)
+        assert_error({"error": caught.value.body}, code="engine_failed")
+        with pytest.raises(openai.APIError, match="injected"):
+            list(complete(client, stream=True))
+        fail.clear()
+        assert "injected" in caplog.text
+        assert complete(client).choices[0].text == expected
+        assert server.send("/health")[1]["engine_failures"] == 2
+
+
+def test_an_engine_that_cannot_go_on_is_unhealthy(tiny, monkeypatch):
+    server = Server(tiny)
+    server.start()
+    try:
+
+        def broken() -> None:
+            raise RuntimeError("injected")
+
+        monkeypatch.setattr(server.engine, "step_modern", broken)
+        monkeypatch.setattr(server.engine, "reset", broken)
+        for status in (500, 503):
+            found, answer = server.send("/v1/completions", COMPLETION)
+            assert found == status
+            assert_error(answer)
+        status, answer = server.send("/health")
+        assert status == 503
+        assert_error(answer)
+        # One that was let in just before gets an answer, too.
+        monkeypatch.setattr(type(server.loop), "problem", None)
+        status, answer = server.send("/v1/completions", COMPLETION)
+        assert status == 500
+        assert_error(answer, code="engine_failed")
+        monkeypatch.undo()
+        assert server.metrics()[("engine_failures", ())] == 1
+    finally:
+        server.stop()
+
+
+# --- Clients that go away, and many of them --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_goes_away_frees_its_place(server, salt, streamed):
+    async def leave() -> None:
+        body = json.dumps(COMPLETION | salt | {"max_tokens": 1000, "ignore_eos": True, "stream": streamed}).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(_post("/v1/completions", body))
+        if streamed:
+            await reader.readuntil(b"data: ")
+        else:
+            while not server.engine.context.total_request_count:
+                await asyncio.sleep(0.001)
+        writer.transport.abort()
+
+    before, steps = server.metrics(), server.engine.context.step_count
+    asyncio.run(asyncio.wait_for(leave(), HANG_S))
+    server.wait_until_idle()
+    assert 0 < server.engine.context.step_count - steps < 900  # of 1000
+    after = server.metrics()
+    key = ("cancelled_requests_total", ())
+    assert after[key] == before[key] + 1
+
+
+def _post(path: str, body: bytes) -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+async def _raw(port: int, path: str, body: bytes, *, send_bytes: int | None = None) -> tuple[int, bytes]:
+    """Status and body of an answer; or send only so many bytes of the request, and go."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(_post(path, body)[:send_bytes])
+        if send_bytes is not None:
+            await writer.drain()
+            return 0, b""
+        head, _, rest = (await reader.read()).partition(b"\r\n\r\n")
+        return int(head.split()[1]), rest
+    finally:
+        writer.transport.abort()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["legacy", "async, in chunks"])
+def test_many_clients_at_once(tiny, mode):
+    """64 at a time, on a server with room for few of them: streams, answers, cancellations, and all kinds of nonsense."""
+    rng = random.Random(0)
+    seen: Counter[str] = Counter()
+    bodies = [name for name in BAD if name != "too deep"]
+
+    async def client(number: int, server: Server, api: Any, strict: Any) -> None:
+        for turn in range(4):
+            kind = rng.choice(["stream", "whole", "chat", "cancel", "timeout", "bad", "half", "long"])
+            fields: dict[str, Any] = {
+                "model": "tiny",
+                "prompt": PROMPT[: rng.randrange(1, len(PROMPT))] + f"{number} {turn}" * rng.randrange(20),
+                "max_tokens": rng.randrange(1, 60),
+                "temperature": rng.choice([0, 1]),
+                "n": rng.choice([1, 1, 2]),
+                "extra_body": {"cache_salt": f"tenant {number % 3}", "ignore_eos": True},
+            }
+            try:
+                if kind == "stream":
+                    chunks = [c async for c in await api.completions.create(**fields, stream=True)]
+                    assert sum(bool(c.choices[0].finish_reason) for c in chunks) == fields["n"]
+                elif kind == "whole":
+                    answer = await strict.completions.create(**fields, logprobs=1)
+                    assert answer.usage.completion_tokens == fields["n"] * fields["max_tokens"]
+                elif kind == "chat":
+                    prompt = fields.pop("prompt")
+                    messages = [{"role": "system", "content": PROMPT}, {"role": "user", "content": prompt}]
+                    answer = await strict.chat.completions.create(messages=messages, **fields, stop=["e", "xyz"])
+                    assert len(answer.choices) == fields["n"]
+                elif kind == "cancel":
+                    async with await api.completions.create(**fields | {"max_tokens": 500}, stream=True) as stream:
+                        async for _ in stream:
+                            break
+                elif kind == "timeout":
+                    call = api.completions.create(**fields | {"max_tokens": 500})
+                    with pytest.raises(asyncio.TimeoutError):
+                        await asyncio.wait_for(call, rng.uniform(0.001, 0.05))
+                elif kind == "bad":
+                    body = BAD[rng.choice(bodies)][0]
+                    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+                    path = rng.choice(["/v1/completions", "/v1/chat/completions"])
+                    status, text = await _raw(server.port, path, data)
+                    assert 400 <= status < 500
+                    assert_error(json.loads(text))
+                elif kind == "half":
+                    body = json.dumps(COMPLETION).encode()
+                    await _raw(server.port, "/v1/completions", body, send_bytes=rng.randrange(20, 100))
+                elif kind == "long":
+                    with pytest.raises((openai.BadRequestError, openai.APIStatusError)) as caught:
+                        await api.completions.create(**fields | {"prompt": "x" * rng.choice([2000, 60_000])})
+                    assert caught.value.status_code in (400, 413)
+                    assert_error({"error": caught.value.body})
+                seen[kind] += 1
+            except openai.RateLimitError as error:
+                assert_error({"error": error.body}, code="rate_limit_exceeded")
+                seen["429"] += 1
+
+    async def load(server: Server) -> None:
+        # The client's own types say that a streamed completion always has a finish_reason; it is null but for the last.
+        api, strict = (
+            openai.AsyncOpenAI(
+                base_url=f"{server.url}/v1",
+                api_key="x",
+                max_retries=0,
+                timeout=HANG_S,
+                _strict_response_validation=check,
+            )
+            for check in (False, True)
+        )
+        async with api, strict:
+            await asyncio.gather(*(client(number, server, api, strict) for number in range(64)))
+
+    fields: dict[str, Any] = {}
+    if mode != "legacy":
+        from megatron.core.inference.config import AsyncScheduleMode
+
+        fields = {"async_sched_mode": AsyncScheduleMode.ASYNC, "enable_chunked_prefill": True, "max_tokens": 256}
+    sizes = {"blocks": 40, "slots": 12, "max_requests": 6, "max_waiting": 30, "body_bytes": 50_000}
+    with running(tiny, **sizes, engine_fields=fields) as server:
+        asyncio.run(asyncio.wait_for(load(server), HANG_S))
+        server.wait_until_idle()
+        status, health = server.send("/health")
+        assert (status, health["engine_failures"]) == (200, 0)
+        stats = server.engine.context.prefix_stats()
+        assert stats.reused_tokens > 0 and stats.evictions + stats.kv_evictions > 0
+        found = server.metrics()
+        assert found[("http_requests_total", (("path", "/v1/completions"), ("status", "200")))] > 0
+        assert not any(name == "http_requests_total" and dict(labels)["status"] >= "500" for name, labels in found)
+        assert complete(server.client(), extra={"cache_salt": "after"}).choices[0].text
+    assert all(seen[kind] for kind in ("stream", "whole", "chat", "cancel", "timeout", "bad", "half", "long")), seen
+
+
+# --- Text, templates, the command ------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None)
+@example(list("a€\ufffd".encode()), ["€", "a€\ufffd"])
+@given(
+    st.lists(st.integers(0, 300), max_size=40) | st.text(max_size=20).map(lambda text: list(text.encode())),
+    st.lists(st.text("ab\ufffd€", min_size=1, max_size=3), max_size=2),
+)
+def test_text_streams_say_what_decoding_at_once_says(tokens, stop):
+    stream = TextStream(TOKENIZER, stop)
+    pieces = []
+    for token in tokens:
+        pieces.append(stream.feed(token, 0.0))
+        if stream.stopped:
+            break
+    pieces.append(stream.finish())
+    whole = TOKENIZER.detokenize(tokens)
+    ends = [(at + len(word), at) for word in stop if (at := whole.find(word)) >= 0]
+    assert "".join(pieces) == whole[: min(ends)[1] if ends else None]
+    assert stream.stopped == bool(ends)
+    notes = stream.notes(last=True)
+    assert len(notes) == len(tokens) or ends
+    assert all(a.offset <= b.offset for a, b in pairwise(notes))
+
+
+def test_text_that_may_begin_a_stop_string_is_held_back():
+    stream = TextStream(TOKENIZER, ["abc"])
+    assert [stream.feed(token) for token in b"xabab"] == ["x", "", "", "ab", ""]
+    assert (stream.feed(ord("c")), stream.stopped, stream.finish()) == ("", True, "")
+    stream = TextStream(TOKENIZER, ["abc"])
+    assert [stream.feed(token) for token in b"ab"] + [stream.finish()] == ["", "", "ab"]
+
+
+def test_a_chat_template():
+    template = (
+        "{% if messages[-1].role == 'system' and messages|length > 1 %}{{ raise_exception('no') }}{% endif %}"
+        "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}</>\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    form = ChatForm(template, {"bos_token": "^"})
+    messages = [{"role": "system", "content": "Be."}, {"role": "user", "content": "Hi"}]
+    text = form.render(messages)
+    assert text == "^<system>Be.</>\n<user>Hi</>\n<assistant>"
+    assert form.ends(messages, TOKENIZER.tokenize(text), TOKENIZER.tokenize) == [
+        len("^<system>Be.</>\n"),
+        len("^<system>Be.</>\n<user>Hi</>\n"),
+    ]
+    with pytest.raises(ValueError, match="no"):
+        form.render(messages[::-1])
+    with pytest.raises(InputError, match="chat template"):
+        ChatForm("{% if %}")
+
+
+@pytest.mark.parametrize(
+    "template, text",
+    [
+        ("{{ messages[0] | tojson }}", '{"role": "user", "content": "<a> & \'b\'"}'),
+        ("{% for m in messages %}{{ m.content }}{% break %}{% endfor %}", "<a> & 'b'"),
+        ("{% generation %}{{ messages[0].role }}{% endgeneration %}", "user"),
+        ("{{ strftime_now('%%') }}{{ tools is none }}{{ documents is none }}", "%TrueTrue"),
+    ],
+)
+def test_a_chat_template_may_use_what_transformers_offers(template, text):
+    assert ChatForm(template).render([{"role": "user", "content": "<a> & 'b'"}]) == text
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ namespace.__init__.__globals__ }}"]
+)
+def test_a_chat_template_cannot_leave_its_sandbox(template):
+    with pytest.raises(ValueError, match="does not take these messages"):
+        ChatForm(template).render([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    "argv, problem",
+    [
+        (["--preset", "nope"], "no preset 'nope'"),
+        (["--tp", "2"], "tp=2"),
+        (["--port", "99999"], "above 65535"),
+        (["--api-keys", "nowhere"], "cannot read nowhere"),
+        (["--max-sequence-length", "99999999"], "--max-sequence-length"),
+        (["--host", "192.0.2.1"], "cannot listen on 192.0.2.1"),
+        (["--tokenizer", "nowhere"], "no tokenizer at nowhere"),
+        (["--chat-template", "nowhere"], "cannot read nowhere"),
+        (["--load", "nowhere"], "there is no folder nowhere"),
+    ],
+)
+def test_bad_options_are_one_line(capsys, argv, problem):
+    assert serve.main(argv) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and problem in lines[0]
+
+
+def test_the_command(tmp_path):
+    """As a person starts it: on any port, asked once, ended with Ctrl-C."""
+    process = subprocess.Popen(
+        [sys.executable, str(TOOL), "--port", "0", "--max-sequence-length", "1024", "--served-model-name", "m"],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        url = next(m.group(1) for line in lines if (m := re.match(r"serving m on (http://\S+)", line)))
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=HANG_S)
+        found = [cached(client.completions.create(model="m", prompt="x" * 600, max_tokens=2)) for _ in range(2)]
+        assert found == [0, 512]
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=HANG_S)
+        assert process.returncode == 0, errors
+        assert "Traceback" not in errors
+    finally:
+        process.kill()
+        process.wait()
