@@ -71,7 +71,8 @@ def run_prepared(
         for path in (*files["outputs"], *files["errors"]):
             Path(path).touch()  # a process may be ended before it opens its own
         job = {"number": number, "script": str(script), "argv": argv, "timeout_s": timeout_s} | files
-        process.stdin.write(json.dumps(job | {"environments": environments}) + "\n")
+        now = environment()  # what a test has set since the process of `prepared` was started
+        process.stdin.write(json.dumps(job | {"environments": [now | own for own in environments]}) + "\n")
         process.stdin.flush()
         answer = {"number": None}
         while answer["number"] != number:  # a test that was given up left its answer
