@@ -22,12 +22,12 @@ from megatron_hybrid_prefix.console.terminal import InputError
 from tests.harness.engine_helpers import LOG_PROB_NOISE
 from tests.harness.limits import HANG_S
 from tests.harness.selection import mostly_slow
+from tests.harness.workers.launch import torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "bench.py"
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 # Nothing here needs a good figure.
 SMALL = {
     "shared_prefix": ("--shared-tokens", 512, "--own-tokens", 300, "--cold-prompts", 2, "--generate", 2),
@@ -624,7 +624,9 @@ def test_help_shows_sizes_and_goes_without_torch(tmp_path: Path) -> None:
 def test_two_ranks_report_once(tmp_path: Path) -> None:
     path = tmp_path / "two.json"
     argv = ["shared_prefix", *map(str, SMALL["shared_prefix"]), "--repeats", "1", "--tp", "2", "--json", str(path)]
-    run = subprocess.run([*TORCHRUN, str(TOOL), *argv], capture_output=True, text=True, env=ENVIRONMENT, timeout=HANG_S)
+    run = subprocess.run(
+        [*torchrun(2), str(TOOL), *argv], capture_output=True, text=True, env=ENVIRONMENT, timeout=HANG_S
+    )
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("platform: ") == run.stdout.count("engine ours: ") == 1 and "tp=2" in run.stdout
     data = json.loads(path.read_text())

@@ -20,12 +20,12 @@ from megatron_hybrid_prefix.console.sessions import least_tokens
 from megatron_hybrid_prefix.tokenizer import common_tokens
 from tests.harness.engine_helpers import LOG_PROB_NOISE
 from tests.harness.limits import HANG_S
+from tests.harness.workers.launch import torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "run_inference.py"
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 CONTEXT = "The cache holds keys and values in blocks, and a recurrent state at some of the block boundaries. " * 12
 
 
@@ -557,7 +557,7 @@ def test_two_ranks_say_what_one_says(tmp_path: Path, capfd: pytest.CaptureFixtur
     prompts = ("hi", CONTEXT, "--num-tokens-to-generate", "8", "--compare", "off,upstream")
     alone = run_json(tmp_path, *prompts)
     path = tmp_path / "two.json"
-    command = [*TORCHRUN, str(TOOL), *prompts, "--tp", "2", "--json", str(path)]
+    command = [*torchrun(2), str(TOOL), *prompts, "--tp", "2", "--json", str(path)]
     run = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=HANG_S)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("platform: ") == 1 and "tp=2" in run.stdout
@@ -571,7 +571,7 @@ def test_two_ranks_say_what_one_says(tmp_path: Path, capfd: pytest.CaptureFixtur
 
 @pytest.mark.multi
 def test_two_ranks_say_what_is_wrong_once(tmp_path: Path) -> None:
-    command = [*TORCHRUN, str(TOOL), "--text-file", str(tmp_path / "absent"), "--tp", "2"]
+    command = [*torchrun(2), str(TOOL), "--text-file", str(tmp_path / "absent"), "--tp", "2"]
     run = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=HANG_S)
     assert run.returncode != 0
     assert run.stderr.count("error: cannot read") == 1

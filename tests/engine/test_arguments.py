@@ -18,7 +18,7 @@ from megatron_hybrid_prefix import HybridPrefixConfig, add_hybrid_prefix_args, h
 from megatron_hybrid_prefix.mcore.entrypoints import arguments
 from tests.harness.engine_helpers import LOG_PROB_NOISE, random_tokens
 from tests.harness.limits import HANG_S
-from tests.harness.workers.launch import WORKERS, run_prepared
+from tests.harness.workers.launch import WORKERS, run_prepared, torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "run_megatron_checkpoint.py"
@@ -233,9 +233,9 @@ def test_an_engine_from_arguments(tiny, megatron_parser):
 
 def run_process(*argv: object, ranks: int = 1) -> subprocess.CompletedProcess[str]:
     """The tool as a user starts it, under torchrun for several ranks."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    launcher = torchrun(ranks) if ranks > 1 else [sys.executable]
     return subprocess.run(
-        [sys.executable, *torchrun, str(TOOL), *map(str, argv)],
+        [*launcher, str(TOOL), *map(str, argv)],
         env=ENVIRONMENT,
         capture_output=True,
         text=True,

@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.harness.workers.launch import torchrun
+
 FOLDER = Path(__file__).parent
 
 
 def run_script(script: str, *arguments: Any, ranks: int = 1, timeout_s: float = 550.0, **env: str) -> str:
     """Run ``tests/gpu/SCRIPT ARGUMENTS...`` (under torchrun on several ranks); returns what it printed."""
-    launcher = [sys.executable]
-    if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launcher = torchrun(ranks) if ranks > 1 else [sys.executable]
     path = os.pathsep.join(filter(None, (str(FOLDER.parents[1]), os.environ.get("PYTHONPATH"))))
     result = subprocess.run(
         [*launcher, str(FOLDER / script), *map(str, arguments)],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.harness.limits import HANG_S, wait_until
-from tests.harness.workers.launch import environment
+from tests.harness.workers.launch import environment, torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 64
@@ -123,13 +122,12 @@ def _rank(pid: int) -> int:
 @contextmanager
 def started(folder: Path, *argv: str, ranks: int = 2, device: str = "cpu") -> Iterator[Server]:
     """A server on so many ranks; ends with what is left of it."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     options = ["--port", "0", "--block-size-tokens", str(BLOCK), "--max-sequence-length", str(LIMIT_TOKENS)]
     options += ["--max-requests", "4", "--max-waiting", "200", "--admin-token", ADMIN, *argv]
     errors = folder / "errors"
     with errors.open("w") as stderr:
         process = subprocess.Popen(
-            [*torchrun, str(ROOT / "tools" / "serve.py"), *options],
+            [*torchrun(ranks), str(ROOT / "tools" / "serve.py"), *options],
             env=environment(device),
             stdout=subprocess.PIPE,
             stderr=stderr,

@@ -27,6 +27,11 @@ def environment(device: str = "cpu") -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": str(THREADS), "PYTHONPATH": path} | hidden
 
 
+def torchrun(ranks: int) -> list[str]:
+    """The beginning of a command that runs a script on ``ranks`` ranks of this host."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+
+
 def free_port() -> int:
     """A port of this host that nobody listens on."""
     with socket.socket() as free:
@@ -112,9 +117,8 @@ def run_torchrun(
     script: str | Path, out: Path, *arguments: Any, ranks: int = 2, timeout_s: float = HANG_S, device: str = "cpu"
 ) -> Any:
     """The same with ``torchrun``, on the host's CPU or GPUs."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     process = subprocess.Popen(
-        [*command, str(WORKERS / script), str(out), *map(str, arguments)],
+        [*torchrun(ranks), str(WORKERS / script), str(out), *map(str, arguments)],
         env=environment(device),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
