@@ -27,7 +27,7 @@ def write_report(data: Mapping[str, Any], folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     plots = {}
     for name, found in data["scenarios"].items():
-        groups = _groups(found["result"])
+        groups = metrics_by_unit(found["result"])
         if groups:
             plots[name] = f"{name}.png"
             write_whole(folder / plots[name], partial(_plot, title=name, groups=groups))
@@ -113,7 +113,7 @@ def _number(value: float | None) -> str:
 # --- Plots -----------------------------------------------------------------------------------------------------------
 
 
-def _groups(result: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
+def metrics_by_unit(result: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
     """Metrics that are drawn, by unit."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for report in (result.get("metrics", {}), result.get("control_plane", {})):

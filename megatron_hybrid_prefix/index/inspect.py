@@ -32,6 +32,10 @@ class Inspector:
         """Ids of the requests that are admitted and not released."""
         return [request_id for request_id, live in self._requests.live.items() if not live.is_loading]
 
+    def loading_requests(self) -> list[int]:
+        """Ids of the requests that hold blocks for a load, and are not admitted yet."""
+        return [request_id for request_id, live in self._requests.live.items() if live.is_loading]
+
     def prefilling(self) -> list[int]:
         """Live requests that have prompt tokens left to plan, and cache what they compute, in the order of admission."""
         live = self._requests.live
@@ -42,7 +46,7 @@ class Inspector:
         return self._requests[request_id].planned_tokens
 
     def block_ids(self, request_id: int) -> tuple[int, ...]:
-        """KV blocks of a live request, front first."""
+        """KV blocks of a live or loading request, front first."""
         return tuple(self._requests[request_id].block_ids)
 
     def sequence_tokens(self, request_id: int) -> int:
@@ -58,6 +62,32 @@ class Inspector:
     def nodes(self) -> Iterator[Node]:
         """All nodes of the prefix tree, in any order."""
         return iter(self._store.tree)
+
+    @property
+    def node_count(self) -> int:
+        """Nodes of the prefix tree."""
+        return len(self._store.tree)
+
+    def nodes_with_state(self) -> Iterator[Node]:
+        """Nodes at whose end a state is kept on the device, in any order."""
+        return (node for node in self._store.tree if node.slot != NO_SLOT)
+
+    def node(self, key: bytes) -> Node | None:
+        """The node with this key, in whichever tiers it is."""
+        return self._store.tree.get(key)
+
+    def evictable(self) -> Iterator[Node]:
+        """Nodes whose KV block nobody holds; the one that is evicted next comes first."""
+        return self._store.blocks.queue()
+
+    def slot_readers(self, slot: int) -> int:
+        """How many admitted requests still have to read the state in a slot; until then its state stays there."""
+        return self._store.slots.pins(slot)
+
+    @property
+    def free_slots(self) -> int:
+        """Checkpoint slots that hold nothing."""
+        return self._store.slots.free_slots
 
     def cached_slot(self, key: bytes) -> int | None:
         """Slot of the state kept at the end of the block with this key, if there is one."""

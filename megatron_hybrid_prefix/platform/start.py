@@ -112,7 +112,7 @@ def ensure_platform(
     use_cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
     if use_cuda and not torch.cuda.is_available():
         raise ValueError("device='cuda' was asked for, but torch finds no CUDA device")
-    attention, mamba, layers = _replace_what_is_missing(use_cuda)
+    attention, mamba, layers = replace_what_is_missing(use_cuda)
     torch_device = _start_distributed(use_cuda, timeout_s)
     world_size = dist.get_world_size()
     if world_size % (tp * pp) or world_size % (ep * pp):
@@ -168,7 +168,7 @@ def shut_down() -> None:
     undo_platform()
 
 
-def _replace_what_is_missing(use_cuda: bool) -> tuple[str, str, str]:
+def replace_what_is_missing(use_cuda: bool) -> tuple[str, str, str]:
     """Apply the tables that this machine needs; returns names of (attention, mamba kernels, layers)."""
     if not use_cuda:
         apply(patches.HOST_TORCH, _applied)

@@ -89,7 +89,7 @@ def test_a_report_says_what_was_measured(measured: dict[str, Any], tmp_path: Pat
 
 
 def test_what_is_drawn(measured: dict[str, Any]) -> None:
-    groups = bench_report._groups(measured["scenarios"]["herd"]["result"])
+    groups = bench_report.metrics_by_unit(measured["scenarios"]["herd"]["result"])
     assert {unit: [one["label"] for one in metrics] for unit, metrics in groups.items()} == {
         "milliseconds": ["first token, ms"],
         "tokens": ["tokens computed"],
@@ -101,7 +101,7 @@ def test_every_scenario_has_something_to_draw_and_a_small_size() -> None:
     for name, kind in SCENARIOS.items():
         assert set(suite.QUICK[name]) <= {field.name for field in kind.sizes()}
         drawn = {one.name: {"median": {"ours": 1.0}} for one in kind(**_sizes(kind)).metrics()}
-        assert bench_report._groups({"metrics": drawn}), name
+        assert bench_report.metrics_by_unit({"metrics": drawn}), name
 
 
 def _sizes(kind: Any) -> dict[str, Any]:

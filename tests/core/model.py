@@ -17,7 +17,7 @@ from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.requests import Admission, LiveRequest, StepPlan
 from megatron_hybrid_prefix.index.tree import NO_BLOCK
 from megatron_hybrid_prefix.policy.boundaries import Reason
-from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotState
+from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers.base import Entry
 from megatron_hybrid_prefix.tiers.units import DEVICE, Kind
 
@@ -70,7 +70,7 @@ class ModelEngine:
         self.blocks: dict[int, Content] = {}
         self.slots: dict[int, Content] = {}
         self.host: dict[tuple[int, ...], Content] = {}  # by pages
-        behind = None if cache._store.host is None else cache._store.host.behind
+        behind = None if cache.inspect.host_tier is None else cache.inspect.host_tier.behind
         self.behind: Any = None if behind is None else behind.tier
         self.written: list[Content] = []  # what went to the tier behind the host; its bytes are the number
         self.bad_loads: set[int] = set()  # loads that brought garbage
@@ -89,8 +89,8 @@ class ModelEngine:
 
     def held_blocks(self) -> set[int]:
         held = {block_id for request in self.requests for block_id in self.table(request)}
-        loading = [live for live in self.cache._requests.live.values() if self.cache.loads.is_loading(live.request_id)]
-        return held.union(*(live.block_ids for live in loading))
+        inspect = self.cache.inspect
+        return held.union(*(inspect.block_ids(request_id) for request_id in inspect.loading_requests()))
 
     def carry_out(self) -> None:
         """The moves between device and host, in their order, as late as they may be: before anything else is written."""
@@ -142,17 +142,23 @@ class ModelEngine:
 
     def on_device(self) -> tuple[set[Content], set[Content]]:
         """KV and states there."""
-        nodes = list(self.cache._store.tree)
+        nodes = list(self.cache.inspect.nodes())
         cached = {self.blocks[node.block_id] for node in nodes if node.block_id != NO_BLOCK}
         return cached, {self.slots[node.slot] for node in nodes if node.slot != NO_SLOT}
 
+    def kept_slots(self) -> set[int]:
+        """Slots whose state can be resumed from."""
+        return {node.slot for node in self.cache.inspect.nodes_with_state()}
+
     def on_host(self, kind: Kind) -> set[Content]:
         """What the entries on the host should hold, by their tags (what they do hold may be garbage)."""
-        tier = self.cache._store.host
+        tier = self.cache.inspect.host_tier
         if tier is None:
             return set()
         self.carry_out()
-        nodes = [n for n in self.cache._store.tree if (n.host_block if kind == Kind.KV else n.host_slot) != NO_BLOCK]
+        nodes = [
+            n for n in self.cache.inspect.nodes() if (n.host_block if kind == Kind.KV else n.host_slot) != NO_BLOCK
+        ]
         return {self.expected[node.key] for node in nodes}
 
     def is_behind(self, kind: Kind) -> set[Content]:
@@ -204,9 +210,9 @@ class ModelEngine:
 
     def forget_lost(self) -> None:
         """States may go with their KV, or with the weights."""
-        published = set(self.cache._store.slots.slots_in(SlotState.PUBLISHED))
-        self.order = [kept for kept in self.order if kept.slot in published]
-        assert {kept.slot for kept in self.order} == published, "a state appeared from nowhere"
+        kept_slots = self.kept_slots()
+        self.order = [kept for kept in self.order if kept.slot in kept_slots]
+        assert {kept.slot for kept in self.order} == kept_slots, "a state appeared from nowhere"
 
     def use(self, slot: int, what: str = "used") -> None:
         kept = next(kept for kept in self.order if kept.slot == slot)
@@ -222,7 +228,7 @@ class ModelEngine:
             salt, history = request.salt, request.history
             held = [(salt, history[:end]) for end in range(0, len(history) + 1, self.block_tokens)]
             spare = [kept for kept in spare if self.slots[kept.slot] not in held]
-        others = [kept for kept in self.order if not kept.spare and not self.cache._store.slots.pins(kept.slot)]
+        others = [kept for kept in self.order if not kept.spare and not self.cache.inspect.slot_readers(kept.slot)]
         return next(iter(spare if guess else spare + others), None)
 
     def oracle_plan(self, request: Request, start: int, end: int) -> tuple[list[tuple[int, Reason]], int]:
@@ -243,7 +249,7 @@ class ModelEngine:
             state = kept.get(contents[position])
             if reason != Reason.INTERVAL and state is not None and state.spare:
                 self.use(state.slot, "confirmed")
-        free, planned, skipped = self.cache._store.slots.free_slots, [], 0
+        free, planned, skipped = self.cache.inspect.free_slots, [], 0
         for reason, position in sorted(wanted):
             present = [self.slots[kept.slot] for kept in self.order]
             if contents[position] in written or contents[position] in present:
@@ -432,7 +438,7 @@ class ModelEngine:
 
     def check_displaced(self, plan: StepPlan, before: dict[int, bool]) -> None:
         """Just the states that should go went; no guess cost a state that was more than one."""
-        left = set(self.cache._store.slots.slots_in(SlotState.PUBLISHED))
+        left = self.kept_slots()
         assert {kept.slot for kept in self.order} == left
         asked_for = sum(checkpoint.reason != Reason.INTERVAL for checkpoint in plan.checkpoints)
         lost = [slot for slot, spare in before.items() if not spare and slot not in left]
@@ -462,10 +468,11 @@ class ModelEngine:
             self.forget_lost()
             self.cache.publish(plan)
             self.expected_reused += 0 if load is None else load.match.resume_tokens
-            if load is not None and self.cache._store.slots.state(load.slot) == SlotState.PUBLISHED:
+            kept_slots = self.kept_slots()
+            if load is not None and load.slot in kept_slots:
                 self.order.append(Kept(load.slot, spare=False))
             for checkpoint in plan.checkpoints:
-                if self.cache._store.slots.state(checkpoint.slot) == SlotState.PUBLISHED:
+                if checkpoint.slot in kept_slots:
                     self.order.append(Kept(checkpoint.slot, checkpoint.reason == Reason.INTERVAL))
         else:
             # What a failed forward leaves behind cannot be gone on from, unless it started from a kept state or zero.
@@ -531,8 +538,8 @@ class ModelEngine:
         self.check()
         self.cache.invalidate()
         assert self.cache.blocks.free_count == self.kv_blocks and self.cache.stats().slots_used == 0
-        if self.cache._store.host is not None:
-            assert self.cache._store.host.entries.free_pages == self.cache._store.host.entries.total_pages
+        if self.cache.inspect.host_tier is not None:
+            assert self.cache.inspect.host_tier.entries.free_pages == self.cache.inspect.host_tier.entries.total_pages
 
     # -- contents ------------------------------------------------------------------------------------------------------
 
@@ -572,8 +579,8 @@ class ModelEngine:
         block_id = self.table(request)[position // self.block_tokens]
         others = [other for other in self.requests if other is not request and block_id in self.table(other)]
         assert not others, f"block {block_id} is written by request {request.request_id}, read by {others}"
-        node = self.cache._store.blocks.node(block_id)
-        assert node is None, f"{node} is written again"
+        keyed = [node for node in self.cache.inspect.nodes() if node.block_id == block_id]
+        assert not keyed, f"{keyed} is written again"
         if content is None:
             content = (request.salt, (*request.history, (request.tokens[position], self.cache.epoch)))
         self.blocks[block_id] = content
@@ -584,7 +591,7 @@ class ModelEngine:
         self.forget_lost()
         self.carry_out()
         self.check_host()
-        for node in self.cache._store.tree:
+        for node in self.cache.inspect.nodes():
             if node.block_id == NO_BLOCK:
                 continue
             salt, history = content = self.blocks[node.block_id]
@@ -602,8 +609,8 @@ class ModelEngine:
 
     def check_host(self) -> None:
         """What is on the host is of its node's depth, and goes on from its parent's, but for what was spoilt on purpose."""
-        tier = self.cache._store.host
-        for node in self.cache._store.tree if tier is not None else ():
+        tier = self.cache.inspect.host_tier
+        for node in self.cache.inspect.nodes() if tier is not None else ():
             content = self.expected.get(node.key)
             for entry in {node.host_block, node.host_slot} - {NO_BLOCK}:
                 assert self.host[tier.entries.pages(entry)] in (content, GARBAGE), node

@@ -45,7 +45,7 @@ def run(model: ModelEngine, prompt: list[int], *, chunk: int = 10**6, release: b
 def states(model: ModelEngine) -> dict[int, list[Reason]]:
     """Depths in blocks at which states are kept, and why."""
     found: dict[int, list[Reason]] = {}
-    for node in model.cache._store.tree:
+    for node in model.cache.inspect.nodes():
         if node.reason is not None:
             found.setdefault(node.depth_blocks, []).append(node.reason)
     return found
@@ -113,7 +113,7 @@ def test_disjoint_prompts_and_other_salts_share_nothing():
 def test_opting_out_of_reading_and_writing():
     model = engine()
     run(model, tokens(1, 2, rest=1), write=False)
-    assert len(model.cache._store.tree) == 0 and model.cache.blocks.free_count == 100
+    assert model.cache.inspect.node_count == 0 and model.cache.blocks.free_count == 100
     run(model, tokens(1, 2, rest=1))
     unread = run(model, tokens(1, 2, 3, rest=1), read=False)
     assert unread.admission.resume_tokens == 0 and states(model) == {2: [Reason.TAIL], 3: [Reason.TAIL]}
@@ -135,9 +135,9 @@ def test_generated_blocks_become_matchable_once_full():
     model = engine()
     request = run(model, tokens(1, rest=2), release=False)
     model.decode(request, [7, 8])  # 6 prompt tokens; 7 is sampled, computed, 8 is sampled
-    assert len(model.cache._store.tree) == 1
+    assert model.cache.inspect.node_count == 1
     model.decode(request, [5, 5, 5])
-    assert len(model.cache._store.tree) == 2, "8 tokens are computed"
+    assert model.cache.inspect.node_count == 2, "8 tokens are computed"
     history = list(request.tokens)
     model.release(request)
     model.check()
@@ -153,7 +153,7 @@ def test_many_generated_tokens(at_once, by_id):
     request = run(model, tokens(1, rest=3), release=False)
     assert model.decode(request, list(range(30)), at_once=at_once, by_id=by_id)
     model.check()
-    assert len(model.cache._store.tree) == (7 + 29) // BLOCK
+    assert model.cache.inspect.node_count == (7 + 29) // BLOCK
     model.release(request)
     model.drain()
 
@@ -193,7 +193,7 @@ def test_a_failed_first_forward_can_be_tried_again_from_the_same_state():
         model.settle(plan, request, succeeds=False)
         model.check()
     model.settle(model.plan(request, 100), request, succeeds=True)
-    assert model.cache._store.slots.pins(0) == 0
+    assert model.cache.inspect.slot_readers(0) == 0
 
 
 def test_what_follows_a_failed_chunk_is_not_published():
@@ -207,7 +207,7 @@ def test_what_follows_a_failed_chunk_is_not_published():
     with pytest.raises(ValueError, match="next is 12"):
         model.cache.plan(request.request_id, 0, 4)
     model.cache.publish(second)  # its forward ran, on what the failed one left
-    assert len(model.cache._store.tree) == 0 and model.cache.stats().slots_used == 0
+    assert model.cache.inspect.node_count == 0 and model.cache.stats().slots_used == 0
     model.cache.check_integrity()
     assert model.cache.plan(request.request_id, 0, 4).start_tokens == 0
 
@@ -223,7 +223,7 @@ def test_an_abort_in_flight_waits_for_the_forward():
     assert model.admit(tokens(7)) is None
     model.settle(plan, request, succeeds=True)
     model.check()
-    assert model.cache.blocks.available_count == 4 and model.cache._store.slots.pins(0) == 0
+    assert model.cache.blocks.available_count == 4 and model.cache.inspect.slot_readers(0) == 0
     assert model.cache.match(model.cache.chain(tokens(1, 2, 3, rest=1))).kv_depth_blocks == 3
 
 
@@ -427,7 +427,7 @@ def test_new_weights_match_nothing_old_and_running_requests_cache_nothing_more()
     assert last.checkpoints == ()
     model.settle(last, running, succeeds=True)
     model.decode(running, [1] * 9)
-    assert len(model.cache._store.tree) == 0 and model.cache.stats().slots_used == 0
+    assert model.cache.inspect.node_count == 0 and model.cache.stats().slots_used == 0
     assert run(model, tokens(1, 2, 3, 4, rest=2)).admission.resume_tokens == 0
     assert run(model, tokens(1, 2, 3, 4, rest=2)).admission.resume_tokens == 16
     model.drain()
@@ -469,7 +469,7 @@ def test_keys_of_other_weights_neither_read_nor_write():
         assert admission.resume_tokens == resume
         cache.publish(cache.plan(1, resume, 5))
         cache.release(1)
-        assert len(cache._store.tree) == 1
+        assert cache.inspect.node_count == 1
     cache.reset()
     cache.admit(1, cache.match(KeyChain([b"a"], 5, epoch=1)))
     assert cache.plan(1, 0, 5).checkpoints == ()
@@ -486,7 +486,7 @@ def test_back_to_an_epoch_of_before():
     assert len(new_plan.checkpoints) == 1
     model.settle(old_plan, old, succeeds=True)
     model.cache.check_integrity()
-    assert len(model.cache._store.tree) == 0
+    assert model.cache.inspect.node_count == 0
     model.settle(new_plan, new, succeeds=True)
     assert states(model) == {1: [Reason.TAIL]}
 
@@ -523,7 +523,11 @@ def test_blocks_by_id():
     assert cache.admit(1, cache.match(cache.chain(tokens(1, rest=1)))).block_ids == (0, 1)
     assert cache.blocks.allocate(4) is None and cache.blocks.allocate(0) == []
     loose = cache.blocks.allocate(3)
-    assert loose == [2, 3, 4] and cache.blocks.available_count == 0 and cache._store.blocks.ref_count(2) == 1
+    assert (
+        loose == [2, 3, 4]
+        and cache.blocks.available_count == 0
+        and memoryview(cache.blocks.ref_counts()).cast("i")[2] == 1
+    )
     cache.blocks.attach(1, loose[:2])
     cache.check_integrity()
     assert cache.inspect.block_ids(1) == (0, 1, 2, 3)
@@ -613,9 +617,9 @@ def test_a_trace_of_keys_needs_no_tokens():
         lambda cache: cache._store.checkpoints.eviction.clear(),
         lambda cache: cache.blocks._unattached.add(7),
         lambda cache: cache._planner.writing.clear(),
-        lambda cache: setattr(next(iter(cache._store.tree)), "slot", 5),
-        lambda cache: setattr(next(iter(cache._store.tree)), "children", 0),
-        lambda cache: setattr(next(iter(cache._store.tree)), "depth_blocks", 2),
+        lambda cache: setattr(next(cache.inspect.nodes()), "slot", 5),
+        lambda cache: setattr(next(cache.inspect.nodes()), "children", 0),
+        lambda cache: setattr(next(cache.inspect.nodes()), "depth_blocks", 2),
         lambda cache: setattr(cache._requests.live[1], "computed_tokens", 99),
         lambda cache: setattr(cache._store.tree, "epoch", 1),
     ],

@@ -40,7 +40,7 @@ class Generating:
 
     def depths(self) -> list[int]:
         """Blocks at whose ends a state is kept."""
-        return sorted(node.depth_blocks for node in self.cache._store.tree if node.slot != -1)
+        return sorted(node.depth_blocks for node in self.cache.inspect.nodes_with_state())
 
     def resume(self, blocks: int) -> int:
         """Another prompt, of the first ``blocks`` blocks and one token; the tokens it skips."""

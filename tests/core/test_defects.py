@@ -9,6 +9,7 @@ import pytest
 
 import megatron_hybrid_prefix.index.matcher as matcher_module
 from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.index.blocks import KVBlocks
 from tests.core.model import ModelEngine
 from tests.core.test_cache import run, states
 
@@ -67,7 +68,7 @@ def test_6_no_evictable_slot_is_no_error_and_leaks_nothing():
     model.check()
     for plan, request in zip(plans, requests, strict=True):
         model.settle(plan, request, succeeds=False)
-    assert model.cache._store.slots.free_slots == 2
+    assert model.cache.inspect.free_slots == 2
 
 
 def test_7_a_full_pool_of_evictable_blocks_is_room():
@@ -83,10 +84,10 @@ def test_8_a_block_is_registered_once_whatever_the_chunks():
     model = engine(kv_blocks=20)
     for chunk in (300, 300, 77):
         run(model, list(range(900)), chunk=chunk)
-        assert len(model.cache._store.tree) == 3
-        assert [node.children for node in model.cache._store.tree] == [1, 1, 0]
+        assert model.cache.inspect.node_count == 3
+        assert [node.children for node in model.cache.inspect.nodes()] == [1, 1, 0]
     assert model.cache.blocks.allocate(20) is not None, "all of it can be evicted"
-    assert len(model.cache._store.tree) == 0
+    assert model.cache.inspect.node_count == 0
     model.check()
 
 
@@ -96,12 +97,12 @@ def test_10_a_refused_admission_takes_nothing(shared):
     run(model, list(range(3 * B)))
     holder = model.admit([7] * (2 * B))
     prompt = (list(range(3 * B)) if shared else []) + [8] * (5 * B)
-    queue = list(model.cache._store.blocks.queue())
-    pins = [model.cache._store.slots.pins(slot) for slot in range(50)]
+    queue = list(model.cache.inspect.evictable())
+    pins = [model.cache.inspect.slot_readers(slot) for slot in range(50)]
     assert model.admit(prompt) is None
     model.check()
-    assert list(model.cache._store.blocks.queue()) == queue, "not even its place in the order of eviction"
-    assert [model.cache._store.slots.pins(slot) for slot in range(50)] == pins == [0] * 50
+    assert list(model.cache.inspect.evictable()) == queue, "not even its place in the order of eviction"
+    assert [model.cache.inspect.slot_readers(slot) for slot in range(50)] == pins == [0] * 50
     assert model.cache.stats().kv_evictions == 0 and not model.cache.inspect.is_live(model.next_id - 1)
     model.release(holder)
     model.drain()
@@ -123,9 +124,9 @@ def test_17_a_state_is_pinned_only_until_it_was_read():
     run(model, list(range(2 * B + 1)))
     request = model.admit(list(range(2 * B)) + [5] * 600, write=False)
     first = model.plan(request, 100)
-    assert model.cache._store.slots.pins(0) == 1
+    assert model.cache.inspect.slot_readers(0) == 1
     model.settle(first, request, succeeds=True)
-    assert model.cache._store.slots.pins(0) == 0, "its blocks are still held"
+    assert model.cache.inspect.slot_readers(0) == 0, "its blocks are still held"
     run(model, [9] * (B + 1))
     assert model.cache.stats().evictions == 1 and model.cache.stats().checkpoints_skipped == 0
     model.check()
@@ -154,8 +155,8 @@ def test_20_evicting_looks_at_no_more_than_it_evicts(monkeypatch):
     model = engine(kv_blocks=200, block_tokens=1)
     run(model, list(range(200)))
     looked = []
-    real = type(model.cache._store.blocks).oldest
-    monkeypatch.setattr(type(model.cache._store.blocks), "oldest", lambda self: looked.append(1) or real(self))
+    real = KVBlocks.oldest
+    monkeypatch.setattr(KVBlocks, "oldest", lambda self: looked.append(1) or real(self))
     assert model.cache.blocks.allocate(7) is not None
     assert len(looked) == 7
 

@@ -16,7 +16,6 @@ from megatron_hybrid_prefix.policy.boundaries import Reason
 from megatron_hybrid_prefix.policy.likelihood import Likelihood
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy
 from megatron_hybrid_prefix.policy.replay_cost import ReplayCostEviction
-from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from tests.core.naive_replay_cost import NaiveReplayCost
 from tests.harness.selection import mostly_slow
 from tests.harness.trace_helpers import KINDS, made_up, token_prompts
@@ -246,7 +245,7 @@ def test_the_cache_stays_whole_under_pressure(seed):
         cache.check_integrity()
     stats = cache.stats()
     assert stats.evictions > 20 and stats.kv_evictions > 20 and stats.reused_tokens > 0
-    ranked = {node for node in cache._store.tree if node.slot != NO_SLOT}
+    ranked = set(cache.inspect.nodes_with_state())
     assert set(cache._store.checkpoints.eviction) == ranked
 
 

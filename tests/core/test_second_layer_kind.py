@@ -15,7 +15,7 @@ import torch
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.pool.device import StatePool
-from megatron_hybrid_prefix.pool.slots import SlotPool, SlotState
+from megatron_hybrid_prefix.pool.slots import SlotPool
 from tests.core.delta_rule import HIDDEN, LAYOUT, RECURRENT_LAYERS, VOCABULARY, DeltaHybrid
 
 BLOCK = 4
@@ -165,7 +165,7 @@ class Oracle:
 
     def check_slots(self, engine: TinyEngine) -> None:
         """Every published state is bit-equal to the one of its tokens."""
-        for slot in engine.cache._store.slots.slots_in(SlotState.PUBLISHED):
+        for slot in sorted(node.slot for node in engine.cache.inspect.nodes_with_state()):
             for layer, right in zip(engine.state(slot), self.state(engine.content[slot]), strict=True):
                 for tensor, expected in zip(layer, right, strict=True):
                     assert torch.equal(tensor, expected)

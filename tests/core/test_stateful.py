@@ -263,13 +263,13 @@ def run_seed(seed: int, steps: int, behind: list[str] | None = None) -> None:
         block_tokens=block_tokens,
         kv_blocks=kv_blocks,
         state_slots=state_slots,
-        first_state_slot=rng.choice([0, 4]),
+        first_state_slot=(first_state_slot := rng.choice([0, 4])),
         min_computed_tokens=rng.choice([1, 1, 2]),
         eviction_policy="lru",
         retention_interval_tokens=None if interval_blocks is None else interval_blocks * block_tokens,
         **host,
     )
-    engine = ModelEngine(cache, kv_blocks, cache._store.slots.first_slot)
+    engine = ModelEngine(cache, kv_blocks, first_state_slot)
     known: list[list[int]] = [[]]
     waiting: list[Request] = []
     for _ in range(steps):

@@ -79,7 +79,7 @@ def test_a_checkpoint_is_the_live_state_at_its_boundary_and_is_what_a_hit_reads(
     engine.add_request(0, prompt, greedy(2))
     run_to_end(engine, finished, steps=1)  # the prefill, whose last token ends a block
     live = int(context.mamba_metadata.request_to_mamba_state_idx[0])
-    tail = max((node for node in context.prefix_cache._store.tree if node.slot != -1), key=lambda n: n.depth_blocks)
+    tail = max(context.prefix_cache.inspect.nodes_with_state(), key=lambda n: n.depth_blocks)
     tensors = context.state_pool.tensors
     assert tail.depth_blocks == 3
     for tensor in tensors.values():

@@ -35,7 +35,7 @@ def computed(served: Served, prompt: list[int], **attributes: Any) -> int:
 
 def kept(served: Served) -> list[tuple[int, Reason]]:
     """Depths in blocks of all kept states, and why they are kept."""
-    nodes = (node for node in served.cache._store.tree if node.reason is not None)
+    nodes = (node for node in served.cache.inspect.nodes() if node.reason is not None)
     return sorted((node.depth_blocks, node.reason) for node in nodes)
 
 
@@ -175,7 +175,7 @@ def test_what_is_no_sequence_of_ints_is_refused_and_nothing_stays_behind(model, 
     engine = served.engine
     assert list(engine.requests) == [running] and not engine.waiting_request_ids
     assert served.context.known_requests <= 1
-    served._next_id = 1
+    served.next_id = 1
     assert served.add(tokens(2, 20, seed=2), cache_breakpoints=None) == 2  # the id can be had
     served.run()
     served.check()

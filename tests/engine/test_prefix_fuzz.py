@@ -185,7 +185,7 @@ def _check(traffic: Traffic, reference: NaiveHybridModel) -> None:
     assert cache.blocks.available_count == context.kv_block_allocator.total_count - 1
     assert context.mamba_metadata.mamba_state_free_slot_count == context.max_requests
     stats = cache.stats()
-    assert stats.slots_used == sum(node.slot != -1 for node in cache._store.tree) <= stats.slots_total
+    assert stats.slots_used == len(list(cache.inspect.nodes_with_state())) <= stats.slots_total
     if not stats.slots_total:
         assert stats.reused_tokens == 0
 

@@ -206,7 +206,7 @@ def test_a_working_set_four_times_the_device(model, write_through):
 def spoil(served: Served, prompt: list[int], what: Kind) -> None:
     """One bit of an entry on the host is wrong."""
     arena, tier = served.context.host_moves.arena, served.cache.inspect.host_tier
-    node = served.cache._store.tree.get(served.cache.chain(prompt).keys[-1])
+    node = served.cache.inspect.node(served.cache.chain(prompt).keys[-1])
     entry = node.host_block if what == Kind.KV else node.host_slot
     arena.memory[tier.entries.pages(entry)[0] * arena.page_bytes + 17] ^= 4
 
@@ -236,7 +236,7 @@ def test_a_fault_costs_time_only(model, mode, chunk, fault, caplog, monkeypatch)
     elif fault == "state bit":
         spoil(served, prompt, Kind.STATE)
     elif fault == "tag":
-        node = served.cache._store.tree.get(served.cache.chain(prompt).keys[-1])
+        node = served.cache.inspect.node(served.cache.chain(prompt).keys[-1])
         page = served.cache.inspect.host_tier.entries.pages(node.host_slot)[0]
         arena._tags[page] = arenas.Tag(kind=Kind.STATE, key=node.key, depth_tokens=3 * BLOCK, epoch=0)
     elif fault == "load raises":
@@ -253,7 +253,7 @@ def test_a_fault_costs_time_only(model, mode, chunk, fault, caplog, monkeypatch)
     assert served.finished[hit].num_cached_tokens == 0
     served.check()
     served.check_drained()
-    node = served.cache._store.tree.get(served.cache.chain(prompt).keys[-1])
+    node = served.cache.inspect.node(served.cache.chain(prompt).keys[-1])
     assert node is not None and node.host_slot == NO_SLOT  # not used again
     assert running in served.finished
     served.send(prompt)
@@ -304,7 +304,7 @@ def test_without_host_memory_there_is_nothing(model, monkeypatch):
     assert served.context.host_moves is None and served.cache.inspect.host_tier is None
     served.send(tokens(4, 9, seed=1))
     push_out(served)
-    assert all(node.host_block == NO_BLOCK and node.host_slot == NO_SLOT for node in served.cache._store.tree)
+    assert all(node.host_block == NO_BLOCK and node.host_slot == NO_SLOT for node in served.cache.inspect.nodes())
 
 
 # -- preemption --------------------------------------------------------------------------------------------------------

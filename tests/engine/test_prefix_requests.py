@@ -186,10 +186,10 @@ def test_ids_may_come_again(model, mode):
         served.step(3)
         assert served.engine.abort_request(number)
         assert served.step() == [number]
-        served._next_id -= 1
+        served.next_id -= 1
         assert served.send(tokens(1, 21, seed=2), count=6).request_id == number
         served.check()
-        served._next_id -= 1
+        served.next_id -= 1
     served.check_drained()
 
 

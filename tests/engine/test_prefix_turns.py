@@ -46,9 +46,7 @@ class Chat:
         truth = {}
         before = served.context.prefix_stats().computed_prompt_tokens
         if self.plain is not None:
-            truth[served._next_id + 1] = self.history + list(
-                self.plain.send(self.history, count=count).generated_tokens
-            )
+            truth[served.next_id + 1] = self.history + list(self.plain.send(self.history, count=count).generated_tokens)
         with forced_drafts(served.engine, truth, self.drafts) if self.drafts else nullcontext():
             request = served.send(self.history, count=count)
         self.computed.append(served.context.prefix_stats().computed_prompt_tokens - before)
@@ -58,7 +56,7 @@ class Chat:
 
 def decoded_states(served) -> int:
     """Kept states that were reached in decode."""
-    return sum(node.slot != -1 and node.reason == Reason.DECODE for node in served.cache._store.tree)
+    return sum(node.reason == Reason.DECODE for node in served.cache.inspect.nodes_with_state())
 
 
 @pytest.mark.slow
@@ -136,7 +134,6 @@ def test_the_two_latest_states_of_an_answer_are_kept_and_one_that_was_used(model
     answer = tokens(0, 30, seed=1) + list(served.finished[number].generated_tokens)
     # Another request goes on from the fifth block's end while a longer answer is generated: that state stays.
     long = served.add(answer[: 5 * BLOCK + 1], 4 * BLOCK)
-    assert served.cache._store.tree is not None
     served.run()
     request = served.finished[long]
     assert request.num_cached_tokens == 5 * BLOCK

@@ -46,7 +46,7 @@ def test_a_wrong_cache_is_noticed(tiny, part, caplog):
     engine = build_engine(tiny, prefix, max_sequence_length=1024)
     send_sharing(engine, 0)
     context = engine.context
-    (node,) = (node for node in context.prefix_cache._store.tree if node.slot != -1)
+    (node,) = context.prefix_cache.inspect.nodes_with_state()
     if part == "kv":
         context.memory_buffer[:, :, node.block_id] *= 1.1
     else:

@@ -98,13 +98,13 @@ class Traffic:
             self.engine = build_engine(model, prefix, tokenizer=tokenizer, **fields)
         self.context = self.engine.context
         self.finished: dict[int, Any] = {}
-        self._asked: dict[int, Any] = {}
+        self.asked: dict[int, Any] = {}
 
     def add(self, prompt: list[int], count: int = 4, **params: Any) -> int:
         """A greedy request for log-probs of prompt and answer; ``params`` are fields of its sampling parameters."""
-        number = len(self._asked) + 1
+        number = len(self.asked) + 1
         params = {"skip_prompt_log_probs": False} | params
-        self._asked[number] = greedy(count, **params)
+        self.asked[number] = greedy(count, **params)
         self.engine.add_request(number, prompt, greedy(count, **params))
         return number
 
@@ -118,9 +118,9 @@ class Traffic:
         Raises:
             WrongLogProb: One was not.
         """
-        assert set(self.finished) == set(self._asked)
+        assert set(self.finished) == set(self.asked)
         for number, request in self.finished.items():
-            problems = wrong(reference, request, self._asked[number])
+            problems = wrong(reference, request, self.asked[number])
             if problems:
                 raise WrongLogProb(f"request {number} of {len(request.prompt_tokens)} tokens: {problems[:4]}")
 
@@ -322,7 +322,7 @@ def test_a_model_of_attention_alone(platform, mode):
     assert traffic.engine.abort_request(aborted)
     traffic.run()
     assert traffic.finished.pop(aborted).generated_tokens == []
-    del traffic._asked[aborted]
+    del traffic.asked[aborted]
     traffic.check(Reference(model))
     allocator = traffic.context.kv_block_allocator
     assert allocator.total_avail == allocator.total_count - 1
@@ -334,7 +334,7 @@ def test_only_a_chunks_end_depends_on_the_token_that_follows_it(tiny, reference,
     traffic = Traffic(tiny, "on", max_tokens=64)
     traffic.add(prompt(0, 200), top_n_logprobs=3)
     traffic.run()
-    problems = wrong(reference, traffic.finished[1], traffic._asked[1])
+    problems = wrong(reference, traffic.finished[1], traffic.asked[1])
     assert [problem.split(":")[0] for problem in problems] == ["position 63", "position 127", "position 191"]
 
 

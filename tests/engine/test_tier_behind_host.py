@@ -67,7 +67,7 @@ def push_out(served: Served, prompt: list[int], seed: int = 900) -> None:
     """Other prompts, until nothing of the prompt is left on the device or on the host."""
     keys = served.cache.chain(prompt).keys
     for number in range(30):
-        if all(served.cache._store.tree.get(key) is None for key in keys):
+        if all(served.cache.inspect.node(key) is None for key in keys):
             return
         served.send(tokens(6, 7, seed=seed + number), count=1)
     raise AssertionError("the host is not small enough")

@@ -72,7 +72,7 @@ class Served:
         self.caching = prefix is not None
         self.finished: dict[int, Any] = {}
         self.records: dict[int, Any] = {}
-        self._next_id = 0
+        self.next_id = 0
 
     @property
     def cache(self) -> Any:
@@ -86,11 +86,11 @@ class Served:
 
     def add(self, prompt: list[int], count: int = 4, *, params: dict[str, Any] | None = None, **attributes: Any) -> int:
         """Put a greedy request of ``count`` tokens into the queue; ``attributes`` go onto its sampling parameters."""
-        self._next_id += 1
+        self.next_id += 1
         sampling = greedy(count, **(params or {}))
         sampling.add_attributes(attributes)
-        self.engine.add_request(self._next_id, prompt, sampling)
-        return self._next_id
+        self.engine.add_request(self.next_id, prompt, sampling)
+        return self.next_id
 
     def step(self, count: int = 1) -> list[int]:
         """So many steps; returns the ids of requests that finished in them."""
@@ -150,7 +150,7 @@ class Served:
     @property
     def kept_states(self) -> int:
         """Checkpoints that can be resumed from."""
-        return sum(node.slot != -1 for node in self.cache._store.tree)
+        return len(list(self.cache.inspect.nodes_with_state()))
 
     @property
     def held_blocks(self) -> int:

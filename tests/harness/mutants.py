@@ -17,7 +17,7 @@ def mutated_resume(engine: Any, mutant: str | None) -> Iterator[None]:
     """
     context = engine.context
     original = context.initialize_attention_state
-    deepest = max((node for node in context.prefix_cache._store.tree if node.slot != -1), key=lambda n: n.depth_blocks)
+    deepest = max(context.prefix_cache.inspect.nodes_with_state(), key=lambda n: n.depth_blocks)
     others = {name: tensor[:, deepest.slot].clone() for name, tensor in context.state_pool.tensors.items()}
 
     def damaging(**kwargs: Any) -> Any:

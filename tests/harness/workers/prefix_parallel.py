@@ -119,7 +119,7 @@ class Session:
     def present(self):
         """What all ranks must have alike. (Keys are of each process's own secret.)"""
         context = self.engine.context
-        cache, nodes = context.prefix_cache, context.prefix_cache._store.tree
+        cache, nodes = context.prefix_cache, list(context.prefix_cache.inspect.nodes())
         rows = slice(0, context.total_request_count)
         return {
             "requests": context.request_ids[rows].tolist(),

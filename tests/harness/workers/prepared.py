@@ -26,7 +26,7 @@ def import_everything() -> None:
     """What every rank imports, with the replacements of the CPU; they are undone, as each process makes its own."""
     from megatron_hybrid_prefix.platform import start
 
-    start._replace_what_is_missing(use_cuda=False)
+    start.replace_what_is_missing(use_cuda=False)
     start.undo_platform()
 
 
