@@ -32,6 +32,7 @@ from typing import Any
 
 from rich.console import Console
 
+from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.bench.runner import Bench, as_json, crashed_engines, print_report
 from megatron_hybrid_prefix.bench.scenario import Scenario
 from megatron_hybrid_prefix.bench.scenarios import SCENARIOS
@@ -128,7 +129,7 @@ def complete(args: argparse.Namespace) -> tuple[list[str], Scenario, Any]:
             setattr(args, field.name, field.metadata[device_type])
     sizes = {field.name: getattr(args, field.name) for field in kind.sizes()}
     scenario = kind(block_tokens=args.block_size_tokens, **sizes)
-    args.max_requests = args.max_requests or -(-scenario.max_requests // args.tp) * args.tp
+    args.max_requests = args.max_requests or ceil_div(scenario.max_requests, args.tp) * args.tp
     args.max_tokens = args.max_tokens or scenario.max_tokens
     config = check_engine_options(args)
     problem = scenario.problem(args.block_size_tokens, args.max_requests)

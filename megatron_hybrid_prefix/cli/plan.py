@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_hybrid_prefix._version import __version__
+from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.console.engine_options import positive_float, positive_int, whole_number
 from megatron_hybrid_prefix.console.terminal import (
     ArgumentParser,
@@ -105,8 +106,8 @@ def host_options(budget: Budget, sizes: Sizes, block_tokens: int) -> dict[str, i
     page_bytes = max(1, min(kv_bytes, state_bytes) // 8)
     return {
         "host_pages": budget.host_bytes // page_bytes,
-        "host_kv_pages": -(-kv_bytes // page_bytes),
-        "host_state_pages": -(-state_bytes // page_bytes),
+        "host_kv_pages": ceil_div(kv_bytes, page_bytes),
+        "host_state_pages": ceil_div(state_bytes, page_bytes),
     }
 
 

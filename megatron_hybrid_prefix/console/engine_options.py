@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hybrid_prefix._version import __version__
+from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.console.terminal import InputError, Interrupt, Stopped, as_input_errors, split_names
 from megatron_hybrid_prefix.errors import PlatformError
@@ -155,7 +156,7 @@ def engine_fields(
 
 def step_tokens(tokens: int) -> int:
     """``tokens`` rounded up to what a step's limit may be."""
-    return -(-tokens // STEP_TOKENS_MULTIPLE) * STEP_TOKENS_MULTIPLE
+    return ceil_div(tokens, STEP_TOKENS_MULTIPLE) * STEP_TOKENS_MULTIPLE
 
 
 def state_dtype_field(model: Any, state_dtype: str | None) -> dict[str, Any]:

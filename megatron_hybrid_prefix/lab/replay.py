@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
 
+from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.console.terminal import no_garbage_collection
 from megatron_hybrid_prefix.index.keys import KeyChain
@@ -185,7 +186,7 @@ def replay(
     reused = array("q")
     series: list[Occupancy] = []
     refused = reused_so_far = prompt_so_far = 0
-    every = -(-len(trace.requests) // _SAMPLES)
+    every = ceil_div(len(trace.requests), _SAMPLES)
     # A long trace makes millions of objects that stay; looking for cycles among them again and again takes longer than
     # the replay.
     with no_garbage_collection():

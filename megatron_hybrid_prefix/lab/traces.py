@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.console.terminal import InputError, read_text
 from megatron_hybrid_prefix.index.keys import KEY_BYTES, KeyMaker
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer
@@ -152,7 +153,7 @@ def _hash_ids(data: dict[str, Any], prompt_tokens: int, block_tokens: int) -> li
     if not isinstance(ids, list) or any(type(item) is not int for item in ids):
         raise _Malformed('"hash_ids" must be a list of whole numbers')
     full_blocks = prompt_tokens // block_tokens
-    if len(ids) not in (full_blocks, -(-prompt_tokens // block_tokens)):
+    if len(ids) not in (full_blocks, ceil_div(prompt_tokens, block_tokens)):
         raise _Malformed(f'"hash_ids" has {len(ids)} ids for {prompt_tokens} tokens in blocks of {block_tokens}')
     return ids[:full_blocks]
 

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from heapq import heappop, heappush
 from typing import Any
 
+from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.lab.traces import TraceRequest
 
 
@@ -61,7 +62,7 @@ class UpstreamRule:
         """See Server. None: upstream would wait for blocks forever."""
         prompt_tokens, keys = request.prompt_tokens, request.keys
         path = self._match(keys)
-        all_blocks = -(-prompt_tokens // self.block_tokens)
+        all_blocks = ceil_div(prompt_tokens, self.block_tokens)
         needed = all_blocks - len(path)
         if needed > len(self._free_ids) + len(self._blocks) - len(path):
             return None

@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.layers.grid import ChunkGrid
 
 NO_SLOT = -1
@@ -92,7 +93,7 @@ class _Buffers:
         offsets, total = [], 0
         for _, length, dtype in self.sizes:
             offsets.append(total)
-            total += -(-length * dtype().itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            total += ceil_div(length * dtype().itemsize, _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         pinned = torch.zeros(total, dtype=torch.uint8).pin_memory()
         on_device = torch.zeros(total, dtype=torch.uint8, device=device)
         arrays, tensors = {}, {}

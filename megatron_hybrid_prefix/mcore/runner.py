@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_hybrid_prefix.arithmetic import ceil_div
+
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.upstream.names import (
         DynamicInferenceContext,
@@ -193,7 +195,7 @@ def check_fits(engine: DynamicInferenceEngine, prompt_tokens: int, num_tokens_to
             "or enable chunked prefill"
         )
     total_tokens = limit if num_tokens_to_generate is None else min(prompt_tokens + num_tokens_to_generate, limit)
-    need_blocks = -(-total_tokens // context.block_size_tokens)
+    need_blocks = ceil_div(total_tokens, context.block_size_tokens)
     have_blocks = block_counts(context.kv_block_allocator).active
     if need_blocks > have_blocks:
         raise ValueError(

@@ -14,6 +14,7 @@ import torch
 from megatron.core.inference.config import KVCacheManagementMode
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 
+from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.upstream.metadata import StateMetadata
 
 if TYPE_CHECKING:
@@ -120,8 +121,8 @@ class ContextSeam(DynamicInferenceContext):
         if found is None:
             return super()._compute_prefix_match(req, prefill_chunk_length, record_mamba_match)
         finished = req.finished_chunk_token_count
-        held = -(-finished // self.block_size_tokens)
-        required = -(-(finished + prefill_chunk_length) // self.block_size_tokens)
+        held = ceil_div(finished, self.block_size_tokens)
+        required = ceil_div(finished + prefill_chunk_length, self.block_size_tokens)
         shared, skip = found
         if record_mamba_match:
             req._mamba_num_matched_blocks = skip // self.block_size_tokens

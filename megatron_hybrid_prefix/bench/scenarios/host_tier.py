@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.bench.engines import Contestant, synchronize
 from megatron_hybrid_prefix.bench.scenario import MS, Machine, Scenario, size, tokens
 from megatron_hybrid_prefix.bench.stats import Metric, Sample, ratio
@@ -43,7 +44,7 @@ class HostTier(Scenario):
 
     @property
     def _request_blocks(self) -> int:
-        return -(-(self.longest_tokens + self.generate) // self.block_tokens)
+        return ceil_div(self.longest_tokens + self.generate, self.block_tokens)
 
     def problem(self, block_tokens: int, max_requests: int) -> str | None:
         """See Scenario."""

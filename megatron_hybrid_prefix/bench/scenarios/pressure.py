@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.bench.engines import Contestant
 from megatron_hybrid_prefix.bench.scenario import Machine, Scenario, size, sums, tokens
 from megatron_hybrid_prefix.bench.stats import Metric, Sample, ratio
@@ -49,7 +50,7 @@ class Pressure(Scenario):
 
     def kv_blocks(self, block_tokens: int, max_requests: int) -> int:
         """KV blocks that there are: the fraction of the prefixes' own, but as many as the running requests need."""
-        request_blocks = -(-(self.longest_tokens + self.generate) // block_tokens)
+        request_blocks = ceil_div(self.longest_tokens + self.generate, block_tokens)
         wanted = round(self.budget_fraction * self.prefixes * (self.shared_tokens // block_tokens))
         return max(wanted, max_requests * request_blocks)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.layers.kinds import invalidate_layers, use_slot_mixers
 from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
 from megatron_hybrid_prefix.mcore.engine.log_probs import StepLogProbs, cut_to_tokens
@@ -185,7 +186,7 @@ class HybridPrefixEngine(EngineSeam):
         # Megatron checks against all blocks, and would pause for good what needs more than the active ones.
         allocator, block_tokens = self.context.kv_block_allocator, self.context.block_size_tokens
         tokens = len(request.prompt_tokens) + request.sampling_params.num_tokens_to_generate
-        if request.status == Status.FAILED or -(-tokens // block_tokens) <= block_counts(allocator).active:
+        if request.status == Status.FAILED or ceil_div(tokens, block_tokens) <= block_counts(allocator).active:
             return
         self.waiting_request_ids.remove(request.request_id)
         request.status = Status.FAILED

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.layers.base import LayerKind
 from megatron_hybrid_prefix.layers.kinds import kind_of, layer_kinds
 from megatron_hybrid_prefix.layers.mamba2 import KIND as MAMBA2
@@ -143,7 +144,7 @@ def _for_megatron(symbols: list[str], states: ModelStates) -> RecurrentStateConf
             "mamba_chunk_size": states.quanta[0],
         }
     else:  # other kinds have other components: as many bytes
-        layer_bytes = -(-states.slots.slot_bytes // max(1, len(states.kind_of_layer)))
+        layer_bytes = ceil_div(states.slots.slot_bytes, max(1, len(states.kind_of_layer)))
         shapes = {
             "conv_states_shape": (layer_bytes,),
             "ssm_states_shape": (0,),

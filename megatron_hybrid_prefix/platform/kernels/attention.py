@@ -10,6 +10,8 @@ of the batch, and a long prompt needs no square matrix. What lies outside a requ
 
 import torch
 
+from megatron_hybrid_prefix.arithmetic import ceil_div
+
 from .elementwise import compute_dtype
 
 # Scores held at once: rows are blocked so that heads * rows * keys stays below this (64 MiB of float32).
@@ -46,7 +48,7 @@ def gather_pages(cache, block_ids, tokens):
     Returns: (tokens, heads, head_dim), a copy.
     """
     block_size_tokens = cache.shape[1]
-    blocks = -(-tokens // block_size_tokens)
+    blocks = ceil_div(tokens, block_size_tokens)
     return cache[block_ids[:blocks].long()].reshape(-1, *cache.shape[2:])[:tokens]
 
 
