@@ -1,0 +1,181 @@
+"""flash-attn 2's two functions over a paged KV cache, around any attention of packed queries.
+
+Their parameters are those of `flash_attn.flash_attn_varlen_func` and `flash_attn.flash_attn_with_kvcache`, as
+`megatron.core.transformer.attention.Attention.flash_decode_and_prefill` calls them: both read keys and values through a
+block table, align the causal mask to the bottom right, and may return the log-sum-exp for attention sinks.
+"""
+
+import torch
+
+
+def _check_unused(function, **options):
+    """Raises NotImplementedError for a flash-attn option that is set and that the call sites never set.
+
+    Args:
+        function: name for the message.
+        **options: option name to (value given, value that means "off").
+    """
+    for name, (value, off) in options.items():
+        if value is not off and value != off:
+            raise NotImplementedError(f"{function} does not implement {name}={value!r}")
+
+
+def window_of(causal, window_size):
+    """Returns (left, right) tokens visible around a query's own position, -1 for no limit; causal means right = 0."""
+    left, right = (-1, -1) if window_size is None else window_size
+    return int(left), 0 if causal else int(right)
+
+
+def flash_attn_functions(attend):
+    """Returns `flash_attn_varlen_func` and `flash_attn_with_kvcache`, computed by `attend`.
+
+    Args:
+        attend: called with the positional arguments
+            q: (total_q, heads, head_dim), floating; rows past `cu_seqlens_q[-1]` are padding;
+            k: (blocks, block_size_tokens, kv_heads, head_dim);
+            v: as k;
+            cu_seqlens_q: (requests + 1,), integer;
+            lengths: (requests,), int64: valid tokens of each request, its queries the last of them;
+            max_seqlen_q: the most queries of a request;
+            softmax_scale: multiplies the scores; None means head_dim ** -0.5;
+            window: (left, right) tokens visible around a query's position, -1 for no limit;
+            block_table: (requests, max_blocks), integer;
+            return_lse: whether the log-sum-exp is needed.
+            It returns (out, lse or None): out (total_q, heads, head_dim) in q's dtype, zero for rows that see no key and
+            for padding; lse (heads, total_q), float32 (float64 for float64 queries), +inf for those rows. It raises
+            NotImplementedError for a window or a log-sum-exp that it does not offer.
+    """
+
+    @torch.no_grad()
+    def flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        alibi_slopes=None,
+        deterministic=False,
+        return_attn_probs=False,
+        block_table=None,
+    ):
+        """Attention of packed queries over a paged cache.
+
+        Args:
+            q: (total_q, heads, head_dim), floating. Rows past `cu_seqlens_q[-1]` are padding.
+            k: (blocks, block_size_tokens, kv_heads, head_dim), floating; kv_heads divides heads.
+            v: as k.
+            cu_seqlens_q: (requests + 1,), integer; repeats mark requests without queries.
+            cu_seqlens_k: (requests + 1,), integer: only the differences matter, the valid tokens of each request.
+            max_seqlen_q: the most queries of a request.
+            max_seqlen_k: ignored.
+            softmax_scale: multiplies the scores; None means head_dim ** -0.5.
+            causal: whether keys after a query's position are hidden; the last query sits at the last key.
+            window_size: (left, right) tokens visible around a query's position, -1 for no limit.
+            return_attn_probs: whether to return the log-sum-exp too.
+            block_table: (requests, max_blocks), integer. Required.
+
+        Returns:
+            out (total_q, heads, head_dim) in q's dtype, zero for rows that see no key and for padding; or
+            (out, lse, None) with lse (heads, total_q), float32 (float64 for float64 queries), +inf for those rows.
+
+        Raises:
+            NotImplementedError: dropout, softcap, ALiBi, no block table, or what `attend` does not offer.
+        """
+        _check_unused(
+            "flash_attn_varlen_func",
+            dropout_p=(dropout_p, 0.0),
+            softcap=(softcap, 0.0),
+            alibi_slopes=(alibi_slopes, None),
+        )
+        if block_table is None:
+            raise NotImplementedError(
+                "flash_attn_varlen_func is implemented for a paged cache only: block_table is None"
+            )
+        lengths = (cu_seqlens_k[1:] - cu_seqlens_k[:-1]).long()
+        window = window_of(causal, window_size)
+        out, lse = attend(
+            q, k, v, cu_seqlens_q, lengths, max_seqlen_q, softmax_scale, window, block_table, return_attn_probs
+        )
+        return (out, lse, None) if return_attn_probs else out
+
+    @torch.no_grad()
+    def flash_attn_with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        k=None,
+        v=None,
+        rotary_cos=None,
+        rotary_sin=None,
+        cache_seqlens=None,
+        cache_batch_idx=None,
+        cache_leftpad=None,
+        block_table=None,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        rotary_interleaved=True,
+        alibi_slopes=None,
+        num_splits=0,
+        return_softmax_lse=False,
+    ):
+        """Attention of equally many queries per request over a paged cache (decode).
+
+        Args:
+            q: (requests, steps, heads, head_dim), floating: the last `steps` positions of each request.
+            k_cache: (blocks, block_size_tokens, kv_heads, head_dim), floating; kv_heads divides heads.
+            v_cache: as k_cache.
+            cache_seqlens: (requests,), integer, or one int: valid tokens, the queries' own included. Required.
+            block_table: (requests, max_blocks), integer. Required.
+            softmax_scale: multiplies the scores; None means head_dim ** -0.5.
+            causal: whether keys after a query's position are hidden; the last query sits at the last key.
+            window_size: (left, right) tokens visible around a query's position, -1 for no limit.
+            num_splits: ignored; a matter of speed only.
+            return_softmax_lse: whether to return the log-sum-exp too.
+
+        Returns:
+            out (requests, steps, heads, head_dim) in q's dtype, zero for rows that see no key; or (out, lse) with lse
+            (requests, heads, steps), float32 (float64 for float64 queries), +inf for those rows.
+
+        Raises:
+            NotImplementedError: any other option that is set, no block table or lengths, or what `attend` does not
+                offer.
+        """
+        _check_unused(
+            "flash_attn_with_kvcache",
+            k=(k, None),
+            v=(v, None),
+            rotary_cos=(rotary_cos, None),
+            rotary_sin=(rotary_sin, None),
+            cache_batch_idx=(cache_batch_idx, None),
+            cache_leftpad=(cache_leftpad, None),
+            softcap=(softcap, 0.0),
+            alibi_slopes=(alibi_slopes, None),
+        )
+        if block_table is None or cache_seqlens is None:
+            raise NotImplementedError("flash_attn_with_kvcache is implemented for block_table and cache_seqlens only")
+        requests, steps, heads, head_dim = q.shape
+        out, lse = attend(
+            q.reshape(requests * steps, heads, head_dim),
+            k_cache,
+            v_cache,
+            torch.arange(requests + 1, device=q.device) * steps,
+            torch.as_tensor(cache_seqlens, device=q.device).expand(requests).long(),
+            steps,
+            softmax_scale,
+            window_of(causal, window_size),
+            block_table,
+            return_softmax_lse,
+        )
+        out = out.view(q.shape)
+        return (out, lse.view(heads, requests, steps).transpose(0, 1)) if return_softmax_lse else out
+
+    return flash_attn_varlen_func, flash_attn_with_kvcache
