@@ -179,6 +179,22 @@ _TINY = HybridModelConfig(
     long_memory=True,
 )
 
+# The 4.1B hybrid of the published figures: 13 Mamba2, 3 attention, 13 MLP layers.
+_HYBRID_4B = HybridModelConfig(
+    layer_pattern="M-M-M-M*-M-M-M-M*-M-M-M-M*-M-",
+    hidden_size=4096,
+    vocab_size=32768,
+    max_sequence_length=65536,
+    mamba_num_heads=128,
+    mamba_head_dim=64,
+    mamba_state_dim=128,
+    mamba_num_groups=8,
+    num_attention_heads=32,
+    num_query_groups=8,
+    kv_channels=128,
+    ffn_hidden_size=21504,
+)
+
 PRESETS: dict[str, HybridModelConfig] = {
     "tiny": _TINY,
     "tiny-mtp": replace(_TINY, mtp_num_layers=3, mtp_layer_pattern="*-"),
@@ -197,35 +213,12 @@ PRESETS: dict[str, HybridModelConfig] = {
         kv_channels=64,
         ffn_hidden_size=4096,
     ),
-    # The 4.1B hybrid of the published figures: 13 Mamba2, 3 attention, 13 MLP layers.
-    "hybrid-4b": HybridModelConfig(
-        layer_pattern="M-M-M-M*-M-M-M-M*-M-M-M-M*-M-",
-        hidden_size=4096,
-        vocab_size=32768,
-        max_sequence_length=65536,
-        mamba_num_heads=128,
-        mamba_head_dim=64,
-        mamba_state_dim=128,
-        mamba_num_groups=8,
-        num_attention_heads=32,
-        num_query_groups=8,
-        kv_channels=128,
-        ffn_hidden_size=21504,
-    ),
+    "hybrid-4b": _HYBRID_4B,
     # True dimensions of nvidia/Nemotron-H-8B-Base-8K; the weights are random.
-    "nemotron-h-8b": HybridModelConfig(
+    "nemotron-h-8b": replace(
+        _HYBRID_4B,
         layer_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
-        hidden_size=4096,
         vocab_size=131072,
-        max_sequence_length=65536,
-        mamba_num_heads=128,
-        mamba_head_dim=64,
-        mamba_state_dim=128,
-        mamba_num_groups=8,
-        num_attention_heads=32,
-        num_query_groups=8,
-        kv_channels=128,
-        ffn_hidden_size=21504,
     ),
 }
 
