@@ -377,7 +377,7 @@ class HybridPrefixContext(ContextSeam):
 
     def fail_forward(self) -> None:
         """A step raised. Reserved slots go back; if a forward was running, the engine has to be reset."""
-        if self.prefix_cache is not None and self._forward_running:
+        if self._forward_running:
             self._forward_running, self._forward_failed = False, True
             self._abandon_plans("forward_failed")
 

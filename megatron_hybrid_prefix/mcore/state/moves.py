@@ -161,7 +161,7 @@ class HostMoves:
         All ranks ask, and get the same answer: those that failed on any rank.
         """
         loads = [plan for plan in plans if plan.load_id is not None]
-        if self.arena is None or not loads:
+        if not loads:
             return set()
         flags = [int(self.arena.has_failed(plan.load_id)) for plan in loads]
         flags = max_over_model_ranks(flags, self._groups)
