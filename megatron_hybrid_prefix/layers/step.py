@@ -21,8 +21,8 @@ import torch
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.layers.grid import ChunkGrid
+from megatron_hybrid_prefix.pool.slots import NO_SLOT
 
-NO_SLOT = -1
 _ALIGNMENT_BYTES = 16
 
 
