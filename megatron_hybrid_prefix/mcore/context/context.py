@@ -34,6 +34,7 @@ from megatron_hybrid_prefix.mcore.state.moves import HostMoves
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.pool.device import StatePool
 from megatron_hybrid_prefix.pool.layout import SlotLayout
+from megatron_hybrid_prefix.tiers.units import Kind
 from megatron_hybrid_prefix.upstream.blocks import block_counts
 from megatron_hybrid_prefix.upstream.context import ChunkBlocks, ContextSeam
 from megatron_hybrid_prefix.upstream.contract import check_contract
@@ -113,7 +114,7 @@ class HybridPrefixContext(ContextSeam):
         self.enable_prefix_caching = True
         self._decisions = DecisionLog(self.config.pg_collection) if prefix.check_ranks else None
         if prefix.host_gb and self.checkpoint_slots:
-            self.host_moves = HostMoves(self, prefix)
+            self.host_moves = HostMoves(self._tier_tensors, prefix, self.config.pg_collection)
         counts = block_counts(self.kv_block_allocator)
         cache = self.prefix_cache = HybridPrefixCache(
             block_tokens=self.block_size_tokens,
@@ -131,6 +132,7 @@ class HybridPrefixContext(ContextSeam):
             self._decodes = DecodedStates(self, cache, self._note, keep=prefix.decode_checkpoints)
         self._admissions = Admissions(self, cache, self._requests, self._note)
         if self.host_moves is not None:
+            self.host_moves.serve(cache)
             self.loads = RequestLoads(self, cache, self.host_moves, self._requests, self._note)
         reports.report_start(self, prefix)
 
@@ -173,6 +175,10 @@ class HybridPrefixContext(ContextSeam):
     def state_pool(self) -> StatePool | None:
         """Memory of the recurrent states by slot, or None."""
         return None if self.states is None else self.states.pool
+
+    def _tier_tensors(self) -> dict[Kind, list[torch.Tensor]]:
+        kv = self.memory_buffer if self.cache_mla_latent else self.memory_buffer.flatten(0, 1)
+        return {Kind.KV: [kv], Kind.STATE: list(self.states.pool.tensors.values())}
 
     def zero_live_states(self, slots: list[int]) -> None:
         """See ContextSeam."""

@@ -8,7 +8,7 @@ uses; after it, all ranks agree on whether what was loaded was right.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from megatron_hybrid_prefix.cache import HybridPrefixCache
     from megatron_hybrid_prefix.config import HybridPrefixConfig
     from megatron_hybrid_prefix.index.requests import StepPlan
-    from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
     from megatron_hybrid_prefix.metrics import PrefixStats
 
 logger = logging.getLogger(__name__)
@@ -38,20 +37,24 @@ class HostMoves:
     """The host tier of one context.
 
     Args:
-        context: Its tensors are there already.
+        tensors: Asked for KV blocks and states on the device, by kind: each (layers, KV blocks or slots, *shape).
         prefix: Settings, with ``host_gb`` above 0.
+        groups: Megatron's process groups.
 
     Attributes:
         arena: The memory, and the moves to and from it; None where it could not be had.
         cache_fields: Arguments for the cache; its ``host_pages`` are 0 where the memory could not be had.
     """
 
-    def __init__(self, context: HybridPrefixContext, prefix: HybridPrefixConfig) -> None:
-        self._context = context
-        self._groups = context.config.pg_collection
+    _cache: HybridPrefixCache
+
+    def __init__(
+        self, tensors: Callable[[], Mapping[Kind, Sequence[torch.Tensor]]], prefix: HybridPrefixConfig, groups: Any
+    ) -> None:
+        self._groups = groups
         own_bytes = {
-            kind: sum(tensor[:, 0].numel() * tensor.element_size() for tensor in tensors)
-            for kind, tensors in self._tensors().items()
+            kind: sum(tensor[:, 0].numel() * tensor.element_size() for tensor in of_kind)
+            for kind, of_kind in tensors().items()
         }
         # Pipeline stages differ in their layers: all count with the largest, and so decide alike.
         entry_bytes = {kind: max_over_model_ranks(size, self._groups) for kind, size in own_bytes.items()}
@@ -65,11 +68,11 @@ class HostMoves:
             self._behind = TierBehind(tier_name(setting), make_tier(setting), self._agree)
         try:
             self.arena = HostArena(
-                self._tensors,
+                tensors,
                 pages=pages,
                 page_bytes=page_bytes,
                 pages_of=pages_of,
-                device=torch.cuda.current_device() if context.memory_buffer.is_cuda else "cpu",
+                device=tensors()[Kind.KV][0].device,
                 verify=prefix.verify_host_loads,
                 behind=None if self._behind is None else self._behind.tier,
             )
@@ -94,14 +97,9 @@ class HostMoves:
         # By load that the model has not waited for: in how many more rounds its request waits.
         self._launched: dict[int, int] = {}
 
-    @property
-    def _cache(self) -> HybridPrefixCache:
-        return self._context.prefix_cache
-
-    def _tensors(self) -> dict[Kind, list[torch.Tensor]]:
-        context = self._context
-        kv = context.memory_buffer if context.cache_mla_latent else context.memory_buffer.flatten(0, 1)
-        return {Kind.KV: [kv], Kind.STATE: list(context.state_pool.tensors.values())}
+    def serve(self, cache: HybridPrefixCache) -> None:
+        """Carries out the moves of this cache, which was made with `cache_fields`."""
+        self._cache = cache
 
     def _agree(self, depth_blocks: int) -> int:
         return min_over_model_ranks(depth_blocks, self._groups) or 0
