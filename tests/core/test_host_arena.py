@@ -77,20 +77,55 @@ class Pools:
         return dataclasses.replace(unit, source=source, target=target, device_id=None)
 
 
+class AnyOrder:
+    """Moves and writes by chance, over streams that are late, and what each place on the device has to hold.
+
+    Staging buffers are small, so that they are used again and again.
+    """
+
+    def __init__(
+        self, device: str, seed: int, monkeypatch: pytest.MonkeyPatch, behind: DictionaryTier | None = None
+    ) -> None:
+        scale = 1 if device == "cpu" else 20_000
+        monkeypatch.setattr(arenas, "STORE_STAGING_BYTES", 3 * 30 * scale * 8)
+        monkeypatch.setattr(arenas, "LOAD_STAGING_BYTES", 2 * 30 * scale * 8)
+        self.pools = Pools(device, scale, behind=behind)
+        self.dice, self._delays = random.Random(seed), random.Random(seed)
+        self.places = [(Kind.KV, i) for i in range(BLOCKS)] + [(Kind.STATE, i) for i in range(SLOTS)]
+        self.on_device: dict[tuple[Kind, int], float] = {}
+        for number, place in enumerate(self.places):
+            self._write(place, number)
+
+    def carry_out(self, units: list[BlockTransfer]) -> None:
+        arena = self.pools.arena
+        for queue in (arena.stores, arena.loads):
+            if not isinstance(queue, HostQueue) and self._delays.random() < 0.3:  # what does not wait for it shows
+                with torch.cuda.stream(queue._stream):
+                    torch.cuda._sleep(2_000_000)
+        arena.carry_out(units)
+        arena.wait_for_stores()
+
+    def write_some(self, value: float) -> None:
+        for _ in range(self.dice.randint(0, 4)):
+            self._write(self.dice.choice(self.places), value)
+
+    def check(self) -> None:
+        for place, value in self.on_device.items():
+            for number, tensor in enumerate(self.pools.read(*place)):
+                assert torch.all(tensor == torch.tensor(value + number).to(tensor.dtype)), place
+
+    def _write(self, place: tuple[Kind, int], value: float) -> None:
+        self.pools.write(*place, value)
+        self.on_device[place] = value
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", range(6))
 def test_any_order_of_moves_and_writes(device, seed, monkeypatch):
-    """Against a dictionary, with streams that are late. Small staging buffers, so that they are used again and again."""
-    scale = 1 if device == "cpu" else 20_000
-    monkeypatch.setattr(arenas, "STORE_STAGING_BYTES", 3 * 30 * scale * 8)
-    monkeypatch.setattr(arenas, "LOAD_STAGING_BYTES", 2 * 30 * scale * 8)
-    pools, dice, delays = Pools(device, scale), random.Random(seed), random.Random(seed)
-    places = [(Kind.KV, i) for i in range(BLOCKS)] + [(Kind.STATE, i) for i in range(SLOTS)]
-    on_device: dict[tuple[Kind, int], float] = {}
+    """Against a dictionary."""
+    world = AnyOrder(device, seed, monkeypatch)
+    pools, dice, places, on_device = world.pools, world.dice, world.places, world.on_device
     on_host: dict[int, tuple[Kind, float]] = {}
-    for number, place in enumerate(places):
-        pools.write(*place, number)
-        on_device[place] = number
     load_id = 0
     for step in range(40):
         units = []
@@ -106,12 +141,7 @@ def test_any_order_of_moves_and_writes(device, seed, monkeypatch):
                 entry = dice.randrange(PAGES)
                 units.append(pools.unit(kind, index, entry))
                 on_host[entry] = (kind, on_device[kind, index])
-        for queue in (pools.arena.stores, pools.arena.loads):
-            if device == "cuda" and delays.random() < 0.3:  # what does not wait for it shows
-                with torch.cuda.stream(queue._stream):
-                    torch.cuda._sleep(2_000_000)
-        pools.arena.carry_out(units)
-        pools.arena.wait_for_stores()
+        world.carry_out(units)
         if any(unit.load_id is not None for unit in units):
             if dice.random() < 0.7:
                 pools.arena.wait_for_load(load_id)
@@ -120,31 +150,18 @@ def test_any_order_of_moves_and_writes(device, seed, monkeypatch):
                 pools.arena.wait_for_load(load_id)
                 pools.arena.forget(load_id)
             load_id += 1
-        for _ in range(dice.randint(0, 4)):
-            place = dice.choice(places)
-            pools.write(*place, 1000 + step)
-            on_device[place] = 1000 + step
-    for place, value in on_device.items():
-        for number, tensor in enumerate(pools.read(*place)):
-            assert torch.all(tensor == torch.tensor(value + number).to(tensor.dtype)), place
+        world.write_some(1000 + step)
+    world.check()
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_of_moves_with_a_tier_behind(device, seed, monkeypatch):
-    """The same with entries that go from the host to a dictionary and come back into other pages, while streams are late."""
-    scale = 1 if device == "cpu" else 20_000
-    monkeypatch.setattr(arenas, "STORE_STAGING_BYTES", 3 * 30 * scale * 8)
-    monkeypatch.setattr(arenas, "LOAD_STAGING_BYTES", 2 * 30 * scale * 8)
-    behind = DictionaryTier()
-    pools, dice, delays = Pools(device, scale, behind=behind), random.Random(seed), random.Random(seed)
-    places = [(Kind.KV, i) for i in range(BLOCKS)] + [(Kind.STATE, i) for i in range(SLOTS)]
-    on_device: dict[tuple[Kind, int], float] = {}
+    """The same with entries that go from the host to a dictionary and come back into other pages."""
+    world = AnyOrder(device, seed, monkeypatch, behind=DictionaryTier())
+    pools, dice, places, on_device = world.pools, world.dice, world.places, world.on_device
     on_host: dict[int, tuple[Kind, float]] = {}
     taken: set[tuple[Kind, float]] = set()
-    for number, place in enumerate(places):
-        pools.write(*place, number)
-        on_device[place] = number
     for step in range(40):
         units = []
         for _ in range(dice.randint(0, 12)):
@@ -166,21 +183,11 @@ def test_any_order_of_moves_with_a_tier_behind(device, seed, monkeypatch):
                     index = dice.randrange(BLOCKS if kind == Kind.KV else SLOTS)
                     units.append(pools.unit(kind, index, entry, step, key=str(value).encode()))
                     on_device[kind, index] = value
-        for queue in (pools.arena.stores, pools.arena.loads):
-            if device == "cuda" and delays.random() < 0.3:
-                with torch.cuda.stream(queue._stream):
-                    torch.cuda._sleep(2_000_000)
-        pools.arena.carry_out(units)
-        pools.arena.wait_for_stores()
+        world.carry_out(units)
         pools.arena.wait_for_load(step)
         assert not pools.arena.has_failed(step)
-        for _ in range(dice.randint(0, 4)):
-            place = dice.choice(places)
-            pools.write(*place, 1000 + step)
-            on_device[place] = 1000 + step
-    for place, value in on_device.items():
-        for number, tensor in enumerate(pools.read(*place)):
-            assert torch.all(tensor == torch.tensor(value + number).to(tensor.dtype)), place
+        world.write_some(1000 + step)
+    world.check()
     assert pools.arena.behind_stats.bytes_stored > 0 < pools.arena.behind_stats.bytes_loaded
 
 

@@ -108,18 +108,23 @@ def test_recompute_lets_go_of_all_memory(model, running, mode):
     served.check_drained()
 
 
-@each_mode
-@each_management
-def test_requests_in_every_state_live_through_a_suspension(model, management, mode):
-    """One in decode after a hit, one in decode after a miss, one between two chunks of its prompt, one waiting."""
-    served = Served(
+def served_in_chunks(model, management, mode, *, max_requests):
+    """An engine that computes prompts in chunks of two blocks."""
+    return Served(
         model,
         kv_cache_management_mode=management,
         async_sched_mode=mode,
         enable_chunked_prefill=True,
         max_tokens=2 * BLOCK,
-        max_requests=3,
+        max_requests=max_requests,
     )
+
+
+@each_mode
+@each_management
+def test_requests_in_every_state_live_through_a_suspension(model, management, mode):
+    """One in decode after a hit, one in decode after a miss, one between two chunks of its prompt, one waiting."""
+    served = served_in_chunks(model, management, mode, max_requests=3)
     prefix = tokens(2, 0, seed=1)
     served.send(prefix + tokens(0, 9, seed=2))
     decoding = [served.add(prefix + tokens(0, 7, seed=3), 30), served.add(tokens(1, 20, seed=4), 30)]
@@ -152,14 +157,7 @@ def test_requests_in_every_state_live_through_a_suspension(model, management, mo
 @each_mode
 def test_a_capture_on_resume_starts_running_requests_over_and_says_so(model, mode, monkeypatch, caplog):
     """CUDA graphs are captured again where offloaded buffers may come back elsewhere; that resets the context."""
-    served = Served(
-        model,
-        kv_cache_management_mode=OFFLOAD,
-        async_sched_mode=mode,
-        enable_chunked_prefill=True,
-        max_tokens=2 * BLOCK,
-        max_requests=3,
-    )
+    served = served_in_chunks(model, OFFLOAD, mode, max_requests=3)
     prefix = tokens(2, 0, seed=1)
     served.send(prefix + tokens(0, 9, seed=2))
     running = [served.add(prefix + tokens(0, 7, seed=3), 30), served.add(tokens(1, 20, seed=4), 30)]
@@ -210,14 +208,7 @@ def test_a_chunked_prefill_that_starts_over_reports_its_prompt_once(model, mode)
 @each_management
 @pytest.mark.parametrize("when", ["before", "while suspended"])
 def test_aborted_and_refused_requests_stay_so(model, management, mode, when):
-    served = Served(
-        model,
-        kv_cache_management_mode=management,
-        async_sched_mode=mode,
-        enable_chunked_prefill=True,
-        max_tokens=2 * BLOCK,
-        max_requests=2,
-    )
+    served = served_in_chunks(model, management, mode, max_requests=2)
     kept = served.add(tokens(0, 50, seed=1), 12)
     active = served.add(tokens(0, 50, seed=2), 12)
     served.step(3)
