@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.limits import HANG_S
-from tests.selection import mostly_slow
+from tests.harness.limits import HANG_S
+from tests.harness.selection import mostly_slow
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megatron_hybrid_prefix"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXTENDING = ROOT / "docs" / "extending.md"
