@@ -115,12 +115,13 @@ class PrefillStep:
         device: Of the layers.
 
     Attributes:
+        buffer: uint8, all that follows, on the device.
         bounds: (sequences + 1,) int32, sequence i is rows [bounds[i], bounds[i + 1]) of the prefilled tokens.
         source_slots: (sequences,) int64, the slot that each sequence starts from.
         live_slots: (sequences,) int64, the slot of its final state, or NO_SLOT.
         token_sources: (tokens,) int32, the source slot of each token's sequence.
         token_starts: (tokens,) int32, the row where each token's sequence starts.
-        chunks: By quantum. All of these are None, and ``chunks`` empty, before the first prefill.
+        chunks: By quantum. Empty, and all but ``buffer`` None, before the first prefill.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class PrefillStep:
                 (f"of_sequence{quantum}", chunks, np.int32),
                 (f"last{quantum}", max_sequences, np.int32),
             ]
-        self._pinned, self._on_device, self._arrays, self._tensors = buffers.allocate(device)
+        self._pinned, self.buffer, self._arrays, self._tensors = buffers.allocate(device)
         self._ids = torch.arange(max(most_chunks.values(), default=0), dtype=torch.int32, device=device)
         self._sizes = (0, 0)
         self.bounds = self.source_slots = self.live_slots = self.token_sources = self.token_starts = None
@@ -183,7 +184,7 @@ class PrefillStep:
 
     def copy(self) -> None:
         """What `prepare` was told goes to the device. The pinned buffer may be written again once this copy is over."""
-        self._on_device.copy_(self._pinned, non_blocking=True)
+        self.buffer.copy_(self._pinned, non_blocking=True)
 
     def show(self) -> None:
         """The attributes are those of the step that was prepared last."""

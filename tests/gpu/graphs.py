@@ -48,7 +48,7 @@ def run(preset, *, graphs, mode="legacy", together=True, **fields):
     )
     context, finished, counts = engine.context, {}, {"prefill": 0, "decode": 0, "graph_prefill": 0, "graph_decode": 0}
     addresses = {name: tensor.data_ptr() for name, tensor in context.state_pool.tensors.items()}
-    addresses["indices"] = context.mamba_metadata._indices.data_ptr()
+    addresses["indices"] = context.prefill_step.buffer.data_ptr()
     initialize = context.initialize_attention_state
 
     def counting(**kwargs):
@@ -70,7 +70,7 @@ def run(preset, *, graphs, mode="legacy", together=True, **fields):
         steps(engine, finished)
     context.check_integrity()
     now = {name: tensor.data_ptr() for name, tensor in context.state_pool.tensors.items()}
-    now["indices"] = context.mamba_metadata._indices.data_ptr()
+    now["indices"] = context.prefill_step.buffer.data_ptr()
     assert now == addresses
     found = {
         "tokens": [list(map(int, finished[i].generated_tokens)) for i in sorted(finished)],
