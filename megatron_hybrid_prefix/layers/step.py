@@ -155,6 +155,7 @@ class PrefillStep:
         self._pinned, self.buffer, self._arrays, self._tensors = buffers.allocate(device)
         self._ids = torch.arange(max(most_chunks.values(), default=0), dtype=torch.int32, device=device)
         self._sizes = (0, 0)
+        self._shown: tuple[int, int] | None = None
         self.bounds = self.source_slots = self.live_slots = self.token_sources = self.token_starts = None
         self.chunks: dict[int, Chunks] = {}
 
@@ -189,6 +190,9 @@ class PrefillStep:
     def show(self) -> None:
         """The attributes are those of the step that was prepared last."""
         tokens, sequences = self._sizes
+        if self._shown == self._sizes:
+            return
+        self._shown = self._sizes
         own = self._tensors
         self.bounds = own["bounds"][: sequences + 1]
         self.source_slots, self.live_slots = own["source"][:sequences], own["live"][:sequences]

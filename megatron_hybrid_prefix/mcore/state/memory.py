@@ -48,7 +48,6 @@ class StateMemory:
                 f"num_speculative_tokens={drafts}: layers of kind {', '.join(states.without_drafts)} cannot be decoded "
                 "speculatively"
             )
-        self._states = states
         self.pool = StatePool(states.slots, live_slots=live_slots, checkpoint_slots=checkpoint_slots, device=device)
         self.step = PrefillStep(
             quanta=states.quanta,
@@ -63,6 +62,11 @@ class StateMemory:
                 shape = (layout.layers, live_slots, drafts + 1, *component.shape)
                 dtype = getattr(torch, component.dtype)
                 self.drafted[component.name] = torch.empty(shape, dtype=dtype, device=device)
+        # Views, made once: every layer asks in every step.
+        self._of_layer, self._drafted_of_layer = (
+            [] if not tensors else [self._views(states, tensors, number) for number in range(len(states.kind_of_layer))]
+            for tensors in (self.pool.tensors, self.drafted)
+        )
 
     def of_layer(self, recurrent_layer: int, *, drafted: bool = False) -> dict[str, torch.Tensor]:
         """States of this stage's recurrent layer with this number: by component name, (slots, *shape).
@@ -71,8 +75,11 @@ class StateMemory:
             recurrent_layer: From 0.
             drafted: Those after each drafted token instead, (live slots, drafts + 1, *shape).
         """
-        layout, layer = self._states.place(recurrent_layer)
-        tensors = self.drafted if drafted else self.pool.tensors
+        return (self._drafted_of_layer if drafted else self._of_layer)[recurrent_layer]
+
+    @staticmethod
+    def _views(states: ModelStates, tensors: dict[str, torch.Tensor], recurrent_layer: int) -> dict[str, torch.Tensor]:
+        layout, layer = states.place(recurrent_layer)
         return {component.name: tensors[component.name][layer] for component in layout.components}
 
     def copy_decoded(self, targets: list[int], live_slots: list[int], forward_tokens: list[int]) -> None:
