@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
-from megatron_hybrid_prefix.upstream.blocks import BlockAllocatorSeam
+from megatron_hybrid_prefix.upstream.blocks import BlockAllocatorSeam, block_counts
 
 
 class _CachedKeys(Mapping[str, int]):
@@ -42,11 +42,14 @@ class HybridPrefixBlockAllocator(BlockAllocatorSeam):
 
     Args:
         *sizes: The inference context and megatron's sizes.
-        cache: Owns the blocks.
+        cache: Owns the blocks. By default, for who puts this class in megatron's place, a new one that keeps nothing of
+            requests that ended.
     """
 
-    def __init__(self, *sizes: Any, cache: HybridPrefixCache, **named_sizes: Any) -> None:
+    def __init__(self, *sizes: Any, cache: HybridPrefixCache | None = None, **named_sizes: Any) -> None:
         super().__init__(*sizes, **named_sizes)
+        if cache is None:
+            cache = HybridPrefixCache(block_tokens=1, kv_blocks=block_counts(self).total - 1, state_slots=0)
         self.cache = cache
         self._cached_keys = _CachedKeys(cache)
 
@@ -79,7 +82,7 @@ class HybridPrefixBlockAllocator(BlockAllocatorSeam):
 
         A chunk that is being admitted holds its blocks already; other blocks are attached to their requests later.
         """
-        chunk = self.context.admitted_chunk
+        chunk = getattr(self.context, "admitted_chunk", None)
         if chunk is not None:
             block_ids = chunk.own
             assert len(block_ids) == num_blocks, (len(block_ids), num_blocks)

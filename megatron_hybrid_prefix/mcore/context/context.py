@@ -5,6 +5,8 @@ needs, admission and plan happen in ``add_request``, publication when the step's
 succeeded, release where megatron releases a request's blocks. This class shows megatron's methods that are overridden, in
 the order of a prompt's way; what they do is in the other files of this folder, and where a forward reads and writes states
 in ``layers/`` and ``mcore/state/``.
+
+Longer than 400 lines because it is the one class that megatron's calls come into; half of it is signatures and docstrings.
 """
 
 from __future__ import annotations
