@@ -54,8 +54,9 @@ class StatePool:
             ValueError: There is no such slot; nothing is written.
         """
         self._check(slots)
+        on_device = self._on_device(slots)
         for tensor in self.tensors.values():
-            tensor.index_fill_(1, self._on_device(slots), 0)
+            tensor[:, on_device] = 0
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies states bit by bit.
