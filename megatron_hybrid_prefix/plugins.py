@@ -4,7 +4,7 @@ A plugin is a Python module that calls a register function (such as `register_ev
 environment variable ``HYBRID_PREFIX_PLUGINS`` names such modules, by comma; they must be on the import path. A registry
 imports them when it is first asked for its names, in every process, so servers and ranks see the same names.
 
-    PYTHONPATH=rules HYBRID_PREFIX_PLUGINS=newest_first tools/replay_trace.py trace.jsonl --eviction newest_first
+    PYTHONPATH=rules HYBRID_PREFIX_PLUGINS=newest_first hybrid-prefix replay trace.jsonl --eviction newest_first
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from megatron_hybrid_prefix.errors import PluginError
 PLUGINS_VARIABLE = "HYBRID_PREFIX_PLUGINS"
 
 
+_FAILED: dict[str, str] = {}  # plugins that could not be imported, and why
+
+
 def load_plugins() -> None:
     """Import the modules that ``HYBRID_PREFIX_PLUGINS`` names; those that are imported already are left alone.
 
@@ -24,13 +27,14 @@ def load_plugins() -> None:
         PluginError: A module cannot be imported; one line that names the module and the reason.
     """
     for name in filter(None, (part.strip() for part in os.environ.get(PLUGINS_VARIABLE, "").split(","))):
+        if name in _FAILED:  # what it registered is there already, and would hide why it failed
+            raise PluginError(_FAILED[name])
         try:
             import_module(name)
         except Exception as error:  # a plugin may raise anything
             reason = " ".join(str(error).split())
-            raise PluginError(
-                f"{PLUGINS_VARIABLE}: cannot import {name!r}: {type(error).__name__}: {reason}"
-            ) from error
+            _FAILED[name] = f"{PLUGINS_VARIABLE}: cannot import {name!r}: {type(error).__name__}: {reason}"
+            raise PluginError(_FAILED[name]) from error
 
 
 class Registry[T]:

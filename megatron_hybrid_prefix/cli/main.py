@@ -37,7 +37,7 @@ VERBS = {
     "bench": Verb("measure caching off, megatron-core's own cache and this one side by side", "bench"),
     "replay": Verb("replay recorded requests through the cache's policies, without a model", "replay"),
     "plan": Verb("what a memory budget holds, and what to raise first", "plan"),
-    "demo": Verb("a question session about this package's own source, in seconds on a CPU", "demo"),
+    "demo": Verb("a question session about this package's own source, in seconds on a CPU", "demo", extra="demo"),
 }
 
 
@@ -78,8 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if missing == PACKAGE:
             raise
         return _refuse(f"hybrid-prefix {name} needs {missing}: pip install 'megatron-hybrid-prefix[{verb.extra}]'")
+    called_by = sys.argv[0]
     sys.argv[0] = f"hybrid-prefix {name}"  # the verb's usage lines and reports say how it was called
-    exit_code: int = module.main(rest)
+    try:
+        exit_code: int = module.main(rest)
+    finally:
+        sys.argv[0] = called_by
     return exit_code
 
 

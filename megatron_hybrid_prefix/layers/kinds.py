@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,13 @@ def layer_kinds() -> Sequence[LayerKind]:
 
 
 def kind_of(module: torch.nn.Module) -> LayerKind | None:
-    """The kind of a recurrent layer; None for any other module."""
-    return next((kind for kind in layer_kinds() if kind.is_layer(module)), None)
+    """The kind of a recurrent layer, None for any other module. Of several that match, the one registered last."""
+    return next((kind for kind in reversed(layer_kinds()) if kind.is_layer(module)), None)
+
+
+def recurrent_modules(model: Any) -> Iterator[tuple[LayerKind, torch.nn.Module]]:
+    """Every recurrent layer of a model with its kind; those that draft included, which keep no state."""
+    return ((kind, module) for module in model.modules() if (kind := kind_of(module)) is not None)
 
 
 def use_slot_mixers(model: Any) -> int:
@@ -32,29 +37,22 @@ def use_slot_mixers(model: Any) -> int:
     Returns:
         How many layers changed; 0 where all did already.
     """
-    kinds, changed = layer_kinds(), 0
-    number_of = {
-        id(part): number for number, (_, layer) in enumerate(decoder_layers(model), 1) for part in layer.modules()
-    }
-    for module in model.modules():
-        for kind in kinds:
-            if kind.is_layer(module) and kind.put_on(module):
-                changed += 1
-                if id(module) in number_of:  # else it drafts, and keeps no state
-                    module.slot_layer_number = number_of[id(module)]
+    layers = enumerate(decoder_layers(model), 1)
+    number_of = {id(part): number for number, (_, layer) in layers for part in layer.modules()}
+    changed = 0
+    for kind, module in recurrent_modules(model):
+        changed += kind.put_on(module)
+        if id(module) in number_of:
+            module.slot_layer_number = number_of[id(module)]
     return changed
 
 
 def restore_mixers(model: Any) -> int:
     """Undo `use_slot_mixers`; returns how many layers changed."""
-    kinds = layer_kinds()
-    return sum(kind.take_off(module) for module in model.modules() for kind in kinds)
+    return sum(kind.take_off(module) for kind, module in recurrent_modules(model))
 
 
 def invalidate_layers(model: Any) -> None:
     """The model has new weights: what its recurrent layers derived from the old ones is stale."""
-    kinds = layer_kinds()
-    for module in model.modules():
-        for kind in kinds:
-            if kind.is_layer(module):
-                kind.invalidate(module)
+    for kind, module in recurrent_modules(model):
+        kind.invalidate(module)

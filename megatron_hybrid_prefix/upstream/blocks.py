@@ -43,13 +43,21 @@ class BlockAllocatorSeam(KVBlockAllocator):
         context: The inference context.
         total_count: Blocks in the buffer, the dummy block included.
         paused_count: Of these, blocks that only paused requests may have.
-        **unused: What switches megatron's own cache on.
+        enable_prefix_caching: What is said to who asks; the cache is there either way.
+        prefix_caching_eviction_policy: Likewise.
     """
 
-    def __init__(self, context: Any, total_count: int, paused_count: int, **unused: Any) -> None:
+    def __init__(
+        self,
+        context: Any,
+        total_count: int,
+        paused_count: int,
+        enable_prefix_caching: bool = True,
+        prefix_caching_eviction_policy: PrefixCachingEvictionPolicy = PrefixCachingEvictionPolicy.LRU,
+    ) -> None:
         self.context = context
-        self.enable_prefix_caching = True
-        self.prefix_caching_eviction_policy = PrefixCachingEvictionPolicy.LRU
+        self.enable_prefix_caching = enable_prefix_caching
+        self.prefix_caching_eviction_policy = prefix_caching_eviction_policy
         self.on_blocks_deregistered = None
         self.total_count, self.paused_count = total_count, paused_count
         self.active_count = total_count - paused_count - 1

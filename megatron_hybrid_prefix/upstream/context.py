@@ -108,6 +108,8 @@ class ContextSeam(DynamicInferenceContext):
 
     def mamba_states_cache(self, layer_number: int, intermediate: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """See upstream."""
+        if not self.is_hybrid_model:
+            return super().mamba_states_cache(layer_number, intermediate)
         return self.layer_states(layer_number, intermediate=intermediate)
 
     def _compute_prefix_match(

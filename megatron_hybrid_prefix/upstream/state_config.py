@@ -12,7 +12,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 RECURRENT = Symbols.MAMBA
 """Symbol of the layers that megatron's context gives live states."""
-_UNSUPPORTED = Symbols.GDN
+_NOT_IN_DYNAMIC_INFERENCE = Symbols.GDN
 
 
 @dataclass
@@ -36,4 +36,4 @@ def decoder_layers(model: Any) -> list[tuple[str, torch.nn.Module]]:
 
 def needs_a_kind(symbol: str) -> bool:
     """Whether a layer with this symbol is recurrent, so that megatron's engine can only run it by slots."""
-    return symbol in (RECURRENT, _UNSUPPORTED)
+    return symbol in (RECURRENT, _NOT_IN_DYNAMIC_INFERENCE)

@@ -156,3 +156,14 @@ def test_a_name_is_registered_once():
         registry.register("", red)
     with pytest.raises(ValueError, match="colour='blue': must be 'red'"):
         registry["blue"]
+
+
+def test_a_plugin_that_failed_halfway_says_why_again(tmp_path, monkeypatch):
+    (tmp_path / "half_a_plugin.py").write_text(
+        RULE.replace("newest_first", "half") + "raise RuntimeError('the reason')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(PLUGINS_VARIABLE, "half_a_plugin")
+    for _ in range(2):
+        with pytest.raises(PluginError, match="cannot import 'half_a_plugin': RuntimeError: the reason"):
+            eviction_policy_names()

@@ -166,3 +166,22 @@ def test_layers_of_one_kind_with_different_states_are_refused(kind, monkeypatch)
         ValueError, match="layer 4: its states differ from those of other layers of kind 'leaky_recall'"
     ):
         Served(model)
+
+
+def test_of_two_kinds_that_match_the_last_one_counts(kind, model, monkeypatch):
+    from megatron_hybrid_prefix.layers.base import KINDS
+    from megatron_hybrid_prefix.layers.kinds import kind_of, restore_mixers, use_slot_mixers
+
+    class Other(kind.Kind):
+        name = "other"
+        slot_class = type("OtherSlots", (kind.LeakyRecallBySlots,), {})
+
+    monkeypatch.setitem(KINDS._by_name, "other", Other())
+    layers = [module for module in model.modules() if isinstance(module, kind.LeakyRecall)]
+    restore_mixers(model)
+    before = [type(module) for module in layers]
+    assert {kind_of(module).name for module in layers} == {"other"}
+    assert use_slot_mixers(model) and all(isinstance(module, Other.slot_class) for module in layers)
+    assert all(hasattr(module, "slot_layer_number") for module in layers)
+    restore_mixers(model)
+    assert [type(module) for module in layers] == before

@@ -78,3 +78,16 @@ def test_a_chunk_that_runs_in_the_last_row_is_left_alone(tiny):
     served.run()
     served.check()
     served.check_drained()
+
+
+def test_a_caller_may_write_to_its_prompt_after_adding_it(tiny):
+    """Keys are made on arrival, tokens are read at admission: both of what was added."""
+    served = Served(tiny)
+    first, second = tokens(2, 9, seed=71), tokens(2, 9, seed=72)
+    prompt = torch.tensor(first)
+    served.add(prompt)
+    prompt.copy_(torch.tensor(second))
+    served.run()
+    assert [int(token) for token in served.finished[1].prompt_tokens] == first
+    served.send(first)
+    served.check()

@@ -13,6 +13,7 @@ import torch
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.upstream.blocks import BlockAllocatorSeam, block_counts
+from megatron_hybrid_prefix.upstream.context import AdmittedChunk
 
 
 class _CachedKeys(Mapping[str, int]):
@@ -22,13 +23,19 @@ class _CachedKeys(Mapping[str, int]):
         self._cache = cache
 
     def __getitem__(self, key: str) -> int:
-        block_id = self._cache.blocks.cached_block(bytes.fromhex(key))
+        block_id = self._find(key)
         if block_id is None:
             raise KeyError(key)
         return block_id
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and self._cache.blocks.cached_block(bytes.fromhex(key)) is not None
+        return self._find(key) is not None
+
+    def _find(self, key: object) -> int | None:
+        try:
+            return self._cache.blocks.cached_block(bytes.fromhex(key)) if isinstance(key, str) else None
+        except ValueError:  # no hexadecimal number, so no key
+            return None
 
     def __iter__(self) -> Iterator[str]:
         return (key.hex() for key in self._cache.blocks.cached_keys())
@@ -83,7 +90,7 @@ class HybridPrefixBlockAllocator(BlockAllocatorSeam):
         A chunk that is being admitted holds its blocks already; other blocks are attached to their requests later.
         """
         chunk = getattr(self.context, "admitted_chunk", None)
-        if chunk is not None:
+        if isinstance(chunk, AdmittedChunk):
             block_ids = chunk.own
             assert len(block_ids) == num_blocks, (len(block_ids), num_blocks)
         else:

@@ -206,7 +206,7 @@ class HybridPrefixContext(ContextSeam):
             self.host_moves.finish()
         super().deallocate_inference_state_buffers()
         if self.states is not None and not all(hasattr(self, f"mamba_{n}_states") for n in self.states.pool.tensors):
-            self.states = None
+            self.states = self.prefill_step = None
 
     # -- match, admit, plan --------------------------------------------------------------------------------------------
 

@@ -341,4 +341,6 @@ def _on_host(request_id: int, prompt: list[int] | torch.Tensor) -> torch.Tensor:
         )
     if prompt.dim() != 1 or prompt.is_floating_point():
         raise ValueError(f"request {request_id}: a prompt of shape {tuple(prompt.shape)} and type {prompt.dtype}")
-    return prompt.to("cpu", torch.int64)
+    return prompt.detach().to(
+        "cpu", torch.int64, copy=True
+    )  # the caller may write to its own before the tokens are read

@@ -64,9 +64,11 @@ def whole_answer(request: DynamicInferenceRequest, earlier: Sequence[DynamicInfe
     """
     before = [token for part in earlier for token in part.generated_tokens]
     request.generated_tokens = before + request.generated_tokens
-    yield
-    left = request.generated_tokens
-    request.generated_tokens = left[len(before) :]
+    try:
+        yield
+    finally:
+        left = request.generated_tokens
+        request.generated_tokens = left[len(before) :]
     surplus = len(before) - len(left)  # earlier parts end with so much of what was cut off
     for part in reversed(earlier):
         if surplus > 0:
