@@ -27,7 +27,7 @@ def kind_of(module: torch.nn.Module) -> LayerKind | None:
 
 
 def recurrent_modules(model: Any) -> Iterator[tuple[LayerKind, torch.nn.Module]]:
-    """Every recurrent layer of a model with its kind; those that draft included, which keep no state."""
+    """Every recurrent layer of a model, or of a layer, with its kind; those that draft included, which keep no state."""
     return ((kind, module) for module in model.modules() if (kind := kind_of(module)) is not None)
 
 

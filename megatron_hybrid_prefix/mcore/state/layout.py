@@ -9,7 +9,7 @@ import torch
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.layers.base import LayerKind
-from megatron_hybrid_prefix.layers.kinds import kind_of, layer_kinds
+from megatron_hybrid_prefix.layers.kinds import layer_kinds, recurrent_modules
 from megatron_hybrid_prefix.layers.mamba2 import KIND as MAMBA2
 from megatron_hybrid_prefix.layers.mamba2 import mamba2_components
 from megatron_hybrid_prefix.mcore.ranks.agreement import of_all_stages
@@ -118,7 +118,7 @@ def state_bytes(config: MambaInferenceStateConfig) -> int:
 
 def _recurrent_part(number: int, symbol: str, layer: torch.nn.Module) -> tuple[LayerKind, torch.nn.Module] | None:
     """Kind and module of what is recurrent in a layer; None: nothing."""
-    parts = [(kind, module) for module in layer.modules() if (kind := kind_of(module)) is not None]
+    parts = list(recurrent_modules(layer))
     if len(parts) > 1:
         raise ValueError(
             f"layer {number} has {len(parts)} recurrent parts, of kinds {[kind.name for kind, _ in parts]}"
