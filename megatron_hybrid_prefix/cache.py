@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
-from megatron_hybrid_prefix.index.block_face import BlockFace
 from megatron_hybrid_prefix.index.blocks import KVBlocks
+from megatron_hybrid_prefix.index.blocks_by_id import BlocksById
 from megatron_hybrid_prefix.index.host_tier import HostTier
 from megatron_hybrid_prefix.index.inspect import Inspector
 from megatron_hybrid_prefix.index.integrity import check_integrity
@@ -148,7 +148,7 @@ class HybridPrefixCache:
             rule=boundary_rule,
         )
         self.loads = Loads(self._store, self._requests, self._matcher, self._stats, block_tokens=block_tokens)
-        self.blocks = BlockFace(self._store, self._requests, self.loads)
+        self.blocks = BlocksById(self._store, self._requests, self.loads)
         self.inspect = Inspector(self._store, self._requests)
 
     @property

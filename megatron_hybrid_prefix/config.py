@@ -10,6 +10,7 @@ from megatron_hybrid_prefix.policy.registry import (
     DEFAULT_EVICTION_POLICY,
     check_eviction_policy,
     eviction_policy_names,
+    present_eviction_policy,
 )
 from megatron_hybrid_prefix.tiers.registry import tier_name
 
@@ -34,10 +35,11 @@ class HybridPrefixConfig:
     eviction_policy: str = field(
         default=DEFAULT_EVICTION_POLICY,
         metadata=_help(
-            "Which checkpoint goes when a slot is needed: 'replay_cost', the one whose loss is expected to cost the "
+            "Which checkpoint goes when a slot is needed: 'recompute_cost', the one whose loss is expected to cost the "
             "least, by the distance to the nearest other one and by how often such states are used again; 'lru', the "
             "least recently used; or a rule that a plugin registers.",
             choices=eviction_policy_names,
+            type=present_eviction_policy,
         ),
     )
     verify_hits: float = field(
@@ -120,6 +122,7 @@ class HybridPrefixConfig:
         interval = self.retention_interval_tokens
         if interval is not None and interval < 0:
             raise ValueError(f"retention_interval_tokens={interval}: must be 0 or more, or None")
+        object.__setattr__(self, "eviction_policy", present_eviction_policy(self.eviction_policy))
         check_eviction_policy(self.eviction_policy)
         if self.tier_behind_host is not None:
             tier_name(self.tier_behind_host)

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from megatron_hybrid_prefix.policy.boundaries import Reason
+from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
+
+
+class ReasonCounts(dict[str, int]):
+    """Counts by name of a `CheckpointReason`; the former name ``replay`` still reads ``repeat``, with a warning."""
+
+    def __missing__(self, name: str) -> int:
+        if name != "replay":
+            raise KeyError(name)
+        warnings.warn("checkpoints_by_reason['replay'] is now called 'repeat'", FutureWarning, stacklevel=2)
+        return self["repeat"]
+
 
 # Fields that say something of one rank's memory; ranks that run the same requests have all others alike.
 OWN_STATS = (
@@ -96,7 +108,9 @@ class PrefixStats:
     lost_tokens_no_state: int = 0
     checkpoints_published: int = 0
     checkpoints_skipped: int = 0
-    checkpoints_by_reason: dict[str, int] = field(default_factory=lambda: {reason.name.lower(): 0 for reason in Reason})
+    checkpoints_by_reason: ReasonCounts = field(
+        default_factory=lambda: ReasonCounts({reason.name.lower(): 0 for reason in CheckpointReason})
+    )
     evictions: int = 0
     kv_evictions: int = 0
     verified_hits: int = 0

@@ -10,6 +10,8 @@ imports them when it is first asked for its names, in every process, so servers 
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Iterable
 from importlib import import_module
 
 from megatron_hybrid_prefix.errors import PluginError
@@ -47,9 +49,15 @@ class Registry[T]:
     def __init__(self, what: str) -> None:
         self._what = what
         self._by_name: dict[str, T] = {}
+        self._former_names: dict[str, str] = {}
 
-    def register(self, name: str, thing: T) -> None:
+    def register(self, name: str, thing: T, *, former_names: Iterable[str] = ()) -> None:
         """Add ``thing`` under ``name``.
+
+        Args:
+            name: New.
+            thing: What the name stands for.
+            former_names: Names that still work, with a warning (`present_name`); `names` does not list them.
 
         Raises:
             ValueError: The name is empty or taken.
@@ -59,6 +67,14 @@ class Registry[T]:
         if self._by_name.get(name, thing) is not thing:
             raise ValueError(f"{self._what}={name!r}: registered already")
         self._by_name[name] = thing
+        self._former_names.update(dict.fromkeys(former_names, name))
+
+    def present_name(self, name: str) -> str:
+        """The name in use today: ``name``, or what replaced it, with a FutureWarning."""
+        present = name if name in self._by_name else self._former_names.get(name, name)
+        if present != name:
+            warnings.warn(f"{self._what}={name!r} is now called {present!r}", FutureWarning, stacklevel=3)
+        return present
 
     def names(self) -> tuple[str, ...]:
         """All names, those of plugins included.
@@ -76,6 +92,7 @@ class Registry[T]:
             ValueError: Nothing is; the message lists the names.
             PluginError: As `load_plugins`.
         """
+        name = self.present_name(name)
         self.check(name)
         return self._by_name[name]
 

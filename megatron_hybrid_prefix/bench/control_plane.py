@@ -72,11 +72,11 @@ def made_up_chain(rng: random.Random, blocks: int, shared: list[bytes] | None = 
     return KeyChain(keys, blocks * BLOCK_TOKENS + 1)
 
 
-def filled_cache(blocks: int, slots: int, *, spare_blocks: int = 1024, seed: int = 0) -> HybridPrefixCache:
+def filled_cache(blocks: int, slots: int, *, free_blocks: int = 1024, seed: int = 0) -> HybridPrefixCache:
     """A cache that holds ``blocks`` blocks, in prompts of 24, and ``slots`` states."""
     rng = random.Random(seed)
     cache = HybridPrefixCache(
-        block_tokens=BLOCK_TOKENS, kv_blocks=blocks + spare_blocks, state_slots=slots, eviction_policy="lru"
+        block_tokens=BLOCK_TOKENS, kv_blocks=blocks + free_blocks, state_slots=slots, eviction_policy="lru"
     )
     for request_id in range(blocks // PROMPT_BLOCKS):
         run_request(cache, request_id, made_up_chain(rng, PROMPT_BLOCKS))
@@ -89,7 +89,7 @@ def bytes_per_block(blocks: int) -> float:
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
-        cache = filled_cache(blocks, blocks // PROMPT_BLOCKS, spare_blocks=PROMPT_BLOCKS)
+        cache = filled_cache(blocks, blocks // PROMPT_BLOCKS, free_blocks=PROMPT_BLOCKS)
         gc.collect()
         used = tracemalloc.get_traced_memory()[0] - before
     finally:

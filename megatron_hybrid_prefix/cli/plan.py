@@ -43,7 +43,11 @@ from megatron_hybrid_prefix.console.terminal import (
 from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_of
 from megatron_hybrid_prefix.lab.replay import Policy, ceiling_tokens, replay
 from megatron_hybrid_prefix.lab.traces import Trace, read_trace
-from megatron_hybrid_prefix.policy.registry import DEFAULT_EVICTION_POLICY, eviction_policy_names
+from megatron_hybrid_prefix.policy.registry import (
+    DEFAULT_EVICTION_POLICY,
+    eviction_policy_names,
+    present_eviction_policy,
+)
 
 GIB = 2**30
 RAISED_BY = 0.25  # of all budgets together: what each budget in turn is raised by
@@ -173,7 +177,13 @@ def make_parser() -> ArgumentParser:
     add = parser.add_argument_group("expected reuse").add_argument
     add("--trace", nargs="+", type=Path, metavar="TRACE", help="recorded requests, as for hybrid-prefix replay")
     add("--limit", type=positive_int, metavar="N", help="only the first N requests by time")
-    add("--eviction", choices=eviction_policy_names(), default=DEFAULT_EVICTION_POLICY, help="(default: %(default)s)")
+    add(
+        "--eviction",
+        type=present_eviction_policy,
+        choices=eviction_policy_names(),
+        default=DEFAULT_EVICTION_POLICY,
+        help="(default: %(default)s)",
+    )
     parser.add_argument("--json", type=Path, metavar="PATH", help="everything")
     return parser
 

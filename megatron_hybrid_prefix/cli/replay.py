@@ -48,7 +48,11 @@ from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_of
 from megatron_hybrid_prefix.lab.plot import save_plot
 from megatron_hybrid_prefix.lab.replay import ADMISSIONS, Policy, Replayed, ceiling_tokens, replay
 from megatron_hybrid_prefix.lab.traces import Trace, read_trace
-from megatron_hybrid_prefix.policy.registry import DEFAULT_EVICTION_POLICY, eviction_policy_names
+from megatron_hybrid_prefix.policy.registry import (
+    DEFAULT_EVICTION_POLICY,
+    eviction_policy_names,
+    present_eviction_policy,
+)
 
 DEFAULT_SLOTS = "64,256,1024,4096"
 DEFAULT_BASELINES = "lru,upstream,align"
@@ -96,6 +100,7 @@ def make_parser() -> ArgumentParser:
     add = parser.add_argument_group("policy").add_argument
     add(
         "--eviction",
+        type=present_eviction_policy,
         choices=eviction_policy_names(),
         default=DEFAULT_EVICTION_POLICY,
         help="which state goes first (default: %(default)s)",

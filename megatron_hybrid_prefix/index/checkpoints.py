@@ -8,7 +8,7 @@ from megatron_hybrid_prefix.index.host_tier import HostTier
 from megatron_hybrid_prefix.index.tree import Node, PrefixTree
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
-from megatron_hybrid_prefix.policy.boundaries import Reason
+from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool
 
 
@@ -35,7 +35,7 @@ class CheckpointTable:
         self.eviction = eviction
         self._tree, self._host, self._stats = tree, host, stats
 
-    def bind(self, node: Node, slot: int, reason: Reason) -> None:
+    def bind(self, node: Node, slot: int, reason: CheckpointReason) -> None:
         """The state in the reserved ``slot`` is that of the node, which must have none on the device."""
         self.slots.publish(slot)
         self._tree.set_state(node, slot, reason)
@@ -58,8 +58,8 @@ class CheckpointTable:
             slot = self._slot_of(self.eviction.victim(self._is_evictable))
         return slot
 
-    def take_spare_slot(self, path: Sequence[Node]) -> int | None:
-        """A reserved slot for a state that is kept on a guess: a free one, or that of a spare state; else None.
+    def take_probationary_slot(self, path: Sequence[Node]) -> int | None:
+        """A reserved slot for a state that is kept on a guess: a free one, or that of a probationary state; else None.
 
         Args:
             path: Nodes of the request. Spare states on it stay, or a prompt computed in chunks would push out its own.
@@ -70,16 +70,16 @@ class CheckpointTable:
             def is_elsewhere(node: Node) -> bool:
                 return node.depth_blocks > len(path) or path[node.depth_blocks - 1] is not node
 
-            slot = self._slot_of(self.eviction.victim(is_elsewhere, spare_only=True))
+            slot = self._slot_of(self.eviction.victim(is_elsewhere, probationary_only=True))
         return slot
 
-    def publish(self, node: Node, slot: int, reason: Reason) -> None:
+    def publish(self, node: Node, slot: int, reason: CheckpointReason) -> None:
         """The state in the reserved ``slot`` becomes matchable; the node must not have one."""
         self.bind(node, slot, reason)
         self._stats.checkpoints_published += 1
         self._stats.checkpoints_by_reason[reason.name.lower()] += 1
         # (The state that a decode reached is copied to its slot later, and soon replaced by the next one.)
-        if self._host is not None and self._host.write_through and reason != Reason.DECODE:
+        if self._host is not None and self._host.write_through and reason != CheckpointReason.DECODE:
             self._host.store_state(node)
 
     def restore(self, node: Node, slot: int) -> None:
@@ -88,12 +88,12 @@ class CheckpointTable:
         self.bind(node, slot, node.reason)
         self.use(node)
 
-    def confirm(self, key: bytes, reason: Reason) -> None:
+    def confirm(self, key: bytes, reason: CheckpointReason) -> None:
         """The state at the end of the block with this key, if it is kept for a while only, is wanted for ``reason`` now."""
         node = self._tree.get(key)
         if node is None or node.slot == NO_SLOT or node.used:
             return
-        if node.reason in (Reason.INTERVAL, Reason.DECODE):
+        if node.reason in (CheckpointReason.INTERVAL, CheckpointReason.DECODE):
             node.reason = reason
             self.eviction.used(node)
 
@@ -113,7 +113,7 @@ class CheckpointTable:
 
     def drop_decoded(self, node: Node, slot: int) -> None:
         """A newer state of the same answer takes the place of this one, unless it is gone already or somebody used it."""
-        if node.slot == slot and node.reason == Reason.DECODE and not node.used:
+        if node.slot == slot and node.reason == CheckpointReason.DECODE and not node.used:
             self.unbind(node)
 
     def unbind_all(self) -> None:

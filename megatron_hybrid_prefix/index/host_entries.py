@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
-from megatron_hybrid_prefix.tiers.units import Kind, Tag
+from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 
 
 class HostEntries:
@@ -18,13 +18,13 @@ class HostEntries:
         state_share: Part of the pages that states may take, 0 to 1, the rest is for KV; None: by use.
     """
 
-    def __init__(self, total_pages: int, pages_of: Mapping[Kind, int], state_share: float | None) -> None:
+    def __init__(self, total_pages: int, pages_of: Mapping[EntryKind, int], state_share: float | None) -> None:
         self.total_pages = total_pages
         self.pages_of = pages_of
-        self._most_pages: dict[Kind, int] | None = None
+        self._most_pages: dict[EntryKind, int] | None = None
         if state_share is not None:
             states = round(total_pages * state_share)
-            self._most_pages = {Kind.KV: total_pages - states, Kind.STATE: states}
+            self._most_pages = {EntryKind.KV: total_pages - states, EntryKind.STATE: states}
         self.reset()
 
     def reset(self) -> None:
@@ -32,7 +32,7 @@ class HostEntries:
         self._free = list(range(self.total_pages - 1, -1, -1))  # a stack, lowest first: entries lie in a row at first
         self._pages: dict[int, tuple[int, ...]] = {}  # by entry
         self._next_entry = 0
-        self._used_pages = {Kind.KV: 0, Kind.STATE: 0}
+        self._used_pages = {EntryKind.KV: 0, EntryKind.STATE: 0}
         self._tags: dict[int, Tag] = {}
         self._payloads: dict[int, Any] = {}
         self._pins: dict[int, int] = {}
@@ -52,7 +52,7 @@ class HostEntries:
         """Whether KV and states have pages of their own each."""
         return self._most_pages is not None
 
-    def has_room(self, kind: Kind) -> bool:
+    def has_room(self, kind: EntryKind) -> bool:
         """Whether there are pages for one more entry."""
         count = self.pages_of[kind]
         fits = self._most_pages is None or self._used_pages[kind] + count <= self._most_pages[kind]
@@ -137,7 +137,7 @@ class HostEntries:
             raise CacheCorruptionError("entries on the host and those that the tree knows differ")
         if not set(self._pins) <= set(self._pages) or any(pins < 1 for pins in self._pins.values()):
             raise CacheCorruptionError("a pinned entry on the host is gone")
-        used = dict.fromkeys(Kind, 0)
+        used = dict.fromkeys(EntryKind, 0)
         for entry, held in self._pages.items():
             used[self._tags[entry].kind] += len(held)
             if len(held) != self.pages_of[self._tags[entry].kind]:

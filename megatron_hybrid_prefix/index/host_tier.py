@@ -16,15 +16,15 @@ from megatron_hybrid_prefix.index.host_entries import HostEntries
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node, PrefixTree
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
-from megatron_hybrid_prefix.policy.boundaries import Reason
+from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers.base import TierBehind
-from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, Kind, Tag
+from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
 
 
-def is_spare(node: Node) -> bool:
+def is_probationary(node: Node) -> bool:
     """Whether the node's state was kept on a guess, and nobody resumed from it."""
-    return node.reason == Reason.INTERVAL and not node.used
+    return node.reason == CheckpointReason.INTERVAL and not node.used
 
 
 class HostTier:
@@ -63,7 +63,7 @@ class HostTier:
         behind: TierBehind | None = None,
     ) -> None:
         self._tree = tree
-        self.entries = HostEntries(pages, {Kind.KV: kv_pages, Kind.STATE: state_pages}, state_share)
+        self.entries = HostEntries(pages, {EntryKind.KV: kv_pages, EntryKind.STATE: state_pages}, state_share)
         self._block_tokens = block_tokens
         self._eviction = eviction
         self._stats = stats
@@ -110,7 +110,7 @@ class HostTier:
     def store_kv(self, node: Node) -> bool:
         """The node's block, about to go from the device, is kept here; whether there is room."""
         if node.host_block == NO_BLOCK:
-            entry = self._store(Kind.KV, node.block_id, self._tag(Kind.KV, node))
+            entry = self._store(EntryKind.KV, node.block_id, self._tag(EntryKind.KV, node))
             if entry is None:
                 return False
             node.host_block = entry
@@ -122,10 +122,12 @@ class HostTier:
     def store_state(self, node: Node) -> bool:
         """The node's state, about to go from the device, is kept here; whether there is room.
 
-        A spare one only gets pages that are free, or those of other spare ones.
+        A probationary one only gets pages that are free, or those of other probationary ones.
         """
         if node.host_slot == NO_SLOT:
-            entry = self._store(Kind.STATE, node.slot, self._tag(Kind.STATE, node), spare=is_spare(node))
+            entry = self._store(
+                EntryKind.STATE, node.slot, self._tag(EntryKind.STATE, node), probationary=is_probationary(node)
+            )
             if entry is None:
                 return False
             node.host_slot = entry
@@ -136,12 +138,12 @@ class HostTier:
         self._state_used[node] = self._tick()
         return True
 
-    def store_private(self, kind: Kind, device_id: int, tag: Tag) -> int | None:
+    def store_private(self, kind: EntryKind, device_id: int, tag: Tag) -> int | None:
         """What belongs to no node: stays until it is removed. Returns the entry; None when there is no room."""
         entry = self._store(kind, device_id, tag)
         if entry is not None:
             self.entries.make_private(entry)
-            if kind == Kind.KV:
+            if kind == EntryKind.KV:
                 self.entries.keep_payload(entry, self.routing_of(device_id))
         return entry
 
@@ -182,7 +184,7 @@ class HostTier:
         return (*(node.host_block for node in kv), end.host_slot), tuple(map(self.entries.tag, fetched))
 
     def _fetch_kv(self, node: Node) -> int | None:
-        entry = self._fetch(Kind.KV, node)
+        entry = self._fetch(EntryKind.KV, node)
         if entry is not None:
             node.host_block = entry
             self._touch_kv(node)
@@ -190,11 +192,13 @@ class HostTier:
         return entry
 
     def _fetch_state(self, node: Node) -> int | None:
-        entry = self._fetch(Kind.STATE, node)
+        entry = self._fetch(EntryKind.STATE, node)
         if entry is not None:
             node.host_slot = entry
             if node.reason is None:
-                node.reason = Reason.JUNCTION  # why it was kept is not known any more; two prompts share it now
+                node.reason = (
+                    CheckpointReason.JUNCTION
+                )  # why it was kept is not known any more; two prompts share it now
             self._eviction.added(node)
             self._state_used[node] = self._tick()
             self._tree.version += 1
@@ -254,9 +258,9 @@ class HostTier:
         node = self._tree.get(tag.key)
         if node is None:
             return
-        if tag.kind == Kind.KV and node.host_block == entry:
+        if tag.kind == EntryKind.KV and node.host_block == entry:
             self.drop_kv(node)
-        elif tag.kind == Kind.STATE and node.host_slot == entry:
+        elif tag.kind == EntryKind.STATE and node.host_slot == entry:
             self.drop_state(node)
 
     @property
@@ -278,7 +282,7 @@ class HostTier:
             raise CacheCorruptionError("the order of eviction on the host lost an entry")
         if set(self._eviction) != set(states.values()):
             raise CacheCorruptionError("the policy on the host lost a state")
-        for nodes, kind in ((kv, Kind.KV), (states, Kind.STATE)):
+        for nodes, kind in ((kv, EntryKind.KV), (states, EntryKind.STATE)):
             for entry, node in nodes.items():
                 tag = self.entries.tag(entry)
                 if (tag.kind, tag.key, tag.depth_tokens) != (kind, node.key, node.depth_blocks * self._block_tokens):
@@ -286,7 +290,7 @@ class HostTier:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _tag(self, kind: Kind, node: Node) -> Tag:
+    def _tag(self, kind: EntryKind, node: Node) -> Tag:
         return Tag(kind=kind, key=node.key, depth_tokens=node.depth_blocks * self._block_tokens, epoch=self._tree.epoch)
 
     def _tick(self) -> int:
@@ -298,8 +302,8 @@ class HostTier:
             self._kv[node] = self._tick()
             self._kv.move_to_end(node)
 
-    def _store(self, kind: Kind, device_id: int, tag: Tag, *, spare: bool = False) -> int | None:
-        entry = self._new_entry(kind, tag, spare=spare)
+    def _store(self, kind: EntryKind, device_id: int, tag: Tag, *, probationary: bool = False) -> int | None:
+        entry = self._new_entry(kind, tag, probationary=probationary)
         if entry is not None:
             self.transfers.append(
                 BlockTransfer(source=DEVICE, target=HOST, device_id=device_id, pages=self.entries.pages(entry), tag=tag)
@@ -307,7 +311,7 @@ class HostTier:
             self._figures.stores += 1
         return entry
 
-    def _fetch(self, kind: Kind, node: Node) -> int | None:
+    def _fetch(self, kind: EntryKind, node: Node) -> int | None:
         assert self.behind is not None
         tag = self._tag(kind, node)
         entry = self._new_entry(kind, tag)
@@ -323,26 +327,26 @@ class HostTier:
         What belongs to a block beside its KV cannot go with it, so such a block is not offered.
         """
         tag = self.entries.tag(entry)
-        if self.behind is None or self.entries.payload(entry) is not None or self.behind.has(tag.kind, tag.key):
+        if self.behind is None or self.entries.payload(entry) is not None or self.behind.contains(tag.kind, tag.key):
             return
         pages = self.entries.pages(entry)
         self.transfers.append(BlockTransfer(source=HOST, target=self.behind.name, pages=pages, tag=tag))
         self._stats.tiers[self.behind.name].stores += 1
 
-    def _new_entry(self, kind: Kind, tag: Tag, *, spare: bool = False) -> int | None:
-        if not self._make_room(kind, spare=spare):
-            self._figures.full += not spare
+    def _new_entry(self, kind: EntryKind, tag: Tag, *, probationary: bool = False) -> int | None:
+        if not self._make_room(kind, probationary=probationary):
+            self._figures.full += not probationary
             return None
         return self.entries.add(tag)
 
-    def _make_room(self, kind: Kind, *, spare: bool) -> bool:
+    def _make_room(self, kind: EntryKind, *, probationary: bool) -> bool:
         is_pinned = self.entries.is_pinned
         while not self.entries.has_room(kind):
-            state = self._eviction.victim(lambda node: not is_pinned(node.host_slot), spare_only=spare)
-            kv = None if spare else next((node for node in self._kv if not is_pinned(node.host_block)), None)
+            state = self._eviction.victim(lambda node: not is_pinned(node.host_slot), probationary_only=probationary)
+            kv = None if probationary else next((node for node in self._kv if not is_pinned(node.host_block)), None)
             if self.entries.are_divided:
-                kv, state = (kv, None) if kind == Kind.KV else (None, state)
-            if state is not None and (kv is None or is_spare(state) or self._state_used[state] < self._kv[kv]):
+                kv, state = (kv, None) if kind == EntryKind.KV else (None, state)
+            if state is not None and (kv is None or is_probationary(state) or self._state_used[state] < self._kv[kv]):
                 self._offer(state.host_slot)
                 self.drop_state(state)
             elif kv is not None:

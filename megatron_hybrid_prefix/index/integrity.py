@@ -36,7 +36,7 @@ def check_integrity(
     slots.check()
     _check_tree(tree, blocks)
     _check_requests(tree, blocks, requests, block_tokens, tree.epoch)
-    _check_holders(blocks, requests, unattached)
+    _check_ref_counts(blocks, requests, unattached)
     _check_slots(tree, slots, list(store.checkpoints.eviction), requests)
     planned = [
         live.chain.keys[checkpoint.position_tokens // block_tokens - 1]
@@ -108,10 +108,12 @@ def _check_requests(
             _expect(tree.get(node.key) is node, f"{name}: {node} on its path is gone")
             _expect(node.key == live.chain.keys[index], f"{name}: {node} is not of its tokens")
             own = live.block_ids[index]
-            _expect(node.block_id == own or blocks.is_spare(node, own), f"{name}: block {own} is not that of {node}")
+            _expect(
+                node.block_id == own or blocks.is_duplicate(node, own), f"{name}: block {own} is not that of {node}"
+            )
 
 
-def _check_holders(blocks: KVBlocks, requests: Sequence[LiveRequest], unattached: Collection[int]) -> None:
+def _check_ref_counts(blocks: KVBlocks, requests: Sequence[LiveRequest], unattached: Collection[int]) -> None:
     holders = Counter(block_id for live in requests for block_id in live.block_ids)
     holders.update(unattached)
     for block_id in range(blocks.total_blocks):

@@ -14,7 +14,7 @@ from megatron_hybrid_prefix.index.store import PrefixStore
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
-from megatron_hybrid_prefix.tiers.units import HOST, BlockTransfer, Kind, Tag
+from megatron_hybrid_prefix.tiers.units import HOST, BlockTransfer, EntryKind, Tag
 
 
 class Loads:
@@ -242,7 +242,7 @@ class Loads:
             pinned=pinned,
             slot=slot,
             left=left,
-            pages=len(kv_entries) * host.entries.pages_of[Kind.KV] + host.entries.pages_of[Kind.STATE],
+            pages=len(kv_entries) * host.entries.pages_of[EntryKind.KV] + host.entries.pages_of[EntryKind.STATE],
             match=loaded,
             payloads=payloads,
             fetched=fetched,
@@ -294,7 +294,7 @@ class Loads:
             host.drop(entry)
         if load.fetched and host.behind is not None:
             self._stats.tiers[host.behind.name].failed += len(load.fetched)
-            host.behind.drop(load.fetched)
+            host.behind.remove(load.fetched)
 
     def give_up(self) -> bool:
         """Releases all requests that hold a load and are not admitted; whether there were any."""
@@ -342,7 +342,7 @@ class Loads:
         pinned: list[int] = []
         private: list[int] = []
 
-        def keep(kind: Kind, device_id: int) -> bool:
+        def keep(kind: EntryKind, device_id: int) -> bool:
             tag = Tag(kind=kind, key=name, depth_tokens=depth_tokens, epoch=epoch)
             entry = host.store_private(kind, device_id, tag)
             if entry is not None:
@@ -358,8 +358,8 @@ class Loads:
 
         own_blocks = live.block_ids[len(live.path) : blocks]
         kept = (
-            keep(Kind.STATE, live_slot)
-            and all(keep(Kind.KV, block_id) for block_id in own_blocks)
+            keep(EntryKind.STATE, live_slot)
+            and all(keep(EntryKind.KV, block_id) for block_id in own_blocks)
             and all(keep_node(node) for node in reversed(live.path))
         )
         if not kept:

@@ -11,7 +11,7 @@ from megatron_hybrid_prefix.index.store import PrefixStore
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.policy.boundaries import (
     Boundary,
-    Reason,
+    CheckpointReason,
     boundaries_in_span,
     default_interval_tokens,
 )
@@ -144,7 +144,7 @@ class StepPlanner:
         if not live.planned_tokens < position_tokens <= last_tokens:
             return False
         others = [boundary for boundary in live.boundaries if boundary.position_tokens != position_tokens]
-        live.boundaries = tuple(sorted([*others, Boundary(position_tokens, Reason.JUNCTION)]))
+        live.boundaries = tuple(sorted([*others, Boundary(position_tokens, CheckpointReason.JUNCTION)]))
         return True
 
     def checkpoint_decoded(self, live: LiveRequest, position_tokens: int) -> int | None:
@@ -155,8 +155,8 @@ class StepPlanner:
             return None
         node = live.path[depth_blocks - 1]
         if node.slot != NO_SLOT:
-            if node.reason == Reason.INTERVAL:
-                checkpoints.confirm(node.key, Reason.DECODE)
+            if node.reason == CheckpointReason.INTERVAL:
+                checkpoints.confirm(node.key, CheckpointReason.DECODE)
             return None
         if len(live.decoded) >= _DECODED_STATES:
             checkpoints.drop_decoded(*live.decoded.pop(0))
@@ -164,7 +164,7 @@ class StepPlanner:
         if slot is None:
             self._stats.checkpoints_skipped += 1
             return None
-        checkpoints.publish(node, slot, Reason.DECODE)
+        checkpoints.publish(node, slot, CheckpointReason.DECODE)
         live.decoded.append((node, slot))
         return slot
 
@@ -177,15 +177,15 @@ class StepPlanner:
             boundaries_in_span(live.boundaries, start_tokens, end_tokens), key=lambda boundary: boundary.reason
         )
         for position_tokens, reason in wanted:
-            if reason != Reason.INTERVAL:
+            if reason != CheckpointReason.INTERVAL:
                 checkpoints.confirm(keys[position_tokens // self._block_tokens - 1], reason)
         room_for_guesses = True
         for position_tokens, reason in wanted:
             key = keys[position_tokens // self._block_tokens - 1]
-            if key in self.writing or (reason != Reason.VERIFY and checkpoints.has(key)):
+            if key in self.writing or (reason != CheckpointReason.VERIFY and checkpoints.has(key)):
                 continue  # another forward of this step is writing it, or it is kept already
-            if reason == Reason.INTERVAL:
-                slot = checkpoints.take_spare_slot(live.path) if room_for_guesses else None
+            if reason == CheckpointReason.INTERVAL:
+                slot = checkpoints.take_probationary_slot(live.path) if room_for_guesses else None
                 room_for_guesses = slot is not None
             else:
                 slot = checkpoints.take_slot()

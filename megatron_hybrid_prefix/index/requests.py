@@ -8,7 +8,7 @@ from typing import Any
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.matcher import Match
 from megatron_hybrid_prefix.index.tree import Node
-from megatron_hybrid_prefix.policy.boundaries import Boundary, Reason
+from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason
 from megatron_hybrid_prefix.tiers.units import Tag
 
 
@@ -99,7 +99,7 @@ class PlannedCheckpoint:
 
     position_tokens: int
     slot: int
-    reason: Reason
+    reason: CheckpointReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from megatron_hybrid_prefix.policy.boundaries import Reason
+from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 
 NO_BLOCK = -1
@@ -59,7 +59,7 @@ class Node:
         self.slot = NO_SLOT
         self.host_block = NO_BLOCK
         self.host_slot = NO_SLOT
-        self.reason: Reason | None = None
+        self.reason: CheckpointReason | None = None
         self.used = False
         self.children = 0
         self.older: Node | None = None
@@ -129,7 +129,7 @@ class PrefixTree:
             node = node.parent
         self.version += 1
 
-    def set_state(self, node: Node, slot: int, reason: Reason) -> None:
+    def set_state(self, node: Node, slot: int, reason: CheckpointReason) -> None:
         """The state at the end of the node's block is in ``slot``."""
         assert node.slot == NO_SLOT, node
         node.slot = slot

@@ -3,8 +3,8 @@
 A policy only ranks. The cache drops a state whose KV path is gone at once, so what a policy is asked about is always
 reachable. Decisions follow the order of calls alone (no wall time, no addresses), so that every rank takes the same.
 
-A state is *spare* while it was kept on a guess (`Reason.INTERVAL`) and nobody has resumed from it. Another guess may only
-have the slot of a spare state: guessing never costs what is known to be of use.
+A state is *probationary* while it was kept on a guess (`CheckpointReason.INTERVAL`) and nobody has resumed from it. Another guess may only
+have the slot of a probationary state: guessing never costs what is known to be of use.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Protocol, Self
 
-from megatron_hybrid_prefix.policy.boundaries import Reason
+from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 
 
 class KeptState(Protocol):
@@ -30,7 +30,7 @@ class KeptState(Protocol):
         """Blocks before the state."""
 
     @property
-    def reason(self) -> Reason | None:
+    def reason(self) -> CheckpointReason | None:
         """Why it is kept; None for a node that keeps no state."""
 
     @property
@@ -48,20 +48,20 @@ class EvictionPolicy[T: KeptState](Protocol):
         """States ranked, in any order; for ``check_integrity``."""
 
     def added(self, state: T) -> None:
-        """``state`` was published; spare if it is kept on a guess."""
+        """``state`` was published; probationary if it is kept on a guess."""
 
     def used(self, state: T) -> None:
-        """A request resumes from ``state``, which is not spare any more; its ancestors are not told, they were of no use."""
+        """A request resumes from ``state``, which is not probationary any more; its ancestors are not told, they were of no use."""
 
     def removed(self, state: T) -> None:
         """``state`` is gone (evicted, or with its KV)."""
 
-    def victim(self, evictable: Callable[[T], bool], *, spare_only: bool = False) -> T | None:
+    def victim(self, evictable: Callable[[T], bool], *, probationary_only: bool = False) -> T | None:
         """The state to lose next among those that are ``evictable`` (not pinned), or None; asking changes no order.
 
         Args:
             evictable: Which may go.
-            spare_only: Among the spare ones only.
+            probationary_only: Among the probationary ones only.
         """
 
     def clear(self) -> None:

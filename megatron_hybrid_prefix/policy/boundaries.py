@@ -5,7 +5,7 @@ Five rules, each answering a way in which prompts come back:
 - *junction*: KV matched deeper than a state did, so at least two prompts share the blocks up to there;
 - *breakpoint*: the caller says that others will share the prompt up to there;
 - *tail*: the last full block of the prompt, from which the next turn goes on;
-- *replay*: the deepest boundary from which exactly this prompt can be resumed, where that is not the tail (the last
+- *repeat*: the deepest boundary from which exactly this prompt can be resumed, where that is not the tail (the last
   token is always computed, so a prompt of n blocks resumes at n - 1);
 - *interval*: every so many tokens, for a prefix that is shared for the first time. Nobody asked for these, so they only
   get what is left over (``base.py``).
@@ -23,7 +23,7 @@ from megatron_hybrid_prefix.arithmetic import ceil_div
 MOST_INTERVALS = 16  # interval checkpoints of a prompt, where their distance is not set
 
 
-class Reason(IntEnum):
+class CheckpointReason(IntEnum):
     """Why a checkpoint is kept; the lower, the earlier it is given a slot when there are few.
 
     The junction comes first: it was matched already, a tail may never be. And where one conversation goes on, the
@@ -33,7 +33,7 @@ class Reason(IntEnum):
     JUNCTION = 0
     BREAKPOINT = 1  # named by the caller
     TAIL = 2
-    REPLAY = 3
+    REPEAT = 3
     INTERVAL = 4  # a guess: may be shared by a prompt that nobody has seen yet
     DECODE = 5  # reached while the answer was generated
     VERIFY = 6  # computed again, to be compared with the state that is kept already
@@ -43,7 +43,7 @@ class Boundary(NamedTuple):
     """A token position that shall get a checkpoint."""
 
     position_tokens: int
-    reason: Reason
+    reason: CheckpointReason
 
 
 def default_interval_tokens(prompt_tokens: int, block_tokens: int) -> int:
@@ -74,29 +74,29 @@ def prompt_boundaries(
         interval_tokens: A multiple of ``block_tokens``: each multiple of it is kept, too; 0: none.
     """
     tail = prompt_tokens // block_tokens * block_tokens
-    replay = max(0, prompt_tokens - min_computed_tokens) // block_tokens * block_tokens
+    repeat = max(0, prompt_tokens - min_computed_tokens) // block_tokens * block_tokens
     junction = kv_depth_blocks * block_tokens
-    found: dict[int, Reason] = {}
+    found: dict[int, CheckpointReason] = {}
     if junction > resume_tokens:
-        found[junction] = Reason.JUNCTION
+        found[junction] = CheckpointReason.JUNCTION
     for breakpoint_tokens in breakpoints:
         position = breakpoint_tokens // block_tokens * block_tokens
         if resume_tokens < position <= tail:
-            found.setdefault(position, Reason.BREAKPOINT)
-    for position, reason in ((tail, Reason.TAIL), (replay, Reason.REPLAY)):
+            found.setdefault(position, CheckpointReason.BREAKPOINT)
+    for position, reason in ((tail, CheckpointReason.TAIL), (repeat, CheckpointReason.REPEAT)):
         if position > resume_tokens:
             found.setdefault(position, reason)
     if interval_tokens:
         first = (resume_tokens // interval_tokens + 1) * interval_tokens
         for position in range(first, tail + 1, interval_tokens):
-            found.setdefault(position, Reason.INTERVAL)
+            found.setdefault(position, CheckpointReason.INTERVAL)
     return tuple(Boundary(position, found[position]) for position in sorted(found))
 
 
 def with_verification(boundaries: tuple[Boundary, ...], position_tokens: int) -> tuple[Boundary, ...]:
     """The boundaries with the one at ``position_tokens`` for verification."""
     others = [boundary for boundary in boundaries if boundary.position_tokens != position_tokens]
-    return tuple(sorted([*others, Boundary(position_tokens, Reason.VERIFY)]))
+    return tuple(sorted([*others, Boundary(position_tokens, CheckpointReason.VERIFY)]))
 
 
 def boundaries_in_span(boundaries: Sequence[Boundary], start_tokens: int, end_tokens: int) -> Sequence[Boundary]:

@@ -2,7 +2,7 @@
 ``index/blocks.py``.)
 
 - ``lru``: the least recently used goes first (``lru.py``);
-- ``replay_cost``: the one goes first whose loss is expected to cost the least (``replay_cost.py``);
+- ``recompute_cost``: the one goes first whose loss is expected to cost the least (``recompute_cost.py``);
 - any other that a plugin registers (``megatron_hybrid_prefix/plugins.py``).
 """
 
@@ -14,9 +14,9 @@ from typing import Any
 from megatron_hybrid_prefix.plugins import Registry
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.policy.lru import LruEviction
-from megatron_hybrid_prefix.policy.replay_cost import ReplayCostEviction
+from megatron_hybrid_prefix.policy.recompute_cost import RecomputeCostEviction
 
-DEFAULT_EVICTION_POLICY = "replay_cost"
+DEFAULT_EVICTION_POLICY = "recompute_cost"
 
 _POLICIES: Registry[Callable[[], EvictionPolicy[Any]]] = Registry("eviction_policy")
 
@@ -48,6 +48,11 @@ def check_eviction_policy(name: str) -> None:
     _POLICIES.check(name)
 
 
+def present_eviction_policy(name: str) -> str:
+    """The name in use today of a policy that may be given by a former name (that warns); other names are returned as is."""
+    return _POLICIES.present_name(name)
+
+
 def make_eviction_policy(name: str) -> EvictionPolicy[Any]:
     """An empty policy.
 
@@ -59,4 +64,4 @@ def make_eviction_policy(name: str) -> EvictionPolicy[Any]:
 
 
 register_eviction_policy("lru", LruEviction)
-register_eviction_policy("replay_cost", ReplayCostEviction)
+_POLICIES.register("recompute_cost", RecomputeCostEviction, former_names=["replay_cost"])

@@ -29,7 +29,7 @@ from megatron_hybrid_prefix.ops.slot_copies import copy_slots, ids_on_device
 from megatron_hybrid_prefix.tiers.base import Entry, Tier
 from megatron_hybrid_prefix.tiers.pinned import pin, unpin
 from megatron_hybrid_prefix.tiers.queue import DeviceQueue, HostQueue
-from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, Kind, Tag
+from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +57,11 @@ class HostArena:
 
     def __init__(
         self,
-        tensors: Callable[[], Mapping[Kind, Sequence[torch.Tensor]]],
+        tensors: Callable[[], Mapping[EntryKind, Sequence[torch.Tensor]]],
         *,
         pages: int,
         page_bytes: int,
-        pages_of: Mapping[Kind, int],
+        pages_of: Mapping[EntryKind, int],
         device: torch.device | str,
         verify: bool = True,
         behind: Tier | None = None,
@@ -112,7 +112,7 @@ class HostArena:
             self._unpin()
         self.memory = torch.empty(0, dtype=torch.uint8)
 
-    def bytes_of(self, kind: Kind) -> int:
+    def bytes_of(self, kind: EntryKind) -> int:
         """Bytes of an entry on this rank."""
         return sum(part_bytes for _, part_bytes in self._parts(kind))
 
@@ -133,7 +133,7 @@ class HostArena:
     def _run_stores(self, units: Sequence[BlockTransfer]) -> None:
         places = [place for unit in units for place in _places(unit)]
         if len(set(places)) == len(places):  # then their order does not matter, and fewer batches cost the host less
-            units = sorted(units, key=lambda unit: unit.tag.kind is Kind.STATE)
+            units = sorted(units, key=lambda unit: unit.tag.kind is EntryKind.STATE)
         # Loads that the model has not waited for, and that read these pages or write what is stored.
         touched = set().union(*self._in_flight.values())
         after = self._last_load if any(_places(unit) & touched for unit in units) else None
@@ -191,7 +191,7 @@ class HostArena:
             for start, page, length in self._pieces([unit], size):
                 row[start : start + length] = self._host(page, length)
             entries.append(Entry(unit.tag, memoryview(row.numpy()), checksum ^ unit.tag.digest))
-        kept = sum(self._behind.take(entries)) if entries else 0
+        kept = sum(self._behind.put(entries)) if entries else 0
         self.behind_stats.full += len(units) - kept
         self.behind_stats.bytes_stored += size * kept
 
@@ -202,7 +202,7 @@ class HostArena:
             self._tags.pop(unit.pages[0], None)  # until it is there
         size = self._entry_bytes(units[0].tag.kind)
         rows = [torch.empty(size, dtype=torch.uint8) for _ in units]
-        sums = self._behind.give([unit.tag for unit in units], [memoryview(row.numpy()) for row in rows])
+        sums = self._behind.get([unit.tag for unit in units], [memoryview(row.numpy()) for row in rows])
         given = [(unit, row, found) for unit, row, found in zip(units, rows, sums, strict=True) if found is not None]
         for unit, row, _ in given:
             for start, page, length in self._pieces([unit], size):
@@ -317,7 +317,7 @@ class HostArena:
             copy_slots(view, tensor, sources, targets)
         self.bytes_loaded += valid_bytes * len(units)
 
-    def _parts(self, kind: Kind) -> list[tuple[torch.Tensor, int]]:
+    def _parts(self, kind: EntryKind) -> list[tuple[torch.Tensor, int]]:
         """The tensors as (layers, entries, bytes), each with its bytes of an entry in all layers."""
         parts = []
         for tensor in self._tensors()[kind]:
@@ -325,7 +325,7 @@ class HostArena:
             parts.append((part, part.shape[0] * part.shape[2]))
         return parts
 
-    def _rows(self, staging: torch.Tensor, kind: Kind, count: int) -> tuple[torch.Tensor, list[torch.Tensor], int]:
+    def _rows(self, staging: torch.Tensor, kind: EntryKind, count: int) -> tuple[torch.Tensor, list[torch.Tensor], int]:
         """Rows of a staging buffer, (count, row bytes); the place of each tensor in them, (layers, count, bytes); bytes in use."""
         rows = staging[: count * self._row_bytes[kind]].view(count, -1)
         views, start = [], 0
@@ -335,7 +335,7 @@ class HostArena:
             start += part_bytes
         return rows, views, ceil_div(start, 8) * 8
 
-    def _entry_bytes(self, kind: Kind) -> int:
+    def _entry_bytes(self, kind: EntryKind) -> int:
         """Bytes of an entry, as many as are checked."""
         return ceil_div(self.bytes_of(kind), 8) * 8
 
@@ -373,5 +373,5 @@ def _places(unit: BlockTransfer) -> set[object]:
 
 
 def _kinds(unit: BlockTransfer) -> str:
-    what = "KV blocks" if unit.tag.kind == Kind.KV else "states"
+    what = "KV blocks" if unit.tag.kind == EntryKind.KV else "states"
     return f"{what} from the {unit.source} to the {unit.target}"

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from megatron_hybrid_prefix.tiers.units import Kind, Tag
+from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +54,11 @@ class Tier(ABC):
     same_on_all_ranks: bool = False
 
     @abstractmethod
-    def has(self, kind: Kind, key: bytes) -> bool:
+    def contains(self, kind: EntryKind, key: bytes) -> bool:
         """Whether such an entry lies here."""
 
     @abstractmethod
-    def take(self, entries: Sequence[Entry]) -> Sequence[bool]:
+    def put(self, entries: Sequence[Entry]) -> Sequence[bool]:
         """Keep these entries, or refuse some; the bytes have to be copied before it returns.
 
         Returns:
@@ -66,7 +66,7 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    def give(self, tags: Sequence[Tag], buffers: Sequence[memoryview]) -> Sequence[int | None]:
+    def get(self, tags: Sequence[Tag], buffers: Sequence[memoryview]) -> Sequence[int | None]:
         """Write entries into buffers, each as long as the entry.
 
         Returns:
@@ -74,7 +74,7 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    def drop(self, tags: Iterable[Tag]) -> None:
+    def remove(self, tags: Iterable[Tag]) -> None:
         """These entries came back wrong, or not at all: they lie here no more. Unknown ones are passed over."""
 
     @abstractmethod
@@ -91,13 +91,13 @@ class Tier(ABC):
 
     def kv_depth(self, keys: Sequence[bytes], first: int) -> int:
         """See `DepthTier`; override it where one question for many keys is faster."""
-        while first < len(keys) and self.has(Kind.KV, keys[first]):
+        while first < len(keys) and self.contains(EntryKind.KV, keys[first]):
             first += 1
         return first
 
     def state_depth(self, keys: Sequence[bytes], after: int, limit: int) -> int:
         """See `DepthTier`; override it where one question for many keys is faster."""
-        while limit > after and not self.has(Kind.STATE, keys[limit - 1]):
+        while limit > after and not self.contains(EntryKind.STATE, keys[limit - 1]):
             limit -= 1
         return max(after, limit)
 
@@ -116,9 +116,9 @@ class TierBehind:
         self.tier = tier
         self._agree: Callable[[int], int] = int if agree is None or tier.same_on_all_ranks else agree
 
-    def has(self, kind: Kind, key: bytes) -> bool:
+    def contains(self, kind: EntryKind, key: bytes) -> bool:
         """Whether such an entry lies here, on this rank."""
-        return self._ask(False, self.tier.has, kind, key)
+        return self._ask(False, self.tier.contains, kind, key)
 
     def kv_depth(self, keys: Sequence[bytes], first: int) -> int:
         """See `DepthTier`."""
@@ -131,9 +131,9 @@ class TierBehind:
             tried, limit = limit, self._agree(self._ask(after, self.tier.state_depth, keys, after, limit))
         return max(after, limit)
 
-    def drop(self, tags: Iterable[Tag]) -> None:
+    def remove(self, tags: Iterable[Tag]) -> None:
         """See `Tier`."""
-        self._ask(None, self.tier.drop, tags)
+        self._ask(None, self.tier.remove, tags)
 
     def clear(self) -> None:
         """See `Tier`."""

@@ -15,7 +15,7 @@ DEVICE = "device"
 HOST = "host"
 
 
-class Kind(IntEnum):
+class EntryKind(IntEnum):
     """What is moved."""
 
     KV = 0  # the KV of one block, in all attention layers
@@ -34,7 +34,7 @@ class Tag:
         epoch: Weights epoch.
     """
 
-    kind: Kind
+    kind: EntryKind
     key: bytes
     depth_tokens: int
     epoch: int

@@ -16,10 +16,10 @@ from typing import Any
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.requests import Admission, LiveRequest, StepPlan
 from megatron_hybrid_prefix.index.tree import NO_BLOCK
-from megatron_hybrid_prefix.policy.boundaries import Reason
+from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers.base import Entry
-from megatron_hybrid_prefix.tiers.units import DEVICE, Kind
+from megatron_hybrid_prefix.tiers.units import DEVICE, EntryKind
 
 Salt = tuple[str | None, str | None]  # cache_salt, adapter
 History = tuple[tuple[int, int], ...]  # (token, weights epoch it was computed under), from position 0
@@ -56,7 +56,7 @@ class Kept:
     """A published state, in the order in which states are lost."""
 
     slot: int
-    spare: bool  # kept on a guess, and nobody resumed from it
+    probationary: bool  # kept on a guess, and nobody resumed from it
 
 
 class ModelEngine:
@@ -95,7 +95,7 @@ class ModelEngine:
     def carry_out(self) -> None:
         """The moves between device and host, in their order, as late as they may be: before anything else is written."""
         for unit in self.cache.loads.take_transfers():
-            device = self.blocks if unit.tag.kind == Kind.KV else self.slots
+            device = self.blocks if unit.tag.kind == EntryKind.KV else self.slots
             if unit.source == DEVICE:
                 self.seen["stored"] += 1
                 self.host[unit.pages] = self.expected[unit.tag.key] = device[unit.device_id]
@@ -103,10 +103,10 @@ class ModelEngine:
                 self.seen["taken behind"] += 1
                 self.written.append(self.host[unit.pages])
                 number = len(self.written) - 1
-                self.behind.take([Entry(unit.tag, memoryview(number.to_bytes(8)), number)])
+                self.behind.put([Entry(unit.tag, memoryview(number.to_bytes(8)), number)])
             elif unit.source == BEHIND:
                 buffer = bytearray(8)
-                (checksum,) = self.behind.give([unit.tag], [memoryview(buffer)])
+                (checksum,) = self.behind.get([unit.tag], [memoryview(buffer)])
                 number = int.from_bytes(buffer)
                 self.host[unit.pages] = self.written[number] if number == checksum else GARBAGE
                 self.seen["given back" if number == checksum else "not given back"] += 1
@@ -125,7 +125,7 @@ class ModelEngine:
         """(KV depth in either tier, resume depth on the device) in blocks: compares contents, not keys; slow and obvious."""
         cached, states = self.on_device()
         _, depth = self.deepest(salt, tokens, limit_tokens, cached, states)
-        cached |= self.on_host(Kind.KV) | self.is_behind(Kind.KV)
+        cached |= self.on_host(EntryKind.KV) | self.is_behind(EntryKind.KV)
         kv_depth, _ = self.deepest(salt, tokens, limit_tokens, cached, states)
         return kv_depth, depth
 
@@ -136,8 +136,8 @@ class ModelEngine:
     def oracle_loadable(self, salt: Salt, tokens: list[int], limit_tokens: int) -> int:
         """Depth in blocks from which the request could resume with what is on the host, too."""
         cached, states = self.on_device()
-        cached |= self.on_host(Kind.KV) | self.is_behind(Kind.KV)
-        states |= self.on_host(Kind.STATE) | self.is_behind(Kind.STATE)
+        cached |= self.on_host(EntryKind.KV) | self.is_behind(EntryKind.KV)
+        states |= self.on_host(EntryKind.STATE) | self.is_behind(EntryKind.STATE)
         return self.deepest(salt, tokens, limit_tokens, cached, states)[1]
 
     def on_device(self) -> tuple[set[Content], set[Content]]:
@@ -150,18 +150,18 @@ class ModelEngine:
         """Slots whose state can be resumed from."""
         return {node.slot for node in self.cache.inspect.nodes_with_state()}
 
-    def on_host(self, kind: Kind) -> set[Content]:
+    def on_host(self, kind: EntryKind) -> set[Content]:
         """What the entries on the host should hold, by their tags (what they do hold may be garbage)."""
         tier = self.cache.inspect.host_tier
         if tier is None:
             return set()
         self.carry_out()
         nodes = [
-            n for n in self.cache.inspect.nodes() if (n.host_block if kind == Kind.KV else n.host_slot) != NO_BLOCK
+            n for n in self.cache.inspect.nodes() if (n.host_block if kind == EntryKind.KV else n.host_slot) != NO_BLOCK
         ]
         return {self.expected[node.key] for node in nodes}
 
-    def is_behind(self, kind: Kind) -> set[Content]:
+    def is_behind(self, kind: EntryKind) -> set[Content]:
         """What the entries in the tier behind the host should hold."""
         entries = () if self.behind is None else self.behind.entries
         return {self.expected[key] for of_kind, key in entries if of_kind == kind}
@@ -181,7 +181,7 @@ class ModelEngine:
 
     def oracle_boundaries(
         self, prompt_tokens: int, resume_tokens: int, kv_depth: int, breakpoints: Sequence[int]
-    ) -> list[tuple[int, Reason]]:
+    ) -> list[tuple[int, CheckpointReason]]:
         """Position by position: the first reason that there is to keep it."""
         block, interval = self.block_tokens, self.cache.retention_interval_tokens
         if interval is None:
@@ -191,11 +191,11 @@ class ModelEngine:
         found = []
         for position in last:
             reasons = {
-                Reason.JUNCTION: position == kv_depth * block,
-                Reason.BREAKPOINT: any(position <= named < position + block for named in breakpoints),
-                Reason.TAIL: position == last[-1],
-                Reason.REPLAY: [position] == replay[-1:],
-                Reason.INTERVAL: interval and position % interval == 0,
+                CheckpointReason.JUNCTION: position == kv_depth * block,
+                CheckpointReason.BREAKPOINT: any(position <= named < position + block for named in breakpoints),
+                CheckpointReason.TAIL: position == last[-1],
+                CheckpointReason.REPEAT: [position] == replay[-1:],
+                CheckpointReason.INTERVAL: interval and position % interval == 0,
             }
             if position > resume_tokens and any(reasons.values()):
                 found.append((position, min(reason for reason, holds in reasons.items() if holds)))
@@ -216,22 +216,24 @@ class ModelEngine:
 
     def use(self, slot: int, what: str = "used") -> None:
         kept = next(kept for kept in self.order if kept.slot == slot)
-        self.seen[f"spare state {what}"] += kept.spare
+        self.seen[f"probationary state {what}"] += kept.probationary
         self.order.remove(kept)
         self.order.append(kept)
-        kept.spare = False
+        kept.probationary = False
 
     def victim(self, guess: bool, request: Request) -> Kept | None:
-        """What goes when there is no free slot: a spare state first. For a guess only a spare one, none of its own."""
-        spare = [kept for kept in self.order if kept.spare]
+        """What goes when there is no free slot: a probationary state first. For a guess only a probationary one, none of its own."""
+        probationary = [kept for kept in self.order if kept.probationary]
         if guess:
             salt, history = request.salt, request.history
             held = [(salt, history[:end]) for end in range(0, len(history) + 1, self.block_tokens)]
-            spare = [kept for kept in spare if self.slots[kept.slot] not in held]
-        others = [kept for kept in self.order if not kept.spare and not self.cache.inspect.slot_readers(kept.slot)]
-        return next(iter(spare if guess else spare + others), None)
+            probationary = [kept for kept in probationary if self.slots[kept.slot] not in held]
+        others = [
+            kept for kept in self.order if not kept.probationary and not self.cache.inspect.slot_readers(kept.slot)
+        ]
+        return next(iter(probationary if guess else probationary + others), None)
 
-    def oracle_plan(self, request: Request, start: int, end: int) -> tuple[list[tuple[int, Reason]], int]:
+    def oracle_plan(self, request: Request, start: int, end: int) -> tuple[list[tuple[int, CheckpointReason]], int]:
         """What will be kept of positions (start, end], and how much that was asked for will not; evicts from the order."""
         if not self.live(request).write:
             return [], 0
@@ -247,7 +249,7 @@ class ModelEngine:
         contents = {position: self.now(request.salt, request.tokens[:position]) for _, position in wanted}
         for reason, position in sorted(wanted):
             state = kept.get(contents[position])
-            if reason != Reason.INTERVAL and state is not None and state.spare:
+            if reason != CheckpointReason.INTERVAL and state is not None and state.probationary:
                 self.use(state.slot, "confirmed")
         free, planned, skipped = self.cache.inspect.free_slots, [], 0
         for reason, position in sorted(wanted):
@@ -257,13 +259,13 @@ class ModelEngine:
             if free:
                 free -= 1
             else:
-                victim = self.victim(reason == Reason.INTERVAL, request)
+                victim = self.victim(reason == CheckpointReason.INTERVAL, request)
                 if victim is None:
-                    skipped += reason != Reason.INTERVAL
-                    self.seen["guess without a slot"] += reason == Reason.INTERVAL
+                    skipped += reason != CheckpointReason.INTERVAL
+                    self.seen["guess without a slot"] += reason == CheckpointReason.INTERVAL
                     continue
                 self.order.remove(victim)
-                self.seen["spare state evicted"] += victim.spare
+                self.seen["probationary state evicted"] += victim.probationary
             planned.append((position, reason))
         return sorted(planned), skipped
 
@@ -394,7 +396,7 @@ class ModelEngine:
         self.expected_prompt += len(tokens)
         return request
 
-    def retract(self, request: Request) -> bool:
+    def swap_out(self, request: Request) -> bool:
         """Preempts the request; whether it can go on later."""
         live_slot = LIVE_SLOTS + request.request_id
         kept = False
@@ -412,7 +414,7 @@ class ModelEngine:
         if self.cache.grow(request.request_id, end) is None:
             return None
         self.forget_lost()
-        before = {kept.slot: kept.spare for kept in self.order}
+        before = {kept.slot: kept.probationary for kept in self.order}
         skipped = self.cache.stats().checkpoints_skipped
         expected, expected_skipped = self.oracle_plan(request, start, end)
         plan = self.cache.plan(request.request_id, start, end)
@@ -440,10 +442,10 @@ class ModelEngine:
         """Just the states that should go went; no guess cost a state that was more than one."""
         left = self.kept_slots()
         assert {kept.slot for kept in self.order} == left
-        asked_for = sum(checkpoint.reason != Reason.INTERVAL for checkpoint in plan.checkpoints)
-        lost = [slot for slot, spare in before.items() if not spare and slot not in left]
+        asked_for = sum(checkpoint.reason != CheckpointReason.INTERVAL for checkpoint in plan.checkpoints)
+        lost = [slot for slot, probationary in before.items() if not probationary and slot not in left]
         assert len(lost) <= asked_for
-        assert not lost or not [kept for kept in self.order if kept.spare], "spare ones go first"
+        assert not lost or not [kept for kept in self.order if kept.probationary], "probationary ones go first"
 
     def settle(self, plan: StepPlan, request: Request, *, succeeds: bool) -> None:
         """Runs the plan's forward, its reads checked once more, and publishes or abandons it."""
@@ -470,10 +472,10 @@ class ModelEngine:
             self.expected_reused += 0 if load is None else load.match.resume_tokens
             kept_slots = self.kept_slots()
             if load is not None and load.slot in kept_slots:
-                self.order.append(Kept(load.slot, spare=False))
+                self.order.append(Kept(load.slot, probationary=False))
             for checkpoint in plan.checkpoints:
                 if checkpoint.slot in kept_slots:
-                    self.order.append(Kept(checkpoint.slot, checkpoint.reason == Reason.INTERVAL))
+                    self.order.append(Kept(checkpoint.slot, checkpoint.reason == CheckpointReason.INTERVAL))
         else:
             # What a failed forward leaves behind cannot be gone on from, unless it started from a kept state or zero.
             retry = len(request.plans) == 1 and (plan.source_slot is not None or plan.start_tokens == 0)

@@ -9,7 +9,7 @@ import pytest
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.keys import KeyChain
-from megatron_hybrid_prefix.policy.boundaries import Reason
+from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from tests.core.model import ModelEngine, Request
 
 BLOCK = 4
@@ -42,9 +42,9 @@ def run(model: ModelEngine, prompt: list[int], *, chunk: int = 10**6, release: b
     return request
 
 
-def states(model: ModelEngine) -> dict[int, list[Reason]]:
+def states(model: ModelEngine) -> dict[int, list[CheckpointReason]]:
     """Depths in blocks at which states are kept, and why."""
-    found: dict[int, list[Reason]] = {}
+    found: dict[int, list[CheckpointReason]] = {}
     for node in model.cache.inspect.nodes():
         if node.reason is not None:
             found.setdefault(node.depth_blocks, []).append(node.reason)
@@ -57,7 +57,7 @@ def states(model: ModelEngine) -> dict[int, list[Reason]]:
 def test_the_next_turn_resumes_from_the_tail():
     model = engine()
     first = run(model, tokens(1, 2, 3, rest=2))
-    assert first.admission.resume_tokens == 0 and states(model) == {3: [Reason.TAIL]}
+    assert first.admission.resume_tokens == 0 and states(model) == {3: [CheckpointReason.TAIL]}
     second = run(model, tokens(1, 2, 3, rest=2) + [5] * 6)
     assert second.admission.resume_tokens == 12
     assert second.admission.block_ids[:3] == first.admission.block_ids[:3]
@@ -69,7 +69,7 @@ def test_the_next_turn_resumes_from_the_tail():
 def test_an_exact_replay_resumes_one_block_before_its_end():
     model = engine()
     run(model, tokens(1, 2, 3))
-    assert states(model) == {2: [Reason.REPLAY], 3: [Reason.TAIL]}
+    assert states(model) == {2: [CheckpointReason.REPEAT], 3: [CheckpointReason.TAIL]}
     assert run(model, tokens(1, 2, 3)).admission.resume_tokens == 8
     assert run(model, tokens(1, 2, 3, rest=1)).admission.resume_tokens == 12
 
@@ -79,7 +79,7 @@ def test_a_branch_is_kept_where_kv_matched_deeper_than_the_state():
     run(model, tokens(1, 2, 3, 4))
     second = run(model, tokens(1, 2, 8, 9))
     assert (second.admission.resume_tokens, second.admission.lost_tokens_no_state) == (0, 8)
-    assert states(model)[2] == [Reason.JUNCTION]
+    assert states(model)[2] == [CheckpointReason.JUNCTION]
     third = run(model, tokens(1, 2, 6, 7))
     assert (third.admission.resume_tokens, third.admission.lost_tokens_no_state) == (8, 0)
     assert model.cache.stats().lost_tokens_no_state == 8
@@ -91,9 +91,9 @@ def test_all_kept_states_of_one_step():
     request = model.admit(tokens(1, 2, 7, 8))
     plan = model.plan(request, 100)
     assert [(c.position_tokens, c.reason) for c in plan.checkpoints] == [
-        (8, Reason.JUNCTION),
-        (12, Reason.REPLAY),
-        (16, Reason.TAIL),
+        (8, CheckpointReason.JUNCTION),
+        (12, CheckpointReason.REPEAT),
+        (16, CheckpointReason.TAIL),
     ]
     assert len({c.slot for c in plan.checkpoints}) == 3
 
@@ -116,7 +116,10 @@ def test_opting_out_of_reading_and_writing():
     assert model.cache.inspect.node_count == 0 and model.cache.blocks.free_count == 100
     run(model, tokens(1, 2, rest=1))
     unread = run(model, tokens(1, 2, 3, rest=1), read=False)
-    assert unread.admission.resume_tokens == 0 and states(model) == {2: [Reason.TAIL], 3: [Reason.TAIL]}
+    assert unread.admission.resume_tokens == 0 and states(model) == {
+        2: [CheckpointReason.TAIL],
+        3: [CheckpointReason.TAIL],
+    }
     reader = run(model, tokens(1, 2, 3, 4, 5), write=False)
     assert reader.admission.resume_tokens == 12 and reader.admission.boundaries == ()
     assert sorted(states(model)) == [2, 3]
@@ -143,7 +146,7 @@ def test_generated_blocks_become_matchable_once_full():
     model.check()
     second = run(model, history + [1] * 5)
     assert (second.admission.resume_tokens, second.admission.lost_tokens_no_state) == (4, 4)
-    assert Reason.JUNCTION in states(model)[2]
+    assert CheckpointReason.JUNCTION in states(model)[2]
 
 
 @pytest.mark.parametrize("at_once", [False, True])
@@ -269,9 +272,9 @@ def test_a_checkpoint_without_a_slot_is_skipped_and_counted():
 def test_the_more_wanted_boundary_gets_the_last_slot():
     model = engine(state_slots=1)
     run(model, tokens(1, 2, 3))
-    assert states(model) == {3: [Reason.TAIL]} and model.cache.stats().checkpoints_skipped == 1
+    assert states(model) == {3: [CheckpointReason.TAIL]} and model.cache.stats().checkpoints_skipped == 1
     run(model, tokens(1, 2, 7, 8))
-    assert states(model) == {2: [Reason.JUNCTION]}
+    assert states(model) == {2: [CheckpointReason.JUNCTION]}
 
 
 def test_a_state_goes_with_its_kv_and_not_the_other_way_round():
@@ -282,7 +285,7 @@ def test_a_state_goes_with_its_kv_and_not_the_other_way_round():
     run(model, tokens(6))  # one block free
     run(model, tokens(7))  # takes block 3 of the first prompt, and the state at its end
     assert (model.cache.stats().kv_evictions, model.cache.stats().evictions) == (1, 1)
-    assert 3 not in states(model) and Reason.REPLAY in states(model)[2]
+    assert 3 not in states(model) and CheckpointReason.REPEAT in states(model)[2]
     model = engine(kv_blocks=6, state_slots=1)
     run(model, tokens(1, rest=1))
     run(model, tokens(2, rest=1))
@@ -395,7 +398,7 @@ def test_kv_published_between_match_and_admission_makes_a_junction():
     first = model.admit(tokens(1, 2, 8))
     model.settle(model.plan(first, 4), first, succeeds=True)  # a block, no state
     admission = model.cache.admit(50, match)
-    assert admission.lost_tokens_no_state == 4 and admission.boundaries[0] == (4, Reason.JUNCTION)
+    assert admission.lost_tokens_no_state == 4 and admission.boundaries[0] == (4, CheckpointReason.JUNCTION)
 
 
 def test_a_match_that_is_out_of_date_is_made_again():
@@ -446,7 +449,7 @@ def test_a_checkpoint_written_across_a_change_of_weights_is_dropped():
     assert model.cache.stats().fallbacks == {"epoch_changed": 1} and model.cache.stats().checkpoints_published == 0
     model.settle(other_plan, other, succeeds=True)
     model.check()
-    assert states(model) == {2: [Reason.TAIL]}
+    assert states(model) == {2: [CheckpointReason.TAIL]}
 
 
 def test_a_pinned_state_of_old_weights_stays_until_it_is_read():
@@ -488,7 +491,7 @@ def test_back_to_an_epoch_of_before():
     model.cache.check_integrity()
     assert model.cache.inspect.node_count == 0
     model.settle(new_plan, new, succeeds=True)
-    assert states(model) == {1: [Reason.TAIL]}
+    assert states(model) == {1: [CheckpointReason.TAIL]}
 
 
 def test_the_same_epoch_again_changes_nothing():
@@ -522,13 +525,13 @@ def test_blocks_by_id():
     cache = engine(kv_blocks=5).cache
     assert cache.admit(1, cache.match(cache.chain(tokens(1, rest=1)))).block_ids == (0, 1)
     assert cache.blocks.allocate(4) is None and cache.blocks.allocate(0) == []
-    loose = cache.blocks.allocate(3)
+    unattached = cache.blocks.allocate(3)
     assert (
-        loose == [2, 3, 4]
+        unattached == [2, 3, 4]
         and cache.blocks.available_count == 0
         and memoryview(cache.blocks.ref_counts()).cast("i")[2] == 1
     )
-    cache.blocks.attach(1, loose[:2])
+    cache.blocks.attach(1, unattached[:2])
     cache.check_integrity()
     assert cache.inspect.block_ids(1) == (0, 1, 2, 3)
     cache.blocks.free([4])
@@ -565,9 +568,9 @@ def test_statistics_are_a_snapshot_and_plain():
     before = model.cache.stats()
     run(model, tokens(1, 2))
     stats = model.cache.stats()
-    none = dict.fromkeys(("junction", "breakpoint", "tail", "replay", "interval", "decode", "verify"), 0)
+    none = dict.fromkeys(("junction", "breakpoint", "tail", "repeat", "interval", "decode", "verify"), 0)
     assert before.checkpoints_by_reason == none
-    assert stats.checkpoints_by_reason == none | {"tail": 1, "replay": 1}
+    assert stats.checkpoints_by_reason == none | {"tail": 1, "repeat": 1}
     assert (stats.slots_total, stats.slots_used, stats.bytes_budget) == (4, 2, 400)
     assert json.loads(json.dumps(stats.as_dict())) == stats.as_dict()
     wanted = "prompt_tokens computed_prompt_tokens reused_tokens reused_tokens_device reused_tokens_host"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
-from megatron_hybrid_prefix.policy.boundaries import Reason
+from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 
 BLOCK = 4
 
@@ -116,7 +116,7 @@ def test_a_boundary_that_others_want():
     assert kept == [False, False, True, True, False]
     plan = cache.plan(5, 2 * BLOCK, 6 * BLOCK + 2)
     kept = {checkpoint.position_tokens // BLOCK: checkpoint.reason for checkpoint in plan.checkpoints}
-    assert kept == {3: Reason.JUNCTION, 6: Reason.JUNCTION}
+    assert kept == {3: CheckpointReason.JUNCTION, 6: CheckpointReason.JUNCTION}
     assert cache.inspect.prefilling() == []
     cache.publish(plan)
     cache.check_integrity()

@@ -13,7 +13,7 @@ from megatron_hybrid_prefix.tiers import arena as arenas
 from megatron_hybrid_prefix.tiers.arena import HostArena
 from megatron_hybrid_prefix.tiers.pinned import choose_page_bytes, pin, unpin
 from megatron_hybrid_prefix.tiers.queue import HostQueue
-from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, Kind, Tag
+from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
 from tests.harness.plugins.dictionary_tier import DictionaryTier
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -35,7 +35,7 @@ class Pools:
         kv = torch.zeros(4, BLOCKS, 6 * scale, 2, dtype=torch.bfloat16, device=device)
         conv = torch.zeros(mamba_layers, SLOTS, 5 * scale, 3, dtype=torch.bfloat16, device=device)
         ssm = torch.zeros(mamba_layers, SLOTS, 7 * scale, dtype=torch.float32, device=device)
-        self.tensors = {Kind.KV: [kv], Kind.STATE: [conv, ssm]}
+        self.tensors = {EntryKind.KV: [kv], EntryKind.STATE: [conv, ssm]}
         sizes = {k: sum(t[:, 0].numel() * t.element_size() for t in ts) for k, ts in self.tensors.items()}
         self.page_bytes = choose_page_bytes(sizes.values())
         self.pages_of = {kind: max(1, -(-size // self.page_bytes)) for kind, size in sizes.items()}
@@ -49,14 +49,16 @@ class Pools:
             behind=behind,
         )
 
-    def write(self, kind: Kind, index: int, value: float) -> None:
+    def write(self, kind: EntryKind, index: int, value: float) -> None:
         for number, tensor in enumerate(self.tensors[kind]):
             tensor[:, index] = value + number
 
-    def read(self, kind: Kind, index: int) -> list[torch.Tensor]:
+    def read(self, kind: EntryKind, index: int) -> list[torch.Tensor]:
         return [tensor[:, index].cpu() for tensor in self.tensors[kind]]
 
-    def unit(self, kind: Kind, index: int, entry: int, load_id: int | None = None, key: bytes = b"k") -> BlockTransfer:
+    def unit(
+        self, kind: EntryKind, index: int, entry: int, load_id: int | None = None, key: bytes = b"k"
+    ) -> BlockTransfer:
         count = max(self.pages_of.values())
         pages = range(entry * count, entry * count + self.pages_of[kind])
         # Not in a row where there are several: an entry lies where there was room.
@@ -70,7 +72,7 @@ class Pools:
             load_id=load_id,
         )
 
-    def behind_unit(self, kind: Kind, entry: int, key: bytes, *, take: bool) -> BlockTransfer:
+    def behind_unit(self, kind: EntryKind, entry: int, key: bytes, *, take: bool) -> BlockTransfer:
         """From the host to the tier behind it, or back."""
         unit = self.unit(kind, 0, entry, key=key)
         source, target = (HOST, "behind") if take else ("behind", HOST)
@@ -91,8 +93,8 @@ class AnyOrder:
         monkeypatch.setattr(arenas, "LOAD_STAGING_BYTES", 2 * 30 * scale * 8)
         self.pools = Pools(device, scale, behind=behind)
         self.dice, self._delays = random.Random(seed), random.Random(seed)
-        self.places = [(Kind.KV, i) for i in range(BLOCKS)] + [(Kind.STATE, i) for i in range(SLOTS)]
-        self.on_device: dict[tuple[Kind, int], float] = {}
+        self.places = [(EntryKind.KV, i) for i in range(BLOCKS)] + [(EntryKind.STATE, i) for i in range(SLOTS)]
+        self.on_device: dict[tuple[EntryKind, int], float] = {}
         for number, place in enumerate(self.places):
             self._write(place, number)
 
@@ -114,7 +116,7 @@ class AnyOrder:
             for number, tensor in enumerate(self.pools.read(*place)):
                 assert torch.all(tensor == torch.tensor(value + number).to(tensor.dtype)), place
 
-    def _write(self, place: tuple[Kind, int], value: float) -> None:
+    def _write(self, place: tuple[EntryKind, int], value: float) -> None:
         self.pools.write(*place, value)
         self.on_device[place] = value
 
@@ -125,7 +127,7 @@ def test_any_order_of_moves_and_writes(device, seed, monkeypatch):
     """Against a dictionary."""
     world = AnyOrder(device, seed, monkeypatch)
     pools, dice, places, on_device = world.pools, world.dice, world.places, world.on_device
-    on_host: dict[int, tuple[Kind, float]] = {}
+    on_host: dict[int, tuple[EntryKind, float]] = {}
     load_id = 0
     for step in range(40):
         units = []
@@ -133,7 +135,7 @@ def test_any_order_of_moves_and_writes(device, seed, monkeypatch):
             if on_host and dice.random() < 0.4:
                 entry = dice.choice(sorted(on_host))
                 kind, value = on_host[entry]
-                index = dice.randrange(BLOCKS if kind == Kind.KV else SLOTS)
+                index = dice.randrange(BLOCKS if kind == EntryKind.KV else SLOTS)
                 units.append(pools.unit(kind, index, entry, load_id))
                 on_device[kind, index] = value
             else:
@@ -160,8 +162,8 @@ def test_any_order_of_moves_with_a_tier_behind(device, seed, monkeypatch):
     """The same with entries that go from the host to a dictionary and come back into other pages."""
     world = AnyOrder(device, seed, monkeypatch, behind=DictionaryTier())
     pools, dice, places, on_device = world.pools, world.dice, world.places, world.on_device
-    on_host: dict[int, tuple[Kind, float]] = {}
-    taken: set[tuple[Kind, float]] = set()
+    on_host: dict[int, tuple[EntryKind, float]] = {}
+    taken: set[tuple[EntryKind, float]] = set()
     for step in range(40):
         units = []
         for _ in range(dice.randint(0, 12)):
@@ -180,7 +182,7 @@ def test_any_order_of_moves_with_a_tier_behind(device, seed, monkeypatch):
                     units.append(pools.behind_unit(kind, entry, str(value).encode(), take=True))
                     taken.add((kind, value))
                 else:
-                    index = dice.randrange(BLOCKS if kind == Kind.KV else SLOTS)
+                    index = dice.randrange(BLOCKS if kind == EntryKind.KV else SLOTS)
                     units.append(pools.unit(kind, index, entry, step, key=str(value).encode()))
                     on_device[kind, index] = value
         world.carry_out(units)
@@ -192,7 +194,7 @@ def test_any_order_of_moves_with_a_tier_behind(device, seed, monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("kind", list(EntryKind))
 def test_a_wrong_bit_behind_the_host_is_noticed(device, kind):
     behind = DictionaryTier()
     pools = Pools(device, behind=behind)
@@ -212,18 +214,20 @@ def test_of_two_into_one_place_the_later_is_there(device):
     """An entry that is dropped at once for another one, in its pages; a block that is loaded twice."""
     pools = Pools(device)
     for index in range(BLOCKS):
-        pools.write(Kind.KV, index, index)
-    pools.arena.carry_out([pools.unit(Kind.KV, index, 5) for index in (3, 4, 1)] + [pools.unit(Kind.KV, 6, 7)])
-    units = [pools.unit(Kind.KV, 2, entry, load_id=0) for entry in (7, 5)]
-    pools.arena.carry_out([*units, pools.unit(Kind.KV, 8, 7, load_id=0)])
+        pools.write(EntryKind.KV, index, index)
+    pools.arena.carry_out(
+        [pools.unit(EntryKind.KV, index, 5) for index in (3, 4, 1)] + [pools.unit(EntryKind.KV, 6, 7)]
+    )
+    units = [pools.unit(EntryKind.KV, 2, entry, load_id=0) for entry in (7, 5)]
+    pools.arena.carry_out([*units, pools.unit(EntryKind.KV, 8, 7, load_id=0)])
     pools.arena.wait_for_load(0)
     assert not pools.arena.has_failed(0)
-    assert [float(pools.read(Kind.KV, index)[0].max()) for index in (2, 8)] == [1, 6]
-    assert [float(pools.read(Kind.KV, index)[0].min()) for index in (2, 8)] == [1, 6]
+    assert [float(pools.read(EntryKind.KV, index)[0].max()) for index in (2, 8)] == [1, 6]
+    assert [float(pools.read(EntryKind.KV, index)[0].min()) for index in (2, 8)] == [1, 6]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("kind", list(EntryKind))
 def test_a_wrong_bit_is_noticed(device, kind):
     pools = Pools(device)
     pools.write(kind, 1, 3.0)
@@ -240,25 +244,25 @@ def test_a_wrong_bit_is_noticed(device, kind):
 
 def test_another_tag_is_noticed():
     pools = Pools("cpu")
-    pools.arena.carry_out([pools.unit(Kind.KV, 1, 5), pools.unit(Kind.KV, 2, 5, load_id=1, key=b"other")])
+    pools.arena.carry_out([pools.unit(EntryKind.KV, 1, 5), pools.unit(EntryKind.KV, 2, 5, load_id=1, key=b"other")])
     assert pools.arena.has_failed(1)
-    pools.arena.carry_out([pools.unit(Kind.KV, 2, 7, load_id=2)])  # nothing was ever stored there
+    pools.arena.carry_out([pools.unit(EntryKind.KV, 2, 7, load_id=2)])  # nothing was ever stored there
     assert pools.arena.has_failed(2)
 
 
 def test_without_verification_nothing_is_compared():
     pools = Pools("cpu", verify=False)
-    pools.write(Kind.KV, 1, 3.0)
-    unit = pools.unit(Kind.KV, 1, 5)
+    pools.write(EntryKind.KV, 1, 3.0)
+    unit = pools.unit(EntryKind.KV, 1, 5)
     pools.arena.carry_out([unit])
     pools.arena.memory[unit.pages[0] * pools.page_bytes] ^= 2
-    pools.arena.carry_out([pools.unit(Kind.KV, 2, 5, load_id=1)])
+    pools.arena.carry_out([pools.unit(EntryKind.KV, 2, 5, load_id=1)])
     assert not pools.arena.has_failed(1)
 
 
 def test_a_stage_without_recurrent_layers_moves_nothing_of_states():
     pools = Pools("cpu", mamba_layers=0)
-    pools.arena.carry_out([pools.unit(Kind.STATE, 1, 5), pools.unit(Kind.STATE, 2, 5, load_id=1)])
+    pools.arena.carry_out([pools.unit(EntryKind.STATE, 1, 5), pools.unit(EntryKind.STATE, 2, 5, load_id=1)])
     assert not pools.arena.has_failed(1) and pools.arena.bytes_stored == pools.arena.bytes_loaded == 0
 
 
@@ -289,7 +293,7 @@ def test_the_model_waits_until_what_it_may_write_to_was_read(monkeypatch):
     monkeypatch.setattr(
         pools.arena, "_host", lambda page, length: made.append(marks.made) or torch.empty(length).byte()
     )
-    pools.arena.carry_out([pools.unit(Kind.KV, 1, 5), pools.unit(Kind.STATE, 2, 6)])
+    pools.arena.carry_out([pools.unit(EntryKind.KV, 1, 5), pools.unit(EntryKind.STATE, 2, 6)])
     pools.arena.wait_for_stores()
     pools.arena.wait_for_stores()
     assert marks.waited == [made[-1]] and set(made) == {1, 2}
@@ -299,19 +303,24 @@ def test_the_model_waits_until_what_it_may_write_to_was_read(monkeypatch):
 def test_a_write_right_after_a_store_does_not_spoil_it():
     """The stream of the stores is late: what the model writes meanwhile has to wait for it."""
     pools = Pools("cuda", 1000)
-    for kind, index in ((Kind.KV, 1), (Kind.STATE, 2)):
+    for kind, index in ((EntryKind.KV, 1), (EntryKind.STATE, 2)):
         pools.write(kind, index, 3.0)
     torch.cuda.synchronize()
     with torch.cuda.stream(pools.arena.stores._stream):
         torch.cuda._sleep(200_000_000)
-    pools.arena.carry_out([pools.unit(Kind.KV, 1, 5), pools.unit(Kind.STATE, 2, 6)])
+    pools.arena.carry_out([pools.unit(EntryKind.KV, 1, 5), pools.unit(EntryKind.STATE, 2, 6)])
     pools.arena.wait_for_stores()
-    for kind, index in ((Kind.KV, 1), (Kind.STATE, 2)):
+    for kind, index in ((EntryKind.KV, 1), (EntryKind.STATE, 2)):
         pools.write(kind, index, 7.0)
-    pools.arena.carry_out([pools.unit(Kind.KV, 3, 5, load_id=1), pools.unit(Kind.STATE, 4, 6, load_id=1)])
+    pools.arena.carry_out([pools.unit(EntryKind.KV, 3, 5, load_id=1), pools.unit(EntryKind.STATE, 4, 6, load_id=1)])
     pools.arena.wait_for_load(1)
     assert not pools.arena.has_failed(1)
-    for kind, index, first in ((Kind.KV, 1, 7.0), (Kind.STATE, 2, 7.0), (Kind.KV, 3, 3.0), (Kind.STATE, 4, 3.0)):
+    for kind, index, first in (
+        (EntryKind.KV, 1, 7.0),
+        (EntryKind.STATE, 2, 7.0),
+        (EntryKind.KV, 3, 3.0),
+        (EntryKind.STATE, 4, 3.0),
+    ):
         for number, tensor in enumerate(pools.read(kind, index)):
             assert torch.all(tensor == first + number)
 

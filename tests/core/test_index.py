@@ -9,7 +9,7 @@ from megatron_hybrid_prefix.index.blocks import KVBlocks
 from megatron_hybrid_prefix.index.keys import KeyChain, KeyMaker
 from megatron_hybrid_prefix.index.matcher import match_prefix
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node, PrefixTree
-from megatron_hybrid_prefix.policy.boundaries import Reason
+from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 
 MAKER = KeyMaker(4, b"of the tests")
@@ -56,8 +56,8 @@ def test_a_match_needs_kv_from_the_front_and_a_state():
     match = matched(tree, prompt)
     assert (match.kv_depth_blocks, match.resume_tokens, match.source_slot) == (3, 0, None)
     assert match.lost_tokens_no_state == 12 and match.block_ids == ()
-    tree.set_state(path[1], 7, Reason.TAIL)
-    tree.set_state(path[3], 8, Reason.TAIL)  # beyond what the prompt shares
+    tree.set_state(path[1], 7, CheckpointReason.TAIL)
+    tree.set_state(path[3], 8, CheckpointReason.TAIL)  # beyond what the prompt shares
     match = matched(tree, prompt)
     assert (match.kv_depth_blocks, match.resume_tokens, match.source_slot) == (3, 8, 7)
     assert match.lost_tokens_no_state == 4 and match.block_ids == (0, 1) and match.path == tuple(path[:2])
@@ -69,11 +69,11 @@ def test_a_match_needs_kv_from_the_front_and_a_state():
 def test_at_least_one_token_is_computed():
     tree = PrefixTree()
     path = grown(tree, chain_of(1, 2, 3))
-    tree.set_state(path[2], 5, Reason.TAIL)
+    tree.set_state(path[2], 5, CheckpointReason.TAIL)
     exact = matched(tree, chain_of(1, 2, 3))
     assert (exact.kv_depth_blocks, exact.resume_tokens, exact.lost_tokens_no_state) == (3, 0, 8)
     assert matched(tree, chain_of(1, 2, 3, rest=1)).resume_tokens == 12
-    tree.set_state(path[1], 6, Reason.REPLAY)
+    tree.set_state(path[1], 6, CheckpointReason.REPEAT)
     assert matched(tree, chain_of(1, 2, 3)).resume_tokens == 8
 
 
@@ -83,15 +83,15 @@ def test_at_least_one_token_is_computed():
 def test_a_limit_caps_the_resume_and_what_counts_as_lost(limit, resume, lost):
     tree = PrefixTree()
     path = grown(tree, chain_of(1, 2, 3, 4))
-    tree.set_state(path[1], 6, Reason.TAIL)
-    tree.set_state(path[3], 7, Reason.TAIL)
+    tree.set_state(path[1], 6, CheckpointReason.TAIL)
+    tree.set_state(path[3], 7, CheckpointReason.TAIL)
     match = matched(tree, chain_of(1, 2, 3, 4, rest=3), limit)
     assert (match.resume_tokens, match.lost_tokens_no_state) == (resume, lost)
 
 
 def test_no_read_matches_nothing():
     tree = PrefixTree()
-    tree.set_state(grown(tree, chain_of(1))[0], 6, Reason.TAIL)
+    tree.set_state(grown(tree, chain_of(1))[0], 6, CheckpointReason.TAIL)
     match = matched(tree, chain_of(1, rest=1), read=False)
     assert (match.kv_depth_blocks, match.resume_tokens, match.lost_tokens_no_state, match.path) == (0, 0, 0, ())
 
@@ -145,7 +145,7 @@ def test_a_block_computed_twice_is_private_and_takes_over_when_the_first_goes():
     first, path = keyed(blocks, tree, chain_of(1, 2))
     second, same = keyed(blocks, tree, chain_of(1, 2, 3))
     assert same[:2] == path and [node.block_id for node in same] == [0, 1, 4]
-    assert blocks.is_spare(path[0], second[0]) and not blocks.is_spare(path[0], first[0])
+    assert blocks.is_duplicate(path[0], second[0]) and not blocks.is_duplicate(path[0], first[0])
     blocks.check()
     blocks.release(first, path)  # else block 1 would be evictable in front of its child 4, which is held
     assert [node.block_id for node in same] == second and blocks.free_blocks == 5 and blocks.cached_blocks == 0
@@ -155,12 +155,12 @@ def test_a_block_computed_twice_is_private_and_takes_over_when_the_first_goes():
     blocks.check()
 
 
-def test_a_spare_is_freed_with_its_holder():
+def test_a_duplicate_is_freed_with_its_request():
     blocks, tree = KVBlocks(8), PrefixTree()
     first, path = keyed(blocks, tree, chain_of(1, 2))
     second, same = keyed(blocks, tree, chain_of(1, 2))
     blocks.release(second, same)
-    assert blocks.free_blocks == 6 and [node.block_id for node in path] == first and not blocks._spares
+    assert blocks.free_blocks == 6 and [node.block_id for node in path] == first and not blocks._duplicates
     blocks.check()
 
 
@@ -172,7 +172,7 @@ def test_a_block_computed_again_replaces_one_that_nobody_holds():
     blocks.check()
 
 
-def test_unbinding_a_held_node_leaves_the_blocks_with_their_holders():
+def test_unbinding_a_held_node_leaves_the_blocks_with_who_uses_them():
     blocks, tree = KVBlocks(4), PrefixTree()
     first, path = keyed(blocks, tree, chain_of(1))
     second, _ = keyed(blocks, tree, chain_of(1))
@@ -211,12 +211,12 @@ def test_check_finds_what_is_wrong():
 
     broken(lambda blocks, path: blocks._free.append(0))
     broken(lambda blocks, path: blocks._free.pop())
-    broken(lambda blocks, path: blocks._holders.__setitem__(0, 0))
-    broken(lambda blocks, path: blocks._holders.__setitem__(7, 1))
+    broken(lambda blocks, path: blocks._ref_counts.__setitem__(0, 0))
+    broken(lambda blocks, path: blocks._ref_counts.__setitem__(7, 1))
     broken(lambda blocks, path: blocks._node.__setitem__(0, None) or blocks._node.__setitem__(2, path[0]))
     broken(lambda blocks, path: blocks._enqueue(path[0]))
     broken(lambda blocks, path: blocks._dequeue(blocks.oldest()))
-    broken(lambda blocks, path: blocks._holders.__setitem__(2, 2))
+    broken(lambda blocks, path: blocks._ref_counts.__setitem__(2, 2))
 
     def parent_first(blocks, path) -> None:
         leaf = blocks.oldest()

@@ -46,8 +46,8 @@ class NewestFirst:
     def removed(self, state):
         self.states.remove(state)
 
-    def victim(self, evictable, *, spare_only=False):
-        return next((state for state in reversed(self.states) if not spare_only and evictable(state)), None)
+    def victim(self, evictable, *, probationary_only=False):
+        return next((state for state in reversed(self.states) if not probationary_only and evictable(state)), None)
 
     def clear(self):
         self.states.clear()
@@ -110,14 +110,16 @@ def test_the_cache_evicts_by_the_rule_of_a_plugin(plugged):
 
 
 def test_settings_and_flags_know_the_rule_of_a_plugin(plugged):
-    assert eviction_policy_names()[:2] == ("lru", "replay_cost") and "newest_first" in eviction_policy_names()
+    assert eviction_policy_names()[:2] == ("lru", "recompute_cost") and "newest_first" in eviction_policy_names()
     config = HybridPrefixConfig(mamba_gb=1, eviction_policy="newest_first")
     parser = arguments.add_hybrid_prefix_args(argparse.ArgumentParser(exit_on_error=False))
     args = parser.parse_args(
         [arguments.SWITCH, arguments.BUDGET, "1", "--hybrid-prefix-eviction-policy", "newest_first"]
     )
     assert arguments.hybrid_prefix_config_from_args(args) == config
-    with pytest.raises(ValueError, match=r"eviction_policy='best': must be 'lru' or 'replay_cost' or 'newest_first'"):
+    with pytest.raises(
+        ValueError, match=r"eviction_policy='best': must be 'lru' or 'recompute_cost' or 'newest_first'"
+    ):
         HybridPrefixConfig(mamba_gb=1, eviction_policy="best")
 
 

@@ -10,18 +10,19 @@ from hypothesis import strategies as st
 
 from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.index.tree import Node
+from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.policy.boundaries import (
     Boundary,
-    Reason,
+    CheckpointReason,
     boundaries_in_span,
     default_interval_tokens,
     prompt_boundaries,
 )
 from megatron_hybrid_prefix.policy.lru import LruEviction
-from megatron_hybrid_prefix.policy.registry import make_eviction_policy
+from megatron_hybrid_prefix.policy.registry import eviction_policy_names, make_eviction_policy
 
-JUNCTION, TAIL, REPLAY = Reason.JUNCTION, Reason.TAIL, Reason.REPLAY
-BREAKPOINT, INTERVAL = Reason.BREAKPOINT, Reason.INTERVAL
+JUNCTION, TAIL, REPEAT = CheckpointReason.JUNCTION, CheckpointReason.TAIL, CheckpointReason.REPEAT
+BREAKPOINT, INTERVAL = CheckpointReason.BREAKPOINT, CheckpointReason.INTERVAL
 
 
 def kept(
@@ -44,9 +45,9 @@ def kept(
         ((256,), [(256, TAIL)]),
         ((257,), [(256, TAIL)]),
         ((767,), [(512, TAIL)]),
-        ((768,), [(512, REPLAY), (768, TAIL)]),
+        ((768,), [(512, REPEAT), (768, TAIL)]),
         ((769,), [(768, TAIL)]),
-        ((769, 0, 0, 2), [(512, REPLAY), (768, TAIL)]),
+        ((769, 0, 0, 2), [(512, REPEAT), (768, TAIL)]),
         ((770, 0, 0, 2), [(768, TAIL)]),
         ((1000, 256), [(768, TAIL)]),
         ((1000, 768), []),  # already had
@@ -96,7 +97,7 @@ def test_intervals_are_counted_from_the_start_of_the_prompt():
     assert list(kept(1024, breakpoints=(256,), interval_tokens=256)) == [
         (256, BREAKPOINT),
         (512, INTERVAL),
-        (768, REPLAY),
+        (768, REPEAT),
         (1024, TAIL),
     ]
 
@@ -202,7 +203,7 @@ def lost_in_order(policy: LruEviction[Node], **options: bool) -> list[int]:
     return order
 
 
-def test_spare_states_go_first_the_oldest_before_the_others():
+def test_probationary_states_go_first_the_oldest_before_the_others():
     nodes, policy = guessed_and_asked_for("tgtgg")
     assert len(policy) == 5 and set(policy) == set(nodes)
     assert lost_in_order(policy) == [1, 3, 4, 0, 2]
@@ -216,43 +217,49 @@ def test_a_used_guess_is_like_any_other():
     assert lost_in_order(policy) == [0, 3, 4, 2, 1]
 
 
-def test_a_guess_takes_the_place_of_a_spare_state_only():
+def test_a_guess_takes_the_place_of_a_probationary_state_only():
     nodes, policy = guessed_and_asked_for("gtggt")
     policy.used(nodes[0])
-    assert lost_in_order(policy, spare_only=True) == [2, 3]
+    assert lost_in_order(policy, probationary_only=True) == [2, 3]
     assert lost_in_order(policy) == [1, 4, 0]
     nodes, policy = guessed_and_asked_for("tgg")
-    assert policy.victim(lambda node: node is nodes[2], spare_only=True) is nodes[2]
-    assert policy.victim(lambda node: node is nodes[0], spare_only=True) is None
+    assert policy.victim(lambda node: node is nodes[2], probationary_only=True) is nodes[2]
+    assert policy.victim(lambda node: node is nodes[0], probationary_only=True) is None
     policy.clear()
     assert len(policy) == 0 and policy.victim(lambda node: True) is None
 
 
-@given(st.lists(st.tuples(st.sampled_from(["guess", "tail", "use", "remove", "victim", "spare"]), st.integers(0, 99))))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["guess", "tail", "use", "remove", "victim", "probationary"]), st.integers(0, 99))
+    )
+)
 def test_the_order_of_eviction_is_that_of_two_lists(calls):
     policy = make_eviction_policy("lru")
-    spare: list[Node] = []
+    probationary: list[Node] = []
     others: list[Node] = []
     for number, (what, choice) in enumerate(calls):
-        every = spare + others
+        every = probationary + others
         if what in ("guess", "tail"):
             node = Node(number.to_bytes(2), None, number)
             node.reason = INTERVAL if what == "guess" else TAIL
             policy.added(node)
-            (spare if what == "guess" else others).append(node)
-        elif what in ("victim", "spare"):
+            (probationary if what == "guess" else others).append(node)
+        elif what in ("victim", "probationary"):
             allowed = {node for node in every if (node.block_id + choice) % 3}
-            expected = next((node for node in (spare if what == "spare" else every) if node in allowed), None)
-            assert policy.victim(allowed.__contains__, spare_only=what == "spare") is expected
+            expected = next(
+                (node for node in (probationary if what == "probationary" else every) if node in allowed), None
+            )
+            assert policy.victim(allowed.__contains__, probationary_only=what == "probationary") is expected
         elif every:
             node = every[choice % len(every)]
-            (spare if node in spare else others).remove(node)
+            (probationary if node in probationary else others).remove(node)
             if what == "use":
                 policy.used(node)
                 others.append(node)
             else:
                 policy.removed(node)
-        assert list(policy) == spare + others and len(policy) == len(spare + others)
+        assert list(policy) == probationary + others and len(policy) == len(probationary + others)
 
 
 def test_an_unknown_policy_is_refused():
@@ -282,3 +289,22 @@ def test_config_is_frozen_and_by_keyword():
         config.mamba_gb = 2
     with pytest.raises(TypeError):
         HybridPrefixConfig(1)
+
+
+def test_the_former_name_of_the_default_policy_still_works_with_a_warning():
+    with pytest.warns(FutureWarning, match=r"eviction_policy='replay_cost' is now called 'recompute_cost'"):
+        config = HybridPrefixConfig(mamba_gb=1, eviction_policy="replay_cost")
+    assert config.eviction_policy == "recompute_cost"
+    assert "replay_cost" not in eviction_policy_names()
+    with pytest.warns(FutureWarning):
+        assert type(make_eviction_policy("replay_cost")) is type(make_eviction_policy("recompute_cost"))
+
+
+def test_the_former_name_of_a_count_by_reason_still_reads_with_a_warning():
+    stats = PrefixStats()
+    stats.checkpoints_by_reason["repeat"] += 3
+    with pytest.warns(FutureWarning, match="'replay'.* is now called 'repeat'"):
+        assert stats.copy().checkpoints_by_reason["replay"] == 3
+    assert stats.as_dict()["checkpoints_by_reason"]["repeat"] == 3
+    with pytest.raises(KeyError):
+        stats.checkpoints_by_reason["nothing"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
-from megatron_hybrid_prefix.policy.boundaries import Reason
+from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from tests.core.model import ModelEngine
 from tests.core.test_cache import BLOCK, engine, run, states, tokens
 
-INTERVAL, TAIL = Reason.INTERVAL, Reason.TAIL
+INTERVAL, TAIL = CheckpointReason.INTERVAL, CheckpointReason.TAIL
 
 
 def guessing(**options) -> ModelEngine:
@@ -25,7 +25,7 @@ def resume(model: ModelEngine, prompt: list[int]) -> int:
 def test_a_named_prefix_is_resumed_the_second_time_it_is_seen():
     model = engine()
     run(model, tokens(1, 2, 3, 4, rest=1), breakpoints=[2 * BLOCK + 1])
-    assert states(model) == {2: [Reason.BREAKPOINT], 4: [TAIL]}
+    assert states(model) == {2: [CheckpointReason.BREAKPOINT], 4: [TAIL]}
     assert run(model, tokens(1, 2, 8, 9, rest=1)).admission.resume_tokens == 2 * BLOCK
 
 
@@ -78,7 +78,7 @@ def test_a_guess_costs_nothing_that_was_asked_for_or_used():
     assert model.cache.stats().evictions == 2
 
 
-def test_spare_states_go_first_and_the_oldest_of_them():
+def test_probationary_states_go_first_and_the_oldest_of_them():
     model = guessing(state_slots=5)
     run(model, tokens(1, 2, rest=1))  # a guess at 1, a tail at 2
     run(model, tokens(3, 4, rest=1))  # likewise
@@ -126,10 +126,14 @@ def test_a_guess_where_another_prompt_ends_is_more_than_a_guess():
     run(model, tokens(1, 2, 3, rest=1))
     second = run(model, tokens(1, 2))  # resumes at 1; its tail is kept already
     assert second.admission.resume_tokens == BLOCK
-    assert states(model) == {1: [INTERVAL], 2: [Reason.JUNCTION], 3: [TAIL]}
+    assert states(model) == {1: [INTERVAL], 2: [CheckpointReason.JUNCTION], 3: [TAIL]}
     assert model.cache.stats().checkpoints_by_reason["interval"] == 2
-    run(model, tokens(5, rest=1))  # nothing is spare
-    assert states(model)[1] == [INTERVAL, TAIL] and states(model)[2] == [Reason.JUNCTION] and 3 not in states(model)
+    run(model, tokens(5, rest=1))  # nothing is probationary
+    assert (
+        states(model)[1] == [INTERVAL, TAIL]
+        and states(model)[2] == [CheckpointReason.JUNCTION]
+        and 3 not in states(model)
+    )
 
 
 def test_guesses_are_not_made_twice_in_one_step():

@@ -155,7 +155,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.preempt(data.draw(st.sampled_from([request for request in self.live() if not request.plans])))
 
     def preempt(self, request: Request) -> None:
-        STEPS["retracted"] += self.engine.retract(request)
+        STEPS["swapped out"] += self.engine.swap_out(request)
         self.waiting.append(request)
 
     @precondition(lambda self: self.waiting)
@@ -192,7 +192,7 @@ class CacheMachine(RuleBasedStateMachine):
         elif what == "reset":
             self.engine.reset()
         elif what == "keys of before":
-            self.admit_with_keys_of_before(tokens)
+            self.admit_with_earlier_prefix_request(tokens)
 
     @precondition(lambda self: self.engine.stale_plans)
     @rule(succeeds=st.booleans())
@@ -200,7 +200,7 @@ class CacheMachine(RuleBasedStateMachine):
         plan = self.engine.stale_plans.pop()
         self.engine.cache.publish(plan) if succeeds else self.engine.cache.abandon(plan)
 
-    def admit_with_keys_of_before(self, tokens: list[int]) -> None:
+    def admit_with_earlier_prefix_request(self, tokens: list[int]) -> None:
         """A request that waited through a change of the weights has keys of the old ones: it runs without the cache."""
         engine = self.engine
         chain = engine.cache.chain(tokens)
@@ -242,7 +242,7 @@ def count_checks(engine: ModelEngine) -> None:
     STEPS["skipped"] += stats.checkpoints_skipped
     STEPS["lost"] += stats.lost_tokens_no_state
     STEPS["junctions"] += stats.checkpoints_by_reason["junction"]
-    STEPS["replays"] += stats.checkpoints_by_reason["replay"]
+    STEPS["replays"] += stats.checkpoints_by_reason["repeat"]
     STEPS["breakpoints"] += stats.checkpoints_by_reason["breakpoint"]
     STEPS["intervals"] += stats.checkpoints_by_reason["interval"]
     STEPS.update(engine.seen)
@@ -311,7 +311,7 @@ def run_seed(seed: int, steps: int, behind: list[str] | None = None) -> None:
         elif what == 1 and prefilling:
             request = rng.choice(prefilling)
             if engine.plan(request, rng.choice([1, 3, 7, 100])) is None and not request.plans:
-                STEPS["retracted"] += engine.retract(request)
+                STEPS["swapped out"] += engine.swap_out(request)
                 waiting.append(request)
         elif what == 2 and in_flight:
             request = rng.choice(in_flight)
@@ -327,7 +327,7 @@ def run_seed(seed: int, steps: int, behind: list[str] | None = None) -> None:
             request = rng.choice(live)
             STEPS["aborted in flight" if request.plans else "released"] += 1
             if tier.random() < 0.3 and not request.plans:
-                STEPS["retracted"] += engine.retract(request)
+                STEPS["swapped out"] += engine.swap_out(request)
                 waiting.append(request)
             else:
                 engine.release(request)
@@ -355,11 +355,11 @@ def test_random_traffic(seeds):
     print(dict(STEPS))
     # What was meant to happen did happen: traffic that never hits proves nothing.
     common = ("hits", "misses", "refused", "preempted", "aborted in flight", "evictions", "kv evictions", "lost")
-    guesses = ("intervals", "spare state used", "spare state evicted", "guess without a slot")
+    guesses = ("intervals", "probationary state used", "probationary state evicted", "guess without a slot")
     for what in (*common, *guesses, "skipped", "junctions", "breakpoints", "replays", "readmitted"):
         assert STEPS[what] >= len(seeds) / 6, f"{what}: only {STEPS[what]} times"
-    assert STEPS["spare state confirmed"] > 0
-    moves = ("stored", "loaded", "admitted from the host", "resumed", "retracted", "load failed", "load given up")
+    assert STEPS["probationary state confirmed"] > 0
+    moves = ("stored", "loaded", "admitted from the host", "resumed", "swapped out", "load failed", "load given up")
     for what in moves:
         assert STEPS[what] >= len(seeds) / 30, f"{what}: only {STEPS[what]} times"
 

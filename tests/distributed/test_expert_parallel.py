@@ -6,7 +6,7 @@ import pytest
 
 from megatron_hybrid_prefix.models import build_hybrid_model
 from tests.harness.engine_helpers import LOG_PROB_NOISE
-from tests.harness.lifecycle_helpers import Served, tokens
+from tests.harness.lifecycle_helpers import EngineHarness, tokens
 from tests.harness.workers import expert_parallel as worker
 from tests.harness.workers.launch import run_ranks
 
@@ -23,7 +23,7 @@ def ranks(tmp_path_factory):
 
 
 def test_one_rank_says_what_the_reference_says(tiny_moe):
-    served = Served(tiny_moe)
+    served = EngineHarness(tiny_moe)
     shared = tokens(2, 0, seed=1)
     served.send([*shared, 1, 2])
     assert served.send([*shared, 3], [*shared, 4, 5, 6]).num_cached_tokens == len(shared)

@@ -12,7 +12,7 @@ import torch
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.plugins import PLUGINS_VARIABLE
 from tests.harness.engine_helpers import assert_matches, random_tokens, state_bytes
-from tests.harness.lifecycle_helpers import BLOCK, Served
+from tests.harness.lifecycle_helpers import BLOCK, EngineHarness
 from tests.harness.naive_model import NaiveHybridModel
 
 FOLDER = Path(__file__).resolve().parents[1] / "harness" / "plugins"
@@ -55,7 +55,7 @@ class Reference(NaiveHybridModel):
 
 
 def serve(model, **fields):
-    served = Served(model, **fields)
+    served = EngineHarness(model, **fields)
     served.check = lambda: None  # by `compare`
     return served
 
@@ -144,14 +144,14 @@ def test_it_cannot_be_decoded_speculatively(kind):
     model = build_hybrid_model("tiny-mtp", seed=0)
     model.decoder.layers[3].mixer = kind.LeakyRecall(model.config.hidden_size, seed=3)
     with pytest.raises(ValueError, match="layers of kind leaky_recall cannot be decoded speculatively"):
-        Served(model, num_speculative_tokens=2)
+        EngineHarness(model, num_speculative_tokens=2)
 
 
 def test_a_recurrent_layer_of_no_kind_is_refused():
     model = build_hybrid_model("tiny", seed=0)
     model.decoder.layers[3].mixer = torch.nn.Identity()
     with pytest.raises(ValueError, match=r"layer 4 \('M', MambaLayer\) is recurrent, and of none of the layer kinds"):
-        Served(model)
+        EngineHarness(model)
 
 
 def test_layers_of_one_kind_with_different_states_are_refused(kind, monkeypatch):
@@ -165,7 +165,7 @@ def test_layers_of_one_kind_with_different_states_are_refused(kind, monkeypatch)
     with pytest.raises(
         ValueError, match="layer 4: its states differ from those of other layers of kind 'leaky_recall'"
     ):
-        Served(model)
+        EngineHarness(model)
 
 
 def test_of_two_kinds_that_match_the_last_one_counts(kind, model, monkeypatch):

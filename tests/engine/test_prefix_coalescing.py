@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.harness.engine_helpers import random_tokens
-from tests.harness.lifecycle_helpers import BLOCK, MODES, Served, tokens
+from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
 from tests.harness.selection import mostly_slow
 
 each_mode = pytest.mark.parametrize("mode", mostly_slow(MODES, "legacy"))
@@ -19,9 +19,9 @@ def model(tiny):
     restore_mixers(tiny)
 
 
-def herd(model, mode, **fields) -> Served:
+def herd(model, mode, **fields) -> EngineHarness:
     fields = {"max_requests": 12, "max_tokens": 4096, "max_sequence_length": 2048, "buffer_size_gb": 0.05} | fields
-    return Served(model, async_sched_mode=mode, **fields)
+    return EngineHarness(model, async_sched_mode=mode, **fields)
 
 
 def computed(served) -> int:

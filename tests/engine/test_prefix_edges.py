@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from tests.harness.engine_helpers import greedy
-from tests.harness.lifecycle_helpers import MODES, Served, tokens
+from tests.harness.lifecycle_helpers import MODES, EngineHarness, tokens
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_chunked_prefill_is_aborted_after_the_engine_was_idle(tiny, mode):
-    served = Served(tiny, slots=8, async_sched_mode=mode, enable_chunked_prefill=True, max_tokens=128)
+    served = EngineHarness(tiny, slots=8, async_sched_mode=mode, enable_chunked_prefill=True, max_tokens=128)
     served.send(tokens(1, 3, seed=1))
     aborted = served.add(tokens(5, 3, seed=2))
     served.step(2)
@@ -23,7 +23,7 @@ def test_a_chunked_prefill_is_aborted_after_the_engine_was_idle(tiny, mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("new_tokens", [12, 40])
 def test_a_chunked_prefill_waits_for_blocks_that_decodes_took(tiny, mode, new_tokens):
-    served = Served(tiny, blocks=9, async_sched_mode=mode, enable_chunked_prefill=True, max_tokens=256)
+    served = EngineHarness(tiny, blocks=9, async_sched_mode=mode, enable_chunked_prefill=True, max_tokens=256)
     served.add(tokens(2, 61, seed=1), new_tokens)
     served.step(3)
     served.add(tokens(6, -1, seed=2))
@@ -35,7 +35,7 @@ def test_a_chunked_prefill_waits_for_blocks_that_decodes_took(tiny, mode, new_to
 @pytest.mark.parametrize("slots", [None, 8])
 def test_what_can_never_be_active_is_refused(tiny, slots):
     """More blocks than the active ones, though fewer than all: megatron would pause it for good, and assert."""
-    served = Served(tiny, slots=slots, blocks=7, paused_blocks=3)
+    served = EngineHarness(tiny, slots=slots, blocks=7, paused_blocks=3)
     if slots is None:
         from megatron_hybrid_prefix.mcore.runner import run_batch
 
@@ -52,7 +52,7 @@ def test_what_can_never_be_active_is_refused(tiny, slots):
 def test_a_chunk_longer_than_the_prompt_takes_nothing(tiny):
     from megatron.core.inference.inference_request import DynamicInferenceRequest
 
-    served = Served(tiny, slots=8)
+    served = EngineHarness(tiny, slots=8)
     running = served.add(tokens(0, 60, seed=1), 30)
     served.step(2)
     wrong = DynamicInferenceRequest(
@@ -68,7 +68,7 @@ def test_a_chunk_longer_than_the_prompt_takes_nothing(tiny):
 
 
 def test_a_chunk_that_runs_in_the_last_row_is_left_alone(tiny):
-    served = Served(tiny, async_sched_mode="async", max_requests=2, max_tokens=128, enable_chunked_prefill=True)
+    served = EngineHarness(tiny, async_sched_mode="async", max_requests=2, max_tokens=128, enable_chunked_prefill=True)
     served.add(tokens(0, 20, seed=1), 12)
     served.step(2)
     chunked = served.add(tokens(4, 20, seed=2))
@@ -82,7 +82,7 @@ def test_a_chunk_that_runs_in_the_last_row_is_left_alone(tiny):
 
 def test_a_caller_may_write_to_its_prompt_after_adding_it(tiny):
     """Keys are made on arrival, tokens are read at admission: both of what was added."""
-    served = Served(tiny)
+    served = EngineHarness(tiny)
     first, second = tokens(2, 9, seed=71), tokens(2, 9, seed=72)
     prompt = torch.tensor(first)
     served.add(prompt)

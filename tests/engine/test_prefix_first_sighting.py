@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatron_hybrid_prefix.policy.boundaries import Reason
+from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from tests.harness.engine_helpers import assert_matches
-from tests.harness.lifecycle_helpers import BLOCK, MODES, IdTokenizer, Served, tokens
+from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, IdTokenizer, tokens
 from tests.harness.mutants import MUTANTS, mutated_resume
 from tests.harness.selection import mostly_slow
 
@@ -24,7 +24,7 @@ def model(tiny: Any) -> Iterator[Any]:
     restore_mixers(tiny)  # shared with tests of other modules
 
 
-def computed(served: Served, prompt: list[int], **attributes: Any) -> int:
+def computed(served: EngineHarness, prompt: list[int], **attributes: Any) -> int:
     """Sends a prompt; returns how many of its tokens were computed."""
     before = served.cache.stats().computed_prompt_tokens
     request = served.send(prompt, **attributes)
@@ -33,7 +33,7 @@ def computed(served: Served, prompt: list[int], **attributes: Any) -> int:
     return count
 
 
-def kept(served: Served) -> list[tuple[int, Reason]]:
+def kept(served: EngineHarness) -> list[tuple[int, CheckpointReason]]:
     """Depths in blocks of all kept states, and why they are kept."""
     nodes = (node for node in served.cache.inspect.nodes() if node.reason is not None)
     return sorted((node.depth_blocks, node.reason) for node in nodes)
@@ -46,7 +46,7 @@ def kept(served: Served) -> list[tuple[int, Reason]]:
 @pytest.mark.parametrize("max_tokens", mostly_slow([2048, 3 * BLOCK], 3 * BLOCK), ids=["whole", "chunked"])
 @pytest.mark.parametrize("more", [0, 1, BLOCK - 1])
 def test_a_named_prefix(model, mode, max_tokens, more):
-    served = Served(
+    served = EngineHarness(
         model, async_sched_mode=mode, max_tokens=max_tokens, enable_chunked_prefill=True, max_sequence_length=2048
     )
     shared = tokens(8, more, seed=1)
@@ -65,7 +65,7 @@ def test_a_named_prefix(model, mode, max_tokens, more):
 @pytest.mark.parametrize(("interval", "widest"), [(None, 2 * BLOCK), (5 * BLOCK, 5 * BLOCK)], ids=["default", "5"])
 def test_without_a_hint(model, mode, max_tokens, interval, widest):
     """Prompts of more than 16 blocks, so that not every block is an interval."""
-    served = Served(
+    served = EngineHarness(
         model,
         async_sched_mode=mode,
         retention_interval_tokens=interval,
@@ -88,7 +88,7 @@ def test_without_a_hint(model, mode, max_tokens, interval, widest):
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_wrong_states_would_be_noticed(model, mutant):
-    served = Served(model, retention_interval_tokens=None, max_sequence_length=2048, max_tokens=2048)
+    served = EngineHarness(model, retention_interval_tokens=None, max_sequence_length=2048, max_tokens=2048)
     shared = tokens(8, 20, seed=1)
     served.send(tokens(13, 1, seed=99))  # a state of another depth, for the mutant
     served.send(shared + tokens(0, 60, seed=2), cache_breakpoints=[6 * BLOCK])
@@ -102,7 +102,7 @@ def test_wrong_states_would_be_noticed(model, mutant):
 
 @each_mode
 def test_requests_beside_each_other_share_what_the_first_of_them_kept(model, mode):
-    served = Served(model, async_sched_mode=mode, retention_interval_tokens=None)
+    served = EngineHarness(model, async_sched_mode=mode, retention_interval_tokens=None)
     shared = tokens(4, 9, seed=1)
     served.send(*(shared + tokens(0, 40 + number, seed=number) for number in range(4)), count=9)
     cached = [served.finished[number].num_cached_tokens for number in sorted(served.finished)]
@@ -115,8 +115,8 @@ def test_requests_beside_each_other_share_what_the_first_of_them_kept(model, mod
 
 
 @each_mode
-def test_under_pressure_spare_states_go_first_and_a_used_one_stays(model, mode):
-    served = Served(
+def test_under_pressure_probationary_states_go_first_and_a_used_one_stays(model, mode):
+    served = EngineHarness(
         model,
         eviction_policy="lru",
         slots=5,
@@ -126,16 +126,27 @@ def test_under_pressure_spare_states_go_first_and_a_used_one_stays(model, mode):
     )
     shared = tokens(5, 0, seed=1)
     served.send(shared + tokens(3, 30, seed=2))
-    assert kept(served) == [(2, Reason.INTERVAL), (4, Reason.INTERVAL), (6, Reason.INTERVAL), (8, Reason.TAIL)]
+    assert kept(served) == [
+        (2, CheckpointReason.INTERVAL),
+        (4, CheckpointReason.INTERVAL),
+        (6, CheckpointReason.INTERVAL),
+        (8, CheckpointReason.TAIL),
+    ]
     short = shared[: 2 * BLOCK] + tokens(0, 30, seed=3)
     assert computed(served, short) == 30  # resumes from the first
     for seed in range(4, 7):
         served.send(tokens(1, 30, seed=seed))
-    # The free slot, then the spare ones; the used one and the tail of the first prompt are still there.
-    assert kept(served) == [(1, Reason.TAIL)] * 3 + [(2, Reason.INTERVAL), (8, Reason.TAIL)]
+    # The free slot, then the probationary ones; the used one and the tail of the first prompt are still there.
+    assert kept(served) == [(1, CheckpointReason.TAIL)] * 3 + [
+        (2, CheckpointReason.INTERVAL),
+        (8, CheckpointReason.TAIL),
+    ]
     assert computed(served, short) == 30
     served.send(tokens(4, 30, seed=7))  # its tail takes the oldest one's slot; its guesses get none
-    assert kept(served) == [(1, Reason.TAIL)] * 3 + [(2, Reason.INTERVAL), (4, Reason.TAIL)]
+    assert kept(served) == [(1, CheckpointReason.TAIL)] * 3 + [
+        (2, CheckpointReason.INTERVAL),
+        (4, CheckpointReason.TAIL),
+    ]
     assert computed(served, short) == 30
     assert served.cache.stats().checkpoints_skipped == 0
     served.check()
@@ -147,7 +158,7 @@ def test_under_pressure_spare_states_go_first_and_a_used_one_stays(model, mode):
 
 @each_mode
 def test_breakpoints_survive_a_preemption(model, mode):
-    served = Served(model, blocks=10, async_sched_mode=mode, tokenizer=IdTokenizer())
+    served = EngineHarness(model, blocks=10, async_sched_mode=mode, tokenizer=IdTokenizer())
     for seed in range(4):
         served.add(tokens(1, 50 + seed, seed=seed), 40, cache_breakpoints=[BLOCK])
     served.run()
@@ -166,7 +177,7 @@ def test_breakpoints_survive_a_preemption(model, mode):
     ids=lambda wrong: str(wrong)[:9],
 )
 def test_what_is_no_sequence_of_ints_is_refused_and_nothing_stays_behind(model, wrong):
-    served = Served(model)
+    served = EngineHarness(model)
     running = served.add(tokens(1, 20, seed=1), 6)
     served.step(2)
     with pytest.raises(ValueError, match=r"^request 2: cache_breakpoints=.*: must be a sequence of ints$") as error:
@@ -184,7 +195,7 @@ def test_what_is_no_sequence_of_ints_is_refused_and_nothing_stays_behind(model, 
 
 @pytest.mark.parametrize("harmless", [[], (), [0, -5, 10**12], [BLOCK, BLOCK, 1, BLOCK], range(0, 400, 10)], ids=str)
 def test_breakpoints_that_mean_little_are_harmless(model, harmless):
-    served = Served(model)
+    served = EngineHarness(model)
     assert computed(served, tokens(3, 20, seed=1), cache_breakpoints=harmless) == 3 * BLOCK + 20
     assert computed(served, tokens(3, 20, seed=1), cache_breakpoints=harmless) == 20
     served.check()
@@ -193,8 +204,8 @@ def test_breakpoints_that_mean_little_are_harmless(model, harmless):
 
 def test_an_interval_that_is_no_multiple_of_the_block_is_refused_when_the_engine_is_built(model):
     with pytest.raises(ValueError, match=r"^retention_interval_tokens=100: must be 0, or a multiple of the 64 tokens"):
-        Served(model, retention_interval_tokens=100)
-    served = Served(model, retention_interval_tokens=0)
+        EngineHarness(model, retention_interval_tokens=100)
+    served = EngineHarness(model, retention_interval_tokens=0)
     served.send(tokens(3, 20, seed=1))
-    assert kept(served) == [(3, Reason.TAIL)]
+    assert kept(served) == [(3, CheckpointReason.TAIL)]
     served.check()

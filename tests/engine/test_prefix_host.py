@@ -11,9 +11,9 @@ import torch
 
 from megatron_hybrid_prefix.index.tree import NO_BLOCK
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
-from megatron_hybrid_prefix.tiers.units import Kind
+from megatron_hybrid_prefix.tiers.units import EntryKind
 from tests.harness.engine_helpers import random_tokens
-from tests.harness.lifecycle_helpers import BLOCK, MODES, Served, tokens
+from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
 from tests.harness.mutants import MUTANTS, mutated_resume
 from tests.harness.selection import mostly_slow
 
@@ -29,29 +29,29 @@ def model(tiny: Any) -> Iterator[Any]:
     restore_mixers(tiny)
 
 
-def small(model: Any, **fields: Any) -> Served:
+def small(model: Any, **fields: Any) -> EngineHarness:
     """Room for one request of seven blocks at a time on the device, and for two states."""
-    return Served(model, **({"slots": 2, "blocks": 9, "host_gb": HOST_GB, "max_requests": 2} | fields))
+    return EngineHarness(model, **({"slots": 2, "blocks": 9, "host_gb": HOST_GB, "max_requests": 2} | fields))
 
 
-def push_out(served: Served, seed: int = 900, count: int = 3) -> None:
+def push_out(served: EngineHarness, seed: int = 900, count: int = 3) -> None:
     """Other prompts, until nothing of before is left on the device."""
     for number in range(count):
         served.send(tokens(6, 7, seed=seed + number), count=1)
 
 
-def on_device(served: Served, prompt: list[int]) -> int:
+def on_device(served: EngineHarness, prompt: list[int]) -> int:
     """Blocks of the prompt on the device."""
     return sum(served.cache.blocks.cached_block(key) is not None for key in served.cache.chain(prompt).keys)
 
 
-def state_of(served: Served, prompt: list[int]) -> dict[str, torch.Tensor]:
+def state_of(served: EngineHarness, prompt: list[int]) -> dict[str, torch.Tensor]:
     """The state kept on the device after the prompt's last full block."""
     slot = served.cache.inspect.cached_slot(served.cache.chain(prompt).keys[-1])
     return {name: tensor[:, slot].clone() for name, tensor in served.context.state_pool.tensors.items()}
 
 
-def kv_of(served: Served, prompt: list[int]) -> torch.Tensor:
+def kv_of(served: EngineHarness, prompt: list[int]) -> torch.Tensor:
     """KV of the prompt's full blocks."""
     blocks = [served.cache.blocks.cached_block(key) for key in served.cache.chain(prompt).keys]
     return served.context.memory_buffer[:, :, blocks].clone()
@@ -183,7 +183,7 @@ def test_a_working_set_four_times_the_device(model, write_through):
         "alone": {"slots": 4, "blocks": 16},
         "tier": {"slots": 4, "blocks": 16, "host_gb": 0.2, "host_write_through": write_through},
     }.items():
-        served = Served(model, max_requests=2, retention_interval_tokens=None, **fields)
+        served = EngineHarness(model, max_requests=2, retention_interval_tokens=None, **fields)
         history = {session: tokens(2, 9, seed=50 + session) for session in range(sessions)}
         for turn in range(turns):
             for session in range(sessions):
@@ -203,11 +203,11 @@ def test_a_working_set_four_times_the_device(model, write_through):
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
 
 
-def spoil(served: Served, prompt: list[int], what: Kind) -> None:
+def spoil(served: EngineHarness, prompt: list[int], what: EntryKind) -> None:
     """One bit of an entry on the host is wrong."""
     arena, tier = served.context.host_moves.arena, served.cache.inspect.host_tier
     node = served.cache.inspect.node(served.cache.chain(prompt).keys[-1])
-    entry = node.host_block if what == Kind.KV else node.host_slot
+    entry = node.host_block if what == EntryKind.KV else node.host_slot
     arena.memory[tier.entries.pages(entry)[0] * arena.page_bytes + 17] ^= 4
 
 
@@ -232,13 +232,13 @@ def test_a_fault_costs_time_only(model, mode, chunk, fault, caplog, monkeypatch)
     monkeypatch.undo()
     assert on_device(served, prompt) == 0
     if fault == "kv bit":
-        spoil(served, prompt, Kind.KV)
+        spoil(served, prompt, EntryKind.KV)
     elif fault == "state bit":
-        spoil(served, prompt, Kind.STATE)
+        spoil(served, prompt, EntryKind.STATE)
     elif fault == "tag":
         node = served.cache.inspect.node(served.cache.chain(prompt).keys[-1])
         page = served.cache.inspect.host_tier.entries.pages(node.host_slot)[0]
-        arena._tags[page] = arenas.Tag(kind=Kind.STATE, key=node.key, depth_tokens=3 * BLOCK, epoch=0)
+        arena._tags[page] = arenas.Tag(kind=EntryKind.STATE, key=node.key, depth_tokens=3 * BLOCK, epoch=0)
     elif fault == "load raises":
         monkeypatch.setattr(arena, "_load", fails)
     running = served.add(random_tokens(30, seed=7), 30)
@@ -310,9 +310,9 @@ def test_without_host_memory_there_is_nothing(model, monkeypatch):
 # -- preemption --------------------------------------------------------------------------------------------------------
 
 
-def four_at_once(model: Any, **fields: Any) -> tuple[Served, list[int]]:
+def four_at_once(model: Any, **fields: Any) -> tuple[EngineHarness, list[int]]:
     """Requests that need twelve blocks in the end, and have ten."""
-    served = Served(model, slots=8, blocks=10, **fields)
+    served = EngineHarness(model, slots=8, blocks=10, **fields)
     return served, [served.add(tokens(1, 20 + number, seed=60 + number), BLOCK) for number in range(4)]
 
 

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_hybrid_prefix.models import build_hybrid_model
 from tests.harness.engine_helpers import LOG_PROB_NOISE, assert_matches
-from tests.harness.lifecycle_helpers import BLOCK, MODES, Served, tokens
+from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
 from tests.harness.selection import mostly_slow
 
 PERSIST, OFFLOAD, RECOMPUTE = (
@@ -51,7 +51,7 @@ def own_model(platform: Any) -> Any:
 # -- suspend and resume ------------------------------------------------------------------------------------------------
 
 
-def state_storages(served: Served) -> dict[str, torch.UntypedStorage]:
+def state_storages(served: EngineHarness) -> dict[str, torch.UntypedStorage]:
     """Memory of KV and recurrent states."""
     tensors = served.context.state_pool.tensors | {"kv": served.context.memory_buffer}
     return {name: tensor.untyped_storage() for name, tensor in tensors.items()}
@@ -60,7 +60,7 @@ def state_storages(served: Served) -> dict[str, torch.UntypedStorage]:
 @each_mode
 @each_management
 def test_what_an_idle_engine_keeps_while_suspended(model, management, mode):
-    served = Served(model, kv_cache_management_mode=management, async_sched_mode=mode)
+    served = EngineHarness(model, kv_cache_management_mode=management, async_sched_mode=mode)
     prompt = tokens(2, 30, seed=1)
     served.send(prompt)
     sizes = {name: storage.nbytes() for name, storage in state_storages(served).items()}
@@ -91,7 +91,7 @@ def test_what_an_idle_engine_keeps_while_suspended(model, management, mode):
 @pytest.mark.parametrize("running", [False, True], ids=["idle", "running"])
 def test_recompute_lets_go_of_all_memory(model, running, mode):
     """The storages themselves, not just the tensors: a forgotten view would keep them as well."""
-    served = Served(model, kv_cache_management_mode=RECOMPUTE, async_sched_mode=mode)
+    served = EngineHarness(model, kv_cache_management_mode=RECOMPUTE, async_sched_mode=mode)
     prompt = tokens(2, 30, seed=1)
     served.send(prompt)
     if running:
@@ -110,7 +110,7 @@ def test_recompute_lets_go_of_all_memory(model, running, mode):
 
 def served_in_chunks(model, management, mode, *, max_requests):
     """An engine that computes prompts in chunks of two blocks."""
-    return Served(
+    return EngineHarness(
         model,
         kv_cache_management_mode=management,
         async_sched_mode=mode,
@@ -185,7 +185,7 @@ def test_a_capture_on_resume_starts_running_requests_over_and_says_so(model, mod
 def test_a_chunked_prefill_that_starts_over_reports_its_prompt_once(model, mode):
     """Its first chunks had left log-probs of the prompt behind."""
     fields = {"enable_chunked_prefill": True, "max_tokens": BLOCK, "materialize_only_last_token_logits": False}
-    served = Served(model, kv_cache_management_mode=RECOMPUTE, async_sched_mode=mode, **fields)
+    served = EngineHarness(model, kv_cache_management_mode=RECOMPUTE, async_sched_mode=mode, **fields)
     prompt = tokens(4, 20, seed=1)
     number = served.add(prompt, params={"skip_prompt_log_probs": False, "top_n_logprobs": 2})
     served.step(3)
@@ -198,7 +198,7 @@ def test_a_chunked_prefill_that_starts_over_reports_its_prompt_once(model, mode)
     assert len(request.generated_log_probs) == len(request.generated_top_n_logprobs) == 4
     served.check()
     # Compared with megatron, not with the reference: what megatron reports at the end of a chunk is of another token.
-    whole = Served(model, slots=None, async_sched_mode=mode, **fields)
+    whole = EngineHarness(model, slots=None, async_sched_mode=mode, **fields)
     whole.add(prompt, params={"skip_prompt_log_probs": False, "top_n_logprobs": 2})
     whole.run()
     assert request.prompt_log_probs == pytest.approx(whole.finished[1].prompt_log_probs, abs=LOG_PROB_NOISE)
@@ -259,7 +259,7 @@ def change_weights(model: Any) -> None:
 
 @each_mode
 def test_nothing_of_other_weights_is_reused(own_model, mode):
-    served = Served(own_model, async_sched_mode=mode)
+    served = EngineHarness(own_model, async_sched_mode=mode)
     prompt = tokens(2, 30, seed=1)
     served.send(prompt)
     served.check()
@@ -285,7 +285,7 @@ def test_nothing_of_other_weights_is_reused(own_model, mode):
 def test_a_request_that_spans_the_change_caches_nothing(own_model, phase, mode):
     """Not what it had computed, not what it computes later; one that still waits is of the new weights alone."""
     chunked = phase == "between chunks"
-    served = Served(
+    served = EngineHarness(
         own_model, async_sched_mode=mode, enable_chunked_prefill=chunked, max_tokens=(3 if chunked else 16) * BLOCK
     )
     prompt = tokens(3 if chunked else 1, 40, seed=1)
@@ -314,7 +314,7 @@ def test_a_request_that_spans_the_change_caches_nothing(own_model, phase, mode):
 @each_management
 def test_weights_change_while_suspended(own_model, management, mode):
     """The way of a trainer: suspend, train, announce, resume."""
-    served = Served(own_model, kv_cache_management_mode=management, async_sched_mode=mode)
+    served = EngineHarness(own_model, kv_cache_management_mode=management, async_sched_mode=mode)
     prompt = tokens(2, 30, seed=1)
     served.send(prompt)
     running = served.add(prompt, 20)
@@ -354,7 +354,7 @@ KEEP = {
 @each_mode
 @pytest.mark.parametrize("how", FORGET)
 def test_forgetting_forgets_kv_and_states_together(model, how, mode):
-    served = Served(model, async_sched_mode=mode)
+    served = EngineHarness(model, async_sched_mode=mode)
     shared = tokens(3, 0, seed=1)
     served.send(shared + tokens(0, 20, seed=2))
     FORGET[how](served.engine)
@@ -373,7 +373,7 @@ def test_forgetting_forgets_kv_and_states_together(model, how, mode):
 @pytest.mark.parametrize("how", KEEP)
 def test_a_reset_may_keep_the_cache(model, how, mode):
     """What megatron's idle dummy step of expert parallelism does."""
-    served = Served(model, async_sched_mode=mode)
+    served = EngineHarness(model, async_sched_mode=mode)
     prompt = tokens(2, 20, seed=1)
     served.send(prompt)
     KEEP[how](served.engine)
@@ -384,7 +384,7 @@ def test_a_reset_may_keep_the_cache(model, how, mode):
 
 @each_mode
 def test_engine_reset_drops_requests_in_every_state(model, mode):
-    served = Served(
+    served = EngineHarness(
         model, blocks=9, paused_blocks=4, async_sched_mode=mode, enable_chunked_prefill=True, max_tokens=2 * BLOCK
     )
     old = [served.add(tokens(1, 50 + seed, seed=seed), 40) for seed in range(3)]
@@ -424,7 +424,7 @@ def fail_once(model: Any, layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @each_mode
 @pytest.mark.parametrize("phase", ["prefill", "chunk", "decode"])
 def test_a_forward_that_raises(model, phase, mode, monkeypatch):
-    served = Served(
+    served = EngineHarness(
         model,
         async_sched_mode=mode,
         enable_chunked_prefill=phase == "chunk",

@@ -16,7 +16,7 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore.runner import run_batch
 from megatron_hybrid_prefix.models import build_hybrid_model
 from tests.harness.engine_helpers import LOG_PROB_NOISE, greedy, state_bytes
-from tests.harness.lifecycle_helpers import BLOCK, MODES, Served, tokens
+from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
 from tests.harness.selection import mostly_slow
 
 each_mode = pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
@@ -43,7 +43,7 @@ def all_log_probs(request: Any) -> dict[str, list[Any]]:
 def test_log_probs_of_a_cached_prompt_are_those_of_caching_off(model, mode):
     fields = {"async_sched_mode": mode, "materialize_only_last_token_logits": False}
     whole = {"skip_prompt_log_probs": False, "top_n_logprobs": 4}
-    sides = Served(model, slots=None, **fields), Served(model, **fields)
+    sides = EngineHarness(model, slots=None, **fields), EngineHarness(model, **fields)
     prompts = [tokens(2, 20, seed=1), tokens(2, 0, seed=1) + tokens(0, 1, seed=2), tokens(1, 5, seed=3)]
     for served in sides:
         for prompt in prompts:
@@ -80,7 +80,7 @@ def test_log_probs_of_a_cached_prompt_are_those_of_caching_off(model, mode):
 @each_mode
 @pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
 def test_cached_tokens_counters_and_statistics_agree(model, mode, chunked):
-    served = Served(
+    served = EngineHarness(
         model,
         async_sched_mode=mode,
         enable_chunked_prefill=chunked,
@@ -123,7 +123,7 @@ def test_console_and_metrics_say_what_was_skipped(model, mode, caplog, monkeypat
 
     logged: list[dict[str, Any]] = []
     monkeypatch.setattr(dynamic_engine, "HAVE_WANDB", True)
-    served = Served(model, async_sched_mode=mode, logging_step_interval=1)
+    served = EngineHarness(model, async_sched_mode=mode, logging_step_interval=1)
     # Set afterwards: with a writer megatron 0.19's constructor asks the context for one, which has none.
     served.engine.metrics_writer = SimpleNamespace(__name__="wandb", log=lambda metrics, commit: logged.append(metrics))
     served.engine.inference_step_offset = 0
@@ -151,7 +151,7 @@ def test_console_and_metrics_say_what_was_skipped(model, mode, caplog, monkeypat
 
 def test_counters_start_again_with_the_engine(model):
     """A request that was admitted, and whose step never came to its end, is none of the next ones' hits."""
-    served = Served(model)
+    served = EngineHarness(model)
     prompt = tokens(2, 20, seed=1)
     served.send(prompt)
     served.add(prompt)
@@ -174,7 +174,7 @@ def routing_of(token_ids: Any, positions: Any) -> np.ndarray:
 
 def test_routing_is_complete_after_a_hit(model, monkeypatch):
     """Megatron keeps it by KV block; tokens that were skipped have it from the request that computed them."""
-    served = Served(model, blocks=12, enable_chunked_prefill=True, max_tokens=2 * BLOCK)
+    served = EngineHarness(model, blocks=12, enable_chunked_prefill=True, max_tokens=2 * BLOCK)
     context = served.context
 
     def routed() -> np.ndarray:
@@ -207,7 +207,7 @@ def test_routing_is_complete_after_a_hit(model, monkeypatch):
 @each_mode
 @pytest.mark.parametrize("slots", [0, 0.99])
 def test_a_budget_without_a_slot_keeps_nothing(model, mode, slots):
-    served = Served(model, slots=slots, async_sched_mode=mode)
+    served = EngineHarness(model, slots=slots, async_sched_mode=mode)
     prompt = tokens(2, 20, seed=1)
     for _ in range(3):
         assert served.send(prompt).num_cached_tokens == 0
@@ -221,7 +221,7 @@ def test_a_budget_without_a_slot_keeps_nothing(model, mode, slots):
 @each_mode
 @pytest.mark.parametrize("slots", [1, 3])
 def test_a_budget_of_so_many_slots_keeps_so_many(model, mode, slots):
-    served = Served(model, slots=slots, async_sched_mode=mode)
+    served = EngineHarness(model, slots=slots, async_sched_mode=mode)
     prompts = [tokens(1, 5 + seed, seed=seed) for seed in range(slots + 1)]
     for prompt in prompts[:slots]:
         served.send(prompt)
@@ -236,7 +236,7 @@ def test_a_budget_of_so_many_slots_keeps_so_many(model, mode, slots):
 
 
 def test_memory_report_says_what_slots_are_for(model):
-    served = Served(model, slots=5, max_requests=4)
+    served = EngineHarness(model, slots=5, max_requests=4)
     report = served.context.memory_report().splitlines()
     assert "recurrent states: " in report[0] and "MiB each, SSM in float32" in report[0]
     assert [line.split(",")[0].strip() for line in report[1:]] == [
@@ -252,13 +252,13 @@ def test_memory_report_says_what_slots_are_for(model):
 
 def test_the_policy_is_logged_once_at_the_start(model, caplog):
     with caplog.at_level(logging.INFO):
-        served = Served(model, slots=5, retention_interval_tokens=2 * BLOCK, decode_checkpoints=False)
+        served = EngineHarness(model, slots=5, retention_interval_tokens=2 * BLOCK, decode_checkpoints=False)
     (line,) = [record.message for record in caplog.records if "prefix cache: " in record.message]
     assert "checkpoints: 5 slots" in line
     assert served.context.policy_report() in line
     assert served.context.policy_report() == (
         f"prefix cache: blocks of {BLOCK} tokens, SSM chunks of 128; intervals every {2 * BLOCK} tokens, decode off, "
-        "coalescing on; eviction replay_cost"
+        "coalescing on; eviction recompute_cost"
     )
 
 
@@ -271,12 +271,12 @@ def test_the_policy_is_logged_once_at_the_start(model, caplog):
 )
 def test_settings_that_make_hits_impossible_are_warned_of(model, caplog, fields, said):
     with caplog.at_level(logging.WARNING):
-        Served(model, **fields)
+        EngineHarness(model, **fields)
     assert sum(said in record.message for record in caplog.records) == 1
 
 
 def test_prompts_that_are_all_shorter_than_a_block_are_warned_of_once(model, caplog):
-    served, other = Served(model), Served(model)
+    served, other = EngineHarness(model), EngineHarness(model)
     other.send(tokens(1, 1, seed=0), count=1)
     with caplog.at_level(logging.WARNING):
         for number in range(80):
@@ -286,7 +286,7 @@ def test_prompts_that_are_all_shorter_than_a_block_are_warned_of_once(model, cap
 
 
 def test_a_request_says_what_it_lost_for_want_of_a_state(model):
-    served = Served(model, slots=1)
+    served = EngineHarness(model, slots=1)
     prompt = tokens(3, 5, seed=1)
     served.send(prompt)
     served.send(tokens(1, 5, seed=2))  # takes the slot
@@ -324,11 +324,11 @@ def test_a_built_model_is_served_and_given_back(model, mode):
     names = [name for name, _ in model.named_parameters()]
     prompt = tokens(2, 20, seed=1)
 
-    ours = Served(model, async_sched_mode=mode)
+    ours = EngineHarness(model, async_sched_mode=mode)
     assert all(isinstance(mixer, HybridPrefixPrefill) for mixer in mixers)
     assert use_slot_mixers(model) == 0  # done already
     # Two engines around one model, one with caching off, in turns.
-    off = Served(model, slots=None, async_sched_mode=mode)
+    off = EngineHarness(model, slots=None, async_sched_mode=mode)
     for _ in range(2):
         for served in (ours, off):
             served.send(prompt)
@@ -339,12 +339,12 @@ def test_a_built_model_is_served_and_given_back(model, mode):
     assert restore_mixers(model) == 0
     assert {type(mixer) for mixer in mixers} == {MambaMixer}
     assert [name for name, _ in model.named_parameters()] == names
-    after = Served(model, slots=None, async_sched_mode=mode)
+    after = EngineHarness(model, slots=None, async_sched_mode=mode)
     after.send(prompt)
     after.send(prompt + tokens(1, 3, seed=2))
     after.check()
     assert after.finished[1].generated_log_probs == off.finished[1].generated_log_probs  # bit by bit
-    again = Served(model, async_sched_mode=mode)
+    again = EngineHarness(model, async_sched_mode=mode)
     assert [again.send(prompt).num_cached_tokens for _ in range(2)] == [0, 2 * BLOCK]
     again.check()
 
@@ -395,6 +395,6 @@ def test_forward_of_training_is_unchanged(platform, monkeypatch):
         assert float(one.abs().sum()) > 0
         assert torch.equal(one, other)
     monkeypatch.undo()
-    served = Served(model)
+    served = EngineHarness(model)
     served.send(tokens(1, 9, seed=1))
     served.check()

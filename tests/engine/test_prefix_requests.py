@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.harness.engine_helpers import LOG_PROB_NOISE, NOISES, assert_matches, greedy
-from tests.harness.lifecycle_helpers import BLOCK, MODES, IdTokenizer, Served, tokens
+from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, IdTokenizer, tokens
 from tests.harness.selection import mostly_slow
 
 each_mode = pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
@@ -26,7 +26,7 @@ def model(tiny: Any) -> Iterator[Any]:
 # -- abort -------------------------------------------------------------------------------------------------------------
 
 
-def check_aborted(served: Served, number: int, count: range) -> None:
+def check_aborted(served: EngineHarness, number: int, count: range) -> None:
     """It came back once, as finished, its future done, with so many tokens, and those are right."""
     record, request = served.records[number], served.finished[number]
     assert request.status.name == "COMPLETED" and not request.failed()
@@ -41,7 +41,7 @@ def check_aborted(served: Served, number: int, count: range) -> None:
 
 @each_mode
 def test_abort_a_waiting_request(model, mode):
-    served = Served(model, async_sched_mode=mode, max_requests=1)
+    served = EngineHarness(model, async_sched_mode=mode, max_requests=1)
     running = served.add(tokens(1, 20, seed=1), 6)
     waiting = [served.add(tokens(1, 20, seed=seed), 6) for seed in (2, 3)]
     served.step()
@@ -59,7 +59,7 @@ def test_abort_a_waiting_request(model, mode):
 
 @each_mode
 def test_abort_what_nobody_knows_and_what_is_over(model, mode):
-    served = Served(model, async_sched_mode=mode)
+    served = EngineHarness(model, async_sched_mode=mode)
     assert not served.engine.abort_request(99)
     served.send(tokens(1, 20, seed=1))
     assert not served.engine.abort_request(1)
@@ -75,7 +75,7 @@ def test_abort_what_nobody_knows_and_what_is_over(model, mode):
 
 @each_mode
 def test_abort_during_decode(model, mode):
-    served = Served(model, async_sched_mode=mode)
+    served = EngineHarness(model, async_sched_mode=mode)
     served.send(tokens(2, 10, seed=1))
     victim = served.add(tokens(2, 10, seed=1), 30)  # it resumed from a checkpoint
     others = [served.add(tokens(1, 20 + seed, seed=seed), 30) for seed in (2, 3)]
@@ -96,7 +96,7 @@ def test_abort_during_decode(model, mode):
 @each_mode
 def test_abort_during_prefill(model, mode):
     """With async scheduling its forward is running; otherwise it is about to be admitted. No token of it appears."""
-    served = Served(model, async_sched_mode=mode)
+    served = EngineHarness(model, async_sched_mode=mode)
     other = served.add(tokens(1, 20, seed=1), 8)
     served.step(3)
     victim = served.add(tokens(2, 20, seed=2), 8)
@@ -117,7 +117,7 @@ def test_abort_during_prefill(model, mode):
 @each_mode
 @pytest.mark.parametrize("max_requests", [2, 4], ids=["full", "room"])
 def test_abort_between_two_chunks(model, mode, max_requests):
-    served = Served(
+    served = EngineHarness(
         model, async_sched_mode=mode, enable_chunked_prefill=True, max_tokens=2 * BLOCK, max_requests=max_requests
     )
     served.send(tokens(0, 9, seed=4))
@@ -142,7 +142,7 @@ def test_abort_between_two_chunks(model, mode, max_requests):
 @pytest.mark.parametrize("victims", [(0,), (1,), (0, 1), (1, 2), (0, 1, 2)], ids=str)
 def test_abort_while_paused_for_want_of_blocks(model, mode, victims):
     """Rows 0 and 1 are paused, 2 runs: where that goes too, its blocks must not wake one that was given up."""
-    served = Served(model, blocks=8, paused_blocks=4, async_sched_mode=mode)
+    served = EngineHarness(model, blocks=8, paused_blocks=4, async_sched_mode=mode)
     served.send(tokens(0, 9, seed=4))
     for seed in range(3):
         served.add(tokens(1, 50 + seed, seed=seed), 40)
@@ -167,7 +167,7 @@ def test_abort_while_paused_for_want_of_blocks(model, mode, victims):
 
 @each_mode
 def test_abort_in_the_step_that_would_have_been_the_last(model, mode):
-    served = Served(model, async_sched_mode=mode)
+    served = EngineHarness(model, async_sched_mode=mode)
     victim = served.add(tokens(1, 20, seed=1), 4)
     while len(served.engine.get_request(victim).generated_tokens) < 3:
         served.step()
@@ -180,7 +180,7 @@ def test_abort_in_the_step_that_would_have_been_the_last(model, mode):
 
 @each_mode
 def test_ids_may_come_again(model, mode):
-    served = Served(model, async_sched_mode=mode)
+    served = EngineHarness(model, async_sched_mode=mode)
     for _ in range(2):
         number = served.add(tokens(1, 20, seed=1), 6)
         served.step(3)
@@ -198,7 +198,7 @@ def test_abort_around_the_context_of_megatron(model, mode):
     """The engine alone, without a cache: aborting works there, too."""
     from megatron_hybrid_prefix.mcore import HybridPrefixEngine
 
-    served = Served(model, slots=None, async_sched_mode=mode)
+    served = EngineHarness(model, slots=None, async_sched_mode=mode)
     served.engine = HybridPrefixEngine(served.engine.controller, served.context)
     victim, other = (served.add(tokens(1, 20, seed=seed), 9) for seed in (1, 2))
     served.step(4)
@@ -213,17 +213,17 @@ def test_abort_around_the_context_of_megatron(model, mode):
 # -- preemption --------------------------------------------------------------------------------------------------------
 
 
-def preempting(model: Any, mode: str, **fields: Any) -> Served:
+def preempting(model: Any, mode: str, **fields: Any) -> EngineHarness:
     """Four requests of its queue do not fit at their full length."""
-    return Served(model, blocks=10, async_sched_mode=mode, tokenizer=IdTokenizer(), **fields)
+    return EngineHarness(model, blocks=10, async_sched_mode=mode, tokenizer=IdTokenizer(), **fields)
 
 
-def crowd(served: Served, params: dict[str, Any] | None = None, **attributes: Any) -> list[int]:
+def crowd(served: EngineHarness, params: dict[str, Any] | None = None, **attributes: Any) -> list[int]:
     """Four requests that fill ten blocks before they are done."""
     return [served.add(tokens(1, 50 + seed, seed=seed), 40, params=params, **attributes) for seed in range(4)]
 
 
-def preempted(served: Served) -> list[int]:
+def preempted(served: EngineHarness) -> list[int]:
     """Requests that were evicted after their first token."""
     return [number for number, record in served.records.items() if len(record.requests) > 1]
 
@@ -321,7 +321,9 @@ def test_stop_words_of_preempted_requests(model, mode, place, keep):
 @each_mode
 @pytest.mark.parametrize("params", [{"skip_prompt_log_probs": True}, {"skip_prompt_log_probs": False}], ids=str)
 def test_a_stop_word_that_is_the_whole_answer(model, mode, params):
-    served = Served(model, async_sched_mode=mode, tokenizer=IdTokenizer(), materialize_only_last_token_logits=False)
+    served = EngineHarness(
+        model, async_sched_mode=mode, tokenizer=IdTokenizer(), materialize_only_last_token_logits=False
+    )
     prompt = tokens(1, 20, seed=1)
     first = served.send(prompt)
     served.check()
@@ -337,7 +339,7 @@ def test_a_stop_word_that_is_the_whole_answer(model, mode, params):
 @each_mode
 def test_a_chunked_prefill_that_finds_no_room_for_its_next_chunk(model, mode):
     """A running request takes a block between two chunks. Megatron fails here with async scheduling, also uncached."""
-    served = Served(
+    served = EngineHarness(
         model,
         blocks=8,
         enable_chunked_prefill=True,
@@ -364,7 +366,7 @@ def test_a_chunked_prefill_that_finds_no_room_for_its_next_chunk(model, mode):
 
 @each_mode
 def test_salts_and_adapters_keep_requests_apart(model, mode):
-    served = Served(model, async_sched_mode=mode)
+    served = EngineHarness(model, async_sched_mode=mode)
     prompt = tokens(2, 20, seed=1)
     kinds: list[dict[str, Any]] = [
         {},
@@ -387,7 +389,7 @@ def test_salts_and_adapters_keep_requests_apart(model, mode):
 @each_mode
 def test_requests_with_other_salts_beside_each_other(model, mode):
     """Admitted in one step, running at once, with one prompt; then again."""
-    served = Served(model, async_sched_mode=mode)
+    served = EngineHarness(model, async_sched_mode=mode)
     prompt = tokens(2, 20, seed=1)
     first = [served.add(prompt, 6, cache_salt=salt) for salt in "abab"]
     served.run()
@@ -402,7 +404,7 @@ def test_requests_with_other_salts_beside_each_other(model, mode):
 
 @each_mode
 def test_read_and_write(model, mode):
-    served = Served(model, async_sched_mode=mode)
+    served = EngineHarness(model, async_sched_mode=mode)
     prompt = tokens(2, 20, seed=1)
     sent: list[tuple[dict[str, bool], int]] = [
         ({"cache_write": False}, 0),
@@ -426,7 +428,7 @@ def test_read_and_write(model, mode):
 
 
 def test_prompts_as_text_ids_and_tensors_are_the_same_prompt(model):
-    served = Served(model, tokenizer=IdTokenizer())
+    served = EngineHarness(model, tokenizer=IdTokenizer())
     ids = tokens(1, 9, seed=1)
     for number, prompt in enumerate(
         (" ".join(map(str, ids)), ids, torch.tensor(ids), torch.tensor(ids, dtype=torch.int32))
@@ -440,14 +442,14 @@ def test_prompts_as_text_ids_and_tensors_are_the_same_prompt(model):
 
 @pytest.mark.parametrize("prompt", [torch.zeros(2, 3, dtype=torch.int64), torch.zeros(3)])
 def test_other_tensors_are_refused(model, prompt):
-    served = Served(model)
+    served = EngineHarness(model)
     with pytest.raises(ValueError, match="request 7: a prompt of shape"):
         served.engine.add_request(7, prompt, greedy(3))
     served.check_drained()
 
 
 def test_ids_that_are_no_integers_are_refused(model):
-    served = Served(model)
+    served = EngineHarness(model)
     with pytest.raises(TypeError):
         served.engine.add_request(7, [1, 2.5, 3], greedy(3))
     served.check_drained()

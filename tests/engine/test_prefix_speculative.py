@@ -10,19 +10,19 @@ import pytest
 from tests.harness.defect_helpers import WrongAnswer, defect, make_side
 from tests.harness.drafts import forced_drafts
 from tests.harness.engine_helpers import assert_matches, random_tokens, run_to_end
-from tests.harness.lifecycle_helpers import BLOCK, MODES, Served, tokens
+from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
 from tests.harness.mutants import MUTANTS, mutated_resume
 from tests.harness.selection import mostly_slow
 
 NEW_TOKENS = 12
 
 
-class Speculating(Served):
+class Speculating(EngineHarness):
     """An engine that drafts; `drafting` says how many drafts are right."""
 
     def __init__(self, model, drafts: int, **fields) -> None:
         super().__init__(model, num_speculative_tokens=drafts, **fields)
-        self.plain = Served(model, slots=None)
+        self.plain = EngineHarness(model, slots=None)
 
     def drafting(self, accepted):
         """Forced drafts while this is open; what is right is looked up when a request is added by `ask`."""
@@ -121,7 +121,7 @@ def side(request, tiny_mtp):
 @defect(29, "async scheduling gives a prefill the drafts that another request had accepted", raises=WrongAnswer)
 def test_29_prefill_in_a_row_whose_drafts_were_accepted(side):
     """With caching off, too: the rows of accepted drafts are cleared in legacy scheduling only."""
-    plain = Served(side.model, slots=None)
+    plain = EngineHarness(side.model, slots=None)
     prompts = {number: random_tokens(40 + number, seed=number) for number in (1, 2, 3)}
     counts = {1: 60, 2: 8, 3: 8}
     truth = {n: prompt + list(plain.send(prompt, count=counts[n]).generated_tokens) for n, prompt in prompts.items()}
@@ -145,7 +145,7 @@ def test_30_resumed_where_another_one_is_evicted(side, mode):
     Megatron remembers the last block of each row, to which tokens before a block's end belong; then it evicts the first
     row, the second one moves there, and its tokens go into the first one's block.
     """
-    plain = Served(side.model, slots=None)
+    plain = EngineHarness(side.model, slots=None)
     prompts = {number: random_tokens(BLOCK - 2, seed=number) for number in (1, 2)}
     truth = {n: prompt + list(plain.send(prompt, count=40).generated_tokens) for n, prompt in prompts.items()}
     engine = side.build(

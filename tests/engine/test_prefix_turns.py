@@ -6,10 +6,10 @@ from contextlib import nullcontext
 
 import pytest
 
-from megatron_hybrid_prefix.policy.boundaries import Reason
+from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from tests.harness.drafts import forced_drafts
 from tests.harness.engine_helpers import assert_matches, random_tokens
-from tests.harness.lifecycle_helpers import BLOCK, MODES, Served, tokens
+from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
 from tests.harness.mutants import MUTANTS, mutated_resume
 from tests.harness.selection import mostly_slow
 
@@ -32,9 +32,9 @@ class Chat:
         drafts: Right drafts of each forward, by request id and position, where the engine drafts.
     """
 
-    def __init__(self, served: Served, drafts=None) -> None:
+    def __init__(self, served: EngineHarness, drafts=None) -> None:
         self.served = served
-        self.plain = Served(served.model, slots=None, max_sequence_length=4096) if drafts else None
+        self.plain = EngineHarness(served.model, slots=None, max_sequence_length=4096) if drafts else None
         self.drafts = drafts
         self.history: list[int] = []
         self.computed: list[int] = []
@@ -56,13 +56,13 @@ class Chat:
 
 def decoded_states(served) -> int:
     """Kept states that were reached in decode."""
-    return sum(node.reason == Reason.DECODE for node in served.cache.inspect.nodes_with_state())
+    return sum(node.reason == CheckpointReason.DECODE for node in served.cache.inspect.nodes_with_state())
 
 
 @pytest.mark.slow
 @each_mode
 def test_turns_of_600_generated_and_50_new_tokens(model, mode):
-    served = Served(
+    served = EngineHarness(
         model,
         block_size_tokens=256,
         max_sequence_length=4096,
@@ -81,7 +81,7 @@ def test_turns_of_600_generated_and_50_new_tokens(model, mode):
 @each_mode
 @pytest.mark.parametrize("count", mostly_slow([BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 7], BLOCK))
 def test_answers_that_end_around_a_blocks_end(model, mode, count):
-    served = Served(model, async_sched_mode=mode)
+    served = EngineHarness(model, async_sched_mode=mode)
     chat = Chat(served)
     for number, own in enumerate((BLOCK, 1, 3, BLOCK - 1, 17)):
         chat.turn(random_tokens(own, seed=number), count)
@@ -94,7 +94,7 @@ def test_answers_that_end_around_a_blocks_end(model, mode, count):
 @pytest.mark.parametrize("drafts", mostly_slow([1, 3], 3))
 @pytest.mark.parametrize("accepted", mostly_slow(["all", "mixed"], "mixed"))
 def test_drafts_that_pass_a_blocks_end(tiny_mtp, mode, drafts, accepted):
-    served = Served(tiny_mtp, async_sched_mode=mode, num_speculative_tokens=drafts, max_sequence_length=2048)
+    served = EngineHarness(tiny_mtp, async_sched_mode=mode, num_speculative_tokens=drafts, max_sequence_length=2048)
     right = {"all": lambda request_id, position: 3, "mixed": lambda request_id, position: (request_id + position) % 4}
     chat = Chat(served, right[accepted])
     for number in range(4):
@@ -109,7 +109,7 @@ def test_drafts_that_pass_a_blocks_end(tiny_mtp, mode, drafts, accepted):
 @pytest.mark.parametrize("drafts", mostly_slow([0, 2], 0))
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_wrong_state_of_an_answer_shows(tiny_mtp, mode, drafts, mutant):
-    served = Served(tiny_mtp, async_sched_mode=mode, num_speculative_tokens=drafts)
+    served = EngineHarness(tiny_mtp, async_sched_mode=mode, num_speculative_tokens=drafts)
     served.send(tokens(9, 1, seed=999))  # a state of another depth, for the mutant
     chat = Chat(served, (lambda request_id, position: position % 3) if drafts else None)
     chat.turn(tokens(0, 20, seed=1), 2 * BLOCK)
@@ -123,7 +123,7 @@ def test_a_wrong_state_of_an_answer_shows(tiny_mtp, mode, drafts, mutant):
 @pytest.mark.slow
 @each_mode
 def test_the_two_latest_states_of_an_answer_are_kept_and_one_that_was_used(model, mode):
-    served = Served(model, async_sched_mode=mode)
+    served = EngineHarness(model, async_sched_mode=mode)
     number = served.add(tokens(0, 30, seed=1), 6 * BLOCK)
     most = 0
     while served.engine.has_unfinished_requests():
@@ -143,7 +143,7 @@ def test_the_two_latest_states_of_an_answer_are_kept_and_one_that_was_used(model
 
 @each_mode
 def test_the_switch(model, mode):
-    served = Served(model, async_sched_mode=mode, decode_checkpoints=False)
+    served = EngineHarness(model, async_sched_mode=mode, decode_checkpoints=False)
     chat = Chat(served)
     chat.turn(tokens(0, 30, seed=1), 3 * BLOCK)
     chat.turn(tokens(0, 5, seed=2), 2)
@@ -157,7 +157,7 @@ def test_the_switch(model, mode):
 @pytest.mark.parametrize("slots", [1, 2])
 def test_few_slots(model, mode, slots):
     """Concurrent answers take each other's slots; nothing else happens."""
-    served = Served(model, async_sched_mode=mode, slots=slots)
+    served = EngineHarness(model, async_sched_mode=mode, slots=slots)
     for number in range(4):
         served.add(tokens(0, 30 + 7 * number, seed=number), 3 * BLOCK)
     served.run()
@@ -169,7 +169,7 @@ def test_few_slots(model, mode, slots):
 
 @each_mode
 def test_what_must_not_be_kept(model, mode):
-    served = Served(model, async_sched_mode=mode)
+    served = EngineHarness(model, async_sched_mode=mode)
     served.send(tokens(0, 30, seed=1), count=3 * BLOCK, cache_write=False)
     number = served.add(tokens(0, 30, seed=2), 3 * BLOCK)
     served.step(5)

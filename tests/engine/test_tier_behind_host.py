@@ -18,9 +18,9 @@ from megatron_hybrid_prefix.mcore.entrypoints import arguments
 from megatron_hybrid_prefix.plugins import PLUGINS_VARIABLE
 from megatron_hybrid_prefix.tiers.base import Entry, TierBehind
 from megatron_hybrid_prefix.tiers.registry import make_tier, register_tier
-from megatron_hybrid_prefix.tiers.units import Kind, Tag
+from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 from tests.harness.engine_helpers import LOG_PROB_NOISE, random_tokens
-from tests.harness.lifecycle_helpers import BLOCK, MODES, Served, tokens
+from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
 from tests.harness.selection import mostly_slow
 from tests.harness.workers.launch import run_ranks
 
@@ -52,18 +52,18 @@ def model(tiny: Any) -> Iterator[Any]:
     restore_mixers(tiny)
 
 
-def small(model: Any, **fields: Any) -> Served:
+def small(model: Any, **fields: Any) -> EngineHarness:
     """Room for one request of seven blocks at a time on the device, for a little more on the host."""
     defaults = {"slots": 2, "blocks": 9, "host_gb": HOST_GB, "max_requests": 2, "tier_behind_host": NAME}
-    return Served(model, **(defaults | fields))
+    return EngineHarness(model, **(defaults | fields))
 
 
-def dictionary(served: Served) -> dict[tuple[Kind, bytes], tuple[Tag, bytearray, int]]:
+def dictionary(served: EngineHarness) -> dict[tuple[EntryKind, bytes], tuple[Tag, bytearray, int]]:
     """What is in the tier behind the host."""
     return served.cache.inspect.host_tier.behind.tier.entries
 
 
-def push_out(served: Served, prompt: list[int], seed: int = 900) -> None:
+def push_out(served: EngineHarness, prompt: list[int], seed: int = 900) -> None:
     """Other prompts, until nothing of the prompt is left on the device or on the host."""
     keys = served.cache.chain(prompt).keys
     for number in range(30):
@@ -75,12 +75,12 @@ def push_out(served: Served, prompt: list[int], seed: int = 900) -> None:
 
 @each_mode
 def test_what_the_host_evicted_comes_back_bit_by_bit(model, mode):
-    served, off = small(model, async_sched_mode=mode), Served(model, slots=None, async_sched_mode=mode)
+    served, off = small(model, async_sched_mode=mode), EngineHarness(model, slots=None, async_sched_mode=mode)
     prompt = tokens(4, 9, seed=1)
     without = off.send(prompt)
     cold, hit = served.send(prompt), served.send(prompt)
     push_out(served, prompt)
-    assert (Kind.STATE, served.cache.chain(prompt).keys[-1]) in dictionary(served)
+    assert (EntryKind.STATE, served.cache.chain(prompt).keys[-1]) in dictionary(served)
     before = served.context.prefix_stats()
     loaded = served.send(prompt)
     stats = served.context.prefix_stats()
@@ -113,25 +113,25 @@ def test_some_from_the_device_some_from_the_host_some_from_behind(model):
     assert reused["behind"] == reused["unlimited"] > reused["alone"]
 
 
-@pytest.mark.parametrize("fault", ["kv bit", "state bit", "checksum", "another state", "gone", "give raises"])
+@pytest.mark.parametrize("fault", ["kv bit", "state bit", "checksum", "another state", "gone", "get raises"])
 def test_a_fault_behind_the_host_costs_time_only(model, fault, caplog, monkeypatch):
     served = small(model)
     prompt = tokens(4, 9, seed=1)
     served.send(prompt)
     push_out(served, prompt)
     keys, entries = served.cache.chain(prompt).keys, dictionary(served)
-    place = (Kind.KV if fault == "kv bit" else Kind.STATE, keys[-1])
+    place = (EntryKind.KV if fault == "kv bit" else EntryKind.STATE, keys[-1])
     tier = served.cache.inspect.host_tier.behind.tier
     if fault == "gone":
-        monkeypatch.setattr(tier, "give", lambda tags, buffers: [None] * len(tags))
-    elif fault == "give raises":
-        monkeypatch.setattr(tier, "give", lambda tags, buffers: 1 / 0)
+        monkeypatch.setattr(tier, "get", lambda tags, buffers: [None] * len(tags))
+    elif fault == "get raises":
+        monkeypatch.setattr(tier, "get", lambda tags, buffers: 1 / 0)
     elif fault == "checksum":
         tag, data, checksum = entries[place]
         entries[place] = (tag, data, checksum ^ 8)
     elif fault == "another state":
         _, data, checksum = next(
-            kept for (kind, key), kept in entries.items() if kind == Kind.STATE and key != keys[-1]
+            kept for (kind, key), kept in entries.items() if kind == EntryKind.STATE and key != keys[-1]
         )
         entries[place] = (entries[place][0], data, checksum)
     else:
@@ -154,12 +154,12 @@ def test_a_fault_behind_the_host_costs_time_only(model, fault, caplog, monkeypat
 def test_a_tier_that_takes_nothing_is_as_none(model, fault, monkeypatch):
     served = small(model)
 
-    def take(entries: list[Entry]) -> list[bool]:
+    def put(entries: list[Entry]) -> list[bool]:
         if fault == "raises":
             raise OSError("no space left on device")
         return [False] * len(entries)
 
-    monkeypatch.setattr(served.cache.inspect.host_tier.behind.tier, "take", take)
+    monkeypatch.setattr(served.cache.inspect.host_tier.behind.tier, "put", put)
     prompt = tokens(4, 9, seed=1)
     served.send(prompt)
     push_out(served, prompt)
@@ -174,7 +174,7 @@ def test_a_tier_that_takes_nothing_is_as_none(model, fault, monkeypatch):
 def test_a_tier_that_raises_whatever_it_is_asked_is_as_none(model, monkeypatch, caplog):
     served = small(model)
     tier = served.cache.inspect.host_tier.behind.tier
-    for name in ("has", "kv_depth", "state_depth", "take", "give", "drop", "clear", "invalidate"):
+    for name in ("contains", "kv_depth", "state_depth", "put", "get", "remove", "clear", "invalidate"):
 
         def fails(*arguments: Any, name: str = name) -> None:
             raise ConnectionError(f"no answer to {name}")
@@ -188,7 +188,7 @@ def test_a_tier_that_raises_whatever_it_is_asked_is_as_none(model, monkeypatch, 
         assert served.send(prompt).num_cached_tokens == 0
         served.engine.invalidate()
         assert served.send(prompt).num_cached_tokens == 0
-    for name in ("has", "kv_depth", "take", "invalidate"):
+    for name in ("contains", "kv_depth", "put", "invalidate"):
         assert any(f"no answer to {name}" in record.getMessage() for record in caplog.records)
     assert served.context.prefix_stats().fallbacks == {}
     served.check_drained()
@@ -213,9 +213,9 @@ def test_a_host_without_room_for_what_is_behind_it(pages):
         block_tokens=4, kv_blocks=9, state_slots=2, host_pages=pages, behind=TierBehind(NAME, tier), secret=b"test"
     )
     chain = cache.chain(range(17))
-    tags = [Tag(kind=Kind.KV, key=key, depth_tokens=4 * n, epoch=0) for n, key in enumerate(chain.keys, 1)]
-    tags.append(Tag(kind=Kind.STATE, key=chain.keys[-1], depth_tokens=16, epoch=0))
-    tier.take([Entry(tag, memoryview(b""), 0) for tag in tags])
+    tags = [Tag(kind=EntryKind.KV, key=key, depth_tokens=4 * n, epoch=0) for n, key in enumerate(chain.keys, 1)]
+    tags.append(Tag(kind=EntryKind.STATE, key=chain.keys[-1], depth_tokens=16, epoch=0))
+    tier.put([Entry(tag, memoryview(b""), 0) for tag in tags])
     match = cache.match(chain)
     assert (match.kv_depth_blocks, match.loadable_blocks, match.resume_tokens) == (4, 4, 0)
     assert cache.loads.begin_load_back(1, match) is None
@@ -259,8 +259,10 @@ def test_ranks_agree_on_the_depth_that_all_of_them_hold():
     tiers = []
     for of_rank in states:
         tier = make_tier(NAME)
-        kept = [(Kind.STATE, number) for number in of_rank] + [(Kind.KV, number) for number in range(8 - len(tiers))]
-        tier.take(
+        kept = [(EntryKind.STATE, number) for number in of_rank] + [
+            (EntryKind.KV, number) for number in range(8 - len(tiers))
+        ]
+        tier.put(
             [Entry(Tag(kind=kind, key=keys[n], depth_tokens=n + 1, epoch=0), memoryview(b""), 0) for kind, n in kept]
         )
         tiers.append(tier)

@@ -17,7 +17,7 @@ import torch
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from megatron_hybrid_prefix.policy.boundaries import Boundary, Reason
+from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason
 from tests.harness.engine_helpers import greedy, random_tokens
 
 CHECKPOINTS = 4
@@ -31,7 +31,7 @@ def keep_four(cache):
     def boundaries(match, breakpoints):
         blocks = match.chain.tokens // cache.block_tokens
         positions = sorted({blocks * (i + 1) // CHECKPOINTS * cache.block_tokens for i in range(CHECKPOINTS)})
-        return tuple(Boundary(position, Reason.JUNCTION) for position in positions) if wanted["on"] else ()
+        return tuple(Boundary(position, CheckpointReason.JUNCTION) for position in positions) if wanted["on"] else ()
 
     cache._planner.boundaries = boundaries
     return wanted

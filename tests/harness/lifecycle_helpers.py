@@ -28,7 +28,7 @@ class IdTokenizer:
         return " ".join(map(str, tokens))
 
 
-class Served:
+class EngineHarness:
     """An engine, what it finished, and what that should have been.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_hybrid_prefix.lab.replay import Policy, replay
-from tests.harness.lifecycle_helpers import Served
+from tests.harness.lifecycle_helpers import EngineHarness
 from tests.harness.trace_helpers import as_trace, token_prompts
 
 BLOCK = 64
@@ -19,13 +19,13 @@ def model(tiny):
     restore_mixers(tiny)
 
 
-@pytest.mark.parametrize("eviction", ["lru", "replay_cost"])
+@pytest.mark.parametrize("eviction", ["lru", "recompute_cost"])
 @pytest.mark.parametrize(
     ("slots", "blocks", "interval"), [(6, None, 0), (10, None, None), (40, 20, 2 * BLOCK), (5, 16, 0)]
 )
 def test_a_replay_is_the_engine_without_the_model(model, eviction, slots, blocks, interval):
     prompts = token_prompts(40, block_tokens=BLOCK, most_blocks=6, seed=slots)
-    served = Served(
+    served = EngineHarness(
         model,
         slots=slots,
         blocks=blocks,

@@ -18,7 +18,7 @@ from megatron_hybrid_prefix.lab.traces import Trace, TraceRequest, read_trace
 from tests.harness.steps import steps
 from tests.harness.trace_helpers import KINDS, made_up
 
-RULE = Policy(name="replay_cost", eviction="replay_cost")
+RULE = Policy(name="recompute_cost", eviction="recompute_cost")
 
 
 def mooncake(blocks: list[int], tokens: int, **fields: Any) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def test_table_json_and_plot(tmp_path, trace_file, capsys):
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert data["ceiling_fraction"] == 2048 / 4448 and data["reused_token_fraction"] == 2048 / 4448
     assert data["by_state_slots"] == {"4": 2048 / 4448, "16": 2048 / 4448}
-    names = ["replay_cost", "lru", "upstream 0.19", "align (tails only)", "lru, every 1024"]
+    names = ["recompute_cost", "lru", "upstream 0.19", "align (tails only)", "lru, every 1024"]
     assert [found["policy"]["name"] for found in data["runs"]] == [name for name in names for _ in range(2)]
     for found in data["runs"]:
         assert found["reused_tokens"] <= 2048 and found["prompt_tokens"] == 4448
@@ -324,7 +324,7 @@ def test_a_request_takes_no_more_steps_in_a_longer_trace_or_beside_more_states()
 # -- a second tier -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("eviction", ["lru", "replay_cost"])
+@pytest.mark.parametrize("eviction", ["lru", "recompute_cost"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_large_host_gives_what_a_large_device_gives(kind, eviction):
     """States that anybody asked for are never lost then; guesses may be."""

@@ -130,7 +130,7 @@ def _speeds(context: Any) -> dict[str, float]:
     """GB/s of loads and stores of what is in both tiers (so nothing changes), and of a plain copy of as many bytes."""
     import torch
 
-    from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, Kind
+    from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind
 
     tier, arena = context.prefix_cache.inspect.host_tier, context.host_moves.arena
     nodes = [node for node in context.prefix_cache.inspect.nodes() if node.block_id >= 0 and node.host_block >= 0]
@@ -150,7 +150,7 @@ def _speeds(context: Any) -> dict[str, float]:
     }
     if not nodes:
         return {}
-    moved_bytes = len(nodes) * arena.bytes_of(Kind.KV)
+    moved_bytes = len(nodes) * arena.bytes_of(EntryKind.KV)
     source = torch.empty(moved_bytes, dtype=torch.uint8, pin_memory=context.memory_buffer.is_cuda)
     target = torch.empty_like(source, device=context.memory_buffer.device)
 

@@ -36,7 +36,7 @@ from megatron_hybrid_prefix.mcore.state.moves import HostMoves
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.pool.device import StatePool
 from megatron_hybrid_prefix.pool.layout import SlotLayout
-from megatron_hybrid_prefix.tiers.units import Kind
+from megatron_hybrid_prefix.tiers.units import EntryKind
 from megatron_hybrid_prefix.upstream.blocks import block_counts
 from megatron_hybrid_prefix.upstream.context import ChunkBlocks, ContextSeam
 from megatron_hybrid_prefix.upstream.contract import check_contract
@@ -178,9 +178,9 @@ class HybridPrefixContext(ContextSeam):
         """Memory of the recurrent states by slot, or None."""
         return None if self.states is None else self.states.pool
 
-    def _tier_tensors(self) -> dict[Kind, list[torch.Tensor]]:
+    def _tier_tensors(self) -> dict[EntryKind, list[torch.Tensor]]:
         kv = self.memory_buffer if self.cache_mla_latent else self.memory_buffer.flatten(0, 1)
-        return {Kind.KV: [kv], Kind.STATE: list(self.states.pool.tensors.values())}
+        return {EntryKind.KV: [kv], EntryKind.STATE: list(self.states.pool.tensors.values())}
 
     def zero_live_states(self, slots: list[int]) -> None:
         """See ContextSeam."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_hybrid_prefix.index.requests import StepPlan
-from megatron_hybrid_prefix.policy.boundaries import Reason
+from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def verify_plan(context: Any, plan: StepPlan) -> None:
     """
     cache = context.prefix_cache
     for checkpoint in plan.checkpoints:
-        if checkpoint.reason != Reason.VERIFY:
+        if checkpoint.reason != CheckpointReason.VERIFY:
             continue
         keys = cache.inspect.request_keys(plan.request_id)[: checkpoint.position_tokens // cache.block_tokens]
         kept_slot = cache.inspect.cached_slot(keys[-1])

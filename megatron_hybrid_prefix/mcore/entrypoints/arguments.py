@@ -183,7 +183,9 @@ def _argument(field: Field[Any], kind: Any) -> dict[str, Any]:
     if get_origin(kind) is Literal:
         return {"choices": [*get_args(kind), *([_NONE] if optional else [])]}
     if "choices" in field.metadata:
-        return {"choices": [*field.metadata["choices"](), *([_NONE] if optional else [])]}
+        return {"choices": [*field.metadata["choices"](), *([_NONE] if optional else [])]} | (
+            {"type": field.metadata["type"]} if "type" in field.metadata else {}
+        )
     if kind in (int, float, str):
         return {"type": _or_none(kind) if optional else kind, "metavar": {int: "N", float: "X", str: "TEXT"}[kind]}
     raise TypeError(f"HybridPrefixConfig.{field.name}: there is no flag for a field of this type")

@@ -19,7 +19,7 @@ from megatron_hybrid_prefix.tiers.arena import HostArena
 from megatron_hybrid_prefix.tiers.base import TierBehind
 from megatron_hybrid_prefix.tiers.pinned import choose_page_bytes
 from megatron_hybrid_prefix.tiers.registry import make_tier, tier_name
-from megatron_hybrid_prefix.tiers.units import HOST, Kind
+from megatron_hybrid_prefix.tiers.units import HOST, EntryKind
 
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.cache import HybridPrefixCache
@@ -49,7 +49,7 @@ class HostMoves:
     _cache: HybridPrefixCache
 
     def __init__(
-        self, tensors: Callable[[], Mapping[Kind, Sequence[torch.Tensor]]], prefix: HybridPrefixConfig, groups: Any
+        self, tensors: Callable[[], Mapping[EntryKind, Sequence[torch.Tensor]]], prefix: HybridPrefixConfig, groups: Any
     ) -> None:
         self._groups = groups
         own_bytes = {
@@ -72,7 +72,7 @@ class HostMoves:
                 pages=pages,
                 page_bytes=page_bytes,
                 pages_of=pages_of,
-                device=tensors()[Kind.KV][0].device,
+                device=tensors()[EntryKind.KV][0].device,
                 verify=prefix.verify_host_loads,
                 behind=None if self._behind is None else self._behind.tier,
             )
@@ -87,8 +87,8 @@ class HostMoves:
         self._page_bytes = page_bytes
         self.cache_fields: dict[str, Any] = {
             "host_pages": pages,
-            "host_kv_pages": pages_of[Kind.KV],
-            "host_state_pages": pages_of[Kind.STATE],
+            "host_kv_pages": pages_of[EntryKind.KV],
+            "host_state_pages": pages_of[EntryKind.STATE],
             "host_state_share": prefix.host_state_share,
             "host_write_through": prefix.host_write_through,
         }

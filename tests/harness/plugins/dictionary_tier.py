@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from megatron_hybrid_prefix.tiers.base import Entry, Tier
 from megatron_hybrid_prefix.tiers.registry import register_tier
-from megatron_hybrid_prefix.tiers.units import Kind, Tag
+from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 
 
 class DictionaryTier(Tier):
@@ -14,19 +14,19 @@ class DictionaryTier(Tier):
 
     def __init__(self, argument: str = "") -> None:
         self.most = int(argument or 10**9)
-        self.entries: dict[tuple[Kind, bytes], tuple[Tag, bytearray, int]] = {}
+        self.entries: dict[tuple[EntryKind, bytes], tuple[Tag, bytearray, int]] = {}
 
-    def has(self, kind: Kind, key: bytes) -> bool:
+    def contains(self, kind: EntryKind, key: bytes) -> bool:
         return (kind, key) in self.entries
 
-    def take(self, entries: Sequence[Entry]) -> list[bool]:
+    def put(self, entries: Sequence[Entry]) -> list[bool]:
         for tag, data, checksum in entries:
             self.entries[tag.kind, tag.key] = (tag, bytearray(data), checksum)
         while len(self.entries) > self.most:
             del self.entries[next(iter(self.entries))]
         return [True] * len(entries)
 
-    def give(self, tags: Sequence[Tag], buffers: Sequence[memoryview]) -> list[int | None]:
+    def get(self, tags: Sequence[Tag], buffers: Sequence[memoryview]) -> list[int | None]:
         sums: list[int | None] = []
         for tag, buffer in zip(tags, buffers, strict=True):
             found, data, checksum = self.entries.get((tag.kind, tag.key), (None, b"", 0))
@@ -35,7 +35,7 @@ class DictionaryTier(Tier):
             sums.append(checksum if found == tag else None)
         return sums
 
-    def drop(self, tags: Iterable[Tag]) -> None:
+    def remove(self, tags: Iterable[Tag]) -> None:
         for tag in tags:
             self.entries.pop((tag.kind, tag.key), None)
 

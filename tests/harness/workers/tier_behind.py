@@ -20,14 +20,14 @@ PROMPTS = [random_tokens((2 + number % 3) * BLOCK_TOKENS + 9, seed=70 + number) 
 
 def forgetful(behind):
     """The last rank's tier refuses every third entry that it is offered."""
-    take, offered = behind.take, iter(range(10**9))
+    put, offered = behind.put, iter(range(10**9))
 
-    def takes(entries):
+    def puts(entries):
         kept = [next(offered) % 3 > 0 for _ in entries]
-        take([entry for entry, keeps in zip(entries, kept, strict=True) if keeps])
+        put([entry for entry, keeps in zip(entries, kept, strict=True) if keeps])
         return kept
 
-    behind.take = takes
+    behind.put = puts
 
 
 def main(out):

@@ -1,4 +1,4 @@
-"""`replay_cost`: the checkpoint goes first whose loss is expected to cost the least.
+"""`recompute_cost`: the checkpoint goes first whose loss is expected to cost the least.
 
     value = cost of computing from the nearest kept state above up to this one  x  how likely that is to be wanted
 
@@ -28,7 +28,7 @@ from heapq import heapify, heappop, heappush
 
 from megatron_hybrid_prefix.policy.ancestry import Ancestry
 from megatron_hybrid_prefix.policy.base import KeptState
-from megatron_hybrid_prefix.policy.boundaries import Reason
+from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.likelihood import Cell, Likelihood, oldest_in
 
 type Kind = tuple[int, int, int]
@@ -70,7 +70,7 @@ class _Record[T]:
         "uses",
     )
 
-    def __init__(self, serial: int, origin: Reason) -> None:
+    def __init__(self, serial: int, origin: CheckpointReason) -> None:
         self.state: T | None = None
         self.serial = serial
         self.origin = origin
@@ -90,9 +90,9 @@ class _Record[T]:
         return int(self.origin), min(self.uses.bit_length(), _MOST_USES_BITS), self.first_blocks.bit_length()
 
     @property
-    def is_spare(self) -> bool:
+    def is_probationary(self) -> bool:
         """Whether it was kept on a guess and never used."""
-        return self.origin == Reason.INTERVAL and not self.uses
+        return self.origin == CheckpointReason.INTERVAL and not self.uses
 
 
 def count_blocks(start_blocks: int, end_blocks: int) -> float:
@@ -100,7 +100,7 @@ def count_blocks(start_blocks: int, end_blocks: int) -> float:
     return end_blocks - start_blocks
 
 
-class ReplayCostEviction[T: KeptState]:
+class RecomputeCostEviction[T: KeptState]:
     """See the module.
 
     Args:
@@ -117,7 +117,9 @@ class ReplayCostEviction[T: KeptState]:
         self._most_kept = 0
         # Entries (value, order of age, serial, number, record): never above the record's true value, and valid if it is the last.
         self._heap: list[tuple[float, int, int, int, _Record[T]]] = []
-        self._spare_heap: list[tuple[float, int, int, int, _Record[T]]] = []  # the same, of the spare ones
+        self._probationary_heap: list[
+            tuple[float, int, int, int, _Record[T]]
+        ] = []  # the same, of the probationary ones
         self._calendar: list[tuple[int, int, _Record[T]]] = []  # (when its age number grows, number, record)
         self._now = self._numbers = self._serials = 0
         self._next_refresh = _REFRESH_AT_LEAST
@@ -144,7 +146,7 @@ class ReplayCostEviction[T: KeptState]:
             record = _Record(self._serials, origin)
             self._serials += 1
             # What two prompts share, or the caller says they will, is as good as used once.
-            record.uses = int(origin <= Reason.BREAKPOINT)
+            record.uses = int(origin <= CheckpointReason.BREAKPOINT)
             record.first_blocks = state.depth_blocks - self._ancestry.depth_above_blocks(state)
         record.state = state
         self._records[state] = record
@@ -159,7 +161,7 @@ class ReplayCostEviction[T: KeptState]:
         record = self._records[state]
         record.cell.leave(self._now, used=True)
         record.uses += 1
-        if record.origin == Reason.INTERVAL and state.reason is not None:
+        if record.origin == CheckpointReason.INTERVAL and state.reason is not None:
             record.origin = state.reason  # a guess that is wanted for something else now
         self._touch(record)
 
@@ -172,22 +174,22 @@ class ReplayCostEviction[T: KeptState]:
         record.entry = -1
         if above is not None:
             self._inherit(self._records[above], record)
-        if record.is_spare:
+        if record.is_probationary:
             self._forget(record)  # whether it would have been used is not seen: others resume wherever the KV parts
             return
         self._lost[state.key] = record
         while len(self._lost) > _REMEMBERED * self._most_kept + _REMEMBERED_AT_LEAST:
             self._forget(self._lost.popitem(last=False)[1])
 
-    def victim(self, evictable: Callable[[T], bool], *, spare_only: bool = False) -> T | None:
+    def victim(self, evictable: Callable[[T], bool], *, probationary_only: bool = False) -> T | None:
         """See EvictionPolicy."""
-        heap = self._spare_heap if spare_only else self._heap
+        heap = self._probationary_heap if probationary_only else self._heap
         passed_over = []
         found: T | None = None
         while heap:
             value, _, _, number, record = heap[0]
             state = record.state
-            if state is None or record.entry != number or (spare_only and not record.is_spare):
+            if state is None or record.entry != number or (probationary_only and not record.is_probationary):
                 heappop(heap)
             elif self.value(state) > value:  # a state above it went, or it grew older and likelier
                 heappop(heap)
@@ -213,7 +215,7 @@ class ReplayCostEviction[T: KeptState]:
         self._lost.clear()
         self._ancestry.clear()
         self._heap.clear()
-        self._spare_heap.clear()
+        self._probationary_heap.clear()
         self._calendar.clear()
 
     def _cost_of(self, state: T) -> float:
@@ -239,12 +241,12 @@ class ReplayCostEviction[T: KeptState]:
         value = self._cost_of(record.state) * record.cell.rate
         # Of two alike the older goes; or the younger, where the older is nearer to being used (else no state would live
         # long enough to be of use). Of guesses the older all the same: each prompt shall have its chance.
-        newest_first = record.cell.is_rising and not record.is_spare
+        newest_first = record.cell.is_rising and not record.is_probationary
         order = -record.touched if newest_first else record.touched
         entry = (value, order, record.serial, record.entry, record)
         heappush(self._heap, entry)
-        if record.is_spare:
-            heappush(self._spare_heap, entry)
+        if record.is_probationary:
+            heappush(self._probationary_heap, entry)
 
     def _inherit(self, above: _Record[T], lost: _Record[T]) -> None:
         """Who would have resumed from ``lost`` will resume from ``above``."""
@@ -286,7 +288,7 @@ class ReplayCostEviction[T: KeptState]:
         self._next_refresh = self._now + max(_REFRESH_AT_LEAST, len(self._records))
         # All values are different now; and entries that are not valid any longer are got rid of.
         self._heap.clear()
-        self._spare_heap.clear()
+        self._probationary_heap.clear()
         for record in self._records.values():
             self._rank(record)
         self._calendar = [entry for entry in self._calendar if entry[2].due == entry[1]]

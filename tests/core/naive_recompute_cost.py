@@ -1,4 +1,4 @@
-"""`replay_cost` the slow and obvious way: every number worked out from all states at every call."""
+"""`recompute_cost` the slow and obvious way: every number worked out from all states at every call."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_hybrid_prefix.index.tree import Node
-from megatron_hybrid_prefix.policy import likelihood, replay_cost
-from megatron_hybrid_prefix.policy.boundaries import Reason
+from megatron_hybrid_prefix.policy import likelihood, recompute_cost
+from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 
 
 @dataclass(eq=False)
@@ -17,7 +17,7 @@ class Known:
     node: Node | None
     key: bytes
     serial: int
-    origin: Reason
+    origin: CheckpointReason
     uses: int
     first_blocks: int
     touched: int = 0
@@ -25,8 +25,8 @@ class Known:
     age: int = 0
 
 
-class NaiveReplayCost:
-    """As `ReplayCostEviction`, in O(n) and more."""
+class NaiveRecomputeCost:
+    """As `RecomputeCostEviction`, in O(n) and more."""
 
     def __init__(self) -> None:
         self.known: list[Known] = []  # kept ones in the order of publication, then remembered ones as they were lost
@@ -35,7 +35,7 @@ class NaiveReplayCost:
         self.rates: dict[tuple[tuple[int, ...], int], float] = {}
         self.rising: set[tuple[tuple[int, ...], int]] = set()
         self.now = self.serials = self.refreshes = self.most_kept = 0
-        self.next_refresh = replay_cost._REFRESH_AT_LEAST
+        self.next_refresh = recompute_cost._REFRESH_AT_LEAST
 
     # -- the verbs -----------------------------------------------------------------------------------------------------
 
@@ -49,7 +49,9 @@ class NaiveReplayCost:
             lost.node = node
         else:
             depth = node.depth_blocks - self.depth_above(node)
-            lost = Known(node, node.key, self.serials, node.reason, int(node.reason <= Reason.BREAKPOINT), depth)
+            lost = Known(
+                node, node.key, self.serials, node.reason, int(node.reason <= CheckpointReason.BREAKPOINT), depth
+            )
             self.serials += 1
         self.known.append(lost)
         self.most_kept = max(self.most_kept, len(self.kept()))
@@ -60,7 +62,7 @@ class NaiveReplayCost:
         known = self.of(node)
         self.count_use(known)
         known.uses += 1
-        if known.origin == Reason.INTERVAL:
+        if known.origin == CheckpointReason.INTERVAL:
             known.origin = node.reason
         self.start(known)
 
@@ -73,19 +75,20 @@ class NaiveReplayCost:
                 self.cell(heir)
         self.known.remove(known)
         known.node = None
-        if known.origin == Reason.INTERVAL and not known.uses:
+        if known.origin == CheckpointReason.INTERVAL and not known.uses:
             return
         self.known.append(known)
         remembered = [other for other in self.known if other.node is None]
-        room = replay_cost._REMEMBERED * self.most_kept + replay_cost._REMEMBERED_AT_LEAST
+        room = recompute_cost._REMEMBERED * self.most_kept + recompute_cost._REMEMBERED_AT_LEAST
         for other in remembered[: max(0, len(remembered) - room)]:
             self.known.remove(other)
 
-    def victim(self, evictable: Callable[[Node], bool], *, spare_only: bool = False) -> Node | None:
+    def victim(self, evictable: Callable[[Node], bool], *, probationary_only: bool = False) -> Node | None:
         found = [
             known
             for known in self.kept()
-            if evictable(known.node) and not (spare_only and (known.origin != Reason.INTERVAL or known.uses))
+            if evictable(known.node)
+            and not (probationary_only and (known.origin != CheckpointReason.INTERVAL or known.uses))
         ]
         best = min(found, key=lambda known: (self.value(known.node), self.order(known), known.serial), default=None)
         return None if best is None else best.node
@@ -94,8 +97,8 @@ class NaiveReplayCost:
         return (node.depth_blocks - self.depth_above(node)) * self.rate(self.of(node))
 
     def order(self, known: Known) -> int:
-        spare = known.origin == Reason.INTERVAL and not known.uses
-        return -known.touched if (known.kind, known.age) in self.rising and not spare else known.touched
+        probationary = known.origin == CheckpointReason.INTERVAL and not known.uses
+        return -known.touched if (known.kind, known.age) in self.rising and not probationary else known.touched
 
     # -- behind them ---------------------------------------------------------------------------------------------------
 
@@ -118,7 +121,7 @@ class NaiveReplayCost:
 
     def start(self, known: Known) -> None:
         known.touched, known.age = self.now, 0
-        bits = min(known.uses.bit_length(), replay_cost._MOST_USES_BITS)
+        bits = min(known.uses.bit_length(), recompute_cost._MOST_USES_BITS)
         known.kind = (known.origin, bits, known.first_blocks.bit_length())
         self.cell(known)
 
@@ -148,7 +151,7 @@ class NaiveReplayCost:
         if self.now < self.next_refresh:
             return
         self.refreshes += 1
-        if self.refreshes % replay_cost._FADE_REFRESHES == 0:
+        if self.refreshes % recompute_cost._FADE_REFRESHES == 0:
             for counts in (self.uses, self.exposure):
                 for cell in counts:
                     counts[cell] /= 2
@@ -164,4 +167,4 @@ class NaiveReplayCost:
         self.rising = {
             (kind, age) for kind, age in self.rates if self.rates.get((kind, age + 1), 0) > self.rates[kind, age]
         }
-        self.next_refresh = self.now + max(replay_cost._REFRESH_AT_LEAST, len(self.kept()))
+        self.next_refresh = self.now + max(recompute_cost._REFRESH_AT_LEAST, len(self.kept()))

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.lab.replay import Policy, replay
-from megatron_hybrid_prefix.policy import likelihood, replay_cost
-from megatron_hybrid_prefix.policy.boundaries import Reason
+from megatron_hybrid_prefix.policy import likelihood, recompute_cost
+from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.likelihood import Likelihood
+from megatron_hybrid_prefix.policy.recompute_cost import RecomputeCostEviction
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy
-from megatron_hybrid_prefix.policy.replay_cost import ReplayCostEviction
-from tests.core.naive_replay_cost import NaiveReplayCost
+from tests.core.naive_recompute_cost import NaiveRecomputeCost
 from tests.harness.selection import mostly_slow
 from tests.harness.trace_helpers import KINDS, made_up, token_prompts
 
-REASONS = (Reason.JUNCTION, Reason.TAIL, Reason.INTERVAL, Reason.DECODE)
-RULE = Policy(name="replay_cost", eviction="replay_cost")
+REASONS = (CheckpointReason.JUNCTION, CheckpointReason.TAIL, CheckpointReason.INTERVAL, CheckpointReason.DECODE)
+RULE = Policy(name="recompute_cost", eviction="recompute_cost")
 LRU = Policy(name="lru", eviction="lru")
 
 
@@ -29,10 +29,10 @@ LRU = Policy(name="lru", eviction="lru")
 def fast_clock(monkeypatch):
     """Everything that takes hundreds of calls takes a few."""
     monkeypatch.setattr(likelihood, "YOUNGEST_BITS", 1)
-    monkeypatch.setattr(replay_cost, "_REFRESH_AT_LEAST", 7)
-    monkeypatch.setattr(replay_cost, "_FADE_REFRESHES", 3)
-    monkeypatch.setattr(replay_cost, "_REMEMBERED", 1)
-    monkeypatch.setattr(replay_cost, "_REMEMBERED_AT_LEAST", 3)
+    monkeypatch.setattr(recompute_cost, "_REFRESH_AT_LEAST", 7)
+    monkeypatch.setattr(recompute_cost, "_FADE_REFRESHES", 3)
+    monkeypatch.setattr(recompute_cost, "_REMEMBERED", 1)
+    monkeypatch.setattr(recompute_cost, "_REMEMBERED_AT_LEAST", 3)
 
 
 def chain(depth_blocks: int, above: Node | None = None, name: int = 0) -> Node:
@@ -43,7 +43,7 @@ def chain(depth_blocks: int, above: Node | None = None, name: int = 0) -> Node:
     return above
 
 
-def publish(policy, node: Node, reason: Reason = Reason.TAIL) -> Node:
+def publish(policy, node: Node, reason: CheckpointReason = CheckpointReason.TAIL) -> Node:
     node.reason = reason
     policy.added(node)
     return node
@@ -60,12 +60,12 @@ def lost_in_order(policy, **options) -> list[Node]:
 
 def compare(rng: random.Random, calls: int, most: int) -> int:
     """The policy and its naive twin through the same random calls; returns how many victims were compared."""
-    mine, naive = make_eviction_policy("replay_cost"), NaiveReplayCost()
+    mine, naive = make_eviction_policy("recompute_cost"), NaiveRecomputeCost()
     nodes: list[Node] = []
     kept: list[Node] = []
     compared = 0
     for number in range(calls):
-        what = rng.choice(["add", "add", "use", "use", "remove", "evict", "evict spare"])
+        what = rng.choice(["add", "add", "use", "use", "remove", "evict", "evict probationary"])
         if what == "add" and len(kept) < most:
             # Again where a state was lost, or at a new node below any other.
             node = rng.choice(nodes) if nodes and rng.random() < 0.5 else None
@@ -84,8 +84,8 @@ def compare(rng: random.Random, calls: int, most: int) -> int:
             naive.added(node)
         elif what == "use" and kept:
             node = rng.choice(kept)
-            if node.reason == Reason.INTERVAL and rng.random() < 0.3:
-                node.reason = Reason.JUNCTION
+            if node.reason == CheckpointReason.INTERVAL and rng.random() < 0.3:
+                node.reason = CheckpointReason.JUNCTION
             mine.used(node)
             naive.used(node)
         elif what == "remove" and kept:
@@ -95,9 +95,9 @@ def compare(rng: random.Random, calls: int, most: int) -> int:
         elif what.startswith("evict") and kept:
             pinned = set(rng.sample(kept, k=rng.randint(0, min(3, len(kept)))))
             allowed = [node for node in kept if node not in pinned]
-            spare_only = what == "evict spare"
-            victim = mine.victim(allowed.__contains__, spare_only=spare_only)
-            assert victim is naive.victim(allowed.__contains__, spare_only=spare_only)
+            probationary_only = what == "evict probationary"
+            victim = mine.victim(allowed.__contains__, probationary_only=probationary_only)
+            assert victim is naive.victim(allowed.__contains__, probationary_only=probationary_only)
             compared += victim is not None
             if victim is not None:
                 kept.remove(victim)
@@ -128,13 +128,13 @@ def test_short_histories(rng, calls):
 
 
 def test_what_would_be_dearest_to_compute_again_is_kept():
-    policy = make_eviction_policy("replay_cost")
+    policy = make_eviction_policy("recompute_cost")
     nodes = [publish(policy, chain(depth, name=depth)) for depth in (5, 40, 11, 20)]
     assert lost_in_order(policy) == [nodes[0], nodes[2], nodes[3], nodes[1]]
 
 
 def test_cost_counts_from_the_nearest_state_that_is_kept():
-    policy = make_eviction_policy("replay_cost")
+    policy = make_eviction_policy("recompute_cost")
     low = chain(30)
     deep = publish(policy, chain(3, low, name=1))
     other = publish(policy, chain(8, name=2))
@@ -146,7 +146,7 @@ def test_cost_counts_from_the_nearest_state_that_is_kept():
 
 
 def test_what_was_used_is_kept_longer():
-    policy = make_eviction_policy("replay_cost")
+    policy = make_eviction_policy("recompute_cost")
     often, never = (publish(policy, chain(10, name=name)) for name in range(2))
     for number in range(200):  # a kind is judged by its history
         policy.used(often)
@@ -157,32 +157,32 @@ def test_what_was_used_is_kept_longer():
 
 
 def test_a_state_that_is_made_again_was_wanted():
-    policy = make_eviction_policy("replay_cost")
+    policy = make_eviction_policy("recompute_cost")
     node = publish(policy, chain(10))
     policy.removed(node)
     publish(policy, node)
     assert policy._records[node].uses == 1
     policy.removed(node)
-    for number in range(replay_cost._REMEMBERED_AT_LEAST + replay_cost._REMEMBERED):
+    for number in range(recompute_cost._REMEMBERED_AT_LEAST + recompute_cost._REMEMBERED):
         policy.removed(publish(policy, chain(10, name=1 + number)))
     publish(policy, node)
     assert policy._records[node].uses == 0, "forgotten"
 
 
 def test_a_guess_takes_the_place_of_a_guess_only():
-    policy = make_eviction_policy("replay_cost")
+    policy = make_eviction_policy("recompute_cost")
     publish(policy, chain(1))
-    guesses = [publish(policy, chain(depth, name=depth), Reason.INTERVAL) for depth in (9, 8, 7)]
+    guesses = [publish(policy, chain(depth, name=depth), CheckpointReason.INTERVAL) for depth in (9, 8, 7)]
     policy.used(guesses[2])
-    assert lost_in_order(policy, spare_only=True) == [guesses[1], guesses[0]]
+    assert lost_in_order(policy, probationary_only=True) == [guesses[1], guesses[0]]
     assert len(policy) == 2
 
 
 def test_the_cost_can_be_that_of_a_model():
     nodes = [chain(10), chain(30, name=1)]
     nodes.append(chain(4, nodes[1], name=2))
-    linear = ReplayCostEviction[Node]()
-    square = ReplayCostEviction[Node](cost=lambda start, end: end**2 - start**2)  # attention
+    linear = RecomputeCostEviction[Node]()
+    square = RecomputeCostEviction[Node](cost=lambda start, end: end**2 - start**2)  # attention
     for policy in (linear, square):
         for node in nodes:
             publish(policy, node)
@@ -190,7 +190,7 @@ def test_the_cost_can_be_that_of_a_model():
 
 
 def test_clear_forgets_states_but_not_what_was_learned():
-    policy = make_eviction_policy("replay_cost")
+    policy = make_eviction_policy("recompute_cost")
     for number in range(300):
         publish(policy, chain(3, name=number))
         if number % 3 == 0:
@@ -226,7 +226,7 @@ def test_a_rate_is_the_best_average_over_the_ages_to_come(cells):
 def test_the_cache_stays_whole_under_pressure(seed):
     block_tokens = 4
     cache = HybridPrefixCache(
-        block_tokens=block_tokens, kv_blocks=40, state_slots=7, eviction_policy="replay_cost", secret=b"test"
+        block_tokens=block_tokens, kv_blocks=40, state_slots=7, eviction_policy="recompute_cost", secret=b"test"
     )
     rng = random.Random(seed)
     live: list[int] = []
@@ -254,7 +254,7 @@ def test_decisions_do_not_depend_on_the_values_of_keys():
     found = []
     for secret in (b"one", b"two"):
         cache = HybridPrefixCache(
-            block_tokens=4, kv_blocks=60, state_slots=9, eviction_policy="replay_cost", secret=secret
+            block_tokens=4, kv_blocks=60, state_slots=9, eviction_policy="recompute_cost", secret=secret
         )
         reused = []
         for number, prompt in enumerate(prompts):

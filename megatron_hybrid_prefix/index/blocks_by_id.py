@@ -1,4 +1,4 @@
-"""`BlockFace`: KV blocks by id, for megatron's allocator, which does not say for whom it asks."""
+"""`BlocksById`: KV blocks by id, for megatron's allocator, which does not say for whom it asks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_hybrid_prefix.index.store import PrefixStore
 from megatron_hybrid_prefix.index.tree import NO_BLOCK
 
 
-class BlockFace:
+class BlocksById:
     """See the module; ``cache.blocks``.
 
     Args:
