@@ -18,8 +18,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_hybrid_prefix.layers.kinds import invalidate_layers
-
 DIMENSIONS_FILE = "hybrid_model.json"
 # Says nothing about the weights: a checkpoint may be loaded into a model that differs in these.
 _NOT_COMPARED = ("max_sequence_length", "chunk_size", "dtype", "long_memory")
@@ -95,6 +93,8 @@ def load_checkpoint(model: Any, path: str | os.PathLike[str]) -> None:
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
+
+    from megatron_hybrid_prefix.layers.kinds import invalidate_layers  # imports megatron
 
     path = Path(path).absolute()
 

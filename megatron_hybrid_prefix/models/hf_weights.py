@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from megatron_hybrid_prefix.layers.kinds import invalidate_layers
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 from megatron_hybrid_prefix.models.weights import (
     parameters_by_global_name,
@@ -57,6 +56,8 @@ def copy_hf_weights(model: Any, state_dict: Mapping[str, torch.Tensor], config: 
     Raises:
         ValueError: ``config`` is no Nemotron-H, or a weight is missing, unknown or has another shape.
     """
+    from megatron_hybrid_prefix.layers.kinds import invalidate_layers  # imports megatron
+
     if config.activation != "relu2" or config.rotary_base is not None:
         raise ValueError(
             f"Nemotron-H has squared ReLU and no position embedding, not activation={config.activation!r} "

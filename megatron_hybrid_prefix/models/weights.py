@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from megatron_hybrid_prefix.layers.kinds import invalidate_layers
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 
 
@@ -26,6 +25,8 @@ def initialise_weights(model: Any, config: HybridModelConfig, seed: int) -> None
         seed: Seed of the weights.
     """
     from megatron.core import parallel_state
+
+    from megatron_hybrid_prefix.layers.kinds import invalidate_layers  # imports megatron
 
     tp = parallel_state.get_tensor_model_parallel_world_size()
     for name, parameter in parameters_by_global_name(model):
