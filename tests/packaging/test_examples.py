@@ -1,36 +1,117 @@
-"""The example in ten lines: it has no more, and it hits."""
+"""The examples: each runs on the CPU and shows what it is there for; the first has ten lines."""
 
 from __future__ import annotations
 
 import ast
-import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.harness.limits import HANG_S
+from tests.harness.workers.launch import environment, torchrun
 
-ROOT = Path(__file__).resolve().parents[2]
-EXAMPLE = ROOT / "examples" / "ten_lines.py"
-
-
-def test_it_has_ten_lines():
-    lines = {node.lineno for node in ast.walk(ast.parse(EXAMPLE.read_text())) if isinstance(node, ast.stmt)}
-    assert len(lines - {1}) <= 10  # the first is the docstring
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+TEN_LINES = EXAMPLES / "ten_lines.py"
 
 
-@pytest.mark.slow
-def test_the_second_prompt_hits():
-    result = subprocess.run(
-        [sys.executable, str(EXAMPLE)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+def run(name: str, *arguments: str, ranks: int = 1) -> str:
+    """What an example prints; it says nothing on stderr, such as a warning of megatron's."""
+    command = [sys.executable] if ranks == 1 else torchrun(ranks)
+    done = subprocess.run(
+        [*command, str(EXAMPLES / name), *arguments],
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=HANG_S,
         check=False,
     )
-    assert result.returncode == 0, result.stderr[-3000:]
-    first, second = (int(line.split()[0]) for line in result.stdout.splitlines())
-    assert first == 0 and second == 512
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert ranks > 1 or "Warning" not in done.stderr, done.stderr[-3000:]
+    return done.stdout
+
+
+def numbers(text: str) -> list[int]:
+    """All that stand by themselves."""
+    return [int(number) for number in re.findall(r"(?<![\w.=])\d+(?![\w.])", text)]
+
+
+@contextmanager
+def server() -> Iterator[str]:
+    """The address of a server of `tiny`, while the block runs."""
+    command = [sys.executable, "-m", "megatron_hybrid_prefix", "serve", "--preset", "tiny", "--port", "0"]
+    with subprocess.Popen(
+        command, env=environment() | {"PYTHONUNBUFFERED": "1"}, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            found = next((match for line in process.stdout if (match := re.search(r"http://\S+", line))), None)
+            assert found is not None, "the server ended"
+            yield found[0]
+        finally:
+            process.terminate()
+
+
+def test_the_first_has_ten_lines():
+    lines = {node.lineno for node in ast.walk(ast.parse(TEN_LINES.read_text())) if isinstance(node, ast.stmt)}
+    assert len(lines - {1}) <= 10  # the first is the docstring
+
+
+def test_the_others_are_short():
+    assert [path.name for path in EXAMPLES.glob("*.py") if len(path.read_text().splitlines()) > 45] == []
+
+
+def test_the_table_has_each_of_them():
+    linked = re.findall(r"\]\((\w+\.py)\)", (EXAMPLES / "README.md").read_text())
+    assert sorted(linked) == sorted(path.name for path in EXAMPLES.glob("*.py"))
+
+
+def test_every_example_is_run():
+    source = Path(__file__).read_text()
+    assert [path.name for path in EXAMPLES.glob("*.py") if f'run("{path.name}"' not in source] == []
+
+
+@pytest.mark.slow
+def test_the_second_prompt_hits():
+    assert numbers(run("ten_lines.py")) == [0, 512]
+
+
+@pytest.mark.slow
+def test_a_breakpoint_is_reused_at_once():
+    without, with_breakpoint = map(numbers, run("breakpoints.py").splitlines())
+    assert without == [0, 0, 1024] and with_breakpoint == [0, 1024, 1024]
+
+
+@pytest.mark.slow
+def test_states_come_back_from_the_host():
+    off, off_moves, on, on_moves = map(numbers, run("host_tier.py").splitlines())
+    assert off == [0] and off_moves == [0, 0]
+    assert on == [512] and on_moves[0] > 0 and on_moves[1] > 0
+
+
+@pytest.mark.slow
+def test_nothing_of_old_weights_is_reused():
+    *reused, same = run("new_weights.py").splitlines()
+    assert [number for line in reused for number in numbers(line)] == [0, 512, 0, 512, 0]
+    assert same.endswith("True")
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_two_ranks_hit():
+    platform, *reused = run("tensor_parallel.py", ranks=2).splitlines()
+    assert "tp=2" in platform and numbers(" ".join(reused)) == [0, 512]
+
+
+@pytest.mark.slow
+def test_turns_of_a_conversation_are_reused():
+    pytest.importorskip("openai")
+    with server() as url:
+        turns = [numbers(line) for line in run("server_client.py", url).splitlines()]
+    first, *others = turns
+    assert len(turns) == 3 and first[0] == 0
+    assert all(cached > prompt // 2 for cached, prompt in others)
