@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Makes an environment beside the one that runs this, the same but for a few packages; prints its python.
 
-    .venv/bin/python scripts/variant_env.py DIR [--megatron VERSION] [--without NAME ...]
+    .venv/bin/python scripts/variant_env.py DIR [--megatron VERSION] [--without NAME ...] [--extra NAME]
 
 Packages are links into this environment, so that a variant takes seconds and a few megabytes. Safe to repeat: what is made
-already, from the same packages, is left alone. Used by ``scripts/test.sh --megatron VERSION`` and ``--without-mamba``.
+already, from the same packages, is left alone. Used by ``scripts/test.sh --megatron VERSION`` and ``--without-mamba``, and by
+``scripts/docs.sh``, which adds the packages of the extra ``docs``.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
+import tomllib
 import venv
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
 SITE = Path(sysconfig.get_path("purelib"))
 
 
@@ -40,11 +44,32 @@ def entries_of(name: str) -> set[str]:
     return {file.parts[0] for file in files if file.parts[0] != ".."}
 
 
+def installed() -> list[str]:
+    """This environment's packages, each as ``name==version``."""
+    return sorted(f"{d.name}=={d.version}" for d in importlib.metadata.distributions(path=[str(SITE)]))
+
+
+def packages_of(extra: str | None) -> list[str]:
+    """Requirements of an extra in pyproject.toml."""
+    if extra is None:
+        return []
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra]
+
+
 def key(options: argparse.Namespace) -> str:
     """Of this environment's packages and what is asked for."""
-    installed = sorted(f"{d.name}=={d.version}" for d in importlib.metadata.distributions(path=[str(SITE)]))
-    stamp = [sys.version, str(SITE), options.megatron, sorted(options.without), installed, Path(__file__).read_text()]
+    stamp = [sys.version, str(SITE), options.megatron, sorted(options.without), installed(), Path(__file__).read_text()]
+    if options.extra:
+        stamp += [packages_of(options.extra), (ROOT / "constraints.txt").read_text()]
     return hashlib.sha256(json.dumps(stamp).encode()).hexdigest()
+
+
+def pip(*arguments: str) -> None:
+    """Run pip, without the settings of the caller that choose another place or other versions."""
+    settings = ("PIP_CONSTRAINT", "PIP_USER", "PIP_TARGET", "PIP_PREFIX")
+    clean = {name: value for name, value in os.environ.items() if name not in settings}
+    command = [sys.executable, "-m", "pip", "--quiet", "--no-input", "--disable-pip-version-check", *arguments]
+    subprocess.run(command, check=True, stdout=sys.stderr, env=clean)
 
 
 def make(folder: Path, options: argparse.Namespace) -> None:
@@ -61,12 +86,16 @@ def make(folder: Path, options: argparse.Namespace) -> None:
             (site / entry.name).symlink_to(entry)
     if options.megatron:
         # Through this environment's pip: the variant's site-packages are links that a pip of its own would follow.
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--disable-pip-version-check"]
-        command += ["--no-deps", "--only-binary", ":all:", "--target", str(site), f"megatron-core=={options.megatron}"]
-        clean = {
-            k: v for k, v in os.environ.items() if k not in ("PIP_CONSTRAINT", "PIP_USER", "PIP_TARGET", "PIP_PREFIX")
-        }
-        subprocess.run(command, check=True, stdout=sys.stderr, env=clean)
+        from_wheels = ("--no-deps", "--only-binary", ":all:")
+        pip("install", *from_wheels, "--target", str(site), f"megatron-core=={options.megatron}")
+    if options.extra:
+        # What is linked keeps its version: pip would remove an old one through the link.
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as kept:
+            kept.write("\n".join(installed()))
+            kept.flush()
+            constraints = ("-c", str(ROOT / "constraints.txt"), "-c", kept.name)
+            where = ("--python", str(folder / "bin" / "python"))
+            pip(*where, "install", "--only-binary", ":all:", *constraints, *packages_of(options.extra))
 
 
 def main() -> int:
@@ -75,6 +104,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("--megatron", metavar="VERSION", help="another megatron-core, from the index")
     parser.add_argument("--without", action="append", default=[], metavar="NAME", help="a package to leave out")
+    parser.add_argument("--extra", metavar="NAME", help="add the packages of an extra of pyproject.toml")
     options = parser.parse_args()
     if sys.prefix == sys.base_prefix:
         parser.error("run it with the python of an environment")
@@ -91,7 +121,9 @@ def main() -> int:
             try:
                 make(folder, options)
             except subprocess.CalledProcessError as error:
-                print(f"variant_env: pip could not install megatron-core=={options.megatron}", file=sys.stderr)
+                wanted_packages = [f"megatron-core=={options.megatron}"] * bool(options.megatron)
+                wanted_packages += packages_of(options.extra)
+                print(f"variant_env: pip could not install {', '.join(wanted_packages)}", file=sys.stderr)
                 return error.returncode
             stamp.write_text(wanted)
     print(folder / "bin" / "python")

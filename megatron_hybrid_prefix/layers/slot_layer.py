@@ -67,7 +67,7 @@ class SlotLayer:
 
         Args:
             inputs: (rows, width).
-            states: This layer's, by component name: (slots, *shape).
+            states: This layer's, by component name: ``(slots, *shape)``.
             slots: (rows,) int64, the live slot of each row; negative: the row is padding.
 
         Returns:
@@ -80,7 +80,7 @@ class SlotLayer:
 
         Args:
             inputs: (tokens, width), packed; rows after the last sequence are padding.
-            states: This layer's, by component name: (slots, *shape).
+            states: This layer's, by component name: ``(slots, *shape)``.
             step: Where each sequence starts from, where its states go, and its chunks: those of the kind's quantum.
 
         Returns:
