@@ -1,10 +1,17 @@
 #!/usr/bin/env bash
 # Sets up if needed, then runs ruff (lint and format, nothing is changed) and mypy; all three, whatever fails.
+#   scripts/lint.sh [check] [format] [types]     only those that are named
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/bootstrap.sh"
 cd "$MHP_ROOT"
+(($#)) || set -- check format types
 rc=0
-"$MHP_PYTHON" -m ruff check . || rc=1
-"$MHP_PYTHON" -m ruff format --check . || rc=1
-scripts/typecheck.sh || rc=1
+for what in "$@"; do
+  case $what in
+    check) "$MHP_PYTHON" -m ruff check . || rc=1 ;;
+    format) "$MHP_PYTHON" -m ruff format --check . || rc=1 ;;
+    types) scripts/typecheck.sh || rc=1 ;;
+    *) printf 'lint.sh: unknown check %s; there are: check format types\n' "$what" >&2; exit 2 ;;
+  esac
+done
 exit "$rc"
