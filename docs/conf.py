@@ -15,7 +15,7 @@ project = "megatron_hybrid_prefix"
 copyright = "the contributors of megatron_hybrid_prefix"
 release = version = __version__
 
-root_doc = "docs/index"
+root_doc = "docs/site"
 include_patterns = ["*.md", "docs/**", "examples/README.md"]
 # Sphinx does not even look into these folders.
 exclude_patterns = [".*", "build", "dist", "megatron_hybrid_prefix", "out", "scripts", "tests", "tools", "*.egg-info"]

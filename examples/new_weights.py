@@ -24,7 +24,7 @@ def generate(engine, what):
 
 
 model = build_hybrid_model("tiny", seed=0)
-engine = build_engine(model, prefix=HybridPrefixConfig(mamba_gb=0.05))
+engine = build_engine(model, prefix=HybridPrefixConfig(mamba_gb=0.05), buffer_size_gb=0.25)
 generate(engine, "old weights, first time")
 generate(engine, "old weights, again     ")
 
@@ -36,5 +36,5 @@ engine.invalidate()  # on every rank, between the same two steps
 
 tokens = generate(engine, "new weights, first time")
 generate(engine, "new weights, again     ")
-expected = generate(build_engine(trained), "without a cache        ")
+expected = generate(build_engine(trained, buffer_size_gb=0.25), "without a cache        ")
 print("same answer with and without the cache:", tokens == expected)

@@ -9,5 +9,5 @@ cd "$MHP_ROOT"
 python=$("$MHP_PYTHON" scripts/variant_env.py "$MHP_VENV-docs" --extra docs)
 PYTHONPATH="$MHP_ROOT${PYTHONPATH:+:$PYTHONPATH}" "$python" -m sphinx -b html -W --keep-going -q -j auto \
   -c docs -d out/site-doctrees "$@" . out/site
-printf '<meta http-equiv="refresh" content="0; url=docs/index.html">\n' >out/site/index.html
+printf '<meta http-equiv="refresh" content="0; url=docs/site.html">\n' >out/site/index.html
 printf 'docs.sh: %s\n' "$MHP_ROOT/out/site/index.html"
