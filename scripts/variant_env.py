@@ -53,7 +53,7 @@ def packages_of(extra: str | None) -> list[str]:
     """Requirements of an extra in pyproject.toml."""
     if extra is None:
         return []
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra]
+    return list(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra])
 
 
 def key(options: argparse.Namespace) -> str:
