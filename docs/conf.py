@@ -39,5 +39,5 @@ napoleon_use_ivar = True
 
 html_theme = "furo"
 html_title = f"{project} {__version__}"
-html_show_sourcelink = False
+html_copy_source = False
 html_show_copyright = False
