@@ -6,6 +6,9 @@ decode and other contexts run megatron's own methods.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from megatron_hybrid_prefix.layers.base import LayerKind, register_layer_kind
@@ -18,6 +21,19 @@ from megatron_hybrid_prefix.upstream.mixer import MambaMixer, PrefillSeam, convo
 
 class HybridPrefixPrefill(PrefillSeam):
     """Mixin before a ``MambaMixer``: prefill by slots."""
+
+    if TYPE_CHECKING:  # megatron's mixer has them
+        D_has_hdim: bool
+        activation: str
+        chunk_size: int
+        cp: Any
+        d_inner_local_tp: int
+        d_state: int
+        headdim: int
+        ngroups_local_tp: int
+        nheads_local_tp: int
+        norm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+        rmsnorm: bool
 
     def prefill(
         self, zxBCdt: torch.Tensor, step: PrefillStep, conv_state: torch.Tensor, ssm_state: torch.Tensor
@@ -91,13 +107,15 @@ class Mamba2(LayerKind):
         self, module: torch.nn.Module, *, state_dtype: torch.dtype | None, window_dtype: torch.dtype | None
     ) -> tuple[StateComponent, ...]:
         """See LayerKind. Both are of the parameters' type by default, as megatron's are."""
-        conv_shape, ssm_shape = module.mamba_state_shapes_per_request()
-        own = module.config.params_dtype
+        mixer: MambaMixer = module
+        conv_shape, ssm_shape = mixer.mamba_state_shapes_per_request()
+        own: torch.dtype = mixer.config.params_dtype
         return mamba2_components(conv_shape, window_dtype or own, ssm_shape, state_dtype or own)
 
     def chunk_tokens(self, module: torch.nn.Module) -> int:
         """See LayerKind."""
-        return module.chunk_size
+        mixer: MambaMixer = module
+        return int(mixer.chunk_size)
 
     def invalidate(self, module: torch.nn.Module) -> None:
         """See LayerKind."""

@@ -18,12 +18,15 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.layers.grid import ChunkGrid
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 
 _ALIGNMENT_BYTES = 16
+
+_Integers = NDArray[np.integer]
 
 
 class KeptState(Protocol):
@@ -86,9 +89,11 @@ class _Buffers:
         sizes: (name, length, type) of each array.
     """
 
-    sizes: list[tuple[str, int, type[np.generic]]] = field(default_factory=list)
+    sizes: list[tuple[str, int, type[np.int32 | np.int64]]] = field(default_factory=list)
 
-    def allocate(self, device: torch.device | int | str) -> tuple[torch.Tensor, torch.Tensor, dict, dict]:
+    def allocate(
+        self, device: torch.device | int | str
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, _Integers], dict[str, torch.Tensor]]:
         """The pinned and the device buffer, and their arrays by name (numpy, torch)."""
         offsets, total = [], 0
         for _, length, dtype in self.sizes:
@@ -96,7 +101,8 @@ class _Buffers:
             total += ceil_div(length * dtype().itemsize, _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         pinned = torch.zeros(total, dtype=torch.uint8).pin_memory()
         on_device = torch.zeros(total, dtype=torch.uint8, device=device)
-        arrays, tensors = {}, {}
+        arrays: dict[str, _Integers] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for (name, length, dtype), offset in zip(self.sizes, offsets, strict=True):
             part = slice(offset, offset + length * dtype().itemsize)
             arrays[name] = pinned[part].numpy().view(dtype)
@@ -121,8 +127,14 @@ class PrefillStep:
         live_slots: (sequences,) int64, the slot of its final state, or NO_SLOT.
         token_sources: (tokens,) int32, the source slot of each token's sequence.
         token_starts: (tokens,) int32, the row where each token's sequence starts.
-        chunks: By quantum. Empty, and all but ``buffer`` None, before the first prefill.
+        chunks: By quantum. Empty before the first prefill; the others but ``buffer`` are not there before it.
     """
+
+    bounds: torch.Tensor
+    source_slots: torch.Tensor
+    live_slots: torch.Tensor
+    token_sources: torch.Tensor
+    token_starts: torch.Tensor
 
     def __init__(
         self,
@@ -156,7 +168,6 @@ class PrefillStep:
         self._ids = torch.arange(max(most_chunks.values(), default=0), dtype=torch.int32, device=device)
         self._sizes = (0, 0)
         self._shown: tuple[int, int] | None = None
-        self.bounds = self.source_slots = self.live_slots = self.token_sources = self.token_starts = None
         self.chunks: dict[int, Chunks] = {}
 
     def prepare(self, spans: Sequence[PrefillSpan], *, tokens: int, sequences: int) -> None:
@@ -219,7 +230,10 @@ class PrefillStep:
         }
 
     def _cut(self, quantum: int, grid: ChunkGrid, spans: Sequence[PrefillSpan], *, chunks: int, sequences: int) -> None:
-        bounds, of_sequence, first, last, slots = [0], [], [0], [], []
+        bounds, first = [0], [0]
+        of_sequence: list[int] = []
+        last: list[int] = []
+        slots: list[int] = []
         for sequence, span in enumerate(spans):
             kept = {state.position_tokens: state.slot for state in span.kept}
             row = bounds[-1] - span.start_tokens
@@ -242,7 +256,7 @@ class PrefillStep:
         self._fill(f"of_sequence{quantum}", of_sequence, chunks, 0)
         self._fill(f"last{quantum}", last, sequences, 0)
 
-    def _fill(self, name: str, values: Sequence[int] | np.ndarray, count: int, padding: int) -> None:
+    def _fill(self, name: str, values: Sequence[int] | _Integers, count: int, padding: int) -> None:
         """The first ``count`` elements are the values, then padding."""
         array = self._arrays[name]
         array[: len(values)] = values

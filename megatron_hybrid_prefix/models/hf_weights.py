@@ -71,7 +71,11 @@ def copy_hf_weights(model: Any, state_dict: Mapping[str, torch.Tensor], config: 
     sources = _sources(config)
     for name, parameter in parameters_by_global_name(model):
         source = sources[name]
-        full = weights[source] if isinstance(source, str) else _pack_qkv(*(weights[part] for part in source), config)
+        if isinstance(source, str):
+            full = weights[source]
+        else:
+            q, k, v = (weights[part] for part in source)
+            full = _pack_qkv(q, k, v, config)
         parameter.copy_(shard_for_this_rank(full, name, parameter, config))
     invalidate_layers(model)
 

@@ -39,12 +39,12 @@ if triton is not None:
 
     @triton.jit
     def _checksum_rows_kernel(
-        rows_ptr,  # (rows, words)
-        sums_ptr,
-        words,
+        rows_ptr: tl.tensor,  # (rows, words)
+        sums_ptr: tl.tensor,
+        words: tl.tensor,
         row_stride: tl.int64,
         BLOCK: tl.constexpr,
-    ):
+    ) -> None:
         """One program: BLOCK words of one row."""
         offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         row = tl.program_id(1).to(tl.int64)

@@ -60,7 +60,13 @@ def write_conv_windows(
 
 
 def _write_conv_windows_reference(
-    inputs, windows, first_chunks, chunk_bounds, source_slots, live_slots, chunk_slots
+    inputs: torch.Tensor,
+    windows: torch.Tensor,
+    first_chunks: torch.Tensor,
+    chunk_bounds: torch.Tensor,
+    source_slots: torch.Tensor,
+    live_slots: torch.Tensor,
+    chunk_slots: torch.Tensor,
 ) -> None:
     """The same in plain PyTorch, one sequence at a time."""
     d_conv = windows.shape[2]
@@ -82,19 +88,19 @@ if triton is not None:
 
     @triton.jit
     def _write_conv_windows_kernel(
-        inputs_ptr,  # (tokens, dim)
-        windows_ptr,  # (slots, dim, d_conv), strided over slots
-        first_chunks_ptr,
-        chunk_bounds_ptr,
-        source_slots_ptr,
-        live_slots_ptr,
-        chunk_slots_ptr,
-        dim,
+        inputs_ptr: tl.tensor,  # (tokens, dim)
+        windows_ptr: tl.tensor,  # (slots, dim, d_conv), strided over slots
+        first_chunks_ptr: tl.tensor,
+        chunk_bounds_ptr: tl.tensor,
+        source_slots_ptr: tl.tensor,
+        live_slots_ptr: tl.tensor,
+        chunk_slots_ptr: tl.tensor,
+        dim: tl.tensor,
         stride_slot: tl.int64,
         D_CONV: tl.constexpr,
         WIDTH: tl.constexpr,
         BLOCK: tl.constexpr,
-    ):
+    ) -> None:
         """One program: BLOCK channels of all windows of one sequence, so that it reads its source before it writes."""
         channels = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         sequence = tl.program_id(1)

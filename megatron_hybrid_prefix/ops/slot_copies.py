@@ -72,7 +72,9 @@ def _as_words(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [tensor.flatten(2).view(word) for tensor in tensors]
 
 
-def _copy_slots_reference(source, target, source_slots, target_slots) -> None:
+def _copy_slots_reference(
+    source: torch.Tensor, target: torch.Tensor, source_slots: torch.Tensor, target_slots: torch.Tensor
+) -> None:
     """The same in plain PyTorch."""
     wanted = (source_slots >= 0) & (target_slots >= 0)
     target[:, target_slots[wanted]] = source[:, source_slots[wanted]]
@@ -82,17 +84,17 @@ if triton is not None:
 
     @triton.jit
     def _copy_slots_kernel(
-        source_ptr,  # (layers, slots, words), strided over layers and slots
-        target_ptr,
-        source_slots_ptr,
-        target_slots_ptr,
-        words,
+        source_ptr: tl.tensor,  # (layers, slots, words), strided over layers and slots
+        target_ptr: tl.tensor,
+        source_slots_ptr: tl.tensor,
+        target_slots_ptr: tl.tensor,
+        words: tl.tensor,
         source_stride_layer: tl.int64,
         source_stride_slot: tl.int64,
         target_stride_layer: tl.int64,
         target_stride_slot: tl.int64,
         BLOCK: tl.constexpr,
-    ):
+    ) -> None:
         """One program: BLOCK words of one copy in one layer."""
         offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         layer = tl.program_id(1).to(tl.int64)

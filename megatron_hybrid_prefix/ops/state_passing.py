@@ -73,7 +73,14 @@ def pass_states(
 
 
 def _pass_states_reference(
-    added, log_decay, states, first_chunks, source_slots, live_slots, chunk_slots, before
+    added: torch.Tensor,
+    log_decay: torch.Tensor,
+    states: torch.Tensor,
+    first_chunks: torch.Tensor,
+    source_slots: torch.Tensor,
+    live_slots: torch.Tensor,
+    chunk_slots: torch.Tensor,
+    before: torch.Tensor,
 ) -> None:
     """The same in plain PyTorch, one chunk at a time."""
     shape = states.shape[1:]
@@ -93,22 +100,22 @@ if triton is not None:
 
     @triton.jit
     def _pass_states_kernel(
-        added_ptr,  # (chunks, heads, size)
-        log_decay_ptr,  # (heads, chunks, chunk_tokens)
-        states_ptr,  # (slots, heads, size), strided over slots
-        before_ptr,  # (chunks, heads, size)
-        first_chunks_ptr,
-        source_slots_ptr,
-        live_slots_ptr,
-        chunk_slots_ptr,
-        size,
-        heads,
+        added_ptr: tl.tensor,  # (chunks, heads, size)
+        log_decay_ptr: tl.tensor,  # (heads, chunks, chunk_tokens)
+        states_ptr: tl.tensor,  # (slots, heads, size), strided over slots
+        before_ptr: tl.tensor,  # (chunks, heads, size)
+        first_chunks_ptr: tl.tensor,
+        source_slots_ptr: tl.tensor,
+        live_slots_ptr: tl.tensor,
+        chunk_slots_ptr: tl.tensor,
+        size: tl.tensor,
+        heads: tl.tensor,
         stride_slot: tl.int64,
         stride_decay_head: tl.int64,
         stride_decay_chunk: tl.int64,
-        chunk_tokens,
+        chunk_tokens: tl.tensor,
         BLOCK: tl.constexpr,
-    ):
+    ) -> None:
         """One program: BLOCK elements of one head's state, along all chunks of one sequence."""
         offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         head = tl.program_id(1).to(tl.int64)

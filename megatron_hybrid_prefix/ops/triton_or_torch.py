@@ -12,6 +12,8 @@ try:
 except ImportError:  # a machine without Triton has no CUDA device either
     triton = tl = None
 
+__all__ = ["runs_kernel", "tl", "triton"]
+
 
 def runs_kernel(tensor: torch.Tensor) -> bool:
     """On a GPU, and where Triton interprets its kernels (``TRITON_INTERPRET=1``, read by Triton too)."""

@@ -178,12 +178,14 @@ def torch_without_pinning(original: types.ModuleType) -> types.ModuleType:
     def unpinned(factory: Any) -> Any:
         def make(*args: Any, **kwargs: Any) -> torch.Tensor:
             kwargs.pop("pin_memory", None)
-            return factory(*args, **kwargs)
+            made: torch.Tensor = factory(*args, **kwargs)
+            return made
 
         return make
 
     view = types.ModuleType("torch")
     view.__dict__.update(vars(original))
+    # A module's own __getattr__ (PEP 562), which the type of modules has as a method.
     view.__getattr__ = lambda name: getattr(original, name)  # type: ignore[method-assign]
     for name in _FACTORIES:
         setattr(view, name, unpinned(getattr(original, name)))

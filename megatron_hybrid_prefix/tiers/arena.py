@@ -28,7 +28,7 @@ from megatron_hybrid_prefix.ops.checksum import checksum_rows
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots, ids_on_device
 from megatron_hybrid_prefix.tiers.base import Entry, Tier
 from megatron_hybrid_prefix.tiers.pinned import pin, unpin
-from megatron_hybrid_prefix.tiers.queue import DeviceQueue, HostQueue
+from megatron_hybrid_prefix.tiers.queue import DeviceQueue, HostQueue, Mark
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class HostArena:
         self._behind = behind
         self.memory = torch.empty(pages * page_bytes, dtype=torch.uint8)
         on_gpu = self._device.type == "cuda"
-        self._unpin: weakref.finalize | None = None
+        self._unpin: weakref.finalize[[torch.Tensor, torch.device], HostArena] | None = None
         if on_gpu and pages:
             pin(self.memory, self._device)
             # Memory that is freed while it is pinned: the next one that lies there could not be.
@@ -97,11 +97,11 @@ class HostArena:
             self._bad_rows_seen = self._bad_rows_seen.pin_memory()
         self._tags: dict[int, Tag] = {}  # by first page
         self._failed: set[int] = set()  # loads
-        self._gathered: object | None = None  # the last time that stores had read all, until somebody waited for it
-        self._stored: object | None = None  # the end of the last stores
-        self._last_load: object | None = None
+        self._gathered: Mark = None  # the last time that stores had read all, until somebody waited for it
+        self._stored: Mark = None  # the end of the last stores
+        self._last_load: Mark = None
         self._new_pages: set[int] = set()  # first pages of what may still be on its way to the host
-        self._loaded: dict[int, object] = {}  # by load
+        self._loaded: dict[int, Mark] = {}  # by load
         self._in_flight: dict[int | None, set[object]] = {}  # pages and places on the device, by load
         self.bytes_stored = self.bytes_loaded = 0
         self.behind_stats = TierStats()  # moves to and from the tier behind: refused ones, bytes, seconds
@@ -264,13 +264,13 @@ class HostArena:
     def _batches(self, units: Sequence[BlockTransfer], staging: torch.Tensor) -> Iterator[list[BlockTransfer]]:
         """Runs of units of one kind that fit the staging buffer, and of which no two write to the same place."""
         batch: list[BlockTransfer] = []
-        written: set[int] = set()
+        written: set[int | None] = set()
         for unit in units:
             target = unit.device_id if unit.target == DEVICE else unit.pages[0]
             full = (len(batch) + 1) * self._row_bytes[unit.tag.kind] > len(staging)
             if batch and (full or target in written or unit.tag.kind != batch[0].tag.kind):
                 yield batch
-                batch, written = [], set()
+                batch, written = [], set[int | None]()
             batch.append(unit)
             written.add(target)
         if batch:
@@ -282,7 +282,7 @@ class HostArena:
             self._tags.pop(unit.pages[0], None)  # until it is there
         staging = self._store_staging
         rows, views, valid_bytes = self._rows(staging, kind, len(units))
-        sources, targets = self._ids([unit.device_id for unit in units]), self._ids(range(len(units)))
+        sources, targets = self._ids(_device_ids(units)), self._ids(range(len(units)))
         for (tensor, _), view in zip(self._parts(kind), views, strict=True):
             copy_slots(tensor, view, sources, targets)
         if self._verify and valid_bytes:
@@ -306,13 +306,13 @@ class HostArena:
             found = self._tags.get(unit.pages[0])
             if found != unit.tag:
                 logger.error("host entry in page %d is %s, expected %s", unit.pages[0], found, unit.tag)
-                self._failed.add(unit.load_id)
+                self._failed.update(_load_ids([unit]))
         if self._verify and valid_bytes:
             expected = self._sums[self._ids([unit.pages[0] for unit in units])]
             wrong = checksum_rows(rows[:, :valid_bytes].view(torch.int64)) != expected
-            loads = self._ids([unit.load_id % _LOADS for unit in units])
+            loads = self._ids([load_id % _LOADS for load_id in _load_ids(units)])
             self._bad_rows.index_add_(0, loads, wrong.to(torch.int32))
-        sources, targets = self._ids(range(len(units))), self._ids([unit.device_id for unit in units])
+        sources, targets = self._ids(range(len(units))), self._ids(_device_ids(units))
         for (tensor, _), view in zip(self._parts(kind), views, strict=True):
             copy_slots(view, tensor, sources, targets)
         self.bytes_loaded += valid_bytes * len(units)
@@ -370,6 +370,20 @@ class HostArena:
 def _places(unit: BlockTransfer) -> set[object]:
     """Pages, and the place on the device."""
     return {*unit.pages, (unit.tag.kind, unit.device_id)}
+
+
+def _device_ids(units: Sequence[BlockTransfer]) -> list[int]:
+    """Each transfer's KV block or slot; all begin or end on the device."""
+    ids = [unit.device_id for unit in units if unit.device_id is not None]
+    assert len(ids) == len(units)
+    return ids
+
+
+def _load_ids(units: Sequence[BlockTransfer]) -> list[int]:
+    """Each transfer's load; all end on the device."""
+    ids = [unit.load_id for unit in units if unit.load_id is not None]
+    assert len(ids) == len(units)
+    return ids
 
 
 def _kinds(unit: BlockTransfer) -> str:

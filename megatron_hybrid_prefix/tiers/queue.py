@@ -6,9 +6,11 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
 
 import torch
+
+Mark = torch.cuda.Event | None
+"""A point in a queue; None where everything runs at once."""
 
 
 class DeviceQueue:
@@ -20,12 +22,12 @@ class DeviceQueue:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._timed: deque[tuple[Any, Any]] = deque(maxlen=4096)
-        self._waits: deque[tuple[Any, Any]] = deque(maxlen=4096)
+        self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=4096)
+        self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=4096)
         self._seconds = self._waited = 0.0
 
     @contextlib.contextmanager
-    def running(self, *after: Any) -> Iterator[None]:
+    def running(self, *after: Mark) -> Iterator[None]:
         """What is launched inside runs after all that the model launched before, beside what it launches later.
 
         Args:
@@ -42,22 +44,24 @@ class DeviceQueue:
             end.record()
         self._timed.append((start, end))
 
-    def mark(self) -> Any:
+    def mark(self) -> Mark:
         """A point that `wait` can be told to wait for; call it inside `running`."""
         event = torch.cuda.Event()
         event.record()
         return event
 
-    def wait(self, mark: Any) -> None:
+    def wait(self, mark: Mark) -> None:
         """What the model launches from now on runs after the mark."""
+        assert mark is not None
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before.record()
         torch.cuda.current_stream().wait_event(mark)
         after.record()
         self._waits.append((before, after))
 
-    def finish(self, mark: Any) -> None:
+    def finish(self, mark: Mark) -> None:
         """The CPU waits for the mark; for what the model waited for already."""
+        assert mark is not None
         mark.synchronize()
 
     def seconds(self) -> tuple[float, float]:
@@ -76,19 +80,20 @@ class HostQueue:
         self._seconds = 0.0
 
     @contextlib.contextmanager
-    def running(self, *after: Any) -> Iterator[None]:
+    def running(self, *after: Mark) -> Iterator[None]:
         """See DeviceQueue."""
         start = time.perf_counter()
         yield
         self._seconds += time.perf_counter() - start
 
-    def mark(self) -> None:
+    def mark(self) -> Mark:
+        """See DeviceQueue."""
+        return None
+
+    def wait(self, mark: Mark) -> None:
         """See DeviceQueue."""
 
-    def wait(self, mark: None) -> None:
-        """See DeviceQueue."""
-
-    def finish(self, mark: None) -> None:
+    def finish(self, mark: Mark) -> None:
         """See DeviceQueue."""
 
     def seconds(self) -> tuple[float, float]:

@@ -136,7 +136,8 @@ def problem_of(entry: Entry) -> str | None:
     elif entry.kind == "mark":
         return None if entry.name in _assigned(owner).marks else "expected to be set by its methods, found nothing"
     elif entry.kind == "key":
-        is_there = re.search(rf"""(['"]){entry.name}\1""", read_source(entry.owner.partition(":")[0]))
+        source = read_source(entry.owner.partition(":")[0])
+        is_there = re.search(rf"""(['"]){entry.name}\1""", source) is not None
         return None if is_there else "expected as a key in its source, found nothing"
     if found is _MISSING:
         return f"expected {_with_article(entry)}, found nothing"
@@ -270,7 +271,8 @@ def _assigned_in(module: str) -> dict[str, _Assigned]:
 
 
 def _assigned_by(definition: ast.ClassDef) -> _Assigned:
-    own, other = set(), set()
+    own: set[str] = set()
+    other: set[str] = set()
     for node in _statements(definition.body):
         targets: Sequence[ast.expr] = ()
         if isinstance(node, ast.Assign):
@@ -280,7 +282,7 @@ def _assigned_by(definition: ast.ClassDef) -> _Assigned:
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             called, arguments = node.value.func, node.value.args
             is_setattr = isinstance(called, ast.Name) and called.id == "setattr" and len(arguments) > 1
-            if is_setattr and isinstance(arguments[1], ast.Constant):
+            if is_setattr and isinstance(arguments[1], ast.Constant) and isinstance(arguments[1].value, str):
                 other.add(arguments[1].value)
         for target in _flat(targets):
             if isinstance(target, ast.Attribute):

@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.strategies import torch as strategies
 
 
-class SynchronousStrategy(strategies.TorchDistSaveShardedStrategy):  # type: ignore[misc]
+class SynchronousStrategy(strategies.TorchDistSaveShardedStrategy):
     """Megatron's ``torch_dist`` strategy with PyTorch's own writer.
 
     Upstream's ``save`` runs its asynchronous writer in the foreground, whose result queue is a process of its own: it

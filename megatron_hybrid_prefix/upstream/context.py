@@ -109,7 +109,8 @@ class ContextSeam(DynamicInferenceContext):
     def mamba_states_cache(self, layer_number: int, intermediate: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """See upstream."""
         if not self.is_hybrid_model:
-            return super().mamba_states_cache(layer_number, intermediate)
+            conv, ssm = super().mamba_states_cache(layer_number, intermediate)
+            return conv, ssm
         return self.layer_states(layer_number, intermediate=intermediate)
 
     def _compute_prefix_match(
@@ -117,11 +118,14 @@ class ContextSeam(DynamicInferenceContext):
     ) -> tuple[list[int], int, int, int, int, int]:
         """Shared block ids, new blocks, blocks held, blocks in all, tokens to skip, tokens to compute."""
         if self.admitted_chunk is not None:
-            found = ChunkBlocks(self.admitted_chunk.shared, self.admitted_chunk.skip_tokens)
+            found: ChunkBlocks | None = ChunkBlocks(self.admitted_chunk.shared, self.admitted_chunk.skip_tokens)
         else:
             found = self.blocks_of_chunk(req, prefill_chunk_length)
         if found is None:
-            return super()._compute_prefix_match(req, prefill_chunk_length, record_mamba_match)
+            shared, new, held, required, skip, computed = super()._compute_prefix_match(
+                req, prefill_chunk_length, record_mamba_match
+            )
+            return shared, new, held, required, skip, computed
         finished = req.finished_chunk_token_count
         held = ceil_div(finished, self.block_size_tokens)
         required = ceil_div(finished + prefill_chunk_length, self.block_size_tokens)

@@ -57,7 +57,8 @@ class ControllerSeam(TextGenerationController):
     @property
     def sampled_tokens(self) -> torch.Tensor:
         """The step's sampled tokens, by active row; on the device."""
-        return self._sampled_tokens_cuda
+        tokens: torch.Tensor = self._sampled_tokens_cuda
+        return tokens
 
     def clear_accepted_drafts(self) -> None:
         """No row has accepted drafts."""

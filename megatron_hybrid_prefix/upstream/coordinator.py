@@ -26,4 +26,5 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
     @property
     def replicas_by_block(self) -> dict[int, dict[int, int]]:
         """Which replicas have a block, by the block's key; oldest key first."""
-        return self._hash_table
+        replicas: dict[int, dict[int, int]] = self._hash_table
+        return replicas

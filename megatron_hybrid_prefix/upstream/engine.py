@@ -53,11 +53,13 @@ class EngineSeam(DynamicInferenceEngine):
         self, request_id: int, prompt: str | list[int] | torch.Tensor, sampling_params: SamplingParams | None
     ) -> asyncio.Future[DynamicInferenceRequest]:
         """Makes a request of a prompt, and accepts it."""
-        return super().add_request(request_id, prompt, sampling_params)
+        future: asyncio.Future[DynamicInferenceRequest] = super().add_request(request_id, prompt, sampling_params)
+        return future
 
     def accept_request(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:
         """Puts a new request into the books and the queue, or refuses it; its answer comes with the future."""
-        return super()._add_request(request)
+        future: asyncio.Future[DynamicInferenceRequest] = super()._add_request(request)
+        return future
 
     def refuse_request(self, request_id: int) -> None:
         """The next step hands out a request that can never run."""
@@ -65,15 +67,17 @@ class EngineSeam(DynamicInferenceEngine):
 
     def may_overlap_steps(self) -> bool:
         """Whether the next forward may be launched before the bookkeeping of the last one is done."""
-        return super()._should_run_async_sched_overlap()
+        return bool(super()._should_run_async_sched_overlap())
 
     def check_stop_words(self, request: DynamicInferenceRequest) -> tuple[bool, int]:
         """Whether the answer ends with a stop word now, and how many tokens were cut off."""
-        return super()._check_stop_words_for_request_post_append(request)
+        found, cut_tokens = super()._check_stop_words_for_request_post_append(request)
+        return found, cut_tokens
 
     def take_stopped_ids(self, active_request_ids: list[int]) -> set[int]:
         """Active requests that end with this step's bookkeeping, whatever was sampled for them."""
-        return super()._get_and_clear_stop_word_finished_ids(active_request_ids)
+        stopped: set[int] = super()._get_and_clear_stop_word_finished_ids(active_request_ids)
+        return stopped
 
     def invalidate(self) -> None:
         """The weights changed."""
@@ -83,7 +87,7 @@ class EngineSeam(DynamicInferenceEngine):
     def can_admit(self, request: DynamicInferenceRequest) -> bool:
         """Whether the first waiting request would be admitted in this round."""
         if self.enable_chunked_prefill:
-            return self._can_schedule_chunked_prefill(request)
+            return bool(self._can_schedule_chunked_prefill(request))
         return all(self.context.check_availability(request))
 
     def request_admitted(self) -> None:

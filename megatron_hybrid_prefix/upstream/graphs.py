@@ -20,7 +20,8 @@ def delete_graphs_of(model: Any) -> None:
 
 def captured_graphs() -> list[Any]:
     """What megatron knows of the graphs that inference captured."""
-    return _CudagraphGlobalRecord.cudagraph_inference_record
+    records: list[Any] = _CudagraphGlobalRecord.cudagraph_inference_record
+    return records
 
 
 def set_captured_graphs(records: list[Any]) -> None:

@@ -40,9 +40,9 @@ class StateMetadata(MambaMetadata):
         batch_dimensions: InferenceBatchDimensions,
         padded_batch_dimensions: InferenceBatchDimensions,
         **kwargs: Any,
-    ) -> dict:
+    ) -> dict[str, Any]:
         """See upstream."""
-        result = super().compute_cpu_metadata(
+        result: dict[str, Any] = super().compute_cpu_metadata(
             *args, batch_dimensions=batch_dimensions, padded_batch_dimensions=padded_batch_dimensions, **kwargs
         )
         if padded_batch_dimensions.prefill_req_count:
@@ -53,7 +53,7 @@ class StateMetadata(MambaMetadata):
             )
         return result
 
-    def load_from_cpu(self, d: dict) -> None:
+    def load_from_cpu(self, d: dict[str, Any]) -> None:
         """See upstream."""
         super().load_from_cpu(d)
         if d["padded_prefill_count"]:

@@ -35,9 +35,11 @@ class PrefillSeam:
     ) -> torch.Tensor:
         if getattr(context, "prefill_step", None) is not None:
             return self.prefill(zxBCdt, context.prefill_step, conv_state, ssm_state)
-        return super()._dynamic_inference_prefill(  # type: ignore[misc]
+        # The class after this mixin has it.
+        output: torch.Tensor = super()._dynamic_inference_prefill(  # type: ignore[misc]
             zxBCdt, context, conv_state, ssm_state, mamba_layer_idx=mamba_layer_idx
         )
+        return output
 
     def prefill(
         self, zxBCdt: torch.Tensor, step: Any, conv_state: torch.Tensor, ssm_state: torch.Tensor
@@ -56,7 +58,7 @@ class PrefillSeam:
         raise NotImplementedError
 
 
-def forget_decode_parameters(module: torch.nn.Module) -> None:
+def forget_decode_parameters(module: MambaMixer) -> None:
     """A mixer has new weights: its decode works out A again. (Megatron itself does so in ``train()`` only.)"""
     if hasattr(module, "_A_neg_exp_cache_stale"):
         module._A_neg_exp_cache_stale = True
@@ -67,7 +69,8 @@ def forget_decode_parameters(module: torch.nn.Module) -> None:
 
 def convolve(**arguments: Any) -> torch.Tensor:
     """Megatron's causal convolution of packed sequences; see there."""
-    return causal_conv1d_varlen.causal_conv1d_varlen_fn(**arguments)
+    convolved: torch.Tensor = causal_conv1d_varlen.causal_conv1d_varlen_fn(**arguments)
+    return convolved
 
 
 def scan_on_host(**arguments: Any) -> Any:

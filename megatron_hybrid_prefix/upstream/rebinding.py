@@ -69,7 +69,7 @@ class Applied:
     def __init__(self) -> None:
         self.rebindings: list[Rebinding] = []
         self.placeholders: list[Placeholder] = []
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
 
     def add_placeholder(self, placeholder: Placeholder) -> None:
         """Insert an empty module under ``placeholder.name`` unless it is already imported."""

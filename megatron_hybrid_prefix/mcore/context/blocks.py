@@ -94,9 +94,10 @@ class HybridPrefixBlockAllocator(BlockAllocatorSeam):
             block_ids = chunk.own
             assert len(block_ids) == num_blocks, (len(block_ids), num_blocks)
         else:
-            block_ids = self.cache.blocks.allocate(num_blocks)
-            if block_ids is None:
+            found = self.cache.blocks.allocate(num_blocks)
+            if found is None:
                 return None
+            block_ids = found
         self._forget_routing(block_ids)
         return torch.tensor(block_ids, dtype=torch.int32)
 

@@ -128,7 +128,9 @@ class HybridPrefixContext(ContextSeam):
             bytes_budget=self.checkpoint_slots * self.state_layout.slot_bytes,
             **({} if self.host_moves is None else self.host_moves.cache_fields),
         )
-        self.kv_block_allocator = HybridPrefixBlockAllocator(self, counts.total, counts.paused, cache=cache)
+        self.kv_block_allocator: HybridPrefixBlockAllocator = HybridPrefixBlockAllocator(
+            self, counts.total, counts.paused, cache=cache
+        )
         cache.loads.set_block_routing(self.kv_block_allocator.block_routing.get)
         if self.checkpoint_slots and (prefix.decode_checkpoints or self.host_moves is not None):
             self._decodes = DecodedStates(self, cache, self._note, keep=prefix.decode_checkpoints)
@@ -143,18 +145,19 @@ class HybridPrefixContext(ContextSeam):
     @property
     def state_layout(self) -> SlotLayout:
         """What one slot holds on this rank."""
+        assert self._model_states is not None
         return self._model_states.slots
 
     @property
     def coalesces(self) -> bool:
         """Whether requests wait for prefixes that others are computing."""
-        return self.prefix_config.coalesce_prefixes and self.checkpoint_slots > 0
+        return self.prefix_config is not None and self.prefix_config.coalesce_prefixes and self.checkpoint_slots > 0
 
     def allocate_states(self) -> None:
         """See ContextSeam: megatron's live states and this cache's checkpoints, in one tensor per component."""
-        layout = self.state_layout
+        assert self._model_states is not None
         if self.prefix_config is not None:
-            slots = layout.slots_within(int(self.prefix_config.mamba_gb * 2**30))
+            slots = self.state_layout.slots_within(int(self.prefix_config.mamba_gb * 2**30))
             self.checkpoint_slots = min_over_model_ranks(slots, self.config.pg_collection) or 0
         states = self.states = StateMemory(
             self._model_states,
@@ -180,10 +183,12 @@ class HybridPrefixContext(ContextSeam):
 
     def _tier_tensors(self) -> dict[EntryKind, list[torch.Tensor]]:
         kv = self.memory_buffer if self.cache_mla_latent else self.memory_buffer.flatten(0, 1)
+        assert self.states is not None
         return {EntryKind.KV: [kv], EntryKind.STATE: list(self.states.pool.tensors.values())}
 
     def zero_live_states(self, slots: list[int]) -> None:
         """See ContextSeam."""
+        assert self.states is not None
         self.states.pool.zero(slots)
 
     def layer_states(self, layer_number: int, *, intermediate: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,6 +203,7 @@ class HybridPrefixContext(ContextSeam):
             layer_number: Of the layer on this pipeline stage, from 1.
             drafted: Those after each drafted token instead, (live slots, drafts + 1, *shape).
         """
+        assert self.states is not None
         return self.states.of_layer(self.layer_map[layer_number - 1], drafted=drafted)
 
     def deallocate_inference_state_buffers(self) -> None:
@@ -212,6 +218,7 @@ class HybridPrefixContext(ContextSeam):
 
     def prefix_request(self, req: DynamicInferenceRequest) -> PrefixRequest:
         """Keys of a request's prompt and what it allows, made once, and again when the weights changed."""
+        assert self.prefix_cache is not None
         return self._requests.of(req, self.prefix_cache)
 
     @property
@@ -286,10 +293,12 @@ class HybridPrefixContext(ContextSeam):
 
     def prepare_prefill(self, sequences: int, *, padded_tokens: int, padded_sequences: int) -> None:
         """See ContextSeam."""
+        assert self.prefill_step is not None
         self.prefill_step.prepare(self._prefill_spans(sequences), tokens=padded_tokens, sequences=padded_sequences)
 
     def show_prefill(self) -> None:
         """See ContextSeam."""
+        assert self.prefill_step is not None
         self.prefill_step.show()
 
     def _prefill_spans(self, sequences: int) -> list[PrefillSpan]:
@@ -355,9 +364,9 @@ class HybridPrefixContext(ContextSeam):
     def resolve_requests(self, active_requests_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See upstream and `update_requests`."""
         self._publish()
-        result = super().resolve_requests(active_requests_mask)
+        finished, continuing = super().resolve_requests(active_requests_mask)
         self._forward_running = False
-        return result
+        return finished, continuing
 
     def forget_request(self, request_id: int) -> None:
         """A request that has no row ended: what waited for it on the device and on the host goes."""
@@ -367,7 +376,7 @@ class HybridPrefixContext(ContextSeam):
     @property
     def loads_wait(self) -> bool:
         """Whether waiting requests hold what they loaded."""
-        return self.loads is not None and self.prefix_cache.loads.has_waiting
+        return self.loads is not None and self.prefix_cache is not None and self.prefix_cache.loads.has_waiting
 
     def failed_loads(self) -> set[int]:
         """Requests of the last forward that have to be computed again; see `RequestLoads.failed`."""
@@ -376,6 +385,7 @@ class HybridPrefixContext(ContextSeam):
     def _publish(self) -> None:
         failed = set() if self.loads is None else self.loads.take_failed()
         for plan in self._requests.take_plans():
+            assert self.prefix_cache is not None and self.prefix_config is not None
             if plan.request_id in failed:
                 self.prefix_cache.fail_load(plan)
                 continue
@@ -391,13 +401,14 @@ class HybridPrefixContext(ContextSeam):
 
     def _abandon_plans(self, reason: str) -> None:
         for plan in self._requests.take_plans():
+            assert self.prefix_cache is not None
             self.prefix_cache.abandon(plan, reason)
 
     # -- decode --------------------------------------------------------------------------------------------------------
 
     def can_prepare_requests(self) -> bool:
         """See upstream, which leaves out a chunked prefill between two chunks: its hidden row, and the blocks it holds."""
-        return self.chunked_prefill_request_id == -1 and super().can_prepare_requests()
+        return self.chunked_prefill_request_id == -1 and bool(super().can_prepare_requests())
 
     def prepare_requests(self) -> None:
         """See upstream; the blocks it gave out are noted as the requests'."""
@@ -431,6 +442,7 @@ class HybridPrefixContext(ContextSeam):
             return
         request_ids = self.request_ids[request_indexes].tolist()
         if self._swapping_out:
+            assert self.loads is not None and self.host_moves is not None and self._decodes is not None
             slots = self.mamba_metadata.request_to_mamba_state_idx[request_indexes].tolist()
             for request_id, slot in zip(request_ids, slots, strict=True):
                 self.loads.swap_out(request_id, self._decodes.computed_tokens(slot), slot)
@@ -488,10 +500,12 @@ class HybridPrefixContext(ContextSeam):
 
     def memory_report(self) -> str:
         """Slots and bytes of the recurrent states on this rank; see `reports.memory_report`."""
+        assert self.prefix_config is not None
         return reports.memory_report(self, self.prefix_config)
 
     def policy_report(self) -> str:
         """What is kept, and when it goes, in one line."""
+        assert self.prefix_config is not None
         return reports.policy_report(self, self.prefix_config)
 
     def check_integrity(self) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 
@@ -51,9 +53,10 @@ class _Rows:
         self.begun_tokens = context.request_kv_length_offsets.numpy()
         self.forward_tokens = context.request_query_lengths.numpy()
 
-    def processed(self, first: int, last: int) -> np.ndarray:
+    def processed(self, first: int, last: int) -> NDArray[np.integer]:
         """Tokens of each row that have been computed, (last - first,)."""
-        return self.begun_tokens[first:last] + self.forward_tokens[first:last]
+        tokens: NDArray[np.integer] = self.begun_tokens[first:last] + self.forward_tokens[first:last]
+        return tokens
 
 
 class DecodeProgress:
@@ -78,7 +81,7 @@ class DecodeProgress:
         self._rows: _Rows | None = None
         self._slots = b""  # live slots of the rows that the notes are about, int32
         # A forward's tokens as bytes, and how far rows got with it where drafts were accepted or not.
-        self._notes: list[tuple[bytes, np.ndarray | None]] = []
+        self._notes: list[tuple[bytes, NDArray[np.integer] | None]] = []
         self._quiet_steps = 0  # forwards to come in which these rows fill no block
 
     def advance(self, context: ContextSeam) -> list[FilledBlock]:
@@ -127,19 +130,20 @@ class DecodeProgress:
         self._take_in()
         return int(self._processed[live_slot])
 
-    def tokens(self, live_slot: int, start: int, end: int) -> np.ndarray:
+    def tokens(self, live_slot: int, start: int, end: int) -> NDArray[np.int64]:
         """Tokens of the request in ``live_slot`` at positions [start, end): generated ones, at most a block of them."""
-        return self._recent[live_slot, np.arange(start, end) % self._ring_tokens]
+        tokens: NDArray[np.int64] = self._recent[live_slot, np.arange(start, end) % self._ring_tokens]
+        return tokens
 
     def _note(self, rows: _Rows, first: int, last: int) -> None:
         tokens = rows.tokens[: (last - first) * self._width].tobytes()
         # Without drafts each row gets one token further.
         self._notes.append((tokens, rows.processed(first, last) if self._width > 1 else None))
 
-    def _take_in(self) -> np.ndarray:
+    def _take_in(self) -> NDArray[np.int64]:
         """Writes what was noted to the rings; returns where each row's last forward began, (rows,)."""
         own = np.frombuffer(self._slots, dtype=np.int32)
-        before = self._processed[own]
+        before: NDArray[np.int64] = self._processed[own]
         if not self._notes:
             return before
         noted, processed = zip(*self._notes, strict=True)
@@ -156,7 +160,8 @@ class DecodeProgress:
             rows, positions, tokens = rows[kept], positions[kept], tokens[kept]
         self._recent[rows, positions % self._ring_tokens] = tokens
         self._processed[own] = ends[-1]
-        return starts[-1]
+        last_starts: NDArray[np.int64] = starts[-1]
+        return last_starts
 
 
 class DecodedStates:
@@ -198,14 +203,14 @@ class DecodedStates:
             slot = self._cache.checkpoint_decoded(block.request_id, block.end_tokens)
             if slot is not None:
                 copies[slot] = block.live_slot, block.forward_token
-            self._note(
-                lambda block=block, slot=slot: (
-                    f"request {block.request_id} filled a block at {block.end_tokens}, slot {slot}"
-                )
-            )
+            self._note(partial(_in_words, block, slot))
         if not copies:
             return
         if self._context.host_moves is not None:
             self._context.host_moves.launch()  # what was in these slots
         live_slots, forward_tokens = zip(*copies.values(), strict=True)
         self._context.states.copy_decoded(list(copies), list(live_slots), list(forward_tokens))
+
+
+def _in_words(block: FilledBlock, slot: int | None) -> str:
+    return f"request {block.request_id} filled a block at {block.end_tokens}, slot {slot}"

@@ -65,6 +65,7 @@ class RequestLoads:
                     f"{loading.block_ids}, slot {loading.source_slot}"
                 )
             )
+        assert match.load_id is not None
         return others_run and self._moves.waits(match.load_id)
 
     def forget(self, request_id: int) -> None:

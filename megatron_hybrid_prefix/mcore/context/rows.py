@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def find_waiting_row(context: ContextSeam, request_id: int) -> int | None:
     """Row of a paused request, or of a prompt between two of its chunks; None where the request has neither."""
     if _is_hidden(context, request_id):
-        return context.total_request_count
-    paused = context.request_ids[: context.paused_request_count].tolist()
+        return int(context.total_request_count)
+    paused: list[int] = context.request_ids[: context.paused_request_count].tolist()
     return paused.index(request_id) if request_id in paused else None
 
 
@@ -98,7 +98,9 @@ def check_rows(context: ContextSeam, cache: HybridPrefixCache) -> None:
 
 
 def _is_hidden(context: ContextSeam, request_id: int) -> bool:
-    return context.chunked_prefill_request_id == request_id and context.get_index_of_chunked_prefill_request() == -1
+    return bool(
+        context.chunked_prefill_request_id == request_id and context.get_index_of_chunked_prefill_request() == -1
+    )
 
 
 def _clear_row(context: ContextSeam, row: int) -> None:

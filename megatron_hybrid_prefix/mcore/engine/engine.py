@@ -110,7 +110,7 @@ class HybridPrefixEngine(EngineSeam):
         self._forget_chunks([*running, *self.resume_request_ids])
         for request_id in running:
             self.requests[request_id].record.checkpoint()
-        self.resume_request_ids = [*running, *self.resume_request_ids]
+        self.resume_request_ids: list[int] = [*running, *self.resume_request_ids]
         self.drop_pending_logits()
         self.removals.finish_resumed()
 
@@ -127,7 +127,7 @@ class HybridPrefixEngine(EngineSeam):
 
     async def start_listening_to_data_parallel_coordinator(self, *args: Any, **kwargs: Any) -> str:
         """See upstream; returns when all ranks hear each other."""
-        address = await super().start_listening_to_data_parallel_coordinator(*args, **kwargs)
+        address: str = await super().start_listening_to_data_parallel_coordinator(*args, **kwargs)
         meet_subscribers(self)  # before the engine's loop gets its first turn
         if self.ep_world_size == 1:
             # Megatron asks its peers only every so often whether there is work, and with the last answer goes on: with empty
@@ -151,13 +151,17 @@ class HybridPrefixEngine(EngineSeam):
         megatrons_cache = self.context.enable_prefix_caching and not self._has_cache
         if megatrons_cache or not isinstance(self.context, HybridPrefixContext):
             return super().receive_request(request_id, prompt, sampling_params)
-        text = prompt if isinstance(prompt, str) else None
-        if text is not None:
-            prompt = self.controller.tokenize_prompt(self.controller.tokenizer, text, sampling_params.add_BOS)
+        text: str | None = None
+        if isinstance(prompt, str):
+            assert sampling_params is not None
+            text = prompt
+            tokens = self.controller.tokenize_prompt(self.controller.tokenizer, text, sampling_params.add_BOS)
+        else:
+            tokens = prompt
         request = DynamicInferenceRequest(
             request_id=request_id,
             prompt=text,
-            prompt_tokens=_on_host(request_id, prompt),
+            prompt_tokens=_on_host(request_id, tokens),
             sampling_params=sampling_params,
             block_size_tokens=self.context.block_size_tokens,
         )
@@ -233,15 +237,16 @@ class HybridPrefixEngine(EngineSeam):
             return False
         return super().may_overlap_steps()
 
-    async def async_forward(self) -> tuple[dict | None, dict, float]:
+    async def async_forward(self) -> tuple[dict[str, Any] | None, dict[str, Any], float]:
         """See upstream; after a forward that raised, what it was to publish is dropped."""
         if self.removals.are_due and not self._is_suspended:
             self.removals.take_out()
         try:
-            return await super().async_forward()
+            result, state, seconds = await super().async_forward()
         except BaseException:
             self._cached.fail_forward()
             raise
+        return result, state, seconds
 
     def take_stopped_ids(self, active_request_ids: list[int]) -> set[int]:
         """See the seam; log-probs of a stop word that was cut off go, too, those of earlier steps included.
@@ -275,7 +280,7 @@ class HybridPrefixEngine(EngineSeam):
         step_time: float,
         sample: torch.Tensor,
         accepted_tokens: torch.Tensor | None,
-        log_probs: list[list[float]] | None,
+        log_probs: list[list[float] | None] | None,
         consumed_chunked_prefill_request_id: int,
         top_n_logprobs: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] | None = None,
         *args: Any,

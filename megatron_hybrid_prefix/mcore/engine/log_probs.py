@@ -34,7 +34,7 @@ class StepLogProbs:
     def __init__(
         self,
         requests: Sequence[DynamicInferenceRequest],
-        selected: Sequence[list[float]],
+        selected: Sequence[list[float] | None],
         top_n: TopN | None,
         chunked_id: int,
     ) -> None:

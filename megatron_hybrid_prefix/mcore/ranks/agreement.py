@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from itertools import zip_longest
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -46,7 +46,7 @@ def max_over_model_ranks[T: (int, list[int])](values: T, pg_collection: Any = No
     most = torch.tensor(values, device=torch.cuda.current_device())
     for group in groups:
         torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
-    return most.tolist()
+    return cast(T, most.tolist())  # an int for an int
 
 
 def of_all_stages[T](value: T) -> list[T]:

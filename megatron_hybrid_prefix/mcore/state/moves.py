@@ -150,6 +150,7 @@ class HostMoves:
         return left > 0
 
     def _wait_for(self, load_id: int) -> None:
+        assert self.arena is not None
         self.arena.wait_for_load(load_id)
         del self._launched[load_id]
 
@@ -158,12 +159,13 @@ class HostMoves:
 
         All ranks ask, and get the same answer: those that failed on any rank.
         """
-        loads = [plan for plan in plans if plan.load_id is not None]
+        loads = [(plan.request_id, plan.load_id) for plan in plans if plan.load_id is not None]
         if not loads:
             return set()
-        flags = [int(self.arena.has_failed(plan.load_id)) for plan in loads]
+        assert self.arena is not None
+        flags = [int(self.arena.has_failed(load_id)) for _, load_id in loads]
         flags = max_over_model_ranks(flags, self._groups)
-        found = {plan.request_id for plan, flag in zip(loads, flags, strict=True) if flag}
+        found = {request_id for (request_id, _), flag in zip(loads, flags, strict=True) if flag}
         for request_id in sorted(found):
             logger.error("what was loaded for request %d is not what was stored: it is computed again", request_id)
         return found
@@ -194,7 +196,7 @@ class HostMoves:
     def report(self) -> str:
         """Size of the tier, and what is behind it, in one line."""
         fields = self.cache_fields
-        behind = f"; behind it: {self._behind.name}" if "behind" in fields else ""
+        behind = f"; behind it: {self._behind.name}" if self._behind is not None and "behind" in fields else ""
         return (
             f"host tier: {fields['host_pages']} pages of {self._page_bytes / 2**20:.3f} MiB, {fields['host_kv_pages']} for a "
             f"KV block, {fields['host_state_pages']} for a state{behind}"

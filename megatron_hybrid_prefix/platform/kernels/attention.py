@@ -19,7 +19,7 @@ SCORES_PER_BLOCK = 2**24
 MAX_ROWS_PER_BLOCK = 1024
 
 
-def gather_pages(cache, block_ids, tokens):
+def gather_pages(cache: torch.Tensor, block_ids: torch.Tensor, tokens: int) -> torch.Tensor:
     """Returns the first `tokens` rows that a block table row points at.
 
     Args:
@@ -34,7 +34,9 @@ def gather_pages(cache, block_ids, tokens):
     return cache[block_ids[:blocks].long()].reshape(-1, *cache.shape[2:])[:tokens]
 
 
-def _attend(q, k, v, scale, left, right):
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, left: int, right: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one request.
 
     Args:
@@ -87,7 +89,18 @@ def _attend(q, k, v, scale, left, right):
     return out, lse
 
 
-def _attend_packed(q, k, v, cu_seqlens_q, lengths, max_seqlen_q, softmax_scale, window, block_table, return_lse):
+def _attend_packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    lengths: torch.Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float | None,
+    window: tuple[int, int],
+    block_table: torch.Tensor,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of packed queries over a paged cache, as `flash_attn_functions` asks for it, one request at a time."""
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     out = torch.zeros_like(q)

@@ -9,12 +9,17 @@ block table: right, but with a copy of the context per step and layer.
 Only causal attention without a window and without log-sum-exp is offered, the case seen to agree with FA4 on an H200.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from .flash_attn_calls import flash_attn_functions, window_of
 
+FlashAttention4 = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
-def _gather_packed(cache, block_table, lengths, heads):
+
+def _gather_packed(cache: torch.Tensor, block_table: torch.Tensor, lengths: torch.Tensor, heads: int) -> torch.Tensor:
     """Packs the valid rows of all requests.
 
     Args:
@@ -35,8 +40,17 @@ def _gather_packed(cache, block_table, lengths, heads):
 
 
 def paged_varlen_attention_cuda(
-    q, k, v, cu_seqlens_q, lengths, max_seqlen_q, softmax_scale, window, block_table, return_lse=False
-):
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    lengths: torch.Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float | None,
+    window: tuple[int, int],
+    block_table: torch.Tensor,
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, None]:
     """Causal attention of packed queries over a paged cache.
 
     Args:
@@ -83,6 +97,7 @@ def paged_varlen_attention_cuda(
         scale=softmax_scale,
         window_size=window,  # aligned to the bottom right
     )
+    assert isinstance(out, torch.Tensor)  # the log-sum-exp was not asked for
     # The kernel leaves rows of no request uninitialised, and NaN there would spread through norms and matmuls.
     padding = torch.arange(q.shape[0], device=q.device) >= cu_seqlens_q[-1]
     return out.masked_fill(padding[:, None, None], 0.0), None
@@ -91,7 +106,7 @@ def paged_varlen_attention_cuda(
 flash_attn_varlen_func, flash_attn_with_kvcache = flash_attn_functions(paged_varlen_attention_cuda)
 
 
-def flash_attn4_varlen_func(original, one_split):
+def flash_attn4_varlen_func(original: FlashAttention4, one_split: bool) -> FlashAttention4:
     """FA4's entry point with two gaps closed: Hopper takes no split KV, and float32 goes to the gathering attention.
 
     Args:
@@ -102,7 +117,9 @@ def flash_attn4_varlen_func(original, one_split):
         A function of the same arguments; (output, log-sum-exp or None).
     """
 
-    def call(q, k, v, **kwargs):
+    def call(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if q.dtype in (torch.float16, torch.bfloat16):
             if one_split:
                 kwargs["num_splits"] = 1

@@ -11,7 +11,15 @@ import triton.language as tl
 _KEYS = 64
 
 
-def paged_attention_triton(q, k, v, cu_seqlens_q, lengths, softmax_scale, block_table):
+def paged_attention_triton(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    lengths: torch.Tensor,
+    softmax_scale: float | None,
+    block_table: torch.Tensor,
+) -> torch.Tensor:
     """Causal attention of packed queries over a paged cache.
 
     Args:
@@ -58,26 +66,26 @@ def paged_attention_triton(q, k, v, cu_seqlens_q, lengths, softmax_scale, block_
 
 @triton.jit
 def _paged_attention_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    cu_seqlens_q_ptr,
-    lengths_ptr,
-    block_table_ptr,
-    scale,
-    requests,
-    heads,
-    heads_per_kv_head,
-    block_tokens,
-    head_dim,
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    cu_seqlens_q_ptr: tl.tensor,
+    lengths_ptr: tl.tensor,
+    block_table_ptr: tl.tensor,
+    scale: tl.tensor,
+    requests: tl.tensor,
+    heads: tl.tensor,
+    heads_per_kv_head: tl.tensor,
+    block_tokens: tl.tensor,
+    head_dim: tl.tensor,
     stride_block: tl.int64,
     stride_token: tl.int64,
     stride_head: tl.int64,
     stride_table: tl.int64,
     DIM: tl.constexpr,
     KEYS: tl.constexpr,
-):
+) -> None:
     """One program: one query and head, its keys KEYS at a time, the softmax normalised as it goes."""
     row = tl.program_id(0)
     head = tl.program_id(1)

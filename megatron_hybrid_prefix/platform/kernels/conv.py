@@ -8,12 +8,14 @@ Stands in for
 Prefill and decode add the taps in the same order, so a token gets the same bits from either.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from .elementwise import compute_dtype, silu
 
 
-def _add_taps(taps, weight, bias):
+def _add_taps(taps: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Returns bias + sum_j taps[j] * weight[:, j], shape (rows, dim), adding from the oldest tap to the newest.
 
     Products and sums are separate operations on purpose: a fused one is free to round vector and tail lanes apart.
@@ -30,10 +32,10 @@ def causal_conv1d_varlen_fn(
     weight: torch.Tensor,
     bias: torch.Tensor,
     cu_seqlens: torch.Tensor,
-    initial_states: torch.Tensor = None,
+    initial_states: torch.Tensor | None = None,
     activation: str = "silu",
-    precomputed_seq_idx: torch.Tensor = None,
-    precomputed_seq_start: torch.Tensor = None,
+    precomputed_seq_idx: torch.Tensor | None = None,
+    precomputed_seq_start: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Depthwise causal convolution and SiLU over packed sequences, each preceded by its own initial window.
 
@@ -67,7 +69,7 @@ def causal_conv1d_varlen_fn(
     d_conv = weight.shape[1]
     dtype = compute_dtype(x)
 
-    if precomputed_seq_idx is not None:
+    if precomputed_seq_idx is not None and precomputed_seq_start is not None:
         request, start = precomputed_seq_idx[:total_tokens].long(), precomputed_seq_start[:total_tokens].long()
     else:
         lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
@@ -104,7 +106,7 @@ def causal_conv1d_update(
     conv_state: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    silu_activation: bool,
+    silu_activation: bool | str,
     conv_state_indices: torch.Tensor | None,
     intermediate_conv_states: torch.Tensor | None = None,
 ) -> torch.Tensor:

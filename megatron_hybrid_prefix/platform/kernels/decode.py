@@ -8,37 +8,36 @@ import torch
 from .elementwise import compute_dtype, silu, softplus
 
 
-def _with_steps_and_heads(tensor, has_heads, is_single_step):
+def _with_steps_and_heads(tensor: torch.Tensor, has_heads: bool, is_single_step: bool) -> torch.Tensor:
     """Views x, dt, z, B or C as (batch, steps, heads or groups, features)."""
-    if tensor is None:
-        return None
     if is_single_step:
         tensor = tensor.unsqueeze(1)
     return tensor if has_heads else tensor.unsqueeze(2)
 
 
-def _untie(tensor, last_dims):
+def _untie(tensor: torch.Tensor, last_dims: int) -> torch.Tensor:
     """Cuts trailing dimensions that a stride-0 expand made down to 1: the same values, without the copies."""
     if all(tensor.stride(d) == 0 for d in range(-last_dims, 0)):
-        tensor = tensor[(..., *([slice(0, 1)] * last_dims))]
+        for dim in range(-last_dims, 0):
+            tensor = tensor.narrow(dim, 0, 1)
     return tensor
 
 
 @torch.no_grad()
 def selective_state_update(
-    state,
-    x,
-    dt,
-    A,
-    B,
-    C,
-    D=None,
-    z=None,
-    dt_bias=None,
-    dt_softplus=False,
-    state_batch_indices=None,
-    intermediate_ssm_states=None,
-):
+    state: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    state_batch_indices: torch.Tensor | None = None,
+    intermediate_ssm_states: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Advances the recurrence by one or several tokens per request; updates `state` in place.
 
     The state is float32 (float64 for float64 `x`) within a call and is rounded to its own dtype only when stored. A
@@ -68,7 +67,8 @@ def selective_state_update(
     has_heads = state.dim() > 3
     is_single_step = x.dim() == (3 if has_heads else 2)
     dtype = compute_dtype(x)
-    x_steps, dt, z, B, C = (_with_steps_and_heads(t, has_heads, is_single_step) for t in (x, dt, z, B, C))
+    x_steps, dt, B, C = (_with_steps_and_heads(t, has_heads, is_single_step) for t in (x, dt, B, C))
+    z = None if z is None else _with_steps_and_heads(z, has_heads, is_single_step)
     if not has_heads:
         state = state.unsqueeze(1)
         if intermediate_ssm_states is not None and intermediate_ssm_states.dim() == 4:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-def _slots_to_fill(indices, real_count_gpu, out, index_dtype):
+def _slots_to_fill(indices: Tensor, real_count_gpu: Tensor, out: Tensor, index_dtype: torch.dtype) -> int:
     """Returns how many leading slots to write, after the checks upstream makes."""
     if indices.dtype != index_dtype:
         raise ValueError(f"indices must be {index_dtype}, got {indices.dtype}")

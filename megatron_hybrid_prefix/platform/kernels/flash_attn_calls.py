@@ -5,10 +5,30 @@ Their parameters are those of `flash_attn.flash_attn_varlen_func` and `flash_att
 block table, align the causal mask to the bottom right, and may return the log-sum-exp for attention sinks.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
+Attend = Callable[
+    [
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+        int,
+        float | None,
+        tuple[int, int],
+        torch.Tensor,
+        bool,
+    ],
+    tuple[torch.Tensor, torch.Tensor | None],
+]
+FlashAttention = Callable[..., torch.Tensor | tuple[torch.Tensor | None, ...]]
 
-def _check_unused(function, **options):
+
+def _check_unused(function: str, **options: tuple[Any, Any]) -> None:
     """Raises NotImplementedError for a flash-attn option that is set and that the call sites never set.
 
     Args:
@@ -20,13 +40,13 @@ def _check_unused(function, **options):
             raise NotImplementedError(f"{function} does not implement {name}={value!r}")
 
 
-def window_of(causal, window_size):
+def window_of(causal: bool, window_size: tuple[int, int] | None) -> tuple[int, int]:
     """Returns (left, right) tokens visible around a query's own position, -1 for no limit; causal means right = 0."""
     left, right = (-1, -1) if window_size is None else window_size
     return int(left), 0 if causal else int(right)
 
 
-def flash_attn_functions(attend):
+def flash_attn_functions(attend: Attend) -> tuple[FlashAttention, FlashAttention]:
     """Returns `flash_attn_varlen_func` and `flash_attn_with_kvcache`, computed by `attend`.
 
     Args:
@@ -48,23 +68,23 @@ def flash_attn_functions(attend):
 
     @torch.no_grad()
     def flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p=0.0,
-        softmax_scale=None,
-        causal=False,
-        window_size=(-1, -1),
-        softcap=0.0,
-        alibi_slopes=None,
-        deterministic=False,
-        return_attn_probs=False,
-        block_table=None,
-    ):
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] | None = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: torch.Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        block_table: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
         """Attention of packed queries over a paged cache.
 
         Args:
@@ -107,26 +127,26 @@ def flash_attn_functions(attend):
 
     @torch.no_grad()
     def flash_attn_with_kvcache(
-        q,
-        k_cache,
-        v_cache,
-        k=None,
-        v=None,
-        rotary_cos=None,
-        rotary_sin=None,
-        cache_seqlens=None,
-        cache_batch_idx=None,
-        cache_leftpad=None,
-        block_table=None,
-        softmax_scale=None,
-        causal=False,
-        window_size=(-1, -1),
-        softcap=0.0,
-        rotary_interleaved=True,
-        alibi_slopes=None,
-        num_splits=0,
-        return_softmax_lse=False,
-    ):
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+        rotary_cos: torch.Tensor | None = None,
+        rotary_sin: torch.Tensor | None = None,
+        cache_seqlens: torch.Tensor | int | None = None,
+        cache_batch_idx: torch.Tensor | None = None,
+        cache_leftpad: torch.Tensor | None = None,
+        block_table: torch.Tensor | None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] | None = (-1, -1),
+        softcap: float = 0.0,
+        rotary_interleaved: bool = True,
+        alibi_slopes: torch.Tensor | None = None,
+        num_splits: int = 0,
+        return_softmax_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
         """Attention of equally many queries per request over a paged cache (decode).
 
         Args:
@@ -176,6 +196,9 @@ def flash_attn_functions(attend):
             return_softmax_lse,
         )
         out = out.view(q.shape)
-        return (out, lse.view(heads, requests, steps).transpose(0, 1)) if return_softmax_lse else out
+        if not return_softmax_lse:
+            return out
+        assert lse is not None
+        return out, lse.view(heads, requests, steps).transpose(0, 1)
 
     return flash_attn_varlen_func, flash_attn_with_kvcache

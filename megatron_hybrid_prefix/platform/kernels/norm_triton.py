@@ -65,7 +65,14 @@ def _rows(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 @triton.jit
-def _load(x_ptr, z_ptr, features, mask, HAS_GATE: tl.constexpr, NORM_FIRST: tl.constexpr):
+def _load(
+    x_ptr: tl.tensor,
+    z_ptr: tl.tensor,
+    features: tl.tensor,
+    mask: tl.tensor,
+    HAS_GATE: tl.constexpr,
+    NORM_FIRST: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
     """What is normalised, and what multiplies it afterwards; float32."""
     x = tl.load(x_ptr + features, mask=mask, other=0.0).to(tl.float32)
     gate = tl.full(x.shape, 1.0, tl.float32)
@@ -80,19 +87,19 @@ def _load(x_ptr, z_ptr, features, mask, HAS_GATE: tl.constexpr, NORM_FIRST: tl.c
 
 @triton.jit
 def _gated_rms_norm_kernel(
-    x_ptr,  # (rows, dim), strided over rows
-    z_ptr,  # (rows, dim), strided over rows; unused without a gate
-    weight_ptr,  # (dim,)
-    out_ptr,  # (rows, dim), contiguous
+    x_ptr: tl.tensor,  # (rows, dim), strided over rows
+    z_ptr: tl.tensor,  # (rows, dim), strided over rows; unused without a gate
+    weight_ptr: tl.tensor,  # (dim,)
+    out_ptr: tl.tensor,  # (rows, dim), contiguous
     x_stride: tl.int64,
     z_stride: tl.int64,
     dim: tl.int64,
-    eps,
+    eps: tl.tensor,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_GATE: tl.constexpr,
     NORM_FIRST: tl.constexpr,
-):
+) -> None:
     """One program: one group of one row."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * GROUP

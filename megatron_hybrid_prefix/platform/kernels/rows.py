@@ -7,14 +7,14 @@ Stands in for `tensor_get_slice_after`, `tensor_merge` and `tensor_masked_update
 import torch
 
 
-def _check_alike(*tensors):
+def _check_alike(*tensors: torch.Tensor) -> None:
     if len({(t.dtype, t.device) for t in tensors}) != 1:
         raise ValueError("tensors must have the same dtype and device")
     if not all(t.is_contiguous() for t in tensors):
         raise ValueError("tensors must be contiguous")
 
 
-def _check_rows(pos, limit, *tensors):
+def _check_rows(pos: int, limit: int, *tensors: torch.Tensor) -> None:
     if len({t.shape[1:] for t in tensors}) != 1:
         raise ValueError(f"row shapes differ: {[tuple(t.shape[1:]) for t in tensors]}")
     if not 0 <= pos <= limit:
@@ -22,7 +22,9 @@ def _check_rows(pos, limit, *tensors):
 
 
 @torch.no_grad()
-def tensor_get_slice_after(input_tensor, output_tensor, pos_on_device, check_bounds: bool = False):
+def tensor_get_slice_after(
+    input_tensor: torch.Tensor, output_tensor: torch.Tensor, pos_on_device: torch.Tensor, check_bounds: bool = False
+) -> None:
     """Copies `input_tensor[pos:]` to the head of `output_tensor`; what does not fit is dropped.
 
     Rows of the output after the copy stay untouched (upstream passes them uninitialised).
@@ -54,7 +56,7 @@ def tensor_merge(
     pos_on_device: torch.Tensor,
     output_tensor: torch.Tensor | None = None,
     check_bounds: bool = False,
-):
+) -> None:
     """Writes `tensor_a[:pos]`, then all of `tensor_b` that fits, to the head of the output.
 
     Rows of the output after that stay untouched.
@@ -85,7 +87,7 @@ def tensor_merge(
 
 
 @torch.no_grad()
-def tensor_masked_update(states: torch.Tensor, idx: torch.Tensor, new_states: torch.Tensor):
+def tensor_masked_update(states: torch.Tensor, idx: torch.Tensor, new_states: torch.Tensor) -> None:
     """Writes `new_states[i]` to `states[idx[i]]` wherever `idx[i]` is not -1.
 
     Args:

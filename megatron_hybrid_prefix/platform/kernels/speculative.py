@@ -10,8 +10,12 @@ import torch
 
 @torch.no_grad()
 def verify_speculative_tokens(
-    input_tokens, output_tokens, num_decode_requests, num_prefill_requests, num_speculative_tokens
-):
+    input_tokens: torch.Tensor,
+    output_tokens: torch.Tensor,
+    num_decode_requests: int,
+    num_prefill_requests: int,
+    num_speculative_tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Accepts, per decode request, the leading drafts that equal what the model sampled one token earlier.
 
     Tokens are packed: `num_speculative_tokens + 1` per decode request (the first is always accepted), then one per
@@ -52,18 +56,18 @@ def verify_speculative_tokens(
 
 @torch.no_grad()
 def prepare_next_forward_pass(
-    num_decode_requests,
-    output_tokens,
-    required_logit_indices,
-    last_one_indices,
-    accepted_tokens_mask,
-    input_tokens,
-    sampled_tokens_buf,
-    last_accepted_seq_buf,
-    accepted_tokens_per_request,
-    accepted_token_counts,
-    num_speculative_tokens,
-):
+    num_decode_requests: int,
+    output_tokens: torch.Tensor,
+    required_logit_indices: torch.Tensor,
+    last_one_indices: torch.Tensor,
+    accepted_tokens_mask: torch.Tensor,
+    input_tokens: torch.Tensor,
+    sampled_tokens_buf: torch.Tensor,
+    last_accepted_seq_buf: torch.Tensor,
+    accepted_tokens_per_request: torch.Tensor,
+    accepted_token_counts: torch.Tensor,
+    num_speculative_tokens: int,
+) -> None:
     """Fills the caller's buffers with what the next step needs; rows of other requests stay untouched.
 
     Args:
@@ -101,8 +105,13 @@ def prepare_next_forward_pass(
 
 @torch.no_grad()
 def mamba_state_selective_copy(
-    intermediate_states, current_states, prefill_status, state_idx, accepted_counts, num_layers
-):
+    intermediate_states: torch.Tensor,
+    current_states: torch.Tensor,
+    prefill_status: torch.Tensor,
+    state_idx: torch.Tensor,
+    accepted_counts: torch.Tensor,
+    num_layers: int,
+) -> None:
     """Rolls the live states of decode requests back to their last accepted token.
 
     For every request with `prefill_status` other than 1: `current[layer, slot] = intermediate[layer, slot, accepted]`.

@@ -25,7 +25,7 @@ class _Chunk:
         dt: (chunk_size, nheads), after bias, softplus and limits; zero on padding.
     """
 
-    def __init__(self, x, B, chunk_size, dtype):
+    def __init__(self, x: torch.Tensor, B: torch.Tensor, chunk_size: int, dtype: torch.dtype) -> None:
         _, nheads, headdim = x.shape
         _, ngroups, dstate = B.shape
         self.x = torch.zeros(nheads, chunk_size, headdim, dtype=dtype, device=x.device)
@@ -33,7 +33,16 @@ class _Chunk:
         self.c = torch.zeros_like(self.b)
         self.dt = torch.zeros(chunk_size, nheads, dtype=dtype, device=x.device)
 
-    def load(self, x, dt, B, C, dt_bias, dt_softplus, dt_limit):
+    def load(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        dt_bias: torch.Tensor | None,
+        dt_softplus: bool,
+        dt_limit: tuple[float, float],
+    ) -> None:
         """Fills the buffers with the n tokens given: x (n, nheads, headdim), dt (n, nheads), B, C (n, ngroups, dstate)."""
         n = x.shape[0]
         for buffer, tokens in ((self.x, x), (self.b, B), (self.c, C)):
@@ -49,7 +58,9 @@ class _Chunk:
         self.dt[n:].zero_()  # again: bias and softplus made the padding positive
 
 
-def _scan_chunk(chunk, A, carried, previous):
+def _scan_chunk(
+    chunk: _Chunk, A: torch.Tensor, carried: torch.Tensor, previous: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes one chunk.
 
     Args:
@@ -90,14 +101,27 @@ def _scan_chunk(chunk, A, carried, previous):
     return y, torch.exp(log_decay[:, -1])[:, None, None] * carried + added
 
 
-def _check(x, dt, A, B, C, chunk_size, bounds, seq_idx, D, z, initial_states, last_chunk_indices):
+def _check(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    chunk_size: int,
+    bounds: list[int],
+    seq_idx: torch.Tensor,
+    D: torch.Tensor | None,
+    z: torch.Tensor | None,
+    initial_states: torch.Tensor | None,
+    last_chunk_indices: torch.Tensor,
+) -> None:
     seqlen, nheads, headdim = x.shape
     _, ngroups, dstate = B.shape
     if chunk_size < 1 or chunk_size & (chunk_size - 1):
         raise ValueError(f"chunk_size must be a power of 2, got {chunk_size}")
     if nheads % ngroups:
         raise ValueError(f"{nheads} heads do not divide into {ngroups} groups")
-    expected = {
+    expected: dict[str, tuple[torch.Tensor | None, set[tuple[int, ...]]]] = {
         "dt": (dt, {(seqlen, nheads)}),
         "A": (A, {(nheads,)}),
         "B": (B, {(seqlen, ngroups, dstate)}),
@@ -117,25 +141,25 @@ def _check(x, dt, A, B, C, chunk_size, bounds, seq_idx, D, z, initial_states, la
 
 @torch.no_grad()
 def mamba_chunk_scan_combined_varlen(
-    x,
-    dt,
-    A,
-    B,
-    C,
-    chunk_size,
-    cu_chunk_seqlens,
-    last_chunk_indices,
-    seq_idx,
-    out,
-    D=None,
-    z=None,
-    dt_bias=None,
-    initial_states=None,
-    dt_softplus=False,
-    dt_limit=(0.0, float("inf")),
-    return_raw_states=False,
-    state_dtype=None,
-):
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    chunk_size: int,
+    cu_chunk_seqlens: torch.Tensor | None,
+    last_chunk_indices: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    out: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    initial_states: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_raw_states: bool = False,
+    state_dtype: torch.dtype | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Runs the Mamba2 recurrence over packed sequences cut into chunks; writes `out` in place.
 
     Arithmetic is float32 (float64 for float64 `x`). Rounding to `state_dtype` happens where upstream stores: the
