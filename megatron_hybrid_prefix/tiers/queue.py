@@ -1,4 +1,4 @@
-"""Where transfers run: a CUDA stream of their own, or, without a GPU, at once."""
+"""Where transfers run: on a separate CUDA stream; at once if there is no GPU."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Iterator
 import torch
 
 Mark = torch.cuda.Event | None
-"""A point in a queue; None where everything runs at once."""
+"""A point in a queue; None in a `HostQueue`."""
 
 
 class DeviceQueue:
-    """A CUDA stream beside the one that the model runs on.
+    """A CUDA stream next to the model's stream.
 
     Args:
-        device: Of the stream.
+        device: Device of the stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,10 +28,10 @@ class DeviceQueue:
 
     @contextlib.contextmanager
     def running(self, *after: Mark) -> Iterator[None]:
-        """What is launched inside runs after all that the model launched before, beside what it launches later.
+        """Launches inside the block run after the model's earlier launches, and in parallel with its later ones.
 
         Args:
-            *after: Marks of other queues to run after, too.
+            *after: They also run after these marks of other queues.
         """
         self._stream.wait_stream(torch.cuda.current_stream())
         for mark in after:
@@ -45,13 +45,13 @@ class DeviceQueue:
         self._timed.append((start, end))
 
     def mark(self) -> Mark:
-        """A point that `wait` can be told to wait for; call it inside `running`."""
+        """Mark the current point of the queue, for `wait` and `finish`; call it inside `running`."""
         event = torch.cuda.Event()
         event.record()
         return event
 
     def wait(self, mark: Mark) -> None:
-        """What the model launches from now on runs after the mark."""
+        """The model's later launches run after the mark."""
         assert mark is not None
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before.record()
@@ -60,21 +60,21 @@ class DeviceQueue:
         self._waits.append((before, after))
 
     def finish(self, mark: Mark) -> None:
-        """The CPU waits for the mark; for what the model waited for already."""
+        """The CPU waits for the mark."""
         assert mark is not None
         mark.synchronize()
 
     def seconds(self) -> tuple[float, float]:
-        """Time that finished transfers took, and that the model waited for them."""
+        """Seconds that finished transfers took, and seconds that the model waited for them."""
         for events, name in ((self._timed, "_seconds"), (self._waits, "_waited")):
-            while events and events[0][1].query():  # a statistic: no decision hangs on it
+            while events and events[0][1].query():  # a statistic only: no decision depends on it
                 start, end = events.popleft()
                 setattr(self, name, getattr(self, name) + start.elapsed_time(end) / 1e3)
         return self._seconds, self._waited
 
 
 class HostQueue:
-    """Everything at once, in order: nothing is hidden, and there is nothing to wait for."""
+    """Runs transfers at once, in order; there is nothing to wait for."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
