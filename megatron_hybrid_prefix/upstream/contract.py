@@ -57,7 +57,7 @@ CONTEXT = rows_of(
         "_compute_prefix_match",
         "(self, req, prefill_chunk_length, record_mamba_match=False)",
         "upstream/context",
-        "our cache says what of a prompt is cached",
+        "our cache matches the prompt",
     ),
     overrides(
         "_execute_pending_mamba_ops",
@@ -807,15 +807,15 @@ CHECKPOINTS = (
             "_replace_state_dict_keys_with_sharded_keys",
             "(sharded_state_dict, keep_only_main_replica=False)",
             "upstream/checkpoints",
-            "saving without a process of its own",
+            "saving without an extra process",
         ),
         calls(
             "mcore_to_pyt_state_dict",
             "(state_dict, is_loading=False, init_device=..., load_legacy_1d_flatten_tensors=False)",
             "upstream/checkpoints",
-            "saving without a process of its own",
+            "saving without an extra process",
         ),
-        classes("MCoreSavePlanner", "upstream/checkpoints", "saving without a process of its own"),
+        classes("MCoreSavePlanner", "upstream/checkpoints", "saving without an extra process"),
     ),
     *rows_of(
         f"{_SAVING}:TorchDistSaveShardedStrategy",
