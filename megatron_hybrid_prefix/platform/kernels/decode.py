@@ -1,6 +1,6 @@
 """Mamba2 recurrence for decode steps.
 
-Stands in for `megatron.core.ssm.ops.mamba_ssm.selective_state_update`.
+Replaces `megatron.core.ssm.ops.mamba_ssm.selective_state_update`.
 """
 
 import torch
@@ -16,7 +16,7 @@ def _with_steps_and_heads(tensor: torch.Tensor, has_heads: bool, is_single_step:
 
 
 def _untie(tensor: torch.Tensor, last_dims: int) -> torch.Tensor:
-    """Cuts trailing dimensions that a stride-0 expand made down to 1: the same values, without the copies."""
+    """Narrow trailing dimensions of a stride-0 expand to 1: the same values, without copies."""
     if all(tensor.stride(d) == 0 for d in range(-last_dims, 0)):
         for dim in range(-last_dims, 0):
             tensor = tensor.narrow(dim, 0, 1)
@@ -38,17 +38,17 @@ def selective_state_update(
     state_batch_indices: torch.Tensor | None = None,
     intermediate_ssm_states: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Advances the recurrence by one or several tokens per request; updates `state` in place.
+    """Advance the recurrence by one or several tokens per request; updates `state` in place.
 
-    The state is float32 (float64 for float64 `x`) within a call and is rounded to its own dtype only when stored. A
-    negative state index marks padding: the output rows are zero, and neither state is read or written. Upstream, when
-    `intermediate_ssm_states` is None, uses `x` as a dummy pointer and stores states into its first element (the test
-    "pointer is None" never holds); this leaves `x` alone.
+    The state is float32 (float64 for float64 `x`) within a call, and is rounded to its dtype only when stored. A negative state
+    index marks padding: the output rows are zero, and neither state is read or written. If `intermediate_ssm_states` is None,
+    upstream passes `x` as a dummy pointer and writes states into its first element, because its test "pointer is None" is
+    never true. This function does not write to `x`.
 
     Args:
         state: (slots, dim, dstate) or (slots, nheads, dim, dstate), floating. Updated in place.
-        x: (batch, dim), (batch, steps, dim), (batch, nheads, dim) or (batch, steps, nheads, dim), floating; with heads
-            exactly if `state` has them.
+        x: (batch, dim), (batch, steps, dim), (batch, nheads, dim) or (batch, steps, nheads, dim), floating; has heads
+            if `state` has them.
         dt: as x; may be a stride-0 expand over dim.
         A: (dim, dstate) or (nheads, dim, dstate); may be a stride-0 expand over dim and dstate.
         B: (batch, dstate), (batch, steps, dstate), (batch, ngroups, dstate) or (batch, steps, ngroups, dstate).

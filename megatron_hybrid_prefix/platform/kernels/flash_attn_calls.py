@@ -1,8 +1,8 @@
-"""flash-attn 2's two functions over a paged KV cache, around any attention of packed queries.
+"""flash-attn 2's two functions over a paged KV cache, on top of any attention of packed queries.
 
-Their parameters are those of `flash_attn.flash_attn_varlen_func` and `flash_attn.flash_attn_with_kvcache`, as
-`megatron.core.transformer.attention.Attention.flash_decode_and_prefill` calls them: both read keys and values through a
-block table, align the causal mask to the bottom right, and may return the log-sum-exp for attention sinks.
+They have the parameters of `flash_attn.flash_attn_varlen_func` and `flash_attn.flash_attn_with_kvcache`, as
+`megatron.core.transformer.attention.Attention.flash_decode_and_prefill` calls them. Both read keys and values through a block
+table, align the causal mask to the bottom right, and may return the log-sum-exp for attention sinks.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ FlashAttention = Callable[..., torch.Tensor | tuple[torch.Tensor | None, ...]]
 
 
 def _check_unused(function: str, **options: tuple[Any, Any]) -> None:
-    """Raises NotImplementedError for a flash-attn option that is set and that the call sites never set.
+    """Raises NotImplementedError for a flash-attn option that is set; megatron never sets these.
 
     Args:
         function: name for the message.
@@ -55,15 +55,15 @@ def flash_attn_functions(attend: Attend) -> tuple[FlashAttention, FlashAttention
             k: (blocks, block_size_tokens, kv_heads, head_dim);
             v: as k;
             cu_seqlens_q: (requests + 1,), integer;
-            lengths: (requests,), int64: valid tokens of each request, its queries the last of them;
-            max_seqlen_q: the most queries of a request;
+            lengths: (requests,), int64: valid tokens of each request; its queries are the last of them;
+            max_seqlen_q: the maximum queries of a request;
             softmax_scale: multiplies the scores; None means head_dim ** -0.5;
             window: (left, right) tokens visible around a query's position, -1 for no limit;
             block_table: (requests, max_blocks), integer;
             return_lse: whether the log-sum-exp is needed.
             It returns (out, lse or None): out (total_q, heads, head_dim) in q's dtype, zero for rows that see no key and
             for padding; lse (heads, total_q), float32 (float64 for float64 queries), +inf for those rows. It raises
-            NotImplementedError for a window or a log-sum-exp that it does not offer.
+            NotImplementedError for a window or a log-sum-exp that it does not support.
     """
 
     @torch.no_grad()
@@ -93,7 +93,7 @@ def flash_attn_functions(attend: Attend) -> tuple[FlashAttention, FlashAttention
             v: as k.
             cu_seqlens_q: (requests + 1,), integer; repeats mark requests without queries.
             cu_seqlens_k: (requests + 1,), integer: only the differences matter, the valid tokens of each request.
-            max_seqlen_q: the most queries of a request.
+            max_seqlen_q: the maximum queries of a request.
             max_seqlen_k: ignored.
             softmax_scale: multiplies the scores; None means head_dim ** -0.5.
             causal: whether keys after a query's position are hidden; the last query sits at the last key.
@@ -106,7 +106,7 @@ def flash_attn_functions(attend: Attend) -> tuple[FlashAttention, FlashAttention
             (out, lse, None) with lse (heads, total_q), float32 (float64 for float64 queries), +inf for those rows.
 
         Raises:
-            NotImplementedError: dropout, softcap, ALiBi, no block table, or what `attend` does not offer.
+            NotImplementedError: dropout, softcap, ALiBi, no block table, or what `attend` does not support.
         """
         _check_unused(
             "flash_attn_varlen_func",
@@ -147,18 +147,18 @@ def flash_attn_functions(attend: Attend) -> tuple[FlashAttention, FlashAttention
         num_splits: int = 0,
         return_softmax_lse: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
-        """Attention of equally many queries per request over a paged cache (decode).
+        """Attention over a paged cache with the same number of queries per request (decode).
 
         Args:
             q: (requests, steps, heads, head_dim), floating: the last `steps` positions of each request.
             k_cache: (blocks, block_size_tokens, kv_heads, head_dim), floating; kv_heads divides heads.
             v_cache: as k_cache.
-            cache_seqlens: (requests,), integer, or one int: valid tokens, the queries' own included. Required.
+            cache_seqlens: (requests,), integer, or one int: valid tokens, the queries included. Required.
             block_table: (requests, max_blocks), integer. Required.
             softmax_scale: multiplies the scores; None means head_dim ** -0.5.
             causal: whether keys after a query's position are hidden; the last query sits at the last key.
             window_size: (left, right) tokens visible around a query's position, -1 for no limit.
-            num_splits: ignored; a matter of speed only.
+            num_splits: ignored; it affects speed only.
             return_softmax_lse: whether to return the log-sum-exp too.
 
         Returns:
@@ -166,8 +166,8 @@ def flash_attn_functions(attend: Attend) -> tuple[FlashAttention, FlashAttention
             (requests, heads, steps), float32 (float64 for float64 queries), +inf for those rows.
 
         Raises:
-            NotImplementedError: any other option that is set, no block table or lengths, or what `attend` does not
-                offer.
+            NotImplementedError: any other option is set, there is no block table or no lengths, or `attend` does not
+                support an option.
         """
         _check_unused(
             "flash_attn_with_kvcache",

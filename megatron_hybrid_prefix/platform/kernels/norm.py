@@ -1,6 +1,6 @@
 """Gated RMS norm.
 
-Takes what `mamba_ssm.ops.triton.layernorm_gated.rmsnorm_fn` takes; `norm_triton` is its version for a GPU.
+Same parameters as `mamba_ssm.ops.triton.layernorm_gated.rmsnorm_fn`. `norm_triton` is the version for a GPU.
 """
 
 import torch
@@ -17,7 +17,7 @@ def rmsnorm_fn(
     group_size: int | None = None,
     norm_before_gate: bool = True,
 ) -> torch.Tensor:
-    """Normalises by the root mean square, with an optional SiLU gate; differentiable.
+    """Normalise by the root mean square, with an optional SiLU gate; differentiable.
 
     Args:
         x: (..., dim), floating.

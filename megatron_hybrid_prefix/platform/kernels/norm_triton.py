@@ -1,13 +1,13 @@
 """Gated RMS norm on a GPU: `kernels.norm.rmsnorm_fn` in one Triton kernel, without gradients.
 
-Runs where mamba-ssm, whose kernel megatron's mixer would take, is not installed.
+Used if mamba-ssm, whose kernel megatron's mixer uses, is not installed.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-# Most features that one program holds at a time; a longer group is walked twice.
+# Maximum features that a program holds at a time; it reads a longer group twice.
 _MOST_FEATURES = 4096
 
 
@@ -19,9 +19,9 @@ def gated_rms_norm(
     group_size: int,
     norm_before_gate: bool,
 ) -> torch.Tensor:
-    """Normalises each group of features by its root mean square, with an optional SiLU gate.
+    """Normalise each group of features by its root mean square, with an optional SiLU gate.
 
-    Calculates in float32.
+    Computes in float32.
 
     Args:
         x: (..., dim), floating, on a GPU.
@@ -73,7 +73,7 @@ def _load(
     HAS_GATE: tl.constexpr,
     NORM_FIRST: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """What is normalised, and what multiplies it afterwards; float32."""
+    """The values to normalise, and the factor to multiply them by afterwards; float32."""
     x = tl.load(x_ptr + features, mask=mask, other=0.0).to(tl.float32)
     gate = tl.full(x.shape, 1.0, tl.float32)
     if HAS_GATE:

@@ -1,6 +1,6 @@
 """Moving rows between packed tensors.
 
-Stands in for `tensor_get_slice_after`, `tensor_merge` and `tensor_masked_update` of
+Replaces `tensor_get_slice_after`, `tensor_merge` and `tensor_masked_update` of
 `megatron.core.inference.contexts.attention_context.triton.tensor_ops`.
 """
 
@@ -25,9 +25,9 @@ def _check_rows(pos: int, limit: int, *tensors: torch.Tensor) -> None:
 def tensor_get_slice_after(
     input_tensor: torch.Tensor, output_tensor: torch.Tensor, pos_on_device: torch.Tensor, check_bounds: bool = False
 ) -> None:
-    """Copies `input_tensor[pos:]` to the head of `output_tensor`; what does not fit is dropped.
+    """Copy `input_tensor[pos:]` to the head of `output_tensor`; rows that do not fit are dropped.
 
-    Rows of the output after the copy stay untouched (upstream passes them uninitialised).
+    Later rows of the output do not change (upstream passes them uninitialised).
 
     Args:
         input_tensor: (rows, ...), contiguous.
@@ -57,9 +57,9 @@ def tensor_merge(
     output_tensor: torch.Tensor | None = None,
     check_bounds: bool = False,
 ) -> None:
-    """Writes `tensor_a[:pos]`, then all of `tensor_b` that fits, to the head of the output.
+    """Write `tensor_a[:pos]`, then as much of `tensor_b` as fits, to the head of the output.
 
-    Rows of the output after that stay untouched.
+    Later rows of the output do not change.
 
     Args:
         tensor_a: (rows_a, ...), contiguous.
@@ -88,7 +88,7 @@ def tensor_merge(
 
 @torch.no_grad()
 def tensor_masked_update(states: torch.Tensor, idx: torch.Tensor, new_states: torch.Tensor) -> None:
-    """Writes `new_states[i]` to `states[idx[i]]` wherever `idx[i]` is not -1.
+    """Write `new_states[i]` to `states[idx[i]]` for each `idx[i]` other than -1.
 
     Args:
         states: (slots, ...), 2 to 4 dimensions, any strides, updated in place.

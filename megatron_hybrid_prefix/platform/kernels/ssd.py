@@ -1,11 +1,11 @@
 """Chunked Mamba2 scan over packed sequences.
 
-Stands in for `megatron.core.ssm.ops.ssd_combined.mamba_chunk_scan_combined_varlen` (and the kernels below it:
+Replaces `megatron.core.ssm.ops.ssd_combined.mamba_chunk_scan_combined_varlen` (and the kernels that it calls:
 `ssd_chunk_state`, `ssd_state_passing`, `ssd_bmm`, `ssd_chunk_scan`).
 
-Chunks are computed one at a time, each padded with zeros to `chunk_size`. Every matrix product then has the same shape,
-strides and alignment whatever the batch holds, so the bits of a chunk depend only on its own tokens and on the state it
-starts from. That is what makes "resume from a kept state" comparable, bit by bit, with "never stopped".
+Chunks are computed one at a time, each padded with zeros to `chunk_size`. So every matrix product has the same shape, strides
+and alignment for any batch, and the bits of a chunk depend only on its tokens and the state before it. This makes resuming
+from a checkpoint comparable, bit by bit, with computing the whole prompt.
 """
 
 from itertools import pairwise
@@ -43,7 +43,7 @@ class _Chunk:
         dt_softplus: bool,
         dt_limit: tuple[float, float],
     ) -> None:
-        """Fills the buffers with the n tokens given: x (n, nheads, headdim), dt (n, nheads), B, C (n, ngroups, dstate)."""
+        """Fill the buffers with n tokens: x (n, nheads, headdim), dt (n, nheads), B, C (n, ngroups, dstate)."""
         n = x.shape[0]
         for buffer, tokens in ((self.x, x), (self.b, B), (self.c, C)):
             buffer[:, :n].copy_(tokens.transpose(0, 1))
@@ -55,19 +55,19 @@ class _Chunk:
         if dt_softplus:
             self.dt = softplus(self.dt)
         self.dt.clamp_(dt_limit[0], dt_limit[1])
-        self.dt[n:].zero_()  # again: bias and softplus made the padding positive
+        self.dt[n:].zero_()  # again, because bias and softplus made the padding positive
 
 
 def _scan_chunk(
     chunk: _Chunk, A: torch.Tensor, carried: torch.Tensor, previous: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes one chunk.
+    """Compute one chunk.
 
     Args:
         chunk: the loaded `_Chunk`.
         A: (nheads,), compute dtype.
-        carried: (nheads, headdim, dstate), compute dtype: the state the recurrence continues from.
-        previous: the same state as the outputs see it, i.e. after a round trip through the stored dtype.
+        carried: (nheads, headdim, dstate), compute dtype: the state from which the recurrence continues.
+        previous: the same state as the outputs use it: after a round trip through the stored dtype.
 
     Returns:
         (y, state): y (nheads, chunk_size, headdim) without the D and z terms, and the state after the chunk.
@@ -86,8 +86,8 @@ def _scan_chunk(
     y *= torch.exp(log_decay)[:, :, None]
 
     # Contribution of the chunk's own tokens: sum_{j <= i} (C_i . B_j) exp(log_decay_i - log_decay_j) dt_j x_j.
-    # Above the diagonal the difference is positive; the clamp, which upstream has too, keeps exp finite there, and
-    # tril_ writes zeros where a product with a 0/1 mask could leave NaN.
+    # Above the diagonal the difference is positive. The clamp (as upstream) keeps exp finite there. tril_ writes zeros,
+    # while a product with a 0/1 mask could leave NaN.
     weights = (log_decay[:, :, None] - log_decay[:, None, :]).clamp_(max=0.0).exp_()  # (nheads, chunk_size, chunk_size)
     scores = torch.bmm(chunk.c, chunk.b.transpose(1, 2))  # (ngroups, chunk_size, chunk_size)
     weights.view(ngroups, heads_per_group, chunk_size, chunk_size).mul_(scores[:, None])
@@ -160,15 +160,15 @@ def mamba_chunk_scan_combined_varlen(
     return_raw_states: bool = False,
     state_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Runs the Mamba2 recurrence over packed sequences cut into chunks; writes `out` in place.
+    """Run the Mamba2 recurrence over packed sequences in chunks; writes `out` in place.
 
-    Arithmetic is float32 (float64 for float64 `x`). Rounding to `state_dtype` happens where upstream stores: the
-    recurrence carries the unrounded state along a sequence, while the stored states, and the outputs of the chunk
-    after them, see the rounded one. Upstream also rounds matrix operands to bf16 for the tensor cores; this does not.
+    Arithmetic is float32 (float64 for float64 `x`). States are rounded to `state_dtype` as upstream: the recurrence carries the
+    unrounded state along a sequence; the stored states, and the outputs of the chunk after them, use the rounded state.
+    Upstream also rounds matrix operands to bf16 for the tensor cores; this function does not.
 
-    A chunk may hold 0 to `chunk_size` tokens. A zero-length chunk writes no output and hands the state on, or, where
-    `seq_idx` changes, stores the initial state of its sequence: trailing padding chunks carry `seq_idx` 0 and hold a
-    copy of `initial_states[0]`. Rows of `out` outside all chunks are left untouched.
+    A chunk has 0 to `chunk_size` tokens. An empty chunk writes no output and passes the state on. If `seq_idx` changes there, it
+    stores the initial state of its sequence: trailing padding chunks have `seq_idx` 0 and hold a copy of `initial_states[0]`.
+    Rows of `out` outside all chunks do not change.
 
     Args:
         x: (seqlen, nheads, headdim), floating.
@@ -179,7 +179,7 @@ def mamba_chunk_scan_combined_varlen(
         chunk_size: tokens in a full chunk, a power of 2.
         cu_chunk_seqlens: (nchunks + 1,), integer: token positions where chunks start and end, ascending.
         last_chunk_indices: (batch,), integer: the chunk that ends each sequence.
-        seq_idx: (nchunks,), integer: row of `initial_states` for each chunk; a change starts a sequence.
+        seq_idx: (nchunks,), integer: row of `initial_states` for each chunk; a new value starts a sequence.
         out: (seqlen, nheads, headdim), written in place, any floating dtype.
         D: (nheads,) or (nheads, headdim) skip weights, or None.
         z: (seqlen, nheads, headdim) gate, or None; the output is multiplied by silu(z).
