@@ -1,4 +1,4 @@
-"""What a slot holds: the states of all recurrent layers at one token position, as names, shapes and types.
+"""Layout of a slot: the states of all recurrent layers at one token position, as names, shapes and types.
 
 Each kind of recurrent layer (Mamba2, Gated DeltaNet, ...) has one `StateLayout`. A model may have several kinds; a slot then
 holds the states of all of them (`SlotLayout`). The pool, the slots and the cache do not depend on the kinds.

@@ -1,4 +1,4 @@
-"""Accounting of checkpoint slots: free, reserved, published, retired. Only `SlotPool` hands out slots.
+"""Accounting of checkpoint slots: free, reserved, published, retired. Only `SlotPool` allocates slots.
 
 A slot goes ``free -> reserved -> published -> free``:
 
