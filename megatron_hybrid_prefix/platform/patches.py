@@ -26,7 +26,7 @@ COMPILED_EXTENSIONS = (
 )
 
 
-def _to(value: Any) -> Callable[[Any], Any]:
+def _replace_by(value: Any) -> Callable[[Any], Any]:
     return lambda original: value
 
 
@@ -74,15 +74,19 @@ HOST_TORCH = (
     _cuda("_lazy_call", host.lazy_call, "deferred until CUDA starts, which never happens"),
     _cuda("get_rng_state", host.get_rng_state, "model-parallel seeds fork the generator", owner="torch.cuda.random"),
     _cuda("set_rng_state", host.set_rng_state, "model-parallel seeds fork the generator", owner="torch.cuda.random"),
-    Rebinding(owner="torch:Tensor", name="cuda", make=_to(host.same_tensor), why="everything is on the host"),
-    Rebinding(owner="torch:Tensor", name="pin_memory", make=_to(host.same_tensor), why="pinning needs a driver"),
-    Rebinding(owner="torch.nn:Module", name="cuda", make=_to(host.same_module), why="everything is on the host"),
+    Rebinding(owner="torch:Tensor", name="cuda", make=_replace_by(host.same_tensor), why="everything is on the host"),
+    Rebinding(
+        owner="torch:Tensor", name="pin_memory", make=_replace_by(host.same_tensor), why="pinning needs a driver"
+    ),
+    Rebinding(
+        owner="torch.nn:Module", name="cuda", make=_replace_by(host.same_module), why="everything is on the host"
+    ),
     _cuda("range_push", host.do_nothing, "a CPU build of torch has no NVTX", owner="torch.cuda.nvtx"),
     _cuda("range_pop", host.do_nothing, "a CPU build of torch has no NVTX", owner="torch.cuda.nvtx"),
 )
 
 
-def _there(original: Any) -> Any:
+def _accept_any_device(original: Any) -> Any:
     def _is_cuda(tensor: Any) -> None:
         assert tensor is not None
 
@@ -139,7 +143,7 @@ NO_MAMBA_SSM = (
     Rebinding(
         owner=modules.MAMBA_MIXER,
         name="HAVE_MAMBA_SSM",
-        make=_to(True),
+        make=_replace_by(True),
         why="the mixer's constructor requires mamba-ssm",
     ),
     Rebinding(owner=modules.MAMBA_MIXER, name="mamba_chunk_scan_combined", make=_needs_mamba_ssm, why=_NOT_DYNAMIC),
@@ -160,13 +164,13 @@ HOST_MEGATRON = (
     Rebinding(
         owner=modules.RANDOM,
         name="_lazy_call",
-        make=_to(host.lazy_call),
+        make=_replace_by(host.lazy_call),
         why="imported by value from torch.cuda",
     ),
     Rebinding(
         owner=modules.RANDOM,
         name="device_ctx_manager",
-        make=_to(host.no_context),
+        make=_replace_by(host.no_context),
         why="imported by value from torch.cuda",
     ),
     Rebinding(
@@ -179,21 +183,21 @@ HOST_MEGATRON = (
     Rebinding(
         owner=modules.COMMUNICATION,
         name="_is_cuda",
-        make=_there,
+        make=_accept_any_device,
         why="pipeline stages assert that the logits they broadcast are on a GPU",
         same_signature=True,
     ),
     Rebinding(
         owner=modules.FUSED_SOFTMAX,
         name="get_default_causal_mask",
-        make=_to(host.causal_mask),
+        make=_replace_by(host.causal_mask),
         why="attention outside the dynamic path (drafting tokens) makes its mask on 'cuda'",
         same_signature=True,
     ),
     Rebinding(
         owner=modules.TOKEN_DISPATCHER,
         name="maybe_move_tensor_to_cpu",
-        make=_to(host.move_to_host),
+        make=_replace_by(host.move_to_host),
         why="makes arrays of the sizes of the expert exchange only if they come from a GPU",
         same_signature=True,
     ),
@@ -239,8 +243,8 @@ def _gathering_attention(module: str) -> tuple[Rebinding, ...]:
             make=_kernel(module, "flash_attn_with_kvcache"),
             why=why,
         ),
-        Rebinding(owner=modules.ATTENTION, name="HAVE_FA3", make=_to(False), why=why),
-        Rebinding(owner=modules.ATTENTION, name="HAVE_FA4", make=_to(False), why=why),
+        Rebinding(owner=modules.ATTENTION, name="HAVE_FA3", make=_replace_by(False), why=why),
+        Rebinding(owner=modules.ATTENTION, name="HAVE_FA4", make=_replace_by(False), why=why),
     )
 
 

@@ -128,7 +128,7 @@ class HostArena:
             elif target == DEVICE:
                 self._run_loads(run)
             else:
-                self._run_behind(run, take=source == HOST)
+                self._run_behind(run, store=source == HOST)
 
     def _run_stores(self, units: Sequence[BlockTransfer]) -> None:
         places = [place for unit in units for place in _places(unit)]
@@ -158,7 +158,7 @@ class HostArena:
                 self._in_flight.setdefault(unit.load_id, set()).update(_places(unit))
             self._loaded |= dict.fromkeys(loads, self._last_load)
 
-    def _run_behind(self, units: Sequence[BlockTransfer], *, take: bool) -> None:
+    def _run_behind(self, units: Sequence[BlockTransfer], *, store: bool) -> None:
         start = time.perf_counter()
         # The CPU uses these pages next: wait for all transfers in flight.
         for queue, mark in ((self.stores, self._stored), (self.loads, self._last_load)):
@@ -167,19 +167,19 @@ class HostArena:
         for _, group in groupby(units, key=lambda unit: unit.tag.kind):
             batch = list(group)
             try:
-                if take:
-                    self._take(batch)
+                if store:
+                    self._store_behind(batch)
                 else:
-                    self._give(batch)
+                    self._load_behind(batch)
             except Exception as error:  # a plugin's code may raise anything
                 logger.error("the tier behind the host: %d %s failed: %s", len(batch), _kinds(batch[0]), error)
-                if take:
+                if store:
                     self.behind_stats.full += len(batch)
         seconds = time.perf_counter() - start
         self.behind_stats.seconds += seconds
         self.behind_stats.seconds_waited += seconds
 
-    def _take(self, units: Sequence[BlockTransfer]) -> None:
+    def _store_behind(self, units: Sequence[BlockTransfer]) -> None:
         """Offer the entries in these pages to the tier behind the host."""
         assert self._behind is not None
         stored = [unit for unit in units if self._tags.get(unit.pages[0]) == unit.tag]
@@ -195,7 +195,7 @@ class HostArena:
         self.behind_stats.full += len(units) - kept
         self.behind_stats.bytes_stored += size * kept
 
-    def _give(self, units: Sequence[BlockTransfer]) -> None:
+    def _load_behind(self, units: Sequence[BlockTransfer]) -> None:
         """Read entries from the tier behind the host into their pages. A missing entry fails its load, by its tag."""
         assert self._behind is not None
         for unit in units:

@@ -37,9 +37,9 @@ def pin(memory: torch.Tensor, device: torch.device) -> None:
     Raises:
         RuntimeError: The driver refuses.
     """
-    late = _pinned[:]
-    _pinned.clear()
-    for others in late:
+    waiting = _to_unpin[:]
+    _to_unpin.clear()
+    for others in waiting:
         unpin(*others)
     try:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
@@ -53,10 +53,10 @@ def pin(memory: torch.Tensor, device: torch.device) -> None:
 def unpin(memory: torch.Tensor, device: torch.device) -> None:
     """Undo `pin`, after all copies are done."""
     if torch.cuda.is_current_stream_capturing():  # the garbage collector may run during a capture: no driver calls then
-        _pinned.append((memory, device))
+        _to_unpin.append((memory, device))
         return
     torch.cuda.synchronize(device)
     torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
 
 
-_pinned: list[tuple[torch.Tensor, torch.device]] = []  # unused, and still to be unpinned
+_to_unpin: list[tuple[torch.Tensor, torch.device]] = []  # freed during a capture

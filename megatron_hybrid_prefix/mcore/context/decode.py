@@ -36,7 +36,7 @@ class _Rows:
     """Views of megatron's row bookkeeping, without copies: a step that fills no block makes no torch calls.
 
     Attributes:
-        of: The context's ``token_to_input_ids`` when the views were made. A context makes all its tensors at once: if it
+        source: The context's ``token_to_input_ids`` when the views were made. A context makes all its tensors at once: if it
             has another one now, all views are stale.
         tokens: Tokens of the forward, int64.
         live_slots: Live slot of each row, int32.
@@ -46,8 +46,8 @@ class _Rows:
     """
 
     def __init__(self, context: ContextSeam) -> None:
-        self.of = context.token_to_input_ids
-        self.tokens = memoryview(self.of.numpy())
+        self.source = context.token_to_input_ids
+        self.tokens = memoryview(self.source.numpy())
         self.live_slots = memoryview(context.mamba_metadata.request_to_mamba_state_idx.numpy())
         self.request_ids = context.request_ids.numpy()
         self.begun_tokens = context.request_kv_length_offsets.numpy()
@@ -90,7 +90,7 @@ class DecodeProgress:
         if first == last:
             return []
         rows = self._rows
-        if rows is None or rows.of is not context.token_to_input_ids:
+        if rows is None or rows.source is not context.token_to_input_ids:
             rows = self._rows = _Rows(context)
         slots = rows.live_slots[first:last].tobytes()
         # If a slot changed its request, a prefill came between.
@@ -100,12 +100,12 @@ class DecodeProgress:
                 self._quiet_steps -= 1
                 return []
         else:
-            self._take_in()
+            self._apply_notes()
             decodes = last - first - context.num_prefill_requests  # decodes come first
             self._slots = rows.live_slots[first : first + decodes].tobytes()
             if decodes:
                 self._note(rows, first, first + decodes)
-        before = self._take_in()
+        before = self._apply_notes()
         own = np.frombuffer(slots, dtype=np.int32)
         found = []
         now = self._processed[own[: len(before)]]
@@ -127,7 +127,7 @@ class DecodeProgress:
 
     def processed(self, live_slot: int) -> int:
         """Computed tokens of the request in ``live_slot``, as of the last noted forward."""
-        self._take_in()
+        self._apply_notes()
         return int(self._processed[live_slot])
 
     def tokens(self, live_slot: int, start: int, end: int) -> NDArray[np.int64]:
@@ -140,7 +140,7 @@ class DecodeProgress:
         # Without drafts each row advances by one token.
         self._notes.append((tokens, rows.processed(first, last) if self._width > 1 else None))
 
-    def _take_in(self) -> NDArray[np.int64]:
+    def _apply_notes(self) -> NDArray[np.int64]:
         """Write the notes to the rings; returns where each row's last forward began, (rows,)."""
         own = np.frombuffer(self._slots, dtype=np.int32)
         before: NDArray[np.int64] = self._processed[own]

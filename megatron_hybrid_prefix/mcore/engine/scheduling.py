@@ -14,9 +14,9 @@ from megatron_hybrid_prefix.mcore.engine.coalesce import Coalescing
 from megatron_hybrid_prefix.upstream.engine import EngineSeam
 
 # While a prompt is computed in chunks, up to 1/N of a step's tokens may admit prompts with less than one uncached block.
-_BESIDE_CHUNK = 4
+_BESIDE_CHUNK_DIVISOR = 4
 # Waiting requests to look at per free row: those that are held back take no row.
-_LOOKED_AT = 4
+_CANDIDATES_PER_ROW = 4
 
 
 class PrefixScheduling:
@@ -71,7 +71,7 @@ class PrefixScheduling:
             return set()
         held = set()
         free_rows = context.max_requests - context.total_request_count
-        for request_id in list(islice(engine.waiting_request_ids, _LOOKED_AT * free_rows)):
+        for request_id in list(islice(engine.waiting_request_ids, _CANDIDATES_PER_ROW * free_rows)):
             request = engine.get_request(request_id)
             between_chunks = request.finished_chunk_token_count > 0
             if not between_chunks and self._loads.load_back(request, others_run=context.total_request_count > 0):
@@ -88,7 +88,7 @@ class PrefixScheduling:
             return set()  # this round admits no request
         free_rows = context.max_requests - context.total_request_count
         waiting = (engine.get_request(i) for i in engine.waiting_request_ids)
-        held = set(self._coalescing.held_back(waiting, most=_LOOKED_AT * free_rows))
+        held = set(self._coalescing.held_back(waiting, most=_CANDIDATES_PER_ROW * free_rows))
         engine.count_waits(len(held))
         self._take_from_queue(held)
         return held
@@ -96,9 +96,9 @@ class PrefixScheduling:
     def _start_beside_chunk(self) -> None:
         """Admit prompts with few uncached tokens, with a part of the step's tokens; the chunk gets the rest."""
         engine, context = self._engine, self._context
-        most_tokens = context.max_tokens // _BESIDE_CHUNK
+        most_tokens = context.max_tokens // _BESIDE_CHUNK_DIVISOR
         free_rows = context.max_requests - context.total_request_count - 1  # one row is the chunk's
-        for request_id in list(islice(engine.waiting_request_ids, 1, 1 + _LOOKED_AT * max(0, free_rows))):
+        for request_id in list(islice(engine.waiting_request_ids, 1, 1 + _CANDIDATES_PER_ROW * max(0, free_rows))):
             request = engine.get_request(request_id)
             length = request.remaining_prompt_length
             resume = context.prefix_request(request).match(self._cache, length).resume_tokens
