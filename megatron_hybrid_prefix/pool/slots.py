@@ -117,7 +117,7 @@ class SlotPool:
         return [self.first_slot + index for index, value in enumerate(self._state) if value == state]
 
     def check(self) -> None:
-        """Raises CacheCorruptionError if a slot is lost, or if a slot is pinned that is neither published nor retired."""
+        """Raises CacheCorruptionError if a slot is lost, or if its pins do not fit its state."""
         if sorted(self._free) != self.slots_in(SlotState.FREE):
             raise CacheCorruptionError("the list of free slots and their states differ")
         for index, pins in enumerate(self._pins):

@@ -50,7 +50,7 @@ class Rebinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placeholder:
-    """An empty module for one that is not installed, that upstream imports, and that is never called here.
+    """An empty module in place of one that upstream imports, that is not installed, and that is never called.
 
     Attributes:
         name: The module.
@@ -113,7 +113,7 @@ class Applied:
         self._undo += other._undo
 
     def undo(self) -> None:
-        """Put every replaced name back, newest first. Safe to call twice."""
+        """Restore every replaced name, newest first. Safe to call twice."""
         while self._undo:
             self._undo.pop()()
         self.rebindings.clear()
@@ -121,7 +121,7 @@ class Applied:
 
 
 def apply(rebindings: Iterable[Rebinding], applied: Applied) -> None:
-    """Apply ``rebindings`` in order; when one fails, undo everything in ``applied`` and raise."""
+    """Apply ``rebindings`` in order; if one fails, undo everything in ``applied`` and raise."""
     try:
         for rebinding in rebindings:
             applied.rebind(rebinding)

@@ -80,7 +80,7 @@ class HybridPrefixBlockAllocator(BlockAllocatorSeam):
         return self.cache.blocks.ref_counts()
 
     def take_routing(self, routing: Mapping[int, Any]) -> None:
-        """Set the routing of KV blocks that were loaded back; by block id, None: no routing."""
+        """Set the routing of KV blocks that were loaded back, by block id; None: the block has no routing."""
         self._forget_routing(list(routing))
         self.block_routing.update({block_id: found for block_id, found in routing.items() if found is not None})
 

@@ -110,7 +110,7 @@ class HybridPrefixContext(ContextSeam):
         self._model_states = None if state_config is None else states_of_config(state_config)
         self._requests = RequestBook(0.0 if prefix is None else prefix.verify_hits)
         if prefix is not None:
-            # Prevents that megatron allocates its own cache, and its warnings.
+            # Keep megatron from allocating its own cache, and from warning about it.
             inference_config = dataclasses.replace(inference_config, enable_prefix_caching=False)
         super().__init__(model_config=model_config, inference_config=inference_config)
         if prefix is not None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Warn if this many prompts are the first ones and all shorter than a block.
+# Warn if this many first prompts are all shorter than a block.
 _SHORT_PROMPTS = 64
 
 
