@@ -114,7 +114,7 @@ def host_for_cuda() -> Iterator[None]:
 
     from megatron_hybrid_prefix.upstream.rebinding import Applied, Rebinding, apply
 
-    class HostForCuda(TorchFunctionMode):  # type: ignore[misc]
+    class HostForCuda(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             if "cuda" in str(kwargs.get("device")):

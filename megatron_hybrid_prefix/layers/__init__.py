@@ -1,1 +1,1 @@
-"""Kinds of recurrent layers: what one is (`base`), which there are (`kinds`), what a step tells them (`step`); a file a kind."""
+"""Kinds of recurrent layers: the interface (`base`), the list of kinds (`kinds`), the description of a step (`step`)."""

@@ -1,13 +1,13 @@
-"""`LayerKind`: all that the cache and the engine have to know of a kind of recurrent layer.
+"""`LayerKind`: everything that the cache and the engine need to know about a kind of recurrent layer.
 
-One file adds a kind: it defines a `LayerKind` and calls `register_layer_kind`. Inside the package such a file lies in this
-folder, and `kinds` imports it; anywhere else it is a plugin (``plugins.py``). A kind says
+One file adds a kind: it defines a `LayerKind` and calls `register_layer_kind`. In the package, put the file into this folder
+and import it in `kinds`; outside, make it a plugin (``plugins.py``). A kind defines
 
-- which modules of a built model are its layers, and what one state of such a layer is (`components`);
-- its chunk quantum: at whose multiples, counted from the start of a prompt, a prefill can give the state;
-- how prefill and decode read and write slots: `slot_class`, a mixin that is put before the module's class (`SlotLayer`
-  for layers that megatron's engine cannot run);
-- what new weights make stale.
+- which modules of a built model are its layers, and the tensors of one layer's state (`components`);
+- its chunk quantum: a prefill can produce the state at multiples of it, counted from the start of a prompt;
+- how prefill and decode read and write slots: `slot_class`, a mixin placed before the module's class (`SlotLayer` for
+  layers that megatron's engine cannot run);
+- what to drop when the weights change.
 
 A model may have several kinds; a slot then holds the states of all of them.
 """
@@ -24,12 +24,12 @@ from megatron_hybrid_prefix.pool.layout import StateComponent
 
 
 class LayerKind(ABC):
-    """A kind of recurrent layer. Modules are those of a built model, on this tensor-parallel rank.
+    """A kind of recurrent layer. Its methods get modules of a built model, on this tensor-parallel rank.
 
     Attributes:
-        name: Its name, in reports and errors.
-        slot_class: Mixin with which a module's forward reads and writes states by slot.
-        drafts: Whether it can be decoded speculatively: `slot_class` then keeps the state after each drafted token.
+        name: Its name in reports and errors.
+        slot_class: Mixin that makes a module's forward read and write states by slot.
+        drafts: Whether it supports speculative decoding: `slot_class` then keeps the state after each drafted token.
     """
 
     name: ClassVar[str]
@@ -44,13 +44,13 @@ class LayerKind(ABC):
     def components(
         self, module: torch.nn.Module, *, state_dtype: torch.dtype | None, window_dtype: torch.dtype | None
     ) -> tuple[StateComponent, ...]:
-        """Tensors of one state of this layer, on this rank. Their names must not be another kind's.
+        """Tensors of one state of this layer, on this rank. No other kind may use their names.
 
         Args:
             module: The layer.
-            state_dtype: Wanted type of what accumulates over tokens (``HybridPrefixConfig.state_dtype``); None: the
-                kind's choice.
-            window_dtype: Likewise of what holds the layer's last inputs.
+            state_dtype: Dtype for tensors that accumulate over tokens (``HybridPrefixConfig.state_dtype``); None: the kind
+                chooses.
+            window_dtype: Dtype for tensors that hold the layer's last inputs; None: the kind chooses.
         """
 
     @abstractmethod
@@ -59,13 +59,13 @@ class LayerKind(ABC):
 
     @abstractmethod
     def invalidate(self, module: torch.nn.Module) -> None:
-        """The layer has new weights: what was derived from the old ones is not used any more."""
+        """The layer has new weights: drop everything derived from the old ones."""
 
     def put_on(self, module: torch.nn.Module) -> bool:
-        """Makes the layer read and write states by slot, in place; weights and training stay as they are.
+        """Make the layer read and write states by slot, in place. Weights and training do not change.
 
         Returns:
-            False where it does already.
+            Whether the layer changed; False if it already uses slots.
         """
         if isinstance(module, self.slot_class):
             return False
@@ -73,7 +73,7 @@ class LayerKind(ABC):
         return True
 
     def take_off(self, module: torch.nn.Module) -> bool:
-        """Undoes `put_on`; whether there was anything to undo."""
+        """Undo `put_on`; returns whether the layer changed."""
         original = _ORIGINALS.get(type(module))
         if original is None or not isinstance(module, self.slot_class):
             return False
@@ -82,13 +82,13 @@ class LayerKind(ABC):
 
 
 KINDS: Registry[LayerKind] = Registry("layer kind")
-"""All kinds by name; those of the package are there once `kinds` is imported."""
+"""All kinds by name. Importing `kinds` registers those of the package."""
 _ORIGINALS: dict[type, type] = {}
 _DERIVED: dict[tuple[type, type], type] = {}
 
 
 def register_layer_kind(kind: LayerKind) -> None:
-    """From now on models may have layers of this kind.
+    """Register a kind: models may have layers of it from now on.
 
     Raises:
         ValueError: The name is empty or taken.
@@ -97,7 +97,7 @@ def register_layer_kind(kind: LayerKind) -> None:
 
 
 def _with_slots(slot_class: type, original: type) -> type:
-    """``original`` with the mixin before it; one class a pair."""
+    """``original`` with the mixin before it; one class per pair."""
     derived = _DERIVED.get((slot_class, original))
     if derived is None:
         derived = type(f"Slot{original.__name__}", (slot_class, original), {"__doc__": original.__doc__})

@@ -1,4 +1,4 @@
-"""Where the chunks of a prefill end: on a grid that is counted from the start of the prompt."""
+"""Where the chunks of a prefill end: on a grid counted from the start of the prompt."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkGrid:
-    """Where chunks end: at every multiple of ``chunk_tokens`` and of ``block_tokens``."""
+    """Chunks end at every multiple of ``chunk_tokens`` and of ``block_tokens``."""
 
     chunk_tokens: int
     block_tokens: int
 
     def ends(self, start_tokens: int, end_tokens: int) -> list[int]:
-        """Positions in (start, end] where chunks of the span end, ascending; the last is ``end_tokens``."""
+        """Chunk ends in (start, end], ascending; the last one is ``end_tokens``."""
         ends = []
         position = start_tokens
         while position < end_tokens:
@@ -24,8 +24,8 @@ class ChunkGrid:
         return ends
 
     def max_chunks(self, tokens: int, sequences: int) -> int:
-        """Chunks that spans of ``tokens`` in all can have at most; an empty span has one."""
-        # A span of n tokens holds at most n // c + 1 inner multiples of c, and one chunk more than inner multiples.
+        """Upper bound on the chunks of ``sequences`` spans with ``tokens`` tokens in total; an empty span has one chunk."""
+        # A span of n tokens has at most n // c + 1 multiples of c inside, and one chunk more than that.
         chunks = tokens // self.chunk_tokens + 2 * sequences
         if self.block_tokens % self.chunk_tokens:
             chunks += tokens // self.block_tokens + sequences

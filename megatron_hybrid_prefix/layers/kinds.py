@@ -43,7 +43,8 @@ def use_slot_mixers(model: Any) -> int:
     for kind, module in recurrent_modules(model):
         changed += kind.put_on(module)
         if id(module) in number_of:
-            module.slot_layer_number = number_of[id(module)]
+            layer: Any = module  # torch's stub knows no plain attributes
+            layer.slot_layer_number = number_of[id(module)]
     return changed
 
 

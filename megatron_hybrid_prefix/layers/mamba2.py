@@ -1,10 +1,13 @@
-"""Mamba2: prefill that starts from, and writes to, any slot, on mixers built as megatron's ``MambaMixer``.
+"""Mamba2: prefill from and to any slot, for megatron's ``MambaMixer``.
 
-Only the prefill of dynamic inference differs from megatron's, and only where the context is this package's: training,
-decode and other contexts run megatron's own methods.
+Only the prefill of dynamic inference differs from megatron's, and only with this package's context. Training, decode and
+other contexts run megatron's methods.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +22,19 @@ from megatron_hybrid_prefix.upstream.mixer import MambaMixer, PrefillSeam, convo
 class HybridPrefixPrefill(PrefillSeam):
     """Mixin before a ``MambaMixer``: prefill by slots."""
 
+    if TYPE_CHECKING:  # attributes of megatron's mixer
+        D_has_hdim: bool
+        activation: str
+        chunk_size: int
+        cp: Any
+        d_inner_local_tp: int
+        d_state: int
+        headdim: int
+        ngroups_local_tp: int
+        nheads_local_tp: int
+        norm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+        rmsnorm: bool
+
     def prefill(
         self, zxBCdt: torch.Tensor, step: PrefillStep, conv_state: torch.Tensor, ssm_state: torch.Tensor
     ) -> torch.Tensor:
@@ -30,7 +46,7 @@ class HybridPrefixPrefill(PrefillSeam):
             [self.d_inner_local_tp, self._conv_width, self.nheads_local_tp],
             dim=-1,
         )
-        # Convolution, in the type of its state, as megatron's; it reads the sources before the windows are written.
+        # The convolution runs in the dtype of its state, as in megatron. It reads the sources before windows are written.
         inputs = xBC.to(conv_state.dtype).contiguous()
         convolved = convolve(
             x=inputs,
@@ -39,7 +55,7 @@ class HybridPrefixPrefill(PrefillSeam):
             cu_seqlens=step.bounds,
             initial_states=conv_state[:, :, 1:],
             activation=self.activation,
-            precomputed_seq_idx=step.token_sources,  # megatron looks the window up by it; here it is a slot
+            precomputed_seq_idx=step.token_sources,  # the index of each token's window: here a slot
             precomputed_seq_start=step.token_starts,
         ).to(xBC.dtype)
         write_conv_windows(inputs, conv_state, chunk_bounds=chunks.bounds, **slots)
@@ -73,11 +89,11 @@ class HybridPrefixPrefill(PrefillSeam):
 
 
 class HybridPrefixMambaMixer(HybridPrefixPrefill, MambaMixer):
-    """Megatron's ``MambaMixer`` with prefill by slots; for a ``ModuleSpec``, or put on a built model."""
+    """Megatron's ``MambaMixer`` with prefill by slots, for a ``ModuleSpec``."""
 
 
 class Mamba2(LayerKind):
-    """State of a layer: ``conv``, the last inputs of its convolution, and ``ssm``, a matrix a head."""
+    """State of a layer: ``conv``, the last inputs of its convolution, and ``ssm``, one matrix per head."""
 
     name = "mamba2"
     slot_class = HybridPrefixPrefill
@@ -90,14 +106,16 @@ class Mamba2(LayerKind):
     def components(
         self, module: torch.nn.Module, *, state_dtype: torch.dtype | None, window_dtype: torch.dtype | None
     ) -> tuple[StateComponent, ...]:
-        """See LayerKind. Both are of the parameters' type by default, as megatron's are."""
-        conv_shape, ssm_shape = module.mamba_state_shapes_per_request()
-        own = module.config.params_dtype
+        """See LayerKind. Both default to the dtype of the parameters, as in megatron."""
+        mixer: MambaMixer = module
+        conv_shape, ssm_shape = mixer.mamba_state_shapes_per_request()
+        own: torch.dtype = mixer.config.params_dtype
         return mamba2_components(conv_shape, window_dtype or own, ssm_shape, state_dtype or own)
 
     def chunk_tokens(self, module: torch.nn.Module) -> int:
         """See LayerKind."""
-        return module.chunk_size
+        mixer: MambaMixer = module
+        return int(mixer.chunk_size)
 
     def invalidate(self, module: torch.nn.Module) -> None:
         """See LayerKind."""
@@ -107,7 +125,7 @@ class Mamba2(LayerKind):
 def mamba2_components(
     conv_shape: tuple[int, ...], conv_dtype: torch.dtype, ssm_shape: tuple[int, ...], ssm_dtype: torch.dtype
 ) -> tuple[StateComponent, ...]:
-    """Components of a Mamba2 layer whose states have these shapes and types."""
+    """Components of a Mamba2 layer whose states have these shapes and dtypes."""
     return (
         StateComponent(name="conv", shape=tuple(conv_shape), dtype=str(conv_dtype).removeprefix("torch.")),
         StateComponent(name="ssm", shape=tuple(ssm_shape), dtype=str(ssm_dtype).removeprefix("torch.")),

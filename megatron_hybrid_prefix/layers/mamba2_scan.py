@@ -1,4 +1,4 @@
-"""The chunked scan of a prefill step, from and to slots: megatron's building blocks around this package's state passing."""
+"""The chunked scan of a prefill step, from and to slots: megatron's kernels around this package's state passing."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ def scan_by_slots(
     dt_bias: torch.Tensor,
     chunk_tokens: int,
 ) -> torch.Tensor:
-    """Outputs of all sequences of the step; their states are read from, and written to, ``states``.
+    """Scan all sequences of the step; their states are read from and written to ``states``.
 
     Args:
         states: (slots, heads, headdim, d_state), the pool of one layer; updated in place.
-        chunks: The step's, in chunks of ``chunk_tokens``.
-        slots: Where sequences start from and where their states go (`PrefillStep.slots`).
+        chunks: The step's chunks for ``chunk_tokens``.
+        slots: Source and target slots (`PrefillStep.slots`).
         x: (tokens, heads, headdim), packed.
         dt: (tokens, heads), before bias and softplus.
         A: (heads,) float32, negative.
         B: (tokens, groups, d_state).
         C: (tokens, groups, d_state).
         D: (heads,) or (heads, headdim).
-        z: (tokens, heads, headdim), or None where the gate follows later.
+        z: (tokens, heads, headdim), or None if the gate is applied later.
         dt_bias: (heads,) float32.
-        chunk_tokens: Longest chunk, a power of 2.
+        chunk_tokens: Maximum tokens of a chunk, a power of 2.
 
     Returns:
-        (tokens, heads, headdim) in the type of ``x``; zero behind the last sequence.
+        (tokens, heads, headdim) in the dtype of ``x``; zero after the last sequence.
     """
     y = torch.zeros_like(x)
     if not x.is_cuda:
@@ -61,14 +61,14 @@ def scan_by_slots(
     added = chunk_states(B, x, dt, log_decay, bounds, states_in_fp32=True)
     before = pass_states(added.flatten(-2), log_decay, states, **slots).view(-1, *states.shape[1:])
     scores = chunk_scores(C, B, chunk_tokens, bounds, output_dtype=torch.float32)
-    # Each chunk is given the state before it as if it were a sequence of its own.
+    # Each chunk gets the state before it, as if it were a sequence.
     own = chunks.ids
     chunk_scan(scores, x, dt, log_decay, C, before, bounds, y, own, D=D, z=z, initial_states=before)
     return y
 
 
 def _scan_on_host(states: torch.Tensor, chunks: Chunks, slots: Mapping[str, torch.Tensor], **inputs: Any) -> None:
-    """The platform's scan in PyTorch; what is read is read before anything is written."""
+    """The platform's scan in PyTorch; reads all sources before it writes."""
     final, after = scan_on_host(
         **inputs,
         cu_chunk_seqlens=chunks.bounds,

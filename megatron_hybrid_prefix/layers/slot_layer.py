@@ -36,6 +36,7 @@ class SlotLayer:
         """
         step: PrefillStep | None = getattr(inference_context, "prefill_step", None)
         if step is None:
+            # The class after this mixin has it.
             return super().forward(  # type: ignore[misc]
                 hidden_states, *args, inference_context=inference_context, **kwargs
             )

@@ -1,13 +1,13 @@
-"""`PrefillStep`: what recurrent layers are told of the sequences that a step prefills, whatever their kind.
+"""`PrefillStep`: describes the sequences that a step prefills, for recurrent layers of any kind.
 
-- A sequence starts from a *source* slot (a checkpoint, or its own live slot). Its final state goes to its live slot, and
-  the states after some of its chunks go to checkpoint slots.
+- A sequence starts from a *source* slot (a checkpoint, or its own live slot). Its final state goes to its live slot. The
+  states after some of its chunks go to checkpoint slots.
 - Chunks lie on the absolute token grid: they end at every multiple of the kind's chunk quantum and of the KV block size,
-  counted from position 0 of the request, not from where this step's span starts. So a boundary that may be kept is always
-  the end of a chunk, and a request that resumes splits the scan exactly as one that does not.
+  counted from position 0 of the request, not from the start of this step's span. So every boundary is the end of a chunk,
+  and a request that resumes splits the scan exactly like a request without a hit.
 
-Each quantum has chunks of its own (`Chunks`). All of it lies in one pinned buffer, and goes to the device in one copy to
-fixed addresses, as CUDA graphs need it.
+Each quantum has its own `Chunks`. All arrays share one pinned buffer, which one copy sends to the device. Device addresses
+are fixed, as CUDA graphs require.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.layers.grid import ChunkGrid
@@ -25,9 +26,11 @@ from megatron_hybrid_prefix.pool.slots import NO_SLOT
 
 _ALIGNMENT_BYTES = 16
 
+_Integers = NDArray[np.integer]
+
 
 class KeptState(Protocol):
-    """A state that the forward has to write to a checkpoint slot."""
+    """A state that the forward writes to a checkpoint slot."""
 
     @property
     def position_tokens(self) -> int:
@@ -35,7 +38,7 @@ class KeptState(Protocol):
 
     @property
     def slot(self) -> int:
-        """Where it goes."""
+        """The checkpoint slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +47,10 @@ class PrefillSpan:
 
     Attributes:
         start_tokens: Position of its first token in the request.
-        tokens: How many.
+        tokens: Number of tokens.
         source_slot: Slot of the state that it starts from.
-        live_slot: Slot of the request's state, where its final state goes.
-        kept: States inside the span, or at its end, that also go to a checkpoint slot.
+        live_slot: Slot of the request's live state, for its final state.
+        kept: Checkpoints to write, inside the span or at its end.
     """
 
     start_tokens: int
@@ -59,11 +62,11 @@ class PrefillSpan:
 
 @dataclass(slots=True)
 class Chunks:
-    """The chunks of a step for one quantum, on the device. Chunks that only pad the step are empty and have no slot.
+    """The chunks of a step for one quantum, on the device. Padding chunks are empty and have no slot.
 
     Attributes:
         first: (sequences + 1,) int64, the chunks of sequence i are [first[i], first[i + 1]).
-        slots: (chunks,) int64, the slot where the state after a chunk goes too, or NO_SLOT.
+        slots: (chunks,) int64, the checkpoint slot for the state after a chunk, or NO_SLOT.
         bounds: (chunks + 1,) int32, chunk i is rows [bounds[i], bounds[i + 1]) of the prefilled tokens.
         of_sequence: (chunks,) int32, the sequence of each chunk.
         last: (sequences,) int32, the last chunk of each sequence.
@@ -80,23 +83,26 @@ class Chunks:
 
 @dataclass(slots=True)
 class _Buffers:
-    """Arrays in one pinned buffer, and the same on the device.
+    """Arrays in one pinned buffer, and in one device buffer with the same layout.
 
     Attributes:
         sizes: (name, length, type) of each array.
     """
 
-    sizes: list[tuple[str, int, type[np.generic]]] = field(default_factory=list)
+    sizes: list[tuple[str, int, type[np.int32 | np.int64]]] = field(default_factory=list)
 
-    def allocate(self, device: torch.device | int | str) -> tuple[torch.Tensor, torch.Tensor, dict, dict]:
-        """The pinned and the device buffer, and their arrays by name (numpy, torch)."""
+    def allocate(
+        self, device: torch.device | int | str
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, _Integers], dict[str, torch.Tensor]]:
+        """The pinned and the device buffer, and the arrays in each by name (numpy, torch)."""
         offsets, total = [], 0
         for _, length, dtype in self.sizes:
             offsets.append(total)
             total += ceil_div(length * dtype().itemsize, _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         pinned = torch.zeros(total, dtype=torch.uint8).pin_memory()
         on_device = torch.zeros(total, dtype=torch.uint8, device=device)
-        arrays, tensors = {}, {}
+        arrays: dict[str, _Integers] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for (name, length, dtype), offset in zip(self.sizes, offsets, strict=True):
             part = slice(offset, offset + length * dtype().itemsize)
             arrays[name] = pinned[part].numpy().view(dtype)
@@ -105,24 +111,30 @@ class _Buffers:
 
 
 class PrefillStep:
-    """See the module. Sequences that only pad the step to the size of a CUDA graph are empty, and have no targets.
+    """See the module. Sequences that pad the step to the size of a CUDA graph are empty and write no states.
 
     Args:
         quanta: Chunk quanta of the layer kinds, in tokens.
-        block_tokens: Tokens of a KV block.
-        max_tokens: Tokens of a step at most.
-        max_sequences: Sequences of a step at most.
-        device: Of the layers.
+        block_tokens: Tokens per KV block.
+        max_tokens: Maximum tokens of a step.
+        max_sequences: Maximum sequences of a step.
+        device: Device of the layers.
 
     Attributes:
-        buffer: uint8, all that follows, on the device.
+        buffer: uint8, device memory of the attributes below.
         bounds: (sequences + 1,) int32, sequence i is rows [bounds[i], bounds[i + 1]) of the prefilled tokens.
         source_slots: (sequences,) int64, the slot that each sequence starts from.
-        live_slots: (sequences,) int64, the slot of its final state, or NO_SLOT.
+        live_slots: (sequences,) int64, the slot for its final state, or NO_SLOT.
         token_sources: (tokens,) int32, the source slot of each token's sequence.
         token_starts: (tokens,) int32, the row where each token's sequence starts.
-        chunks: By quantum. Empty, and all but ``buffer`` None, before the first prefill.
+        chunks: By quantum. Empty before the first prefill. The tensors above (not ``buffer``) do not exist before it.
     """
+
+    bounds: torch.Tensor
+    source_slots: torch.Tensor
+    live_slots: torch.Tensor
+    token_sources: torch.Tensor
+    token_starts: torch.Tensor
 
     def __init__(
         self,
@@ -156,16 +168,15 @@ class PrefillStep:
         self._ids = torch.arange(max(most_chunks.values(), default=0), dtype=torch.int32, device=device)
         self._sizes = (0, 0)
         self._shown: tuple[int, int] | None = None
-        self.bounds = self.source_slots = self.live_slots = self.token_sources = self.token_starts = None
         self.chunks: dict[int, Chunks] = {}
 
     def prepare(self, spans: Sequence[PrefillSpan], *, tokens: int, sequences: int) -> None:
-        """Says what the coming step prefills; the device has it after `copy` and `show`.
+        """Describe the next step; the device has it after `copy`, the attributes show it after `show`.
 
         Args:
-            spans: Of the sequences, in the order of their tokens.
-            tokens: Of the step, padding included.
-            sequences: Likewise.
+            spans: One span per sequence, in the order of their tokens.
+            tokens: Tokens of the step, padding included.
+            sequences: Sequences of the step, padding included.
         """
         sources = [span.source_slot for span in spans]
         lengths = [span.tokens for span in spans]
@@ -184,11 +195,11 @@ class PrefillStep:
         self._sizes = (tokens, sequences)
 
     def copy(self) -> None:
-        """What `prepare` was told goes to the device. The pinned buffer may be written again once this copy is over."""
+        """Copy the prepared step to the device. Do not call `prepare` again before this copy is done."""
         self.buffer.copy_(self._pinned, non_blocking=True)
 
     def show(self) -> None:
-        """The attributes are those of the step that was prepared last."""
+        """Set the attributes to the step that was prepared last."""
         tokens, sequences = self._sizes
         if self._shown == self._sizes:
             return
@@ -209,7 +220,7 @@ class PrefillStep:
             )
 
     def slots(self, quantum: int) -> dict[str, torch.Tensor]:
-        """Sources and targets, as the operations by slot (``ops/``) take them."""
+        """Source and target slots: arguments of the operations in ``ops/``."""
         chunks = self.chunks[quantum]
         return {
             "first_chunks": chunks.first,
@@ -219,7 +230,10 @@ class PrefillStep:
         }
 
     def _cut(self, quantum: int, grid: ChunkGrid, spans: Sequence[PrefillSpan], *, chunks: int, sequences: int) -> None:
-        bounds, of_sequence, first, last, slots = [0], [], [0], [], []
+        bounds, first = [0], [0]
+        of_sequence: list[int] = []
+        last: list[int] = []
+        slots: list[int] = []
         for sequence, span in enumerate(spans):
             kept = {state.position_tokens: state.slot for state in span.kept}
             row = bounds[-1] - span.start_tokens
@@ -227,7 +241,7 @@ class PrefillStep:
                 bounds.append(row + position)
                 of_sequence.append(sequence)
                 slots.append(kept.pop(position, NO_SLOT))
-            assert not kept, "a boundary to be kept is not the end of a chunk"
+            assert not kept, "a checkpoint is not at the end of a chunk"
             first.append(len(of_sequence))
             last.append(len(of_sequence) - 1)
         for sequence in range(len(spans), sequences):  # padding: one empty chunk each
@@ -235,15 +249,15 @@ class PrefillStep:
             of_sequence.append(sequence)
             first.append(len(of_sequence))
             last.append(len(of_sequence) - 1)
-        assert len(of_sequence) <= chunks, "sized too small"
+        assert len(of_sequence) <= chunks, "more chunks than there is room for"
         self._fill(f"first{quantum}", first, sequences + 1, 0)
         self._fill(f"slots{quantum}", slots, chunks, NO_SLOT)
         self._fill(f"bounds{quantum}", bounds, chunks + 1, bounds[-1])
         self._fill(f"of_sequence{quantum}", of_sequence, chunks, 0)
         self._fill(f"last{quantum}", last, sequences, 0)
 
-    def _fill(self, name: str, values: Sequence[int] | np.ndarray, count: int, padding: int) -> None:
-        """The first ``count`` elements are the values, then padding."""
+    def _fill(self, name: str, values: Sequence[int] | _Integers, count: int, padding: int) -> None:
+        """Set the first ``count`` elements to the values, then padding."""
         array = self._arrays[name]
         array[: len(values)] = values
         array[len(values) : count] = padding

@@ -1,6 +1,6 @@
 """The cache inside megatron-core: context, block allocator, mixer, engine.
 
-Everything but `build_engine` and `build_upstream_engine` imports megatron when it is asked for.
+All names except `build_engine` and `build_upstream_engine` import megatron on first access.
 """
 
 from __future__ import annotations
@@ -33,6 +33,6 @@ __all__ = ["build_engine", "build_upstream_engine", *_PARTS]
 def __getattr__(name: str) -> Any:
     if name not in _PARTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if _PARTS[name] not in ("mcore.entrypoints.arguments", "mcore.entrypoints.install"):  # the others import megatron
+    if _PARTS[name] not in ("mcore.entrypoints.arguments", "mcore.entrypoints.install"):  # all others import megatron
         check_version()
     return getattr(import_module(f"megatron_hybrid_prefix.{_PARTS[name]}"), name)

@@ -1,6 +1,6 @@
-"""`run_batch`: drive an engine until a batch of requests is done, and say what each request cost.
+"""`run_batch`: step an engine until a batch of requests is done, and report the cost of each request.
 
-Works the same on every rank: tensor- and pipeline-parallel ranks step in lockstep when each is given the same requests.
+Works on every rank: tensor- and pipeline-parallel ranks step in lockstep if each gets the same requests.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
         SamplingParams,
     )
 
-# An engine that schedules nothing in this many steps in a row never will.
+# An engine that schedules nothing for this many steps in a row never will.
 _MAX_IDLE_STEPS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestResult:
-    """What one request produced and cost.
+    """Result and cost of one request.
 
     Attributes:
         prompt_tokens: Length of the prompt.
         status: "completed", "failed" (it cannot fit) or "stopped" (`should_stop` said so).
         computed_tokens: Prompt tokens that went through the model.
         reused_tokens: Prompt tokens that were skipped because the cache held them.
-        lost_tokens: Prompt tokens whose KV was cached and that were computed for want of a state; 0 with other caches.
-        recomputed_tokens: Tokens computed again after the engine evicted the request (prompt and answer so far).
+        lost_tokens: Prompt tokens with cached KV that were computed because there was no state; 0 with other caches.
+        recomputed_tokens: Tokens (prompt and answer so far) computed again after the engine preempted the request.
         generated: Token ids of the answer.
-        log_probs: Natural-log probability of each generated token; empty unless asked for.
-        top_n_log_probs: For each generated token the likeliest tokens' text and log-probability; empty unless asked for.
+        log_probs: Natural-log probability of each generated token; empty unless requested.
+        top_n_log_probs: For each generated token: text and log-probability of the likeliest tokens; empty unless requested.
         text: The answer, decoded.
         time_to_first_token_s: Seconds from `add_request` to the end of the step that gave the first token.
-        tokens_per_second: Generated tokens after the first, by the seconds after the first; None for fewer than two.
-        error: Why it failed.
+        tokens_per_second: Generated tokens after the first, divided by their seconds; None for fewer than two tokens.
+        error: Why the request failed.
     """
 
     prompt_tokens: int
@@ -66,7 +66,7 @@ class RequestResult:
 
 @dataclass(slots=True)
 class _Prefill:
-    """Tokens of one request's admissions. ``first`` is the request as it was before any eviction."""
+    """Tokens of one request's admissions. ``first`` is the request before any preemption."""
 
     first: DynamicInferenceRequest
     computed_tokens: int = 0
@@ -77,7 +77,7 @@ class _Prefill:
 
 @dataclass(slots=True)
 class _Batch:
-    """The requests of one `run_batch`, by id; ``added_s`` is in the order they were added."""
+    """The requests of one `run_batch`, by id. ``added_s`` has the order in which they were added."""
 
     prefills: dict[int, _Prefill]
     added_s: dict[int, float] = field(default_factory=dict)
@@ -95,22 +95,22 @@ def run_batch(
 ) -> list[RequestResult]:
     """Add every prompt at once and step the engine until all are done.
 
-    In inference mode, as megatron's scripts run theirs: tensors that megatron makes in it, as it does when it captures CUDA
-    graphs, can only be written in it.
+    Runs in inference mode, like megatron's scripts: tensors that megatron makes in inference mode (such as during CUDA graph
+    capture) can only be written in inference mode.
 
     Args:
-        engine: An engine of `build_engine` without requests of its own.
+        engine: An engine of `build_engine` that has no requests.
         prompts: Token ids of each prompt.
-        sampling: For all prompts, or one each. They are copied: the engine writes into its own.
+        sampling: Sampling parameters for all prompts, or one per prompt. Copied, because the engine writes to them.
         on_step: Called after each step with the number of finished requests and of all requests.
-        should_stop: Asked before each step. All ranks must get the same answer. On True the unfinished requests come
-            back as "stopped" with the tokens they have, and the engine is reset (which empties its cache).
+        should_stop: Called before each step; must return the same on all ranks. On True the unfinished requests are returned
+            as "stopped" with their tokens so far, and the engine is reset (which empties its cache).
 
     Returns:
-        One result a prompt, in order. A request that the engine refuses has status "failed".
+        One result per prompt, in order. A request that the engine refuses has status "failed".
 
     Raises:
-        RuntimeError: The engine cannot schedule what waits.
+        RuntimeError: The engine cannot schedule the waiting requests.
     """
     params = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
     with count_prefill(engine.context) as prefills:
@@ -121,12 +121,12 @@ def run_batch(
             try:
                 check_fits(engine, len(prompt), own.num_tokens_to_generate)
             except ValueError as error:
-                # Upstream refuses most of these itself, but crashes on a prompt of exactly the longest length.
+                # Upstream refuses most of these, but crashes on a prompt of exactly max_sequence_length tokens.
                 batch.results[request_id] = RequestResult(prompt_tokens=len(prompt), status="failed", error=str(error))
             else:
                 engine.add_request(request_id, prompt, copy.copy(own))
         idle_steps = 0
-        # A refused request never becomes "unfinished"; the next step hands it out.
+        # A refused request is never "unfinished"; the next step returns it.
         while engine.has_unfinished_requests() or engine.failed_request_ids:
             if should_stop is not None and should_stop():
                 _collect_stopped(engine, batch)
@@ -143,11 +143,11 @@ def run_batch(
 
 @contextmanager
 def count_prefill(context: DynamicInferenceContext) -> Iterator[dict[int, _Prefill]]:
-    """Attribute prefilled and skipped tokens to requests while the block runs.
+    """Count prefilled and skipped tokens per request while the block runs.
 
-    Upstream's ``num_cached_tokens`` counts tokens whose KV matched, skipped or not, and its counters are the engine's.
-    Here ``context.add_request``, which plans one prefill chunk of one request, is wrapped on the instance; what it adds
-    to the context's prefill counter was computed, the rest of the chunk was skipped.
+    Upstream's ``num_cached_tokens`` counts tokens with matching KV, skipped or not, and its counters are per engine. So this
+    wraps ``context.add_request``, which admits one chunk of one request, on the instance: tokens that it adds to the context's
+    prefill counter are computed, the rest of the chunk is skipped.
     """
     counts: dict[int, _Prefill] = {}
     add_request = context.add_request
@@ -178,10 +178,10 @@ def count_prefill(context: DynamicInferenceContext) -> Iterator[dict[int, _Prefi
 
 
 def check_fits(engine: DynamicInferenceEngine, prompt_tokens: int, num_tokens_to_generate: int | None) -> None:
-    """Say why the engine would refuse a request of these lengths, before it is sent.
+    """Raise an error if the engine would refuse a request of these lengths.
 
     Raises:
-        ValueError: It is longer than a sequence or a step may be, or needs more KV blocks than there are.
+        ValueError: It is longer than a sequence or step may be, or needs more KV blocks than there are.
     """
     from megatron_hybrid_prefix.upstream.blocks import block_counts
 
@@ -205,7 +205,7 @@ def check_fits(engine: DynamicInferenceEngine, prompt_tokens: int, num_tokens_to
 
 
 def release_engine(engine: DynamicInferenceEngine) -> None:
-    """Drop the CUDA graphs that an engine left on its model, so that another engine can capture its own."""
+    """Delete the CUDA graphs that an engine left on its model, so that another engine can capture."""
     if engine.cuda_graph_impl == "local":
         from megatron_hybrid_prefix.upstream.graphs import delete_graphs_of
 
@@ -213,7 +213,7 @@ def release_engine(engine: DynamicInferenceEngine) -> None:
 
 
 def _collect(engine: DynamicInferenceEngine, batch: _Batch, finished: Sequence[DynamicInferenceRequestRecord]) -> None:
-    """Note first tokens and results of the step that just ended."""
+    """Record first tokens and results of the last step."""
     records = {record.request_id: record for record in finished}
     for request_id in batch.added_s.keys() - batch.first_token_s.keys() - batch.results.keys():
         record = records.get(request_id) or engine.requests[request_id].record
@@ -244,7 +244,7 @@ def _result(record: DynamicInferenceRequestRecord, batch: _Batch, stopped: bool 
         lost_tokens=prefill.lost_tokens,
         recomputed_tokens=prefill.recomputed_tokens,
         generated=generated,
-        # A stop word is cut off the tokens, but not off the log-probs of earlier steps.
+        # Upstream cuts a stop word off the tokens, but not off the log-probs of earlier steps.
         log_probs=[float(value) for value in request.generated_log_probs or ()][: len(generated)],
         top_n_log_probs=list(request.generated_top_n_logprobs or ())[: len(generated)],
         text=request.generated_text or "",

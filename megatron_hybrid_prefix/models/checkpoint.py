@@ -1,7 +1,7 @@
 """`save_checkpoint`, `load_checkpoint`: megatron's distributed checkpoints, saved in one layout, loaded in any.
 
-A checkpoint is a folder of ``torch_dist`` files plus ``hybrid_model.json``, the dimensions. Every rank takes part in
-both calls and must see the same folder; what is wrong on one rank is raised on all of them.
+A checkpoint is a folder of ``torch_dist`` files plus ``hybrid_model.json``, the dimensions. Both calls are collectives, and all
+ranks must see the same folder. An error on one rank is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 DIMENSIONS_FILE = "hybrid_model.json"
-# Says nothing about the weights: a checkpoint may be loaded into a model that differs in these.
+# These do not affect the weights: a checkpoint may be loaded into a model that differs in them.
 _NOT_COMPARED = ("max_sequence_length", "chunk_size", "dtype", "long_memory")
 
 
 def save_checkpoint(model: Any, path: str | os.PathLike[str]) -> None:
     """Save the weights of all ranks' shards.
 
-    Written to a hidden folder beside ``path``, which takes its name when everything is on disk: a save that is cut
-    short leaves no ``path``.
+    Writes to a hidden folder next to ``path``, and renames it when everything is on disk: an interrupted save leaves no
+    ``path``.
 
     Args:
         model: This rank's shard, as `build_hybrid_model` returned it.
@@ -35,7 +35,7 @@ def save_checkpoint(model: Any, path: str | os.PathLike[str]) -> None:
 
     Raises:
         ValueError: ``path`` is a file or is not empty, or the ranks do not share the storage.
-        OSError: Writing failed; what was written is removed.
+        OSError: Writing failed; written files are removed.
     """
     from megatron.core import dist_checkpointing
 
@@ -74,22 +74,22 @@ def save_checkpoint(model: Any, path: str | os.PathLike[str]) -> None:
         _together(complete, only_rank_0=True)
     finally:
         if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)  # gone where all went well
+            shutil.rmtree(partial, ignore_errors=True)  # exists only after an error
 
 
 def load_checkpoint(model: Any, path: str | os.PathLike[str]) -> None:
-    """Load weights that `save_checkpoint` saved, in whatever tensor- and pipeline-parallel layout that was.
+    """Load weights that `save_checkpoint` saved, in any tensor- and pipeline-parallel layout.
 
-    Values are converted to the model's dtype. A checkpoint that turns out to be unreadable halfway leaves some of its
-    weights in the model; every other error leaves the model as it was.
+    Values are converted to the model's dtype. If reading fails halfway, the model has some of the new weights; any other error
+    leaves the model unchanged.
 
     Args:
         model: This rank's shard, as `build_hybrid_model` returned it.
         path: The checkpoint's folder.
 
     Raises:
-        ValueError: There is no complete checkpoint, it is of a model with other dimensions, it lacks a weight or has
-            one too many, or it cannot be read.
+        ValueError: The checkpoint is missing, incomplete or unreadable, is of a model with other dimensions, or has a missing
+            or an unknown weight.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
@@ -143,7 +143,7 @@ def _check_dimensions(model: Any, path: Path) -> None:
 
 
 def _together(action: Callable[[], None], *, only_rank_0: bool = False) -> None:
-    """Run ``action`` on every rank, or on rank 0 for all, and wait; when it raises on one rank, every rank raises."""
+    """Run ``action`` on every rank, or only on rank 0, and wait. If it raises on one rank, every rank raises."""
     error: BaseException | None = None
     try:
         if dist.get_rank() == 0 or not only_rank_0:
@@ -173,7 +173,7 @@ def _sync_folder(path: Path) -> None:
 
 
 def _one_line(error: BaseException, limit: int = 300) -> str:
-    if isinstance(error, CheckpointException):  # its own text is the stack of every rank
+    if isinstance(error, CheckpointException):  # its text is the stack of every rank
         error = next(iter(error.failures.values()))[0]
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,4 +1,4 @@
-"""`copy_hf_weights`: weights of a Hugging Face Nemotron-H state dict into this rank's shard of a hybrid model."""
+"""`copy_hf_weights`: copy a Hugging Face Nemotron-H state dict into this rank's shard of a hybrid model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatron_hybrid_prefix.models.weights import (
     shard_for_this_rank,
 )
 
-# Nemotron-H's name, then megatron's: with local layers, and where Transformer Engine fuses the norm into the next layer.
+# Nemotron-H's name to megatron's names: with local layers, and with Transformer Engine, which fuses a norm into the next layer.
 _MAMBA = {
     "norm.weight": ("norm.weight", "mixer.in_proj.layer_norm_weight"),
-    # Both pack z (the gate), x, B, C, dt in this order.
+    # Both models pack z (the gate), x, B, C, dt in this order.
     "mixer.in_proj.weight": ("mixer.in_proj.weight",),
     "mixer.conv1d.weight": ("mixer.conv1d_weight",),
     "mixer.conv1d.bias": ("mixer.conv1d_bias",),
@@ -41,20 +41,20 @@ _QKV = tuple(f"mixer.{part}_proj.weight" for part in "qkv")
 
 @torch.no_grad()
 def copy_hf_weights(model: Any, state_dict: Mapping[str, torch.Tensor], config: HybridModelConfig) -> None:
-    """Copy a ``NemotronHForCausalLM`` state dict into ``model``, whatever its tensor- and pipeline-parallel layout.
+    """Copy a ``NemotronHForCausalLM`` state dict into ``model``, for any tensor- and pipeline-parallel layout.
 
     The whole state dict is checked before the first weight is written. Values are converted to the model's dtype.
-    Two things are not weights: Hugging Face's Nemotron-H clamps the step size dt from below at its ``time_step_min``,
-    megatron does not clamp it; and the gated norm of megatron's mixer has an epsilon of 1e-5 whatever the config says.
+    Two differences remain, as they are not weights: Hugging Face's Nemotron-H clamps the step size dt from below at its
+    ``time_step_min``, megatron does not; and the gated norm of megatron's mixer always has an epsilon of 1e-5.
 
     Args:
         model: This rank's shard, as `build_hybrid_model` returned it.
         state_dict: Unsharded tensors; names begin with ``model.`` or, as on the Hub, ``backbone.``. Weights of
-            multi-token-prediction layers (``mtp.``) are left out.
-        config: The whole model's dimensions.
+            multi-token-prediction layers (``mtp.``) are ignored.
+        config: Dimensions of the unsharded model.
 
     Raises:
-        ValueError: ``config`` is no Nemotron-H, or a weight is missing, unknown or has another shape.
+        ValueError: ``config`` is not a Nemotron-H, or a weight is missing, unknown or has another shape.
     """
     from megatron_hybrid_prefix.layers.kinds import invalidate_layers  # imports megatron
 
@@ -72,7 +72,11 @@ def copy_hf_weights(model: Any, state_dict: Mapping[str, torch.Tensor], config: 
     sources = _sources(config)
     for name, parameter in parameters_by_global_name(model):
         source = sources[name]
-        full = weights[source] if isinstance(source, str) else _pack_qkv(*(weights[part] for part in source), config)
+        if isinstance(source, str):
+            full = weights[source]
+        else:
+            q, k, v = (weights[part] for part in source)
+            full = _pack_qkv(q, k, v, config)
         parameter.copy_(shard_for_this_rank(full, name, parameter, config))
     invalidate_layers(model)
 
@@ -123,11 +127,11 @@ def _check(weights: Mapping[str, torch.Tensor], config: HybridModelConfig) -> No
             raise ValueError(f"the state dict {what} weight {min(names)}{more}")
     for name, shape in expected.items():
         if tuple(weights[name].shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(weights[name].shape)}, the model's dimensions ask for {shape}")
+            raise ValueError(f"{name} has shape {tuple(weights[name].shape)}, the model's dimensions require {shape}")
 
 
 def _sources(config: HybridModelConfig) -> dict[str, str | tuple[str, ...]]:
-    """Megatron's name of every parameter to Nemotron-H's name, or to its q, k and v."""
+    """Maps megatron's name of each parameter to Nemotron-H's name, or to the names of q, k and v."""
     sources: dict[str, str | tuple[str, ...]] = {
         "embedding.word_embeddings.weight": "model.embeddings.weight",
         "decoder.final_norm.weight": "model.norm_f.weight",
@@ -144,6 +148,6 @@ def _sources(config: HybridModelConfig) -> dict[str, str | tuple[str, ...]]:
 
 
 def _pack_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: HybridModelConfig) -> torch.Tensor:
-    """Megatron's ``linear_qkv``: for each query group its query heads, its key head, its value head."""
+    """Megatron's ``linear_qkv``: for each query group the query heads, the key head, the value head."""
     groups = [part.reshape(config.num_query_groups, -1, part.shape[-1]) for part in (q, k, v)]
     return torch.cat(groups, dim=1).reshape(-1, q.shape[-1])

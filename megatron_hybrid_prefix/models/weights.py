@@ -33,7 +33,7 @@ def initialise_weights(model: Any, config: HybridModelConfig, seed: int) -> None
         components = _components(name, parameter, config, tp)
         shape = list(parameter.shape)
         if components:
-            shape[parameter.partition_dim] = sum(components) * tp
+            shape[_partition_dim(parameter)] = sum(components) * tp
         digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
         generator = torch.Generator(device=parameter.device)
         generator.manual_seed(int.from_bytes(digest, "big"))
@@ -80,9 +80,14 @@ def shard_for_this_rank(
     shards = []
     start = 0
     for rows in components:
-        shards.append(full.narrow(parameter.partition_dim, start + tp_rank * rows, rows))
+        shards.append(full.narrow(_partition_dim(parameter), start + tp_rank * rows, rows))
         start += rows * tp
-    return torch.cat(shards, dim=parameter.partition_dim)
+    return torch.cat(shards, dim=_partition_dim(parameter))
+
+
+def _partition_dim(parameter: Any) -> int:
+    """The dimension along which megatron partitions a parameter; it sets it as an attribute."""
+    return int(parameter.partition_dim)
 
 
 def _components(name: str, parameter: Any, config: HybridModelConfig, tp: int) -> list[int]:

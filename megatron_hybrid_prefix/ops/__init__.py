@@ -1,1 +1,1 @@
-"""Operations on states by slot. Each file: what it computes, and its PyTorch reference."""
+"""Operations on states by slot. Each file has the Triton kernel, its wrapper and its PyTorch reference."""

@@ -1,4 +1,4 @@
-"""Checksums of rows of memory, to tell whether what comes back is what went away."""
+"""Checksums of rows of memory, to verify loads from another tier."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _BLOCK = 4096  # words of 8 bytes
 
 
 def checksum_rows(rows: torch.Tensor) -> torch.Tensor:
-    """``sum_i rows[r, i] * (2 i + 1)`` modulo 2^64 for every row: a flipped bit, and two words that changed places, show.
+    """``sum_i rows[r, i] * (2 i + 1)`` modulo 2^64 for every row. Flipped bits and swapped words change it.
 
     Args:
         rows: (rows, words) int64, contiguous inside a row.
 
     Returns:
-        (rows,) int64. The same on every device.
+        (rows,) int64; the same on every device.
     """
     if not runs_kernel(rows):
         return _checksum_rows_reference(rows)
@@ -39,12 +39,12 @@ if triton is not None:
 
     @triton.jit
     def _checksum_rows_kernel(
-        rows_ptr,  # (rows, words)
-        sums_ptr,
-        words,
+        rows_ptr: tl.tensor,  # (rows, words)
+        sums_ptr: tl.tensor,
+        words: tl.tensor,
         row_stride: tl.int64,
         BLOCK: tl.constexpr,
-    ):
+    ) -> None:
         """One program: BLOCK words of one row."""
         offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         row = tl.program_id(1).to(tl.int64)

@@ -1,7 +1,7 @@
 """Windows of a causal convolution, from and to slots.
 
-The state of the convolution after a token is its last ``d_conv`` inputs. Where fewer than that were computed in this
-step, the window reaches back into the one that the sequence started from. (megatron-core pads with zeros there.)
+The convolution's state after a token is its last ``d_conv`` inputs. If this step computed fewer inputs, the rest come from the
+window that the sequence started from. (megatron-core pads with zeros there.)
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ def write_conv_windows(
     live_slots: torch.Tensor,
     chunk_slots: torch.Tensor,
 ) -> None:
-    """Writes the window after each sequence, and after chunks whose end is to be kept; updates ``windows`` in place.
+    """Write the window after each sequence, and after each chunk that has a slot; updates ``windows`` in place.
 
-    A sequence may read and write the same slot. No slot may be written by one sequence and read or written by another.
+    A sequence may read and write the same slot. Two sequences may share a slot only if both just read it.
 
     Args:
-        inputs: (tokens, dim), the convolution's inputs, sequences packed one after the other; contiguous.
-        windows: (slots, dim, d_conv), the pool of one layer, newest last; strided over slots, contiguous inside one.
+        inputs: (tokens, dim), the convolution's inputs, packed sequences; contiguous.
+        windows: (slots, dim, d_conv), the pool of one layer, newest input last; strided over slots, contiguous inside a slot.
         first_chunks: (sequences + 1,) int64, the chunks of sequence i are [first_chunks[i], first_chunks[i + 1]).
         chunk_bounds: (chunks + 1,) integer, chunk i is rows [chunk_bounds[i], chunk_bounds[i + 1]) of ``inputs``.
-        source_slots: (sequences,) int64, the window before each sequence.
-        live_slots: (sequences,) int64, where its final window goes; negative: nowhere.
-        chunk_slots: (chunks,) int64, where the window after a chunk goes too; negative: nowhere.
+        source_slots: (sequences,) int64, slot of the window before each sequence.
+        live_slots: (sequences,) int64, slot for its final window; negative: none.
+        chunk_slots: (chunks,) int64, slot for the window after a chunk; negative: none.
     """
     if not runs_kernel(inputs):
         _write_conv_windows_reference(
@@ -60,7 +60,13 @@ def write_conv_windows(
 
 
 def _write_conv_windows_reference(
-    inputs, windows, first_chunks, chunk_bounds, source_slots, live_slots, chunk_slots
+    inputs: torch.Tensor,
+    windows: torch.Tensor,
+    first_chunks: torch.Tensor,
+    chunk_bounds: torch.Tensor,
+    source_slots: torch.Tensor,
+    live_slots: torch.Tensor,
+    chunk_slots: torch.Tensor,
 ) -> None:
     """The same in plain PyTorch, one sequence at a time."""
     d_conv = windows.shape[2]
@@ -82,19 +88,19 @@ if triton is not None:
 
     @triton.jit
     def _write_conv_windows_kernel(
-        inputs_ptr,  # (tokens, dim)
-        windows_ptr,  # (slots, dim, d_conv), strided over slots
-        first_chunks_ptr,
-        chunk_bounds_ptr,
-        source_slots_ptr,
-        live_slots_ptr,
-        chunk_slots_ptr,
-        dim,
+        inputs_ptr: tl.tensor,  # (tokens, dim)
+        windows_ptr: tl.tensor,  # (slots, dim, d_conv), strided over slots
+        first_chunks_ptr: tl.tensor,
+        chunk_bounds_ptr: tl.tensor,
+        source_slots_ptr: tl.tensor,
+        live_slots_ptr: tl.tensor,
+        chunk_slots_ptr: tl.tensor,
+        dim: tl.tensor,
         stride_slot: tl.int64,
         D_CONV: tl.constexpr,
         WIDTH: tl.constexpr,
         BLOCK: tl.constexpr,
-    ):
+    ) -> None:
         """One program: BLOCK channels of all windows of one sequence, so that it reads its source before it writes."""
         channels = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         sequence = tl.program_id(1)
@@ -106,8 +112,8 @@ if triton is not None:
         last = tl.load(first_chunks_ptr + sequence + 1)
         start = tl.load(chunk_bounds_ptr + first).to(tl.int64)
         source_ptr = windows_ptr + tl.load(source_slots_ptr + sequence) * stride_slot
-        # Windows that reach back need the source at most D_CONV - 1 columns further on; a chunk that ends within the
-        # first D_CONV - 1 tokens is the only one (and the last, where the span is that short).
+        # Only windows that end within the first D_CONV - 1 tokens read the source. At most one chunk ends there, and the
+        # final window if the span is that short.
         for write in range(first, last + 1):
             is_live = write == last
             slot = tl.load(chunk_slots_ptr + write, mask=write < last, other=-1)
@@ -127,7 +133,7 @@ if triton is not None:
                 mask=mask & (~own)[None, :] & (back >= 0)[None, :] & (slot >= 0),
                 other=0.0,
             )
-            tl.debug_barrier()  # within a program all is read before anything of this window is written
+            tl.debug_barrier()  # a program reads all of this window's inputs before it writes the window
             tl.store(
                 windows_ptr + slot * stride_slot + in_slot,
                 tl.where(own[None, :], values, earlier),

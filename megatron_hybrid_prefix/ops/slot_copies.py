@@ -1,4 +1,4 @@
-"""Copies of whole states between slots, in one launch over all layers and all slots."""
+"""Copies of whole states between slots: one launch for all layers and slots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def ids_on_device(ids: Iterable[int], device: torch.device) -> torch.Tensor:
-    """Ids for a kernel, (ids,) int64 on ``device``, without waiting for it."""
+    """Ids for a kernel, (ids,) int64 on ``device``; does not synchronise with it."""
     tensor = torch.tensor(list(ids), dtype=torch.int64)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
@@ -24,16 +24,16 @@ def copy_slots(
 ) -> None:
     """``target[:, target_slots[i]] = source[:, source_slots[i]]`` for every i, bit by bit.
 
-    No slot of ``target`` may be written twice, nor be read for another copy.
+    A slot of ``target`` may be written once only, and no other copy may read it.
 
     Args:
         source: (layers, slots, *shape), strided over layers and slots, contiguous inside a slot.
-        target: (layers, slots, *shape), the same way; may be ``source``.
+        target: (layers, slots, *shape), likewise; may be ``source``.
         source_slots: (copies,) int64; negative: no copy.
         target_slots: (copies,) int64; negative: no copy.
 
     Raises:
-        ValueError: Layers, shapes or types of ``source`` and ``target`` differ.
+        ValueError: Layers, shapes or dtypes of ``source`` and ``target`` differ.
     """
     if source.shape[0] != target.shape[0] or source.shape[2:] != target.shape[2:] or source.dtype != target.dtype:
         raise ValueError(
@@ -63,7 +63,7 @@ def copy_slots(
 
 
 def _as_words(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """(layers, slots, words) views, in the widest integers that sizes and strides of all are multiples of."""
+    """(layers, slots, words) views, in the widest integer type that divides all sizes, strides and offsets."""
     strides_bytes = [tensor.stride(dim) * tensor.element_size() for tensor in tensors for dim in (0, 1)]
     slot_bytes = math.prod(tensors[0].shape[2:]) * tensors[0].element_size()
     offsets_bytes = [tensor.storage_offset() * tensor.element_size() for tensor in tensors]
@@ -72,7 +72,9 @@ def _as_words(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [tensor.flatten(2).view(word) for tensor in tensors]
 
 
-def _copy_slots_reference(source, target, source_slots, target_slots) -> None:
+def _copy_slots_reference(
+    source: torch.Tensor, target: torch.Tensor, source_slots: torch.Tensor, target_slots: torch.Tensor
+) -> None:
     """The same in plain PyTorch."""
     wanted = (source_slots >= 0) & (target_slots >= 0)
     target[:, target_slots[wanted]] = source[:, source_slots[wanted]]
@@ -82,17 +84,17 @@ if triton is not None:
 
     @triton.jit
     def _copy_slots_kernel(
-        source_ptr,  # (layers, slots, words), strided over layers and slots
-        target_ptr,
-        source_slots_ptr,
-        target_slots_ptr,
-        words,
+        source_ptr: tl.tensor,  # (layers, slots, words), strided over layers and slots
+        target_ptr: tl.tensor,
+        source_slots_ptr: tl.tensor,
+        target_slots_ptr: tl.tensor,
+        words: tl.tensor,
         source_stride_layer: tl.int64,
         source_stride_slot: tl.int64,
         target_stride_layer: tl.int64,
         target_stride_slot: tl.int64,
         BLOCK: tl.constexpr,
-    ):
+    ) -> None:
         """One program: BLOCK words of one copy in one layer."""
         offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         layer = tl.program_id(1).to(tl.int64)

@@ -1,12 +1,12 @@
 """State passing of a chunked scan, from and to slots.
 
 A chunked scan (SSD, https://arxiv.org/abs/2405.21060, section 6) computes what each chunk adds to the state, passes the
-state from chunk to chunk, and then computes the outputs. This is the middle part: a sequence starts from any slot of
-the state pool, and the states after its last chunk, and after chunks whose end is to be kept, go straight to theirs.
-Nothing is gathered before, scattered after, or kept aside.
+state from chunk to chunk, and then computes the outputs. This file is the middle part. A sequence starts from any slot of the
+state pool. The state after its last chunk, and after each chunk that has a slot, is written directly to its slot: no
+gather, no scatter, no extra buffer.
 
-The state is carried in float32 and rounded to the type of the pool where it is written. So with a float32 pool a request
-that resumes goes on from the very bits that one which does not resume has.
+The state is carried in float32 and rounded to the pool's dtype when it is written. So with a float32 pool, a request that
+resumes continues from exactly the bits that a request without a hit would have.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ def pass_states(
     live_slots: torch.Tensor,
     chunk_slots: torch.Tensor,
 ) -> torch.Tensor:
-    """Passes states along the chunks of each sequence; updates ``states`` in place.
+    """Pass states along the chunks of each sequence; updates ``states`` in place.
 
-    A sequence may read and write the same slot. No slot may be written by one sequence and read or written by another.
+    A sequence may read and write the same slot. Two sequences may share a slot only if both just read it.
 
     Args:
         added: (chunks, heads, size) float32, what each chunk adds to a state of zeros; ``size`` is headdim * d_state.
-        log_decay: (heads, chunks, chunk_tokens) float32, cumulative over each chunk, constant behind its last token.
-        states: (slots, heads, headdim, d_state), the pool of one layer; strided over slots, contiguous inside one.
+        log_decay: (heads, chunks, chunk_tokens) float32, cumulative over each chunk, constant after its last token.
+        states: (slots, heads, headdim, d_state), the pool of one layer; strided over slots, contiguous inside a slot.
         first_chunks: (sequences + 1,) int64, the chunks of sequence i are [first_chunks[i], first_chunks[i + 1]).
-        source_slots: (sequences,) int64, where each sequence starts from.
-        live_slots: (sequences,) int64, where its final state goes; negative: nowhere.
-        chunk_slots: (chunks,) int64, where the state after a chunk goes too; negative: nowhere.
+        source_slots: (sequences,) int64, slot of the state that each sequence starts from.
+        live_slots: (sequences,) int64, slot for its final state; negative: none.
+        chunk_slots: (chunks,) int64, slot for the state after a chunk; negative: none.
 
     Returns:
-        (chunks, heads, size) in the type of ``states``: the state before each chunk. Chunks of no sequence are undefined.
+        (chunks, heads, size) in the dtype of ``states``: the state before each chunk; undefined for chunks of no sequence.
     """
     before = torch.empty(added.shape, dtype=states.dtype, device=added.device)
     if not runs_kernel(added):
@@ -51,7 +51,7 @@ def pass_states(
     _, heads, size = added.shape
     sequences = source_slots.shape[0]
     assert states[0].is_contiguous() and added.is_contiguous()
-    # Not autotuned: a kernel that writes slots in place must not be run more often than asked for.
+    # Not autotuned: autotuning runs a kernel several times, and this one writes slots in place.
     _pass_states_kernel[(triton.cdiv(size, _BLOCK), heads, sequences)](
         added,
         log_decay,
@@ -73,7 +73,14 @@ def pass_states(
 
 
 def _pass_states_reference(
-    added, log_decay, states, first_chunks, source_slots, live_slots, chunk_slots, before
+    added: torch.Tensor,
+    log_decay: torch.Tensor,
+    states: torch.Tensor,
+    first_chunks: torch.Tensor,
+    source_slots: torch.Tensor,
+    live_slots: torch.Tensor,
+    chunk_slots: torch.Tensor,
+    before: torch.Tensor,
 ) -> None:
     """The same in plain PyTorch, one chunk at a time."""
     shape = states.shape[1:]
@@ -93,22 +100,22 @@ if triton is not None:
 
     @triton.jit
     def _pass_states_kernel(
-        added_ptr,  # (chunks, heads, size)
-        log_decay_ptr,  # (heads, chunks, chunk_tokens)
-        states_ptr,  # (slots, heads, size), strided over slots
-        before_ptr,  # (chunks, heads, size)
-        first_chunks_ptr,
-        source_slots_ptr,
-        live_slots_ptr,
-        chunk_slots_ptr,
-        size,
-        heads,
+        added_ptr: tl.tensor,  # (chunks, heads, size)
+        log_decay_ptr: tl.tensor,  # (heads, chunks, chunk_tokens)
+        states_ptr: tl.tensor,  # (slots, heads, size), strided over slots
+        before_ptr: tl.tensor,  # (chunks, heads, size)
+        first_chunks_ptr: tl.tensor,
+        source_slots_ptr: tl.tensor,
+        live_slots_ptr: tl.tensor,
+        chunk_slots_ptr: tl.tensor,
+        size: tl.tensor,
+        heads: tl.tensor,
         stride_slot: tl.int64,
         stride_decay_head: tl.int64,
         stride_decay_chunk: tl.int64,
-        chunk_tokens,
+        chunk_tokens: tl.tensor,
         BLOCK: tl.constexpr,
-    ):
+    ) -> None:
         """One program: BLOCK elements of one head's state, along all chunks of one sequence."""
         offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         head = tl.program_id(1).to(tl.int64)

@@ -9,10 +9,12 @@ import torch
 try:
     import triton
     import triton.language as tl
-except ImportError:  # a machine without Triton has no CUDA device either
+except ImportError:  # a machine without Triton has no CUDA device
     triton = tl = None
+
+__all__ = ["runs_kernel", "tl", "triton"]
 
 
 def runs_kernel(tensor: torch.Tensor) -> bool:
-    """On a GPU, and where Triton interprets its kernels (``TRITON_INTERPRET=1``, read by Triton too)."""
+    """True on a GPU, and if Triton interprets kernels (``TRITON_INTERPRET=1``, which Triton reads, too)."""
     return tensor.is_cuda or (triton is not None and os.environ.get("TRITON_INTERPRET") == "1")

@@ -1,7 +1,7 @@
 """Run megatron-core's dynamic engine on the machine at hand: `ensure_platform` picks CUDA or CPU and starts it.
 
-Importing this package changes nothing and does not import megatron; `ensure_platform` does both, `undo_platform` undoes
-every replacement (listed in `table`; `active_rebindings` says which are in force).
+Importing this package does not import megatron or replace any name. `ensure_platform` does both; `undo_platform` restores every
+name. `patches` lists the replacements; `active_rebindings` returns those in force.
 """
 
 from __future__ import annotations

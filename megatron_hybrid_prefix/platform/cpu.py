@@ -1,6 +1,6 @@
-"""Stand-ins for ``torch.cuda`` on a machine without a CUDA device: one host "device", one "stream", in-order.
+"""Replacements for ``torch.cuda`` on a machine without a CUDA device: the CPU is the one device, with one stream.
 
-Work on the CPU is synchronous, so an event is complete when it is recorded and a stream never has to wait.
+CPU work is synchronous, so an event is complete when it is recorded, and a stream never waits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class HostEvent:
         self._seconds = time.perf_counter()
 
     def record(self, stream: Any = None) -> None:
-        """Mark now."""
+        """Record the current time."""
         self._seconds = time.perf_counter()
 
     def elapsed_time(self, end_event: HostEvent) -> float:
@@ -76,12 +76,12 @@ _STREAM = HostStream()
 
 
 def current_device() -> torch.device:
-    """What upstream passes on as ``device=``."""
+    """The device that upstream passes as ``device=``."""
     return CPU
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
-    """For calls that only matter to a GPU."""
+    """For calls that only a GPU needs."""
 
 
 def current_stream(*args: Any, **kwargs: Any) -> HostStream:
@@ -101,7 +101,7 @@ def false(*args: Any, **kwargs: Any) -> bool:
 
 
 def get_rng_state(device: Any = None) -> torch.Tensor:
-    """State of the CPU generator, which is the only one."""
+    """State of the CPU generator, the only generator."""
     return torch.default_generator.get_state()
 
 
@@ -121,7 +121,7 @@ def initial_seed() -> int:
 
 
 def lazy_call(callback: Any, **kwargs: Any) -> None:
-    """``torch.cuda._lazy_call`` defers until CUDA starts, which never happens here: call at once."""
+    """``torch.cuda._lazy_call`` waits until CUDA starts, which never happens here; so call at once."""
     callback()
 
 
@@ -132,7 +132,7 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:
-    """Caching-allocator counters, which do not exist here: every one reads 0."""
+    """Counters of the caching allocator, which does not exist here: all are 0."""
     return defaultdict(int)
 
 
@@ -157,12 +157,12 @@ def same_module(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Mo
 
 
 def causal_mask(sq: int) -> torch.Tensor:
-    """``get_default_causal_mask``: (sq, sq), True where a query must not look."""
+    """``get_default_causal_mask``: (sq, sq), True for keys hidden from a query."""
     return torch.ones(sq, sq, dtype=torch.bool).triu(diagonal=1)
 
 
 def move_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """``maybe_move_tensor_to_cpu``, whose callers need an array where they ask for one."""
+    """``maybe_move_tensor_to_cpu``; returns an array if ``as_numpy``."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
@@ -172,18 +172,20 @@ _FACTORIES = ("arange", "empty", "empty_like", "full", "full_like", "ones", "ten
 def torch_without_pinning(original: types.ModuleType) -> types.ModuleType:
     """``torch`` as seen by one upstream module: tensor factories ignore ``pin_memory``, which needs a CUDA driver.
 
-    The real ``torch`` is left as it is for everybody else.
+    The real ``torch`` does not change for other modules.
     """
 
     def unpinned(factory: Any) -> Any:
         def make(*args: Any, **kwargs: Any) -> torch.Tensor:
             kwargs.pop("pin_memory", None)
-            return factory(*args, **kwargs)
+            made: torch.Tensor = factory(*args, **kwargs)
+            return made
 
         return make
 
     view = types.ModuleType("torch")
     view.__dict__.update(vars(original))
+    # A module's own __getattr__ (PEP 562), which the type of modules has as a method.
     view.__getattr__ = lambda name: getattr(original, name)  # type: ignore[method-assign]
     for name in _FACTORIES:
         setattr(view, name, unpinned(getattr(original, name)))

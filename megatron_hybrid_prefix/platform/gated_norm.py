@@ -1,4 +1,4 @@
-"""`GatedRMSNorm`: the norm of megatron's Mamba mixer where mamba-ssm is not installed, or cannot run."""
+"""`GatedRMSNorm`: the norm of megatron's Mamba mixer if mamba-ssm is not installed or cannot run."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from megatron_hybrid_prefix.platform.kernels.norm import rmsnorm_fn
 
 
 class GatedRMSNorm(torch.nn.Module):
-    """RMS norm over groups of features, with a SiLU gate; the parameters and names of mamba-ssm's ``RMSNorm``.
+    """RMS norm over groups of features, with a SiLU gate; has the parameters and names of mamba-ssm's ``RMSNorm``.
 
     Args:
         hidden_size: Features on this rank.
         eps: Added to the mean square.
         group_size: Features that share a root mean square; None: all.
         norm_before_gate: ``norm(x) * silu(z)``; else ``norm(x * silu(z))``.
-        device: Of the weight.
-        dtype: Of the weight.
+        device: Device of the weight.
+        dtype: Dtype of the weight.
 
     Attributes:
-        weight: (hidden_size,), ones at first.
+        weight: (hidden_size,), initially ones.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class GatedRMSNorm(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """For megatron's distributed checkpoints: the weight is split over the tensor-parallel ranks."""
+        """For megatron's distributed checkpoints: tensor-parallel ranks shard the weight."""
         from megatron.core import parallel_state
 
         from megatron_hybrid_prefix.upstream.packages import make_sharded_tensors_for_checkpoint
 
         group = getattr(self, "tp_group", None)  # the mixer sets it
-        return make_sharded_tensors_for_checkpoint(
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
             {"weight": 0},
@@ -73,3 +73,4 @@ class GatedRMSNorm(torch.nn.Module):
             tp_group=parallel_state.get_tensor_model_parallel_group() if group is None else group,
             dp_cp_group=None if metadata is None else metadata["dp_cp_group"],
         )
+        return sharded

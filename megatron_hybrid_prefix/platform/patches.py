@@ -1,12 +1,12 @@
-"""Every name that is replaced, on which machine, and why. Nothing else in the package rebinds anything for a platform.
+"""Every name that a platform replaces, and why. No other module of the package replaces names for a platform.
 
-Groups, each only where the part is missing:
-  * `HOST_*`                  no CUDA device: ``torch.cuda`` answers for the host, pinning is skipped, kernels are PyTorch.
-  * `MAMBA_PARTS`             mamba-ssm or causal-conv1d missing or too old: what dynamic inference takes of them.
-  * `NO_MAMBA_SSM`            no mamba-ssm: the mixer is built all the same; training says what it needs.
+Each group applies only if the part is missing:
+  * `HOST_*`                  no CUDA device: ``torch.cuda`` describes the CPU, pinning is skipped, kernels are PyTorch.
+  * `MAMBA_PARTS`             mamba-ssm or causal-conv1d missing or too old: the parts that dynamic inference uses.
+  * `NO_MAMBA_SSM`            no mamba-ssm: the mixer can be built; training raises an error that says what to install.
   * `*GATHERING_ATTENTION`    no flash-attention of any generation: attention gathers the pages.
   * `NO_TRANSFORMER_ENGINE`   the one norm that upstream's hybrid stack hard-codes.
-Placeholders stand for compiled modules that mamba-ssm and causal-conv1d load and the dynamic path never calls.
+Placeholders replace compiled modules that mamba-ssm and causal-conv1d import and that the dynamic path never calls.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from megatron_hybrid_prefix.platform import cpu as host
 from megatron_hybrid_prefix.upstream import modules
 from megatron_hybrid_prefix.upstream.rebinding import Placeholder, Rebinding
 
-# On a GPU; the host takes nothing of these packages.
+# On a GPU only: the CPU uses nothing of these packages.
 COMPILED_EXTENSIONS = (
     Placeholder(name="selective_scan_cuda", package="mamba_ssm", why="loaded on import; the dynamic path is Triton"),
     Placeholder(name="causal_conv1d_cuda", package="causal_conv1d", why="loaded on import; the dynamic path is Triton"),
 )
 
 
-def _to(value: Any) -> Callable[[Any], Any]:
+def _replace_by(value: Any) -> Callable[[Any], Any]:
     return lambda original: value
 
 
 def _kernel(module: str, name: str) -> Callable[[Any], Any]:
-    """The PyTorch version, imported when applied."""
+    """The PyTorch version, imported when the replacement is applied."""
 
     def make(original: Any) -> Any:
         from importlib import import_module
@@ -43,7 +43,7 @@ def _kernel(module: str, name: str) -> Callable[[Any], Any]:
 
 def _cuda(name: str, value: Any, why: str, owner: str = "torch.cuda") -> Rebinding:
     def make(original: Any) -> Any:
-        # torch.compile keeps one rule per function of torch: every name needs an object of its own.
+        # torch.compile keeps one rule per function object of torch: every name needs its own object.
         if isinstance(value, FunctionType):
             return FunctionType(value.__code__, value.__globals__, name, value.__defaults__, value.__closure__)
         return value
@@ -52,7 +52,7 @@ def _cuda(name: str, value: Any, why: str, owner: str = "torch.cuda") -> Rebindi
 
 
 HOST_TORCH = (
-    _cuda("current_device", host.current_device, "passed as device= all over upstream; raises without a driver"),
+    _cuda("current_device", host.current_device, "upstream passes it as device=; raises without a driver"),
     _cuda("set_device", host.do_nothing, "one device"),
     _cuda("synchronize", host.do_nothing, "host work is synchronous"),
     _cuda("reset_peak_memory_stats", host.do_nothing, "no caching allocator"),
@@ -74,15 +74,19 @@ HOST_TORCH = (
     _cuda("_lazy_call", host.lazy_call, "deferred until CUDA starts, which never happens"),
     _cuda("get_rng_state", host.get_rng_state, "model-parallel seeds fork the generator", owner="torch.cuda.random"),
     _cuda("set_rng_state", host.set_rng_state, "model-parallel seeds fork the generator", owner="torch.cuda.random"),
-    Rebinding(owner="torch:Tensor", name="cuda", make=_to(host.same_tensor), why="everything is on the host"),
-    Rebinding(owner="torch:Tensor", name="pin_memory", make=_to(host.same_tensor), why="pinning needs a driver"),
-    Rebinding(owner="torch.nn:Module", name="cuda", make=_to(host.same_module), why="everything is on the host"),
+    Rebinding(owner="torch:Tensor", name="cuda", make=_replace_by(host.same_tensor), why="everything is on the host"),
+    Rebinding(
+        owner="torch:Tensor", name="pin_memory", make=_replace_by(host.same_tensor), why="pinning needs a driver"
+    ),
+    Rebinding(
+        owner="torch.nn:Module", name="cuda", make=_replace_by(host.same_module), why="everything is on the host"
+    ),
     _cuda("range_push", host.do_nothing, "a CPU build of torch has no NVTX", owner="torch.cuda.nvtx"),
     _cuda("range_pop", host.do_nothing, "a CPU build of torch has no NVTX", owner="torch.cuda.nvtx"),
 )
 
 
-def _there(original: Any) -> Any:
+def _accept_any_device(original: Any) -> Any:
     def _is_cuda(tensor: Any) -> None:
         assert tensor is not None
 
@@ -117,12 +121,12 @@ def _packing_is_supported(original: Any) -> Any:
 
 
 MAMBA_PARTS = (
-    Rebinding(owner=modules.MAMBA_MIXER, name="ExtendedRMSNorm", make=_gated_norm, why="derived from mamba-ssm's norm"),
+    Rebinding(owner=modules.MAMBA_MIXER, name="ExtendedRMSNorm", make=_gated_norm, why="derives from mamba-ssm's norm"),
     Rebinding(
         owner=modules.MAMBA_MIXER,
         name="causal_conv1d_varlen_states",
         make=_kernel("conv", "causal_conv1d_varlen_states"),
-        why="causal-conv1d's, called by megatron's own prefill",
+        why="of causal-conv1d; megatron's own prefill calls it",
         same_signature=True,
         may_be_absent=True,
     ),
@@ -130,17 +134,17 @@ MAMBA_PARTS = (
         owner=modules.MAMBA_MIXER,
         name="_check_mamba_sequence_packing_support",
         make=_packing_is_supported,
-        why="asks for versions of mamba-ssm and causal-conv1d; what dynamic inference takes of them is replaced",
+        why="checks versions of mamba-ssm and causal-conv1d, whose parts are replaced",
         same_signature=True,
     ),
 )
-_NOT_DYNAMIC = "not called by dynamic inference; None otherwise, which says nothing when it is called"
+_NOT_DYNAMIC = "not called by dynamic inference; raises a clear error in place of calling None"
 NO_MAMBA_SSM = (
     Rebinding(
         owner=modules.MAMBA_MIXER,
         name="HAVE_MAMBA_SSM",
-        make=_to(True),
-        why="the mixer's constructor asks for mamba-ssm",
+        make=_replace_by(True),
+        why="the mixer's constructor requires mamba-ssm",
     ),
     Rebinding(owner=modules.MAMBA_MIXER, name="mamba_chunk_scan_combined", make=_needs_mamba_ssm, why=_NOT_DYNAMIC),
     Rebinding(
@@ -153,20 +157,20 @@ HOST_MEGATRON = (
             owner=owner,
             name="torch",
             make=host.torch_without_pinning,
-            why="bookkeeping tensors are made with pin_memory=True, which needs a driver",
+            why="makes bookkeeping tensors with pin_memory=True, which needs a driver",
         )
         for owner in (modules.DYNAMIC_CONTEXT, modules.CONTROLLER)
     ),
     Rebinding(
         owner=modules.RANDOM,
         name="_lazy_call",
-        make=_to(host.lazy_call),
+        make=_replace_by(host.lazy_call),
         why="imported by value from torch.cuda",
     ),
     Rebinding(
         owner=modules.RANDOM,
         name="device_ctx_manager",
-        make=_to(host.no_context),
+        make=_replace_by(host.no_context),
         why="imported by value from torch.cuda",
     ),
     Rebinding(
@@ -179,22 +183,22 @@ HOST_MEGATRON = (
     Rebinding(
         owner=modules.COMMUNICATION,
         name="_is_cuda",
-        make=_there,
+        make=_accept_any_device,
         why="pipeline stages assert that the logits they broadcast are on a GPU",
         same_signature=True,
     ),
     Rebinding(
         owner=modules.FUSED_SOFTMAX,
         name="get_default_causal_mask",
-        make=_to(host.causal_mask),
-        why="attention outside the dynamic path, as drafting tokens has it, makes its mask on 'cuda'",
+        make=_replace_by(host.causal_mask),
+        why="attention outside the dynamic path (drafting tokens) makes its mask on 'cuda'",
         same_signature=True,
     ),
     Rebinding(
         owner=modules.TOKEN_DISPATCHER,
         name="maybe_move_tensor_to_cpu",
-        make=_to(host.move_to_host),
-        why="sizes of the exchange between experts become arrays only on their way from a GPU",
+        make=_replace_by(host.move_to_host),
+        why="makes arrays of the sizes of the expert exchange only if they come from a GPU",
         same_signature=True,
     ),
     _triton(modules.DYNAMIC_CONTEXT, "triton_append_key_value_cache", "kv_append"),
@@ -224,7 +228,7 @@ def _gathering_attention(module: str) -> tuple[Rebinding, ...]:
             owner=modules.ATTENTION,
             name="is_fa_min_version",
             make=_has_attention,
-            why="dynamic batching asks for flash-attention >= 2.7.3",
+            why="dynamic batching requires flash-attention >= 2.7.3",
             same_signature=True,
         ),
         Rebinding(
@@ -239,8 +243,8 @@ def _gathering_attention(module: str) -> tuple[Rebinding, ...]:
             make=_kernel(module, "flash_attn_with_kvcache"),
             why=why,
         ),
-        Rebinding(owner=modules.ATTENTION, name="HAVE_FA3", make=_to(False), why=why),
-        Rebinding(owner=modules.ATTENTION, name="HAVE_FA4", make=_to(False), why=why),
+        Rebinding(owner=modules.ATTENTION, name="HAVE_FA3", make=_replace_by(False), why=why),
+        Rebinding(owner=modules.ATTENTION, name="HAVE_FA4", make=_replace_by(False), why=why),
     )
 
 
@@ -261,7 +265,7 @@ FA4 = (
         owner=modules.ATTENTION,
         name="flash_attn4_varlen_func",
         make=_fa4,
-        why="FA4 raises 'SplitKV not supported on SM 9.0' unless called with num_splits=1, and takes no float32",
+        why="FA4 raises 'SplitKV not supported on SM 9.0' unless num_splits=1, and does not support float32",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""`ensure_platform`: replace what is missing, start ``torch.distributed`` and megatron's parallel state."""
+"""`ensure_platform`: replace missing parts, start ``torch.distributed`` and megatron's parallel state."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _platform: Platform | None = None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Platform:
-    """What was picked, and this process's place in it.
+    """The chosen platform, and the ranks of this process.
 
     Attributes:
         device: ``cuda:N`` or ``cpu``.
         backend: The ``torch.distributed`` backend.
         attention: Kernel family of the dynamic path's attention.
-        mamba: Where the Mamba kernels come from.
+        mamba: Source of the Mamba kernels.
         layers: "Transformer Engine" or "local" (megatron-core's own linear layers and norms).
         tp: Tensor-parallel size.
         pp: Pipeline-parallel size.
@@ -81,20 +81,20 @@ def ensure_platform(
 ) -> Platform:
     """Make this process ready to build a hybrid model and run the dynamic engine.
 
-    Alone, or as one of the processes that ``torchrun`` started. Calling it again with the same sizes does nothing.
+    Works in a single process and in processes that ``torchrun`` started. A second call with the same sizes does nothing.
 
     Args:
         tp: Tensor-parallel size.
         pp: Pipeline-parallel size.
         ep: Expert-parallel size.
         seed: Seed of the sampling generators (models are seeded by ``build_hybrid_model``).
-        device: "cuda" or "cpu"; by default CUDA where there is a device.
-        timeout_s: Seconds after which a collective that nobody joins fails.
+        device: "cuda" or "cpu"; by default CUDA if there is a device.
+        timeout_s: Timeout of a collective, in seconds.
 
     Raises:
         ValueError: The sizes do not fit the number of processes.
-        PlatformError: There is no megatron-core or an unsupported one, or another layout is running in this process.
-        UpstreamDriftError: A name that has to be replaced is not what it was.
+        PlatformError: megatron-core is missing or unsupported, or another layout runs in this process.
+        UpstreamDriftError: A name to replace does not exist, or its signature differs.
     """
     global _platform
     for name, size in (("tp", tp), ("pp", pp), ("ep", ep)):
@@ -111,7 +111,7 @@ def ensure_platform(
         return _platform
     use_cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
     if use_cuda and not torch.cuda.is_available():
-        raise ValueError("device='cuda' was asked for, but torch finds no CUDA device")
+        raise ValueError("device='cuda', but torch finds no CUDA device")
     attention, mamba, layers = replace_what_is_missing(use_cuda)
     torch_device = _start_distributed(use_cuda, timeout_s)
     world_size = dist.get_world_size()
@@ -135,15 +135,15 @@ def ensure_platform(
 
 
 def active_rebindings() -> tuple[Rebinding | Placeholder, ...]:
-    """What is replaced in this process right now."""
+    """The replacements in force in this process."""
     return (*_applied.placeholders, *_applied.rebindings)
 
 
 def replace_names(rebindings: Iterable[Rebinding]) -> None:
-    """Replace further names, once each; listed by `active_rebindings`, put back by `undo_platform`.
+    """Replace further names, once each. `active_rebindings` lists them, `undo_platform` restores them.
 
     Raises:
-        UpstreamDriftError: A name or its signature is not as expected; nothing of these is replaced then.
+        UpstreamDriftError: A name or its signature is not as expected; none of these names is replaced.
     """
     wanted = [rebinding for rebinding in rebindings if rebinding not in _applied.rebindings]
     own = Applied()
@@ -152,14 +152,14 @@ def replace_names(rebindings: Iterable[Rebinding]) -> None:
 
 
 def undo_platform() -> None:
-    """Put back every name that was replaced. The process group keeps running (`shut_down` ends it)."""
+    """Restore every replaced name. The process group keeps running (`shut_down` ends it)."""
     global _platform
     _applied.undo()
     _platform = None
 
 
 def shut_down() -> None:
-    """End megatron's parallel state and ``torch.distributed``, then undo the replacements."""
+    """End megatron's parallel state and ``torch.distributed``, then restore every replaced name."""
     if dist.is_initialized():
         from megatron.core import parallel_state
 
@@ -169,14 +169,14 @@ def shut_down() -> None:
 
 
 def replace_what_is_missing(use_cuda: bool) -> tuple[str, str, str]:
-    """Apply the tables that this machine needs; returns names of (attention, mamba kernels, layers)."""
+    """Apply the replacements that this machine needs; returns names of (attention, mamba kernels, layers)."""
     if not use_cuda:
         apply(patches.HOST_TORCH, _applied)
     imported_before = MAMBA_MIXER in sys.modules
     try:
         with warnings.catch_warnings():
-            # A dozen lines that Transformer Engine, Apex, absl or a GPU are missing; `Platform.describe` says what is
-            # used instead.
+            # Silences a dozen warnings that Transformer Engine, Apex, absl or a GPU are missing. `Platform.describe` reports
+            # what is used instead.
             warnings.simplefilter("ignore", UserWarning)
             logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
             compiled = not use_cuda or _stand_in_for_extensions()
@@ -206,7 +206,7 @@ def replace_what_is_missing(use_cuda: bool) -> tuple[str, str, str]:
         elif family is None:
             rebindings += patches.CUDA_GATHERING_ATTENTION
         attention = family or "gather + torch varlen"
-    # On the host Transformer Engine cannot run even where it is installed.
+    # Transformer Engine cannot run on the CPU, even if it is installed.
     has_te = packages.HAVE_TE and use_cuda
     if not has_te:
         rebindings += patches.NO_TRANSFORMER_ENGINE
@@ -215,10 +215,10 @@ def replace_what_is_missing(use_cuda: bool) -> tuple[str, str, str]:
 
 
 def _stand_in_for_extensions() -> bool:
-    """Placeholders for the compiled extensions of mamba-ssm and causal-conv1d where these are installed without.
+    """Add placeholders for the compiled extensions of mamba-ssm and causal-conv1d if these are installed without them.
 
     Returns:
-        Whether all are there.
+        Whether all extensions are installed.
     """
     missing = [p for p in patches.COMPILED_EXTENSIONS if importlib.util.find_spec(p.name) is None]
     for placeholder in missing:
@@ -228,7 +228,7 @@ def _stand_in_for_extensions() -> bool:
 
 
 def _start_distributed(use_cuda: bool, timeout_s: float) -> torch.device:
-    """Join ``torchrun``'s processes, or be the only one. An already running process group is used as it is."""
+    """Join ``torchrun``'s processes, or start alone. Keeps a process group that already runs."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if use_cuda:
         if local_rank >= torch.cuda.device_count():
@@ -273,5 +273,5 @@ def _start_parallel_state(tp: int, pp: int, ep: int, seed: int, timeout_s: float
 
 
 def running_platform() -> Platform | None:
-    """What `ensure_platform` started in this process, or None."""
+    """The platform that `ensure_platform` started in this process, or None."""
     return _platform

@@ -1,1 +1,1 @@
-"""Where recurrent states live. ``slots`` only counts; it needs no torch."""
+"""Memory of the recurrent states (`device`) and accounting of its slots (`slots`, without torch)."""

@@ -1,7 +1,7 @@
-"""`StatePool`: the memory of recurrent states, live ones and checkpoints alike, one tensor per component.
+"""`StatePool`: memory of the recurrent states, live states and checkpoints in one tensor per component.
 
-Slot ids: ``[0, live_slots)`` are the states of running requests (the engine's ids), checkpoints follow. A forward may
-so read a sequence's initial state from any slot, and write to any slot, without a copy between two pools.
+Slots ``[0, live_slots)`` hold the states of running requests (their ids are the engine's). Checkpoint slots follow. So a
+forward reads a sequence's initial state from any slot, and writes to any slot, without a copy between two pools.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class StatePool:
     Args:
         layout: What a slot holds: the states of one kind of layers, or of several.
         live_slots: Slots of running requests.
-        checkpoint_slots: Slots of kept states.
-        device: Where.
+        checkpoint_slots: Slots of checkpoints.
+        device: Device of the tensors.
 
     Attributes:
         tensors: By component name, (layers of its kind, slots, *component shape).
@@ -48,10 +48,10 @@ class StatePool:
         }
 
     def zero(self, slots: Sequence[int]) -> None:
-        """Sets the states in ``slots`` to zero, the state before the first token.
+        """Zero the states in ``slots``: zero is the state before the first token.
 
         Raises:
-            ValueError: There is no such slot; nothing is written.
+            ValueError: A slot does not exist. Nothing is written.
         """
         self._check(slots)
         on_device = self._on_device(slots)
@@ -59,16 +59,16 @@ class StatePool:
             tensor[:, on_device] = 0
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies states bit by bit.
+        """Copy states bit by bit, from ``sources[i]`` to ``targets[i]``.
 
         Raises:
-            ValueError: There is no such slot, or no source to a target, or two of them, or a target is the source of
-                another copy; nothing is written.
+            ValueError: A slot does not exist, the lengths differ, a target occurs twice, or a target is the source of
+                another copy. Nothing is written.
         """
         if len(sources) != len(targets):
             raise ValueError(f"{len(sources)} sources and {len(targets)} targets")
         if len(set(targets)) < len(targets):
-            raise ValueError(f"targets {list(targets)}: one slot twice")
+            raise ValueError(f"targets {list(targets)}: a slot occurs twice")
         self._check(sources)
         self._check(targets)
         overwritten = {source for source, target in zip(sources, targets, strict=True) if source != target}
@@ -79,22 +79,24 @@ class StatePool:
             copy_slots(tensor, tensor, source_slots, target_slots)
 
     def copy_from(self, others: Mapping[str, torch.Tensor], sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies states of another memory into slots, bit by bit.
+        """Copy states of other tensors into slots, bit by bit.
 
         Args:
             others: By component name, (layers, states, *component shape).
-            sources: Which of those states.
-            targets: Slots.
+            sources: Indices of the states in ``others``.
+            targets: Slots, one for each source.
 
         Raises:
-            ValueError: There is no such slot or state, or no source to a target, or two of them; nothing is written.
+            ValueError: A slot or state does not exist, the lengths differ, or a target occurs twice. Nothing is written.
         """
         if len(sources) != len(targets) or len(set(targets)) < len(targets):
-            raise ValueError(f"sources {list(sources)} and targets {list(targets)}: not one to each")
+            raise ValueError(
+                f"sources {list(sources)} and targets {list(targets)}: must be as many, and no target twice"
+            )
         self._check(targets)
         for name in self.tensors:
             if not all(0 <= source < others[name].shape[1] for source in sources):
-                raise ValueError(f"states {list(sources)}: there are {others[name].shape[1]} of component {name!r}")
+                raise ValueError(f"states {list(sources)}: component {name!r} has {others[name].shape[1]}")
         source_slots, target_slots = self._on_device(sources), self._on_device(targets)
         for name, tensor in self.tensors.items():
             copy_slots(others[name], tensor, source_slots, target_slots)
@@ -103,7 +105,9 @@ class StatePool:
         return ids_on_device(slots, next(iter(self.tensors.values())).device)
 
     def _check(self, slots: Sequence[int]) -> None:
-        # As an index, -1 ("no slot") would silently mean the last one.
+        # Torch would take -1 (NO_SLOT) as the last slot.
         for slot in slots:
             if not 0 <= slot < self.live_slots + self.checkpoint_slots:
-                raise ValueError(f"slot {slot} is none of {self.live_slots} live and {self.checkpoint_slots} others")
+                raise ValueError(
+                    f"slot {slot} does not exist: there are {self.live_slots} live and {self.checkpoint_slots} checkpoint slots"
+                )

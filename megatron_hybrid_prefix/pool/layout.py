@@ -1,7 +1,7 @@
-"""What a slot holds: the states of all recurrent layers at one token position, as names, shapes and types.
+"""Layout of a slot: the states of all recurrent layers at one token position, as names, shapes and types.
 
-A kind of recurrent layer (Mamba2, Gated DeltaNet, ...) is one `StateLayout`; a model may have several, and a slot then holds
-the states of all of them (`SlotLayout`). The pool, the slots and the cache do not know the kinds.
+Each kind of recurrent layer (Mamba2, Gated DeltaNet, ...) has one `StateLayout`. A model may have several kinds; a slot then
+holds the states of all of them (`SlotLayout`). The pool, the slots and the cache do not depend on the kinds.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class StateComponent:
 
     Attributes:
         name: For Mamba2 "conv" (the last inputs of the convolution) or "ssm".
-        shape: Of one state in one layer, on this rank.
-        dtype: Name of the torch type.
+        shape: Shape of one state in one layer, on this rank.
+        dtype: Name of the torch dtype.
 
     Raises:
-        ValueError: The type is unknown, or the shape has no elements.
+        ValueError: The dtype is unknown, or the shape has no elements.
     """
 
     name: str
@@ -32,7 +32,9 @@ class StateComponent:
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPE_BYTES:
-            raise ValueError(f"state component {self.name!r}: dtype {self.dtype!r} is none of {list(_DTYPE_BYTES)}")
+            raise ValueError(
+                f"state component {self.name!r}: unknown dtype {self.dtype!r}, known are {list(_DTYPE_BYTES)}"
+            )
         if not self.shape or min(self.shape) < 1:
             raise ValueError(f"state component {self.name!r}: shape {self.shape} has no elements")
 
@@ -47,8 +49,8 @@ class StateLayout:
     """The states of all recurrent layers of one kind on this rank.
 
     Attributes:
-        kind: Name of the layer kind, "mamba2".
-        layers: How many layers of it this rank has; 0 on a pipeline stage without any.
+        kind: Name of the layer kind, such as "mamba2".
+        layers: Number of its layers on this rank; 0 on a pipeline stage without any.
         components: Tensors of one layer's state.
     """
 
@@ -72,10 +74,10 @@ class SlotLayout:
     """The states of all kinds of recurrent layers of a model.
 
     Attributes:
-        kinds: One layout a kind. Their components are told apart by name.
+        kinds: One layout per kind. Component names are unique over all kinds.
 
     Raises:
-        ValueError: There is no kind, or two kinds have a component of the same name.
+        ValueError: There is no component, or two kinds have a component of the same name.
     """
 
     kinds: tuple[StateLayout, ...]
@@ -86,7 +88,7 @@ class SlotLayout:
             raise ValueError(f"layer kinds {[layout.kind for layout in self.kinds]} have components {names}")
 
     def __iter__(self) -> Iterator[tuple[StateLayout, StateComponent]]:
-        """Every component, with its kind's layout."""
+        """All components, each with the layout of its kind."""
         return ((layout, component) for layout in self.kinds for component in layout.components)
 
     @property
@@ -95,5 +97,5 @@ class SlotLayout:
         return sum(layout.slot_bytes for layout in self.kinds)
 
     def slots_within(self, budget_bytes: int) -> int | None:
-        """How many slots a budget holds; None where a slot takes nothing (no such layers on this rank)."""
+        """Number of slots that fit the budget; None if a slot takes no bytes (this rank has no recurrent layers)."""
         return budget_bytes // self.slot_bytes if self.slot_bytes else None

@@ -1,9 +1,11 @@
-"""Accounting of checkpoint slots: free, reserved, published, retired. Nothing else hands out slots.
+"""Accounting of checkpoint slots: free, reserved, published, retired. Only `SlotPool` allocates slots.
 
-A slot's way: ``free -> reserved -> published -> free``. A reserved slot is being written by a forward in flight and is
-owned by one plan; a published one is never written again and belongs to one node of the prefix tree. Pins count the
-admitted requests whose first forward still has to read a published slot: a pinned slot that leaves the tree (the
-weights changed) is *retired* and becomes free with its last unpin.
+A slot goes ``free -> reserved -> published -> free``:
+
+- A forward in flight writes a *reserved* slot. One plan owns it.
+- A *published* slot is never written again. It belongs to one node of the prefix tree.
+- Pins count the admitted requests whose first forward still has to read a published slot. A pinned slot that leaves the
+  tree (because the weights changed) is *retired*: its last unpin frees it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ NO_SLOT = -1
 
 
 class SlotState(IntEnum):
-    """What a slot is used for."""
+    """State of a slot."""
 
     FREE = 0
     RESERVED = 1
@@ -26,11 +28,11 @@ class SlotState(IntEnum):
 
 
 class SlotPool:
-    """Checkpoint slots ``first_slot .. first_slot + slots - 1``; ids below belong to live requests (megatron's).
+    """Checkpoint slots ``first_slot .. first_slot + slots - 1``; lower ids are live slots of running requests.
 
     Args:
-        slots: How many there are; 0 is legal (nothing is ever kept).
-        first_slot: Id of the first one.
+        slots: Number of slots. With 0 nothing is ever kept.
+        first_slot: Id of the first slot.
 
     Raises:
         ValueError: A count is negative.
@@ -44,7 +46,7 @@ class SlotPool:
         self.reset()
 
     def reset(self) -> None:
-        """All slots become free, whatever they were."""
+        """Free all slots."""
         self._state = bytearray(self.total_slots)
         self._pins = array("i", bytes(4 * self.total_slots))
         # A stack with the lowest id on top: ids come out in ascending order at first, the same on every rank.
@@ -52,24 +54,24 @@ class SlotPool:
 
     @property
     def free_slots(self) -> int:
-        """How many can be reserved without evicting."""
+        """Slots that can be reserved without evicting."""
         return len(self._free)
 
     @property
     def used_slots(self) -> int:
-        """Reserved, published or retired."""
+        """Slots that are reserved, published or retired."""
         return self.total_slots - len(self._free)
 
     def state(self, slot: int) -> SlotState:
-        """What ``slot`` is used for."""
+        """State of ``slot``."""
         return SlotState(self._state[self._index(slot)])
 
     def pins(self, slot: int) -> int:
-        """How many admitted requests still have to read ``slot``."""
+        """Number of admitted requests that still have to read ``slot``."""
         return self._pins[self._index(slot)]
 
     def reserve(self) -> int | None:
-        """A slot to be written by the coming forward, or None when none is free."""
+        """Reserve a slot for the next forward to write; None if no slot is free."""
         if not self._free:
             return None
         slot = self._free.pop()
@@ -77,23 +79,23 @@ class SlotPool:
         return slot
 
     def publish(self, slot: int) -> None:
-        """The forward that wrote the reserved ``slot`` succeeded."""
+        """Publish the reserved ``slot``: the forward that wrote it succeeded."""
         self._move(slot, SlotState.RESERVED, SlotState.PUBLISHED)
 
     def abandon(self, slot: int) -> None:
-        """The reserved ``slot`` was not written, or not wanted any more."""
+        """Free the reserved ``slot``: it was not written, or is no longer needed."""
         self._move(slot, SlotState.RESERVED, SlotState.FREE)
         self._free.append(slot)
 
     def pin(self, slot: int) -> None:
-        """A request that was admitted will read the published ``slot`` in its first forward."""
+        """Pin the published ``slot``: an admitted request reads it in its first forward."""
         index = self._index(slot)
         if self._state[index] != SlotState.PUBLISHED:
             raise CacheCorruptionError(f"slot {slot} is pinned while {self.state(slot).name}")
         self._pins[index] += 1
 
     def unpin(self, slot: int) -> None:
-        """That forward is done, or will not come."""
+        """Undo one `pin`: that forward is done, or will not run."""
         index = self._index(slot)
         if self._pins[index] < 1:
             raise CacheCorruptionError(f"slot {slot} is unpinned more often than pinned")
@@ -103,7 +105,7 @@ class SlotPool:
             self._free.append(slot)
 
     def retire(self, slot: int) -> None:
-        """The published ``slot`` left the prefix tree: free at once, or with its last unpin."""
+        """Free the published ``slot``, which left the prefix tree; a pinned slot becomes free with its last unpin."""
         if self._pins[self._index(slot)]:
             self._move(slot, SlotState.PUBLISHED, SlotState.RETIRED)
         else:
@@ -115,7 +117,7 @@ class SlotPool:
         return [self.first_slot + index for index, value in enumerate(self._state) if value == state]
 
     def check(self) -> None:
-        """Raises CacheCorruptionError unless slots are conserved and only published or retired ones are pinned."""
+        """Raises CacheCorruptionError if a slot is lost, or if its pins do not fit its state."""
         if sorted(self._free) != self.slots_in(SlotState.FREE):
             raise CacheCorruptionError("the list of free slots and their states differ")
         for index, pins in enumerate(self._pins):
@@ -123,12 +125,12 @@ class SlotPool:
             if pins < 0 or (pins and state not in (SlotState.PUBLISHED, SlotState.RETIRED)):
                 raise CacheCorruptionError(f"slot {self.first_slot + index}: {pins} pins while {SlotState(state).name}")
             if not pins and state == SlotState.RETIRED:
-                raise CacheCorruptionError(f"slot {self.first_slot + index} is retired and pinned by nobody: leaked")
+                raise CacheCorruptionError(f"slot {self.first_slot + index} leaked: it is retired and has no pin")
 
     def _index(self, slot: int) -> int:
         index = slot - self.first_slot
         if not 0 <= index < self.total_slots:
-            raise CacheCorruptionError(f"slot {slot} is no checkpoint slot")
+            raise CacheCorruptionError(f"slot {slot} is not a checkpoint slot")
         return index
 
     def _move(self, slot: int, source: SlotState, target: SlotState) -> None:

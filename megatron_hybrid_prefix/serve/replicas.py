@@ -77,7 +77,8 @@ class SnapshotBoard:
             address = [(host, self._store.port)]
         torch.distributed.broadcast_object_list(address, src=0)
         if platform.rank != 0:
-            self._store = torch.distributed.TCPStore(*address[0], is_master=False)
+            host, port = address[0]
+            self._store = torch.distributed.TCPStore(host, port, is_master=False)
 
     @property
     def is_there(self) -> bool:

@@ -1,1 +1,1 @@
-"""The second tier: KV blocks and states in pinned host memory. What is there is decided in ``index/host_tier.py``."""
+"""The second tier: KV blocks and states in pinned host memory. ``index/host_tier.py`` decides what they hold."""

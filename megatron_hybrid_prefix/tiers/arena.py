@@ -1,15 +1,15 @@
-"""`HostArena`: carries out transfers between the device and pinned host memory, and checks what comes back.
+"""`HostArena`: runs transfers between the device and pinned host memory, and verifies what is loaded.
 
-On the device an entry is spread over all layers, on the host it lies in a row. So a store gathers entries into a staging
-buffer on the device, from where they go to the host in few large copies; a load goes the other way round. Stores and loads
-have a stream each, as the link to the host has two directions. What follows a store (a forward that writes to the block, a
-load into it) waits for the gathering only, not for the copies to the host.
+On the device an entry is spread over all layers; on the host it is contiguous. A store gathers entries into a staging buffer
+on the device and copies that to the host in few large copies. A load does the reverse. Stores and loads use one stream
+each, because the host link has two directions. What overwrites a stored block (a forward, a load) waits for the gather only,
+not for the copies to the host.
 
-Every entry has a tag and a checksum, both made when it was stored: the checksum on the device, over every byte, where it
-costs a fraction of the copy. The expected ones stay on the device.
+A store gives every entry a tag and a checksum over all its bytes. The GPU computes the checksum, at a fraction of the cost of
+the copy. Expected checksums stay on the device.
 
-With a tier behind the host, entries go there and come back with their tag and checksum. These moves are the CPU's: it waits
-until the pages are nobody's, and copies.
+The CPU copies entries to and from a tier behind the host, with their tags and checksums. It first waits until no transfer uses
+their pages.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from megatron_hybrid_prefix.ops.checksum import checksum_rows
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots, ids_on_device
 from megatron_hybrid_prefix.tiers.base import Entry, Tier
 from megatron_hybrid_prefix.tiers.pinned import pin, unpin
-from megatron_hybrid_prefix.tiers.queue import DeviceQueue, HostQueue
+from megatron_hybrid_prefix.tiers.queue import DeviceQueue, HostQueue, Mark
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
 
 logger = logging.getLogger(__name__)
 
-STORE_STAGING_BYTES = 512 * 2**20  # so much can be evicted at once without waiting for the link
+STORE_STAGING_BYTES = 512 * 2**20  # this much can be evicted at once without waiting for the host link
 LOAD_STAGING_BYTES = 64 * 2**20
-_LOADS = 4096  # that may be known at a time
+_LOADS = 4096  # at most this many loads are known at a time
 
 
 class HostArena:
     """Pinned memory in pages, and the transfers to and from it.
 
     Args:
-        tensors: Asked at each transfer for the tensors on the device, by kind: each (layers, KV blocks or slots, *shape),
-            contiguous inside a block or slot. (They move when the engine is suspended.)
-        pages: How many pages.
-        page_bytes: Bytes of one.
-        pages_of: Pages of an entry, by kind.
-        device: Of the tensors.
-        verify: Whether checksums are made and compared.
-        behind: Takes what the host evicts, and gives it back; None: there is none.
+        tensors: Called at each transfer. Returns the device tensors by kind, each (layers, KV blocks or slots, *shape) and
+            contiguous inside a block or slot. (Their addresses change when the engine is suspended.)
+        pages: Number of pages.
+        page_bytes: Bytes per page.
+        pages_of: Pages per entry, by kind.
+        device: Device of the tensors.
+        verify: Whether to compute and compare checksums.
+        behind: The tier behind the host, or None.
 
     Raises:
-        RuntimeError, MemoryError: The host has not so much memory, or does not let it be pinned.
+        RuntimeError, MemoryError: The host lacks the memory, or the driver refuses to pin it.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class HostArena:
         self._behind = behind
         self.memory = torch.empty(pages * page_bytes, dtype=torch.uint8)
         on_gpu = self._device.type == "cuda"
-        self._unpin: weakref.finalize | None = None
+        self._unpin: weakref.finalize[[torch.Tensor, torch.device], HostArena] | None = None
         if on_gpu and pages:
             pin(self.memory, self._device)
-            # Memory that is freed while it is pinned: the next one that lies there could not be.
+            # Unpin before freeing: else the next memory at this address cannot be pinned.
             self._unpin = weakref.finalize(self, unpin, self.memory, self._device)
             self._unpin.atexit = False
         self.stores, self.loads = (DeviceQueue(self._device) if on_gpu else HostQueue() for _ in range(2))
@@ -97,29 +97,29 @@ class HostArena:
             self._bad_rows_seen = self._bad_rows_seen.pin_memory()
         self._tags: dict[int, Tag] = {}  # by first page
         self._failed: set[int] = set()  # loads
-        self._gathered: object | None = None  # the last time that stores had read all, until somebody waited for it
-        self._stored: object | None = None  # the end of the last stores
-        self._last_load: object | None = None
-        self._new_pages: set[int] = set()  # first pages of what may still be on its way to the host
-        self._loaded: dict[int, object] = {}  # by load
+        self._gathered: Mark = None  # end of the last gather; None once the model waits for it
+        self._stored: Mark = None  # end of the last stores
+        self._last_load: Mark = None
+        self._new_pages: set[int] = set()  # first pages of entries that may still be in flight to the host
+        self._loaded: dict[int, Mark] = {}  # by load
         self._in_flight: dict[int | None, set[object]] = {}  # pages and places on the device, by load
         self.bytes_stored = self.bytes_loaded = 0
-        self.behind_stats = TierStats()  # moves to and from the tier behind: refused ones, bytes, seconds
+        self.behind_stats = TierStats()  # transfers to and from the tier behind the host
 
     def close(self) -> None:
-        """Gives the memory back; so does the end of the arena."""
+        """Free the memory; garbage collection of the arena does so, too."""
         if self._unpin is not None:
             self._unpin()
         self.memory = torch.empty(0, dtype=torch.uint8)
 
     def bytes_of(self, kind: EntryKind) -> int:
-        """Bytes of an entry on this rank."""
+        """Bytes of one entry on this rank."""
         return sum(part_bytes for _, part_bytes in self._parts(kind))
 
     def carry_out(self, units: Sequence[BlockTransfer]) -> None:
-        """Launches the moves in their order. The model may write to what was stored after `wait_for_stores`.
+        """Launch transfers in order. The model may overwrite stored entries after `wait_for_stores`.
 
-        What fails is logged; loads of it count as failed, on this rank.
+        A transfer that fails is logged. Its load counts as failed, on this rank.
         """
         for (source, target), group in groupby(units, key=lambda unit: (unit.source, unit.target)):
             run = list(group)
@@ -128,13 +128,13 @@ class HostArena:
             elif target == DEVICE:
                 self._run_loads(run)
             else:
-                self._run_behind(run, take=source == HOST)
+                self._run_behind(run, store=source == HOST)
 
     def _run_stores(self, units: Sequence[BlockTransfer]) -> None:
         places = [place for unit in units for place in _places(unit)]
-        if len(set(places)) == len(places):  # then their order does not matter, and fewer batches cost the host less
+        if len(set(places)) == len(places):  # their order does not matter: sort for fewer batches
             units = sorted(units, key=lambda unit: unit.tag.kind is EntryKind.STATE)
-        # Loads that the model has not waited for, and that read these pages or write what is stored.
+        # Places that unfinished loads read or write.
         touched = set().union(*self._in_flight.values())
         after = self._last_load if any(_places(unit) & touched for unit in units) else None
         with self.stores.running(after):
@@ -158,29 +158,29 @@ class HostArena:
                 self._in_flight.setdefault(unit.load_id, set()).update(_places(unit))
             self._loaded |= dict.fromkeys(loads, self._last_load)
 
-    def _run_behind(self, units: Sequence[BlockTransfer], *, take: bool) -> None:
+    def _run_behind(self, units: Sequence[BlockTransfer], *, store: bool) -> None:
         start = time.perf_counter()
-        # Nothing that is on its way may still read or write these pages: from here on the CPU does.
+        # The CPU uses these pages next: wait for all transfers in flight.
         for queue, mark in ((self.stores, self._stored), (self.loads, self._last_load)):
             if mark is not None:
                 queue.finish(mark)
         for _, group in groupby(units, key=lambda unit: unit.tag.kind):
             batch = list(group)
             try:
-                if take:
-                    self._take(batch)
+                if store:
+                    self._store_behind(batch)
                 else:
-                    self._give(batch)
+                    self._load_behind(batch)
             except Exception as error:  # a plugin's code may raise anything
                 logger.error("the tier behind the host: %d %s failed: %s", len(batch), _kinds(batch[0]), error)
-                if take:
+                if store:
                     self.behind_stats.full += len(batch)
         seconds = time.perf_counter() - start
         self.behind_stats.seconds += seconds
         self.behind_stats.seconds_waited += seconds
 
-    def _take(self, units: Sequence[BlockTransfer]) -> None:
-        """The tier behind is offered what was stored in these pages."""
+    def _store_behind(self, units: Sequence[BlockTransfer]) -> None:
+        """Offer the entries in these pages to the tier behind the host."""
         assert self._behind is not None
         stored = [unit for unit in units if self._tags.get(unit.pages[0]) == unit.tag]
         sums = self._sums[self._ids([unit.pages[0] for unit in stored])].tolist()
@@ -195,11 +195,11 @@ class HostArena:
         self.behind_stats.full += len(units) - kept
         self.behind_stats.bytes_stored += size * kept
 
-    def _give(self, units: Sequence[BlockTransfer]) -> None:
-        """What the tier behind has of these entries comes into their pages; the loads of others fail by their tag."""
+    def _load_behind(self, units: Sequence[BlockTransfer]) -> None:
+        """Read entries from the tier behind the host into their pages. A missing entry fails its load, by its tag."""
         assert self._behind is not None
         for unit in units:
-            self._tags.pop(unit.pages[0], None)  # until it is there
+            self._tags.pop(unit.pages[0], None)  # set again below
         size = self._entry_bytes(units[0].tag.kind)
         rows = [torch.empty(size, dtype=torch.uint8) for _ in units]
         sums = self._behind.get([unit.tag for unit in units], [memoryview(row.numpy()) for row in rows])
@@ -224,33 +224,33 @@ class HostArena:
                     self._failed.add(unit.load_id)
 
     def wait_for_stores(self) -> None:
-        """What the model launches from now on runs after everything that is to be stored was read."""
+        """The model's later launches run after all stores have read their entries."""
         if self._gathered is not None:
             self.stores.wait(self._gathered)
             self._gathered = None
 
     def wait_for_load(self, load_id: int) -> None:
-        """What the model launches from now on runs after this load."""
+        """The model's later launches run after this load."""
         if load_id in self._loaded:
             self.loads.wait(self._loaded[load_id])
 
     def forget(self, load_id: int) -> None:
-        """Nobody will ask how the load ended; the model has waited for it."""
+        """Forget a load that the model has waited for, and whose result is not needed."""
         self._loaded.pop(load_id, None)
         self._in_flight.pop(load_id, None)
         self._failed.discard(load_id)
 
     def finish(self) -> None:
-        """The CPU waits until all moves are over."""
+        """The CPU waits for all transfers."""
         for queue in (self.stores, self.loads):
             with queue.running():
                 mark = queue.mark()
             queue.finish(mark)
 
     def has_failed(self, load_id: int) -> bool:
-        """Whether something of the load was not what had been stored; it is forgotten with the question.
+        """Whether an entry of the load differs from what was stored. Forgets the load.
 
-        Ask after the model has used what was loaded: it does not have to be waited for then.
+        Call it after the model has used the loaded entries: the load is over by then, and the call does not wait.
         """
         mark, failed = self._loaded.get(load_id), load_id in self._failed
         self.forget(load_id)
@@ -262,15 +262,15 @@ class HostArena:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _batches(self, units: Sequence[BlockTransfer], staging: torch.Tensor) -> Iterator[list[BlockTransfer]]:
-        """Runs of units of one kind that fit the staging buffer, and of which no two write to the same place."""
+        """Consecutive transfers of one kind that fit the staging buffer and write to different places."""
         batch: list[BlockTransfer] = []
-        written: set[int] = set()
+        written: set[int | None] = set()
         for unit in units:
             target = unit.device_id if unit.target == DEVICE else unit.pages[0]
             full = (len(batch) + 1) * self._row_bytes[unit.tag.kind] > len(staging)
             if batch and (full or target in written or unit.tag.kind != batch[0].tag.kind):
                 yield batch
-                batch, written = [], set()
+                batch, written = [], set[int | None]()
             batch.append(unit)
             written.add(target)
         if batch:
@@ -279,10 +279,10 @@ class HostArena:
     def _store(self, units: Sequence[BlockTransfer]) -> None:
         kind = units[0].tag.kind
         for unit in units:
-            self._tags.pop(unit.pages[0], None)  # until it is there
+            self._tags.pop(unit.pages[0], None)  # set again below
         staging = self._store_staging
         rows, views, valid_bytes = self._rows(staging, kind, len(units))
-        sources, targets = self._ids([unit.device_id for unit in units]), self._ids(range(len(units)))
+        sources, targets = self._ids(_device_ids(units)), self._ids(range(len(units)))
         for (tensor, _), view in zip(self._parts(kind), views, strict=True):
             copy_slots(tensor, view, sources, targets)
         if self._verify and valid_bytes:
@@ -296,7 +296,7 @@ class HostArena:
         self.bytes_stored += valid_bytes * len(units)
 
     def _load(self, units: Sequence[BlockTransfer]) -> None:
-        units = sorted(units, key=lambda unit: unit.pages)  # neighbours on the host become one copy
+        units = sorted(units, key=lambda unit: unit.pages)  # adjacent pages become one copy
         kind = units[0].tag.kind
         staging = self._load_staging
         rows, views, valid_bytes = self._rows(staging, kind, len(units))
@@ -306,19 +306,19 @@ class HostArena:
             found = self._tags.get(unit.pages[0])
             if found != unit.tag:
                 logger.error("host entry in page %d is %s, expected %s", unit.pages[0], found, unit.tag)
-                self._failed.add(unit.load_id)
+                self._failed.update(_load_ids([unit]))
         if self._verify and valid_bytes:
             expected = self._sums[self._ids([unit.pages[0] for unit in units])]
             wrong = checksum_rows(rows[:, :valid_bytes].view(torch.int64)) != expected
-            loads = self._ids([unit.load_id % _LOADS for unit in units])
+            loads = self._ids([load_id % _LOADS for load_id in _load_ids(units)])
             self._bad_rows.index_add_(0, loads, wrong.to(torch.int32))
-        sources, targets = self._ids(range(len(units))), self._ids([unit.device_id for unit in units])
+        sources, targets = self._ids(range(len(units))), self._ids(_device_ids(units))
         for (tensor, _), view in zip(self._parts(kind), views, strict=True):
             copy_slots(view, tensor, sources, targets)
         self.bytes_loaded += valid_bytes * len(units)
 
     def _parts(self, kind: EntryKind) -> list[tuple[torch.Tensor, int]]:
-        """The tensors as (layers, entries, bytes), each with its bytes of an entry in all layers."""
+        """Each tensor as (layers, entries, bytes), with the bytes of one entry over all layers."""
         parts = []
         for tensor in self._tensors()[kind]:
             part = tensor.flatten(2).view(torch.uint8)
@@ -326,7 +326,7 @@ class HostArena:
         return parts
 
     def _rows(self, staging: torch.Tensor, kind: EntryKind, count: int) -> tuple[torch.Tensor, list[torch.Tensor], int]:
-        """Rows of a staging buffer, (count, row bytes); the place of each tensor in them, (layers, count, bytes); bytes in use."""
+        """Rows of a staging buffer, (count, row bytes); a view of each tensor's part, (layers, count, bytes); used bytes a row."""
         rows = staging[: count * self._row_bytes[kind]].view(count, -1)
         views, start = [], 0
         for part, part_bytes in self._parts(kind):
@@ -336,11 +336,11 @@ class HostArena:
         return rows, views, ceil_div(start, 8) * 8
 
     def _entry_bytes(self, kind: EntryKind) -> int:
-        """Bytes of an entry, as many as are checked."""
+        """Bytes of an entry, rounded up to whole checksum words."""
         return ceil_div(self.bytes_of(kind), 8) * 8
 
     def _pieces(self, units: Sequence[BlockTransfer], valid_bytes: int) -> Iterator[tuple[int, int, int]]:
-        """Copies that move the rows: (start in the staging buffer, first page, bytes); neighbours are one copy."""
+        """The copies for these rows: (start in the staging buffer, first page, bytes). Adjacent pieces are one copy."""
         page_bytes = self.page_bytes
         found: list[list[int]] = []
         for row, unit in enumerate(units):
@@ -368,8 +368,22 @@ class HostArena:
 
 
 def _places(unit: BlockTransfer) -> set[object]:
-    """Pages, and the place on the device."""
+    """Pages, and the KV block or slot."""
     return {*unit.pages, (unit.tag.kind, unit.device_id)}
+
+
+def _device_ids(units: Sequence[BlockTransfer]) -> list[int]:
+    """Each transfer's KV block or slot; all begin or end on the device."""
+    ids = [unit.device_id for unit in units if unit.device_id is not None]
+    assert len(ids) == len(units)
+    return ids
+
+
+def _load_ids(units: Sequence[BlockTransfer]) -> list[int]:
+    """Each transfer's load; all end on the device."""
+    ids = [unit.load_id for unit in units if unit.load_id is not None]
+    assert len(ids) == len(units)
+    return ids
 
 
 def _kinds(unit: BlockTransfer) -> str:

@@ -1,7 +1,7 @@
-"""What a tier is: how deep it holds a prefix, and, behind the host, how entries go there and come back.
+"""Interfaces of a tier: how deep it holds a prefix, and how entries are stored behind the host and loaded back.
 
-Entries are named by what they hold (`Tag`), so a tier may outlive the process, or be shared by several. What the host evicts
-is offered to the tier behind it; what a prompt could resume from deeper there comes back through the host's pages.
+An entry is named by its content (`Tag`), so a tier may outlive the process or be shared by several. The tier behind the host is
+offered what the host evicts. If it holds more of a prompt than the host, entries come back through the host's pages.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ logger = logging.getLogger(__name__)
 
 
 class DepthTier(Protocol):
-    """What the matcher asks of every tier below the device. Both questions change nothing."""
+    """What the matcher asks of every tier below the device. Both methods are read-only."""
 
     def kv_depth(self, keys: Sequence[bytes], first: int) -> int:
-        """Blocks up to which the KV of ``keys[first:]`` lies here without a gap; ``first`` where the next block does not."""
+        """End, in blocks, of the gapless run of KV from ``keys[first]`` on; ``first`` if that block is not here."""
 
     def state_depth(self, keys: Sequence[bytes], after: int, limit: int) -> int:
-        """Blocks before the deepest state that lies here, in (after, limit]; ``after`` where there is none."""
+        """Depth, in blocks, of the deepest state in (after, limit] that is here; ``after`` if there is none."""
 
 
 class Entry(NamedTuple):
-    """An entry on its way to a tier.
+    """An entry to be stored.
 
     Attributes:
-        tag: What it holds.
+        tag: Name of its content.
         data: Its bytes on this rank; valid only during the call.
-        checksum: A signed 64-bit number, of the tag and of the bytes as they left the device; it has to come back with them.
+        checksum: A signed 64-bit number over the tag and the bytes that left the device. Store it with the entry.
     """
 
     tag: Tag
@@ -43,72 +43,72 @@ class Entry(NamedTuple):
 class Tier(ABC):
     """A tier behind the host, on one rank. Only one thread calls it.
 
-    Whatever it does costs time at most: an entry that does not come back, or comes back with other bytes, is dropped,
-    counted, and computed again. An exception is logged, and counts as "no".
+    A tier cannot produce wrong tokens: an entry that is lost, or comes back with other bytes, is dropped, counted and
+    computed again. An exception is logged and counts as "not here".
 
     Attributes:
-        same_on_all_ranks: Whether the tiers of all ranks hold the same, whatever happens to a copy on one of them. Else
-            ranks agree on depths, where there are several, which costs them a collective for every question.
+        same_on_all_ranks: True: the tiers of all ranks always hold the same entries. False: with several ranks each
+            depth query costs a collective, by which ranks agree.
     """
 
     same_on_all_ranks: bool = False
 
     @abstractmethod
     def contains(self, kind: EntryKind, key: bytes) -> bool:
-        """Whether such an entry lies here."""
+        """Whether the entry is here."""
 
     @abstractmethod
     def put(self, entries: Sequence[Entry]) -> Sequence[bool]:
-        """Keep these entries, or refuse some; the bytes have to be copied before it returns.
+        """Store entries; a tier may refuse some. Copy the bytes before returning.
 
         Returns:
-            Of each entry whether it is kept.
+            For each entry: whether it was stored.
         """
 
     @abstractmethod
     def get(self, tags: Sequence[Tag], buffers: Sequence[memoryview]) -> Sequence[int | None]:
-        """Write entries into buffers, each as long as the entry.
+        """Read entries into buffers. Each buffer has the length of its entry.
 
         Returns:
-            Of each entry the checksum that came with it; None where it does not lie here (the buffer is not used then).
+            For each entry: the checksum stored with it, or None if it is not here (its buffer is then ignored).
         """
 
     @abstractmethod
     def remove(self, tags: Iterable[Tag]) -> None:
-        """These entries came back wrong, or not at all: they lie here no more. Unknown ones are passed over."""
+        """Remove entries that came back wrong or not at all. Unknown entries are ignored."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Nothing that this process stored lies here any more."""
+        """Remove everything that this process stored."""
 
     def invalidate(self, epoch: int) -> None:
-        """The weights changed: keys of before are never asked for again.
+        """The weights changed: older keys are never asked for again.
 
         Args:
-            epoch: Of the new weights.
+            epoch: Epoch of the new weights.
         """
         self.clear()
 
     def kv_depth(self, keys: Sequence[bytes], first: int) -> int:
-        """See `DepthTier`; override it where one question for many keys is faster."""
+        """See `DepthTier`. Override it if one query for many keys is faster."""
         while first < len(keys) and self.contains(EntryKind.KV, keys[first]):
             first += 1
         return first
 
     def state_depth(self, keys: Sequence[bytes], after: int, limit: int) -> int:
-        """See `DepthTier`; override it where one question for many keys is faster."""
+        """See `DepthTier`. Override it if one query for many keys is faster."""
         while limit > after and not self.contains(EntryKind.STATE, keys[limit - 1]):
             limit -= 1
         return max(after, limit)
 
 
 class TierBehind:
-    """The tier behind the host as the cache sees it: what it says is agreed on by all ranks, and it never raises.
+    """The tier behind the host, as the cache uses it: all ranks get the same answers, and no method raises.
 
     Args:
-        name: In transfers and statistics.
-        tier: This rank's.
-        agree: The least value of all ranks, which call it together; None: there is one rank.
+        name: Its name in transfers and statistics.
+        tier: The tier of this rank.
+        agree: Returns the minimum over all ranks; a collective. None: there is one rank.
     """
 
     def __init__(self, name: str, tier: Tier, agree: Callable[[int], int] | None = None) -> None:
@@ -117,7 +117,7 @@ class TierBehind:
         self._agree: Callable[[int], int] = int if agree is None or tier.same_on_all_ranks else agree
 
     def contains(self, kind: EntryKind, key: bytes) -> bool:
-        """Whether such an entry lies here, on this rank."""
+        """Whether the entry is here, on this rank."""
         return self._ask(False, self.tier.contains, kind, key)
 
     def kv_depth(self, keys: Sequence[bytes], first: int) -> int:
@@ -125,7 +125,7 @@ class TierBehind:
         return self._agree(self._ask(first, self.tier.kv_depth, keys, first))
 
     def state_depth(self, keys: Sequence[bytes], after: int, limit: int) -> int:
-        """See `DepthTier`. A state that one rank lacks is of no use, so ranks go down until all have the same one."""
+        """See `DepthTier`. Ranks go down to the deepest state that all of them hold."""
         tried = limit + 1
         while after < limit < tried:
             tried, limit = limit, self._agree(self._ask(after, self.tier.state_depth, keys, after, limit))

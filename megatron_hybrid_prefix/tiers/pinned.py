@@ -1,4 +1,4 @@
-"""Host memory that the driver knows, and how it is divided into pages."""
+"""Pinned host memory, and the page size it is divided by."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MOST_PAGES_AN_ENTRY = 16
 
 
 def choose_page_bytes(entry_bytes: Iterable[int]) -> int:
-    """Size of a page, so that entries of these sizes waste little of their last one, with few pages each.
+    """Page size for entries of these sizes: little waste in an entry's last page, and few pages per entry.
 
     Args:
-        entry_bytes: Of a KV block and of a state; 0 where there is none.
+        entry_bytes: Bytes of a KV block and of a state; 0 if there is none.
     """
     sizes = [size for size in entry_bytes if size]
     parts = range(1, _MOST_PAGES_AN_ENTRY + 1)
@@ -27,36 +27,36 @@ def choose_page_bytes(entry_bytes: Iterable[int]) -> int:
     def waste(page: int) -> float:
         return max(ceil_div(size, page) * page / size for size in sizes)
 
-    # Less waste than a twentieth is not worth more copies.
+    # Waste below 5 % is not worth more copies.
     return min(choices, key=lambda page: (max(waste(page), 1.05), -page), default=_ALIGNMENT_BYTES)
 
 
 def pin(memory: torch.Tensor, device: torch.device) -> None:
-    """Registers host memory with the driver. (PyTorch's allocator of pinned memory rounds up to powers of two.)
+    """Register host memory with the driver. (PyTorch's own allocator of pinned memory rounds up to powers of two.)
 
     Raises:
-        RuntimeError: The driver refused.
+        RuntimeError: The driver refuses.
     """
-    late = _pinned[:]
-    _pinned.clear()
-    for others in late:
+    waiting = _to_unpin[:]
+    _to_unpin.clear()
+    for others in waiting:
         unpin(*others)
     try:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
     except RuntimeError:
-        # It stays the runtime's last error until somebody asks, and the next launch would take it for its own.
+        # The CUDA runtime keeps the error until it is read: the next launch would report it.
         with suppress(RuntimeError):
             torch.zeros(1, device=device)
         raise
 
 
 def unpin(memory: torch.Tensor, device: torch.device) -> None:
-    """Undoes `pin`, when all copies are over."""
-    if torch.cuda.is_current_stream_capturing():  # where the collector of garbage runs now: no calls to the driver then
-        _pinned.append((memory, device))
+    """Undo `pin`, after all copies are done."""
+    if torch.cuda.is_current_stream_capturing():  # the garbage collector may run during a capture: no driver calls then
+        _to_unpin.append((memory, device))
         return
     torch.cuda.synchronize(device)
     torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
 
 
-_pinned: list[tuple[torch.Tensor, torch.device]] = []  # nobody's any more
+_to_unpin: list[tuple[torch.Tensor, torch.device]] = []  # freed during a capture

@@ -1,4 +1,4 @@
-"""Where transfers run: a CUDA stream of their own, or, without a GPU, at once."""
+"""Where transfers run: on a separate CUDA stream; at once if there is no GPU."""
 
 from __future__ import annotations
 
@@ -6,30 +6,32 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
+Mark = torch.cuda.Event | None
+"""A point in a queue; None in a `HostQueue`."""
+
 
 class DeviceQueue:
-    """A CUDA stream beside the one that the model runs on.
+    """A CUDA stream next to the model's stream.
 
     Args:
-        device: Of the stream.
+        device: Device of the stream.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._timed: deque[tuple[Any, Any]] = deque(maxlen=4096)
-        self._waits: deque[tuple[Any, Any]] = deque(maxlen=4096)
+        self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=4096)
+        self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=4096)
         self._seconds = self._waited = 0.0
 
     @contextlib.contextmanager
-    def running(self, *after: Any) -> Iterator[None]:
-        """What is launched inside runs after all that the model launched before, beside what it launches later.
+    def running(self, *after: Mark) -> Iterator[None]:
+        """Launches inside the block run after the model's earlier launches, and in parallel with its later ones.
 
         Args:
-            *after: Marks of other queues to run after, too.
+            *after: They also run after these marks of other queues.
         """
         self._stream.wait_stream(torch.cuda.current_stream())
         for mark in after:
@@ -42,53 +44,56 @@ class DeviceQueue:
             end.record()
         self._timed.append((start, end))
 
-    def mark(self) -> Any:
-        """A point that `wait` can be told to wait for; call it inside `running`."""
+    def mark(self) -> Mark:
+        """Mark the current point of the queue, for `wait` and `finish`; call it inside `running`."""
         event = torch.cuda.Event()
         event.record()
         return event
 
-    def wait(self, mark: Any) -> None:
-        """What the model launches from now on runs after the mark."""
+    def wait(self, mark: Mark) -> None:
+        """The model's later launches run after the mark."""
+        assert mark is not None
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before.record()
         torch.cuda.current_stream().wait_event(mark)
         after.record()
         self._waits.append((before, after))
 
-    def finish(self, mark: Any) -> None:
-        """The CPU waits for the mark; for what the model waited for already."""
+    def finish(self, mark: Mark) -> None:
+        """The CPU waits for the mark."""
+        assert mark is not None
         mark.synchronize()
 
     def seconds(self) -> tuple[float, float]:
-        """Time that finished transfers took, and that the model waited for them."""
+        """Seconds that finished transfers took, and seconds that the model waited for them."""
         for events, name in ((self._timed, "_seconds"), (self._waits, "_waited")):
-            while events and events[0][1].query():  # a statistic: no decision hangs on it
+            while events and events[0][1].query():  # a statistic only: no decision depends on it
                 start, end = events.popleft()
                 setattr(self, name, getattr(self, name) + start.elapsed_time(end) / 1e3)
         return self._seconds, self._waited
 
 
 class HostQueue:
-    """Everything at once, in order: nothing is hidden, and there is nothing to wait for."""
+    """Runs transfers at once, in order; there is nothing to wait for."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
 
     @contextlib.contextmanager
-    def running(self, *after: Any) -> Iterator[None]:
+    def running(self, *after: Mark) -> Iterator[None]:
         """See DeviceQueue."""
         start = time.perf_counter()
         yield
         self._seconds += time.perf_counter() - start
 
-    def mark(self) -> None:
+    def mark(self) -> Mark:
+        """See DeviceQueue."""
+        return None
+
+    def wait(self, mark: Mark) -> None:
         """See DeviceQueue."""
 
-    def wait(self, mark: None) -> None:
-        """See DeviceQueue."""
-
-    def finish(self, mark: None) -> None:
+    def finish(self, mark: Mark) -> None:
         """See DeviceQueue."""
 
     def seconds(self) -> tuple[float, float]:

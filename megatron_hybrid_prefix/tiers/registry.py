@@ -1,4 +1,4 @@
-"""Tiers behind the host by name. There is none in the package: a plugin registers one."""
+"""Tiers behind the host, by name. The package has none: plugins register them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _TIERS: Registry[Callable[[str], Tier]] = Registry("tier_behind_host")
 
 
 def register_tier(name: str, factory: Callable[[str], Tier]) -> None:
-    """Add a tier that settings and command lines may name as ``NAME`` or ``NAME:ARGUMENT``.
+    """Register a tier. Settings and command lines name it as ``NAME`` or ``NAME:ARGUMENT``.
 
     Args:
-        name: New; without a colon.
-        factory: Makes the tier of one rank out of the argument ("" without one). It may raise ValueError.
+        name: A new name without a colon.
+        factory: Takes the argument ("" if there is none) and returns the tier of one rank. May raise ValueError.
 
     Raises:
-        ValueError: The name is empty or taken, or has a colon.
+        ValueError: The name is empty or taken, or contains a colon.
     """
     if ":" in name or name in (DEVICE, HOST):
-        raise ValueError(f"tier_behind_host={name!r}: cannot be the name of a tier")
+        raise ValueError(f"tier_behind_host={name!r}: not a valid name for a tier")
     _TIERS.register(name, factory)
 
 
@@ -30,7 +30,7 @@ def tier_name(setting: str) -> str:
     """The name in ``NAME`` or ``NAME:ARGUMENT``.
 
     Raises:
-        ValueError: There is no such tier; the message lists the names.
+        ValueError: No tier has this name; the message lists the names.
         PluginError: A plugin cannot be imported.
     """
     name = setting.partition(":")[0]
@@ -39,10 +39,10 @@ def tier_name(setting: str) -> str:
 
 
 def make_tier(setting: str) -> Tier:
-    """The tier that ``NAME`` or ``NAME:ARGUMENT`` asks for.
+    """Make the tier of ``NAME`` or ``NAME:ARGUMENT``.
 
     Raises:
-        ValueError: There is no such tier, or it refuses the argument.
+        ValueError: No tier has this name, or the tier refuses the argument.
         PluginError: A plugin cannot be imported.
     """
     return _TIERS[tier_name(setting)](setting.partition(":")[2])

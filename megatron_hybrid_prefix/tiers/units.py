@@ -1,8 +1,8 @@
 """`BlockTransfer`: one move between two tiers, of a KV block or of a state.
 
-Who decides on moves (``index/host_tier.py``, ``index/loads.py``) and who carries them out (`arena.py`) share nothing else. A
-queue of transfers is carried out in its order, so a place may be given to another use as soon as its transfer is in the
-queue. The chain of tiers is device, host, and at most one tier behind the host; every transfer begins or ends on the host.
+``index/host_tier.py`` and ``index/loads.py`` decide on transfers, `arena.py` runs them; they share nothing else. Transfers run in
+the order of their queue, so a page or slot may be reused as soon as its transfer is queued. The tiers are the device, the
+host, and at most one tier behind the host. Every transfer begins or ends on the host.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HOST = "host"
 
 
 class EntryKind(IntEnum):
-    """What is moved."""
+    """What a transfer moves."""
 
     KV = 0  # the KV of one block, in all attention layers
     STATE = 1  # one recurrent state, in all recurrent layers
@@ -24,13 +24,13 @@ class EntryKind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tag:
-    """What an entry of a tier holds; compared when it is loaded.
+    """Name of an entry's content; compared when the entry is loaded.
 
     Attributes:
         kind: KV or state.
-        key: Of the block, which names all tokens up to its end, under their salt and weights. For what a preempted
-            request left behind: its request id, in bytes.
-        depth_tokens: Tokens up to and with it.
+        key: Key of the block, made of all tokens up to its end, their salt and the weights epoch. For an entry that a
+            preempted request swapped out: the request id, in bytes.
+        depth_tokens: Tokens up to the end of the entry.
         epoch: Weights epoch.
     """
 
@@ -41,22 +41,22 @@ class Tag:
 
     @property
     def digest(self) -> int:
-        """A signed 64-bit number that stands for all of it."""
+        """Hash of the tag: a signed 64-bit number."""
         text = f"{self.kind.name} {self.key.hex()} {self.depth_tokens} {self.epoch}".encode()
         return int.from_bytes(blake2b(text, digest_size=8).digest(), signed=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTransfer:
-    """One move.
+    """One move of an entry.
 
     Attributes:
-        source: Name of a tier: `DEVICE`, `HOST`, or that of the tier behind the host.
-        target: As above.
+        source: Name of a tier: `DEVICE`, `HOST`, or the name of the tier behind the host.
+        target: Likewise.
         pages: Pages on the host, in the order of the bytes.
         tag: What is moved.
-        device_id: KV block or slot, by the kind of the tag, where the device is one end; else None.
-        load_id: Of the load that it is a part of; None unless it goes to the device.
+        device_id: KV block or slot (by the tag's kind) if the device is one end; else None.
+        load_id: Id of the load it belongs to; None unless the target is the device.
     """
 
     source: str

@@ -1,1 +1,1 @@
-"""What this package takes for granted of megatron-core's internals: `contract` lists it, `check` compares it."""
+"""What this package relies on in megatron-core: `contract` lists it, `check` compares it with the installed version."""

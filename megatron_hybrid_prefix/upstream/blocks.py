@@ -1,4 +1,4 @@
-"""Megatron's KV block allocator with its books taken out: a subclass says what is free, held and cached."""
+"""Megatron's KV block allocator without its bookkeeping: a subclass tracks what is free, held and cached."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class BlockCounts(NamedTuple):
     """Sizes of an allocator, in KV blocks.
 
     Attributes:
-        total: In the buffer, megatron's dummy block included.
-        paused: That only paused requests may have.
-        active: That running requests may have.
+        total: Blocks in the buffer, megatron's dummy block included.
+        paused: Blocks that only paused requests may hold.
+        active: Blocks that running requests may hold.
     """
 
     total: int
@@ -25,26 +25,26 @@ class BlockCounts(NamedTuple):
 
 
 def block_counts(allocator: KVBlockAllocator) -> BlockCounts:
-    """Sizes of any allocator of megatron's."""
+    """Sizes of an allocator, megatron's or ours."""
     return BlockCounts(total=allocator.total_count, paused=allocator.paused_count, active=allocator.active_count)
 
 
 def available_blocks(allocator: KVBlockAllocator) -> int:
-    """KV blocks of any allocator of megatron's that can be had now."""
+    """KV blocks that an allocator, megatron's or ours, can allocate now."""
     return int(allocator.total_avail)
 
 
 class BlockAllocatorSeam(KVBlockAllocator):
     """Blocks ``0 .. total_count - 2``; the last one is megatron's dummy block.
 
-    Does not call ``super().__init__``: the free list, counts, hashes and clocks that it makes are what a subclass replaces.
+    Does not call ``super().__init__``, which makes the free list, counts, hashes and clocks that a subclass replaces.
 
     Args:
         context: The inference context.
         total_count: Blocks in the buffer, the dummy block included.
-        paused_count: Of these, blocks that only paused requests may have.
-        enable_prefix_caching: What is said to who asks; the cache is there either way.
-        prefix_caching_eviction_policy: Likewise.
+        paused_count: Of these, blocks that only paused requests may hold.
+        enable_prefix_caching: Stored for readers only; it does not switch the cache.
+        prefix_caching_eviction_policy: Stored for readers only.
     """
 
     def __init__(
@@ -65,32 +65,32 @@ class BlockAllocatorSeam(KVBlockAllocator):
         self.dummy_block_idx = total_count - 1
         self.block_routing: dict[int, Any] = {}
 
-    # -- what a subclass says ------------------------------------------------------------------------------------------
+    # -- methods of a subclass -----------------------------------------------------------------------------------------
 
     @property
     def available_blocks(self) -> int:
-        """Blocks that can be had now, evictable ones included."""
+        """Blocks that can be allocated now, evictable blocks included."""
         raise NotImplementedError
 
     @property
     def evictable_blocks(self) -> int:
-        """Cached blocks that nobody holds."""
+        """Cached blocks that no request holds."""
         raise NotImplementedError
 
     @property
     def cached_keys(self) -> Mapping[str, int]:
-        """Key of a cached block, in hex -> its id."""
+        """Ids of cached blocks, by key in hex."""
         raise NotImplementedError
 
     def ref_counts(self) -> bytes:
-        """Live requests that hold each block but the dummy one, int32 in native order."""
+        """Number of live requests that hold each block, without the dummy block; int32 in native byte order."""
         raise NotImplementedError
 
-    # -- what megatron asks --------------------------------------------------------------------------------------------
+    # -- megatron's methods --------------------------------------------------------------------------------------------
 
     @property
     def total_avail(self) -> int:
-        """See `available_blocks` (megatron's own count leaves the evictable ones out)."""
+        """See `available_blocks` (megatron's own count leaves out evictable blocks)."""
         return self.available_blocks
 
     @property
@@ -100,8 +100,8 @@ class BlockAllocatorSeam(KVBlockAllocator):
 
     @property
     def block_ref_counts(self) -> torch.Tensor:
-        """(total_count,) int32: live requests that hold each block. A copy: writing to it, as megatron does, is lost."""
-        counts = torch.zeros(self.total_count, dtype=torch.int32)  # the dummy block is nobody's
+        """(total_count,) int32: live requests that hold each block. A copy: megatron's writes to it have no effect."""
+        counts = torch.zeros(self.total_count, dtype=torch.int32)  # no request holds the dummy block
         counts[:-1] = torch.frombuffer(bytearray(self.ref_counts()), dtype=torch.int32)
         return counts
 
@@ -114,11 +114,11 @@ class BlockAllocatorSeam(KVBlockAllocator):
         return self.evictable_blocks
 
     def update_timestamps(self, block_ids: torch.Tensor) -> None:
-        """Nothing: the cache has its own clocks."""
+        """Do nothing: the cache keeps its own clocks."""
 
     def register_kv_block_hashes(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: blocks become matchable when the forward that fills them succeeded."""
+        """Do nothing: blocks become matchable once the forward that fills them has succeeded."""
 
     def evict_lru_blocks(self, num_blocks_needed: int) -> bool:
-        """Whether that many blocks can be had; the cache evicts when they are asked for."""
+        """Whether that many blocks can be allocated; the cache evicts on allocation."""
         return num_blocks_needed <= self.available_blocks

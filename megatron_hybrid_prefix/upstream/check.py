@@ -1,7 +1,7 @@
-"""How a name of megatron is compared with what was expected of it: rows of the table, and what is wrong with one.
+"""Rows of the contract table, and how a row is compared with the installed megatron-core.
 
-Classes, methods, functions and constants are looked up. Attributes that exist on objects only are looked for in the source of
-their class: ``self.NAME = ...`` in any method, or an annotation; nothing is constructed.
+Classes, methods, functions and constants are looked up. Attributes of objects are searched in the source of their class:
+``self.NAME = ...`` in any method, or an annotation. No object is constructed.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class Entry:
     """One name of megatron that this package depends on.
 
     Attributes:
-        owner: Where it lives: a module path, or ``module:Class``.
-        name: The name there.
-        kind: What it is to us:
-            "overrides": a method that ours stands in for; it may not gain a parameter;
-            "wraps": the same, where ours passes on ``*args, **kwargs``; it may gain parameters with a default;
-            "calls": a function, method or class that is called; it may gain parameters with a default;
-            "attribute": of its objects; "property"; "class"; "constant": also a class attribute, a member of an enum;
+        owner: A module path, or ``module:Class``.
+        name: The name in it.
+        kind: How this package uses it:
+            "overrides": a method that we override; it may not gain a parameter;
+            "wraps": a method that we override and that passes on ``*args, **kwargs``; it may gain parameters with a default;
+            "calls": a function, method or class that we call; it may gain parameters with a default;
+            "attribute": an attribute of its objects; "property"; "class";
+            "constant": a module constant, a class attribute, or a member of an enum;
             "mark": an attribute that the owner's code sets on other objects;
-            "key": of a dictionary that the module's code fills.
-        where: Our modules, as ``folder/module``.
-        why: What for.
-        signature: Of a callable: parameters, those with a default with its value (``...``: any); "async" before it of a
-            coroutine.
+            "key": a key of a dictionary that the module's code fills.
+        where: Modules of this package that use it, as ``folder/module``.
+        why: What we use it for.
+        signature: Parameters of a callable, with their defaults (``...``: any default); "async" before it for a coroutine.
     """
 
     owner: str
@@ -69,17 +69,17 @@ def rows_of(owner: str, *rows: Row) -> tuple[Entry, ...]:
 
 
 def overrides(name: str, signature: str, where: str, why: str) -> Row:
-    """A method that ours stands in for."""
+    """A method that we override."""
     return _callable("overrides", name, signature, where, why)
 
 
 def wraps(name: str, signature: str, where: str, why: str) -> Row:
-    """A method that ours stands in for, passing on what it does not name."""
+    """A method that we override, and that passes on other arguments."""
     return _callable("wraps", name, signature, where, why)
 
 
 def calls(name: str, signature: str, where: str, why: str) -> Row:
-    """A function, a method or a class that is called."""
+    """A function, method or class that we call."""
     return _callable("calls", name, signature, where, why)
 
 
@@ -122,7 +122,7 @@ def _several(kind: Kind, names: str, where: str, why: str) -> Row:
 
 
 def problem_of(entry: Entry) -> str | None:
-    """What is wrong with the entry: what was expected, and what was found; None: nothing."""
+    """What was expected and what was found, if the entry does not match; else None."""
     try:
         owner = resolve(entry.owner)
     except (ImportError, AttributeError) as error:
@@ -130,13 +130,14 @@ def problem_of(entry: Entry) -> str | None:
     found = inspect.getattr_static(owner, entry.name, _MISSING)
     if entry.kind == "attribute":
         is_there = entry.name in attributes_of(owner)
-        # What became a method or a property is read, or shadowed, otherwise than an attribute.
+        # A method or property of this name cannot be used like an attribute.
         if is_there and (found is _MISSING or not (inspect.isroutine(found) or isinstance(found, property))):
             return None
     elif entry.kind == "mark":
         return None if entry.name in _assigned(owner).marks else "expected to be set by its methods, found nothing"
     elif entry.kind == "key":
-        is_there = re.search(rf"""(['"]){entry.name}\1""", read_source(entry.owner.partition(":")[0]))
+        source = read_source(entry.owner.partition(":")[0])
+        is_there = re.search(rf"""(['"]){entry.name}\1""", source) is not None
         return None if is_there else "expected as a key in its source, found nothing"
     if found is _MISSING:
         return f"expected {_with_article(entry)}, found nothing"
@@ -171,7 +172,7 @@ def _signature_problem(expected: str, function: Any, *, strict: bool) -> str | N
 
 
 def parameters_of(signature: str) -> list[inspect.Parameter]:
-    """Parameters of a signature written out, "async" or not."""
+    """Parameters of a signature in text form, with or without "async"."""
     [function] = ast.parse(f"def function{signature.removeprefix('async ')}: ...").body
     assert isinstance(function, ast.FunctionDef)
     given = function.args
@@ -191,10 +192,9 @@ def parameters_of(signature: str) -> list[inspect.Parameter]:
 
 
 def accepts(expected: Sequence[inspect.Parameter], found: Sequence[inspect.Parameter], *, strict: bool) -> bool:
-    """Whether what was written for the expected parameters works with those that were found.
+    """Whether code written for the expected parameters works with the found ones.
 
-    Names, their order, kinds and defaults have to be the same. If not ``strict``, more may follow the expected ones, as
-    long as nothing has to be given for them.
+    Names, order, kinds and defaults must be the same. If not ``strict``, optional parameters may follow.
     """
     if strict:
         return len(expected) == len(found) and all(map(_same, expected, found))
@@ -209,7 +209,7 @@ def accepts(expected: Sequence[inspect.Parameter], found: Sequence[inspect.Param
         if parameter.name in rest:
             if not _same(rest[parameter.name], parameter):
                 return False
-        # What has to be given, and what would take a place meant for *args.
+        # A required parameter, or one that would take a positional argument meant for *args.
         elif (parameter.kind not in _VARIADIC and parameter.default is parameter.empty) or (
             takes_any and parameter.kind in _POSITIONAL
         ):
@@ -245,7 +245,7 @@ class _Assigned:
 
 
 def attributes_of(cls: Any) -> frozenset[str]:
-    """Names that the class, or one of megatron's that it derives from, assigns to itself or to ``self``, or annotates."""
+    """Names that the class, or a base of megatron's, assigns to itself or ``self``, or annotates."""
     bases = [base for base in inspect.getmro(cls) if base.__module__.startswith("megatron.")]
     return frozenset().union(*(_assigned(base).own for base in bases))
 
@@ -256,9 +256,9 @@ def _assigned(cls: type) -> _Assigned:
 
 @functools.cache
 def _assigned_in(module: str) -> dict[str, _Assigned]:
-    """By class of the module. The trees themselves are not kept: they are large."""
+    """By class of the module. Syntax trees are not cached, as they are large."""
     collects = gc.isenabled()
-    gc.disable()  # it would run over the whole heap again and again while a tree is made
+    gc.disable()  # else it scans the whole heap repeatedly while a tree is built
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)  # escapes in megatron's docstrings
@@ -270,7 +270,8 @@ def _assigned_in(module: str) -> dict[str, _Assigned]:
 
 
 def _assigned_by(definition: ast.ClassDef) -> _Assigned:
-    own, other = set(), set()
+    own: set[str] = set()
+    other: set[str] = set()
     for node in _statements(definition.body):
         targets: Sequence[ast.expr] = ()
         if isinstance(node, ast.Assign):
@@ -280,7 +281,7 @@ def _assigned_by(definition: ast.ClassDef) -> _Assigned:
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             called, arguments = node.value.func, node.value.args
             is_setattr = isinstance(called, ast.Name) and called.id == "setattr" and len(arguments) > 1
-            if is_setattr and isinstance(arguments[1], ast.Constant):
+            if is_setattr and isinstance(arguments[1], ast.Constant) and isinstance(arguments[1].value, str):
                 other.add(arguments[1].value)
         for target in _flat(targets):
             if isinstance(target, ast.Attribute):
@@ -301,7 +302,7 @@ def read_source(module: str) -> str:
 
 
 def _statements(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
-    """All statements in ``body``, however deep; expressions, most of a tree, are not looked into."""
+    """All statements in ``body``, at any depth. Expressions, most of a tree, are skipped."""
     for node in body:
         yield node
         for field in ("body", "orelse", "finalbody", "handlers", "cases"):

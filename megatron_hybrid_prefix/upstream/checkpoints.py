@@ -1,4 +1,4 @@
-"""Megatron's distributed checkpoints, written without a process of their own."""
+"""Megatron's distributed checkpoints, written without an extra process."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.strategies import torch as strategies
 
 
-class SynchronousStrategy(strategies.TorchDistSaveShardedStrategy):  # type: ignore[misc]
+class SynchronousStrategy(strategies.TorchDistSaveShardedStrategy):
     """Megatron's ``torch_dist`` strategy with PyTorch's own writer.
 
-    Upstream's ``save`` runs its asynchronous writer in the foreground, whose result queue is a process of its own: it
-    starts the caller's ``__main__`` again. The files are the same.
+    Upstream's ``save`` runs its asynchronous writer, whose result queue is a separate process that runs the caller's
+    ``__main__`` again. The files are the same.
     """
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:

@@ -1,4 +1,4 @@
-"""Settings of megatron's inference; imports no engine, so that it can be asked before a platform runs."""
+"""Settings of megatron's inference. Imports no engine, so it can be imported before a platform runs."""
 
 from megatron.core.inference.config import (
     AsyncScheduleMode,

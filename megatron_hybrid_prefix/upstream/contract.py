@@ -1,11 +1,11 @@
-"""What this package depends on of megatron-core's internals: every private name, every override, every book it reads.
+"""Everything that this package relies on in megatron-core: every private name, every override, every attribute it reads.
 
-`CONTRACT` is the one table of it. Each row says what the name is to us (see `check.Entry`), in which of our modules it is
-used, and what for. `check_contract` compares the table with the installed version before the first engine is built: a name
-that upstream renamed would otherwise leave an override an orphan, without a word. Not in it: the names that are replaced
-(``platform/patches.py``, ``mcore/entrypoints/patches.py``), which are checked when they are, and megatron's documented ways to build models.
+`CONTRACT` is the table. Each row says how we use the name (see `check.Entry`), in which of our modules, and what for.
+`check_contract` compares the table with the installed version before the first engine is built. Without it, an override of a
+renamed method would silently never be called. The table omits replaced names (``platform/patches.py``,
+``mcore/entrypoints/patches.py``), which are checked when they are replaced, and megatron's documented API to build models.
 
-A row is to be added here when a test of ``tests/upstream/test_contract.py`` asks for it. Longer than 400 lines because it is one table.
+``tests/upstream/test_contract.py`` fails and names the row if one is missing. Longer than 400 lines because it is one table.
 """
 
 from __future__ import annotations
@@ -57,9 +57,14 @@ CONTEXT = rows_of(
         "_compute_prefix_match",
         "(self, req, prefill_chunk_length, record_mamba_match=False)",
         "upstream/context",
-        "what of a prompt is cached is asked of our cache",
+        "our cache matches the prompt",
     ),
-    overrides("_execute_pending_mamba_ops", "(self)", "upstream/context", "new requests start from zero, in all kinds"),
+    overrides(
+        "_execute_pending_mamba_ops",
+        "(self)",
+        "upstream/context",
+        "new requests start from zero states, in layers of all kinds",
+    ),
     overrides(
         "mamba_states_cache",
         "(self, layer_number, intermediate=False)",
@@ -76,61 +81,66 @@ CONTEXT = rows_of(
         "add_request",
         "(self, req, prefill_chunk_length=None)",
         "mcore/context/context mcore/runner",
-        "admission, and the step's plan",
+        "admits a request and plans its step",
     ),
     wraps(
         "initialize_attention_state",
         "(self, *, construct_graph_dimensions=None, is_expert_parallel_dummy_cuda_graph_step=False, "
         "transfer_bookkeeping_to_gpu=True, record_bookkeeping_done_event=False)",
         "mcore/context/context",
-        "a forward begins: ranks compare their decisions, prefills of one token are allowed",
+        "a forward begins: ranks compare decisions; prefills of one token are allowed",
     ),
     overrides(
         "transfer_bookkeeping_to_gpu",
         "(self, skip_token_input_ids=False, record_done_event=False)",
         "mcore/context/context",
-        "sources and targets of the states are copied first, loads from the host waited for",
+        "first copies source and target slots, and waits for loads from the host",
     ),
     overrides(
         "update_requests",
         "(self, active_requests_mask, new_tokens, new_speculative_tokens=None)",
         "mcore/context/context",
-        "the forward succeeded (legacy scheduling): what it wrote is published",
+        "the forward succeeded (legacy scheduling): publishes what it wrote",
     ),
     wraps(
         "calculate_log_probs_tensors",
         "(self, logits, new_tokens, only_last_token_logits=False, sampling=None, row_to_request=None)",
         "mcore/context/context",
-        "without the rows that only pad a step",
+        "without padding rows",
     ),
     overrides(
-        "resolve_requests", "(self, active_requests_mask)", "mcore/context/context", "the same, asynchronous scheduling"
+        "resolve_requests",
+        "(self, active_requests_mask)",
+        "mcore/context/context",
+        "the forward succeeded (asynchronous scheduling)",
     ),
-    overrides("prepare_requests", "(self)", "mcore/context/context", "the next decode: filled blocks get their keys"),
+    overrides(
+        "prepare_requests", "(self)", "mcore/context/context", "the next decode begins: filled blocks get their keys"
+    ),
     overrides("can_prepare_requests", "(self)", "mcore/context/context", "not between two chunks of a prompt"),
     wraps(
         "evict_overflow_paused_requests",
         "(self, active_request_count, next_tokens, new_speculative_tokens=None)",
         "mcore/context/context",
-        "preempted requests leave on the host what they computed",
+        "preempted requests swap out to the host",
     ),
     overrides(
         "release_memory_blocks_from_request_indexes",
         "(self, request_indexes)",
         "mcore/context/context",
-        "requests end: what has a key stays cached",
+        "requests end: blocks with a key stay cached",
     ),
     wraps(
         "reset_metadata",
         "(self, preserve_prefix_cache=False, *, preserve_counters=False)",
         "mcore/context/context",
-        "KV and states are forgotten together",
+        "drops KV and states together",
     ),
     overrides(
         "deallocate_inference_state_buffers",
         "(self)",
         "mcore/context/context",
-        "the pool lets go of megatron's tensors",
+        "the pool drops megatron's tensors",
     ),
     calls(
         "get_index_of_chunked_prefill_request",
@@ -142,7 +152,7 @@ CONTEXT = rows_of(
     calls(
         "round_up_tokens", "(value, tp_size=None)", "mcore/entrypoints/build", "a step's tokens as megatron pads them"
     ),
-    attributes("_pending_mamba_zeros", "upstream/context", "a state that resumes must not be zeroed"),
+    attributes("_pending_mamba_zeros", "upstream/context", "a request that resumes needs no zeroed state"),
     attributes("_pending_mamba_transfer", "upstream/context", "whether a step has prefill metadata to copy"),
     attributes(
         "_cpu_mamba_batch_indices_decode _cpu_mamba_batch_indices_prefill _cpu_mamba_seq_idx _cpu_mamba_cu_seqlens "
@@ -160,19 +170,17 @@ CONTEXT = rows_of(
         "_offloadable_tensor_names _offloadable_cpu_backups _uses_torch_memory_saver unified_memory_level "
         "kv_cache_management_mode is_tensor_state_allocated",
         "upstream/context mcore/context/context mcore/engine/engine",
-        "suspended engines give their memory back, the states' too",
+        "suspended engines free their memory, that of the states included",
     ),
     attributes(
         "mamba_metadata mamba_chunk_size is_hybrid_model layer_map",
         "upstream/context mcore/context/admission mcore/context/context mcore/context/decode mcore/context/reports mcore/context/rows",
-        "what a state is, and where each request has its own",
+        "the layout of states, and the slot of each request",
     ),
     attributes(
         "memory_buffer cache_mla_latent", "mcore/state/moves mcore/context/verify", "KV blocks are moved, and compared"
     ),
-    attributes(
-        "enable_prefix_caching kv_block_allocator config", "mcore/context/context", "switched on, replaced, read"
-    ),
+    attributes("enable_prefix_caching kv_block_allocator config", "mcore/context/context", "set, replaced, read"),
     attributes(
         "block_size_tokens max_requests max_tokens max_sequence_length num_speculative_tokens",
         "upstream/context mcore/context/admission mcore/context/context mcore/context/reports mcore/context/rows",
@@ -183,45 +191,45 @@ CONTEXT = rows_of(
         "request_kv_length_offsets request_kv_block_counts request_last_kv_block_id request_last_kv_block_offset "
         "request_to_kv_block_ids request_metadata",
         "upstream/context mcore/context/admission mcore/context/context mcore/context/decode mcore/context/rows",
-        "all that has a row a request: rows are moved by us, too",
+        "all tensors with one row per request; we move rows, too",
     ),
     attributes(
         "total_request_count paused_request_count num_prefill_requests active_token_count chunked_prefill_request_id "
         "paused_tokens paused_speculative_tokens",
         "mcore/context/admission mcore/context/context mcore/context/decode mcore/context/rows",
-        "which rows there are",
+        "number and kind of rows",
     ),
     attributes("padded_batch_dimensions", "upstream/mixer", "what a step decodes and prefills, padding included"),
-    attributes("active_request_metadata", "mcore/engine/controller", "what active requests ask for, by row"),
-    attributes(
-        "token_to_input_ids", "mcore/context/decode", "tokens of a forward, from which those of an answer are known"
-    ),
+    attributes("active_request_metadata", "mcore/engine/controller", "options of active requests, by row"),
+    attributes("token_to_input_ids", "mcore/context/decode", "tokens of a forward; gives the generated tokens"),
     attributes(
         "token_to_block_idx token_to_pos_ids token_to_request_idx",
         "mcore/context/context mcore/context/rows",
-        "where tokens' KV goes",
+        "KV blocks of the tokens",
     ),
-    attributes("active_attn_metadata", "upstream/context", "of attention, in a step"),
-    attributes("lifetime_prefill_token_count", "mcore/runner", "what a prefill computed"),
+    attributes("active_attn_metadata", "upstream/context", "attention metadata of a step"),
+    attributes("lifetime_prefill_token_count", "mcore/runner", "tokens that a prefill computed"),
     attributes(
         "prefix_cache_hits prefix_cache_blocks_matched prefix_cache_prefill_computed_tokens "
         "prefix_cache_prefill_skipped_tokens",
         "mcore/engine/engine",
-        "figures of a step, dropped with it",
+        "statistics of a step, reset with it",
     ),
-    attributes("mamba_slot_allocator", "bench/engines", "of megatron's own cache, to say its size"),
-    marks("_mamba_num_matched_blocks", "upstream/context", "set on a request with its match, as megatron does"),
+    attributes("mamba_slot_allocator", "bench/engines", "reports the size of megatron's own cache"),
+    marks("_mamba_num_matched_blocks", "upstream/context", "set on a request with its match, as in megatron"),
 )
 
 CONTEXT_PARTS = rows_of(
     f"{_CONTEXTS}.dynamic_context",
-    keys("mha_metadata", "upstream/context", "of `active_attn_metadata`"),
-    classes("ContextOverflowError BlockOverflowError TokenOverflowError", "upstream/names", "why there is no room"),
+    keys("mha_metadata", "upstream/context", "key of `active_attn_metadata`"),
+    classes(
+        "ContextOverflowError BlockOverflowError TokenOverflowError", "upstream/names", "reasons to refuse admission"
+    ),
     calls(
         "RequestOverflowError",
         "(request_id, message=None, *, is_transient=True)",
         "upstream/names",
-        "no row is free",
+        "raised if no row is free",
     ),
 )
 
@@ -231,36 +239,36 @@ BLOCKS = rows_of(
         "__init__",
         "(self, context, total_count, paused_count, enable_prefix_caching=False, prefix_caching_eviction_policy=...)",
         "upstream/blocks",
-        "not called: sets the same attributes, without its books",
+        "not called: ours sets the same attributes",
     ),
-    overrides("allocate_memory_blocks", "(self, num_blocks)", "mcore/context/blocks", "blocks are asked of the cache"),
-    overrides("release_memory_blocks", "(self, blocks)", "mcore/context/blocks", "and go back to it"),
+    overrides("allocate_memory_blocks", "(self, num_blocks)", "mcore/context/blocks", "the cache allocates blocks"),
+    overrides("release_memory_blocks", "(self, blocks)", "mcore/context/blocks", "the cache frees blocks"),
     overrides(
         "is_memory_available",
         "(self, num_blocks, potential_matched_count=0)",
         "upstream/blocks",
-        "evictable ones included",
+        "counts evictable blocks, too",
     ),
-    overrides("get_evictable_block_count", "(self)", "upstream/blocks", "cached blocks that nobody holds"),
+    overrides("get_evictable_block_count", "(self)", "upstream/blocks", "cached blocks that no request holds"),
     overrides("evict_lru_blocks", "(self, num_blocks_needed)", "upstream/blocks", "the cache evicts"),
     overrides("update_timestamps", "(self, block_ids)", "upstream/blocks", "the cache has its own clocks"),
     wraps(
         "register_kv_block_hashes",
         "(self, block_ids, block_hashes, parent_hashes=None)",
         "upstream/blocks",
-        "nothing becomes matchable before its forward succeeded",
+        "blocks become matchable only after their forward succeeded",
     ),
-    overrides("reset", "(self)", "mcore/context/blocks", "forgets blocks and states"),
+    overrides("reset", "(self)", "mcore/context/blocks", "drops blocks and states"),
     attributes(
         "total_avail kv_hash_to_block_id block_ref_counts",
         "upstream/blocks",
-        "replaced by properties: the cache's",
+        "replaced by properties of the cache",
     ),
     attributes(
         "context enable_prefix_caching prefix_caching_eviction_policy on_blocks_deregistered total_count paused_count "
         "active_count dummy_block_idx block_routing",
         "upstream/blocks",
-        "set in place of its constructor, for those who read them",
+        "set by our constructor, for their readers",
     ),
 )
 
@@ -270,25 +278,25 @@ METADATA = rows_of(
         "__init__",
         "(self, max_requests, max_tokens, *, max_intermediate_count, mamba_chunk_size=128, d_conv=0)",
         "upstream/metadata",
-        "pinned buffers of our own beside its",
+        "our constructor passes on its arguments",
     ),
     wraps(
         "compute_cpu_metadata",
         "(self, active_mamba_indices, token_to_request_idx, cpu_cu_query, batch_dimensions, padded_batch_dimensions, "
         "enable_chunked_prefill, intermediate_offsets_gpu=None, intermediate_counts_gpu=None)",
         "upstream/metadata",
-        "chunks are cut on the absolute grid, sources and targets added",
+        "notifies the context of prefills, with their sizes",
     ),
-    overrides("load_from_cpu", "(self, d)", "upstream/metadata", "and given to the step"),
+    overrides("load_from_cpu", "(self, d)", "upstream/metadata", "shows the prepared prefill"),
     wraps(
         "_update_intermediate_metadata",
         "(self, intermediate_offsets_gpu, intermediate_counts_gpu, real_prefill_count, padded_prefill_count, "
         "cu_seqlens_gpu=None)",
         "upstream/metadata",
-        "switched off: megatron's extraction of states",
+        "switches off megatron's extraction of states",
     ),
-    attributes("batch_indices_decode device_decode_prefill", "upstream/mixer", "rows of a step, decoded and prefilled"),
-    attributes("intermediate_chunk_indices", "upstream/metadata", "replaced by a property: to read it is an error"),
+    attributes("batch_indices_decode device_decode_prefill", "upstream/mixer", "decoded and prefilled rows of a step"),
+    attributes("intermediate_chunk_indices", "upstream/metadata", "replaced by a property that raises when read"),
     calls("bind_cpu_buffers", "(self, bufs)", "upstream/context", "as megatron's allocation does"),
     calls("bind_gpu_buffers", "(self, gpu_view)", "upstream/context", "as megatron's allocation does"),
     calls("free_slots", "(self, request_indices)", "mcore/context/context", "live states of requests that ended"),
@@ -317,16 +325,18 @@ ATTENTION_METADATA = rows_of(
 
 BATCH = rows_of(
     f"{_INFERENCE}.batch_dimensions_utils:InferenceBatchDimensions",
-    attributes("prefill_req_count token_count", "upstream/metadata", "of a step, padded or not"),
+    attributes("prefill_req_count token_count", "upstream/metadata", "sizes of a step, with and without padding"),
 )
 
 # -- the engine, its requests, its controller ----------------------------------------------------------------------------
 
 ENGINE = rows_of(
     f"{_INFERENCE}.engines.dynamic_engine:DynamicInferenceEngine",
-    overrides("__init__", "(self, controller, context)", "mcore/engine/engine", "mixers and coalescing"),
-    overrides("reset", "(self)", "mcore/engine/engine mcore/runner serve/engine_loop", "drops what is pending, too"),
-    overrides("suspend", "(self)", "mcore/engine/engine", "requests that are over stay so"),
+    overrides(
+        "__init__", "(self, controller, context)", "mcore/engine/engine", "puts slot mixers on, sets up scheduling"
+    ),
+    overrides("reset", "(self)", "mcore/engine/engine mcore/runner serve/engine_loop", "drops pending work, too"),
+    overrides("suspend", "(self)", "mcore/engine/engine", "finished requests stay finished"),
     wraps("create_cuda_graphs", "(self, reset_context=True)", "mcore/engine/engine", "a capture resets the context"),
     wraps(
         "start_listening_to_data_parallel_coordinator",
@@ -339,18 +349,29 @@ ENGINE = rows_of(
         "add_request",
         "(self, request_id, prompt, sampling_params=None)",
         "upstream/engine mcore/runner serve/engine_loop",
-        "the prompt's tokens stay on the host",
+        "keeps the prompt's tokens on the host",
     ),
-    overrides("_add_request", "(self, request)", "upstream/engine", "keys are made on arrival"),
+    overrides("_add_request", "(self, request)", "upstream/engine", "hashes the prompt on arrival"),
     overrides(
-        "_handle_failed_request", "(self, request_id)", "upstream/engine", "refused requests have our record, too"
-    ),
-    overrides("has_unfinished_requests", "(self)", "mcore/engine/engine mcore/runner", "also what is to be handed out"),
-    overrides(
-        "schedule_waiting_requests", "(self)", "mcore/engine/engine", "aborts, coalescing, loads, starts beside a chunk"
+        "_handle_failed_request", "(self, request_id)", "upstream/engine", "refused requests get our record, too"
     ),
     overrides(
-        "_should_run_async_sched_overlap", "(self)", "upstream/engine", "not where something has to happen between"
+        "has_unfinished_requests",
+        "(self)",
+        "mcore/engine/engine mcore/runner",
+        "also true while requests are to be returned",
+    ),
+    overrides(
+        "schedule_waiting_requests",
+        "(self)",
+        "mcore/engine/engine",
+        "aborts, coalescing, loads, admissions beside a chunk",
+    ),
+    overrides(
+        "_should_run_async_sched_overlap",
+        "(self)",
+        "upstream/engine",
+        "false if something must happen between two forwards",
     ),
     overrides(
         "_check_stop_words_for_request_post_append",
@@ -362,7 +383,7 @@ ENGINE = rows_of(
         "_get_and_clear_stop_word_finished_ids",
         "(self, active_request_ids)",
         "upstream/engine",
-        "log-probs of a stop word; loads that failed leave this way",
+        "drops log-probs of a stop word; ends requests whose load failed",
     ),
     wraps(
         "post_process_requests",
@@ -370,44 +391,44 @@ ENGINE = rows_of(
         "consumed_chunked_prefill_request_id, top_n_logprobs=None, pre_fwd_active_token_count=None, "
         "pre_fwd_step_count=None, finished_routing_block_ids=None)",
         "mcore/engine/engine",
-        "requests that start over did not finish",
+        "requests that start over are not finished",
     ),
-    overrides("async_forward", "async (self)", "mcore/engine/engine", "a forward that raised publishes nothing"),
+    overrides("async_forward", "async (self)", "mcore/engine/engine", "a forward that raises publishes nothing"),
     attributes("_generation_epoch", "upstream/engine", "replaced by a property: new weights invalidate the cache"),
     calls(
         "_can_schedule_chunked_prefill",
         "(self, req)",
         "upstream/engine",
-        "whether anybody is admitted in this round",
+        "whether this round admits a request",
     ),
-    calls("_notify_cond_for_new_request", "async (self)", "upstream/engine", "after an admission of our own"),
+    calls("_notify_cond_for_new_request", "async (self)", "upstream/engine", "called after our admissions"),
     calls(
         "get_request",
         "(self, request_id)",
         "mcore/engine/engine mcore/engine/removals mcore/engine/scheduling",
-        "the newest part of a request",
+        "the latest part of a request",
     ),
     calls("step_modern", "(self)", "mcore/runner serve/engine_loop", "one step"),
-    calls("wait_until", "async (self, state)", "serve/replicas", "for the engine's end"),
+    calls("wait_until", "async (self, state)", "serve/replicas", "waits for the engine to stop"),
     attributes("_loop", "upstream/engine", "its asyncio loop, to notify in"),
-    attributes("_prefix_coordination_waits", "upstream/engine", "its figure of requests that are held back"),
+    attributes("_prefix_coordination_waits", "upstream/engine", "its count of requests held back"),
     attributes(
         "requests waiting_request_ids resume_request_ids failed_request_ids",
         "mcore/engine/engine mcore/engine/removals mcore/engine/scheduling",
-        "its books of requests",
+        "its tables of requests",
     ),
     attributes("request_counter", "mcore/runner serve/engine_loop", "ids of requests"),
     attributes(
         "stop_word_finished_request_ids stop_word_being_finished_ids",
         "mcore/engine/engine mcore/engine/removals",
-        "how active requests are ended",
+        "ends active requests",
     ),
     attributes(
         "state context controller cuda_graph_impl enable_chunked_prefill",
         "mcore/engine/engine upstream/engine",
-        "what it is made of",
+        "its parts and settings",
     ),
-    attributes("ep_world_size ep_consensus_interval", "mcore/engine/engine", "set to 1 where there are no peers"),
+    attributes("ep_world_size ep_consensus_interval", "mcore/engine/engine", "set to 1 if there are no peers"),
     attributes("engine_loop_task", "serve/replicas", "awaited by a replica"),
     attributes(
         "is_mp_coordinator model_parallel_publisher_socket model_parallel_subscriber_socket pg_collection "
@@ -424,7 +445,7 @@ ENGINE_PARTS = (
     ),
     *rows_of(
         f"{_INFERENCE}.engines.dynamic_engine:RequestEntry",
-        attributes("record future", "mcore/engine/engine mcore/engine/removals", "a request in the engine's books"),
+        attributes("record future", "mcore/engine/engine mcore/engine/removals", "a request in the engine's tables"),
     ),
     *rows_of(
         f"{_INFERENCE}.engines.dynamic_engine:EngineState",
@@ -447,12 +468,12 @@ REQUESTS = (
             "prompt_log_probs prompt_top_n_logprobs",
             "mcore/engine/engine mcore/engine/record mcore/engine/removals mcore/context/context mcore/context/request "
             "mcore/runner",
-            "made by `add_request`, reset where a request starts over",
+            "set by `add_request`, reset if a request starts over",
         ),
         keys(
             "return_log_probs skip_prompt_log_probs top_n_logprobs",
             "mcore/engine/controller",
-            "of `active_request_metadata`: what a step's log-probs are computed by",
+            "keys of `active_request_metadata`: options of a step's log-probs",
         ),
         attributes("generated_text", "mcore/runner", "the answer"),
         attributes("ttft", "serve/replicas", "time to first token"),
@@ -461,7 +482,7 @@ REQUESTS = (
             "mcore/context/context mcore/engine/scheduling mcore/engine/coalesce mcore/runner",
             "tokens left",
         ),
-        calls("add_event_add_context", "(self)", "mcore/engine/scheduling", "noted where megatron notes it"),
+        calls("add_event_add_context", "(self)", "mcore/engine/scheduling", "recorded as in megatron"),
         calls("add_event_error_nontransient", "(self, error)", "mcore/engine/engine", "noted where megatron notes it"),
         calls("add_event_finish", "(self)", "mcore/engine/removals", "noted where megatron notes it"),
         calls("failed", "(self)", "mcore/runner serve/engine_loop", "whether it was refused"),
@@ -472,23 +493,23 @@ REQUESTS = (
             "checkpoint",
             "(self, tokenizer=None)",
             "mcore/engine/engine mcore/engine/record",
-            "a preemption drops nothing",
+            "keeps everything on preemption",
         ),
         overrides(
-            "merge", "(self, tokenizer=None)", "mcore/engine/record mcore/runner", "replies do not carry the prompt"
+            "merge", "(self, tokenizer=None)", "mcore/engine/record mcore/runner", "drops the prompt from replies"
         ),
         attributes("requests latency", "mcore/engine/engine mcore/engine/record", "parts of a preempted request"),
-        properties("request_id", "mcore/runner", "of its parts"),
+        properties("request_id", "mcore/runner", "id of its parts"),
     ),
     *rows_of(
         f"{_INFERENCE}.inference_request:Status",
         constants(
-            "FAILED COMPLETED", "mcore/engine/engine mcore/engine/removals", "of refused and of aborted requests"
+            "FAILED COMPLETED", "mcore/engine/engine mcore/engine/removals", "status of refused and of aborted requests"
         ),
     ),
     *rows_of(
         f"{_INFERENCE}.sampling_params:SamplingParams",
-        calls("add_attributes", "(self, attribute_value_pair)", "bench/engines", "how a request says what it allows"),
+        calls("add_attributes", "(self, attribute_value_pair)", "bench/engines", "cache options of a request"),
         calls("deserialize", "(data)", "serve/engine_loop serve/replicas", "fields and attributes from a route"),
     ),
 )
@@ -500,13 +521,13 @@ CONTROLLER = (
             "_build_async_sched_request_state",
             "(self, sampled_tokens_cpu, resolved_sequence_lengths)",
             "upstream/controller",
-            "a prompt between two chunks has no row in every step",
+            "a prompt between two chunks may have no row in a step",
         ),
         overrides(
             "_dynamic_step_sample_logits",
             "(self)",
             "upstream/controller",
-            "a chunk's end is followed by the prompt's next token; wrapped by benchmarks, to force answers",
+            "the prompt's next token follows a chunk; benchmarks wrap it to force answers",
         ),
         overrides(
             "_dynamic_step_sample_logits_and_verify_tokens",
@@ -518,17 +539,20 @@ CONTROLLER = (
             "_compact_async_sched_logits",
             "(self, survivor_idxs)",
             "upstream/controller",
-            "what log-probs need moves, too",
+            "also moves the log-prob options",
         ),
         overrides("_run_async_sched_sample_mtp", "(self)", "upstream/controller", "prefills accepted no drafts"),
         attributes(
             "_accepted_tokens_per_request _accepted_token_counts_per_request",
             "upstream/controller",
-            "cleared before it",
+            "cleared before sampling with drafts",
         ),
-        attributes("_async_sched_logits", "upstream/engine", "logits that are pending, dropped with their rows"),
+        attributes("_async_sched_logits", "upstream/engine", "pending logits, dropped with their rows"),
         calls(
-            "tokenize_prompt", "(tokenizer, prompt, add_BOS=False)", "mcore/engine/engine", "of a prompt given as text"
+            "tokenize_prompt",
+            "(tokenizer, prompt, add_BOS=False)",
+            "mcore/engine/engine",
+            "tokenizes a prompt given as text",
         ),
         attributes(
             "inference_wrapped_model tokenizer", "mcore/engine/engine mcore/ranks/coordinator", "what it is made of"
@@ -537,7 +561,7 @@ CONTROLLER = (
         attributes(
             "_sampled_tokens_cuda",
             "upstream/controller",
-            "overwritten: a prompt's next token; forced answers, for benchmarks",
+            "overwritten with a prompt's next token; with forced answers in benchmarks",
         ),
     ),
     *rows_of(
@@ -553,9 +577,9 @@ COORDINATOR = (
             "_update_rank_hashes",
             "(self, rank_identity, request_hashes)",
             "upstream/coordinator",
-            "remembers only so many",
+            "limits the number of remembered blocks",
         ),
-        attributes("_hash_table", "upstream/coordinator", "which replica has a block"),
+        attributes("_hash_table", "upstream/coordinator", "replicas that hold a block"),
         calls(
             "entrypoint",
             "(pipe_connection, ready_event, data_parallel_size, tokenizer, max_requests, "
@@ -579,7 +603,7 @@ COORDINATOR = (
         calls("stop_engines", "(self)", "serve/replicas", "the end of all replicas"),
         calls("shutdown_coordinator", "(self)", "serve/replicas", "the end of all replicas"),
         calls("set_generation_epoch", "(self, generation_epoch)", "serve/replicas", "empties all caches"),
-        attributes("socket", "serve/replicas", "given a limit of time"),
+        attributes("socket", "serve/replicas", "gets a timeout"),
     ),
 )
 
@@ -616,12 +640,12 @@ CONFIG = (
             "(self, layer_type_list, conv_states_shape, ssm_states_shape, conv_states_dtype, ssm_states_dtype, "
             "mamba_chunk_size=128)",
             "upstream/state_config",
-            "one field more, for layers of other kinds",
+            "adds a field, for layers of other kinds",
         ),
         attributes(
             "layer_type_list conv_states_shape ssm_states_shape conv_states_dtype ssm_states_dtype mamba_chunk_size",
             "mcore/state/layout",
-            "also for a pipeline stage without recurrent layers",
+            "set on pipeline stages without recurrent layers, too",
         ),
     ),
     *rows_of(
@@ -629,7 +653,7 @@ CONFIG = (
         constants(
             "OFFLOAD RECOMPUTE",
             "upstream/context mcore/engine/engine",
-            "what a suspended engine does with its memory",
+            "what happens to memory on suspension",
         ),
     ),
     *rows_of(
@@ -642,9 +666,9 @@ CONFIG = (
             "get_attr_wrapped_model",
             "(model, attr, allow_none=True, return_model_obj=False)",
             "mcore/entrypoints/build cli/megatron_checkpoint",
-            "attributes of a model inside its wrappers",
+            "reads attributes of a wrapped model",
         ),
-        calls("get_pg_size", "(group=None)", "mcore/ranks/coordinator", "how many replicas"),
+        calls("get_pg_size", "(group=None)", "mcore/ranks/coordinator", "number of replicas"),
     ),
 )
 
@@ -659,7 +683,7 @@ MIXER = (
             "upstream/mixer",
             "prefill from and to any slot",
         ),
-        attributes("_A_neg_exp_cache_stale", "upstream/mixer", "decode's copy of A is of other weights"),
+        attributes("_A_neg_exp_cache_stale", "upstream/mixer", "marks decode's cached A as stale"),
         attributes(
             "D_has_hdim activation chunk_size cp d_inner_local_tp d_state headdim ngroups_local_tp nheads_local_tp norm "
             "rmsnorm",
@@ -735,7 +759,7 @@ MIXER = (
 PLATFORM = (
     *rows_of(
         "megatron.core.extensions.transformer_engine",
-        constants("HAVE_TE", "upstream/packages", "which layers a model is built of"),
+        constants("HAVE_TE", "upstream/packages", "whether models use Transformer Engine"),
     ),
     *rows_of(
         "megatron.core.tensor_parallel.random",
@@ -744,13 +768,13 @@ PLATFORM = (
             "(seed, te_rng_tracker=False, inference_rng_tracker=False, use_cudagraphable_rng=False, tp_rank=None, "
             "ep_rank=None, etp_rank=None, force_reset_rng=False)",
             "upstream/packages",
-            "generators that sampling needs",
+            "seeds the generators for sampling",
         ),
     ),
 )
 
 GRAPHS = (
-    *rows_of(_GRAPHS, calls("delete_cuda_graphs", "()", "upstream/graphs", "an engine lets go of its model")),
+    *rows_of(_GRAPHS, calls("delete_cuda_graphs", "()", "upstream/graphs", "frees the graphs on a model")),
     *rows_of(
         f"{_GRAPHS}:CudaGraphManager",
         attributes("cudagraph_runners custom_cudagraphs_lookup_table", "upstream/graphs", "emptied with it"),
@@ -774,7 +798,7 @@ CHECKPOINTS = (
             "(state_dict, prefix, tensor_parallel_layers_axis_map=None, sharded_offsets=(), "
             "extra_state_suffix='_extra_state', tp_group=None, dp_cp_group=None)",
             "upstream/packages",
-            "the norm's weight in a distributed checkpoint",
+            "shards the norm's weight in a checkpoint",
         ),
     ),
     *rows_of(
@@ -783,15 +807,15 @@ CHECKPOINTS = (
             "_replace_state_dict_keys_with_sharded_keys",
             "(sharded_state_dict, keep_only_main_replica=False)",
             "upstream/checkpoints",
-            "saving without a process of its own",
+            "saving without an extra process",
         ),
         calls(
             "mcore_to_pyt_state_dict",
             "(state_dict, is_loading=False, init_device=..., load_legacy_1d_flatten_tensors=False)",
             "upstream/checkpoints",
-            "saving without a process of its own",
+            "saving without an extra process",
         ),
-        classes("MCoreSavePlanner", "upstream/checkpoints", "saving without a process of its own"),
+        classes("MCoreSavePlanner", "upstream/checkpoints", "saving without an extra process"),
     ),
     *rows_of(
         f"{_SAVING}:TorchDistSaveShardedStrategy",
@@ -819,27 +843,27 @@ CONTRACT: tuple[Entry, ...] = (
     *CHECKPOINTS,
 )
 
-# Folders that no engine needs.
+# Folders that an engine does not need.
 WINGS = ("serve/", "bench/", "lab/", "cli/")
 
 
 @functools.cache
 def check_contract() -> None:
-    """Compare the table with the installed megatron-core; once a process, before the first engine is built.
+    """Compare the table with the installed megatron-core, once per process, before the first engine is built.
 
-    Rows that only `WINGS` use are left out.
+    Rows that only `WINGS` use are skipped.
 
     Raises:
-        PlatformError: There is no megatron-core, or an unsupported one.
-        UpstreamDriftError: Names are missing or changed; one line that says all of them, the version, and what to do.
+        PlatformError: megatron-core is missing or unsupported.
+        UpstreamDriftError: Names are missing or changed. One line lists them, the version, and what to do.
     """
     version = check_version()
     needed = [entry for entry in CONTRACT if not all(where.startswith(WINGS) for where in entry.where.split())]
     problems = [f"{entry.symbol} ({_use(entry)}): {problem}" for entry in needed if (problem := problem_of(entry))]
     if problems:
         raise UpstreamDriftError(
-            f"{version} differs from what this package was written for in {len(problems)} of {len(needed)} names: "
-            f"{'; '.join(problems)}. To go on, {REMEDY}"
+            f"{version} differs from what this package expects in {len(problems)} of {len(needed)} names: "
+            f"{'; '.join(problems)}. To fix this, {REMEDY}"
         )
 
 

@@ -36,44 +36,45 @@ class ControllerSeam(TextGenerationController):
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def tokens_sampled(self) -> None:
-        """The tokens that follow a forward were sampled, and drafts verified; log-probs were not computed yet."""
+        """Called after sampling and verifying drafts, before log-probs are computed."""
 
     def pending_logits_moved(self, rows: torch.Tensor) -> None:
-        """Pending logits of requests that go on are in front now.
+        """Called after the pending logits of continuing requests moved to the front.
 
         Args:
-            rows: (requests,): where they were.
+            rows: (requests,): their previous rows.
         """
 
     def build_request_state(self, *args: Any, **kwargs: Any) -> Any:
-        """What asynchronous scheduling goes on with after a step; arguments and result are megatron's."""
+        """Request state with which asynchronous scheduling continues after a step; arguments and result are megatron's."""
         return super()._build_async_sched_request_state(*args, **kwargs)
 
     def before_draft_sampling(self) -> None:
-        """Asynchronous scheduling samples with drafts next."""
+        """Called before asynchronous scheduling samples with drafts."""
 
     # -- private state -------------------------------------------------------------------------------------------------
 
     @property
     def sampled_tokens(self) -> torch.Tensor:
-        """The step's sampled tokens, by active row; on the device."""
-        return self._sampled_tokens_cuda
+        """The step's sampled tokens by active row, on the device."""
+        tokens: torch.Tensor = self._sampled_tokens_cuda
+        return tokens
 
     def clear_accepted_drafts(self) -> None:
-        """No row has accepted drafts."""
+        """Set the accepted drafts of all rows to none."""
         self._accepted_tokens_per_request.fill_(-1)
         self._accepted_token_counts_per_request.zero_()
 
 
 def after_sampling(controller: TextGenerationController, change: Callable[[torch.Tensor], None]) -> Callable[[], None]:
-    """From now on ``change`` may overwrite the tokens of a step, by active row, after they were sampled without drafts.
+    """Call ``change`` after each step that samples without drafts; it may overwrite the sampled tokens.
 
     Args:
-        controller: Any of megatron's.
-        change: Is given the tokens on the device.
+        controller: Megatron's controller or a subclass.
+        change: Gets the tokens by active row, on the device.
 
     Returns:
-        Undoes it.
+        A function that undoes this.
     """
     sample = controller._dynamic_step_sample_logits
 

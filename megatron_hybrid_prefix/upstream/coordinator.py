@@ -1,7 +1,7 @@
 """`CoordinatorSeam`: megatron's data-parallel coordinator, its private hooks under neutral names.
 
-The other names that the coordinator's process needs are here, too: it must not import an engine's modules, which need a
-platform that runs.
+This module also has the other names that the coordinator's process needs. That process must not import an engine's modules,
+because they need a running platform.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
         self.note_blocks(rank_identity, request_hashes)
 
     def note_blocks(self, rank_identity: bytes, keys: list[int]) -> None:
-        """A request went to a replica, which will have these blocks."""
+        """A replica got a request and will hold these blocks."""
         super()._update_rank_hashes(rank_identity, keys)
 
     @property
     def replicas_by_block(self) -> dict[int, dict[int, int]]:
-        """Which replicas have a block, by the block's key; oldest key first."""
-        return self._hash_table
+        """The replicas that hold a block, by the block's key; oldest key first."""
+        replicas: dict[int, dict[int, int]] = self._hash_table
+        return replicas

@@ -42,7 +42,7 @@ class EngineSeam(DynamicInferenceEngine):
 
     @_generation_epoch.setter
     def _generation_epoch(self, epoch: int | None) -> None:
-        # Megatron sets it when a trainer announces new weights, and to None in `reset`.
+        # Megatron sets it when a trainer announces new weights; `reset` sets it to None.
         if epoch is not None and epoch != self._epoch:
             self.invalidate()
         self._epoch = epoch
@@ -52,28 +52,32 @@ class EngineSeam(DynamicInferenceEngine):
     def receive_request(
         self, request_id: int, prompt: str | list[int] | torch.Tensor, sampling_params: SamplingParams | None
     ) -> asyncio.Future[DynamicInferenceRequest]:
-        """Makes a request of a prompt, and accepts it."""
-        return super().add_request(request_id, prompt, sampling_params)
+        """Make a request from a prompt, and accept it."""
+        future: asyncio.Future[DynamicInferenceRequest] = super().add_request(request_id, prompt, sampling_params)
+        return future
 
     def accept_request(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:
-        """Puts a new request into the books and the queue, or refuses it; its answer comes with the future."""
-        return super()._add_request(request)
+        """Record and queue a new request, or refuse it. The future gives its result."""
+        future: asyncio.Future[DynamicInferenceRequest] = super()._add_request(request)
+        return future
 
     def refuse_request(self, request_id: int) -> None:
-        """The next step hands out a request that can never run."""
+        """Refuse a request that can never run; the next step returns it."""
         super()._handle_failed_request(request_id)
 
     def may_overlap_steps(self) -> bool:
-        """Whether the next forward may be launched before the bookkeeping of the last one is done."""
-        return super()._should_run_async_sched_overlap()
+        """Whether the next forward may launch before the last one's bookkeeping is done."""
+        return bool(super()._should_run_async_sched_overlap())
 
     def check_stop_words(self, request: DynamicInferenceRequest) -> tuple[bool, int]:
-        """Whether the answer ends with a stop word now, and how many tokens were cut off."""
-        return super()._check_stop_words_for_request_post_append(request)
+        """Whether the answer now ends with a stop word, and the number of tokens cut off."""
+        found, cut_tokens = super()._check_stop_words_for_request_post_append(request)
+        return found, cut_tokens
 
     def take_stopped_ids(self, active_request_ids: list[int]) -> set[int]:
-        """Active requests that end with this step's bookkeeping, whatever was sampled for them."""
-        return super()._get_and_clear_stop_word_finished_ids(active_request_ids)
+        """Active requests that end with this step's bookkeeping, regardless of the sampled token."""
+        stopped: set[int] = super()._get_and_clear_stop_word_finished_ids(active_request_ids)
+        return stopped
 
     def invalidate(self) -> None:
         """The weights changed."""
@@ -81,19 +85,19 @@ class EngineSeam(DynamicInferenceEngine):
     # -- private state -------------------------------------------------------------------------------------------------
 
     def can_admit(self, request: DynamicInferenceRequest) -> bool:
-        """Whether the first waiting request would be admitted in this round."""
+        """Whether this round would admit the first waiting request."""
         if self.enable_chunked_prefill:
-            return self._can_schedule_chunked_prefill(request)
+            return bool(self._can_schedule_chunked_prefill(request))
         return all(self.context.check_availability(request))
 
     def request_admitted(self) -> None:
-        """Wakes the engine's loop, as megatron does after each request that it admits."""
+        """Wake the engine's loop, as megatron does after each admission."""
         self._loop.call_soon_threadsafe(self._loop.create_task, self._notify_cond_for_new_request())
 
     def count_waits(self, requests: int) -> None:
-        """Adds to megatron's figure of requests that waited for a prefix that another one computes."""
+        """Add to megatron's count of requests that waited for a prefix another request computes."""
         self._prefix_coordination_waits += requests
 
     def drop_pending_logits(self) -> None:
-        """Asynchronous scheduling keeps a forward's logits for the next step; their rows are gone."""
+        """Drop the logits that asynchronous scheduling keeps for the next step: their rows are gone."""
         self.controller._async_sched_logits.clear()

@@ -1,4 +1,4 @@
-"""Megatron's books of the CUDA graphs that a process has captured."""
+"""Megatron's records of the CUDA graphs captured in this process."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from megatron.core.transformer.cuda_graphs import CudaGraphManager, _CudagraphGl
 
 
 def delete_graphs_of(model: Any) -> None:
-    """Deletes the CUDA graphs of this process, and what they leave on the model."""
+    """Delete the CUDA graphs of this process, and what they leave on the model."""
     delete_cuda_graphs()
-    # It leaves the emptied runners, each tied to its engine's context.
+    # Megatron leaves the emptied runners; each holds a reference to its engine's context.
     for module in model.modules():
         manager = getattr(module, "cudagraph_manager", None)
         if manager is not None:
@@ -19,15 +19,16 @@ def delete_graphs_of(model: Any) -> None:
 
 
 def captured_graphs() -> list[Any]:
-    """What megatron knows of the graphs that inference captured."""
-    return _CudagraphGlobalRecord.cudagraph_inference_record
+    """Megatron's records of the graphs that inference captured."""
+    records: list[Any] = _CudagraphGlobalRecord.cudagraph_inference_record
+    return records
 
 
 def set_captured_graphs(records: list[Any]) -> None:
-    """Replaces what `captured_graphs` returns."""
+    """Replace the list that `captured_graphs` returns."""
     _CudagraphGlobalRecord.cudagraph_inference_record = records
 
 
 def forget_graph_pool() -> None:
-    """The next engine that captures makes a memory pool of its own."""
+    """Make the next engine that captures create a new memory pool."""
     CudaGraphManager.global_mempool = None

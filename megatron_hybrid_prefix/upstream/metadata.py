@@ -1,4 +1,4 @@
-"""Megatron's metadata of a step's Mamba layers, which also tells this package what the step prefills."""
+"""Megatron's metadata of a step's Mamba layers; it also tells the context what the step prefills."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ if TYPE_CHECKING:
 
 
 class PrefillListener(Protocol):
-    """Is told of each step that prefills: the context."""
+    """Gets called for each step that prefills: the context."""
 
     def prepare_prefill(self, sequences: int, *, padded_tokens: int, padded_sequences: int) -> None:
-        """The coming step prefills the last ``sequences`` active rows; padding included, it has these sizes."""
+        """The next step prefills the last ``sequences`` active rows. The sizes include padding."""
 
     def show_prefill(self) -> None:
-        """The step that was prepared is the one that runs."""
+        """The prepared step runs now."""
 
 
 class StateMetadata(MambaMetadata):
-    """Megatron's metadata; which live slot each row has is read from it, and its decode runs by it.
+    """Megatron's metadata. Its live slots per row and its decode are used.
 
-    Its own chunks, and its extraction of states inside a prefill, are not used: `PrefillStep` has them.
+    Its chunks, and its extraction of states inside a prefill, are not used: `PrefillStep` replaces them.
 
     Args:
-        context: Is told of each step that prefills (``prepare_prefill``, ``show_prefill``).
-        **fields: Megatron's.
+        context: Called for each step that prefills (``prepare_prefill``, ``show_prefill``).
+        **fields: Megatron's arguments.
     """
 
     def __init__(self, context: PrefillListener, **fields: Any) -> None:
@@ -40,9 +40,9 @@ class StateMetadata(MambaMetadata):
         batch_dimensions: InferenceBatchDimensions,
         padded_batch_dimensions: InferenceBatchDimensions,
         **kwargs: Any,
-    ) -> dict:
+    ) -> dict[str, Any]:
         """See upstream."""
-        result = super().compute_cpu_metadata(
+        result: dict[str, Any] = super().compute_cpu_metadata(
             *args, batch_dimensions=batch_dimensions, padded_batch_dimensions=padded_batch_dimensions, **kwargs
         )
         if padded_batch_dimensions.prefill_req_count:
@@ -53,7 +53,7 @@ class StateMetadata(MambaMetadata):
             )
         return result
 
-    def load_from_cpu(self, d: dict) -> None:
+    def load_from_cpu(self, d: dict[str, Any]) -> None:
         """See upstream."""
         super().load_from_cpu(d)
         if d["padded_prefill_count"]:
@@ -61,7 +61,7 @@ class StateMetadata(MambaMetadata):
 
     @property
     def intermediate_chunk_indices(self) -> None:
-        """Read by megatron's own prefill, which knows neither sources nor targets: an error rather than wrong tokens.
+        """Only megatron's own prefill reads it. That prefill ignores slots, so this raises before it computes wrong tokens.
 
         Raises:
             RuntimeError: Always.
@@ -73,4 +73,4 @@ class StateMetadata(MambaMetadata):
         """Megatron resets it every step."""
 
     def _update_intermediate_metadata(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: megatron's extraction of intermediate states is not used."""
+        """Do nothing: megatron's extraction of intermediate states is not used."""

@@ -1,4 +1,4 @@
-"""Megatron's Mamba mixer and the kernels of its prefill. The private names of both are used here only."""
+"""Megatron's Mamba mixer and the kernels of its prefill. Only this module uses their private names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 class PrefillSeam:
-    """Mixin before a ``MambaMixer``: megatron's prefill of a step becomes `prefill`."""
+    """Mixin before a ``MambaMixer``: `prefill` replaces megatron's prefill of a step."""
 
     def _dynamic_inference_prefill(
         self,
@@ -35,39 +35,42 @@ class PrefillSeam:
     ) -> torch.Tensor:
         if getattr(context, "prefill_step", None) is not None:
             return self.prefill(zxBCdt, context.prefill_step, conv_state, ssm_state)
-        return super()._dynamic_inference_prefill(  # type: ignore[misc]
+        # The class after this mixin has it.
+        output: torch.Tensor = super()._dynamic_inference_prefill(  # type: ignore[misc]
             zxBCdt, context, conv_state, ssm_state, mamba_layer_idx=mamba_layer_idx
         )
+        return output
 
     def prefill(
         self, zxBCdt: torch.Tensor, step: Any, conv_state: torch.Tensor, ssm_state: torch.Tensor
     ) -> torch.Tensor:
-        """Prefill of all sequences of a step.
+        """Prefill all sequences of a step.
 
         Args:
             zxBCdt: (tokens, 1, in_proj's width), packed, prefilled tokens first.
             step: The `PrefillStep`.
-            conv_state: (slots, dim, d_conv), this layer's windows, live slots and checkpoints.
+            conv_state: (slots, dim, d_conv), this layer's windows: live slots and checkpoints.
             ssm_state: (slots, heads, headdim, d_state), this layer's SSM states.
 
         Returns:
-            (tokens, 1, inner width); rows after the prefilled tokens are zero before the norm.
+            (tokens, 1, inner width); padding rows are zero before the norm.
         """
         raise NotImplementedError
 
 
-def forget_decode_parameters(module: torch.nn.Module) -> None:
-    """A mixer has new weights: its decode works out A again. (Megatron itself does so in ``train()`` only.)"""
+def forget_decode_parameters(module: MambaMixer) -> None:
+    """A mixer has new weights: make its decode recompute A. (Megatron recomputes it after ``train()`` only.)"""
     if hasattr(module, "_A_neg_exp_cache_stale"):
         module._A_neg_exp_cache_stale = True
 
 
-# Looked up at each call: a platform may have replaced them.
+# The functions below look names up at each call: a platform may have replaced them.
 
 
 def convolve(**arguments: Any) -> torch.Tensor:
-    """Megatron's causal convolution of packed sequences; see there."""
-    return causal_conv1d_varlen.causal_conv1d_varlen_fn(**arguments)
+    """Megatron's causal convolution of packed sequences, ``causal_conv1d_varlen_fn``."""
+    convolved: torch.Tensor = causal_conv1d_varlen.causal_conv1d_varlen_fn(**arguments)
+    return convolved
 
 
 def scan_on_host(**arguments: Any) -> Any:
@@ -77,11 +80,11 @@ def scan_on_host(**arguments: Any) -> Any:
 
 
 def rows_after(inputs: torch.Tensor, decode_prefill: torch.Tensor) -> torch.Tensor:
-    """The prefilled rows of a step that also decodes, moved to the front; what follows them is undefined.
+    """The prefilled rows of a step that also decodes, moved to the front; rows after them are undefined.
 
     Args:
         inputs: (rows, ...), decoded rows first.
-        decode_prefill: (2,) int32 on the device: rows that are decoded, and prefilled.
+        decode_prefill: (2,) int32 on the device: number of decoded rows, and of prefilled rows.
     """
     output = torch.empty_like(inputs)
     mamba_mixer.tensor_get_slice_after(inputs, output, decode_prefill, check_bounds=False)
@@ -89,21 +92,21 @@ def rows_after(inputs: torch.Tensor, decode_prefill: torch.Tensor) -> torch.Tens
 
 
 def merge_rows(decoded: torch.Tensor, prefilled: torch.Tensor, decode_prefill: torch.Tensor, rows: int) -> torch.Tensor:
-    """Undoes `rows_after`: (rows, 1, width), decoded rows first."""
+    """Undo `rows_after`: (rows, 1, width), decoded rows first."""
     output = torch.empty([rows, 1, prefilled.shape[-1]], dtype=prefilled.dtype, device=prefilled.device)
     mamba_mixer.tensor_merge(decoded, prefilled, decode_prefill, output_tensor=output)
     return output
 
 
 class StepRows(NamedTuple):
-    """The tokens of a step, padding included; decoded ones come first.
+    """The tokens of a step, padding included; decoded tokens come first.
 
     Attributes:
-        tokens: All.
+        tokens: Tokens of the step.
         decodes: Rows that decode, one token each.
-        prefills: Sequences that are prefilled.
-        decode_slots: (decodes,) int64 on the device, the live slot of each row; negative: the row is padding.
-        counts: (2,) int32 on the device: tokens that are decoded and prefilled without padding; where there are both.
+        prefills: Sequences that prefill.
+        decode_slots: (decodes,) int64 on the device, the live slot of each row; negative: padding.
+        counts: (2,) int32 on the device: decoded and prefilled tokens without padding. Set if the step has both.
     """
 
     tokens: int
@@ -114,7 +117,7 @@ class StepRows(NamedTuple):
 
 
 def rows_of_step(context: Any) -> StepRows:
-    """How megatron has laid out the step that runs."""
+    """Megatron's layout of the running step."""
     padded, metadata = context.padded_batch_dimensions, context.mamba_metadata
     return StepRows(
         tokens=padded.token_count,

@@ -1,4 +1,4 @@
-"""Where megatron keeps the names that this package replaces (``platform/patches.py``, ``mcore/entrypoints/patches.py``)."""
+"""Megatron's modules and classes with names that ``platform/patches.py`` and ``mcore/entrypoints/patches.py`` replace."""
 
 _CORE = "megatron.core"
 _INFERENCE = f"{_CORE}.inference"
@@ -18,5 +18,5 @@ HYBRID_BLOCK = f"{_CORE}.models.hybrid.hybrid_block"
 MAMBA_MIXER = f"{_CORE}.ssm.mamba_mixer"
 RANDOM = f"{_CORE}.tensor_parallel.random"
 ROWS_OF_A_STEP = MAMBA_MIXER
-"""What moves decoded and prefilled rows of a step apart and together."""
+"""Has the functions that split and merge the decoded and prefilled rows of a step."""
 TOKEN_DISPATCHER = f"{_CORE}.transformer.moe.token_dispatcher"

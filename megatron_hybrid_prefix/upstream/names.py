@@ -1,4 +1,4 @@
-"""Names of megatron that are public, but not its documented API: our modules import them from here."""
+"""Public names of megatron outside its documented API. Other modules import them from here."""
 
 from megatron.core.inference.config import KVCacheManagementMode
 from megatron.core.inference.contexts.dynamic_context import (

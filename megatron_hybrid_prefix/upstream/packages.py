@@ -1,9 +1,9 @@
-"""Which optional packages megatron found when its layers were imported. Importing this imports them."""
+"""Which optional packages megatron found when its layers were imported. Importing this module imports the layers."""
 
 from __future__ import annotations
 
 from megatron.core.extensions.transformer_engine import HAVE_TE
-from megatron.core.models.hybrid import hybrid_model  # noqa: F401  (imported quietly, with the rest)
+from megatron.core.models.hybrid import hybrid_model  # noqa: F401  (imported here to silence its warnings, too)
 from megatron.core.ssm import mamba_mixer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import attention
@@ -20,12 +20,12 @@ __all__ = [
 
 
 def has_mamba_ssm() -> bool:
-    """Whether mamba-ssm is there."""
+    """Whether mamba-ssm is installed."""
     return bool(mamba_mixer.HAVE_MAMBA_SSM)
 
 
 def has_mamba_parts() -> bool:
-    """Whether mamba-ssm and causal-conv1d are there, and new enough, as megatron asks before each forward."""
+    """Whether mamba-ssm and causal-conv1d are installed and new enough; megatron checks this before each forward."""
     return (
         has_mamba_ssm()
         and hasattr(mamba_mixer, "causal_conv1d_varlen_states")
@@ -34,7 +34,7 @@ def has_mamba_parts() -> bool:
 
 
 def attention_family() -> str | None:
-    """The flash-attention that megatron's dynamic path calls; None: there is none."""
+    """The flash-attention that megatron's dynamic path calls, or None."""
     if attention.HAVE_FA4:
         return "FA4"
     if attention.HAVE_FA3:

@@ -1,8 +1,8 @@
-"""One mechanism for every upstream name this package replaces: checked, listed, reversible.
+"""Replacing names of upstream: every replacement is checked, listed and reversible.
 
-A `Rebinding` says which name, by what, and why. `apply` checks that the name exists and that the replacement takes the
-same parameters (so that a new upstream release fails here, with the symbol's name, and not inside a forward pass), and
-returns an `Applied` whose `undo` puts everything back.
+A `Rebinding` holds a name, its replacement and the reason. `apply` checks that the name exists and that the replacement takes
+the same parameters. So a new upstream release fails here, with the name of the symbol, and not inside a forward pass.
+`Applied` records replacements; its `undo` restores the originals.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Rebinding:
     """One replaced name.
 
     Attributes:
-        owner: Where the name lives: a module path, or ``module:Class`` for a class attribute.
+        owner: A module path, or ``module:Class`` for a class attribute.
         name: The attribute of ``owner`` that is replaced.
         make: Called once with the original value; returns the replacement.
-        why: One line: what is missing on this machine.
+        why: The reason, in one line.
         same_signature: Require the replacement to take the parameters of the original, by name and order.
-        same_parameters_as: ``module:function`` to compare with instead, where ``name`` may be ``None``.
-        may_be_absent: The name is there only where an optional package is; nothing is compared where it is not.
+        same_parameters_as: ``module:function`` to compare with instead, if ``name`` may be ``None``.
+        may_be_absent: The name exists only if an optional package is installed; if absent, nothing is compared.
     """
 
     owner: str
@@ -50,12 +50,12 @@ class Rebinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placeholder:
-    """A module that is not installed and never called here, but that an upstream import asks for.
+    """An empty module in place of one that upstream imports, that is not installed, and that is never called.
 
     Attributes:
         name: The module.
-        package: Asks for it.
-        why: One line.
+        package: The package that imports it.
+        why: The reason, in one line.
     """
 
     name: str
@@ -64,12 +64,12 @@ class Placeholder:
 
 
 class Applied:
-    """What was replaced, newest last; `undo` restores it."""
+    """Applied replacements, newest last; `undo` restores the originals."""
 
     def __init__(self) -> None:
         self.rebindings: list[Rebinding] = []
         self.placeholders: list[Placeholder] = []
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
 
     def add_placeholder(self, placeholder: Placeholder) -> None:
         """Insert an empty module under ``placeholder.name`` unless it is already imported."""
@@ -84,7 +84,7 @@ class Applied:
         """Check and apply one rebinding.
 
         Raises:
-            UpstreamDriftError: The owner, the name, or the expected signature is not there.
+            UpstreamDriftError: The owner or the name does not exist, or the signature differs.
         """
         owner = _resolve(rebinding)
         original = inspect.getattr_static(owner, rebinding.name, _MISSING)
@@ -107,13 +107,13 @@ class Applied:
         self._undo.append(restore)
 
     def take(self, other: Applied) -> None:
-        """What ``other`` replaced, after all of this, is this one's to undo."""
+        """Take over the replacements of ``other``, which were applied after these."""
         self.rebindings += other.rebindings
         self.placeholders += other.placeholders
         self._undo += other._undo
 
     def undo(self) -> None:
-        """Put every replaced name back, newest first. Safe to call twice."""
+        """Restore every replaced name, newest first. Safe to call twice."""
         while self._undo:
             self._undo.pop()()
         self.rebindings.clear()
@@ -121,7 +121,7 @@ class Applied:
 
 
 def apply(rebindings: Iterable[Rebinding], applied: Applied) -> None:
-    """Apply ``rebindings`` in order; when one fails, undo everything in ``applied`` and raise."""
+    """Apply ``rebindings`` in order; if one fails, undo everything in ``applied`` and raise."""
     try:
         for rebinding in rebindings:
             applied.rebind(rebinding)

@@ -1,4 +1,4 @@
-"""Megatron's Triton kernels of a chunked scan, under public names. Importing this needs a GPU."""
+"""Megatron's Triton kernels of a chunked scan, under public names. Importing this module needs a GPU."""
 
 from megatron.core.ssm.ops.ssd_bmm import _bmm_chunk_fwd as chunk_scores
 from megatron.core.ssm.ops.ssd_chunk_scan import _chunk_scan_fwd as chunk_scan

@@ -1,8 +1,8 @@
-"""Which megatron-core is here, and whether this package supports it. Reads files only: nothing of megatron is imported.
+"""Finds the installed megatron-core and checks that this package supports it. Reads files only and imports nothing of megatron.
 
-The version is that of the installed package (``importlib.metadata``), not ``megatron.core.__version__``, to which megatron
-adds the commit of whatever git repository it lies in. Where there is no such version, or Python would import other
-sources than the package's (a checkout on ``PYTHONPATH``), it is what those sources say of themselves.
+The version is that of the installed package (``importlib.metadata``). ``megatron.core.__version__`` is not used, because megatron
+appends the commit of any git repository around it. If there is no installed package, or Python would import other sources
+(a checkout on ``PYTHONPATH``), the version is read from those sources.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from packaging.version import InvalidVersion, Version
 
 from megatron_hybrid_prefix.errors import PlatformError
 
-# The one place that says so; pyproject.toml repeats it for pip, and a test compares the two.
+# The supported range. pyproject.toml repeats it for pip; a test compares the two.
 SUPPORTED = ">=0.19.1,<0.20"
 REQUIREMENT = f"megatron-core{SUPPORTED}"
 REMEDY = f'install a supported version: pip install "{REQUIREMENT}"'
@@ -33,8 +33,8 @@ class MegatronVersion:
     """The megatron-core that Python would import.
 
     Attributes:
-        version: None where it cannot be told.
-        source: What is known of its origin where that is not an installed package; else empty.
+        version: None if it cannot be determined.
+        source: Where it comes from if it is not an installed package; else empty.
     """
 
     version: Version | None
@@ -46,17 +46,17 @@ class MegatronVersion:
 
     @property
     def is_supported(self) -> bool:
-        """Whether it lies in the range; pre-releases of 0.20 do not, those of a later 0.19 do."""
+        """Whether the version is in the range: pre-releases of a later 0.19 are, those of 0.20 are not."""
         return self.version is not None and SpecifierSet(SUPPORTED).contains(self.version, prereleases=True)
 
 
 def find_megatron() -> MegatronVersion | None:
     """The megatron-core that Python would import, or None."""
     folder = next((core for path in _namespace() if (core := Path(path) / "core").is_dir()), None)
-    if folder is None:  # an editable installation: only the import system knows where it is
+    if folder is None:  # an editable install: only the import system knows the folder
         try:
             spec = importlib.util.find_spec("megatron.core")
-        except (ModuleNotFoundError, ValueError):  # there is no ``megatron``, or it was put together by hand
+        except (ModuleNotFoundError, ValueError):  # there is no ``megatron``, or sys.modules has one without a spec
             spec = None
         if spec is None or spec.origin is None:
             return None
@@ -80,10 +80,10 @@ def find_megatron() -> MegatronVersion | None:
 
 @functools.cache
 def check_version() -> MegatronVersion:
-    """Returns the megatron-core that is here; asked once a process.
+    """The installed megatron-core; looked up once per process.
 
     Raises:
-        PlatformError: There is none, or an unsupported one: what is installed, what is supported, how to get it.
+        PlatformError: It is missing or unsupported. The message says what is installed, what is supported, and how to get it.
     """
     found = find_megatron()
     if found is None:
@@ -94,7 +94,7 @@ def check_version() -> MegatronVersion:
 
 
 def _namespace() -> Iterable[str]:
-    """Folders of the namespace package ``megatron``, in the order in which Python looks for ``megatron.core``."""
+    """Folders of the namespace package ``megatron``, in import order."""
     module = sys.modules.get("megatron")
     if module is not None:
         return module.__path__
@@ -103,7 +103,7 @@ def _namespace() -> Iterable[str]:
 
 
 def _version_in(package_info: Path) -> Version | None:
-    """What megatron's sources say, as constants, of their version."""
+    """The version in megatron's sources, from its constants."""
     if not package_info.is_file():
         return None
     text = package_info.read_text(encoding="utf-8")

@@ -37,7 +37,7 @@ def test_bytes_are_those_of_the_tensor(dtype, size):
 
 @pytest.mark.parametrize("dtype", ["int64", "float8", "", "torch.float32"])
 def test_an_unknown_type_is_refused(dtype):
-    with pytest.raises(ValueError, match=r"'x': dtype .* is none of"):
+    with pytest.raises(ValueError, match=r"'x': unknown dtype"):
         StateComponent(name="x", shape=(1,), dtype=dtype)
 
 

@@ -143,7 +143,7 @@ def test_new_weights_are_told_to_the_layers(model, kind):
 def test_it_cannot_be_decoded_speculatively(kind):
     model = build_hybrid_model("tiny-mtp", seed=0)
     model.decoder.layers[3].mixer = kind.LeakyRecall(model.config.hidden_size, seed=3)
-    with pytest.raises(ValueError, match="layers of kind leaky_recall cannot be decoded speculatively"):
+    with pytest.raises(ValueError, match="layers of kind leaky_recall do not support speculative decoding"):
         EngineHarness(model, num_speculative_tokens=2)
 
 

@@ -162,7 +162,7 @@ def test_an_engine_of_the_users_own_is_refused_rather_than_wrong(tiny):
 
     install(PREFIX)
     engine = ENGINE(tiny, CONFIG(tiny))
-    with pytest.raises(TypeError, match="MyEngine has to be derived from HybridPrefixEngine"):
+    with pytest.raises(TypeError, match="MyEngine must derive from HybridPrefixEngine"):
         MyEngine(engine.controller, engine.context)
     uninstall()
     plain = ENGINE(tiny, CONFIG(tiny))

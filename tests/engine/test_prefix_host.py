@@ -249,7 +249,7 @@ def test_a_fault_costs_time_only(model, mode, chunk, fault, caplog, monkeypatch)
     monkeypatch.undo()
     stats = served.context.prefix_stats()
     assert stats.fallbacks == {"host_load_failed": 1}
-    assert sum("it is computed again" in record.message for record in caplog.records) == 1
+    assert sum("the request is recomputed" in record.message for record in caplog.records) == 1
     assert served.finished[hit].num_cached_tokens == 0
     served.check()
     served.check_drained()

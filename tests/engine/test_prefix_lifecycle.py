@@ -173,7 +173,7 @@ def test_a_capture_on_resume_starts_running_requests_over_and_says_so(model, mod
     kept = served.context.prefix_stats().slots_used
     with caplog.at_level("WARNING"):
         served.suspend_and_resume()
-    said = f"forgets {kept} cached states and starts {len(running)} running requests over"
+    said = f"drops {kept} cached states and restarts {len(running)} running requests"
     assert kept and sum(said in record.message for record in caplog.records) == 1
     served.run()
     served.check(*running, chunked, waiting)

@@ -265,7 +265,7 @@ def test_the_policy_is_logged_once_at_the_start(model, caplog):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"slots": 0}, "no state can be kept in mamba_gb=0"),
+        ({"slots": 0}, "mamba_gb=0 has no room for a state"),
         ({"block_size_tokens": 1024}, "block_size_tokens=1024 is not less than max_sequence_length=1024"),
     ],
 )

@@ -57,7 +57,7 @@ def test_a_wrong_cache_is_noticed(tiny, part, caplog):
         run_to_end(engine, finished)
     stats = context.prefix_stats()
     assert (stats.verified_hits, stats.verify_mismatches) == (1, 1)
-    assert f"first 512 tokens is not what they compute to; relative difference {part}" in caplog.text
+    assert f"first 512 tokens differs from recomputing them; relative difference {part}" in caplog.text
     assert_matches(NaiveHybridModel(tiny, get_preset("tiny")), finished[50])  # it did not use what is wrong
 
 

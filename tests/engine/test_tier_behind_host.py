@@ -143,7 +143,7 @@ def test_a_fault_behind_the_host_costs_time_only(model, fault, caplog, monkeypat
     assert hit.num_cached_tokens == 0 and stats.fallbacks == {"host_load_failed": 1}
     assert stats.tiers[NAME].failed == 5 == stats.tiers["host"].failed
     assert not [key for _, key in entries if key in keys], "not used again"
-    assert sum("it is computed again" in record.message for record in caplog.records) == 1
+    assert sum("the request is recomputed" in record.message for record in caplog.records) == 1
     push_out(served, prompt, seed=1900)
     assert served.send(prompt).num_cached_tokens == 4 * BLOCK  # stored anew
     served.check()

@@ -269,7 +269,7 @@ def test_all_that_is_wrong_is_one_error(monkeypatch, fresh):
         assert f"DynamicInferenceContext.gone_{entry.name} (overrides, for {entry.where.replace(' ', ', ')})" in text
     assert f"expected {CONTRACT[2].signature}, found nothing" in text
     assert text.startswith(f"{megatron_version.check_version()} differs")
-    assert text.endswith('To go on, install a supported version: pip install "megatron-core>=0.19.1,<0.20"')
+    assert text.endswith('To fix this, install a supported version: pip install "megatron-core>=0.19.1,<0.20"')
 
 
 def test_checked_before_the_first_engine_and_once(tiny, monkeypatch, fresh):

@@ -1,4 +1,4 @@
-"""`Admissions`: how prompts get into a context with a cache: match, room, admission, and their part in the coming step."""
+"""`Admissions`: admits prompts to a context with a cache: match, check for room, admit, plan the next step."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Admissions:
     """Admits prompts, whole or chunk by chunk.
 
     Args:
-        context: Whose rows they get.
-        cache: Decides.
-        requests: What is known of each request.
-        note: Takes a decision that all ranks have to take alike, as a function that says it in words.
+        context: The context.
+        cache: Its cache.
+        requests: Its requests.
+        note: Logs a decision that must be the same on all ranks; gets a function that returns it in words.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class Admissions:
         self._lengths = LengthWatch(context.block_size_tokens)
 
     def blocks_of_chunk(self, req: DynamicInferenceRequest, chunk_tokens: int) -> ChunkBlocks:
-        """What the next chunk of a prompt shares with others, and skips."""
+        """What the next chunk of a prompt shares with other requests, and skips."""
         if req.finished_chunk_token_count:
             return ChunkBlocks([], 0)
         match = self._known(req).match(self._cache, chunk_tokens)
         return ChunkBlocks(list(match.block_ids), match.resume_tokens)
 
     def room_for(self, req: DynamicInferenceRequest) -> tuple[bool, bool, bool]:
-        """Whether there is room for the request, for its tokens, for its KV. Changes nothing."""
+        """Whether there is room for the request, its tokens, its KV. Read-only."""
         context, length = self._context, req.remaining_prompt_length
         rows = context.total_request_count < context.max_requests and context.paused_request_count == 0
         if req.finished_chunk_token_count:
@@ -60,11 +60,11 @@ class Admissions:
         return rows, tokens, self._cache.can_admit(match, length_tokens=length)
 
     def admit(self, req: DynamicInferenceRequest, length: int) -> None:
-        """Gives the next ``length`` tokens of a prompt all that they need, a row, and their part in the coming step.
+        """Admit the next ``length`` tokens of a prompt: allocate blocks, add a row, plan its part of the next step.
 
         Raises:
-            ContextOverflowError: There is no room; nothing was taken.
-            ValueError: The chunk is empty, or longer than what remains of the prompt.
+            ContextOverflowError: There is no room; nothing is taken.
+            ValueError: The chunk is empty, or longer than the rest of the prompt.
         """
         if not 0 < length <= req.remaining_prompt_length:
             raise ValueError(
@@ -77,7 +77,7 @@ class Admissions:
         try:
             context.add_admitted(req, length, chunk)
         except BaseException:
-            # Only a caller's mistake gets here (room was checked): nothing may stay behind.
+            # Room was checked, so this is a caller's error. Nothing may leak.
             if first:
                 cache.release(request_id)
             raise
@@ -129,7 +129,7 @@ class Admissions:
         return AdmittedChunk(shared=[], own=own, skip_tokens=0, resumes=False)
 
     def _check_room(self, req: DynamicInferenceRequest, computed_tokens: int) -> None:
-        """Megatron raises these after it has taken blocks, and loses them."""
+        """Check first: megatron raises these errors after it has allocated blocks, and leaks them."""
         context = self._context
         if context.total_request_count >= context.max_requests:
             raise RequestOverflowError(req.request_id)

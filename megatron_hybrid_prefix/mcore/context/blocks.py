@@ -1,7 +1,7 @@
-"""`HybridPrefixBlockAllocator`: megatron's block allocator, with the prefix cache as its only book.
+"""`HybridPrefixBlockAllocator`: megatron's block allocator on top of the prefix cache.
 
-Megatron asks for blocks and gives them back by id. Here every such call goes to the cache, which alone knows what is
-free, held and cached; nothing is kept twice.
+Megatron allocates and frees blocks by id. Every such call goes to the cache, the only place that tracks which blocks are free,
+held and cached.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_hybrid_prefix.upstream.context import AdmittedChunk
 
 
 class _CachedKeys(Mapping[str, int]):
-    """Key of a cached block, in hex -> its id; what megatron's scheduler and log ask for, without a copy."""
+    """Ids of cached blocks by key in hex: a view for megatron's scheduler and log, without a copy."""
 
     def __init__(self, cache: HybridPrefixCache) -> None:
         self._cache = cache
@@ -34,7 +34,7 @@ class _CachedKeys(Mapping[str, int]):
     def _find(self, key: object) -> int | None:
         try:
             return self._cache.blocks.cached_block(bytes.fromhex(key)) if isinstance(key, str) else None
-        except ValueError:  # no hexadecimal number, so no key
+        except ValueError:  # not hexadecimal, so not a key
             return None
 
     def __iter__(self) -> Iterator[str]:
@@ -49,8 +49,8 @@ class HybridPrefixBlockAllocator(BlockAllocatorSeam):
 
     Args:
         *sizes: The inference context and megatron's sizes.
-        cache: Owns the blocks. By default, for who puts this class in megatron's place, a new one that keeps nothing of
-            requests that ended.
+        cache: Owns the blocks. By default a new cache that keeps nothing after a request ends, for code that puts this class
+            in place of megatron's.
     """
 
     def __init__(self, *sizes: Any, cache: HybridPrefixCache | None = None, **named_sizes: Any) -> None:
@@ -80,32 +80,33 @@ class HybridPrefixBlockAllocator(BlockAllocatorSeam):
         return self.cache.blocks.ref_counts()
 
     def take_routing(self, routing: Mapping[int, Any]) -> None:
-        """Of each KV block that came back from the host its routing, or None."""
+        """Set the routing of KV blocks that were loaded back, by block id; None: the block has no routing."""
         self._forget_routing(list(routing))
         self.block_routing.update({block_id: found for block_id, found in routing.items() if found is not None})
 
     def allocate_memory_blocks(self, num_blocks: int) -> torch.Tensor | None:
-        """See upstream; None when there are not enough blocks, evictable ones included.
+        """See upstream; None if there are not enough blocks, evictable blocks included.
 
-        A chunk that is being admitted holds its blocks already; other blocks are attached to their requests later.
+        A chunk being admitted already has its blocks. Other blocks are attached to their requests later.
         """
         chunk = getattr(self.context, "admitted_chunk", None)
         if isinstance(chunk, AdmittedChunk):
             block_ids = chunk.own
             assert len(block_ids) == num_blocks, (len(block_ids), num_blocks)
         else:
-            block_ids = self.cache.blocks.allocate(num_blocks)
-            if block_ids is None:
+            found = self.cache.blocks.allocate(num_blocks)
+            if found is None:
                 return None
+            block_ids = found
         self._forget_routing(block_ids)
         return torch.tensor(block_ids, dtype=torch.int32)
 
     def release_memory_blocks(self, blocks: torch.Tensor) -> None:
-        """Free blocks that no prefix of a request needs: not attached, or cut off by a rewind."""
+        """Free blocks that are not attached to a request, or that a rewind cut off."""
         self.cache.blocks.free(blocks.tolist())
 
     def reset(self) -> None:
-        """Forget everything: blocks and states alike."""
+        """Drop all blocks and states."""
         self.cache.reset()
         self.block_routing.clear()
 

@@ -1,12 +1,16 @@
 """`HybridPrefixContext`: megatron's dynamic inference context with this package's prefix cache.
 
-What the cache decides on numbers (`cache.py`) is done here: a prompt's match is asked for when megatron asks what a request
-needs, admission and plan happen in ``add_request``, publication when the step's bookkeeping shows that the forward
-succeeded, release where megatron releases a request's blocks. This class shows megatron's methods that are overridden, in
-the order of a prompt's way; what they do is in the other files of this folder, and where a forward reads and writes states
-in ``layers/`` and ``mcore/state/``.
+The cache (`cache.py`) decides; this class calls it where megatron does the same:
 
-Longer than 400 lines because it is the one class that megatron's calls come into; half of it is signatures and docstrings.
+- match: when megatron asks what a request needs;
+- admit and plan: in ``add_request``;
+- publish: when the step's bookkeeping shows that the forward succeeded;
+- release: when megatron releases a request's blocks.
+
+The class holds the overridden methods of megatron, in the order in which a prompt passes them. The other files of this folder
+do the work; ``layers/`` and ``mcore/state/`` read and write states.
+
+Longer than 400 lines because all calls from megatron arrive in this class; half of it is signatures and docstrings.
 """
 
 from __future__ import annotations
@@ -52,30 +56,30 @@ if TYPE_CHECKING:
 class HybridPrefixContext(ContextSeam):
     """Megatron's context, with prefix caching of hybrid models.
 
-    Without prefix caching (``prefix`` and ``inference_config.enable_prefix_caching`` both unset) it says what megatron's
-    context says, but for what that gets wrong: short chunks, waiting chunks, drafts at the end of a block. For a hybrid model it
-    always needs slot mixers: `HybridPrefixEngine` puts them on, else call ``use_slot_mixers(model)``.
+    Without prefix caching (``prefix`` and ``inference_config.enable_prefix_caching`` both unset) it behaves like megatron's
+    context, with fixes for short chunks, waiting chunks, and drafts at the end of a block. A hybrid model always needs slot
+    mixers: `HybridPrefixEngine` puts them on; without that engine call ``use_slot_mixers(model)``.
 
     Args:
-        model_config: The model's.
-        inference_config: Megatron's; not changed. Its ``prefix_caching_*`` fields other than the budget are not used.
-        prefix: Settings of the cache; by default made of ``enable_prefix_caching`` and ``prefix_caching_mamba_gb``.
+        model_config: Config of the model.
+        inference_config: Megatron's inference config; not changed. Of its ``prefix_caching_*`` fields only the budget is used.
+        prefix: Settings of the cache; by default derived from ``enable_prefix_caching`` and ``prefix_caching_mamba_gb``.
 
     Attributes:
         prefix_config: Settings of the cache, or None.
         prefix_cache: The cache, or None.
         states: The recurrent states, or None.
-        prefill_step: What the coming step prefills, for the recurrent layers; None where there are none.
+        prefill_step: What the next step prefills, for the recurrent layers; None if the model has none.
         host_moves: The host tier, or None.
         loads: Loads from the host tier, or None.
-        checkpoint_slots: Slots of the cache on this rank, the same on all.
-        next_prompt_token: What follows the last chunk that was not its prompt's last.
+        checkpoint_slots: Slots of the cache; the same number on all ranks.
+        next_prompt_token: The prompt token after the latest chunk that did not finish its prompt.
 
     Raises:
-        ValueError: The model has no recurrent layers, or some that cannot be decoded speculatively as asked.
+        ValueError: The model has no recurrent layers, or has layers that do not support the requested speculative decoding.
     """
 
-    # Also what holds while megatron's constructor runs.
+    # These values hold while megatron's constructor runs, too.
     prefix_cache: HybridPrefixCache | None = None
     states: StateMemory | None = None
     prefill_step: PrefillStep | None = None
@@ -88,7 +92,7 @@ class HybridPrefixContext(ContextSeam):
     _decisions: DecisionLog | None = None
     _decodes: DecodedStates | None = None
     _forward_running = _forward_failed = False
-    _swapping_out = False  # megatron preempts requests
+    _swapping_out = False  # True while megatron preempts requests
 
     def __init__(
         self,
@@ -101,12 +105,12 @@ class HybridPrefixContext(ContextSeam):
         if prefix is None and state_config is not None and inference_config.enable_prefix_caching:
             prefix = HybridPrefixConfig(mamba_gb=inference_config.prefix_caching_mamba_gb or 0.0)
         if prefix is not None and state_config is None:
-            raise ValueError("this prefix cache is for models with recurrent layers: use megatron's own for this one")
+            raise ValueError("the model has no recurrent layers: use megatron's own prefix cache")
         self.prefix_config = prefix
         self._model_states = None if state_config is None else states_of_config(state_config)
         self._requests = RequestBook(0.0 if prefix is None else prefix.verify_hits)
         if prefix is not None:
-            # Megatron's own cache must not be allocated beside this one, nor its warnings appear.
+            # Keep megatron from allocating its own cache, and from warning about it.
             inference_config = dataclasses.replace(inference_config, enable_prefix_caching=False)
         super().__init__(model_config=model_config, inference_config=inference_config)
         if prefix is not None:
@@ -128,7 +132,9 @@ class HybridPrefixContext(ContextSeam):
             bytes_budget=self.checkpoint_slots * self.state_layout.slot_bytes,
             **({} if self.host_moves is None else self.host_moves.cache_fields),
         )
-        self.kv_block_allocator = HybridPrefixBlockAllocator(self, counts.total, counts.paused, cache=cache)
+        self.kv_block_allocator: HybridPrefixBlockAllocator = HybridPrefixBlockAllocator(
+            self, counts.total, counts.paused, cache=cache
+        )
         cache.loads.set_block_routing(self.kv_block_allocator.block_routing.get)
         if self.checkpoint_slots and (prefix.decode_checkpoints or self.host_moves is not None):
             self._decodes = DecodedStates(self, cache, self._note, keep=prefix.decode_checkpoints)
@@ -142,19 +148,20 @@ class HybridPrefixContext(ContextSeam):
 
     @property
     def state_layout(self) -> SlotLayout:
-        """What one slot holds on this rank."""
+        """Content of one slot on this rank."""
+        assert self._model_states is not None
         return self._model_states.slots
 
     @property
     def coalesces(self) -> bool:
-        """Whether requests wait for prefixes that others are computing."""
-        return self.prefix_config.coalesce_prefixes and self.checkpoint_slots > 0
+        """Whether requests wait for prefixes that other requests are computing."""
+        return self.prefix_config is not None and self.prefix_config.coalesce_prefixes and self.checkpoint_slots > 0
 
     def allocate_states(self) -> None:
         """See ContextSeam: megatron's live states and this cache's checkpoints, in one tensor per component."""
-        layout = self.state_layout
+        assert self._model_states is not None
         if self.prefix_config is not None:
-            slots = layout.slots_within(int(self.prefix_config.mamba_gb * 2**30))
+            slots = self.state_layout.slots_within(int(self.prefix_config.mamba_gb * 2**30))
             self.checkpoint_slots = min_over_model_ranks(slots, self.config.pg_collection) or 0
         states = self.states = StateMemory(
             self._model_states,
@@ -169,7 +176,7 @@ class HybridPrefixContext(ContextSeam):
         self.prefill_step = states.step
         large = {f"mamba_{name}_states": tensor for name, tensor in states.pool.tensors.items()}
         large |= {f"mamba_intermediate_{name}_states": tensor for name, tensor in states.drafted.items()}
-        for name, tensor in large.items():  # where megatron looks for them
+        for name, tensor in large.items():  # megatron reads these attributes
             setattr(self, name, tensor)
         self.offload_with_engine(large)
 
@@ -180,10 +187,12 @@ class HybridPrefixContext(ContextSeam):
 
     def _tier_tensors(self) -> dict[EntryKind, list[torch.Tensor]]:
         kv = self.memory_buffer if self.cache_mla_latent else self.memory_buffer.flatten(0, 1)
+        assert self.states is not None
         return {EntryKind.KV: [kv], EntryKind.STATE: list(self.states.pool.tensors.values())}
 
     def zero_live_states(self, slots: list[int]) -> None:
         """See ContextSeam."""
+        assert self.states is not None
         self.states.pool.zero(slots)
 
     def layer_states(self, layer_number: int, *, intermediate: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -195,13 +204,14 @@ class HybridPrefixContext(ContextSeam):
         """States of a recurrent layer by component name: (slots, *shape), live slots and checkpoints.
 
         Args:
-            layer_number: Of the layer on this pipeline stage, from 1.
-            drafted: Those after each drafted token instead, (live slots, drafts + 1, *shape).
+            layer_number: Number of the layer on this pipeline stage, from 1.
+            drafted: Return the states after each drafted token instead, (live slots, drafts + 1, *shape).
         """
+        assert self.states is not None
         return self.states.of_layer(self.layer_map[layer_number - 1], drafted=drafted)
 
     def deallocate_inference_state_buffers(self) -> None:
-        """See upstream; the pool lets go of its tensors where megatron deletes them."""
+        """See upstream; drops the pool's tensors if megatron deletes them."""
         if self.host_moves is not None and self.is_tensor_state_allocated:
             self.host_moves.finish()
         super().deallocate_inference_state_buffers()
@@ -211,16 +221,17 @@ class HybridPrefixContext(ContextSeam):
     # -- match, admit, plan --------------------------------------------------------------------------------------------
 
     def prefix_request(self, req: DynamicInferenceRequest) -> PrefixRequest:
-        """Keys of a request's prompt and what it allows, made once, and again when the weights changed."""
+        """Keys and cache options of a request; made once, and again after the weights change."""
+        assert self.prefix_cache is not None
         return self._requests.of(req, self.prefix_cache)
 
     @property
     def known_requests(self) -> int:
-        """Requests whose keys are kept: those that somebody still holds."""
+        """Number of requests with keys: those that are still referenced."""
         return len(self._requests)
 
     def lost_tokens(self, req: DynamicInferenceRequest) -> int:
-        """Prompt tokens whose KV was cached at admission, and that were computed because no state was kept there."""
+        """Prompt tokens with cached KV at admission that were computed because there was no state."""
         return 0 if self.prefix_cache is None else self.prefix_request(req).lost_tokens
 
     def blocks_of_chunk(self, req: DynamicInferenceRequest, chunk_tokens: int) -> ChunkBlocks | None:
@@ -228,15 +239,15 @@ class HybridPrefixContext(ContextSeam):
         return None if self._admissions is None else self._admissions.blocks_of_chunk(req, chunk_tokens)
 
     def check_availability(self, req: DynamicInferenceRequest) -> tuple[bool, bool, bool]:
-        """See upstream: whether there is room for the request, for its tokens, for its KV. Changes nothing."""
+        """See upstream: whether there is room for the request, its tokens, its KV. Read-only."""
         return super().check_availability(req) if self._admissions is None else self._admissions.room_for(req)
 
     def add_request(self, req: DynamicInferenceRequest, prefill_chunk_length: int | None = None) -> None:
-        """See upstream. Takes all that the chunk needs, or raises and takes nothing.
+        """See upstream. Takes everything that the chunk needs, or raises and takes nothing.
 
         Raises:
-            ContextOverflowError: There is no room; one of its subclasses says for what.
-            ValueError: The chunk is empty, or longer than what remains of the prompt.
+            ContextOverflowError: There is no room; the subclass says what is missing.
+            ValueError: The chunk is empty, or longer than the rest of the prompt.
         """
         length = req.remaining_prompt_length if prefill_chunk_length is None else prefill_chunk_length
         if self._admissions is None or not self.is_tensor_state_allocated:
@@ -247,10 +258,10 @@ class HybridPrefixContext(ContextSeam):
             self.next_prompt_token = int(req.remaining_prompt_tokens[length])
 
     def add_beside_chunk(self, req: DynamicInferenceRequest) -> None:
-        """Admit a whole prompt while another one is between two of its chunks, whose hidden row moves on by one.
+        """Admit a whole prompt while another prompt waits between two chunks; its hidden row moves on by one.
 
         Raises:
-            ContextOverflowError: As `add_request`; nothing has changed then.
+            ContextOverflowError: As `add_request`; nothing changes.
         """
         if self.total_request_count + 1 >= self.max_requests:
             raise RequestOverflowError(req.request_id)
@@ -267,10 +278,10 @@ class HybridPrefixContext(ContextSeam):
         """See upstream.
 
         Raises:
-            RuntimeError: The last forward failed half-way: live states are not to be trusted any more.
+            RuntimeError: The last forward failed halfway: live states may be half-written.
         """
         if self._forward_failed:
-            raise RuntimeError("a forward failed and left half-written states: call engine.reset() before going on")
+            raise RuntimeError("a forward failed and left half-written states: call engine.reset() first")
         if self._decisions is not None:
             self._note(lambda: reports.describe_forward(self))
             self._decisions.compare()
@@ -281,19 +292,21 @@ class HybridPrefixContext(ContextSeam):
         return result
 
     def step_plans(self) -> list[StepPlan]:
-        """What the cache has planned for the forward that comes or runs."""
+        """Plans of the cache for the next or running forward."""
         return list(self._requests.plans())
 
     def prepare_prefill(self, sequences: int, *, padded_tokens: int, padded_sequences: int) -> None:
         """See ContextSeam."""
+        assert self.prefill_step is not None
         self.prefill_step.prepare(self._prefill_spans(sequences), tokens=padded_tokens, sequences=padded_sequences)
 
     def show_prefill(self) -> None:
         """See ContextSeam."""
+        assert self.prefill_step is not None
         self.prefill_step.show()
 
     def _prefill_spans(self, sequences: int) -> list[PrefillSpan]:
-        """The last ``sequences`` active rows: what each computes in this step, and the cache's plan for it."""
+        """Spans of the last ``sequences`` active rows: what each computes in this step, by the cache's plan."""
         of_rows = slice(self.total_request_count - sequences, self.total_request_count)
         columns = (
             self.request_ids[of_rows],
@@ -303,7 +316,7 @@ class HybridPrefixContext(ContextSeam):
         )
         spans = []
         for request_id, start, tokens, live_slot in zip(*(column.tolist() for column in columns), strict=True):
-            plan = self._requests.plan_of(request_id)  # none for rows that only warm up CUDA graphs
+            plan = self._requests.plan_of(request_id)  # None for rows that warm up CUDA graphs
             source = live_slot if plan is None or plan.source_slot is None else plan.source_slot
             kept = () if plan is None else plan.checkpoints
             spans.append(
@@ -312,7 +325,7 @@ class HybridPrefixContext(ContextSeam):
         return spans
 
     def transfer_bookkeeping_to_gpu(self, skip_token_input_ids: bool = False, record_done_event: bool = False) -> Any:
-        """See upstream; sources and writes of the states go first, so that its event guards them too."""
+        """See upstream; source and target slots are copied first, so upstream's event covers them, too."""
         if self.host_moves is not None:
             self.host_moves.before_forward(self._requests.plans())
         if self.prefill_step is not None and self.prefill_is_pending:
@@ -327,7 +340,7 @@ class HybridPrefixContext(ContextSeam):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """See upstream, which includes the rows that only pad a step; none of them belongs to a request."""
+        """See upstream. Drops padding rows, which upstream includes."""
         if not only_last_token_logits and not self.is_decode_only():
             logits = logits[:, : self.active_token_count]
         return super().calculate_log_probs_tensors(logits, new_tokens, only_last_token_logits, *args, **kwargs)
@@ -337,9 +350,9 @@ class HybridPrefixContext(ContextSeam):
     def update_requests(
         self, active_requests_mask: torch.Tensor, new_tokens: torch.Tensor, new_speculative_tokens: Any = None
     ) -> Any:
-        """See upstream; the forward before it succeeded, so what it wrote becomes matchable first.
+        """See upstream. Called after a forward succeeded, so first publishes what it wrote.
 
-        The blocks that megatron gave out are noted as the requests' last.
+        Then attaches the blocks that megatron allocated to their requests.
         """
         self._publish()
         if self._decodes is not None:
@@ -355,27 +368,28 @@ class HybridPrefixContext(ContextSeam):
     def resolve_requests(self, active_requests_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See upstream and `update_requests`."""
         self._publish()
-        result = super().resolve_requests(active_requests_mask)
+        finished, continuing = super().resolve_requests(active_requests_mask)
         self._forward_running = False
-        return result
+        return finished, continuing
 
     def forget_request(self, request_id: int) -> None:
-        """A request that has no row ended: what waited for it on the device and on the host goes."""
+        """Drop what a request without a row holds on the device and on the host: it ended."""
         if self.loads is not None:
             self.loads.forget(request_id)
 
     @property
     def loads_wait(self) -> bool:
-        """Whether waiting requests hold what they loaded."""
-        return self.loads is not None and self.prefix_cache.loads.has_waiting
+        """Whether waiting requests hold loaded entries."""
+        return self.loads is not None and self.prefix_cache is not None and self.prefix_cache.loads.has_waiting
 
     def failed_loads(self) -> set[int]:
-        """Requests of the last forward that have to be computed again; see `RequestLoads.failed`."""
+        """Requests of the last forward that must be recomputed; see `RequestLoads.failed`."""
         return set() if self.loads is None else self.loads.failed()
 
     def _publish(self) -> None:
         failed = set() if self.loads is None else self.loads.take_failed()
         for plan in self._requests.take_plans():
+            assert self.prefix_cache is not None and self.prefix_config is not None
             if plan.request_id in failed:
                 self.prefix_cache.fail_load(plan)
                 continue
@@ -384,23 +398,24 @@ class HybridPrefixContext(ContextSeam):
             self.prefix_cache.publish(plan)
 
     def fail_forward(self) -> None:
-        """A step raised. Reserved slots go back; if a forward was running, the engine has to be reset."""
+        """A step raised. Frees reserved slots; if a forward was running, the engine must be reset."""
         if self._forward_running:
             self._forward_running, self._forward_failed = False, True
             self._abandon_plans("forward_failed")
 
     def _abandon_plans(self, reason: str) -> None:
         for plan in self._requests.take_plans():
+            assert self.prefix_cache is not None
             self.prefix_cache.abandon(plan, reason)
 
     # -- decode --------------------------------------------------------------------------------------------------------
 
     def can_prepare_requests(self) -> bool:
-        """See upstream, which leaves out a chunked prefill between two chunks: its hidden row, and the blocks it holds."""
-        return self.chunked_prefill_request_id == -1 and super().can_prepare_requests()
+        """See upstream. False between two chunks of a prompt: upstream ignores its hidden row and its blocks."""
+        return self.chunked_prefill_request_id == -1 and bool(super().can_prepare_requests())
 
     def prepare_requests(self) -> None:
-        """See upstream; the blocks it gave out are noted as the requests'."""
+        """See upstream; attaches the blocks that it allocated to their requests."""
         if self._decodes is not None:
             self._decodes.follow()
         super().prepare_requests()
@@ -410,7 +425,7 @@ class HybridPrefixContext(ContextSeam):
     # -- release -------------------------------------------------------------------------------------------------------
 
     def evict_overflow_paused_requests(self, *args: Any, **kwargs: Any) -> Any:
-        """See upstream; with a host tier, requests that are preempted leave there what they have computed."""
+        """See upstream; with a host tier, preempted requests swap out to the host."""
         if not self.paused_request_count:
             return None
         with self._swap_outs():
@@ -425,12 +440,13 @@ class HybridPrefixContext(ContextSeam):
             self._swapping_out = False
 
     def release_memory_blocks_from_request_indexes(self, request_indexes: torch.Tensor) -> None:
-        """See upstream: finished, evicted and aborted requests let go of all they hold; what has a key stays cached."""
+        """See upstream: finished, preempted and aborted requests release everything; blocks with a key stay cached."""
         if self.prefix_cache is None:
             super().release_memory_blocks_from_request_indexes(request_indexes)
             return
         request_ids = self.request_ids[request_indexes].tolist()
         if self._swapping_out:
+            assert self.loads is not None and self.host_moves is not None and self._decodes is not None
             slots = self.mamba_metadata.request_to_mamba_state_idx[request_indexes].tolist()
             for request_id, slot in zip(request_ids, slots, strict=True):
                 self.loads.swap_out(request_id, self._decodes.computed_tokens(slot), slot)
@@ -444,12 +460,12 @@ class HybridPrefixContext(ContextSeam):
         self.mamba_metadata.free_slots(request_indexes)
 
     def remove_waiting_row(self, request_id: int) -> bool:
-        """Take a paused request, or a chunked prefill between two chunks, out of the context.
+        """Remove a paused request, or a prompt between two chunks, from the context.
 
-        Only between two steps, and where nothing of the request is in flight.
+        Call it between two steps only, and only if nothing of the request is in flight.
 
         Returns:
-            Whether there was such a row; active rows are left alone.
+            Whether the row existed; active rows are not removed.
         """
         row = rows.find_waiting_row(self, request_id)
         if row is None:
@@ -461,9 +477,9 @@ class HybridPrefixContext(ContextSeam):
     # -- forget --------------------------------------------------------------------------------------------------------
 
     def reset_metadata(self, preserve_prefix_cache: bool = False, *args: Any, **kwargs: Any) -> None:
-        """See upstream. KV and states are kept together, or forgotten together."""
+        """See upstream. KV and states are kept together or dropped together."""
         if self.prefix_cache is not None:
-            # Plans end here either way; without their requests nothing of them may be published.
+            # Plans end here in either case: their requests are gone, so nothing may be published.
             self._abandon_plans("reset")
             self.prefix_cache.release_all()
             self.forget_pending_zeros()
@@ -471,14 +487,14 @@ class HybridPrefixContext(ContextSeam):
         super().reset_metadata(preserve_prefix_cache, *args, **kwargs)
 
     def invalidate(self) -> None:
-        """The weights changed: no KV and no state computed before is matched again; running requests cache no more."""
+        """The weights changed: older KV and states no longer match, and running requests stop caching."""
         if self.prefix_cache is not None:
             self.prefix_cache.invalidate()
 
-    # -- what is going on ----------------------------------------------------------------------------------------------
+    # -- statistics and checks -----------------------------------------------------------------------------------------
 
     def prefix_stats(self) -> PrefixStats:
-        """What the cache did since the start, and how full it is; all zero without a cache."""
+        """Statistics of the cache since the start, and its fill; all zero without a cache."""
         if self.prefix_cache is None:
             return PrefixStats()
         stats = self.prefix_cache.stats()
@@ -488,19 +504,21 @@ class HybridPrefixContext(ContextSeam):
 
     def memory_report(self) -> str:
         """Slots and bytes of the recurrent states on this rank; see `reports.memory_report`."""
+        assert self.prefix_config is not None
         return reports.memory_report(self, self.prefix_config)
 
     def policy_report(self) -> str:
-        """What is kept, and when it goes, in one line."""
+        """What is kept and what is evicted, in one line."""
+        assert self.prefix_config is not None
         return reports.policy_report(self, self.prefix_config)
 
     def check_integrity(self) -> None:
-        """Raises CacheCorruptionError if the cache, or its agreement with megatron's tables, is broken; for tests."""
+        """Raises CacheCorruptionError if the cache is corrupt, or disagrees with megatron's tables; for tests."""
         if self.prefix_cache is not None:
             self.prefix_cache.check_integrity()
             rows.check_rows(self, self.prefix_cache)
 
     def _note(self, decision: Callable[[], str]) -> None:
-        """A decision that all ranks have to take alike; said in words only where they are compared."""
+        """Log a decision that must be the same on all ranks; put into words only if ranks are compared."""
         if self._decisions is not None:
             self._decisions.note(decision())

@@ -1,4 +1,4 @@
-"""`RequestLoads`: waiting requests that load what they resume from; requests that leave what they computed on the host."""
+"""`RequestLoads`: loads waiting requests back from the host, and swaps preempted requests out to it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class RequestLoads:
     """See the module.
 
     Args:
-        context: Whose requests they are.
-        cache: Decides.
-        moves: Carries out.
-        requests: What is known of each request.
-        note: Takes a decision that all ranks have to take alike, as a function that says it in words.
+        context: The context.
+        cache: Its cache, which decides.
+        moves: Runs the transfers.
+        requests: Its requests.
+        note: Logs a decision that must be the same on all ranks; gets a function that returns it in words.
     """
 
     def __init__(
@@ -34,14 +34,14 @@ class RequestLoads:
         note: Callable[[Callable[[], str]], None],
     ) -> None:
         self._context, self._cache, self._moves, self._requests, self._note = context, cache, moves, requests, note
-        self._failed: set[int] | None = None  # requests of the last forward, once asked for
+        self._failed: set[int] | None = None  # requests of the last forward; None until `failed` is called
 
     def load_back(self, req: DynamicInferenceRequest, others_run: bool) -> bool:
-        """Begins to load what a waiting request could resume from on the host, if there is anything.
+        """Begin to load the KV and state that a waiting request can resume from, if the host has more than the device.
 
         Args:
-            req: Not admitted yet.
-            others_run: Whether the coming step runs other requests, in whose time the load takes place.
+            req: A request that is not admitted yet.
+            others_run: Whether the next step runs other requests; the load then overlaps with it.
 
         Returns:
             True: postpone admission by one round. False: admit now; the forward waits for the copy on the GPU stream.
@@ -65,28 +65,29 @@ class RequestLoads:
                     f"{loading.block_ids}, slot {loading.source_slot}"
                 )
             )
+        assert match.load_id is not None
         return others_run and self._moves.waits(match.load_id)
 
     def forget(self, request_id: int) -> None:
-        """A request that has no row ended: what waited for it on the device and on the host goes."""
+        """Drop what a request without a row holds on the device and on the host: it ended."""
         if self._cache.loads.is_loading(request_id):
             self._cache.release(request_id)
         self._cache.loads.drop_swapped_out(request_id)
 
     def failed(self) -> set[int]:
-        """Requests of the last forward that started from something else than had been stored; the same on all ranks.
+        """Requests of the last forward whose loads failed verification; the same set on all ranks.
 
-        To be asked by all ranks after each forward, before it is published. They have to be computed again.
+        All ranks call it after each forward, before publishing. The requests must be recomputed.
         """
         if self._failed is None:
             self._failed = self._moves.failed(self._requests.plans())
         return self._failed
 
     def take_failed(self) -> set[int]:
-        """`failed`, for the last time: the forward is about to be published."""
+        """Return `failed` and reset it: the forward is about to be published."""
         failed, self._failed = self.failed(), None
         return failed
 
     def swap_out(self, request_id: int, computed_tokens: int, live_slot: int) -> None:
-        """A request that is preempted leaves what it has computed on the host, if there is room; call `launch` then."""
+        """Swap a preempted request out to the host if there is room. Call `HostMoves.launch` afterwards."""
         self._cache.loads.swap_out(request_id, computed_tokens, live_slot)

@@ -1,4 +1,4 @@
-"""What a context says of itself: its memory, its policy, prompts too short to be reused, what its ranks compare."""
+"""Reports of a context: memory, policy, warning about short prompts, and the text that ranks compare."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# So many prompts of less than a block, and nothing else, are worth a warning.
+# Warn if this many first prompts are all shorter than a block.
 _SHORT_PROMPTS = 64
 
 
@@ -21,7 +21,7 @@ def memory_report(context: Any, prefix: HybridPrefixConfig) -> str:
 
     Args:
         context: A `HybridPrefixContext` with a cache.
-        prefix: Its settings.
+        prefix: Settings of the cache.
     """
     slot_bytes, live = context.state_layout.slot_bytes, context.max_requests
     speculative = live * (context.num_speculative_tokens + 1) if context.num_speculative_tokens else 0
@@ -33,7 +33,7 @@ def memory_report(context: Any, prefix: HybridPrefixConfig) -> str:
     types = ", ".join(
         f"{_words(component.name)} in {component.dtype}"
         for _, component in context.state_layout
-        if component.name != "conv"  # inputs of the layer, in the parameters' type
+        if component.name != "conv"  # holds inputs of the layer, in the parameters' dtype
     )
     lines = [f"recurrent states: {_size(slot_bytes)} each, {types}"]
     lines += [f"  {name}: {slots} slots, {_size(slots * slot_bytes)} {of}" for name, slots, of in rows]
@@ -43,7 +43,7 @@ def memory_report(context: Any, prefix: HybridPrefixConfig) -> str:
 
 
 def policy_report(context: Any, prefix: HybridPrefixConfig) -> str:
-    """What is kept, and when it goes, in one line; arguments as `memory_report`."""
+    """What is kept and what is evicted, in one line. Arguments as in `memory_report`."""
     interval = prefix.retention_interval_tokens
     every = "up to 16 a prompt" if interval is None else f"every {interval} tokens" if interval else "off"
     switches = (("decode", prefix.decode_checkpoints), ("coalescing", context.coalesces))
@@ -55,25 +55,25 @@ def policy_report(context: Any, prefix: HybridPrefixConfig) -> str:
 
 
 def report_start(context: Any, prefix: HybridPrefixConfig) -> None:
-    """Logs both reports, and settings with which nothing can be reused; on rank 0."""
+    """Log both reports on rank 0, and warn about settings that prevent any reuse."""
     if torch.distributed.get_rank() != 0:
         return
     logger.info("%s\n%s", memory_report(context, prefix), policy_report(context, prefix))
     if not context.checkpoint_slots:
-        logger.warning("no state can be kept in mamba_gb=%g: every prompt is computed whole", prefix.mamba_gb)
+        logger.warning("mamba_gb=%g has no room for a state: nothing is reused", prefix.mamba_gb)
     elif context.max_sequence_length <= context.block_size_tokens:
         logger.warning(
-            "block_size_tokens=%d is not less than max_sequence_length=%d: no prompt fills a block, none is reused",
+            "block_size_tokens=%d is not less than max_sequence_length=%d: no prompt fills a block, nothing is reused",
             context.block_size_tokens,
             context.max_sequence_length,
         )
 
 
 class LengthWatch:
-    """Warns once where all prompts are shorter than a block: such a workload gets nothing out of the cache.
+    """Warns once if all prompts are shorter than a block: such a workload never hits.
 
     Args:
-        block_tokens: Tokens of a KV block.
+        block_tokens: Tokens per KV block.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -81,20 +81,20 @@ class LengthWatch:
         self._short_prompts = 0
 
     def note(self, prompt_tokens: int) -> None:
-        """A prompt was admitted."""
+        """Count an admitted prompt."""
         if self._short_prompts < _SHORT_PROMPTS:
             self._short_prompts = self._short_prompts + 1 if prompt_tokens <= self._block_tokens else 2 * _SHORT_PROMPTS
             if self._short_prompts == _SHORT_PROMPTS:
                 logger.warning(
-                    "the first %d prompts have at most %d tokens: none fills a block before its last token, none is reused; "
-                    "a smaller block_size_tokens would help",
+                    "the first %d prompts have at most %d tokens: none fills a block before its last token, nothing is "
+                    "reused; use a smaller block_size_tokens",
                     _SHORT_PROMPTS,
                     self._block_tokens,
                 )
 
 
 def describe_forward(context: Any) -> str:
-    """The rows of the coming forward, in words that are the same on every rank that decides alike."""
+    """The rows of the next forward, in words: the same text on all ranks that decide alike."""
     rows = slice(0, context.total_request_count)
     stats = context.prefix_cache.stats()
     return (

@@ -1,15 +1,15 @@
-"""`PrefixRequest`: what the context knows of a megatron request: its keys, what it allows, its match, its part in a step.
+"""`PrefixRequest`: what the context knows about a megatron request: its keys, cache options, match and plan.
 
-Set on a request's sampling parameters, as plain attributes (``sampling_params.add_attributes({...})``), so that they pass
+Set cache options as attributes of a request's sampling parameters (``sampling_params.add_attributes({...})``). So they pass
 through megatron's data-parallel coordinator:
 
 - ``cache_salt``: requests with different salts share nothing (tenants);
-- ``cache_adapter``: likewise, name of the adapter that the request runs with;
+- ``cache_adapter``: name of the adapter that the request runs with; requests with different adapters share nothing;
 - ``cache_read``: False: reuse nothing;
-- ``cache_write``: False: keep nothing of what the request computes;
-- ``cache_breakpoints``: token positions in the prompt, a sequence of ints, up to which other prompts will share it (the end
-  of a system prompt, of a document): the state there is kept on first sight. Each is rounded down to the end of a block;
-  their order does not matter, and those beyond the prompt mean nothing.
+- ``cache_write``: False: cache nothing that the request computes;
+- ``cache_breakpoints``: a sequence of ints, positions in the prompt up to which other prompts share it (such as the end of a
+  system prompt or document). The state there is checkpointed on first sight. Each is rounded down to the end of a block.
+  Any order; positions beyond the prompt are ignored.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class PrefixRequest:
 
     Attributes:
         chain: The prompt's keys.
-        read: Whether the request may resume from what is cached.
+        read: Whether the request may reuse cached prefixes.
         write: Whether what it computes may be cached.
-        breakpoints: Token positions up to which others share the prompt.
+        breakpoints: Token positions up to which other prompts share this one.
         wanted: Positions whose state other requests wait for.
-        take_sample: Asked once, at the first hit: whether this hit shall be computed and compared.
-        verify_at_tokens: Where then; 0: nowhere.
+        take_sample: Called once, at the first hit: whether to recompute and compare this hit.
+        verify_at_tokens: Position to verify; 0: none.
         last: The last match.
-        lost_tokens: Tokens whose KV was there at admission, and that were computed because no state was kept there.
-        resumes: Whether the request was preempted, and may have left on the host what it had computed.
-        plan: Its part in the forward that comes or runs.
+        lost_tokens: Tokens with cached KV at admission that were computed because there was no state.
+        resumes: Whether the request was preempted and may have swapped out to the host.
+        plan: Its plan in the next or running forward.
     """
 
     chain: KeyChain
@@ -58,7 +58,7 @@ class PrefixRequest:
     plan: StepPlan | None = None
 
     def match(self, cache: HybridPrefixCache, length_tokens: int) -> Match:
-        """What of the first ``length_tokens`` is cached; at least one of them stays to be computed."""
+        """Match the first ``length_tokens`` with the cache; at least one token remains to be computed."""
         limit = length_tokens - 1
         last = self.last
         if last is None or last.resume_tokens > limit or last.limit_tokens < limit or not cache.is_current(last):
@@ -72,10 +72,10 @@ class PrefixRequest:
 
 
 class RequestBook:
-    """One `PrefixRequest` a request. Kept beside them: what is set on a request would travel with its reply.
+    """One `PrefixRequest` per request. Not stored on the request: its attributes would travel with the reply.
 
     Args:
-        verify_hits: Share of the hits that are computed and compared.
+        verify_hits: Share of the hits to recompute and compare.
     """
 
     def __init__(self, verify_hits: float = 0.0) -> None:
@@ -85,14 +85,14 @@ class RequestBook:
         self._in_step: dict[int, PrefixRequest] = {}  # by request id, in the order of their rows
 
     def __len__(self) -> int:
-        """Requests that are known: those that somebody still holds."""
+        """Number of known requests: those that are still referenced."""
         return len(self._entries)
 
     def of(self, req: Any, cache: HybridPrefixCache) -> PrefixRequest:
-        """What is known of ``req``; made when first asked for, and again when the weights changed since.
+        """The `PrefixRequest` of ``req``; made on first use, and again after the weights change.
 
         Raises:
-            ValueError: An attribute is not what it should be.
+            ValueError: A cache option is invalid.
         """
         ref, known = self._entries.get(id(req), (None, None))
         if ref is None or known is None or ref() is not req or known.chain.epoch != cache.epoch:
@@ -100,28 +100,28 @@ class RequestBook:
             known.take_sample = self._take_sample if self._verify_hits else None
             number, entries = id(req), self._entries
             self._entries[number] = weakref.ref(req, lambda _: entries.pop(number, None)), known
-            # Megatron's scheduler holds back a request while another that shares a new block is being admitted.
+            # Megatron's scheduler reads these: it holds a request back while one that shares a new block is being admitted.
             req.precomputed_block_hashes = [key.hex() for key in known.chain.keys]  # replies carry them as JSON
         return known
 
-    # -- the forward that comes or runs --------------------------------------------------------------------------------
+    # -- the next or running forward -----------------------------------------------------------------------------------
 
     def put_in_step(self, request: PrefixRequest, plan: StepPlan) -> None:
-        """The request has this part in the coming forward."""
+        """Add the request to the next forward, with this plan."""
         request.plan = plan
         self._in_step[plan.request_id] = request
 
     def plan_of(self, request_id: int) -> StepPlan | None:
-        """Part of a request in that forward, if it has one."""
+        """Plan of a request in that forward, or None."""
         request = self._in_step.get(request_id)
         return None if request is None else request.plan
 
     def plans(self) -> Iterator[StepPlan]:
-        """Parts of all requests in that forward."""
+        """Plans of all requests in that forward."""
         return (request.plan for request in self._in_step.values() if request.plan is not None)
 
     def take_plan(self, request_id: int) -> StepPlan | None:
-        """`plan_of`, for the last time: the request leaves the forward."""
+        """Remove a request from the forward; returns its plan."""
         request = self._in_step.pop(request_id, None)
         if request is None:
             return None
@@ -129,7 +129,7 @@ class RequestBook:
         return plan
 
     def take_plans(self) -> list[StepPlan]:
-        """`plans`, for the last time: the forward is over."""
+        """Remove all requests, as the forward is over; returns their plans."""
         plans = list(self.plans())
         for request in self._in_step.values():
             request.plan = None
@@ -137,7 +137,7 @@ class RequestBook:
         return plans
 
     def _take_sample(self) -> bool:
-        # Every so-manyth hit, not a random one: all ranks take the same.
+        # Counted, not random: all ranks choose the same hits.
         self._hits += 1
         return int(self._hits * self._verify_hits) > int((self._hits - 1) * self._verify_hits)
 
@@ -145,7 +145,7 @@ class RequestBook:
 def _read_request(req: Any, cache: HybridPrefixCache) -> PrefixRequest:
     params = req.sampling_params
     salt, adapter = (getattr(params, name, None) for name in ("cache_salt", "cache_adapter"))
-    # Log-probs of the prompt need the logits of every position: nothing can be skipped.
+    # Log-probs of the prompt need the logits of every position, so nothing can be skipped.
     wants_prompt = getattr(params, "return_log_probs", False) and not getattr(params, "skip_prompt_log_probs", False)
     return PrefixRequest(
         chain=cache.chain(

@@ -1,7 +1,6 @@
-"""Rows of megatron's context: taking one out, putting one before the hidden row, their blocks, their agreement with the cache.
+"""Rows of megatron's context: remove a row, insert one before the hidden row, attach blocks, compare with the cache.
 
-A prompt that is computed in chunks has no row between two of them in megatron's count; its row lies hidden behind the
-last active one.
+Between two chunks of a prompt, megatron does not count its row: the row is hidden after the last active row.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ if TYPE_CHECKING:
 
 
 def find_waiting_row(context: ContextSeam, request_id: int) -> int | None:
-    """Row of a paused request, or of a prompt between two of its chunks; None where the request has neither."""
+    """Row of a paused request, or of a prompt between two chunks; None if the request has no such row."""
     if _is_hidden(context, request_id):
-        return context.total_request_count
-    paused = context.request_ids[: context.paused_request_count].tolist()
+        return int(context.total_request_count)
+    paused: list[int] = context.request_ids[: context.paused_request_count].tolist()
     return paused.index(request_id) if request_id in paused else None
 
 
 def take_out_waiting_row(context: ContextSeam, row: int) -> None:
-    """Takes out a row of `find_waiting_row` whose request has let go of all that it held."""
+    """Remove a row of `find_waiting_row`. Its request must have released everything."""
     if row == context.total_request_count:
         context.chunked_prefill_request_id = -1
         return
-    # Every row after it moves up, the hidden one included; active rows keep their order.
+    # Every later row moves up, the hidden one included. Active rows keep their order.
     last = min(context.total_request_count + 1, context.max_requests)
     for tensor in context.row_tensors():
         tensor[row : last - 1] = tensor[row + 1 : last].clone()
@@ -43,7 +42,7 @@ def take_out_waiting_row(context: ContextSeam, row: int) -> None:
 
 
 def move_hidden_row(context: ContextSeam, *, down: bool) -> None:
-    """Makes room for a row before the hidden one, or undoes that."""
+    """Make room for a row before the hidden row (``down``), or undo that."""
     hidden = context.total_request_count
     source, target = (hidden, hidden + 1) if down else (hidden + 1, hidden)
     for tensor in context.row_tensors():
@@ -55,10 +54,10 @@ def move_hidden_row(context: ContextSeam, *, down: bool) -> None:
 
 
 def find_blocks_of_tokens(context: ContextSeam) -> None:
-    """Says of each active token, drafts included, which KV block it goes into.
+    """Set the KV block of each active token, drafts included.
 
-    Megatron remembers each row's last block, and takes another row's once rows moved: a request's tokens before a block's
-    end then go into somebody else's block.
+    Megatron remembers the last block of each row. After rows move it uses the block of another row, and would write a
+    request's tokens at the end of a block into another request's block.
     """
     tokens = slice(0, context.active_token_count)
     table_columns = context.token_to_pos_ids[tokens] // context.block_size_tokens
@@ -67,11 +66,11 @@ def find_blocks_of_tokens(context: ContextSeam) -> None:
 
 
 def attach_blocks(context: ContextSeam, cache: HybridPrefixCache) -> None:
-    """Blocks that megatron gave out since are those of the rows whose last ones they are."""
+    """Attach newly allocated blocks to the requests in whose rows they are the last block."""
     unattached = cache.blocks.unattached
     if not unattached:
         return
-    # Paused rows that were resumed are among the active ones by now.
+    # Resumed rows are already among the active rows.
     rows = slice(0, context.total_request_count)
     columns = (context.request_last_kv_block_id[rows].tolist(), context.request_ids[rows].tolist())
     request_of = dict(zip(*columns, strict=True))
@@ -88,17 +87,19 @@ def check_rows(context: ContextSeam, cache: HybridPrefixCache) -> None:
     slots = metadata.request_to_mamba_state_idx[:rows].tolist()
     free = metadata.mamba_state_free_slots[: metadata.mamba_state_free_slot_count].tolist()
     if sorted([*slots, *free]) != list(range(context.max_requests)):
-        raise CacheCorruptionError(f"live slots {slots} and free ones {free} are not all of {context.max_requests}")
+        raise CacheCorruptionError(f"live slots {slots} and free slots {free} do not add up to {context.max_requests}")
     for row, request_id in enumerate(context.request_ids[:rows].tolist()):
         table = [block_id for block_id in context.request_to_kv_block_ids[row].tolist() if block_id != -1]
         if not cache.inspect.is_live(request_id) or table != list(cache.inspect.block_ids(request_id)):
-            raise CacheCorruptionError(f"request {request_id}: its block table and the cache's differ")
+            raise CacheCorruptionError(f"request {request_id}: its block table differs from the cache's")
     if len(cache.inspect.live_requests()) != rows:
         raise CacheCorruptionError(f"{len(cache.inspect.live_requests())} live requests in {rows} rows")
 
 
 def _is_hidden(context: ContextSeam, request_id: int) -> bool:
-    return context.chunked_prefill_request_id == request_id and context.get_index_of_chunked_prefill_request() == -1
+    return bool(
+        context.chunked_prefill_request_id == request_id and context.get_index_of_chunked_prefill_request() == -1
+    )
 
 
 def _clear_row(context: ContextSeam, row: int) -> None:

@@ -1,6 +1,6 @@
-"""Hits that are computed all the same, and compared with what the cache would have given: ``verify_hits``.
+"""``verify_hits``: recompute some hits and compare the result with the cached states and KV.
 
-For operators: a counter that stays 0 says that the cache is right on this hardware, with these kernels.
+For operators: a counter that stays 0 shows that the cache is right on this hardware, with these kernels.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 
 logger = logging.getLogger(__name__)
 
-# Largest relative difference (L2) that is rounding: matrix products over other numbers of rows round differently, and so
-# do all layers after them. A state of another prompt or depth differs by about 1.
+# Largest relative difference (L2) that rounding explains: matrix products over a different number of rows round
+# differently, and so do all later layers. A state of another prompt or depth differs by about 1.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
 
 
 def verify_plan(context: Any, plan: StepPlan) -> None:
-    """Compares the states that ``plan`` computed for verification, and the KV before them, with the cached ones.
+    """Compare the states that ``plan`` computed for verification, and the KV before them, with the cached ones.
 
     Args:
         context: A `HybridPrefixContext` whose forward just succeeded; nothing is published yet.
-        plan: One request's part in it.
+        plan: The plan of one request in that forward.
     """
     cache = context.prefix_cache
     for checkpoint in plan.checkpoints:
@@ -53,7 +53,7 @@ def verify_plan(context: Any, plan: StepPlan) -> None:
         cache.count_verification(bool(wrong))
         if wrong:
             logger.warning(
-                "request %d: what is cached for its first %d tokens is not what they compute to; relative difference %s",
+                "request %d: the cache for its first %d tokens differs from recomputing them; relative difference %s",
                 plan.request_id,
                 checkpoint.position_tokens,
                 ", ".join(f"{name} {value:.1e}" for name, value in wrong.items()),
@@ -61,7 +61,7 @@ def verify_plan(context: Any, plan: StepPlan) -> None:
 
 
 def _difference(fresh: torch.Tensor, kept: torch.Tensor) -> tuple[float, float]:
-    """Relative difference, and the largest that is rounding."""
+    """Relative difference, and the largest that rounding explains."""
     if not fresh.numel():
         return 0.0, 0.0  # a pipeline stage without recurrent layers
     size = kept.float().norm()

@@ -1,1 +1,1 @@
-"""Megatron's engine and controller, where they have to know of the cache."""
+"""Megatron's engine and controller with the cache."""

@@ -1,8 +1,8 @@
-"""`Coalescing`: a prefix that one request is computing is not computed by others at the same time.
+"""`Coalescing`: requests wait for a prefix that another request is computing, instead of computing it, too.
 
-A waiting request whose prompt shares more with one that is being computed than with what is cached is held back, and the
-other one is asked to keep the state where the two prompts part. All decisions count tokens and rounds, never time, so that
-all ranks take the same.
+A waiting request is held back if its prompt shares more with a prompt being computed than with the cache. The other request is
+told to checkpoint the state where the two prompts diverge. Decisions count tokens and rounds, never time, so all ranks decide
+alike.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from megatron_hybrid_prefix.cache import HybridPrefixCache
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.mcore.context.request import PrefixRequest
 
-# A round costs a step: for less than that a request does not wait. (On a GPU a step takes as long as a few hundred tokens.)
+# A round costs a step, so a request waits only for more than this. (A GPU step takes as long as a few hundred tokens.)
 _MIN_SAVED_TOKENS = 256
-# Rounds in which the other request got no further, for want of KV blocks, before a request goes on alone.
+# A request stops waiting after this many rounds without progress of the other one (it may lack KV blocks).
 _MAX_IDLE_ROUNDS = 8
 
 
@@ -28,23 +28,25 @@ class Coalescing:
 
     Args:
         cache: The cache.
-        prefix_request: Keys of a request.
+        prefix_request: Returns the keys and cache options of a request.
     """
 
     def __init__(self, cache: HybridPrefixCache, prefix_request: Callable[[Any], PrefixRequest]) -> None:
         self._cache = cache
         self._prefix_request = prefix_request
-        self._idle: dict[int, tuple[int, int, int]] = {}  # by waiting request: owner, its progress, rounds without any
+        self._idle: dict[
+            int, tuple[int, int, int]
+        ] = {}  # by waiting request: owner, the owner's progress, rounds without progress
 
     def held_back(self, waiting: Iterable[Any], most: int) -> list[int]:
-        """Ids of the requests that shall not be admitted in this round.
+        """Ids of the requests to hold back in this round.
 
         Args:
             waiting: The queue, in order.
-            most: How many of them are looked at.
+            most: Maximum number of requests to look at.
         """
         cache, block_tokens = self._cache, self._cache.block_tokens
-        owner_of: dict[bytes, Any] = {}  # by key of a block that is, or will be, computed
+        owner_of: dict[bytes, Any] = {}  # by key of a block that is being computed, or will be
         for request_id in cache.inspect.prefilling():
             self._add(
                 owner_of, cache.inspect.request_keys(request_id), cache.inspect.planned_tokens(request_id), request_id
@@ -53,14 +55,14 @@ class Coalescing:
         idle: dict[int, tuple[int, int, int]] = {}
         for request in islice(waiting, most):
             if cache.inspect.is_live(request.request_id):
-                continue  # between two chunks: an owner already
+                continue  # between two chunks: already an owner
             keys = self._prefix_request(request)
             length = request.remaining_prompt_length
             resume = keys.match(cache, length).resume_tokens
             if keys.read and owner_of:
                 last_block = (length - 1) // block_tokens
                 prompt_keys = keys.chain.keys
-                # Keys name whole prefixes: where one is not shared, none after it is.
+                # A key covers the whole prefix: after a key that is not shared, none is.
                 first_own = bisect_left(
                     range(last_block), True, lo=resume // block_tokens, key=lambda i: prompt_keys[i] not in owner_of
                 )
@@ -80,9 +82,9 @@ class Coalescing:
             owner_of.setdefault(key, owner)
 
     def _waits(self, request_id: int, owner: Any, position_tokens: int, idle: dict[int, tuple[int, int, int]]) -> bool:
-        """Whether the owner will keep the state there; it is told to."""
+        """Tell the owner to checkpoint the state there; returns whether to wait for it."""
         if not isinstance(owner, int):
-            owner.wanted.add(position_tokens)  # not admitted yet: it comes first in the queue
+            owner.wanted.add(position_tokens)  # not admitted yet, but earlier in the queue
             return True
         if not self._cache.request_checkpoint(owner, position_tokens):
             return False

@@ -1,4 +1,4 @@
-"""`HybridPrefixController`: megatron's text generation controller, right about chunks, drafts and log-probs."""
+"""`HybridPrefixController`: megatron's text generation controller with fixes for chunks, drafts and log-probs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 
 from megatron_hybrid_prefix.upstream.controller import ControllerSeam
 
-# What a step's log-probs are computed by, of each request: rows of the context's tables.
+# Options of each request's log-probs: rows of the context's tables.
 _LOG_PROB_FIELDS = ("return_log_probs", "skip_prompt_log_probs", "top_n_logprobs")
 
 
 class HybridPrefixController(ControllerSeam):
-    """Megatron's controller for the engine of this package."""
+    """Megatron's controller, for this package's engine."""
 
     def tokens_sampled(self) -> None:
-        """After a chunk that is not its prompt's last comes the prompt's next token, not the one sampled there.
+        """See the seam. After a chunk that does not finish its prompt, sets the prompt's next token as the sampled token.
 
-        Nobody is given the sampled one, but megatron takes its log-prob for that of the prompt's next token.
+        The token sampled there is not used, but megatron would report its log-prob for the prompt's next token.
         """
         context = self.inference_wrapped_model.inference_context
         token = getattr(context, "next_prompt_token", None)
@@ -26,20 +26,20 @@ class HybridPrefixController(ControllerSeam):
             return  # megatron's own context
         row = context.get_index_of_chunked_prefill_request()
         if row != -1:
-            # A fill, and the token is known on the host: nothing to wait for.
+            # The token is known on the host, so the fill does not synchronise.
             self.sampled_tokens[row - context.paused_request_count].fill_(token)
 
     def pending_logits_moved(self, rows: torch.Tensor) -> None:
-        """See the seam. Megatron does not move what says whether log-probs are wanted."""
+        """See the seam. Also moves the log-prob options, which megatron leaves in place."""
         wanted = self.inference_wrapped_model.inference_context.active_request_metadata
         rows = rows.to("cpu")
         for field in _LOG_PROB_FIELDS:
             wanted[field][: len(rows)] = wanted[field][rows]  # indexing by a tensor copies
 
     def build_request_state(self, *args: Any, **kwargs: Any) -> Any:
-        """See the seam. Megatron takes it that a prompt begun in chunks has a chunk in every step.
+        """See the seam. Megatron assumes that a chunked prompt has a chunk in every step.
 
-        It has none where decodes took the KV blocks that its next chunk needs.
+        It has none if decodes took the KV blocks for its next chunk.
         """
         context = self.inference_wrapped_model.inference_context
         request_id = context.chunked_prefill_request_id
@@ -52,8 +52,9 @@ class HybridPrefixController(ControllerSeam):
             context.chunked_prefill_request_id = request_id
 
     def before_draft_sampling(self) -> None:
-        """See the seam. Megatron takes what another request had accepted before for a prefill's.
+        """See the seam. Clears the accepted drafts of all rows.
 
-        Its rows say which drafts were accepted; those of prefills are not written, and only legacy scheduling clears them.
+        A prefill does not write its rows, and only legacy scheduling clears them. Without this, megatron would use the drafts
+        that another request accepted before.
         """
         self.clear_accepted_drafts()

@@ -1,7 +1,7 @@
-"""`HybridPrefixEngine`: megatron's dynamic engine, where it has to know of the cache.
+"""`HybridPrefixEngine`: megatron's dynamic engine with this package's cache.
 
-Weights epochs, requests that are preempted or aborted, and forwards that fail; which log-probs a request is given.
-Scheduling and stepping are megatron's.
+It adds weights epochs, preempted and aborted requests, failed forwards, and correct log-probs per request. Megatron does
+the scheduling and stepping.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ logger = logging.getLogger(__name__)
 
 
 class HybridPrefixEngine(EngineSeam):
-    """Megatron's engine around a `HybridPrefixContext`; around any other context only log-probs differ from megatron's engine.
+    """Megatron's engine around a `HybridPrefixContext`. With any other context only log-probs differ from megatron's.
 
     Args:
-        controller: Megatron's text generation controller. The Mamba mixers of its model get prefill by slots.
+        controller: Megatron's text generation controller. The recurrent layers of its model get slot mixers.
         context: The context.
 
     Attributes:
-        removals: Requests that leave the context before they are done.
+        removals: Requests that leave the context before they finish.
     """
 
     def __init__(self, controller: TextGenerationController, context: DynamicInferenceContext) -> None:
@@ -62,7 +62,7 @@ class HybridPrefixEngine(EngineSeam):
         super().__init__(controller, context)
 
     def reset(self) -> None:
-        """See upstream; figures of a step that never came to its end are dropped, too."""
+        """See upstream; also resets the statistics of an unfinished step."""
         super().reset()
         self.removals.clear()
         context = self.context
@@ -73,11 +73,11 @@ class HybridPrefixEngine(EngineSeam):
     # -- suspension ----------------------------------------------------------------------------------------------------
 
     def suspend(self) -> None:
-        """See upstream; requests that are over stay so, and those that start over start clean."""
+        """See upstream. Finished requests stay finished; requests that start over are reset."""
         if self._is_suspended:
             return
         recompute = self.context.kv_cache_management_mode == KVCacheManagementMode.RECOMPUTE
-        # The next step hands these out; megatron would take them for running ones.
+        # The next step returns these; megatron would treat them as running.
         over = {request_id: self.requests.pop(request_id) for request_id in self.failed_request_ids}
         if recompute:
             self._forget_chunks(self.waiting_request_ids)
@@ -88,10 +88,9 @@ class HybridPrefixEngine(EngineSeam):
             self.removals.finish_resumed()
 
     def create_cuda_graphs(self, *args: Any, **kwargs: Any) -> Any:
-        """See upstream. A capture resets the context; what that costs is said, and running requests start over.
+        """See upstream. A capture resets the context: logs what is lost, and restarts running requests.
 
-        Resuming captures again where buffers were offloaded and their addresses changed; megatron would forget the running
-        requests.
+        Resuming captures again if offloaded buffers changed their addresses. Megatron would lose the running requests.
         """
         if self.cuda_graph_impl == "local" and self._has_cache and self._is_suspended:
             self._prepare_for_reset()
@@ -102,7 +101,7 @@ class HybridPrefixEngine(EngineSeam):
         stats = self.context.prefix_stats()
         if running or stats.slots_used:
             logger.warning(
-                "capturing CUDA graphs forgets %d cached states and starts %d running requests over; "
+                "capturing CUDA graphs drops %d cached states and restarts %d running requests; "
                 "static_kv_memory_pointers=True keeps them",
                 stats.slots_used,
                 len(running),
@@ -110,7 +109,7 @@ class HybridPrefixEngine(EngineSeam):
         self._forget_chunks([*running, *self.resume_request_ids])
         for request_id in running:
             self.requests[request_id].record.checkpoint()
-        self.resume_request_ids = [*running, *self.resume_request_ids]
+        self.resume_request_ids: list[int] = [*running, *self.resume_request_ids]
         self.drop_pending_logits()
         self.removals.finish_resumed()
 
@@ -120,18 +119,18 @@ class HybridPrefixEngine(EngineSeam):
 
     @property
     def _is_suspended(self) -> bool:
-        # No state yet while megatron's constructor captures.
+        # Megatron's constructor captures before it sets `state`.
         return getattr(self, "state", None) in (EngineState.SUSPENDED, EngineState.SUSPENDING)
 
     # -- ranks ---------------------------------------------------------------------------------------------------------
 
     async def start_listening_to_data_parallel_coordinator(self, *args: Any, **kwargs: Any) -> str:
-        """See upstream; returns when all ranks hear each other."""
-        address = await super().start_listening_to_data_parallel_coordinator(*args, **kwargs)
-        meet_subscribers(self)  # before the engine's loop gets its first turn
+        """See upstream; returns once all ranks receive each other's messages."""
+        address: str = await super().start_listening_to_data_parallel_coordinator(*args, **kwargs)
+        meet_subscribers(self)  # before the engine's loop starts
         if self.ep_world_size == 1:
-            # Megatron asks its peers only every so often whether there is work, and with the last answer goes on: with empty
-            # forwards where there is none, and deaf to PAUSE. Without peers asking costs nothing.
+            # Megatron queries its peers for work only every few steps, and acts on the last answer in between: it runs empty
+            # forwards and ignores PAUSE. Without peers a query costs nothing.
             self.ep_consensus_interval = 1
         return address
 
@@ -140,32 +139,36 @@ class HybridPrefixEngine(EngineSeam):
     def receive_request(
         self, request_id: int, prompt: str | list[int] | torch.Tensor, sampling_params: SamplingParams | None
     ) -> asyncio.Future[DynamicInferenceRequest]:
-        """See the seam. The prompt's tokens stay on the host, where keys are made and steps put together.
+        """See the seam. Keeps the prompt's tokens on the host, where keys and steps are made.
 
-        Megatron sends them to the device, and waits for them to come back for each of these.
+        Megatron sends the tokens to the device, and waits to copy them back for both.
 
         Raises:
-            TypeError: An id in a list is no integer.
-            ValueError: A tensor is not (tokens,) integers. (Which device it is on does not matter.)
+            TypeError: An id in a list is not an integer.
+            ValueError: A tensor is not (tokens,) integers. (It may be on any device.)
         """
         megatrons_cache = self.context.enable_prefix_caching and not self._has_cache
         if megatrons_cache or not isinstance(self.context, HybridPrefixContext):
             return super().receive_request(request_id, prompt, sampling_params)
-        text = prompt if isinstance(prompt, str) else None
-        if text is not None:
-            prompt = self.controller.tokenize_prompt(self.controller.tokenizer, text, sampling_params.add_BOS)
+        text: str | None = None
+        if isinstance(prompt, str):
+            assert sampling_params is not None
+            text = prompt
+            tokens = self.controller.tokenize_prompt(self.controller.tokenizer, text, sampling_params.add_BOS)
+        else:
+            tokens = prompt
         request = DynamicInferenceRequest(
             request_id=request_id,
             prompt=text,
-            prompt_tokens=_on_host(request_id, prompt),
+            prompt_tokens=_on_host(request_id, tokens),
             sampling_params=sampling_params,
             block_size_tokens=self.context.block_size_tokens,
         )
-        request.enable_prefix_caching = self._has_cache  # set afterwards: keys in place of megatron's hashes
+        request.enable_prefix_caching = self._has_cache  # set after construction: our keys replace megatron's hashes
         return self.accept_request(request)
 
     def accept_request(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:
-        """See the seam; the keys of the prompt are made here, on arrival."""
+        """See the seam. Makes the keys of the prompt on arrival."""
         self._cached.prefix_request(request)
         future = super().accept_request(request)
         self._refuse_if_never_active(request)
@@ -183,7 +186,7 @@ class HybridPrefixEngine(EngineSeam):
             entry.record = RequestRecord(requests=entry.record.requests, latency=entry.record.latency)
 
     def _refuse_if_never_active(self, request: DynamicInferenceRequest) -> None:
-        # Megatron checks against all blocks, and would pause for good what needs more than the active ones.
+        # Megatron checks against all blocks. A request that needs more than the active blocks would stay paused forever.
         allocator, block_tokens = self.context.kv_block_allocator, self.context.block_size_tokens
         tokens = len(request.prompt_tokens) + request.sampling_params.num_tokens_to_generate
         if request.status == Status.FAILED or ceil_div(tokens, block_tokens) <= block_counts(allocator).active:
@@ -194,16 +197,16 @@ class HybridPrefixEngine(EngineSeam):
         self.refuse_request(request.request_id)
 
     def abort_request(self, request_id: int) -> bool:
-        """Give a request up; its blocks and slots are free by the end of the next step.
+        """Abort a request; its blocks and slots are free by the end of the next step.
 
-        It comes back from that step as finished, with the tokens it has by then (a waiting one without any). With tensor
-        or pipeline parallelism call this on every rank, between the same two steps.
+        That step returns it as finished, with the tokens generated so far (none if it was waiting). With tensor or pipeline
+        parallelism call this on every rank, between the same two steps.
 
         Args:
-            request_id: Of a request that was added.
+            request_id: Id of a request that was added.
 
         Returns:
-            Whether it was unfinished.
+            Whether the request was unfinished.
         """
         if request_id not in self.requests or request_id in self.failed_request_ids:
             return False
@@ -211,13 +214,13 @@ class HybridPrefixEngine(EngineSeam):
         return True
 
     def has_unfinished_requests(self) -> bool:
-        """See upstream; also while the next step has aborted or refused requests to hand out."""
+        """See upstream; also True while the next step has aborted or refused requests to return."""
         return super().has_unfinished_requests() or bool(getattr(self, "failed_request_ids", ()))
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def schedule_waiting_requests(self) -> None:
-        """See upstream and `PrefixScheduling`. First takes out aborted requests that no forward is running for."""
+        """See upstream and `PrefixScheduling`. First removes aborted requests that are in no running forward."""
         if self.removals.are_due:
             self.removals.take_out()
         if not self.waiting_request_ids:
@@ -228,25 +231,26 @@ class HybridPrefixEngine(EngineSeam):
             self._scheduling.schedule(super().schedule_waiting_requests)
 
     def may_overlap_steps(self) -> bool:
-        """See the seam; not while an aborted request has to be taken out between two forwards, or one waits for its load."""
+        """See the seam. False if an aborted request must leave between two forwards, or a request waits for its load."""
         if self.removals.are_due or self._cached.loads_wait:
             return False
         return super().may_overlap_steps()
 
-    async def async_forward(self) -> tuple[dict | None, dict, float]:
-        """See upstream; after a forward that raised, what it was to publish is dropped."""
+    async def async_forward(self) -> tuple[dict[str, Any] | None, dict[str, Any], float]:
+        """See upstream; a forward that raises publishes nothing."""
         if self.removals.are_due and not self._is_suspended:
             self.removals.take_out()
         try:
-            return await super().async_forward()
+            result, state, seconds = await super().async_forward()
         except BaseException:
             self._cached.fail_forward()
             raise
+        return result, state, seconds
 
     def take_stopped_ids(self, active_request_ids: list[int]) -> set[int]:
-        """See the seam; log-probs of a stop word that was cut off go, too, those of earlier steps included.
+        """See the seam. Also cuts off the log-probs of a stop word, those of earlier steps included.
 
-        Requests whose load failed leave the context the same way: in this step, and without its token.
+        Requests whose load failed leave the context the same way: in this step, without its token.
         """
         stopped = super().take_stopped_ids(active_request_ids)
         failed = self._cached.failed_loads() - stopped
@@ -258,13 +262,13 @@ class HybridPrefixEngine(EngineSeam):
         return stopped | self.removals.restarting
 
     def check_stop_words(self, request: DynamicInferenceRequest) -> tuple[bool, int]:
-        """See the seam; a stop word may have begun before the request was preempted."""
+        """See the seam. Also finds a stop word that began before a preemption."""
         if not request.stop_word_ids:
             return False, 0
         entry = self.requests.get(request.request_id)
         with whole_answer(request, earlier=[] if entry is None else entry.record.requests[:-1]):
             found, trimmed_tokens = super().check_stop_words(request)
-        # Megatron takes as many log-probs off this step's, and fails where that leaves none of a first token's.
+        # Megatron cuts this many log-probs off this step's, and fails if none remain of a first token.
         return found, trimmed_tokens if request.generated_tokens else 0
 
     def post_process_requests(
@@ -275,18 +279,18 @@ class HybridPrefixEngine(EngineSeam):
         step_time: float,
         sample: torch.Tensor,
         accepted_tokens: torch.Tensor | None,
-        log_probs: list[list[float]] | None,
+        log_probs: list[list[float] | None] | None,
         consumed_chunked_prefill_request_id: int,
         top_n_logprobs: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] | None = None,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """See upstream; requests whose load failed did not finish, they wait again.
+        """See upstream. Requests whose load failed are not finished: they wait again.
 
-        Log-probs go only to requests that want them, and are as many as their tokens.
+        Only requests that asked for log-probs get them, exactly one per token.
         """
         restarting = self.removals.take_restarting()
-        # A prompt's next token may be the one that ends answers: a request between two chunks did not finish either.
+        # A request between two chunks is not finished either, even if its next prompt token is the end-of-text token.
         running = restarting | {consumed_chunked_prefill_request_id}
         left = [request_id not in running for request_id in finished_request_ids.tolist()]
         if not all(left):
@@ -312,7 +316,7 @@ class HybridPrefixEngine(EngineSeam):
         if given is not None:
             given.name_all_tokens(self.controller.tokenizer)
             for record in result[1]:
-                cut_to_tokens(record)  # of a stop word that ended with the request
+                cut_to_tokens(record)  # log-probs of a stop word that ended the request
         self.removals.requeue(restarting)
         self.removals.forget_finished()
         if evict_request_ids is not None and self._scheduling is not None:
@@ -322,9 +326,9 @@ class HybridPrefixEngine(EngineSeam):
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def invalidate(self) -> None:
-        """The weights changed: nothing that was cached before is reused, running requests cache no more.
+        """The weights changed: older entries are not reused, and running requests stop caching.
 
-        With tensor or pipeline parallelism call it on every rank, between the same two steps.
+        With tensor or pipeline parallelism call this on every rank, between the same two steps.
         """
         self._cached.invalidate()
         invalidate_layers(self.controller.inference_wrapped_model.model)
@@ -333,7 +337,7 @@ class HybridPrefixEngine(EngineSeam):
 def _on_host(request_id: int, prompt: list[int] | torch.Tensor) -> torch.Tensor:
     """A prompt's tokens: (tokens,), int64."""
     if not isinstance(prompt, torch.Tensor):
-        # An array first: five times as fast as a tensor from a list, half a millisecond for 8,000 tokens.
+        # Via an array: five times as fast as a tensor from a list; 0.5 ms for 8,000 tokens.
         prompt = (
             torch.frombuffer(array("q", prompt), dtype=torch.int64)
             if len(prompt)

@@ -1,6 +1,6 @@
-"""Which log-probs of a step a request is given, and under which names.
+"""Which log-probs of a step each request gets, and under which names.
 
-Megatron computes log-probs for all requests of a step where one of them wants some, and takes what comes for what was asked.
+If one request of a step asks for log-probs, megatron computes them for all requests, and gives them to all.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 
 class StepLogProbs:
-    """A step's log-probs, without those that nobody asked for.
+    """A step's log-probs, without those that no request asked for.
 
     Args:
-        requests: Of the step, in the order of its rows.
-        selected: By row, the log-probs of the tokens that follow each computed one.
-        top_n: By row, for each computed token the values and ids of the likeliest next ones; rows may be missing.
-        chunked_id: Id of the request whose prompt goes on after this step; -1: none.
+        requests: Requests of the step, in the order of its rows.
+        selected: By row: for each computed token the log-prob of the next token.
+        top_n: By row: for each computed token the values and ids of the likeliest next tokens. Rows may be missing.
+        chunked_id: Id of the request whose prompt continues after this step; -1: none.
 
     Attributes:
-        selected: As given, None for rows that get none.
-        top_n: As given, without rows that get none.
+        selected: As given, with None for rows that get no log-probs.
+        top_n: As given, without rows that get no log-probs.
     """
 
     def __init__(
         self,
         requests: Sequence[DynamicInferenceRequest],
-        selected: Sequence[list[float]],
+        selected: Sequence[list[float] | None],
         top_n: TopN | None,
         chunked_id: int,
     ) -> None:
@@ -42,22 +42,22 @@ class StepLogProbs:
         self.top_n = None if top_n is None else dict(top_n)
         for row, request in enumerate(requests):
             params = request.sampling_params
-            # A prompt's log-probs are not wanted, and no token of the answer is computed.
+            # Log-probs of the prompt are skipped, and this step computes no token of the answer.
             no_answer = request.request_id == chunked_id or params.num_tokens_to_generate == 0
             if not params.return_log_probs or (params.skip_prompt_log_probs and no_answer):
                 self.selected[row] = None
                 if self.top_n is not None:
                     self.top_n.pop(row, None)
-        # Megatron appends a row's entries to the request's lists, those of the prompt first, and may leave out the last ones.
+        # Megatron appends a row's entries to the request's lists, first those of the prompt. It may omit the last entries.
         self._rows = [(requests[row], _counts(requests[row]), tokens) for row, tokens in (self.top_n or {}).items()]
 
     def name_all_tokens(self, tokenizer: Tokenizer) -> None:
-        """Repairs entries with tokens of the same text, of which megatron keeps the least likely one.
+        """Repair entries in which several tokens have the same text: megatron keeps the least likely of them.
 
-        The likeliest is called by its text, the others ``token_id:5``. To be called once megatron has handed out the rows.
+        The likeliest token is named by its text, the others ``token_id:5``. Call it after megatron has distributed the rows.
 
         Args:
-            tokenizer: With which megatron named them.
+            tokenizer: The tokenizer that megatron used for the names.
         """
         for request, (prompt_count, generated_count), tokens in self._rows:
             entries = (request.prompt_top_n_logprobs or [])[prompt_count:]
@@ -72,7 +72,7 @@ class StepLogProbs:
 
 
 def cut_to_tokens(record: DynamicInferenceRequestRecord) -> None:
-    """Drops log-probs of tokens that were generated and then cut off with a stop word."""
+    """Drop log-probs of generated tokens that were cut off with a stop word."""
     for part in record.requests:
         for log_probs in (part.generated_log_probs, part.generated_top_n_logprobs):
             if log_probs:

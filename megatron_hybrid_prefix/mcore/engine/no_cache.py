@@ -1,4 +1,4 @@
-"""`NoCache`: what the engine takes for its context where that has no prefix cache."""
+"""`NoCache`: stands in for the engine's context if that has no prefix cache."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from typing import Any
 
 
 class NoCache:
-    """Answers the engine's questions about the cache; methods as in `HybridPrefixContext`."""
+    """Has the methods of `HybridPrefixContext` that the engine calls for the cache."""
 
     loads_wait = False
 
     def prefix_request(self, req: Any) -> None:
-        """No keys are made."""
+        """Make no keys."""
 
     def forget_request(self, request_id: int) -> None:
-        """Nothing waits for the request."""
+        """Nothing to drop."""
 
     def failed_loads(self) -> set[int]:
-        """None, as none began."""
+        """Empty: there are no loads."""
         return set()
 
     def fail_forward(self) -> None:
-        """Nothing was reserved."""
+        """Nothing to free."""
 
     def invalidate(self) -> None:
-        """Nothing is cached."""
+        """Nothing to drop."""

@@ -1,4 +1,4 @@
-"""What belongs to one request of the engine: its parts, of which each preemption begins another, and how it starts over."""
+"""Records of requests: the parts of a preempted request, and how a request starts over."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest, Dynam
 
 
 class RequestRecord(DynamicInferenceRequestRecord):
-    """A request's record that keeps, on preemption, what megatron's drops."""
+    """A request's record; on preemption it keeps what megatron's record drops."""
 
     def checkpoint(self, tokenizer: Any = None) -> None:
-        """See upstream; attributes of the sampling parameters, stop words and caching stay, and merging works."""
+        """See upstream. Keeps attributes of the sampling parameters, stop words and cache settings; merging works."""
         old = self[-1]
         super().checkpoint(tokenizer)
         new = self[-1]
@@ -25,7 +25,7 @@ class RequestRecord(DynamicInferenceRequestRecord):
         new.enable_prefix_caching = old.enable_prefix_caching
         new.status = old.status
         if not old.generated_tokens:
-            # It starts over: its parts would be merged with lists that it left half-filled.
+            # The request starts over. Drop the old part: its half-filled lists would be merged.
             new.prompt = old.prompt
             new.events = old.events + new.events
             del self.requests[-2]
@@ -34,20 +34,20 @@ class RequestRecord(DynamicInferenceRequestRecord):
                 setattr(new, name, [])
 
     def merge(self, tokenizer: Any = None) -> DynamicInferenceRequest:
-        """See upstream; nothing remains of a prompt that is over, and a reply shall not carry it."""
+        """See upstream. Drops the remaining prompt tokens, so that the reply does not carry them."""
         merged = super().merge(tokenizer)
         merged.remaining_prompt_tokens = None
         return merged
 
 
 def compute_again(request: DynamicInferenceRequest) -> None:
-    """The prompt will be computed from its start."""
+    """Reset the request: its prompt is computed from the start."""
     request.remaining_prompt_tokens = request.prompt_tokens
     request.finished_chunk_token_count = request.num_cached_tokens = 0
 
 
 def forget_chunks(request: DynamicInferenceRequest) -> None:
-    """A prompt that was computed in part will be computed whole, its log-probs included."""
+    """Reset a request with a partly computed prompt, its log-probs included."""
     if request.finished_chunk_token_count:
         compute_again(request)
         request.prompt_log_probs = request.generated_log_probs = None
@@ -56,10 +56,10 @@ def forget_chunks(request: DynamicInferenceRequest) -> None:
 
 @contextmanager
 def whole_answer(request: DynamicInferenceRequest, earlier: Sequence[DynamicInferenceRequest]) -> Iterator[None]:
-    """Inside, ``request.generated_tokens`` is the answer from its start; tokens cut off there go from the parts they are in.
+    """Inside the block, ``request.generated_tokens`` is the whole answer. Tokens cut off inside are cut off their parts.
 
     Args:
-        request: The newest part.
+        request: The latest part.
         earlier: The parts before it, oldest first.
     """
     before = [token for part in earlier for token in part.generated_tokens]
@@ -69,7 +69,7 @@ def whole_answer(request: DynamicInferenceRequest, earlier: Sequence[DynamicInfe
     finally:
         left = request.generated_tokens
         request.generated_tokens = left[len(before) :]
-    surplus = len(before) - len(left)  # earlier parts end with so much of what was cut off
+    surplus = len(before) - len(left)  # tokens to cut off the earlier parts
     for part in reversed(earlier):
         if surplus > 0:
             own = len(part.generated_tokens)

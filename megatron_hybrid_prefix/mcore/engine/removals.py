@@ -1,8 +1,8 @@
-"""`Removals`: requests that leave the context before they are done.
+"""`Removals`: requests that leave the context before they finish.
 
-An aborted one is handed out by the next step, like a refused one. One whose load from the host failed starts over. Both leave
-with a step's bookkeeping, the way of a stop word, in either scheduling mode; a request without an active row, which waits for
-the next chunk of its prompt or is paused, is taken out between two forwards.
+The next step returns an aborted request, like a refused one. A request whose load from the host failed starts over. Both leave
+with a step's bookkeeping, as a request that ends with a stop word does, in either scheduling mode. A request without an active
+row (paused, or between two chunks of its prompt) is removed between two forwards.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from megatron_hybrid_prefix.upstream.names import Status
 
 
 class Removals:
-    """Which requests of an engine leave early, and how far they are.
+    """The requests of an engine that leave early.
 
     Args:
-        engine: The engine, whose books of requests are changed here.
-        cached: Its context, or what stands for one without a cache.
+        engine: The engine; its tables of requests are changed here.
+        cached: Its context, or a `NoCache`.
 
     Attributes:
         aborting: Ids of aborted requests that are still in the context.
@@ -36,25 +36,25 @@ class Removals:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all of them."""
+        """Forget all of them."""
         self.aborting: set[int] = set()
         self.restarting: set[int] = set()
-        # These start over, too, but have no row for a step's bookkeeping: they wait for the next chunk of their prompt.
+        # These start over, too, but wait between two chunks, without a row for the step's bookkeeping.
         self._restarting_between_chunks: set[int] = set()
 
     @property
     def are_due(self) -> bool:
-        """Whether rows may have to be taken out before the next forward."""
+        """Whether rows may have to leave before the next forward."""
         return bool(self.aborting or self._restarting_between_chunks)
 
     # -- aborts --------------------------------------------------------------------------------------------------------
 
     def abort(self, request_id: int, queue: MutableSequence[int]) -> None:
-        """Gives an unfinished request up.
+        """Abort an unfinished request.
 
         Args:
             request_id: Its id.
-            queue: In which requests wait that are not in the context.
+            queue: The queue of requests outside the context.
         """
         engine = self._engine
         if request_id in queue and engine.get_request(request_id).finished_chunk_token_count == 0:
@@ -65,18 +65,18 @@ class Removals:
             engine.stop_word_finished_request_ids.add(request_id)
 
     def finish_resumed(self) -> None:
-        """Ends aborted requests that wait to be resumed."""
+        """Finish aborted requests that wait to be resumed."""
         for request_id in sorted(self.aborting):
             self._engine.resume_request_ids.remove(request_id)
             self._finish(request_id)
 
     def forget_finished(self) -> None:
-        """Drops aborted requests that finished; their ids may come again."""
+        """Forget aborted requests that finished; their ids may be reused."""
         if self.aborting:
             self.aborting.intersection_update(self._engine.requests)
 
     def _finish(self, request_id: int) -> None:
-        # The next step hands it out among the finished ones, like a refused request.
+        # The next step returns it with the finished requests, like a refused request.
         engine = self._engine
         self.aborting.discard(request_id)
         self._cached.forget_request(request_id)
@@ -92,18 +92,18 @@ class Removals:
     # -- requests that start over ----------------------------------------------------------------------------------------
 
     def restart(self, request_ids: set[int]) -> None:
-        """Requests of the last forward, whose loads failed, will start over."""
+        """Restart requests of the last forward whose loads failed."""
         between_chunks = request_ids & {self._engine.context.chunked_prefill_request_id}
         self._restarting_between_chunks |= between_chunks
         self.restarting |= request_ids - between_chunks
 
     def take_restarting(self) -> set[int]:
-        """Ids of the requests that left with this step's bookkeeping; they are forgotten here."""
+        """Return and forget the ids of requests that left with this step's bookkeeping."""
         restarting, self.restarting = self.restarting, set()
         return restarting
 
     def requeue(self, request_ids: set[int]) -> None:
-        """Puts requests that start over in front of the queue, behind a prompt between two of its chunks."""
+        """Put requests that start over at the front of the queue, but after a prompt between two chunks."""
         engine = self._engine
         waiting = engine.waiting_request_ids
         for request_id in sorted(request_ids):
@@ -113,15 +113,15 @@ class Removals:
 
     # -- between two forwards --------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()  # megatron's bookkeeping tensors may have been made in it
+    @torch.inference_mode()  # megatron may have made its bookkeeping tensors in inference mode
     def take_out(self) -> None:
-        """Takes out the rows that no forward is running for."""
+        """Remove the rows that are in no running forward."""
         engine, context = self._engine, self._engine.context
         if not isinstance(context, HybridPrefixContext):
-            return  # around megatron's context they end once they run
+            return  # with megatron's context they end in a later step
         for request_id in sorted(self._restarting_between_chunks):
             if context.remove_waiting_row(request_id):
-                compute_again(engine.get_request(request_id))  # it is still the first one waiting
+                compute_again(engine.get_request(request_id))  # it is still first in the queue
         self._restarting_between_chunks.clear()
         chunk_runs = context.get_index_of_chunked_prefill_request() != -1
         for request_id in sorted(self.aborting):

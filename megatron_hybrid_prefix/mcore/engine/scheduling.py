@@ -1,7 +1,7 @@
-"""`PrefixScheduling`: which waiting requests are admitted in a round, where there is a cache.
+"""`PrefixScheduling`: which waiting requests a round admits, with a cache.
 
-A request waits for its prefix while that is loaded from the host, or computed for another request. A prompt that is cached but
-for a little does not wait for the chunks of another one. All else is megatron's.
+A request waits while its prefix is loaded from the host or computed for another request. A prompt with less than one uncached
+block does not wait for the chunks of another prompt. Megatron decides everything else.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
 from megatron_hybrid_prefix.mcore.engine.coalesce import Coalescing
 from megatron_hybrid_prefix.upstream.engine import EngineSeam
 
-# While a prompt is computed in chunks, one part in so many of a step's tokens may go to prompts that are cached but for less
-# than a block.
-_BESIDE_CHUNK = 4
-# Waiting requests that are looked at for each row that is free: those that are held back take none.
-_LOOKED_AT = 4
+# While a prompt is computed in chunks, up to 1/N of a step's tokens may admit prompts with less than one uncached block.
+_BESIDE_CHUNK_DIVISOR = 4
+# Waiting requests to look at per free row: those that are held back take no row.
+_CANDIDATES_PER_ROW = 4
 
 
 class PrefixScheduling:
-    """Megatron's scheduling of waiting requests, without those that wait for a prefix.
+    """Megatron's scheduling, without requests that wait for a prefix.
 
     Args:
         engine: The engine.
@@ -40,7 +39,7 @@ class PrefixScheduling:
         """One round.
 
         Args:
-            admit: Megatron's scheduling, of what is in the queue.
+            admit: Megatron's scheduling of the requests in the queue.
         """
         waiting, context = self._engine.waiting_request_ids, self._context
         before = list(waiting)
@@ -50,29 +49,29 @@ class PrefixScheduling:
         admit()
         if held:
             left = held.union(waiting)
-            chunked = context.chunked_prefill_request_id  # has to stay first
+            chunked = context.chunked_prefill_request_id  # must stay first
             self._set_queue([i for i in before if i == chunked] + [i for i in before if i in left and i != chunked])
         if waiting and not context.total_request_count and self._cache.loads.give_up():
-            # What waiting requests hold is all that the first of them needs.
+            # Waiting requests held the memory that the first of them needs.
             admit()
 
     def note_preempted(self, request_ids: list[int]) -> None:
-        """Requests were preempted: each resumes from what it left on the host, if anything."""
+        """Mark preempted requests: each resumes from what it swapped out to the host, if anything."""
         for request_id in request_ids:
             keys = self._context.prefix_request(self._engine.get_request(request_id))
             keys.resumes = self._cache.loads.is_swapped_out(request_id)
 
     def _wait_for_loads(self) -> set[int]:
-        """Begins loads from the host; takes requests out of the queue that shall wait for theirs in this round."""
+        """Begin loads from the host. Removes requests from the queue that wait for their load in this round."""
         engine, context = self._engine, self._context
         if self._loads is None:
             return set()
         if context.paused_request_count:
-            self._cache.loads.give_up()  # running requests come first, and nobody is admitted
+            self._cache.loads.give_up()  # running requests come first: no request is admitted
             return set()
         held = set()
         free_rows = context.max_requests - context.total_request_count
-        for request_id in list(islice(engine.waiting_request_ids, _LOOKED_AT * free_rows)):
+        for request_id in list(islice(engine.waiting_request_ids, _CANDIDATES_PER_ROW * free_rows)):
             request = engine.get_request(request_id)
             between_chunks = request.finished_chunk_token_count > 0
             if not between_chunks and self._loads.load_back(request, others_run=context.total_request_count > 0):
@@ -81,25 +80,25 @@ class PrefixScheduling:
         return held
 
     def _hold_back(self) -> set[int]:
-        """Takes requests out of the queue that wait in this round for what others compute."""
+        """Remove requests from the queue that wait in this round for a prefix of another request."""
         engine, context = self._engine, self._context
         if self._coalescing is None or len(engine.waiting_request_ids) < 2:
             return set()
         if not engine.can_admit(engine.get_request(engine.waiting_request_ids[0])):
-            return set()  # nobody is admitted in this round
+            return set()  # this round admits no request
         free_rows = context.max_requests - context.total_request_count
         waiting = (engine.get_request(i) for i in engine.waiting_request_ids)
-        held = set(self._coalescing.held_back(waiting, most=_LOOKED_AT * free_rows))
+        held = set(self._coalescing.held_back(waiting, most=_CANDIDATES_PER_ROW * free_rows))
         engine.count_waits(len(held))
         self._take_from_queue(held)
         return held
 
     def _start_beside_chunk(self) -> None:
-        """Starts prompts of which little is left to compute, with a part of the step's tokens; the rest is the chunk's."""
+        """Admit prompts with few uncached tokens, with a part of the step's tokens; the chunk gets the rest."""
         engine, context = self._engine, self._context
-        most_tokens = context.max_tokens // _BESIDE_CHUNK
-        free_rows = context.max_requests - context.total_request_count - 1  # the chunk's own
-        for request_id in list(islice(engine.waiting_request_ids, 1, 1 + _LOOKED_AT * max(0, free_rows))):
+        most_tokens = context.max_tokens // _BESIDE_CHUNK_DIVISOR
+        free_rows = context.max_requests - context.total_request_count - 1  # one row is the chunk's
+        for request_id in list(islice(engine.waiting_request_ids, 1, 1 + _CANDIDATES_PER_ROW * max(0, free_rows))):
             request = engine.get_request(request_id)
             length = request.remaining_prompt_length
             resume = context.prefix_request(request).match(self._cache, length).resume_tokens

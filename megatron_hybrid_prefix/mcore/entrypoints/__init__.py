@@ -1,1 +1,1 @@
-"""How an engine is made: build_engine, install, the command line's flags, the patches."""
+"""Ways to make an engine: build_engine, install, command-line flags; and the patches of megatron."""

@@ -1,7 +1,7 @@
 """The cache as flags of ``megatron.training``: `add_hybrid_prefix_args`, `hybrid_prefix_config_from_args`.
 
-Megatron's own flags switch the cache on and set its budget; every other field of `HybridPrefixConfig` has a flag
-``--hybrid-prefix-...``, made from the field and its help. Nothing here imports megatron before it is needed.
+Megatron's flags switch the cache on and set its budget. Every other field of `HybridPrefixConfig` has a flag
+``--hybrid-prefix-...``, made from the field and its help. This module imports megatron only when needed.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
     from megatron_hybrid_prefix.tokenizer import Tokenizer
     from megatron_hybrid_prefix.upstream.names import DynamicInferenceEngine
 
-# Megatron's flags. Where its parser lacks them (an older release, or a parser of one's own) they are added.
+# Megatron's flags; added if the parser lacks them (an older release, or another parser).
 SWITCH = "--inference-dynamic-batching-prefix-caching"
 BUDGET = "--inference-dynamic-batching-prefix-caching-mamba-gb"
 SWITCH_DEST = "inference_dynamic_batching_enable_prefix_caching"
 BUDGET_DEST = "inference_dynamic_batching_prefix_caching_mamba_gb"
 PREFIX = "hybrid_prefix_"
-# Without a budget, so much of `--inference-dynamic-batching-buffer-size-gb`.
+# Default budget, as a share of `--inference-dynamic-batching-buffer-size-gb`.
 _DEFAULT_SHARE = 0.25
 _MEGATRON_BUFFER_GB = 40.0
-_NONE = "auto"  # on the command line, for a field that may be None
+_NONE = "auto"  # stands for None on the command line
 
 
 def add_hybrid_prefix_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the cache's flags; an ``extra_args_provider`` of ``megatron.training``. Adding them again does nothing.
+    """Add the cache's flags, as an ``extra_args_provider`` of ``megatron.training``. A second call does nothing.
 
     Args:
-        parser: Megatron's, or any other.
+        parser: Megatron's parser, or any other.
 
     Returns:
         ``parser``.
@@ -72,13 +72,13 @@ def add_hybrid_prefix_args(parser: argparse.ArgumentParser) -> argparse.Argument
 
 
 def hybrid_prefix_config_from_args(args: argparse.Namespace) -> HybridPrefixConfig | None:
-    """The cache's settings in parsed arguments; None: it is off.
+    """The cache's settings from parsed arguments; None: the cache is off.
 
-    The budget is megatron's ``...-mamba-gb``; without it, a quarter of ``--inference-dynamic-batching-buffer-size-gb``,
-    beside that buffer. Chunked prefill, blocks and buffers stay what the arguments say.
+    The budget is megatron's ``...-mamba-gb``. By default it is a quarter of ``--inference-dynamic-batching-buffer-size-gb``, in
+    addition to that buffer. Chunked prefill, blocks and buffers stay as in the arguments.
 
     Raises:
-        ValueError: Flags contradict each other, or a value is out of range; one line that names the flag.
+        ValueError: Flags contradict each other, or a value is out of range. One line names the flag.
     """
     given = {
         field.name: value for field in own_fields() if (value := getattr(args, PREFIX + field.name, None)) is not None
@@ -98,7 +98,7 @@ def hybrid_prefix_config_from_args(args: argparse.Namespace) -> HybridPrefixConf
     try:
         return HybridPrefixConfig(mamba_gb=budget, **given)
     except ValueError as error:
-        # The configuration names fields; here they are flags.
+        # The error names a field: replace it by the flag.
         name, _, rest = str(error).partition("=")
         flag = BUDGET if name == "mamba_gb" else flag_of(name)
         raise ValueError(f"{flag}={rest}" if name == "mamba_gb" or name in given else str(error)) from None
@@ -107,12 +107,12 @@ def hybrid_prefix_config_from_args(args: argparse.Namespace) -> HybridPrefixConf
 def build_engine_from_args(
     model: Any, args: argparse.Namespace, *, tokenizer: Tokenizer | None = None
 ) -> DynamicInferenceEngine:
-    """`build_engine` with what ``megatron.training`` arguments say of inference, with the cache if they switch it on.
+    """`build_engine` with the inference settings of ``megatron.training`` arguments, and with the cache if they enable it.
 
     Args:
         model: This rank's shard, in ``eval`` mode, not wrapped for training.
-        args: Parsed and validated by ``megatron.training``, with `add_hybrid_prefix_args`.
-        tokenizer: By default bytes.
+        args: Arguments parsed and validated by ``megatron.training``, with `add_hybrid_prefix_args`.
+        tokenizer: By default the bytes of the text.
 
     Raises:
         ValueError: As `hybrid_prefix_config_from_args` and `build_engine`.
@@ -139,7 +139,7 @@ def build_engine_from_args(
 
 
 def own_fields() -> list[Field[Any]]:
-    """Fields of `HybridPrefixConfig` that have a flag of their own."""
+    """Fields of `HybridPrefixConfig` with a ``--hybrid-prefix-...`` flag."""
     return [field for field in fields(HybridPrefixConfig) if field.name != "mamba_gb"]
 
 
@@ -149,7 +149,7 @@ def flag_of(name: str) -> str:
 
 
 def _check_upstream(args: argparse.Namespace, given: dict[str, Any]) -> None:
-    """Flags of megatron that say something else. (A flag at its default cannot be told from one that was not given.)"""
+    """Reject contradicting flags of megatron. (A flag at its default looks like one that is not given.)"""
     if getattr(args, "use_legacy_static_engine", False):
         raise ValueError(f"{SWITCH} needs the dynamic engine: leave out --use-legacy-static-engine")
     policy = getattr(args, "inference_dynamic_batching_prefix_caching_eviction_policy", None)
@@ -173,7 +173,7 @@ def _check_upstream(args: argparse.Namespace, given: dict[str, Any]) -> None:
 
 
 def _argument(field: Field[Any], kind: Any) -> dict[str, Any]:
-    """What argparse has to know of a field's type."""
+    """Arguments of ``add_argument`` for a field's type."""
     optional = False
     if get_origin(kind) in (Union, types.UnionType):
         kinds = [item for item in get_args(kind) if item is not type(None)]
@@ -188,20 +188,20 @@ def _argument(field: Field[Any], kind: Any) -> dict[str, Any]:
         )
     if kind in (int, float, str):
         return {"type": _or_none(kind) if optional else kind, "metavar": {int: "N", float: "X", str: "TEXT"}[kind]}
-    raise TypeError(f"HybridPrefixConfig.{field.name}: there is no flag for a field of this type")
+    raise TypeError(f"HybridPrefixConfig.{field.name}: a field of this type cannot have a flag")
 
 
 def _or_none(kind: type) -> Any:
     def parse(text: str) -> Any:
         return _NONE if text == _NONE else kind(text)
 
-    parse.__name__ = f"{kind.__name__} or {_NONE!r}"  # argparse names it in its error
+    parse.__name__ = f"{kind.__name__} or {_NONE!r}"  # argparse shows it in its error
     return parse
 
 
 def _shown(default: Any) -> str:
     if default is MISSING:
-        return "none: it has to be given"
+        return "none, required"
     if default is None:
         return _NONE
     return ("on" if default else "off") if isinstance(default, bool) else str(default)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         TextGenerationController,
     )
 
-# Without a GPU upstream's defaults (20 GB of KV, 16,384 tokens a step) would exhaust an ordinary machine.
+# Without a GPU, upstream's defaults (20 GB of KV, 16,384 tokens per step) need too much host memory.
 HOST_DEFAULTS: dict[str, Any] = {"buffer_size_gb": 0.25, "max_requests": 16, "max_tokens": 4096}
 
 
@@ -36,18 +36,18 @@ def build_engine(
 
     Args:
         model: A model of ``build_hybrid_model``, or any ``HybridModel`` / ``GPTModel`` in this process.
-        prefix: Settings of the prefix cache; None leaves it off. (Megatron's own cache is switched on with its own
-            fields, ``enable_prefix_caching=True`` and ``prefix_caching_mamba_gb=...``: the classes are then megatron's.)
-        tokenizer: By default bytes.
+        prefix: Settings of the prefix cache; None: off. (Fields ``enable_prefix_caching=True`` and
+            ``prefix_caching_mamba_gb=...`` switch on megatron's own cache, with megatron's own classes.)
+        tokenizer: By default the bytes of the text.
         **inference_config_fields: Fields of megatron's ``InferenceConfig``.
 
     Returns:
-        The engine: ``add_request``, ``step_modern``, ``has_unfinished_requests`` work as upstream's.
+        The engine: ``add_request``, ``step_modern``, ``has_unfinished_requests`` work as upstream.
 
     Raises:
-        ValueError: A field is unknown, or the memory asked for cannot hold what was asked for.
-        PlatformError: There is no megatron-core, or an unsupported one.
-        UpstreamDriftError: The megatron-core that is here differs in a name that this package relies on.
+        ValueError: A field is unknown, or the configured memory is too small.
+        PlatformError: megatron-core is missing or unsupported.
+        UpstreamDriftError: The installed megatron-core differs in a name that this package relies on.
     """
     inference_config = _checked_config(model, prefix, inference_config_fields)
     if inference_config.enable_prefix_caching:
@@ -65,7 +65,7 @@ def build_engine(
 def build_upstream_engine(
     model: Any, *, tokenizer: Tokenizer | None = None, **inference_config_fields: Any
 ) -> DynamicInferenceEngine:
-    """As `build_engine` without ``prefix``, but of megatron's own classes: what this package is compared with.
+    """`build_engine` without ``prefix`` and with megatron's own classes: the baseline of tests and benchmarks.
 
     Raises:
         ValueError: As `build_engine`.
@@ -129,7 +129,7 @@ def _inference_config(model: Any, prefix: HybridPrefixConfig | None, fields: dic
         values |= HOST_DEFAULTS
     values |= fields
     if values.get("max_tokens") is not None:
-        # Upstream pads a step to such a multiple, and asserts where that is more than max_tokens.
+        # Upstream pads a step to a multiple of its size unit, and asserts that the result is at most max_tokens.
         tp = model.config.tensor_model_parallel_size
         values["max_tokens"] = DynamicInferenceContext.round_up_tokens(values["max_tokens"], tp)
     config = InferenceConfig(**values)
@@ -141,7 +141,7 @@ def _inference_config(model: Any, prefix: HybridPrefixConfig | None, fields: dic
 
 
 def _budget_problem(model: Any, config: InferenceConfig) -> str | None:
-    """What does not fit, in one line, before upstream asserts on it, or on a later step."""
+    """What does not fit, in one line; checked here before upstream asserts on it, now or in a later step."""
     from megatron_hybrid_prefix.mcore.state.layout import state_bytes
 
     tp = model.config.tensor_model_parallel_size
@@ -155,7 +155,7 @@ def _budget_problem(model: Any, config: InferenceConfig) -> str | None:
     state = config.mamba_inference_state_config
     if state is None or config.mamba_memory_ratio is not None:
         return None
-    # Live states, and with speculative decoding one more for each position that may be accepted.
+    # One live state; with speculative decoding also one for each position that may be accepted.
     states_per_request = 1 if config.num_speculative_tokens == 0 else 2 + config.num_speculative_tokens
     need_bytes = config.max_requests * states_per_request * state_bytes(state)
     have_bytes = (config.buffer_size_gb + (config.paused_buffer_size_gb or 0)) * 2**30

@@ -1,8 +1,8 @@
-"""`install`: scripts that construct megatron's context, controller and engine themselves get this package's.
+"""`install`: scripts that construct megatron's context, controller and engine get this package's classes.
 
-Opt-in, and undone by `uninstall`. Three constructors are replaced (`patches.constructors`): they turn an object of exactly
-megatron's class into one of the subclass here, so that it does not matter when, or from where, a script imported the
-class. That is also how megatron's ``MegatronLLM`` and ``MegatronAsyncLLM`` are given the cache.
+Opt-in; `uninstall` undoes it. Three constructors are replaced (`patches.constructors`). They turn an object of exactly
+megatron's class into one of our subclass. So it does not matter when, or from where, a script imported the class. Megatron's
+``MegatronLLM`` and ``MegatronAsyncLLM`` get the cache this way, too.
 """
 
 from __future__ import annotations
@@ -22,23 +22,25 @@ _prefix: HybridPrefixConfig | None = None
 
 
 def install(prefix: HybridPrefixConfig | None = None) -> None:
-    """From now on megatron's ``DynamicInferenceContext``, ``TextGenerationController`` and ``DynamicInferenceEngine`` are ours.
+    """New ``DynamicInferenceContext``, ``TextGenerationController`` and ``DynamicInferenceEngine`` objects are this package's.
 
-    Only for models with recurrent layers; for others, and where nothing asks for a cache, megatron's objects stay as they
-    are, and so do those that exist already. Calling it again changes the settings. Call ``ensure_platform`` first.
+    Affects models with recurrent layers only. Other models, contexts without a cache, and existing objects stay megatron's.
+    A second call changes the settings. Call ``ensure_platform`` first.
 
     Args:
-        prefix: Settings of the cache, for every context. None: those contexts whose ``InferenceConfig`` has
-            ``enable_prefix_caching``, with its ``prefix_caching_mamba_gb``.
+        prefix: Settings of the cache for every context. None: only contexts whose ``InferenceConfig`` has
+            ``enable_prefix_caching`` get a cache, with its ``prefix_caching_mamba_gb``.
 
     Raises:
-        PlatformError: There is no megatron-core, or an unsupported one; nothing is replaced then.
-        UpstreamDriftError: A name that this package relies on does not exist, or takes other parameters; likewise where a
-            platform runs, else the first context raises it.
+        PlatformError: megatron-core is missing or unsupported; nothing is replaced.
+        UpstreamDriftError: A name that this package relies on does not exist, or takes other parameters; nothing is replaced.
+            If no platform runs yet, the first context raises it instead.
     """
     global _prefix
     check_version()
-    if running_platform() is not None:  # else with the first context: no layer may be imported before a platform runs
+    if (
+        running_platform() is not None
+    ):  # else the first context checks: layers must not be imported before a platform runs
         check_contract()
     if not _applied.rebindings:
         apply(constructors(lambda: _prefix), _applied)
@@ -46,7 +48,7 @@ def install(prefix: HybridPrefixConfig | None = None) -> None:
 
 
 def uninstall() -> None:
-    """Put megatron's constructors back; what was built in between goes on. Safe to call twice."""
+    """Restore megatron's constructors. Objects built in between keep working. Safe to call twice."""
     global _prefix
     _applied.undo()
     _prefix = None
@@ -54,7 +56,7 @@ def uninstall() -> None:
 
 @contextmanager
 def installed(prefix: HybridPrefixConfig | None = None) -> Iterator[None]:
-    """`install` for a block: ``with installed(config): llm = MegatronLLM(...)``. What was installed before comes back."""
+    """`install` for a block: ``with installed(config): llm = MegatronLLM(...)``. Restores the previous settings."""
     before, was_installed = _prefix, bool(_applied.rebindings)
     install(prefix)
     try:
@@ -67,5 +69,5 @@ def installed(prefix: HybridPrefixConfig | None = None) -> Iterator[None]:
 
 
 def installed_rebindings() -> tuple[Rebinding, ...]:
-    """What is replaced right now."""
+    """The replacements in force."""
     return tuple(_applied.rebindings)

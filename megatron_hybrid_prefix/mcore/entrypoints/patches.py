@@ -1,4 +1,4 @@
-"""Every name of megatron that the cache replaces. (What a machine lacks: ``platform/patches.py``.)"""
+"""Every name of megatron that the cache replaces. (``platform/patches.py`` replaces what a machine lacks.)"""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONTEXT_IN_CUDA_GRAPHS = (
         owner=modules.CUDA_GRAPHS,
         name="_check_supported_type",
         make=_accepting_subclasses,
-        why="graphs of layers take the inference context by its exact class; only replaced when graphs are asked for",
+        why="graphs of layers accept megatron's exact context class only; replaced only if graphs are enabled",
         same_signature=True,
     ),
 )
@@ -86,17 +86,17 @@ def _our_engine(original: Callable[..., None]) -> Callable[..., None]:
             self.__class__ = HybridPrefixEngine
             HybridPrefixEngine.__init__(self, controller, context)
         else:
-            raise TypeError(f"{type(self).__name__} has to be derived from HybridPrefixEngine to run with this cache")
+            raise TypeError(f"{type(self).__name__} must derive from HybridPrefixEngine to run with this cache")
 
     return __init__
 
 
 def constructors(settings: Callable[[], HybridPrefixConfig | None]) -> tuple[Rebinding, ...]:
-    """What `install` replaces. They can go once megatron's high-level API takes its classes as parameters.
+    """The constructors that `install` replaces. Obsolete once megatron's high-level API takes its classes as parameters.
 
     Args:
-        settings: Asked whenever a context is made: settings of its cache. None: only contexts whose ``InferenceConfig`` has
-            ``enable_prefix_caching`` get one.
+        settings: Called for each new context; returns the settings of its cache. None: only contexts whose
+            ``InferenceConfig`` has ``enable_prefix_caching`` get a cache.
     """
     return (
         Rebinding(

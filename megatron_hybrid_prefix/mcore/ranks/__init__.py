@@ -1,1 +1,1 @@
-"""What ranks agree on, and how they meet."""
+"""Agreement between ranks, and their meeting before they serve."""

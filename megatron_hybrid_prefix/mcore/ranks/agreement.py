@@ -1,10 +1,10 @@
-"""What all tensor- and pipeline-parallel ranks have to agree on: numbers, and what the cache decides."""
+"""Agreement of tensor- and pipeline-parallel ranks: on numbers, and on the cache's decisions."""
 
 from __future__ import annotations
 
 import hashlib
 from itertools import zip_longest
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -14,14 +14,14 @@ _NO_CLAIM = 2**62
 
 
 def min_over_model_ranks(value: int | None, pg_collection: Any = None) -> int | None:
-    """The smallest value of all ranks that run the same requests.
+    """Minimum over all ranks that run the same requests; a collective.
 
     Args:
-        value: This rank's; None where it has no say (no recurrent layers).
+        value: This rank's value; None if it has none (no recurrent layers).
         pg_collection: Megatron's process groups; by default those of its parallel state.
 
     Returns:
-        None where no rank has a say.
+        The minimum; None if no rank has a value.
     """
     groups = _model_groups(pg_collection)
     if not groups:
@@ -34,10 +34,10 @@ def min_over_model_ranks(value: int | None, pg_collection: Any = None) -> int | 
 
 
 def max_over_model_ranks[T: (int, list[int])](values: T, pg_collection: Any = None) -> T:
-    """The largest value of all ranks that run the same requests; of a list, each one.
+    """Maximum over all ranks that run the same requests, for each value of a list; a collective.
 
     Args:
-        values: This rank's, as many on every rank.
+        values: This rank's value or values; every rank gives the same number of them.
         pg_collection: Megatron's process groups; by default those of its parallel state.
     """
     groups = _model_groups(pg_collection)
@@ -46,11 +46,11 @@ def max_over_model_ranks[T: (int, list[int])](values: T, pg_collection: Any = No
     most = torch.tensor(values, device=torch.cuda.current_device())
     for group in groups:
         torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
-    return most.tolist()
+    return cast(T, most.tolist())  # an int of a 0-d tensor
 
 
 def of_all_stages[T](value: T) -> list[T]:
-    """What each pipeline stage says; every rank has to ask."""
+    """The value of each pipeline stage; a collective."""
     from megatron.core import parallel_state
 
     stages = [value] * parallel_state.get_pipeline_model_parallel_world_size()
@@ -75,7 +75,7 @@ def _model_groups(pg_collection: Any = None) -> list[Any]:
 
 
 class DecisionLog:
-    """What the cache decided on this rank, to be compared with the other ranks' before each forward.
+    """Log of the cache's decisions on this rank; compared with the other ranks before each forward.
 
     Args:
         pg_collection: Megatron's process groups; by default those of its parallel state.
@@ -84,18 +84,18 @@ class DecisionLog:
     def __init__(self, pg_collection: Any = None) -> None:
         self._groups = _model_groups(pg_collection)
         self._digest = hashlib.blake2b(digest_size=7)  # negated below, so less than an int64
-        self._since: list[str] = []  # since the ranks agreed last
+        self._since: list[str] = []  # since the last agreement
 
     def note(self, decision: str) -> None:
-        """One more decision, in words that are the same on every rank that decides alike."""
+        """Add a decision, in words: the same text on all ranks that decide alike."""
         self._digest.update(decision.encode() + b"\n")
         self._since.append(decision)
 
     def compare(self) -> None:
-        """All ranks are here and decided alike so far; costs a collective a group.
+        """Check that all ranks decided alike so far. Costs one collective per group.
 
         Raises:
-            RankDisagreementError: Two ranks differ; says the first decision in which they do, on both. Every rank
+            RankDisagreementError: Two ranks differ; gives the first decision in which they differ, on both. Every rank
                 raises it.
         """
         own = int.from_bytes(self._digest.digest(), "big")

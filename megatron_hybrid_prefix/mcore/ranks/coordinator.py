@@ -1,7 +1,7 @@
 """Replicas behind megatron's data-parallel coordinator: the coordinator's process, and how ranks meet before they serve.
 
-Clients send requests to the coordinator over ZeroMQ; it sends each to the replica that has most of its prefix, unless that
-one has too much to do, and hands the answer back whole.
+Clients send requests to the coordinator over ZeroMQ. It routes each to the replica that has the longest part of its prefix,
+unless that replica is overloaded, and returns the complete answer.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import torch
 
 from megatron_hybrid_prefix.upstream.coordinator import CoordinatorSeam, PrefixCachingCoordinatorPolicy, get_pg_size
 
-# Of a block that the coordinator remembers: some 300 bytes.
+# Blocks that the coordinator remembers; each takes about 300 bytes.
 _MOST_BLOCKS = 2**20
 _MEET_MS = 50
 
 
 class PrefixCoordinator(CoordinatorSeam):
-    """Megatron's coordinator; it forgets which replica has a block where it would have to remember too many."""
+    """Megatron's coordinator with a limit on the number of remembered blocks."""
 
     most_blocks = _MOST_BLOCKS
 
     def note_blocks(self, rank_identity: bytes, keys: list[int]) -> None:
-        """See the seam; what was not asked for longest goes first."""
+        """See the seam. Over the limit, forgets the blocks that were least recently used."""
         known = self.replicas_by_block
         for key in keys:
             known[key] = known.pop(key, {})
@@ -40,16 +40,17 @@ class PrefixCoordinator(CoordinatorSeam):
 
 
 class CoordinatorProcess:
-    """The coordinator of all replicas, in a process that ends with this one, at the latest.
+    """The coordinator of all replicas, in a process that ends with this process at the latest.
 
-    It does not mind what the terminal or torchrun send to all processes: requests that still run then need it.
+    It ignores SIGINT and SIGTERM, which the terminal or torchrun send to all processes: running requests still need it.
 
     Args:
-        engine: Of the first rank of the first replica.
-        hostname: To listen on.
+        engine: The engine of the first rank of the first replica.
+        hostname: Host to listen on.
 
     Attributes:
-        port: Where it listens.
+        address: Address on which it listens.
+        port: Port of that address.
 
     Raises:
         RuntimeError: It did not start.
@@ -69,7 +70,7 @@ class CoordinatorProcess:
                 "max_requests": engine.context.max_requests,
                 "block_size_tokens": engine.context.block_size_tokens,
                 "enable_prefix_caching": engine.context.enable_prefix_caching,
-                # By the first block alone all conversations with one system prompt would go to one replica.
+                # Routing by the first block only would send all conversations with one system prompt to one replica.
                 "prefix_caching_coordinator_policy": PrefixCachingCoordinatorPolicy.LONGEST_PREFIX,
                 "hostname": hostname,
             },
@@ -80,25 +81,25 @@ class CoordinatorProcess:
             self.address: str = receiver.recv()
         except EOFError:
             self.stop()
-            raise RuntimeError("the coordinator did not start; what it said is above") from None
+            raise RuntimeError("the coordinator did not start; its error is above") from None
         self.port = int(self.address.rpartition(":")[2])
 
     def wait_until_ready(self, timeout_s: float) -> None:
-        """Returns once all replicas are connected.
+        """Wait until all replicas are connected.
 
         Raises:
-            RuntimeError: They are not.
+            RuntimeError: Not all are connected after ``timeout_s`` seconds.
         """
         if not self._ready.wait(timeout_s):
-            raise RuntimeError(f"not all replicas were there after {timeout_s:g} s")
+            raise RuntimeError(f"not all replicas were connected after {timeout_s:g} s")
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the process runs."""
         return self._process.is_alive()
 
     def stop(self, timeout_s: float = 0.0) -> None:
-        """Waits for its end, after which it is killed."""
+        """Wait up to ``timeout_s`` seconds for the process to end, then kill it."""
         self._process.join(timeout_s)
         self._process.kill()
         self._process.join()
@@ -119,13 +120,13 @@ def _end_with_parent() -> None:
 
 
 def meet_subscribers(engine: Any) -> None:
-    """Returns once every rank hears what the first one of its group publishes; what is published before that is lost.
+    """Wait until every rank receives what the first rank of its group publishes. Earlier messages would be lost.
 
-    Megatron's engine begins to publish as soon as the sockets are there. A rank that misses a message with requests then
-    waits for the others, and they for it.
+    Megatron's engine publishes as soon as the sockets exist. If a rank misses a message with requests, it waits for the other
+    ranks, and they wait for it.
 
     Args:
-        engine: Just connected, by ``start_listening_to_data_parallel_coordinator``.
+        engine: Just connected by ``start_listening_to_data_parallel_coordinator``.
     """
     first = engine.is_mp_coordinator
     socket = engine.model_parallel_publisher_socket if first else engine.model_parallel_subscriber_socket

@@ -1,1 +1,1 @@
-"""Recurrent states on the device: memory, where a forward reads and writes them, moves between tiers."""
+"""Recurrent states on the device: their layout, their memory, and moves between tiers."""

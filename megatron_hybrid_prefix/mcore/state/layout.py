@@ -45,7 +45,7 @@ class ModelStates:
 
 def states_of_config(config: MambaInferenceStateConfig) -> ModelStates:
     """What a context was told: this package's description, or megatron's of Mamba2 layers."""
-    states = getattr(config, "states", None)
+    states: ModelStates | None = getattr(config, "states", None)
     if states is not None:
         return states
     layers = sum(symbol == RECURRENT for symbol in config.layer_type_list)
@@ -133,14 +133,14 @@ def _recurrent_part(number: int, symbol: str, layer: torch.nn.Module) -> tuple[L
 
 def _for_megatron(symbols: list[str], states: ModelStates) -> RecurrentStateConfig:
     """Megatron counts the bytes of a request's state as layers x (convolution + SSM), of two shapes."""
-    kinds, torch_type = states.slots.kinds, lambda component: getattr(torch, component.dtype)
+    kinds = states.slots.kinds
     if [layout.kind for layout in kinds] == [MAMBA2.name]:
         conv, ssm = kinds[0].components
         shapes: dict[str, Any] = {
             "conv_states_shape": conv.shape,
             "ssm_states_shape": ssm.shape,
-            "conv_states_dtype": torch_type(conv),
-            "ssm_states_dtype": torch_type(ssm),
+            "conv_states_dtype": getattr(torch, conv.dtype),
+            "ssm_states_dtype": getattr(torch, ssm.dtype),
             "mamba_chunk_size": states.quanta[0],
         }
     else:  # other kinds have other components: as many bytes

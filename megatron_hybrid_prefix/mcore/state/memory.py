@@ -1,4 +1,4 @@
-"""`StateMemory`: the recurrent states of a context on the device, and what its steps are told of them."""
+"""`StateMemory`: the recurrent states of a context on the device, and the `PrefillStep` that addresses them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ if TYPE_CHECKING:
 
 
 class StateMemory:
-    """Live states of running requests and checkpoints, in one tensor a component; the states after each drafted token.
+    """Live states and checkpoints in one tensor per component, and the states after each drafted token.
 
     Args:
-        states: Of the model.
-        live_slots: Requests that run at a time.
+        states: The model's states.
+        live_slots: Maximum of running requests.
         checkpoint_slots: Slots of the cache.
         drafts: Tokens drafted for speculative decoding.
-        block_tokens: Tokens of a KV block.
-        max_tokens: Tokens of a step at most.
-        device: Of the model.
+        block_tokens: Tokens per KV block.
+        max_tokens: Maximum tokens of a step.
+        device: Device of the model.
+
+    Raises:
+        ValueError: ``drafts`` is above 0 and a layer kind does not support speculative decoding.
 
     Attributes:
-        pool: The slots: live ones, then checkpoints.
-        step: What the coming step prefills.
+        pool: The slots: live slots, then checkpoints.
+        step: What the next step prefills.
         drafted: By component name, (layers, live slots, drafts + 1, *shape): states after each token of the last forward;
             empty without drafts.
     """
@@ -45,8 +48,8 @@ class StateMemory:
     ) -> None:
         if drafts and states.without_drafts:
             raise ValueError(
-                f"num_speculative_tokens={drafts}: layers of kind {', '.join(states.without_drafts)} cannot be decoded "
-                "speculatively"
+                f"num_speculative_tokens={drafts}: layers of kind {', '.join(states.without_drafts)} do not support "
+                "speculative decoding"
             )
         self.pool = StatePool(states.slots, live_slots=live_slots, checkpoint_slots=checkpoint_slots, device=device)
         self.step = PrefillStep(
@@ -62,18 +65,18 @@ class StateMemory:
                 shape = (layout.layers, live_slots, drafts + 1, *component.shape)
                 dtype = getattr(torch, component.dtype)
                 self.drafted[component.name] = torch.empty(shape, dtype=dtype, device=device)
-        # Views, made once: every layer asks in every step.
+        # Views are made once: every layer needs them in every step.
         self._of_layer, self._drafted_of_layer = (
             [] if not tensors else [self._views(states, tensors, number) for number in range(len(states.kind_of_layer))]
             for tensors in (self.pool.tensors, self.drafted)
         )
 
     def of_layer(self, recurrent_layer: int, *, drafted: bool = False) -> dict[str, torch.Tensor]:
-        """States of this stage's recurrent layer with this number: by component name, (slots, *shape).
+        """States of one recurrent layer of this stage, by component name: (slots, *shape).
 
         Args:
-            recurrent_layer: From 0.
-            drafted: Those after each drafted token instead, (live slots, drafts + 1, *shape).
+            recurrent_layer: Number of the recurrent layer on this stage, from 0.
+            drafted: Return the states after each drafted token instead, (live slots, drafts + 1, *shape).
         """
         return (self._drafted_of_layer if drafted else self._of_layer)[recurrent_layer]
 
@@ -83,17 +86,17 @@ class StateMemory:
         return {component.name: tensors[component.name][layer] for component in layout.components}
 
     def copy_decoded(self, targets: list[int], live_slots: list[int], forward_tokens: list[int]) -> None:
-        """Copies states that decodes have reached to checkpoint slots.
+        """Copy states of decoding requests to checkpoint slots.
 
         Args:
             targets: Checkpoint slots.
-            live_slots: Of the requests.
-            forward_tokens: Which token of the last forward each state is after, from 0; matters with drafts only.
+            live_slots: Live slots of the requests.
+            forward_tokens: For each state: the token of the last forward, from 0, that it follows. Used with drafts only.
         """
         if not self.drafted:
             self.pool.copy(live_slots, targets)
             return
-        # A live state is that after the last accepted token; those after each token are beside it.
+        # The live state follows the last accepted token; `drafted` has the states after each token.
         width = next(iter(self.drafted.values())).shape[2]
         sources = [slot * width + token for slot, token in zip(live_slots, forward_tokens, strict=True)]
         self.pool.copy_from({name: t.flatten(1, 2) for name, t in self.drafted.items()}, sources, targets)

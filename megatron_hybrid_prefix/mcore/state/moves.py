@@ -1,8 +1,8 @@
-"""`HostMoves`: when the context's KV and states move to the host and back, and what to do when a move fails.
+"""`HostMoves`: when KV and states move to the host and back, and what happens if a transfer fails.
 
-The cache queues moves (`cache.loads.take_transfers`), the arena carries them out on a stream of its own. Here is what lies
-between: moves are launched before anything that might overwrite what they read; a forward waits for the loads that it
-uses; after it, all ranks agree on whether what was loaded was right.
+The cache queues transfers (`cache.loads.take_transfers`), and the arena runs them on separate streams. `HostMoves` connects the
+two: it launches transfers before anything can overwrite what they read, makes a forward wait for the loads that it uses, and
+afterwards lets all ranks agree on which loads were right.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# While others run, a request waits one round for so much of its load: about what comes in while a step takes place.
+# While other requests run, a request waits one round per this many bytes of its load: about the transfer of one step.
 BYTES_A_ROUND = 256 * 2**20
 
 
@@ -37,13 +37,13 @@ class HostMoves:
     """The host tier of one context.
 
     Args:
-        tensors: Asked for KV blocks and states on the device, by kind: each (layers, KV blocks or slots, *shape).
-        prefix: Settings, with ``host_gb`` above 0.
+        tensors: Returns the device tensors by kind, each (layers, KV blocks or slots, *shape).
+        prefix: Settings of the cache, with ``host_gb`` above 0.
         groups: Megatron's process groups.
 
     Attributes:
-        arena: The memory, and the moves to and from it; None where it could not be had.
-        cache_fields: Arguments for the cache; its ``host_pages`` are 0 where the memory could not be had.
+        arena: The host memory and its transfers; None if the memory could not be allocated.
+        cache_fields: Arguments for the cache. ``host_pages`` is 0 if the memory could not be allocated.
     """
 
     _cache: HybridPrefixCache
@@ -56,7 +56,7 @@ class HostMoves:
             kind: sum(tensor[:, 0].numel() * tensor.element_size() for tensor in of_kind)
             for kind, of_kind in tensors().items()
         }
-        # Pipeline stages differ in their layers: all count with the largest, and so decide alike.
+        # Pipeline stages differ in their layers. All use the largest entry size, so that they decide alike.
         entry_bytes = {kind: max_over_model_ranks(size, self._groups) for kind, size in own_bytes.items()}
         page_bytes = choose_page_bytes(entry_bytes.values())
         pages_of = {kind: max(1, ceil_div(size, page_bytes)) for kind, size in entry_bytes.items()}
@@ -77,7 +77,7 @@ class HostMoves:
                 behind=None if self._behind is None else self._behind.tier,
             )
         except (RuntimeError, MemoryError) as error:
-            logger.warning("no host tier: %g GiB cannot be had as pinned memory: %s", prefix.host_gb, error)
+            logger.warning("no host tier: cannot allocate %g GiB of pinned memory: %s", prefix.host_gb, error)
         if pages < sum(pages_of.values()):
             logger.warning("host_gb=%g has no room for a state and a KV block: there is no host tier", prefix.host_gb)
             pages = 0
@@ -94,18 +94,18 @@ class HostMoves:
         }
         if self._behind is not None and pages:
             self.cache_fields["behind"] = self._behind
-        # By load that the model has not waited for: in how many more rounds its request waits.
+        # For each load that the model has not waited for: the rounds that its request still waits.
         self._launched: dict[int, int] = {}
 
     def serve(self, cache: HybridPrefixCache) -> None:
-        """Carries out the moves of this cache, which was made with `cache_fields`."""
+        """Use this cache, which was made with `cache_fields`."""
         self._cache = cache
 
     def _agree(self, depth_blocks: int) -> int:
         return min_over_model_ranks(depth_blocks, self._groups) or 0
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Free the memory."""
         if self.arena is not None:
             self.arena.close()
             self.arena = None
@@ -113,10 +113,10 @@ class HostMoves:
     # -- moves ---------------------------------------------------------------------------------------------------------
 
     def launch(self) -> None:
-        """Starts the moves that were decided since; call it before anything writes to a slot or a block.
+        """Launch the queued transfers. Call it before anything writes to a slot or block.
 
-        What the model launches from now on runs after stores have read, and after loads that were given up, whose places
-        may be others' by now.
+        The model's later launches run after stores have read their entries, and after cancelled loads, whose blocks and
+        slots may be reused.
         """
         if self.arena is None:
             return
@@ -129,7 +129,7 @@ class HostMoves:
             self.arena.forget(load_id)
 
     def before_forward(self, plans: Iterable[StepPlan]) -> None:
-        """The coming forward waits for what it uses."""
+        """Make the next forward wait for the loads that it uses."""
         self.launch()
         if self._launched:
             for plan in plans:
@@ -137,45 +137,47 @@ class HostMoves:
                     self._wait_for(plan.load_id)
 
     def start_load(self, request_id: int, match: Any) -> None:
-        """A load was prepared for the request."""
+        """Launch the load that was prepared for the request."""
         self.launch()
         load_bytes = self._cache.loads.pages(request_id) * self._page_bytes
         self._launched[match.load_id] = ceil_div(load_bytes, BYTES_A_ROUND)
 
     def waits(self, load_id: int) -> bool:
-        """Whether the request of a load waits one more round for it; counts the round."""
+        """Whether the request of a load waits one more round; counts the round."""
         left = self._launched.get(load_id, 0)
         if left > 0:
             self._launched[load_id] = left - 1
         return left > 0
 
     def _wait_for(self, load_id: int) -> None:
+        assert self.arena is not None
         self.arena.wait_for_load(load_id)
         del self._launched[load_id]
 
     def failed(self, plans: Iterable[StepPlan]) -> set[int]:
-        """Requests of the forward that just ended to which something else was loaded than had been stored.
+        """Requests of the last forward whose loads failed verification, on any rank.
 
-        All ranks ask, and get the same answer: those that failed on any rank.
+        A collective: all ranks call it and get the same set.
         """
-        loads = [plan for plan in plans if plan.load_id is not None]
+        loads = [(plan.request_id, plan.load_id) for plan in plans if plan.load_id is not None]
         if not loads:
             return set()
-        flags = [int(self.arena.has_failed(plan.load_id)) for plan in loads]
+        assert self.arena is not None
+        flags = [int(self.arena.has_failed(load_id)) for _, load_id in loads]
         flags = max_over_model_ranks(flags, self._groups)
-        found = {plan.request_id for plan, flag in zip(loads, flags, strict=True) if flag}
+        found = {request_id for (request_id, _), flag in zip(loads, flags, strict=True) if flag}
         for request_id in sorted(found):
-            logger.error("what was loaded for request %d is not what was stored: it is computed again", request_id)
+            logger.error("the load of request %d failed verification: the request is recomputed", request_id)
         return found
 
     def finish(self) -> None:
-        """The device's buffers are about to go: all moves are over."""
+        """Finish all transfers: the device buffers are about to be freed."""
         if self.arena is not None:
             self.launch()
             self.arena.finish()
 
     def count(self, stats: PrefixStats) -> None:
-        """Adds what this rank's arena has moved."""
+        """Add this rank's transfers to the statistics."""
         if self.arena is not None:
             host = stats.tiers[HOST]
             host.bytes_budget = self.arena.memory.numel()
@@ -192,9 +194,9 @@ class HostMoves:
                 behind.seconds, behind.seconds_waited = moved.seconds, moved.seconds_waited
 
     def report(self) -> str:
-        """Size of the tier, and what is behind it, in one line."""
+        """Size of the host tier, and the tier behind it, in one line."""
         fields = self.cache_fields
-        behind = f"; behind it: {self._behind.name}" if "behind" in fields else ""
+        behind = f"; behind it: {self._behind.name}" if self._behind is not None and "behind" in fields else ""
         return (
             f"host tier: {fields['host_pages']} pages of {self._page_bytes / 2**20:.3f} MiB, {fields['host_kv_pages']} for a "
             f"KV block, {fields['host_state_pages']} for a state{behind}"

@@ -1,10 +1,9 @@
 """Plain-PyTorch stand-ins for the Triton and flash-attn kernels on megatron-core 0.19's dynamic inference path.
 
-One module per group of kernels; each function has the parameter names, order, defaults and side effects of the
-upstream function it stands in for, so it can be bound in upstream's place. The modules import torch only: who binds
-what, and when, is decided one folder up.
+One module per group of kernels. Each function has the parameter names, order, defaults and side effects of the upstream
+function that it replaces. The modules import torch only; ``platform/patches.py`` decides what is replaced, and when.
 
-| module | stands in for |
+| module | replaces |
 |---|---|
 | `ssd` | `megatron.core.ssm.ops.ssd_combined` |
 | `conv` | `megatron.core.ssm.ops.causal_conv1d_{varlen,triton}`, `causal_conv1d.causal_conv1d_varlen` |

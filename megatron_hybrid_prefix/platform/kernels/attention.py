@@ -1,10 +1,9 @@
 """Attention over a paged KV cache, on any device, as upstream's dynamic path calls flash-attn 2.
 
-Stands in for `flash_attn.flash_attn_varlen_func` and `flash_attn.flash_attn_with_kvcache`; their parameters are in
-`flash_attn_calls`.
+Replaces `flash_attn.flash_attn_varlen_func` and `flash_attn.flash_attn_with_kvcache`; `flash_attn_calls` has their parameters.
 
-Requests are computed one at a time from their own pages, in blocks of query rows: a result does not depend on the rest
-of the batch, and a long prompt needs no square matrix. What lies outside a request's valid length is never read.
+Requests are computed one at a time from their pages, in blocks of query rows. So a result does not depend on the rest of the
+batch, and a long prompt needs no square matrix. Nothing beyond a request's valid length is read.
 """
 
 import torch
@@ -14,27 +13,30 @@ from megatron_hybrid_prefix.arithmetic import ceil_div
 from .elementwise import compute_dtype
 from .flash_attn_calls import flash_attn_functions
 
-# Scores held at once: rows are blocked so that heads * rows * keys stays below this (64 MiB of float32).
+# Maximum scores in memory: a block of rows has heads * rows * keys below this (64 MiB of float32).
 SCORES_PER_BLOCK = 2**24
 MAX_ROWS_PER_BLOCK = 1024
 
 
-def gather_pages(cache, block_ids, tokens):
+def gather_pages(cache: torch.Tensor, block_ids: torch.Tensor, tokens: int) -> torch.Tensor:
     """Returns the first `tokens` rows that a block table row points at.
 
     Args:
         cache: (blocks, block_size_tokens, heads, head_dim).
         block_ids: (max_blocks,), integer; entries past the needed ones are ignored.
-        tokens: rows wanted.
+        tokens: number of rows.
 
-    Returns: (tokens, heads, head_dim), a copy.
+    Returns:
+        (tokens, heads, head_dim), a copy.
     """
     block_size_tokens = cache.shape[1]
     blocks = ceil_div(tokens, block_size_tokens)
     return cache[block_ids[:blocks].long()].reshape(-1, *cache.shape[2:])[:tokens]
 
 
-def _attend(q, k, v, scale, left, right):
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, left: int, right: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one request.
 
     Args:
@@ -47,7 +49,7 @@ def _attend(q, k, v, scale, left, right):
 
     Returns:
         (out, lse) in the compute dtype: (rows, heads, head_dim) and (heads, rows). A row that sees no key has out 0 and
-        lse +inf, as flash-attn 2 has it.
+        lse +inf, as in flash-attn 2.
     """
     rows, heads, head_dim = q.shape
     keys, kv_heads, _ = k.shape
@@ -77,7 +79,7 @@ def _attend(q, k, v, scale, left, right):
         if left >= 0:
             hidden |= key < position - left
         scores.view(kv_heads, heads_per_kv, n, high - low).masked_fill_(hidden, float("-inf"))
-        blind = hidden.all(dim=1).repeat(heads_per_kv)  # rows that see nothing: -inf everywhere, softmax is 0/0
+        blind = hidden.all(dim=1).repeat(heads_per_kv)  # rows that see no key: all scores are -inf, and softmax is 0/0
         top = scores.amax(dim=-1, keepdim=True).masked_fill_(blind[:, None], 0.0)
         weights = scores.sub_(top).exp_()
         total = weights.sum(dim=-1, keepdim=True).masked_fill_(blind[:, None], float("inf"))
@@ -87,8 +89,19 @@ def _attend(q, k, v, scale, left, right):
     return out, lse
 
 
-def _attend_packed(q, k, v, cu_seqlens_q, lengths, max_seqlen_q, softmax_scale, window, block_table, return_lse):
-    """Attention of packed queries over a paged cache, as `flash_attn_functions` asks for it, one request at a time."""
+def _attend_packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    lengths: torch.Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float | None,
+    window: tuple[int, int],
+    block_table: torch.Tensor,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of packed queries over a paged cache, one request at a time; the `attend` of `flash_attn_functions`."""
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     out = torch.zeros_like(q)
     lse = torch.full((q.shape[1], q.shape[0]), float("inf"), dtype=compute_dtype(q), device=q.device)

@@ -1,21 +1,26 @@
-"""Attention over a paged KV cache on a CUDA device without flash-attn, through `torch.nn.attention.varlen`.
+"""Attention over a paged KV cache on a CUDA device without flash-attn, by `torch.nn.attention.varlen`.
 
-float32, which no fused kernel takes, and CUDA graphs, in which no size may depend on a value, go through a kernel of this
-package.
+Replaces `flash_attn.flash_attn_varlen_func` and `flash_attn.flash_attn_with_kvcache`; `flash_attn_calls` has their parameters.
 
-Stands in for `flash_attn.flash_attn_varlen_func` and `flash_attn.flash_attn_with_kvcache`; their parameters are in
-`flash_attn_calls`. Pages are gathered into packed keys and values first, because torch 2.11's `varlen_attn` takes no
-block table: right, but with a copy of the context per step and layer.
-Only causal attention without a window and without log-sum-exp is offered, the case seen to agree with FA4 on an H200.
+Pages are first gathered into packed keys and values, because torch 2.11's `varlen_attn` has no block table. This is correct,
+but copies the context in every step and layer. This package's Triton kernel runs instead for float32, which no fused kernel
+supports, and in CUDA graphs, in which no size may depend on a value.
+
+Supports causal attention without a window and without log-sum-exp only, the case that agrees with FA4 on an H200.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from .flash_attn_calls import flash_attn_functions, window_of
 
+FlashAttention4 = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
-def _gather_packed(cache, block_table, lengths, heads):
-    """Packs the valid rows of all requests.
+
+def _gather_packed(cache: torch.Tensor, block_table: torch.Tensor, lengths: torch.Tensor, heads: int) -> torch.Tensor:
+    """Pack the valid rows of all requests.
 
     Args:
         cache: (blocks, block_size_tokens, kv_heads, head_dim).
@@ -35,8 +40,17 @@ def _gather_packed(cache, block_table, lengths, heads):
 
 
 def paged_varlen_attention_cuda(
-    q, k, v, cu_seqlens_q, lengths, max_seqlen_q, softmax_scale, window, block_table, return_lse=False
-):
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    lengths: torch.Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float | None,
+    window: tuple[int, int],
+    block_table: torch.Tensor,
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, None]:
     """Causal attention of packed queries over a paged cache.
 
     Args:
@@ -45,7 +59,7 @@ def paged_varlen_attention_cuda(
         v: as k.
         cu_seqlens_q: (requests + 1,), integer.
         lengths: (requests,), int64: valid tokens of each request.
-        max_seqlen_q: the most queries of a request.
+        max_seqlen_q: the maximum queries of a request.
         softmax_scale: multiplies the scores; None means head_dim ** -0.5.
         window: (-1, 0): causal, no limit to the left.
         block_table: (requests, max_blocks), integer.
@@ -55,17 +69,21 @@ def paged_varlen_attention_cuda(
         (out, None): out (total_q, heads, head_dim) in q's dtype; zero for padding rows and requests without keys.
 
     Raises:
-        NotImplementedError: another window, or the log-sum-exp is asked for.
+        NotImplementedError: another window, or `return_lse` is True.
     """
     if window != (-1, 0):
-        raise NotImplementedError(f"attention without flash-attn on CUDA is causal without a window, got {window=}")
+        raise NotImplementedError(
+            f"attention without flash-attn on CUDA supports no window, and only causal attention: got {window=}"
+        )
     if return_lse:
         raise NotImplementedError("attention without flash-attn on CUDA returns no log-sum-exp")
     if q.is_cuda and (q.dtype not in (torch.float16, torch.bfloat16) or torch.cuda.is_current_stream_capturing()):
         from megatron_hybrid_prefix.platform.kernels.attention_triton import paged_attention_triton
 
         return paged_attention_triton(q, k, v, cu_seqlens_q, lengths, softmax_scale, block_table), None
-    from torch.nn.attention.varlen import varlen_attn  # here: absent before torch 2.10, and CPU runs never need it
+    from torch.nn.attention.varlen import (
+        varlen_attn,
+    )  # not at the top: torch < 2.10 lacks it, and CPU runs do not need it
 
     max_seqlen_k = int(lengths.max()) if lengths.numel() else 0
     if max_seqlen_k == 0 or q.shape[0] == 0:
@@ -83,7 +101,8 @@ def paged_varlen_attention_cuda(
         scale=softmax_scale,
         window_size=window,  # aligned to the bottom right
     )
-    # The kernel leaves rows of no request uninitialised, and NaN there would spread through norms and matmuls.
+    assert isinstance(out, torch.Tensor)  # no log-sum-exp was requested
+    # The kernel leaves padding rows uninitialised; a NaN there would spread through norms and matmuls.
     padding = torch.arange(q.shape[0], device=q.device) >= cu_seqlens_q[-1]
     return out.masked_fill(padding[:, None, None], 0.0), None
 
@@ -91,18 +110,20 @@ def paged_varlen_attention_cuda(
 flash_attn_varlen_func, flash_attn_with_kvcache = flash_attn_functions(paged_varlen_attention_cuda)
 
 
-def flash_attn4_varlen_func(original, one_split):
-    """FA4's entry point with two gaps closed: Hopper takes no split KV, and float32 goes to the gathering attention.
+def flash_attn4_varlen_func(original: FlashAttention4, one_split: bool) -> FlashAttention4:
+    """FA4's entry point with two fixes: no split KV on Hopper, and float32 by the gathering attention.
 
     Args:
         original: ``flash_attn.cute.flash_attn_varlen_func``.
-        one_split: Call it with ``num_splits=1`` whatever upstream asks for.
+        one_split: Always call it with ``num_splits=1``.
 
     Returns:
         A function of the same arguments; (output, log-sum-exp or None).
     """
 
-    def call(q, k, v, **kwargs):
+    def call(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if q.dtype in (torch.float16, torch.bfloat16):
             if one_split:
                 kwargs["num_splits"] = 1

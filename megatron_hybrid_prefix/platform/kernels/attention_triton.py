@@ -1,7 +1,7 @@
-"""Causal attention over a paged KV cache in plain float32 arithmetic, in one kernel without a host's decision in it.
+"""Causal attention over a paged KV cache in float32, in one kernel without host decisions.
 
-For what no flash-attention takes: float32, and CUDA graphs on a machine without any. One program a query and head, so
-slow where many queries share long contexts.
+For cases that flash-attention does not support: float32, and CUDA graphs on a machine without flash-attention. One program per
+query and head, so it is slow for many queries over long contexts.
 """
 
 import torch
@@ -11,7 +11,15 @@ import triton.language as tl
 _KEYS = 64
 
 
-def paged_attention_triton(q, k, v, cu_seqlens_q, lengths, softmax_scale, block_table):
+def paged_attention_triton(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    lengths: torch.Tensor,
+    softmax_scale: float | None,
+    block_table: torch.Tensor,
+) -> torch.Tensor:
     """Causal attention of packed queries over a paged cache.
 
     Args:
@@ -19,7 +27,7 @@ def paged_attention_triton(q, k, v, cu_seqlens_q, lengths, softmax_scale, block_
         k: (blocks, block_size_tokens, kv_heads, head_dim), contiguous over head_dim.
         v: as k.
         cu_seqlens_q: (requests + 1,), integer.
-        lengths: (requests,), integer: valid tokens of each request, its queries the last of them.
+        lengths: (requests,), integer: valid tokens of each request; its queries are the last of them.
         softmax_scale: multiplies the scores; None means head_dim ** -0.5.
         block_table: (requests, max_blocks), integer, contiguous over blocks.
 
@@ -58,34 +66,34 @@ def paged_attention_triton(q, k, v, cu_seqlens_q, lengths, softmax_scale, block_
 
 @triton.jit
 def _paged_attention_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    cu_seqlens_q_ptr,
-    lengths_ptr,
-    block_table_ptr,
-    scale,
-    requests,
-    heads,
-    heads_per_kv_head,
-    block_tokens,
-    head_dim,
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    cu_seqlens_q_ptr: tl.tensor,
+    lengths_ptr: tl.tensor,
+    block_table_ptr: tl.tensor,
+    scale: tl.tensor,
+    requests: tl.tensor,
+    heads: tl.tensor,
+    heads_per_kv_head: tl.tensor,
+    block_tokens: tl.tensor,
+    head_dim: tl.tensor,
     stride_block: tl.int64,
     stride_token: tl.int64,
     stride_head: tl.int64,
     stride_table: tl.int64,
     DIM: tl.constexpr,
     KEYS: tl.constexpr,
-):
-    """One program: one query and head, its keys KEYS at a time, the softmax normalised as it goes."""
+) -> None:
+    """One program: one query and head, KEYS keys at a time, with an online softmax."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     request = 0
     for other in range(requests):
         request += (tl.load(cu_seqlens_q_ptr + other + 1) <= row).to(tl.int32)
     keys = 0
-    if request < requests:  # else a row that pads the step
+    if request < requests:  # else a padding row
         behind = tl.load(cu_seqlens_q_ptr + request + 1).to(tl.int32) - row
         keys = tl.load(lengths_ptr + request).to(tl.int32) - behind + 1
     dims = tl.arange(0, DIM)

@@ -1,6 +1,6 @@
-"""Depthwise causal convolutions over packed sequences, and the states they leave behind.
+"""Depthwise causal convolutions over packed sequences, and their states.
 
-Stands in for
+Replaces
 - `megatron.core.ssm.ops.causal_conv1d_varlen.causal_conv1d_varlen_fn` (prefill),
 - `megatron.core.ssm.ops.causal_conv1d_triton.causal_conv1d_update` (decode),
 - `causal_conv1d.causal_conv1d_varlen.causal_conv1d_varlen_states` (final state of a prefill).
@@ -8,15 +8,17 @@ Stands in for
 Prefill and decode add the taps in the same order, so a token gets the same bits from either.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from .elementwise import compute_dtype, silu
 
 
-def _add_taps(taps, weight, bias):
+def _add_taps(taps: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Returns bias + sum_j taps[j] * weight[:, j], shape (rows, dim), adding from the oldest tap to the newest.
 
-    Products and sums are separate operations on purpose: a fused one is free to round vector and tail lanes apart.
+    Products and sums are separate operations on purpose: a fused operation may round vector and tail lanes differently.
     """
     accumulator = bias.expand_as(taps[0])
     for j, tap in enumerate(taps):
@@ -30,16 +32,15 @@ def causal_conv1d_varlen_fn(
     weight: torch.Tensor,
     bias: torch.Tensor,
     cu_seqlens: torch.Tensor,
-    initial_states: torch.Tensor = None,
+    initial_states: torch.Tensor | None = None,
     activation: str = "silu",
-    precomputed_seq_idx: torch.Tensor = None,
-    precomputed_seq_start: torch.Tensor = None,
+    precomputed_seq_idx: torch.Tensor | None = None,
+    precomputed_seq_start: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Depthwise causal convolution and SiLU over packed sequences, each preceded by its own initial window.
 
-    With the precomputed maps every row is computed from what the maps say; padding rows, which upstream maps to request
-    0 starting at row 0, yield values of no meaning (as upstream). Without them, rows after `cu_seqlens[-1]` are zero
-    (upstream reads out of bounds there).
+    With the precomputed maps, every row is computed by the maps. Upstream maps padding rows to request 0 at row 0, so their
+    values are meaningless, as upstream. Without maps, rows after `cu_seqlens[-1]` are zero (upstream reads out of bounds).
 
     Args:
         x: (total_tokens, dim), floating, contiguous.
@@ -55,7 +56,7 @@ def causal_conv1d_varlen_fn(
         (total_tokens, dim) in x's dtype.
 
     Raises:
-        ValueError: another activation, only one of the two maps, or a tensor that must be contiguous is not.
+        ValueError: another activation, an index map without a start map, or a tensor that is not contiguous.
     """
     if activation != "silu":
         raise ValueError(f"only silu is supported, got {activation}")
@@ -67,7 +68,7 @@ def causal_conv1d_varlen_fn(
     d_conv = weight.shape[1]
     dtype = compute_dtype(x)
 
-    if precomputed_seq_idx is not None:
+    if precomputed_seq_idx is not None and precomputed_seq_start is not None:
         request, start = precomputed_seq_idx[:total_tokens].long(), precomputed_seq_start[:total_tokens].long()
     else:
         lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
@@ -82,7 +83,7 @@ def causal_conv1d_varlen_fn(
     for j in range(d_conv):
         source = token - (d_conv - 1) + j
         tap = shifted_x[j : j + mapped_tokens]
-        outside = torch.nonzero(source < start).squeeze(1)  # the few rows whose tap lies before their sequence
+        outside = torch.nonzero(source < start).squeeze(1)  # rows whose tap lies before their sequence; few
         if outside.numel():
             tap = tap.clone()
             tap[outside] = 0.0
@@ -104,15 +105,14 @@ def causal_conv1d_update(
     conv_state: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    silu_activation: bool,
+    silu_activation: bool | str,
     conv_state_indices: torch.Tensor | None,
     intermediate_conv_states: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Advances the convolution by one or several tokens per request; updates `conv_state` in place.
 
-    A negative state index marks padding: the output rows are zero, and neither state is read or written. Note that
-    `silu_activation`, despite its name and annotation, is compared with the string "silu", as upstream does: True means
-    no activation.
+    A negative state index marks padding: the output rows are zero, and neither state is read or written. Despite its name,
+    `silu_activation` is compared with the string "silu", as upstream: True means no activation.
 
     Args:
         x: (batch, dim) or (batch, steps, dim), floating.
@@ -128,7 +128,7 @@ def causal_conv1d_update(
         Shape and dtype of x.
 
     Raises:
-        ValueError: d_conv is none of 2, 3, 4, or the state holds less than d_conv - 1 inputs.
+        ValueError: d_conv is not 2, 3 or 4, or the state holds less than d_conv - 1 inputs.
     """
     d_conv, state_len = weight.shape[-1], conv_state.shape[-1]
     if d_conv not in (2, 3, 4):
@@ -167,9 +167,9 @@ def causal_conv1d_update(
 def causal_conv1d_varlen_states(x: torch.Tensor, cu_seqlens: torch.Tensor, state_len: int) -> torch.Tensor:
     """Returns the last `state_len` inputs of each packed sequence, newest last, zero-padded at the front.
 
-    The zeros are wrong for a span that continues an earlier one: the state should then keep the newest inputs of the
-    state before. That is upstream's defect with spans shorter than d_conv (the short tail after a restored prefix), and
-    it is kept here, because this function is what the unmodified upstream mixer must be measured with.
+    The zeros are wrong for a span that continues an earlier one: the state should keep the newest inputs of the earlier
+    state. This is upstream's defect with spans shorter than d_conv (the short rest after a hit). It is kept here on purpose:
+    this function measures the unmodified upstream mixer.
 
     Args:
         x: (total_tokens, dim).
@@ -184,6 +184,6 @@ def causal_conv1d_varlen_states(x: torch.Tensor, cu_seqlens: torch.Tensor, state
         return x.new_zeros(start.shape[0], state_len, x.shape[1]).transpose(1, 2)
     source = end[:, None] + torch.arange(-state_len, 0, device=x.device)  # (batch, state_len)
     inside = (source >= start[:, None]) & (source < end[:, None])
-    # Not by a boolean index: on a GPU that would wait for the device.
+    # A boolean index would synchronise with a GPU.
     states = x[source.clamp(0, x.shape[0] - 1)].masked_fill(~inside[:, :, None], 0)
     return states.transpose(1, 2)

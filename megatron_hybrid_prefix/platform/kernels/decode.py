@@ -1,6 +1,6 @@
 """Mamba2 recurrence for decode steps.
 
-Stands in for `megatron.core.ssm.ops.mamba_ssm.selective_state_update`.
+Replaces `megatron.core.ssm.ops.mamba_ssm.selective_state_update`.
 """
 
 import torch
@@ -8,48 +8,47 @@ import torch
 from .elementwise import compute_dtype, silu, softplus
 
 
-def _with_steps_and_heads(tensor, has_heads, is_single_step):
+def _with_steps_and_heads(tensor: torch.Tensor, has_heads: bool, is_single_step: bool) -> torch.Tensor:
     """Views x, dt, z, B or C as (batch, steps, heads or groups, features)."""
-    if tensor is None:
-        return None
     if is_single_step:
         tensor = tensor.unsqueeze(1)
     return tensor if has_heads else tensor.unsqueeze(2)
 
 
-def _untie(tensor, last_dims):
-    """Cuts trailing dimensions that a stride-0 expand made down to 1: the same values, without the copies."""
+def _untie(tensor: torch.Tensor, last_dims: int) -> torch.Tensor:
+    """Narrow trailing dimensions of a stride-0 expand to 1: the same values, without copies."""
     if all(tensor.stride(d) == 0 for d in range(-last_dims, 0)):
-        tensor = tensor[(..., *([slice(0, 1)] * last_dims))]
+        for dim in range(-last_dims, 0):
+            tensor = tensor.narrow(dim, 0, 1)
     return tensor
 
 
 @torch.no_grad()
 def selective_state_update(
-    state,
-    x,
-    dt,
-    A,
-    B,
-    C,
-    D=None,
-    z=None,
-    dt_bias=None,
-    dt_softplus=False,
-    state_batch_indices=None,
-    intermediate_ssm_states=None,
-):
-    """Advances the recurrence by one or several tokens per request; updates `state` in place.
+    state: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    state_batch_indices: torch.Tensor | None = None,
+    intermediate_ssm_states: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Advance the recurrence by one or several tokens per request; updates `state` in place.
 
-    The state is float32 (float64 for float64 `x`) within a call and is rounded to its own dtype only when stored. A
-    negative state index marks padding: the output rows are zero, and neither state is read or written. Upstream, when
-    `intermediate_ssm_states` is None, uses `x` as a dummy pointer and stores states into its first element (the test
-    "pointer is None" never holds); this leaves `x` alone.
+    The state is float32 (float64 for float64 `x`) within a call, and is rounded to its dtype only when stored. A negative state
+    index marks padding: the output rows are zero, and neither state is read or written. If `intermediate_ssm_states` is None,
+    upstream passes `x` as a dummy pointer and writes states into its first element, because its test "pointer is None" is
+    never true. This function does not write to `x`.
 
     Args:
         state: (slots, dim, dstate) or (slots, nheads, dim, dstate), floating. Updated in place.
-        x: (batch, dim), (batch, steps, dim), (batch, nheads, dim) or (batch, steps, nheads, dim), floating; with heads
-            exactly if `state` has them.
+        x: (batch, dim), (batch, steps, dim), (batch, nheads, dim) or (batch, steps, nheads, dim), floating; has heads
+            if `state` has them.
         dt: as x; may be a stride-0 expand over dim.
         A: (dim, dstate) or (nheads, dim, dstate); may be a stride-0 expand over dim and dstate.
         B: (batch, dstate), (batch, steps, dstate), (batch, ngroups, dstate) or (batch, steps, ngroups, dstate).
@@ -68,7 +67,8 @@ def selective_state_update(
     has_heads = state.dim() > 3
     is_single_step = x.dim() == (3 if has_heads else 2)
     dtype = compute_dtype(x)
-    x_steps, dt, z, B, C = (_with_steps_and_heads(t, has_heads, is_single_step) for t in (x, dt, z, B, C))
+    x_steps, dt, B, C = (_with_steps_and_heads(t, has_heads, is_single_step) for t in (x, dt, B, C))
+    z = None if z is None else _with_steps_and_heads(z, has_heads, is_single_step)
     if not has_heads:
         state = state.unsqueeze(1)
         if intermediate_ssm_states is not None and intermediate_ssm_states.dim() == 4:

@@ -1,19 +1,19 @@
-"""Activations whose result for an element does not depend on where in the tensor the element sits.
+"""Activations whose result for an element does not depend on its position in the tensor.
 
-Stands in for no upstream symbol: Triton kernels compute these inline. torch's own `silu`, `sigmoid`, `softplus` and
-`log1p` run vector code over most of a tensor and scalar code over each thread's tail, and the two round differently
-(seen with torch 2.11 on AVX-512). A token would then get other bits beside other tokens, and a restored prefix could
-not be compared bit by bit with a recomputed one. `exp`, `log`, and the four arithmetic operations have no such seam.
+They replace no upstream symbol: Triton kernels compute them inline. torch's `silu`, `sigmoid`, `softplus` and `log1p` run
+vector code over most of a tensor and scalar code over each thread's tail, and the two round differently (seen with torch 2.11
+on AVX-512). A token's bits would then depend on the other tokens, and a reused prefix could not be compared bit by bit with a
+recomputed one. `exp`, `log` and the four arithmetic operations do not have this problem.
 """
 
 import torch
 
-# Above this, softplus(x) equals x in float32; upstream's kernels switch over at the same place.
+# Above this, softplus(x) equals x in float32; upstream's kernels use the same limit.
 SOFTPLUS_LINEAR_ABOVE = 20.0
 
 
 def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Returns the dtype to calculate in: float64 for a float64 tensor, else float32 (as upstream's kernels do)."""
+    """Returns the dtype to compute in: float64 for a float64 tensor, else float32 (as upstream's kernels do)."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 

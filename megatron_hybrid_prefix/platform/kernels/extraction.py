@@ -1,14 +1,14 @@
 """Copying states at chosen boundaries out of a prefill, for prefix caching.
 
-Stands in for `megatron.core.ssm.ops.intermediate_extraction.{scatter_intermediate_ssm,scatter_intermediate_conv}`.
+Replaces `megatron.core.ssm.ops.intermediate_extraction.{scatter_intermediate_ssm,scatter_intermediate_conv}`.
 """
 
 import torch
 from torch import Tensor
 
 
-def _slots_to_fill(indices, real_count_gpu, out, index_dtype):
-    """Returns how many leading slots to write, after the checks upstream makes."""
+def _slots_to_fill(indices: Tensor, real_count_gpu: Tensor, out: Tensor, index_dtype: torch.dtype) -> int:
+    """Make upstream's checks; returns how many leading slots to write."""
     if indices.dtype != index_dtype:
         raise ValueError(f"indices must be {index_dtype}, got {indices.dtype}")
     if real_count_gpu.dtype != torch.int32 or real_count_gpu.numel() != 1:
@@ -20,7 +20,7 @@ def _slots_to_fill(indices, real_count_gpu, out, index_dtype):
 
 @torch.no_grad()
 def scatter_intermediate_ssm(states: Tensor, chunk_indices: Tensor, real_count_gpu: Tensor, out: Tensor) -> None:
-    """Copies `states[chunk_indices[i]]` to `out[i]` for i < real count; later rows of `out` stay untouched.
+    """Copy `states[chunk_indices[i]]` to `out[i]` for i < real count; later rows of `out` do not change.
 
     Args:
         states: (nchunks, *state_shape), floating, contiguous.
@@ -47,10 +47,10 @@ def scatter_intermediate_ssm(states: Tensor, chunk_indices: Tensor, real_count_g
 def scatter_intermediate_conv(
     src: Tensor, abs_positions: Tensor, real_count_gpu: Tensor, out: Tensor, d_conv: int
 ) -> None:
-    """Copies the `d_conv` inputs before each position, transposed, to `out[i]` for i < real count.
+    """Copy the `d_conv` inputs before each position, transposed, to `out[i]` for i < real count.
 
-    A window that reaches over either end of `src` repeats the row at that end (upstream clamps each index): for a
-    position below d_conv the result is not what the convolution saw. Later rows of `out` stay untouched.
+    A window beyond either end of `src` repeats the row at that end (upstream clamps each index). So for a position below
+    d_conv the result is not what the convolution read. Later rows of `out` do not change.
 
     Args:
         src: (1, seq_len, dim), floating, any strides: inputs of the convolution.

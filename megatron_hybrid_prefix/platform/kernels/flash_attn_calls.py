@@ -1,15 +1,35 @@
-"""flash-attn 2's two functions over a paged KV cache, around any attention of packed queries.
+"""flash-attn 2's two functions over a paged KV cache, on top of any attention of packed queries.
 
-Their parameters are those of `flash_attn.flash_attn_varlen_func` and `flash_attn.flash_attn_with_kvcache`, as
-`megatron.core.transformer.attention.Attention.flash_decode_and_prefill` calls them: both read keys and values through a
-block table, align the causal mask to the bottom right, and may return the log-sum-exp for attention sinks.
+They have the parameters of `flash_attn.flash_attn_varlen_func` and `flash_attn.flash_attn_with_kvcache`, as
+`megatron.core.transformer.attention.Attention.flash_decode_and_prefill` calls them. Both read keys and values through a block
+table, align the causal mask to the bottom right, and may return the log-sum-exp for attention sinks.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
+Attend = Callable[
+    [
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+        int,
+        float | None,
+        tuple[int, int],
+        torch.Tensor,
+        bool,
+    ],
+    tuple[torch.Tensor, torch.Tensor | None],
+]
+FlashAttention = Callable[..., torch.Tensor | tuple[torch.Tensor | None, ...]]
 
-def _check_unused(function, **options):
-    """Raises NotImplementedError for a flash-attn option that is set and that the call sites never set.
+
+def _check_unused(function: str, **options: tuple[Any, Any]) -> None:
+    """Raises NotImplementedError for a flash-attn option that is set; megatron never sets these.
 
     Args:
         function: name for the message.
@@ -20,13 +40,13 @@ def _check_unused(function, **options):
             raise NotImplementedError(f"{function} does not implement {name}={value!r}")
 
 
-def window_of(causal, window_size):
+def window_of(causal: bool, window_size: tuple[int, int] | None) -> tuple[int, int]:
     """Returns (left, right) tokens visible around a query's own position, -1 for no limit; causal means right = 0."""
     left, right = (-1, -1) if window_size is None else window_size
     return int(left), 0 if causal else int(right)
 
 
-def flash_attn_functions(attend):
+def flash_attn_functions(attend: Attend) -> tuple[FlashAttention, FlashAttention]:
     """Returns `flash_attn_varlen_func` and `flash_attn_with_kvcache`, computed by `attend`.
 
     Args:
@@ -35,36 +55,36 @@ def flash_attn_functions(attend):
             k: (blocks, block_size_tokens, kv_heads, head_dim);
             v: as k;
             cu_seqlens_q: (requests + 1,), integer;
-            lengths: (requests,), int64: valid tokens of each request, its queries the last of them;
-            max_seqlen_q: the most queries of a request;
+            lengths: (requests,), int64: valid tokens of each request; its queries are the last of them;
+            max_seqlen_q: the maximum queries of a request;
             softmax_scale: multiplies the scores; None means head_dim ** -0.5;
             window: (left, right) tokens visible around a query's position, -1 for no limit;
             block_table: (requests, max_blocks), integer;
             return_lse: whether the log-sum-exp is needed.
             It returns (out, lse or None): out (total_q, heads, head_dim) in q's dtype, zero for rows that see no key and
             for padding; lse (heads, total_q), float32 (float64 for float64 queries), +inf for those rows. It raises
-            NotImplementedError for a window or a log-sum-exp that it does not offer.
+            NotImplementedError for a window or a log-sum-exp that it does not support.
     """
 
     @torch.no_grad()
     def flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p=0.0,
-        softmax_scale=None,
-        causal=False,
-        window_size=(-1, -1),
-        softcap=0.0,
-        alibi_slopes=None,
-        deterministic=False,
-        return_attn_probs=False,
-        block_table=None,
-    ):
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] | None = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: torch.Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        block_table: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
         """Attention of packed queries over a paged cache.
 
         Args:
@@ -73,7 +93,7 @@ def flash_attn_functions(attend):
             v: as k.
             cu_seqlens_q: (requests + 1,), integer; repeats mark requests without queries.
             cu_seqlens_k: (requests + 1,), integer: only the differences matter, the valid tokens of each request.
-            max_seqlen_q: the most queries of a request.
+            max_seqlen_q: the maximum queries of a request.
             max_seqlen_k: ignored.
             softmax_scale: multiplies the scores; None means head_dim ** -0.5.
             causal: whether keys after a query's position are hidden; the last query sits at the last key.
@@ -86,7 +106,7 @@ def flash_attn_functions(attend):
             (out, lse, None) with lse (heads, total_q), float32 (float64 for float64 queries), +inf for those rows.
 
         Raises:
-            NotImplementedError: dropout, softcap, ALiBi, no block table, or what `attend` does not offer.
+            NotImplementedError: dropout, softcap, ALiBi, no block table, or what `attend` does not support.
         """
         _check_unused(
             "flash_attn_varlen_func",
@@ -107,38 +127,38 @@ def flash_attn_functions(attend):
 
     @torch.no_grad()
     def flash_attn_with_kvcache(
-        q,
-        k_cache,
-        v_cache,
-        k=None,
-        v=None,
-        rotary_cos=None,
-        rotary_sin=None,
-        cache_seqlens=None,
-        cache_batch_idx=None,
-        cache_leftpad=None,
-        block_table=None,
-        softmax_scale=None,
-        causal=False,
-        window_size=(-1, -1),
-        softcap=0.0,
-        rotary_interleaved=True,
-        alibi_slopes=None,
-        num_splits=0,
-        return_softmax_lse=False,
-    ):
-        """Attention of equally many queries per request over a paged cache (decode).
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+        rotary_cos: torch.Tensor | None = None,
+        rotary_sin: torch.Tensor | None = None,
+        cache_seqlens: torch.Tensor | int | None = None,
+        cache_batch_idx: torch.Tensor | None = None,
+        cache_leftpad: torch.Tensor | None = None,
+        block_table: torch.Tensor | None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] | None = (-1, -1),
+        softcap: float = 0.0,
+        rotary_interleaved: bool = True,
+        alibi_slopes: torch.Tensor | None = None,
+        num_splits: int = 0,
+        return_softmax_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
+        """Attention over a paged cache with the same number of queries per request (decode).
 
         Args:
             q: (requests, steps, heads, head_dim), floating: the last `steps` positions of each request.
             k_cache: (blocks, block_size_tokens, kv_heads, head_dim), floating; kv_heads divides heads.
             v_cache: as k_cache.
-            cache_seqlens: (requests,), integer, or one int: valid tokens, the queries' own included. Required.
+            cache_seqlens: (requests,), integer, or one int: valid tokens, the queries included. Required.
             block_table: (requests, max_blocks), integer. Required.
             softmax_scale: multiplies the scores; None means head_dim ** -0.5.
             causal: whether keys after a query's position are hidden; the last query sits at the last key.
             window_size: (left, right) tokens visible around a query's position, -1 for no limit.
-            num_splits: ignored; a matter of speed only.
+            num_splits: ignored; it affects speed only.
             return_softmax_lse: whether to return the log-sum-exp too.
 
         Returns:
@@ -146,8 +166,8 @@ def flash_attn_functions(attend):
             (requests, heads, steps), float32 (float64 for float64 queries), +inf for those rows.
 
         Raises:
-            NotImplementedError: any other option that is set, no block table or lengths, or what `attend` does not
-                offer.
+            NotImplementedError: any other option is set, there is no block table or no lengths, or `attend` does not
+                support an option.
         """
         _check_unused(
             "flash_attn_with_kvcache",
@@ -176,6 +196,9 @@ def flash_attn_functions(attend):
             return_softmax_lse,
         )
         out = out.view(q.shape)
-        return (out, lse.view(heads, requests, steps).transpose(0, 1)) if return_softmax_lse else out
+        if not return_softmax_lse:
+            return out
+        assert lse is not None
+        return out, lse.view(heads, requests, steps).transpose(0, 1)
 
     return flash_attn_varlen_func, flash_attn_with_kvcache

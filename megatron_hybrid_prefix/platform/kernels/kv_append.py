@@ -1,6 +1,6 @@
 """Writing new keys and values into the paged cache.
 
-Stands in for `megatron.core.inference.contexts.fused_kv_append_kernel.triton_append_key_value_cache`.
+Replaces `megatron.core.inference.contexts.fused_kv_append_kernel.triton_append_key_value_cache`.
 """
 
 import torch
@@ -17,14 +17,14 @@ def triton_append_key_value_cache(
     token_to_block_idx: Tensor,
     token_to_local_position_within_kv_block: Tensor,
 ) -> None:
-    """Scatters the first `padded_active_token_count` keys and values to their (block, position).
+    """Scatter the first `padded_active_token_count` keys and values to their (block, position).
 
-    Padding tokens come with the dummy block's index; several may land on one position, and which of them wins is
-    undefined, as upstream. Tokens with a negative block index are skipped (upstream would write before the layer).
+    Padding tokens have the dummy block's index. If several tokens have the same position, it is undefined which is written,
+    as upstream. Tokens with a negative block index are skipped (upstream would write before the layer).
 
     Args:
-        layer_number: index of the attention layer in the buffer. Upstream's docstring calls it 1-based; it is used as
-            the plain, 0-based index.
+        layer_number: index of the attention layer in the buffer. Upstream's docstring calls it 1-based, but the code
+            uses it as a 0-based index.
         key: (tokens, 1, heads, head_dim), floating.
         value: as key.
         memory_buffer: (2, layers, blocks, block_size_tokens, heads, head_dim): keys at 0, values at 1. Updated in place.

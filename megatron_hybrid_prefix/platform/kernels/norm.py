@@ -1,6 +1,6 @@
 """Gated RMS norm.
 
-Takes what `mamba_ssm.ops.triton.layernorm_gated.rmsnorm_fn` takes; `norm_triton` is its version for a GPU.
+Same parameters as `mamba_ssm.ops.triton.layernorm_gated.rmsnorm_fn`. `norm_triton` is the version for a GPU.
 """
 
 import torch
@@ -8,8 +8,16 @@ import torch
 from .elementwise import compute_dtype, silu
 
 
-def rmsnorm_fn(x, weight, bias, z=None, eps=1e-6, group_size=None, norm_before_gate=True):
-    """Normalises by the root mean square, with an optional SiLU gate; differentiable.
+def rmsnorm_fn(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    z: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+) -> torch.Tensor:
+    """Normalise by the root mean square, with an optional SiLU gate; differentiable.
 
     Args:
         x: (..., dim), floating.

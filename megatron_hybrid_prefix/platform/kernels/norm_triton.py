@@ -1,13 +1,13 @@
 """Gated RMS norm on a GPU: `kernels.norm.rmsnorm_fn` in one Triton kernel, without gradients.
 
-Runs where mamba-ssm, whose kernel megatron's mixer would take, is not installed.
+Used if mamba-ssm, whose kernel megatron's mixer uses, is not installed.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-# Most features that one program holds at a time; a longer group is walked twice.
+# Maximum features that a program holds at a time; it reads a longer group twice.
 _MOST_FEATURES = 4096
 
 
@@ -19,9 +19,9 @@ def gated_rms_norm(
     group_size: int,
     norm_before_gate: bool,
 ) -> torch.Tensor:
-    """Normalises each group of features by its root mean square, with an optional SiLU gate.
+    """Normalise each group of features by its root mean square, with an optional SiLU gate.
 
-    Calculates in float32.
+    Computes in float32.
 
     Args:
         x: (..., dim), floating, on a GPU.
@@ -65,8 +65,15 @@ def _rows(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 @triton.jit
-def _load(x_ptr, z_ptr, features, mask, HAS_GATE: tl.constexpr, NORM_FIRST: tl.constexpr):
-    """What is normalised, and what multiplies it afterwards; float32."""
+def _load(
+    x_ptr: tl.tensor,
+    z_ptr: tl.tensor,
+    features: tl.tensor,
+    mask: tl.tensor,
+    HAS_GATE: tl.constexpr,
+    NORM_FIRST: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The values to normalise, and the factor to multiply them by afterwards; float32."""
     x = tl.load(x_ptr + features, mask=mask, other=0.0).to(tl.float32)
     gate = tl.full(x.shape, 1.0, tl.float32)
     if HAS_GATE:
@@ -80,19 +87,19 @@ def _load(x_ptr, z_ptr, features, mask, HAS_GATE: tl.constexpr, NORM_FIRST: tl.c
 
 @triton.jit
 def _gated_rms_norm_kernel(
-    x_ptr,  # (rows, dim), strided over rows
-    z_ptr,  # (rows, dim), strided over rows; unused without a gate
-    weight_ptr,  # (dim,)
-    out_ptr,  # (rows, dim), contiguous
+    x_ptr: tl.tensor,  # (rows, dim), strided over rows
+    z_ptr: tl.tensor,  # (rows, dim), strided over rows; unused without a gate
+    weight_ptr: tl.tensor,  # (dim,)
+    out_ptr: tl.tensor,  # (rows, dim), contiguous
     x_stride: tl.int64,
     z_stride: tl.int64,
     dim: tl.int64,
-    eps,
+    eps: tl.tensor,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_GATE: tl.constexpr,
     NORM_FIRST: tl.constexpr,
-):
+) -> None:
     """One program: one group of one row."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * GROUP

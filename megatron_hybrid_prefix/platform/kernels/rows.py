@@ -1,20 +1,20 @@
 """Moving rows between packed tensors.
 
-Stands in for `tensor_get_slice_after`, `tensor_merge` and `tensor_masked_update` of
+Replaces `tensor_get_slice_after`, `tensor_merge` and `tensor_masked_update` of
 `megatron.core.inference.contexts.attention_context.triton.tensor_ops`.
 """
 
 import torch
 
 
-def _check_alike(*tensors):
+def _check_alike(*tensors: torch.Tensor) -> None:
     if len({(t.dtype, t.device) for t in tensors}) != 1:
         raise ValueError("tensors must have the same dtype and device")
     if not all(t.is_contiguous() for t in tensors):
         raise ValueError("tensors must be contiguous")
 
 
-def _check_rows(pos, limit, *tensors):
+def _check_rows(pos: int, limit: int, *tensors: torch.Tensor) -> None:
     if len({t.shape[1:] for t in tensors}) != 1:
         raise ValueError(f"row shapes differ: {[tuple(t.shape[1:]) for t in tensors]}")
     if not 0 <= pos <= limit:
@@ -22,10 +22,12 @@ def _check_rows(pos, limit, *tensors):
 
 
 @torch.no_grad()
-def tensor_get_slice_after(input_tensor, output_tensor, pos_on_device, check_bounds: bool = False):
-    """Copies `input_tensor[pos:]` to the head of `output_tensor`; what does not fit is dropped.
+def tensor_get_slice_after(
+    input_tensor: torch.Tensor, output_tensor: torch.Tensor, pos_on_device: torch.Tensor, check_bounds: bool = False
+) -> None:
+    """Copy `input_tensor[pos:]` to the head of `output_tensor`; rows that do not fit are dropped.
 
-    Rows of the output after the copy stay untouched (upstream passes them uninitialised).
+    Later rows of the output do not change (upstream passes them uninitialised).
 
     Args:
         input_tensor: (rows, ...), contiguous.
@@ -54,10 +56,10 @@ def tensor_merge(
     pos_on_device: torch.Tensor,
     output_tensor: torch.Tensor | None = None,
     check_bounds: bool = False,
-):
-    """Writes `tensor_a[:pos]`, then all of `tensor_b` that fits, to the head of the output.
+) -> None:
+    """Write `tensor_a[:pos]`, then as much of `tensor_b` as fits, to the head of the output.
 
-    Rows of the output after that stay untouched.
+    Later rows of the output do not change.
 
     Args:
         tensor_a: (rows_a, ...), contiguous.
@@ -85,8 +87,8 @@ def tensor_merge(
 
 
 @torch.no_grad()
-def tensor_masked_update(states: torch.Tensor, idx: torch.Tensor, new_states: torch.Tensor):
-    """Writes `new_states[i]` to `states[idx[i]]` wherever `idx[i]` is not -1.
+def tensor_masked_update(states: torch.Tensor, idx: torch.Tensor, new_states: torch.Tensor) -> None:
+    """Write `new_states[i]` to `states[idx[i]]` for each `idx[i]` other than -1.
 
     Args:
         states: (slots, ...), 2 to 4 dimensions, any strides, updated in place.

@@ -1,8 +1,8 @@
 """Bookkeeping of speculative (multi-token-prediction) decoding.
 
-Stands in for `verify_speculative_tokens`, `prepare_next_forward_pass` and `mamba_state_selective_copy` of
-`megatron.core.inference.text_generation_controllers.mtp_utils_triton`, the three that the controller imports from
-there. Its fourth kernel, `rewind_kv_cache`, is already taken from the PyTorch module by upstream.
+Replaces `verify_speculative_tokens`, `prepare_next_forward_pass` and `mamba_state_selective_copy` of
+`megatron.core.inference.text_generation_controllers.mtp_utils_triton`: the three kernels that the controller imports from
+there. Upstream imports its fourth kernel, `rewind_kv_cache`, from a PyTorch module.
 """
 
 import torch
@@ -10,16 +10,20 @@ import torch
 
 @torch.no_grad()
 def verify_speculative_tokens(
-    input_tokens, output_tokens, num_decode_requests, num_prefill_requests, num_speculative_tokens
-):
-    """Accepts, per decode request, the leading drafts that equal what the model sampled one token earlier.
+    input_tokens: torch.Tensor,
+    output_tokens: torch.Tensor,
+    num_decode_requests: int,
+    num_prefill_requests: int,
+    num_speculative_tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Accept, per decode request, the leading drafts that equal the tokens the model sampled one position earlier.
 
     Tokens are packed: `num_speculative_tokens + 1` per decode request (the first is always accepted), then one per
-    prefill request (accepted). Anything after that is graph padding and is not accepted.
+    prefill request (accepted). Later tokens are graph padding and are not accepted.
 
     Args:
-        input_tokens: (tokens,) or (1, tokens), integer: what was fed in.
-        output_tokens: (>= packed tokens,), integer: what was sampled at each of those positions.
+        input_tokens: (tokens,) or (1, tokens), integer: input of the forward.
+        output_tokens: (>= packed tokens,), integer: token sampled at each of those positions.
         num_decode_requests: decode requests.
         num_prefill_requests: prefill requests.
         num_speculative_tokens: drafts per decode request.
@@ -36,7 +40,7 @@ def verify_speculative_tokens(
 
     fed = input_tokens[:decode_tokens].view(num_decode_requests, per_request)
     sampled = output_tokens[:decode_tokens].view(num_decode_requests, per_request)
-    # Accepted while all matches so far held; the first token needs none.
+    # A draft is accepted if it and all earlier drafts match; the first token always is.
     matches = (fed[:, 1:] == sampled[:, :-1]).to(torch.int64)
     accepted = torch.ones(num_decode_requests, per_request, dtype=torch.int64, device=device)
     accepted[:, 1:] = torch.cumprod(matches, dim=1)
@@ -52,19 +56,19 @@ def verify_speculative_tokens(
 
 @torch.no_grad()
 def prepare_next_forward_pass(
-    num_decode_requests,
-    output_tokens,
-    required_logit_indices,
-    last_one_indices,
-    accepted_tokens_mask,
-    input_tokens,
-    sampled_tokens_buf,
-    last_accepted_seq_buf,
-    accepted_tokens_per_request,
-    accepted_token_counts,
-    num_speculative_tokens,
-):
-    """Fills the caller's buffers with what the next step needs; rows of other requests stay untouched.
+    num_decode_requests: int,
+    output_tokens: torch.Tensor,
+    required_logit_indices: torch.Tensor,
+    last_one_indices: torch.Tensor,
+    accepted_tokens_mask: torch.Tensor,
+    input_tokens: torch.Tensor,
+    sampled_tokens_buf: torch.Tensor,
+    last_accepted_seq_buf: torch.Tensor,
+    accepted_tokens_per_request: torch.Tensor,
+    accepted_token_counts: torch.Tensor,
+    num_speculative_tokens: int,
+) -> None:
+    """Fill the caller's buffers for the next step; rows of other requests do not change.
 
     Args:
         num_decode_requests: decode requests; they come first.
@@ -76,9 +80,9 @@ def prepare_next_forward_pass(
         sampled_tokens_buf: (>= requests,), integer: receives each request's newest token.
         last_accepted_seq_buf: (>= requests,), integer: receives the forward row of each request's last accepted token.
         accepted_tokens_per_request: (>= decode requests, num_speculative_tokens), integer: receives the accepted drafts,
-            -1 where rejected. Prefill rows stay untouched.
-        accepted_token_counts: (>= decode requests,), integer: receives the number of accepted drafts. Prefill rows stay
-            untouched.
+            -1 if rejected. Prefill rows do not change.
+        accepted_token_counts: (>= decode requests,), integer: receives the number of accepted drafts. Prefill rows do
+            not change.
         num_speculative_tokens: drafts per decode request.
     """
     requests = last_one_indices.shape[0]
@@ -101,9 +105,14 @@ def prepare_next_forward_pass(
 
 @torch.no_grad()
 def mamba_state_selective_copy(
-    intermediate_states, current_states, prefill_status, state_idx, accepted_counts, num_layers
-):
-    """Rolls the live states of decode requests back to their last accepted token.
+    intermediate_states: torch.Tensor,
+    current_states: torch.Tensor,
+    prefill_status: torch.Tensor,
+    state_idx: torch.Tensor,
+    accepted_counts: torch.Tensor,
+    num_layers: int,
+) -> None:
+    """Roll the live states of decode requests back to their last accepted token.
 
     For every request with `prefill_status` other than 1: `current[layer, slot] = intermediate[layer, slot, accepted]`.
 
@@ -112,7 +121,7 @@ def mamba_state_selective_copy(
         current_states: (layers, slots, *state_shape), updated in place, cast to its dtype.
         prefill_status: (requests,), integer: 1 for prefill, 0 for decode.
         state_idx: (requests,), integer: slot of each request.
-        accepted_counts: (requests,), integer: accepted drafts, which is the index of the last accepted token.
+        accepted_counts: (requests,), integer: number of accepted drafts, the index of the last accepted token.
         num_layers: layers to copy.
 
     Raises:

@@ -1,11 +1,11 @@
 """Chunked Mamba2 scan over packed sequences.
 
-Stands in for `megatron.core.ssm.ops.ssd_combined.mamba_chunk_scan_combined_varlen` (and the kernels below it:
+Replaces `megatron.core.ssm.ops.ssd_combined.mamba_chunk_scan_combined_varlen` (and the kernels that it calls:
 `ssd_chunk_state`, `ssd_state_passing`, `ssd_bmm`, `ssd_chunk_scan`).
 
-Chunks are computed one at a time, each padded with zeros to `chunk_size`. Every matrix product then has the same shape,
-strides and alignment whatever the batch holds, so the bits of a chunk depend only on its own tokens and on the state it
-starts from. That is what makes "resume from a kept state" comparable, bit by bit, with "never stopped".
+Chunks are computed one at a time, each padded with zeros to `chunk_size`. So every matrix product has the same shape, strides
+and alignment for any batch, and the bits of a chunk depend only on its tokens and the state before it. This makes resuming
+from a checkpoint comparable, bit by bit, with computing the whole prompt.
 """
 
 from itertools import pairwise
@@ -25,7 +25,7 @@ class _Chunk:
         dt: (chunk_size, nheads), after bias, softplus and limits; zero on padding.
     """
 
-    def __init__(self, x, B, chunk_size, dtype):
+    def __init__(self, x: torch.Tensor, B: torch.Tensor, chunk_size: int, dtype: torch.dtype) -> None:
         _, nheads, headdim = x.shape
         _, ngroups, dstate = B.shape
         self.x = torch.zeros(nheads, chunk_size, headdim, dtype=dtype, device=x.device)
@@ -33,8 +33,17 @@ class _Chunk:
         self.c = torch.zeros_like(self.b)
         self.dt = torch.zeros(chunk_size, nheads, dtype=dtype, device=x.device)
 
-    def load(self, x, dt, B, C, dt_bias, dt_softplus, dt_limit):
-        """Fills the buffers with the n tokens given: x (n, nheads, headdim), dt (n, nheads), B, C (n, ngroups, dstate)."""
+    def load(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        dt_bias: torch.Tensor | None,
+        dt_softplus: bool,
+        dt_limit: tuple[float, float],
+    ) -> None:
+        """Fill the buffers with n tokens: x (n, nheads, headdim), dt (n, nheads), B, C (n, ngroups, dstate)."""
         n = x.shape[0]
         for buffer, tokens in ((self.x, x), (self.b, B), (self.c, C)):
             buffer[:, :n].copy_(tokens.transpose(0, 1))
@@ -46,17 +55,19 @@ class _Chunk:
         if dt_softplus:
             self.dt = softplus(self.dt)
         self.dt.clamp_(dt_limit[0], dt_limit[1])
-        self.dt[n:].zero_()  # again: bias and softplus made the padding positive
+        self.dt[n:].zero_()  # again, because bias and softplus made the padding positive
 
 
-def _scan_chunk(chunk, A, carried, previous):
-    """Computes one chunk.
+def _scan_chunk(
+    chunk: _Chunk, A: torch.Tensor, carried: torch.Tensor, previous: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute one chunk.
 
     Args:
         chunk: the loaded `_Chunk`.
         A: (nheads,), compute dtype.
-        carried: (nheads, headdim, dstate), compute dtype: the state the recurrence continues from.
-        previous: the same state as the outputs see it, i.e. after a round trip through the stored dtype.
+        carried: (nheads, headdim, dstate), compute dtype: the state from which the recurrence continues.
+        previous: the same state as the outputs use it: after a round trip through the stored dtype.
 
     Returns:
         (y, state): y (nheads, chunk_size, headdim) without the D and z terms, and the state after the chunk.
@@ -75,8 +86,8 @@ def _scan_chunk(chunk, A, carried, previous):
     y *= torch.exp(log_decay)[:, :, None]
 
     # Contribution of the chunk's own tokens: sum_{j <= i} (C_i . B_j) exp(log_decay_i - log_decay_j) dt_j x_j.
-    # Above the diagonal the difference is positive; the clamp, which upstream has too, keeps exp finite there, and
-    # tril_ writes zeros where a product with a 0/1 mask could leave NaN.
+    # Above the diagonal the difference is positive. The clamp (as upstream) keeps exp finite there. tril_ writes zeros,
+    # while a product with a 0/1 mask could leave NaN.
     weights = (log_decay[:, :, None] - log_decay[:, None, :]).clamp_(max=0.0).exp_()  # (nheads, chunk_size, chunk_size)
     scores = torch.bmm(chunk.c, chunk.b.transpose(1, 2))  # (ngroups, chunk_size, chunk_size)
     weights.view(ngroups, heads_per_group, chunk_size, chunk_size).mul_(scores[:, None])
@@ -90,14 +101,27 @@ def _scan_chunk(chunk, A, carried, previous):
     return y, torch.exp(log_decay[:, -1])[:, None, None] * carried + added
 
 
-def _check(x, dt, A, B, C, chunk_size, bounds, seq_idx, D, z, initial_states, last_chunk_indices):
+def _check(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    chunk_size: int,
+    bounds: list[int],
+    seq_idx: torch.Tensor,
+    D: torch.Tensor | None,
+    z: torch.Tensor | None,
+    initial_states: torch.Tensor | None,
+    last_chunk_indices: torch.Tensor,
+) -> None:
     seqlen, nheads, headdim = x.shape
     _, ngroups, dstate = B.shape
     if chunk_size < 1 or chunk_size & (chunk_size - 1):
         raise ValueError(f"chunk_size must be a power of 2, got {chunk_size}")
     if nheads % ngroups:
         raise ValueError(f"{nheads} heads do not divide into {ngroups} groups")
-    expected = {
+    expected: dict[str, tuple[torch.Tensor | None, set[tuple[int, ...]]]] = {
         "dt": (dt, {(seqlen, nheads)}),
         "A": (A, {(nheads,)}),
         "B": (B, {(seqlen, ngroups, dstate)}),
@@ -117,34 +141,34 @@ def _check(x, dt, A, B, C, chunk_size, bounds, seq_idx, D, z, initial_states, la
 
 @torch.no_grad()
 def mamba_chunk_scan_combined_varlen(
-    x,
-    dt,
-    A,
-    B,
-    C,
-    chunk_size,
-    cu_chunk_seqlens,
-    last_chunk_indices,
-    seq_idx,
-    out,
-    D=None,
-    z=None,
-    dt_bias=None,
-    initial_states=None,
-    dt_softplus=False,
-    dt_limit=(0.0, float("inf")),
-    return_raw_states=False,
-    state_dtype=None,
-):
-    """Runs the Mamba2 recurrence over packed sequences cut into chunks; writes `out` in place.
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    chunk_size: int,
+    cu_chunk_seqlens: torch.Tensor | None,
+    last_chunk_indices: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    out: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    initial_states: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_raw_states: bool = False,
+    state_dtype: torch.dtype | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Run the Mamba2 recurrence over packed sequences in chunks; writes `out` in place.
 
-    Arithmetic is float32 (float64 for float64 `x`). Rounding to `state_dtype` happens where upstream stores: the
-    recurrence carries the unrounded state along a sequence, while the stored states, and the outputs of the chunk
-    after them, see the rounded one. Upstream also rounds matrix operands to bf16 for the tensor cores; this does not.
+    Arithmetic is float32 (float64 for float64 `x`). States are rounded to `state_dtype` as upstream: the recurrence carries the
+    unrounded state along a sequence; the stored states, and the outputs of the chunk after them, use the rounded state.
+    Upstream also rounds matrix operands to bf16 for the tensor cores; this function does not.
 
-    A chunk may hold 0 to `chunk_size` tokens. A zero-length chunk writes no output and hands the state on, or, where
-    `seq_idx` changes, stores the initial state of its sequence: trailing padding chunks carry `seq_idx` 0 and hold a
-    copy of `initial_states[0]`. Rows of `out` outside all chunks are left untouched.
+    A chunk has 0 to `chunk_size` tokens. An empty chunk writes no output and passes the state on. If `seq_idx` changes there, it
+    stores the initial state of its sequence: trailing padding chunks have `seq_idx` 0 and hold a copy of `initial_states[0]`.
+    Rows of `out` outside all chunks do not change.
 
     Args:
         x: (seqlen, nheads, headdim), floating.
@@ -155,7 +179,7 @@ def mamba_chunk_scan_combined_varlen(
         chunk_size: tokens in a full chunk, a power of 2.
         cu_chunk_seqlens: (nchunks + 1,), integer: token positions where chunks start and end, ascending.
         last_chunk_indices: (batch,), integer: the chunk that ends each sequence.
-        seq_idx: (nchunks,), integer: row of `initial_states` for each chunk; a change starts a sequence.
+        seq_idx: (nchunks,), integer: row of `initial_states` for each chunk; a new value starts a sequence.
         out: (seqlen, nheads, headdim), written in place, any floating dtype.
         D: (nheads,) or (nheads, headdim) skip weights, or None.
         z: (seqlen, nheads, headdim) gate, or None; the output is multiplied by silu(z).
