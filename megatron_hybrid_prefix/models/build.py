@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -119,10 +120,11 @@ def _transformer_config(config: HybridModelConfig, platform: Platform, overrides
         fields |= dict(
             num_moe_experts=config.num_moe_experts,
             moe_router_topk=config.moe_router_topk,
-            moe_ffn_hidden_size=config.ffn_hidden_size,
+            moe_ffn_hidden_size=config.expert_ffn_hidden_size,
+            moe_shared_expert_intermediate_size=config.moe_shared_expert_intermediate_size or None,
+            moe_shared_expert_gate=config.moe_shared_expert_gate,
             moe_router_load_balancing_type="none",
             moe_token_dispatcher_type="alltoall",
-            moe_grouped_gemm=platform.has_transformer_engine,
             # Megatron's default needs NVLink multicast.
             inference_moe_token_dispatcher_type="nccl",
         )
@@ -136,10 +138,20 @@ def _layer_specs(config: HybridModelConfig, platform: Platform) -> Any:
         from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
         spec = copy.deepcopy(hybrid_stack_spec)
+        spec.submodules.moe_layer.submodules.mlp = _experts_spec(config.num_moe_experts, use_te=True)
     else:
         spec = local_layer_specs(config.num_moe_experts)
     spec.submodules.mamba_layer.submodules.mixer.params |= {"chunk_size": config.chunk_size, "d_conv": config.d_conv}
     return spec
+
+
+def _experts_spec(num_moe_experts: int, *, use_te: bool) -> Any:
+    """Router and shared expert are megatron's, with Transformer Engine's linear layers or without."""
+    from megatron_hybrid_prefix.models.experts import ExpertsLayer, build_experts
+    from megatron_hybrid_prefix.upstream.moe import get_moe_module_spec
+
+    spec = get_moe_module_spec(use_te=use_te, num_experts=num_moe_experts)
+    return partial(ExpertsLayer, submodules=dataclasses.replace(spec.keywords["submodules"], experts=build_experts))
 
 
 def local_layer_specs(num_moe_experts: int = 0) -> Any:
@@ -149,7 +161,6 @@ def local_layer_specs(num_moe_experts: int = 0) -> Any:
         num_moe_experts: Experts of a mixture-of-experts layer.
     """
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
     from megatron.core.ssm.mlp_layer import MLPLayer
@@ -216,7 +227,7 @@ def local_layer_specs(num_moe_experts: int = 0) -> Any:
                 module=MoETransformerLayer,
                 submodules=TransformerLayerSubmodules(
                     pre_mlp_layernorm=WrappedTorchNorm,
-                    mlp=get_moe_module_spec(use_te=False, num_experts=num_moe_experts),
+                    mlp=_experts_spec(num_moe_experts, use_te=False),
                     mlp_bda=get_bias_dropout_add,
                 ),
             ),

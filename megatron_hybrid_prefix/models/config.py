@@ -28,7 +28,7 @@ class HybridModelConfig:
         num_attention_heads: Query heads.
         num_query_groups: Key/value heads.
         kv_channels: Channels of an attention head.
-        ffn_hidden_size: Width of an MLP layer, and of an expert.
+        ffn_hidden_size: Width of an MLP layer; of an expert, too, unless ``moe_ffn_hidden_size`` says another.
         activation: "relu2" (squared ReLU), "gelu", or "swiglu" (gated).
         rotary_base: Base of rotary embeddings; None for no position embedding (Nemotron-H).
         layernorm_epsilon: Epsilon of the RMS norms.
@@ -37,7 +37,11 @@ class HybridModelConfig:
         long_memory: Initialise A, dt and the convolution so that both state components matter for hundreds of
             tokens; a model that forgets cannot tell a right state from a wrong one.
         num_moe_experts: Experts of an ``E`` layer.
-        moe_router_topk: Experts that each token goes through.
+        moe_router_topk: Experts that each token goes through; their weights are a softmax over these experts' scores
+            (Hugging Face: ``norm_topk_prob=True``).
+        moe_ffn_hidden_size: Width of an expert; 0: that of an MLP layer.
+        moe_shared_expert_intermediate_size: Width of the expert that every token goes through, too; 0: there is none.
+        moe_shared_expert_gate: Multiply the shared expert's output by the sigmoid of a learned score of the token.
         mtp_num_layers: Depths of multi-token prediction: so many tokens can be drafted for speculative decoding.
         mtp_layer_pattern: Layers of one depth, in the same symbols.
     """
@@ -64,6 +68,9 @@ class HybridModelConfig:
     long_memory: bool = False
     num_moe_experts: int = 0
     moe_router_topk: int = 2
+    moe_ffn_hidden_size: int = 0
+    moe_shared_expert_intermediate_size: int = 0
+    moe_shared_expert_gate: bool = False
     mtp_num_layers: int = 0
     mtp_layer_pattern: str = ""
 
@@ -92,6 +99,13 @@ class HybridModelConfig:
             raise ValueError(
                 f"E layers need moe_router_topk={self.moe_router_topk} from 1 to num_moe_experts={self.num_moe_experts}"
             )
+        if min(self.moe_ffn_hidden_size, self.moe_shared_expert_intermediate_size) < 0:
+            raise ValueError(
+                f"moe_ffn_hidden_size={self.moe_ffn_hidden_size}, moe_shared_expert_intermediate_size="
+                f"{self.moe_shared_expert_intermediate_size}: must not be negative"
+            )
+        if self.moe_shared_expert_gate and not self.moe_shared_expert_intermediate_size:
+            raise ValueError("moe_shared_expert_gate=True needs moe_shared_expert_intermediate_size")
         if not 2 <= self.d_conv <= 4:
             raise ValueError(f"d_conv={self.d_conv}: megatron's decode kernel supports 2, 3 and 4 taps")
         for name, value, by, divisor in (
@@ -110,6 +124,11 @@ class HybridModelConfig:
         """Number of layers with this symbol."""
         return self.layer_pattern.count(symbol)
 
+    @property
+    def expert_ffn_hidden_size(self) -> int:
+        """Width of an expert."""
+        return self.moe_ffn_hidden_size or self.ffn_hidden_size
+
     def check_parallel(self, *, tp: int, pp: int, ep: int = 1) -> str:
         """Return the pattern cut into ``pp`` stages.
 
@@ -118,13 +137,14 @@ class HybridModelConfig:
         """
         if self.num_moe_experts % ep:
             raise ValueError(f"ep={ep} does not divide num_moe_experts={self.num_moe_experts}")
-        if self.num_moe_experts and tp > 1:
-            raise ValueError(f"tp={tp} with experts needs sequence parallelism, which is not built in here: use tp=1")
-        for name in ("mamba_num_groups", "num_query_groups", "num_attention_heads", "mamba_num_heads", "vocab_size"):
+        for name in (
+            *("mamba_num_groups", "num_attention_heads", "mamba_num_heads", "vocab_size"),
+            *("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+        ):
             if getattr(self, name) % tp:
                 raise ValueError(f"tp={tp} does not divide {name}={getattr(self, name)}")
-        if self.ffn_hidden_size % tp:
-            raise ValueError(f"tp={tp} does not divide ffn_hidden_size={self.ffn_hidden_size}")
+        if self.num_query_groups % tp and tp % self.num_query_groups:
+            raise ValueError(f"tp={tp} is neither a divisor nor a multiple of num_query_groups={self.num_query_groups}")
         if pp > 1 and self.tie_embeddings:
             raise ValueError("tied embeddings with pp > 1 are not supported")
         return split_into_stages(self.layer_pattern, pp)

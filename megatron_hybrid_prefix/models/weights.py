@@ -43,22 +43,38 @@ def initialise_weights(model: Any, config: HybridModelConfig, seed: int) -> None
     invalidate_layers(model)
 
 
-def parameters_by_global_name(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """This rank's parameters, their layers counted from 0 over all pipeline stages, experts over all their ranks."""
+def parameters_by_global_name(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """This rank's parameters, their layers counted from 0 over all pipeline stages, experts over all their ranks.
+
+    Experts whose weights are stacked (`GroupedExperts`) come one by one, under megatron's names, as views.
+    """
     from megatron.core import parallel_state
 
     # HybridModel numbers layers from 1 over all stages; module names count from 0 on each stage.
     layer_offset = model.decoder.layers[0].layer_number - 1
     experts = (model.config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
     expert_offset = parallel_state.get_expert_model_parallel_rank() * experts
-    for name, parameter in model.named_parameters():
+    for name, parameter in _parameters(model):
         for of, offset in ((r"^decoder\.layers", layer_offset), (r"\.local_experts", expert_offset)):
             name = re.sub(rf"({of}\.)(\d+)", lambda m, offset=offset: f"{m[1]}{int(m[2]) + offset}", name, count=1)  # type: ignore[misc]
         yield name, parameter
 
 
+def _parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    from megatron_hybrid_prefix.models.experts import GroupedExperts
+
+    stacked = {name: module for name, module in model.named_modules() if isinstance(module, GroupedExperts)}
+    for name, parameter in model.named_parameters():
+        owner, _, last = name.rpartition(".")
+        if owner not in stacked:
+            yield name, parameter
+        elif last == "linear_fc1_weight":  # once for both stacks
+            for own, weight in stacked[owner].local_weights():
+                yield f"{owner}.local_experts.{own}", weight
+
+
 def shard_for_this_rank(
-    full: torch.Tensor, name: str, parameter: torch.nn.Parameter, config: HybridModelConfig
+    full: torch.Tensor, name: str, parameter: torch.Tensor, config: HybridModelConfig
 ) -> torch.Tensor:
     """What this tensor-parallel rank holds of ``full``, the parameter ``name`` of the unsharded model.
 

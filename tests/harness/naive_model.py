@@ -72,15 +72,28 @@ class NaiveHybridModel:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.layernorm_epsilon) * self.weights[name]
 
     def _mlp(self, x, prefix):
-        h = x @ self.weights[prefix + "linear_fc1.weight"].T
-        return F.relu(h).square() @ self.weights[prefix + "linear_fc2.weight"].T
+        return self._feed_forward(x, *(self.weights[f"{prefix}linear_fc{number}.weight"] for number in (1, 2)))
+
+    def _feed_forward(self, x, first, second):
+        h = x @ first.T
+        if self.config.activation == "swiglu":
+            gate, up = h.chunk(2, dim=-1)
+            return (F.silu(gate) * up) @ second.T
+        return F.relu(h).square() @ second.T
 
     def _experts(self, x, prefix):
         best = (x @ self.weights[prefix + "router.weight"].T).topk(self.config.moe_router_topk, dim=-1)
         weights = torch.zeros(len(x), self.config.num_moe_experts, dtype=torch.float64, device=x.device)
         weights.scatter_(1, best.indices, best.values.softmax(-1))
-        outputs = [self._mlp(x, f"{prefix}experts.local_experts.{i}.") for i in range(self.config.num_moe_experts)]
-        return torch.einsum("te,eth->th", weights, torch.stack(outputs))
+        stacks = zip(*(self.weights[f"{prefix}experts.linear_fc{number}_weight"] for number in (1, 2)), strict=True)
+        outputs = [self._feed_forward(x, first, second) for first, second in stacks]
+        routed = torch.einsum("te,eth->th", weights, torch.stack(outputs))
+        if not self.config.moe_shared_expert_intermediate_size:
+            return routed
+        shared = self._mlp(x, prefix + "shared_experts.")
+        if self.config.moe_shared_expert_gate:
+            shared = shared * torch.sigmoid(x @ self.weights[prefix + "shared_experts.gate_weight"].T)
+        return routed + shared
 
     def _attention(self, x, prefix):
         c, w, n = self.config, self.weights, len(x)

@@ -1,0 +1,282 @@
+"""A mixture-of-experts layer for inference: all experts in two grouped matrix products, without Transformer Engine.
+
+`ExpertsLayer` is megatron's ``MoELayer`` with two parts of ours. `ExpertDispatcher` sorts the tokens by expert;
+`GroupedExperts` computes all experts of this rank with ``torch.nn.functional.grouped_mm``. Router and shared expert are
+megatron's.
+
+Host synchronisation: with expert-parallel size 1 there is none in bfloat16 on a Hopper or Blackwell GPU, so a CUDA graph
+can capture the layer: the number of rows is tokens x top-k, and the rows of each expert are counted on the device. Two
+cases synchronise: an exchange between expert-parallel ranks (its sizes are arguments of the collective), and
+``grouped_mm`` in other types or on other GPUs (PyTorch then loops over the experts).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.module import MegatronModule
+
+from megatron_hybrid_prefix.upstream import moe
+
+logger = logging.getLogger(__name__)
+
+ROW_BYTES = 16
+"""``grouped_mm`` takes matrices whose rows begin at multiples of it."""
+
+
+class GroupedExperts(MegatronModule):  # type: ignore[misc]
+    """All experts of this rank, weights stacked; takes the place of megatron's ``SequentialMLP``.
+
+    Checkpoints have the names and pieces of ``SequentialMLP`` and ``TEGroupedMLP``: each loads what the other saved.
+
+    Attributes:
+        linear_fc1_weight: (experts, width or 2 x width, hidden), the second with a gate: its rows first.
+        linear_fc2_weight: (experts, hidden, width). ``width`` is this tensor-parallel rank's part of an expert.
+
+    Args:
+        num_local_experts: Experts of this rank.
+        config: Megatron's ``TransformerConfig``.
+        pg_collection: Process groups; ``ep``, ``expt_tp`` and ``expt_dp`` are used.
+        name: Megatron passes the module's name; not used.
+
+    Raises:
+        ValueError: The config asks for something that `what_is_missing` names.
+    """
+
+    def __init__(self, num_local_experts: int, config: Any, *, pg_collection: Any, name: str | None = None) -> None:
+        super().__init__(config=config)
+        self.num_local_experts = num_local_experts
+        self.ep_group, self.tp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
+        if (missing := what_is_missing(config, self.tp_group.size())) is not None:
+            raise ValueError(f"grouped experts: {missing}")
+        width = config.moe_ffn_hidden_size // self.tp_group.size()
+        first = 2 * width if config.gated_linear_unit else width
+        self.linear_fc1_weight = self._weights(first, config.hidden_size, partition_dim=0)
+        self.linear_fc2_weight = self._weights(config.hidden_size, width, partition_dim=1)
+
+    def _weights(self, rows: int, columns: int, *, partition_dim: int) -> torch.nn.Parameter:
+        """Not initialised; ``partition_dim`` is the dimension of one expert that tensor parallelism divides."""
+        device = "cpu" if self.config.use_cpu_initialization else torch.cuda.current_device()
+        values = torch.empty(self.num_local_experts, rows, columns, dtype=self.config.params_dtype, device=device)
+        if self.config.perform_initialization:
+            first = partition_dim == 0
+            fill = self.config.init_method if first else self.config.output_layer_init_method
+            for expert in values:
+                fill(expert)
+        weights = torch.nn.Parameter(values)
+        weights.expert_partition_dim = partition_dim  # type: ignore[attr-defined]
+        return weights
+
+    def forward(
+        self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """Every row through its expert.
+
+        Args:
+            rows: (rows, hidden), those of the first expert first.
+            tokens_per_expert: (experts,) integers, rows of each; their sum is the number of rows.
+            probs: (rows,), what the router multiplies each row's output by.
+
+        Returns:
+            (rows, hidden), this tensor-parallel rank's part of a sum; and no bias.
+        """
+        if not len(rows):
+            return rows, None
+        ends = tokens_per_expert.to(rows.device).cumsum(0).to(torch.int32)
+        inner = F.grouped_mm(rows, self.linear_fc1_weight.transpose(1, 2), offs=ends)
+        if self.config.gated_linear_unit:
+            gate, up = inner.chunk(2, dim=-1)
+            inner = self.config.activation_func(gate) * up
+        else:
+            inner = self.config.activation_func(inner)
+        inner = (inner * probs.unsqueeze(-1)).to(rows.dtype)
+        return F.grouped_mm(inner, self.linear_fc2_weight.transpose(1, 2), offs=ends), None
+
+    def local_weights(self) -> list[tuple[str, torch.Tensor]]:
+        """Each expert's weights under the names that megatron gives them: "0.linear_fc1.weight", and views.
+
+        The views say how they are partitioned, as parameters of megatron's linear layers do.
+        """
+        found = []
+        for name in ("linear_fc1", "linear_fc2"):
+            stacked = getattr(self, f"{name}_weight")
+            for number, weight in enumerate(stacked.unbind(0)):
+                weight.tensor_model_parallel, weight.partition_dim = True, stacked.expert_partition_dim
+                found.append((f"{number}.{name}.weight", weight))
+        return found
+
+    def backward_dw(self) -> None:
+        """Part of megatron's interface of experts; nothing is delayed here."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """What megatron's distributed checkpoints save and load."""
+        if (metadata or {}).get("singleton_local_shards"):
+            raise ValueError("grouped experts: checkpoints with singleton_local_shards are not supported")
+        return {
+            f"{prefix}{name}_weight": self._sharded(name, f"{prefix}experts.{name}.weight", sharded_offsets)
+            for name in ("linear_fc1", "linear_fc2")
+        }
+
+    def _sharded(self, name: str, key: str, sharded_offsets: tuple[Any, ...]) -> Any:
+        weights = getattr(self, f"{name}_weight")
+        first = len(sharded_offsets)
+        divided = first + 1 + weights.expert_partition_dim
+        tp, tp_rank = self.tp_group.size(), self.tp_group.rank()
+        pieces = 2 if name == "linear_fc1" and self.config.gated_linear_unit else 1
+
+        def build(key: str, values: torch.Tensor, replica_id: Any, flattened_range: Any) -> list[Any]:
+            return [
+                moe.ShardedTensor.from_rank_offsets(
+                    key,
+                    piece,
+                    *sharded_offsets,
+                    (first, self.ep_group.rank(), self.ep_group.size()),
+                    # All ranks' gates, then all ranks' second halves.
+                    (divided, number * tp + tp_rank, pieces * tp),
+                    replica_id=replica_id,
+                    prepend_axis_num=first,
+                )
+                for number, piece in enumerate(values.chunk(pieces, dim=1 + weights.expert_partition_dim))
+            ]
+
+        def merge(loaded: list[torch.Tensor]) -> torch.Tensor:
+            return torch.cat(loaded, dim=1 + weights.expert_partition_dim)
+
+        replica_id = (0, 0, self.dp_group.rank())
+        if pieces == 1:
+            return build(key, weights, replica_id, None)[0]
+        return moe.ShardedTensorFactory(key, weights, build, merge, replica_id)
+
+
+def what_is_missing(config: Any, tp: int) -> str | None:
+    """Why `GroupedExperts` cannot compute the experts of this config, in a few words; None if it can."""
+    wanted = {
+        "experts with a bias (add_bias_linear)": config.add_bias_linear,
+        "moe_latent_size": config.moe_latent_size,
+        "fp8 or fp4": config.fp8 or config.fp4,
+        "moe_apply_probs_on_input": config.moe_apply_probs_on_input,
+        "activation_func_clamp_value": config.activation_func_clamp_value is not None,
+        "glu_linear_offset": config.glu_linear_offset,
+        "moe_mlp_glu_interleave_size": config.moe_mlp_glu_interleave_size is not None,
+        "use_te_activation_func": config.use_te_activation_func,
+    }
+    for name, value in wanted.items():
+        if value:
+            return f"{name} is not supported"
+    if config.moe_ffn_hidden_size % tp:
+        return f"tp={tp} does not divide moe_ffn_hidden_size={config.moe_ffn_hidden_size}"
+    dtype = config.params_dtype
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"grouped_mm does not take {dtype}"
+    for what, count in (("hidden_size", config.hidden_size), ("moe_ffn_hidden_size/tp", config.moe_ffn_hidden_size // tp)):
+        if count * dtype.itemsize % ROW_BYTES:
+            return f"{what}={count} is not a multiple of {ROW_BYTES // dtype.itemsize}, which grouped_mm needs in {dtype}"
+    return None
+
+
+def build_experts(num_local_experts: int, config: Any, *, pg_collection: Any, name: str | None = None) -> Any:
+    """`GroupedExperts`; where those cannot do what the config asks for, megatron's own, one by one (a log line says so)."""
+    missing = what_is_missing(config, pg_collection.expt_tp.size())
+    if missing is None:
+        return GroupedExperts(num_local_experts, config, pg_collection=pg_collection, name=name)
+    logger.warning("experts are computed one by one: %s", missing)
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLPSubmodules
+
+    submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return moe.SequentialMLP(num_local_experts, config, submodules, pg_collection=pg_collection, name=name)
+
+
+class ExpertDispatcher(moe.MoETokenDispatcher):  # type: ignore[misc]
+    """Tokens to experts and back, where all tensor-parallel ranks hold the same tokens (no sequence parallelism).
+
+    Each tensor-parallel rank routes every token and computes its part of each expert; one all-reduce over the tokens adds
+    the parts. (Megatron's dispatchers take it that the ranks hold different tokens. They gather them, and would compute
+    every token once a rank.) That all ranks route alike rests on equal inputs: an all-reduce gives all ranks the same
+    bits.
+
+    With expert parallelism, the rows of other ranks' experts are exchanged in one all-to-all each way.
+
+    The methods are megatron's six stages of a layer; what a later stage needs of an earlier one is kept in between.
+    """
+
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sort by expert.
+
+        Args:
+            hidden_states: (..., hidden).
+            routing_map: (tokens, all experts) bool, top-k of them True for each token.
+            probs: (tokens, all experts), zero elsewhere.
+
+        Returns:
+            (tokens x top-k, hidden), those of the first expert first; and each one's factor.
+        """
+        self._shape = hidden_states.shape
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        top_k, num_experts = self.config.moe_router_topk, routing_map.shape[1]
+        experts = routing_map.to(torch.uint8).topk(top_k, dim=1).indices
+        factors = probs.gather(1, experts)
+        experts = experts.flatten()
+        self._order = experts.argsort(stable=True)
+        self._counts = torch.zeros(num_experts, dtype=torch.int64, device=tokens.device)
+        self._counts.scatter_add_(0, experts, torch.ones_like(experts))
+        return tokens[self._order // top_k], factors.flatten()[self._order]
+
+    def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each row to the rank that has its expert; see `dispatch_preprocess` for both arguments."""
+        if self.ep_size == 1:
+            return hidden_states, probs
+        sent = self._counts.view(self.ep_size, -1)
+        self._received = moe.all_to_all(self.ep_group, sent)  # (ranks, local experts): what each rank sends here
+        sizes = torch.stack([sent.sum(1), self._received.sum(1)])
+        self._sent_rows, self._received_rows = sizes.tolist()
+        exchange = (self._received_rows, self._sent_rows)
+        return moe.all_to_all(self.ep_group, hidden_states, *exchange), moe.all_to_all(self.ep_group, probs, *exchange)
+
+    def dispatch_postprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Sort what came from several ranks by expert; returns the three arguments of the experts."""
+        if self.ep_size == 1:
+            return hidden_states, self._counts, probs
+        of_rank = torch.arange(self._received.shape[1], device=hidden_states.device).repeat(self.ep_size)
+        experts = of_rank.repeat_interleave(self._received.flatten(), output_size=len(hidden_states))
+        self._local_order = experts.argsort(stable=True)
+        return hidden_states[self._local_order], self._received.sum(0), probs[self._local_order]
+
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Undo the sorting of `dispatch_postprocess`."""
+        if self.ep_size == 1:
+            return hidden_states
+        return torch.empty_like(hidden_states).index_copy_(0, self._local_order, hidden_states)
+
+    def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Each row back to the rank that has its token."""
+        if self.ep_size == 1:
+            return hidden_states
+        return moe.all_to_all(self.ep_group, hidden_states, self._sent_rows, self._received_rows)
+
+    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The sum of each token's experts, and of all tensor-parallel ranks' parts, in the shape that came in."""
+        rows = torch.empty_like(hidden_states).index_copy_(0, self._order, hidden_states)
+        sums = rows.view(-1, self.config.moe_router_topk, rows.shape[-1]).sum(1)
+        return moe.reduce_from_tensor_model_parallel_region(sums, group=self.tp_group).view(self._shape)
+
+
+class ExpertsLayer(moe.MoELayer):  # type: ignore[misc]
+    """Megatron's layer with `ExpertDispatcher`.
+
+    Megatron's dispatcher stays where ours does not apply: with sequence parallelism, and where experts drop tokens.
+    """
+
+    def __init__(self, config: Any, submodules: Any, *, pg_collection: Any, **arguments: Any) -> None:
+        super().__init__(config, submodules, pg_collection=pg_collection, **arguments)
+        if not config.sequence_parallel and config.moe_expert_capacity_factor is None:
+            self.token_dispatcher = ExpertDispatcher(config, pg_collection)

@@ -1,0 +1,21 @@
+"""Megatron's mixture of experts: the classes that ours derive from or build. Their modules are named here only."""
+
+from __future__ import annotations
+
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.tensor_parallel import all_to_all, reduce_from_tensor_model_parallel_region
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+
+__all__ = [
+    "MoELayer",
+    "MoETokenDispatcher",
+    "SequentialMLP",
+    "ShardedTensor",
+    "ShardedTensorFactory",
+    "all_to_all",
+    "get_moe_module_spec",
+    "reduce_from_tensor_model_parallel_region",
+]
