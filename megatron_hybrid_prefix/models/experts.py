@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.module import MegatronModule
 
 from megatron_hybrid_prefix.upstream import moe
 
@@ -27,10 +26,11 @@ ROW_BYTES = 16
 """``grouped_mm`` takes matrices whose rows begin at multiples of it."""
 
 
-class GroupedExperts(MegatronModule):  # type: ignore[misc]
+class GroupedExperts(torch.nn.Module):  # type: ignore[misc]
     """All experts of this rank, weights stacked; takes the place of megatron's ``SequentialMLP``.
 
-    Checkpoints have the names and pieces of ``SequentialMLP`` and ``TEGroupedMLP``: each loads what the other saved.
+    It has the interface that ``MoELayer`` asks of experts. Checkpoints have the names and pieces of ``SequentialMLP`` and
+    ``TEGroupedMLP``: each loads what the others saved.
 
     Attributes:
         linear_fc1_weight: (experts, width or 2 x width, hidden), the second with a gate: its rows first.
@@ -47,7 +47,8 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
     """
 
     def __init__(self, num_local_experts: int, config: Any, *, pg_collection: Any, name: str | None = None) -> None:
-        super().__init__(config=config)
+        super().__init__()
+        self.config = config
         self.num_local_experts = num_local_experts
         self.ep_group, self.tp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
         if (missing := what_is_missing(config, self.tp_group.size())) is not None:
@@ -67,7 +68,7 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
             for expert in values:
                 fill(expert)
         weights = torch.nn.Parameter(values)
-        weights.expert_partition_dim = partition_dim  # type: ignore[attr-defined]
+        weights.expert_partition_dim = partition_dim
         return weights
 
     def forward(
@@ -173,9 +174,14 @@ def what_is_missing(config: Any, tp: int) -> str | None:
     dtype = config.params_dtype
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"grouped_mm does not take {dtype}"
-    for what, count in (("hidden_size", config.hidden_size), ("moe_ffn_hidden_size/tp", config.moe_ffn_hidden_size // tp)):
+    for what, count in (
+        ("hidden_size", config.hidden_size),
+        ("moe_ffn_hidden_size/tp", config.moe_ffn_hidden_size // tp),
+    ):
         if count * dtype.itemsize % ROW_BYTES:
-            return f"{what}={count} is not a multiple of {ROW_BYTES // dtype.itemsize}, which grouped_mm needs in {dtype}"
+            return (
+                f"{what}={count} is not a multiple of {ROW_BYTES // dtype.itemsize}, which grouped_mm needs in {dtype}"
+            )
     return None
 
 
@@ -206,28 +212,30 @@ class ExpertDispatcher(moe.MoETokenDispatcher):  # type: ignore[misc]
     """
 
     def dispatch_preprocess(
-        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+        self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sort by expert.
 
         Args:
-            hidden_states: (..., hidden).
+            tokens: (..., hidden).
             routing_map: (tokens, all experts) bool, top-k of them True for each token.
-            probs: (tokens, all experts), zero elsewhere.
+            probs: (tokens, all experts), the router's weights, zero elsewhere.
 
         Returns:
-            (tokens x top-k, hidden), those of the first expert first; and each one's factor.
+            rows: (tokens x top-k, hidden), those of the first expert first.
+            probs: (tokens x top-k,), the weight of each row.
         """
-        self._shape = hidden_states.shape
-        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        self._shape = tokens.shape
         top_k, num_experts = self.config.moe_router_topk, routing_map.shape[1]
+        # The same number of experts for every token, so no size depends on the routing.
         experts = routing_map.to(torch.uint8).topk(top_k, dim=1).indices
-        factors = probs.gather(1, experts)
+        weights = probs.gather(1, experts).flatten()
         experts = experts.flatten()
         self._order = experts.argsort(stable=True)
         self._counts = torch.zeros(num_experts, dtype=torch.int64, device=tokens.device)
         self._counts.scatter_add_(0, experts, torch.ones_like(experts))
-        return tokens[self._order // top_k], factors.flatten()[self._order]
+        rows = tokens.reshape(-1, tokens.shape[-1])[self._order // top_k]
+        return rows, weights[self._order]
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Each row to the rank that has its expert; see `dispatch_preprocess` for both arguments."""
@@ -276,7 +284,7 @@ class ExpertsLayer(moe.MoELayer):  # type: ignore[misc]
     Megatron's dispatcher stays where ours does not apply: with sequence parallelism, and where experts drop tokens.
     """
 
-    def __init__(self, config: Any, submodules: Any, *, pg_collection: Any, **arguments: Any) -> None:
-        super().__init__(config, submodules, pg_collection=pg_collection, **arguments)
-        if not config.sequence_parallel and config.moe_expert_capacity_factor is None:
-            self.token_dispatcher = ExpertDispatcher(config, pg_collection)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not self.config.sequence_parallel and self.config.moe_expert_capacity_factor is None:
+            self.token_dispatcher = ExpertDispatcher(self.config, kwargs["pg_collection"])

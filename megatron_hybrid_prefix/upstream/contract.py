@@ -34,6 +34,8 @@ _CONTEXTS = f"{_INFERENCE}.contexts"
 _CONTROLLERS = f"{_INFERENCE}.text_generation_controllers.text_generation_controller"
 _COORDINATORS = f"{_INFERENCE}.data_parallel_inference_coordinator"
 _GRAPHS = "megatron.core.transformer.cuda_graphs"
+_MAPPING = "megatron.core.dist_checkpointing.mapping"
+_MOE = "megatron.core.transformer.moe"
 _SAVING = "megatron.core.dist_checkpointing.strategies.torch"
 _SSM = "megatron.core.ssm"
 
@@ -823,6 +825,69 @@ CHECKPOINTS = (
     ),
 )
 
+# -- mixture of experts -------------------------------------------------------------------------------------------------
+
+EXPERTS = (
+    *rows_of(
+        f"{_MOE}.token_dispatcher",
+        classes("MoETokenDispatcher", "upstream/moe", "its six stages are ours"),
+    ),
+    *rows_of(
+        f"{_MOE}.token_dispatcher:MoETokenDispatcher",
+        overrides(
+            "dispatch_preprocess", "(self, tokens, routing_map, probs)", "models/experts", "tokens are sorted by expert"
+        ),
+        overrides("token_dispatch", "(self, hidden_states, probs)", "models/experts", "to other ranks' experts"),
+        overrides("dispatch_postprocess", "(self, hidden_states, probs)", "models/experts", "sorted by local expert"),
+        overrides("combine_preprocess", "(self, hidden_states)", "models/experts", "the order of arrival again"),
+        overrides("token_combine", "(self, hidden_states)", "models/experts", "back from other ranks' experts"),
+        overrides("combine_postprocess", "(self, hidden_states)", "models/experts", "the sum of a token's experts"),
+        attributes("config ep_group ep_size tp_group", "models/experts", "sizes and groups of an exchange"),
+    ),
+    *rows_of(
+        f"{_MOE}.moe_layer",
+        classes("MoELayer", "upstream/moe", "router, shared expert and the order of the stages"),
+    ),
+    *rows_of(
+        f"{_MOE}.moe_layer:MoELayer",
+        wraps(
+            "__init__",
+            "(self, config, submodules=None, layer_number=None, pg_collection=None, is_mtp_layer=False, name=None)",
+            "models/experts",
+            "with a dispatcher of ours",
+        ),
+        attributes("config token_dispatcher", "models/experts", "the dispatcher, replaced by ours"),
+    ),
+    *rows_of(
+        f"{_MOE}.experts",
+        calls(
+            "SequentialMLP",
+            "(num_local_experts, config, submodules, pg_collection=None, name=None)",
+            "models/experts upstream/moe",
+            "experts that the grouped products cannot compute",
+        ),
+    ),
+    *rows_of(
+        f"{_MAPPING}:ShardedTensor",
+        calls(
+            "from_rank_offsets",
+            "(key, data, *rank_offsets, replica_id=0, prepend_axis_num=0, flattened_range=None, **init_kwargs)",
+            "models/experts",
+            "stacked experts in a checkpoint",
+        ),
+    ),
+    *rows_of(
+        _MAPPING,
+        classes("ShardedTensor", "upstream/moe", "stacked experts in a checkpoint"),
+        calls(
+            "ShardedTensorFactory",
+            "(key, data, build_fn, merge_fn, replica_id=0, flattened_range=None)",
+            "models/experts upstream/moe",
+            "the two halves of a gated layer's weights, each sharded",
+        ),
+    ),
+)
+
 CONTRACT: tuple[Entry, ...] = (
     *CONTEXT,
     *CONTEXT_PARTS,
@@ -841,6 +906,7 @@ CONTRACT: tuple[Entry, ...] = (
     *PLATFORM,
     *GRAPHS,
     *CHECKPOINTS,
+    *EXPERTS,
 )
 
 # Folders that an engine does not need.
