@@ -118,10 +118,30 @@ class GroupedExperts(torch.nn.Module):  # type: ignore[misc]
         """What megatron's distributed checkpoints save and load."""
         if (metadata or {}).get("singleton_local_shards"):
             raise ValueError("grouped experts: checkpoints with singleton_local_shards are not supported")
-        return {
+        names = ("linear_fc1", "linear_fc2")
+        sharded: dict[str, Any] = {
             f"{prefix}{name}_weight": self._sharded(name, f"{prefix}experts.{name}.weight", sharded_offsets)
-            for name in ("linear_fc1", "linear_fc2")
+            for name in names
         }
+        sharded[f"{prefix}_extra_state"] = {
+            f"{name}.{number}": self._no_extra_state(f"{prefix}experts.{name}._extra_state", sharded_offsets, number)
+            for name in names
+            for number in range(self.num_local_experts)
+        }
+        return sharded
+
+    def get_extra_state(self) -> None:
+        """None: see `_no_extra_state`."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing is kept of it."""
+
+    def _no_extra_state(self, key: str, sharded_offsets: tuple[Any, ...], number: int) -> Any:
+        """What megatron's linear layers save beside their weights: nothing, by name. A strict load asks for it."""
+        number += self.ep_group.rank() * self.num_local_experts
+        of_expert = (len(sharded_offsets), number, self.ep_group.size() * self.num_local_experts)
+        replica_id = (0, self.tp_group.rank(), self.dp_group.rank())
+        return moe.make_sharded_object_for_checkpoint(None, key, (*sharded_offsets, of_expert), replica_id)
 
     def _sharded(self, name: str, key: str, sharded_offsets: tuple[Any, ...]) -> Any:
         weights = getattr(self, f"{name}_weight")

@@ -868,6 +868,15 @@ EXPERTS = (
         ),
     ),
     *rows_of(
+        "megatron.core.transformer.utils",
+        calls(
+            "make_sharded_object_for_checkpoint",
+            "(obj, key, sharded_offsets=(), replica_id=None, **kwargs)",
+            "models/experts upstream/moe",
+            "what a checkpoint has beside the weights of experts",
+        ),
+    ),
+    *rows_of(
         f"{_MAPPING}:ShardedTensor",
         calls(
             "from_rank_offsets",

@@ -8,6 +8,7 @@ from megatron.core.tensor_parallel import all_to_all, reduce_from_tensor_model_p
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
 __all__ = [
     "MoELayer",
@@ -17,5 +18,6 @@ __all__ = [
     "ShardedTensorFactory",
     "all_to_all",
     "get_moe_module_spec",
+    "make_sharded_object_for_checkpoint",
     "reduce_from_tensor_model_parallel_region",
 ]

@@ -1,0 +1,298 @@
+"""Experts in two grouped products: against a loop in float64, without host synchronisation, in checkpoints of either kind."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from megatron_hybrid_prefix.models import build_hybrid_model, experts, get_preset, load_checkpoint, save_checkpoint
+from megatron_hybrid_prefix.models.weights import parameters_by_global_name
+from tests.harness.lifecycle_helpers import Served, tokens
+from tests.harness.naive_model import NaiveHybridModel
+from tests.kernels.rounding import EXP, SILU, allowed, check
+
+NUM_EXPERTS = 6
+# As Qwen3-Next has them, and smaller.
+SHARED = {
+    "activation": "swiglu",
+    "num_moe_experts": 16,
+    "moe_router_topk": 5,
+    "moe_ffn_hidden_size": 48,
+    "moe_shared_expert_intermediate_size": 96,
+    "moe_shared_expert_gate": True,
+}
+
+
+def build(platform, seed=0, **changes):
+    return build_hybrid_model(get_preset("tiny-moe", **changes), seed=seed, platform=platform)
+
+
+def layer_of(model):
+    return model.decoder.layers[model.hybrid_config.layer_pattern.index("E")].mlp
+
+
+# -- the products ------------------------------------------------------------------------------------------------------
+
+
+def counts_of(name, num_experts):
+    """Rows of each expert."""
+    generator = torch.Generator().manual_seed(7)
+    counts = {
+        "some": torch.randint(1, 9, (num_experts,), generator=generator),
+        "gaps": torch.randint(0, 2, (num_experts,), generator=generator) * 5,
+        "first": torch.zeros(num_experts, dtype=torch.int64),
+        "last": torch.zeros(num_experts, dtype=torch.int64),
+        "one row": torch.zeros(num_experts, dtype=torch.int64),
+        "none": torch.zeros(num_experts, dtype=torch.int64),
+    }
+    counts["first"][0], counts["last"][-1], counts["one row"][num_experts // 2] = 33, 33, 1
+    return counts[name]
+
+
+def inputs_of(layer, counts, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(int(counts.sum()), layer.config.hidden_size, generator=generator).to(dtype)
+    return rows, counts, torch.rand(len(rows), generator=generator).to(dtype)
+
+
+def one_by_one(layer, rows, counts, probs, activation, dtype=torch.float64):
+    """Output of each row in ``dtype``, expert by expert; and its weighted condition in float64 (see `rounding`)."""
+    outputs, conditions, at = [torch.zeros(0, rows.shape[1], dtype=dtype)], [torch.zeros(0, rows.shape[1]).double()], 0
+    for number, count in enumerate(counts.tolist()):
+        x, p = (part[at : at + count].to(dtype) for part in (rows, probs))
+        first, second = (weights[number].to(dtype) for weights in (layer.linear_fc1_weight, layer.linear_fc2_weight))
+        inner = x @ first.T
+        off = (x.abs() @ first.abs().T).double() * (x.shape[1] + 1)
+        if activation == "swiglu":
+            gate, up = inner.chunk(2, dim=-1)
+            gate_off, up_off = off.chunk(2, dim=-1)
+            inner = F.silu(gate) * up
+            # silu is nowhere steeper than 1.1.
+            off = up.abs() * (1.1 * gate_off + SILU * F.silu(gate).abs()) + F.silu(gate).abs() * up_off + inner.abs()
+        elif activation == "gelu":  # nowhere steeper than 1.2; erf counts for as much as exp
+            off = 1.2 * off + (EXP + 5) * inner.abs()
+            inner = F.gelu(inner)
+        else:
+            inner = F.relu(inner)
+            off = 2 * inner.abs() * off + 2 * inner.square()
+            inner = inner.square()
+        inner, off = inner * p[:, None], (off + inner.abs()) * p[:, None].double()
+        outputs.append(inner @ second.T)
+        conditions.append((off + inner.abs().double() * (inner.shape[1] + 1)) @ second.abs().T.double())
+        at += count
+    return torch.cat(outputs), torch.cat(conditions)
+
+
+@pytest.fixture(scope="module", params=["relu2", "gelu", "swiglu"])
+def small(request, platform):
+    """Experts, and their activation."""
+    model = build(platform, layer_pattern="*E", num_moe_experts=NUM_EXPERTS, activation=request.param)
+    return layer_of(model).experts, request.param
+
+
+@pytest.fixture(scope="module")
+def large(platform):
+    """512 experts, as Qwen3-Next has."""
+    changes = SHARED | {"num_moe_experts": 512, "moe_router_topk": 10, "moe_ffn_hidden_size": 32}
+    return layer_of(build(platform, layer_pattern="*E", **changes))
+
+
+def assert_right(layer, activation, counts, mutant=None):
+    rows, counts, probs = inputs_of(layer, counts)
+    exact, condition = one_by_one(layer, rows, counts, probs, activation)
+    with torch.inference_mode():
+        got, bias = layer(rows, counts if mutant is None else mutant(counts), probs)
+    assert bias is None
+    check(got, exact, allowed(exact, condition, torch.float32))
+
+
+@pytest.mark.parametrize("name", ["some", "gaps", "first", "last", "one row", "none"])
+def test_every_row_goes_through_its_expert(small, name):
+    layer, activation = small
+    assert_right(layer, activation, counts_of(name, NUM_EXPERTS))
+
+
+@pytest.mark.parametrize("name", ["some", "gaps", "first", "last"])
+def test_512_experts(large, name):
+    assert_right(large.experts, "swiglu", counts_of(name, 512))
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        lambda counts: counts.roll(1),
+        lambda counts: counts - F.one_hot(torch.tensor(0), len(counts)) + F.one_hot(torch.tensor(1), len(counts)),
+    ],
+    ids=["the neighbour's expert", "one row too far"],
+)
+def test_a_row_at_a_wrong_expert_is_seen(small, mutant):
+    layer, activation = small
+    with pytest.raises(AssertionError, match="are off"):
+        assert_right(layer, activation, counts_of("some", NUM_EXPERTS), mutant)
+
+
+def test_bfloat16_is_as_near_as_a_loop_in_bfloat16(platform):
+    layer = layer_of(build(platform, layer_pattern="*E", num_moe_experts=NUM_EXPERTS, dtype="bfloat16")).experts
+    rows, counts, probs = inputs_of(layer, counts_of("gaps", NUM_EXPERTS), torch.bfloat16)
+    exact, _ = one_by_one(layer, rows, counts, probs, "relu2")
+    plain, _ = one_by_one(layer, rows, counts, probs, "relu2", torch.bfloat16)
+    with torch.inference_mode():
+        got, _ = layer(rows, counts, probs)
+    assert got.dtype == torch.bfloat16
+    assert 0 < (got - exact).abs().max() <= 2 * (plain - exact).abs().max()
+
+
+# -- the layer ---------------------------------------------------------------------------------------------------------
+
+
+def run_without_values(layer, count, monkeypatch):
+    """A forward of ``count`` tokens that have a shape and no values; returns how many grouped products it had.
+
+    What depends on a value raises: the size of a result, a number on the host. On a GPU the host would wait for it.
+    """
+    products = []
+
+    def product(rows, weights, *, offs):
+        products.append(len(offs))
+        return rows.new_empty(len(rows), weights.shape[-1])
+
+    mode = FakeTensorMode()
+    weights = {name: mode.from_tensor(value.data) for name, value in layer.named_parameters()}
+    with monkeypatch.context() as patch, torch.no_grad(), mode:
+        patch.setattr(F, "grouped_mm", product)
+        hidden = torch.empty(count, 1, layer.config.hidden_size)
+        answer, _ = torch.func.functional_call(layer, weights, (hidden,))
+    assert answer.shape == (count, 1, layer.config.hidden_size)
+    return products
+
+
+@pytest.mark.parametrize("count", [1, 40])
+def test_a_forward_of_512_experts_is_two_products_and_waits_for_no_value(large, count, monkeypatch):
+    assert run_without_values(large, count, monkeypatch) == [512, 512]
+
+
+def test_waiting_for_a_value_would_be_seen(large, monkeypatch):
+    """With megatron's dispatcher, which takes sizes from the routing; the answer is the same."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    hidden = torch.randn(9, 1, large.config.hidden_size)
+    with torch.inference_mode():
+        right, _ = large(hidden)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        theirs = MoEAlltoAllTokenDispatcher(512, list(range(512)), config=large.config, pg_collection=groups)
+        monkeypatch.setattr(large, "token_dispatcher", theirs)
+        answer, _ = large(hidden)
+    torch.testing.assert_close(answer, right)
+    with pytest.raises(DataDependentOutputException):
+        run_without_values(large, 9, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def shared(platform):
+    return build(platform, **SHARED)
+
+
+def test_shared_expert_and_gate_say_what_the_reference_says(shared):
+    served = Served(shared)
+    prefix = tokens(2, 0, seed=1)
+    served.send([*prefix, 1, 2])
+    assert served.send([*prefix, 3], [*prefix, 4, 5, 6]).num_cached_tokens == len(prefix)
+    served.check()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"moe_shared_expert_gate": False},
+        {"moe_shared_expert_intermediate_size": 0, "moe_shared_expert_gate": False},
+        {"moe_router_topk": 4},
+    ],
+    ids=["no gate", "no shared expert", "four of five experts"],
+)
+def test_a_reference_without_a_part_differs(shared, wrong):
+    prompt = tokens(1, 0, seed=5)
+    right = NaiveHybridModel(shared, shared.hybrid_config).log_probs(prompt)
+    other = NaiveHybridModel(shared, replace(shared.hybrid_config, **wrong)).log_probs(prompt)
+    best = right.argmax(-1, keepdim=True)
+    assert (right - other).abs().gather(1, best).median() >= 1e-3
+
+
+# -- one by one --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sequential(platform, monkeypatch, caplog):
+    """A model whose experts are megatron's, one by one."""
+    monkeypatch.setattr(experts, "what_is_missing", lambda config, tp: "a reason")
+    with caplog.at_level(logging.WARNING):
+        model = build(platform, **SHARED)
+    assert "experts are computed one by one: a reason" in caplog.text
+    assert type(layer_of(model).experts).__name__ == "SequentialMLP"
+    return model
+
+
+def test_weights_do_not_depend_on_how_experts_are_computed(shared, sequential):
+    grouped, single = dict(parameters_by_global_name(shared)), dict(parameters_by_global_name(sequential))
+    assert set(grouped) == set(single)
+    assert len(grouped) > 2 * 2 * SHARED["num_moe_experts"]
+    for name, value in grouped.items():
+        assert torch.equal(value, single[name]), name
+    hidden = torch.randn(30, 1, 64)
+    with torch.inference_mode():
+        torch.testing.assert_close(layer_of(shared)(hidden)[0], layer_of(sequential)(hidden)[0])
+
+
+def test_each_loads_the_checkpoint_of_the_other(platform, shared, sequential, tmp_path, monkeypatch):
+    monkeypatch.undo()
+    for saved, path in ((shared, tmp_path / "grouped"), (sequential, tmp_path / "single")):
+        save_checkpoint(saved, path)
+    other = build(platform, seed=4, **SHARED)
+    first = layer_of(other).experts.linear_fc1_weight
+    assert not torch.equal(first, layer_of(shared).experts.linear_fc1_weight)
+    load_checkpoint(other, tmp_path / "single")
+    assert unequal(other, shared) == []
+    for value in sequential.parameters():
+        value.zero_()
+    load_checkpoint(sequential, tmp_path / "grouped")
+    assert unequal(sequential, shared) == []
+
+
+def unequal(model, right):
+    """Names of parameters that differ."""
+    values = dict(parameters_by_global_name(right))
+    return [name for name, value in parameters_by_global_name(model) if not torch.equal(value, values[name])]
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "missing"),
+    [
+        ({}, 2, None),
+        ({"moe_ffn_hidden_size": 30}, 1, "moe_ffn_hidden_size/tp=30 is not a multiple of 4"),
+        ({"moe_ffn_hidden_size": 48}, 3, None),
+        ({"moe_ffn_hidden_size": 48}, 8, "moe_ffn_hidden_size/tp=6 is not a multiple of 4"),
+        ({"moe_ffn_hidden_size": 48}, 5, "tp=5 does not divide moe_ffn_hidden_size=48"),
+        ({"params_dtype": torch.bfloat16, "moe_ffn_hidden_size": 12}, 1, "=12 is not a multiple of 8"),
+        ({"params_dtype": torch.float64}, 1, "does not take torch.float64"),
+        ({"add_bias_linear": True}, 1, "a bias"),
+        ({"moe_apply_probs_on_input": True}, 1, "moe_apply_probs_on_input"),
+    ],
+)
+def test_what_grouped_products_cannot_do(shared, changes, tp, missing, monkeypatch):
+    config = layer_of(shared).config
+    for name, value in changes.items():
+        monkeypatch.setattr(config, name, value)
+    found = experts.what_is_missing(config, tp)
+    assert found is None if missing is None else missing in found
+
+
+def test_a_width_that_grouped_products_do_not_take_works_one_by_one(platform):
+    model = build(platform, moe_ffn_hidden_size=30)
+    assert type(layer_of(model).experts).__name__ == "SequentialMLP"
+    served = Served(model, slots=None)
+    assert len(served.send(tokens(1, 0, seed=1)).generated_tokens) == 4
