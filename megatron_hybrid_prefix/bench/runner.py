@@ -140,7 +140,8 @@ def machine_of(model: Any, args: argparse.Namespace) -> Machine:
     if states is None:
         raise InputError(f"{args.preset} has no recurrent layers: there is nothing to compare")
     config = model.config
-    heads = config.num_query_groups // config.tensor_model_parallel_size
+    # With more tensor-parallel ranks than key/value heads, several ranks hold the same head.
+    heads = max(1, config.num_query_groups // config.tensor_model_parallel_size)
     attention_layers = sum(symbol == "*" for symbol in states.layer_type_list)
     token_bytes = 2 * attention_layers * heads * config.kv_channels * config.params_dtype.itemsize
     return Machine(

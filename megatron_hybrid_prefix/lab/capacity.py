@@ -54,9 +54,13 @@ class Sizes:
         for name in ("dtype", "state_dtype"):
             if getattr(self, name) not in _VALUE_BYTES:
                 raise ValueError(f"{self.name}: {name} {getattr(self, name)!r} is none of {', '.join(_VALUE_BYTES)}")
-        for name in ("heads", "groups", "kv_heads"):
+        for name in ("heads", "groups"):
             if getattr(self, name) % self.tp:
                 raise ValueError(f"{self.name}: tp={self.tp} does not divide {name}={getattr(self, name)}")
+        if self.kv_heads % self.tp and self.tp % self.kv_heads:
+            raise ValueError(
+                f"{self.name}: tp={self.tp} is neither a divisor nor a multiple of kv_heads={self.kv_heads}"
+            )
 
     @property
     def layout(self) -> StateLayout:
@@ -74,8 +78,9 @@ class Sizes:
 
     @property
     def kv_token_bytes(self) -> int:
-        """Bytes of keys and values of one token."""
-        return 2 * self.attention_layers * (self.kv_heads // self.tp) * self.kv_channels * _VALUE_BYTES[self.dtype]
+        """Bytes of keys and values of one token. With more ranks than heads, several ranks hold the same head."""
+        heads = max(1, self.kv_heads // self.tp)
+        return 2 * self.attention_layers * heads * self.kv_channels * _VALUE_BYTES[self.dtype]
 
     def kv_block_bytes(self, block_tokens: int) -> int:
         """Bytes of a KV block."""

@@ -36,12 +36,16 @@ def build_hybrid_model(
         The model in ``eval`` mode on the platform's device; its dimensions are ``model.hybrid_config``.
 
     Raises:
-        ValueError: Unknown preset, or dimensions that this tp/pp cannot shard.
+        ValueError: Unknown preset, dimensions that this tp/pp/ep cannot shard, or CUDA graphs that cannot be captured.
     """
     config = get_preset(preset_or_config) if isinstance(preset_or_config, str) else preset_or_config
     if platform is None:
         platform = running_platform() or ensure_platform()
     platform.check_cuda_graphs(overrides.get("cuda_graph_impl", "none"))
+    if config.num_moe_experts and overrides.get("cuda_graph_impl", "none") != "none":
+        from megatron_hybrid_prefix.models.experts import check_capture
+
+        check_capture(getattr(torch, config.dtype), platform.ep, platform.device)
     staged_pattern = config.check_parallel(tp=platform.tp, pp=platform.pp, ep=platform.ep)
 
     from megatron.core import parallel_state

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 ROW_BYTES = 16
 """``grouped_mm`` takes matrices whose rows begin at multiples of it."""
+GRAPH_CAPABILITIES = (9, 10)
+"""Major compute capabilities whose ``grouped_mm`` reads the sizes of groups on the device (torch 2.11, bfloat16)."""
 
 
 class GroupedExperts(torch.nn.Module):  # type: ignore[misc]
@@ -203,6 +205,21 @@ def what_is_missing(config: Any, tp: int) -> str | None:
                 f"{what}={count} is not a multiple of {ROW_BYTES // dtype.itemsize}, which grouped_mm needs in {dtype}"
             )
     return None
+
+
+def check_capture(dtype: torch.dtype, ep: int, device: torch.device) -> None:
+    """Raise ValueError, in one line, if a CUDA graph cannot capture an `ExpertsLayer`."""
+    if ep > 1:
+        raise ValueError(
+            f"CUDA graphs with experts need ep=1, not ep={ep}: the exchange between ranks has sizes of the host"
+        )
+    if dtype != torch.bfloat16:
+        raise ValueError(f"CUDA graphs with experts need bfloat16: grouped_mm reads sizes on the host in {dtype}")
+    if torch.cuda.get_device_capability(device)[0] not in GRAPH_CAPABILITIES:
+        name = torch.cuda.get_device_name(device)
+        raise ValueError(
+            f"CUDA graphs with experts need a Hopper or Blackwell GPU: grouped_mm reads sizes on the host on {name}"
+        )
 
 
 def build_experts(num_local_experts: int, config: Any, *, pg_collection: Any, name: str | None = None) -> Any:

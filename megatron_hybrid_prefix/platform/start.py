@@ -115,7 +115,7 @@ def ensure_platform(
     attention, mamba, layers = replace_what_is_missing(use_cuda)
     torch_device = _start_distributed(use_cuda, timeout_s)
     world_size = dist.get_world_size()
-    if world_size % (tp * pp) or world_size % (ep * pp):
+    if world_size % (tp * pp * ep):  # experts are sharded over the tensor-parallel ranks, too
         raise ValueError(f"tp={tp} x pp={pp} x ep={ep} does not divide the {world_size} process(es) that were started")
     _start_parallel_state(tp, pp, ep, seed, timeout_s)
     _platform = Platform(

@@ -1,6 +1,6 @@
-"""Answers of ``tiny-moe`` with the experts on two ranks, as JSON. Usage: ``torchrun expert_parallel.py OUT.json``.
+"""Answers of a model with experts in one layout, as JSON. Usage: ``torchrun expert_parallel.py OUT.json TP EP``.
 
-Each rank serves requests of its own, and takes part in the other's forwards when it has none.
+Each data-parallel rank serves requests of its own, and takes part in the others' forwards when it has none.
 """
 
 from __future__ import annotations
@@ -11,18 +11,40 @@ import torch
 import torch.distributed as dist
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
-from megatron_hybrid_prefix.models import build_hybrid_model
+from megatron_hybrid_prefix.models import build_hybrid_model, experts, get_preset, load_checkpoint, save_checkpoint
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.harness.engine_helpers import greedy, random_tokens, run_to_end
 from tests.harness.limits import COLLECTIVE_HANG_S
 from tests.harness.workers.launch import write_findings
+from tests.harness.workers.prefix_parallel import damage_sources
 
 BLOCK_TOKENS = 64
 MODES = ("legacy", "async")
+# A gate, several experts a token, a width of their own, a shared expert with its gate: as Qwen3-Next, and smaller.
+SHARED = {
+    "activation": "swiglu",
+    "num_moe_experts": 16,
+    "moe_router_topk": 5,
+    "moe_ffn_hidden_size": 48,
+    "moe_shared_expert_intermediate_size": 96,
+    "moe_shared_expert_gate": True,
+}
+# (tp, ep): changes of ``tiny-moe``. In the last one several ranks have the same key/value head.
+LAYOUTS = {
+    (1, 2): {},
+    (2, 1): SHARED,
+    (2, 2): SHARED | {"num_query_groups": 2},
+    (4, 1): SHARED | {"num_query_groups": 2},
+}
+
+
+def build(layout, platform, seed=0):
+    """This rank's shard of a layout's model."""
+    return build_hybrid_model(get_preset("tiny-moe", **LAYOUTS[layout]), seed=seed, platform=platform)
 
 
 def prompts(rank):
-    """Prompts of one rank, with a prefix of its own; rank 1 has fewer, and is idle when rank 0 goes on."""
+    """Prompts of one data-parallel rank, with a prefix of its own; rank 1 has fewer, and is idle when rank 0 goes on."""
     prefix = random_tokens(3 * BLOCK_TOKENS, seed=rank)
     tails = (1, 2, 60, 130, 3) if rank == 0 else (2, 70)
     return [prefix + random_tokens(own, seed=10 * rank + own) for own in tails]
@@ -34,11 +56,13 @@ def herd(rank):
     return [prefix + random_tokens(9 + number, seed=80 + number) for number in range(3)] if rank == 0 else []
 
 
-def answers(model, rank, mode, prefix, ranks=1):
-    """What this rank's requests say, sent one by one and all at once."""
+def answers(model, rank, mode, prefix, ranks=1, damaged=False):
+    """What the requests of a data-parallel rank say, sent one by one and all at once; ``ranks`` is the world's size."""
     engine = build_engine(
         model, prefix, max_sequence_length=512, max_requests=8, block_size_tokens=BLOCK_TOKENS, async_sched_mode=mode
     )
+    if damaged:
+        damage_sources(engine.context)
     finished: dict = {}
     idle_forwards = 0
     for batches in ([prompt] for prompt in prompts(rank)), [prompts(rank)], [herd(rank)]:
@@ -78,14 +102,58 @@ def together(working, ranks):
     return bool(flag)
 
 
-def main(out):
-    platform = ensure_platform(ep=2, device="cpu", timeout_s=COLLECTIVE_HANG_S["cpu"])
-    model = build_hybrid_model("tiny-moe", seed=0, platform=platform)
-    found = {mode: answers(model, dist.get_rank(), mode, HybridPrefixConfig(mamba_gb=0.002), ranks=2) for mode in MODES}
-    found["local_experts"] = sum("local_experts.1.linear_fc1" in name for name, _ in model.named_parameters())
+def mutants(model, rank, ranks, tp, ep):
+    """Answers with something wrong: the states of the last rank alone, the sum of experts, the exchange of rows."""
+    cache = HybridPrefixConfig(mamba_gb=0.002)
+    last = dist.get_rank() == ranks - 1
+    found = {"states": answers(model, rank, "legacy", cache, ranks, damaged=last)}
+    for name, applies, owner, attribute, wrong in (
+        ("sum", tp > 1, experts.moe, "reduce_from_tensor_model_parallel_region", lambda sums, group: sums),
+        ("exchange", ep > 1, experts.ExpertDispatcher, "combine_preprocess", lambda self, hidden_states: hidden_states),
+    ):
+        if applies:
+            right = getattr(owner, attribute)
+            setattr(owner, attribute, wrong)
+            found[name] = answers(model, rank, "legacy", cache, ranks)
+            setattr(owner, attribute, right)
+    return found
+
+
+def unequal(model, right):
+    """Names of parameters that differ."""
+    pairs = zip(model.named_parameters(), right.named_parameters(), strict=True)
+    return [name for (name, value), (_, reference) in pairs if not torch.equal(value, reference)]
+
+
+def refusal(**layout):
+    """What a layout that these processes cannot have is answered with."""
+    try:
+        ensure_platform(device="cpu", timeout_s=COLLECTIVE_HANG_S["cpu"], **layout)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def main(out, tp, ep, checkpoint):
+    found = {"refusal": refusal(tp=2 * tp, ep=ep)}
+    platform = ensure_platform(tp=tp, ep=ep, device="cpu", timeout_s=COLLECTIVE_HANG_S["cpu"])
+    ranks, rank = dist.get_world_size(), dist.get_rank() // tp
+    model = build((tp, ep), platform)
+    cache = HybridPrefixConfig(mamba_gb=0.002)
+    for mode in MODES:
+        found[mode] = {
+            "off": answers(model, rank, mode, None, ranks=ranks),
+            "on": answers(model, rank, mode, cache, ranks=ranks),
+        }
+    found["mutants"] = mutants(model, rank, ranks, tp, ep)
+    found["local_experts"] = sum(len(p) for name, p in model.named_parameters() if name.endswith("linear_fc1_weight"))
+    other = build((tp, ep), platform, seed=1)
+    load_checkpoint(other, checkpoint)  # saved by one rank
+    found["unequal"] = unequal(other, model)
+    save_checkpoint(model, checkpoint + "-again")
     write_findings(out, found)
     shut_down()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
