@@ -4,7 +4,7 @@
 #
 #   N              ranks that there are (on GPUs one GPU each); cases that need more are skipped: 4 runs all
 #   --device       cpu: gloo; cuda: NCCL (default: cuda where there is a device)
-#   --cases NAMES  only these, by comma: tp2, pp2, tp2-pp2, ep2, dp2, killed, killed-alone (without torchrun)
+#   --cases NAMES  only these, by comma: tp2, pp2, tp2-pp2, ep2, tp2-ep2, dp2, killed, killed-alone (without torchrun)
 #   --json PATH    the outcomes, with hardware and versions
 #
 # A line a case: passed, failed or skipped, and why. Exit code: 0; 1 if a case failed; 2 for bad input.

@@ -1,4 +1,4 @@
-"""Hybrid models by preset or by dimensions: Mamba2, attention and MLP layers, tensor- and pipeline-parallel."""
+"""Hybrid models by preset or by dimensions: Mamba2, attention, MLP and mixture-of-experts layers, in any parallel layout."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,14 @@ def test_files_that_are_no_configuration(tmp_path):
         sizes_of("nothing")
     with pytest.raises(InputError, match="tp=3 does not divide"):
         sizes_of("tiny", tp=3)
+
+
+def test_more_ranks_than_key_value_heads_hold_the_same_heads():
+    sizes = replace(sizes_of("nemotron-h-8b"), kv_heads=2)
+    at_tp = {tp: replace(sizes, tp=tp).kv_token_bytes for tp in (1, 2, 4, 8)}
+    assert [at_tp[1] // size for size in at_tp.values()] == [1, 2, 2, 2]
+    with pytest.raises(ValueError, match="tp=4 is neither a divisor nor a multiple of kv_heads=6"):
+        replace(sizes, kv_heads=6, tp=4)
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------

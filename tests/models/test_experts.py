@@ -296,3 +296,24 @@ def test_a_width_that_grouped_products_do_not_take_works_one_by_one(platform):
     assert type(layer_of(model).experts).__name__ == "SequentialMLP"
     served = Served(model, slots=None)
     assert len(served.send(tokens(1, 0, seed=1)).generated_tokens) == 4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ep", "capability", "message"),
+    [
+        (torch.bfloat16, 1, (9, 0), None),
+        (torch.bfloat16, 1, (10, 0), None),
+        (torch.bfloat16, 2, (9, 0), "need ep=1, not ep=2"),
+        (torch.float32, 1, (9, 0), "need bfloat16: .* in torch.float32"),
+        (torch.bfloat16, 1, (8, 0), "need a Hopper or Blackwell GPU: .* on a GPU"),
+    ],
+)
+def test_graphs_that_cannot_be_captured_are_refused(dtype, ep, capability, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    if message is None:
+        experts.check_capture(dtype, ep, torch.device("cuda", 0))
+        return
+    with pytest.raises(ValueError, match=message) as error:
+        experts.check_capture(dtype, ep, torch.device("cuda", 0))
+    assert "\n" not in str(error.value)

@@ -93,6 +93,8 @@ def test_presets_have_the_published_dimensions():
         ({"mtp_num_layers": 2}, "give both"),
         ({"mtp_num_layers": 1, "mtp_layer_pattern": "*X"}, "mtp_layer_pattern='\\*X'"),
         ({"layer_pattern": "M*E"}, "moe_router_topk=2 from 1 to num_moe_experts=0"),
+        ({"moe_ffn_hidden_size": -1}, "must not be negative"),
+        ({"moe_shared_expert_gate": True}, "needs moe_shared_expert_intermediate_size"),
     ],
 )
 def test_bad_dimensions_are_one_clear_line(changes, message):
@@ -126,8 +128,28 @@ def test_impossible_layouts_are_refused(tp, pp, message):
 
 
 @pytest.mark.parametrize(
-    ("layout", "message"), [({"tp": 1, "ep": 3}, "ep=3 does not divide"), ({"tp": 2}, "needs sequence parallelism")]
+    ("changes", "layout", "message"),
+    [
+        ({}, {"tp": 1, "ep": 3}, "ep=3 does not divide num_moe_experts=4"),
+        ({"moe_ffn_hidden_size": 31}, {"tp": 2}, "tp=2 does not divide moe_ffn_hidden_size=31"),
+        (
+            {"moe_shared_expert_intermediate_size": 33},
+            {"tp": 2},
+            "tp=2 does not divide moe_shared_expert_intermediate_size=33",
+        ),
+        (
+            {"num_query_groups": 6, "num_attention_heads": 12},
+            {"tp": 4},
+            "tp=4 is neither a divisor nor a multiple of num_query_groups=6",
+        ),
+    ],
 )
-def test_impossible_layouts_of_experts_are_refused(layout, message):
-    with pytest.raises(ValueError, match=message):
-        get_preset("tiny-moe").check_parallel(**({"pp": 1} | layout))
+def test_impossible_layouts_of_experts_and_heads_are_refused(changes, layout, message):
+    with pytest.raises(ValueError, match=message) as error:
+        get_preset("tiny-moe", **changes).check_parallel(**({"pp": 1} | layout))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "ep": 2}, {"tp": 4, "ep": 4}])
+def test_experts_at_any_tensor_parallel_size_and_fewer_heads_than_ranks(layout):
+    get_preset("tiny-moe", num_query_groups=1).check_parallel(**({"pp": 1} | layout))

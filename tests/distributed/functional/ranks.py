@@ -72,13 +72,13 @@ def layout(case: Case, platform: Any) -> dict[str, Any]:
 
 
 def experts(case: Case, platform: Any) -> dict[str, Any]:
-    """Findings of ``tiny-moe``: each rank has requests of its own, and decides for itself."""
+    """Findings of ``tiny-moe``: each data-parallel rank has requests of its own, and decides for itself."""
     model = build_hybrid_model("tiny-moe", seed=0, platform=platform)
     settings = {"off": None, "on": HybridPrefixConfig(mamba_gb=0.002, check_ranks=True)}
     return {
         "runs": {
             mode: {
-                engine: expert_parallel.answers(model, dist.get_rank(), mode, prefix, ranks=case.ranks)
+                engine: expert_parallel.answers(model, dist.get_rank() // case.tp, mode, prefix, ranks=case.ranks)
                 for engine, prefix in settings.items()
             }
             for mode in expert_parallel.MODES

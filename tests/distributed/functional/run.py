@@ -67,6 +67,7 @@ CASES = {
     "pp2": Case(kind="layout", ranks=2, pp=2, forked=True),
     "tp2-pp2": Case(kind="layout", ranks=4, tp=2, pp=2, forked=True),
     "ep2": Case(kind="experts", ranks=2, ep=2, forked=True),
+    "tp2-ep2": Case(kind="experts", ranks=4, tp=2, ep=2, forked=True),
     "dp2": Case(kind="replicas", ranks=2, forked=True),
     "killed": Case(kind="killed", ranks=2, tp=2),
     "killed-alone": Case(kind="killed", ranks=2, tp=2, torchrun=False),
