@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from megatron_hybrid_prefix.models import build_hybrid_model, experts, get_preset, load_checkpoint, save_checkpoint
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name
-from tests.harness.lifecycle_helpers import Served, tokens
+from tests.harness.lifecycle_helpers import EngineHarness, tokens
 from tests.harness.naive_model import NaiveHybridModel
 from tests.kernels.rounding import EXP, SILU, allowed, check
 
@@ -199,7 +199,7 @@ def shared(platform):
 
 
 def test_shared_expert_and_gate_say_what_the_reference_says(shared):
-    served = Served(shared)
+    served = EngineHarness(shared)
     prefix = tokens(2, 0, seed=1)
     served.send([*prefix, 1, 2])
     assert served.send([*prefix, 3], [*prefix, 4, 5, 6]).num_cached_tokens == len(prefix)
@@ -294,7 +294,7 @@ def test_what_grouped_products_cannot_do(shared, changes, tp, missing, monkeypat
 def test_a_width_that_grouped_products_do_not_take_works_one_by_one(platform):
     model = build(platform, moe_ffn_hidden_size=30)
     assert type(layer_of(model).experts).__name__ == "SequentialMLP"
-    served = Served(model, slots=None)
+    served = EngineHarness(model, slots=None)
     assert len(served.send(tokens(1, 0, seed=1)).generated_tokens) == 4
 
 
