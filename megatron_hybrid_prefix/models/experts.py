@@ -5,9 +5,10 @@
 megatron's.
 
 Host synchronisation: with expert-parallel size 1 there is none in bfloat16 on a Hopper or Blackwell GPU, so a CUDA graph
-can capture the layer: the number of rows is tokens x top-k, and the rows of each expert are counted on the device. Two
-cases synchronise: an exchange between expert-parallel ranks (its sizes are arguments of the collective), and
-``grouped_mm`` in other types or on other GPUs (PyTorch then loops over the experts).
+can capture the layer: the number of rows is tokens x top-k, and the rows of each expert are counted on the device. Three
+cases synchronise: an exchange between expert-parallel ranks (its sizes are arguments of the collective), ``grouped_mm`` in
+other types or on other GPUs (PyTorch then loops over the experts), and experts one by one (`build_experts`).
+CUDA graphs are refused there (`check_capture`, `build_experts`).
 """
 
 from __future__ import annotations
@@ -223,10 +224,16 @@ def check_capture(dtype: torch.dtype, ep: int, device: torch.device) -> None:
 
 
 def build_experts(num_local_experts: int, config: Any, *, pg_collection: Any, name: str | None = None) -> Any:
-    """`GroupedExperts`; where those cannot do what the config asks for, megatron's own, one by one (a log line says so)."""
+    """`GroupedExperts`; where those cannot do what the config asks for, megatron's own, one by one (a log line says so).
+
+    Raises:
+        ValueError: CUDA graphs are asked for, and the experts would be computed one by one.
+    """
     missing = what_is_missing(config, pg_collection.expt_tp.size())
     if missing is None:
         return GroupedExperts(num_local_experts, config, pg_collection=pg_collection, name=name)
+    if config.cuda_graph_impl != "none":
+        raise ValueError(f"CUDA graphs with experts need grouped experts: {missing}")
     logger.warning("experts are computed one by one: %s", missing)
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLPSubmodules
@@ -264,8 +271,9 @@ class ExpertDispatcher(moe.MoETokenDispatcher):  # type: ignore[misc]
         """
         self._shape = tokens.shape
         top_k, num_experts = self.config.moe_router_topk, routing_map.shape[1]
-        # The same number of experts for every token, so no size depends on the routing.
-        experts = routing_map.to(torch.uint8).topk(top_k, dim=1).indices
+        # The same number of experts for every token, so no size depends on the routing; in the order of their numbers,
+        # so that a token's sum does not depend on the batch.
+        experts = routing_map.to(torch.uint8).topk(top_k, dim=1).indices.sort(dim=1).values
         weights = probs.gather(1, experts).flatten()
         experts = experts.flatten()
         self._order = experts.argsort(stable=True)

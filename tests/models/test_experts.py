@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -296,6 +297,26 @@ def test_a_width_that_grouped_products_do_not_take_works_one_by_one(platform):
     assert type(layer_of(model).experts).__name__ == "SequentialMLP"
     served = EngineHarness(model, slots=None)
     assert len(served.send(tokens(1, 0, seed=1)).generated_tokens) == 4
+
+
+def test_graphs_of_experts_one_by_one_are_refused(shared, monkeypatch):
+    config = layer_of(shared).config
+    monkeypatch.setattr(config, "cuda_graph_impl", "local")
+    monkeypatch.setattr(config, "moe_ffn_hidden_size", 30)
+    with pytest.raises(ValueError, match=r"CUDA graphs with experts need grouped experts: .*=30 is not a multiple of 4"):
+        experts.build_experts(2, config, pg_collection=SimpleNamespace(expt_tp=SimpleNamespace(size=lambda: 1)))
+
+
+@pytest.mark.parametrize("count", [1, 2, 40])
+def test_rows_of_a_token_are_summed_in_one_order(shared, count):
+    """Experts in the order of their numbers, whatever the router's order was."""
+    layer = layer_of(shared)
+    probs, routing_map = layer.router(torch.randn(count, 1, 64, generator=torch.Generator().manual_seed(count)))
+    dispatcher = layer.token_dispatcher
+    dispatcher.dispatch_preprocess(torch.zeros(count, 1, 64), routing_map, probs)
+    of_row = torch.repeat_interleave(torch.arange(16), routing_map.sum(0))
+    by_token = torch.empty_like(of_row).index_copy_(0, dispatcher._order, of_row).view(count, -1)
+    assert by_token.tolist() == [row.nonzero()[:, 0].tolist() for row in routing_map]
 
 
 @pytest.mark.parametrize(
