@@ -303,7 +303,9 @@ def test_graphs_of_experts_one_by_one_are_refused(shared, monkeypatch):
     config = layer_of(shared).config
     monkeypatch.setattr(config, "cuda_graph_impl", "local")
     monkeypatch.setattr(config, "moe_ffn_hidden_size", 30)
-    with pytest.raises(ValueError, match=r"CUDA graphs with experts need grouped experts: .*=30 is not a multiple of 4"):
+    with pytest.raises(
+        ValueError, match=r"CUDA graphs with experts need grouped experts: .*=30 is not a multiple of 4"
+    ):
         experts.build_experts(2, config, pg_collection=SimpleNamespace(expt_tp=SimpleNamespace(size=lambda: 1)))
 
 
