@@ -14,6 +14,7 @@ CUDA graphs are refused there (`check_capture`, `build_experts`).
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,11 +26,13 @@ logger = logging.getLogger(__name__)
 
 ROW_BYTES = 16
 """``grouped_mm`` takes matrices whose rows begin at multiples of it."""
+PARTITION_DIMS = {"linear_fc1": 0, "linear_fc2": 1}
+"""The dimension of one expert's weights that tensor parallelism divides."""
 GRAPH_CAPABILITIES = (9, 10)
 """Major compute capabilities whose ``grouped_mm`` reads the sizes of groups on the device (torch 2.11, bfloat16)."""
 
 
-class GroupedExperts(torch.nn.Module):  # type: ignore[misc]
+class GroupedExperts(torch.nn.Module):
     """All experts of this rank, weights stacked; takes the place of megatron's ``SequentialMLP``.
 
     It has the interface that ``MoELayer`` asks of experts. Checkpoints have the names and pieces of ``SequentialMLP`` and
@@ -58,21 +61,17 @@ class GroupedExperts(torch.nn.Module):  # type: ignore[misc]
             raise ValueError(f"grouped experts: {missing}")
         width = config.moe_ffn_hidden_size // self.tp_group.size()
         first = 2 * width if config.gated_linear_unit else width
-        self.linear_fc1_weight = self._weights(first, config.hidden_size, partition_dim=0)
-        self.linear_fc2_weight = self._weights(config.hidden_size, width, partition_dim=1)
+        self.linear_fc1_weight = self._weights(first, config.hidden_size, config.init_method)
+        self.linear_fc2_weight = self._weights(config.hidden_size, width, config.output_layer_init_method)
 
-    def _weights(self, rows: int, columns: int, *, partition_dim: int) -> torch.nn.Parameter:
-        """Not initialised; ``partition_dim`` is the dimension of one expert that tensor parallelism divides."""
+    def _weights(self, rows: int, columns: int, fill: Callable[[torch.Tensor], Any]) -> torch.nn.Parameter:
+        """(experts, rows, columns); filled only where the config says so."""
         device = "cpu" if self.config.use_cpu_initialization else torch.cuda.current_device()
         values = torch.empty(self.num_local_experts, rows, columns, dtype=self.config.params_dtype, device=device)
         if self.config.perform_initialization:
-            first = partition_dim == 0
-            fill = self.config.init_method if first else self.config.output_layer_init_method
             for expert in values:
                 fill(expert)
-        weights = torch.nn.Parameter(values)
-        weights.expert_partition_dim = partition_dim
-        return weights
+        return torch.nn.Parameter(values)
 
     def forward(
         self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
@@ -105,10 +104,9 @@ class GroupedExperts(torch.nn.Module):  # type: ignore[misc]
         The views say how they are partitioned, as parameters of megatron's linear layers do.
         """
         found = []
-        for name in ("linear_fc1", "linear_fc2"):
-            stacked = getattr(self, f"{name}_weight")
-            for number, weight in enumerate(stacked.unbind(0)):
-                weight.tensor_model_parallel, weight.partition_dim = True, stacked.expert_partition_dim
+        for name, partition_dim in PARTITION_DIMS.items():
+            for number, weight in enumerate(getattr(self, f"{name}_weight").unbind(0)):
+                weight.tensor_model_parallel, weight.partition_dim = True, partition_dim
                 found.append((f"{number}.{name}.weight", weight))
         return found
 
@@ -121,14 +119,13 @@ class GroupedExperts(torch.nn.Module):  # type: ignore[misc]
         """What megatron's distributed checkpoints save and load."""
         if (metadata or {}).get("singleton_local_shards"):
             raise ValueError("grouped experts: checkpoints with singleton_local_shards are not supported")
-        names = ("linear_fc1", "linear_fc2")
         sharded: dict[str, Any] = {
             f"{prefix}{name}_weight": self._sharded(name, f"{prefix}experts.{name}.weight", sharded_offsets)
-            for name in names
+            for name in PARTITION_DIMS
         }
         sharded[f"{prefix}_extra_state"] = {
             f"{name}.{number}": self._no_extra_state(f"{prefix}experts.{name}._extra_state", sharded_offsets, number)
-            for name in names
+            for name in PARTITION_DIMS
             for number in range(self.num_local_experts)
         }
         return sharded
@@ -149,7 +146,7 @@ class GroupedExperts(torch.nn.Module):  # type: ignore[misc]
     def _sharded(self, name: str, key: str, sharded_offsets: tuple[Any, ...]) -> Any:
         weights = getattr(self, f"{name}_weight")
         first = len(sharded_offsets)
-        divided = first + 1 + weights.expert_partition_dim
+        divided = 1 + PARTITION_DIMS[name]
         tp, tp_rank = self.tp_group.size(), self.tp_group.rank()
         pieces = 2 if name == "linear_fc1" and self.config.gated_linear_unit else 1
 
@@ -161,15 +158,15 @@ class GroupedExperts(torch.nn.Module):  # type: ignore[misc]
                     *sharded_offsets,
                     (first, self.ep_group.rank(), self.ep_group.size()),
                     # All ranks' gates, then all ranks' second halves.
-                    (divided, number * tp + tp_rank, pieces * tp),
+                    (first + divided, number * tp + tp_rank, pieces * tp),
                     replica_id=replica_id,
                     prepend_axis_num=first,
                 )
-                for number, piece in enumerate(values.chunk(pieces, dim=1 + weights.expert_partition_dim))
+                for number, piece in enumerate(values.chunk(pieces, dim=divided))
             ]
 
         def merge(loaded: list[torch.Tensor]) -> torch.Tensor:
-            return torch.cat(loaded, dim=1 + weights.expert_partition_dim)
+            return torch.cat(loaded, dim=divided)
 
         replica_id = (0, 0, self.dp_group.rank())
         if pieces == 1:
@@ -314,13 +311,15 @@ class ExpertDispatcher(moe.MoETokenDispatcher):  # type: ignore[misc]
         """Each row back to the rank that has its token."""
         if self.ep_size == 1:
             return hidden_states
-        return moe.all_to_all(self.ep_group, hidden_states, self._sent_rows, self._received_rows)
+        returned: torch.Tensor = moe.all_to_all(self.ep_group, hidden_states, self._sent_rows, self._received_rows)
+        return returned
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The sum of each token's experts, and of all tensor-parallel ranks' parts, in the shape that came in."""
         rows = torch.empty_like(hidden_states).index_copy_(0, self._order, hidden_states)
         sums = rows.view(-1, self.config.moe_router_topk, rows.shape[-1]).sum(1)
-        return moe.reduce_from_tensor_model_parallel_region(sums, group=self.tp_group).view(self._shape)
+        added: torch.Tensor = moe.reduce_from_tensor_model_parallel_region(sums, group=self.tp_group)
+        return added.view(self._shape)
 
 
 class ExpertsLayer(moe.MoELayer):  # type: ignore[misc]
