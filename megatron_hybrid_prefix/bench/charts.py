@@ -77,7 +77,7 @@ CHARTS: dict[str, Chart] = {
         title="A herd: cold requests with one prefix, at once",
         panels=[
             Panel(heading=f"{_FIRST_TOKEN} of the last request", unit="ms", bars={"latest_first_token_ms": ""}),
-            Panel(heading="Times that the prefix was computed", unit="times", bars={"prefix_computed_times": ""}),
+            Panel(heading="Times that the prefix was computed", unit="", bars={"prefix_computed_times": ""}),
         ],
     ),
     "samples": Chart(
@@ -105,7 +105,7 @@ CHARTS: dict[str, Chart] = {
         ],
     ),
     "index": Chart(
-        title="CPU time of a decode step",
+        title="CPU time of a decode step, nothing to admit",
         panels=[Panel(unit="ms", bars={"decode_cpu_ms": ""})],
     ),
 }
@@ -156,7 +156,7 @@ def draw_chart(path: Path, chart: Chart, result: Mapping[str, Any]) -> None:
 def _draw_panel(axis: Any, panel: Panel, result: Mapping[str, Any], engines: Sequence[str]) -> None:
     metrics = [result["metrics"][key] for key in panel.bars]
     notes = {
-        (engine, number): result["engines"][engine]["status"]
+        (engine, number): f"{styles_of([engine])[engine].label} {result['engines'][engine]['status']}"
         for engine in engines
         for number, metric in enumerate(metrics)
         if metric["median"].get(engine) is None and result["engines"][engine]["status"] != "completed"
@@ -165,7 +165,7 @@ def _draw_panel(axis: Any, panel: Panel, result: Mapping[str, Any], engines: Seq
         axis,
         list(panel.bars.values()),
         {engine: [metric["median"].get(engine) for metric in metrics] for engine in engines},
-        figure_of=lambda value: f"{number_text(value)} {panel.unit}",
+        figure_of=lambda value: f"{number_text(value)} {panel.unit}".rstrip(),
         ranges={engine: [_range(metric, engine) for metric in metrics] for engine in engines},
         notes=notes,
         heading=panel.heading,

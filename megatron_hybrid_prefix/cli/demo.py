@@ -207,12 +207,22 @@ def make_parser() -> ArgumentParser:
         type=positive_int,
         default=600,
         metavar="N",
-        help="of the first answer (default: %(default)s)",
+        help="tokens of the first answer (default: %(default)s)",
     )
     add(
-        "--rounds", type=positive_int, default=1, metavar="N", help="first tokens are medians of (default: %(default)s)"
+        "--rounds",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="rounds; first tokens are their medians (default: %(default)s)",
     )
-    add("--block-size-tokens", type=positive_int, default=256, metavar="N", help="of a KV block (default: %(default)s)")
+    add(
+        "--block-size-tokens",
+        type=positive_int,
+        default=256,
+        metavar="N",
+        help="tokens of a KV block (default: %(default)s)",
+    )
     add = parser.add_argument_group("model").add_argument
     add("--preset", help="default: tiny on CPU, small on GPU")
     add("--seed", type=int, default=0, help="seed of the random weights (default: %(default)s)")
@@ -243,6 +253,13 @@ def prepare(args: argparse.Namespace) -> tuple[Session, Any]:
     args.preset = args.preset or PRESETS[device_type]
     with as_input_errors(ValueError):
         config = dataclasses.replace(get_preset(args.preset), dtype="float32")
+    if (
+        args.block_size_tokens % config.chunk_size
+    ):  # megatron-core keeps few states then, which would be no fair comparison
+        raise InputError(
+            f"--block-size-tokens {args.block_size_tokens} must be a multiple of {config.chunk_size}, "
+            f"the SSM chunk of {args.preset}"
+        )
     context = "\n\n".join(map(read_text, args.context)) or default_context(CONTEXT_TOKENS[device_type])
     questions = args.question or default_questions()
     session = make_session(

@@ -18,13 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_hybrid_prefix.arithmetic import ceil_div
+
 WIDTH_INCHES = 6.0
 DOTS_PER_INCH = 200
 INK = "#222222"
 FAINT = "#5c5c5c"
 _LINE_INCHES = 0.165  # of a line of the subtitle
 _TITLE_INCHES = 0.24
-_LEGEND_INCHES = 0.34
+_LEGEND_INCHES = 0.12  # and of each row of the legend:
+_ROW_INCHES = 0.21
+_ROW_CHARACTERS = 75
 _TITLE_CHARACTERS = 56
 _SUBTITLE_CHARACTERS = 88
 
@@ -50,9 +54,9 @@ class Style:
 
 # By the engines' names; colours of Okabe and Ito's palette, which was made for colour-blind readers.
 ENGINE_STYLES = {
-    "off": Style(label="caching off", colour="#8C8C8C", marker="s", width=6.0),
-    "upstream": Style(label="megatron-core's cache", colour="#E69F00", marker="D", width=3.8),
-    "ours": Style(label="this cache", colour="#0072B2", marker="o", dashes=(0, (4, 2)), width=1.8),
+    "off": Style(label="caching off", colour="#8C8C8C", marker="s", width=5.0),
+    "upstream": Style(label="megatron-core's cache", colour="#E69F00", marker="D", width=3.4),
+    "ours": Style(label="this cache", colour="#0072B2", marker="o", dashes=(0, (4, 2)), width=1.9),
 }
 # For what is none of the three: policies and baselines.
 OTHER_STYLES = (
@@ -118,7 +122,8 @@ def page(
     with matplotlib.rc_context(rc):
         titles = textwrap.wrap(title, _TITLE_CHARACTERS)
         under = textwrap.wrap(subtitle, _SUBTITLE_CHARACTERS)
-        header = 0.08 + _TITLE_INCHES * len(titles) + _LINE_INCHES * len(under) + (_LEGEND_INCHES if legend else 0.08)
+        header = 0.08 + _TITLE_INCHES * len(titles) + _LINE_INCHES * len(under)
+        header += _LEGEND_INCHES + _ROW_INCHES * ceil_div(len(legend), _columns(legend)) if legend else 0.08
         height = sum(heights) + header
         figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH)
         figure.set_layout_engine("constrained", rect=(0, 0, 1, 1 - header / height))
@@ -138,6 +143,12 @@ def page(
         figure.savefig(path, metadata=metadata)
 
 
+def _columns(styles: Mapping[str, Style]) -> int:
+    """Columns of a legend: one row where it has room."""
+    characters = sum(len(style.label or name) + 6 for name, style in styles.items())
+    return len(styles) if characters <= _ROW_CHARACTERS else min(3, len(styles))
+
+
 def _draw_legend(figure: Any, styles: Mapping[str, Style], lines: bool, at: float) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -153,7 +164,7 @@ def _draw_legend(figure: Any, styles: Mapping[str, Style], lines: bool, at: floa
         handles=handles,
         loc="upper left",
         bbox_to_anchor=(0.0, at),
-        ncols=len(handles),
+        ncols=_columns(styles),
         frameon=False,
         fontsize=9.5,
         columnspacing=1.4,
@@ -178,7 +189,7 @@ def line_options(style: Style) -> dict[str, Any]:
 def draw_lines(
     axis: Any, places: Sequence[float], values: Mapping[str, Sequence[float | None]], styles: Mapping[str, Style]
 ) -> None:
-    """A line a name, the widest first; a value that is None is a gap.
+    """A line a name from 0 up, the widest first; a value that is None is a gap.
 
     Args:
         axis: Of `page`.
@@ -192,6 +203,8 @@ def draw_lines(
         if len(points) > 40:  # markers would hide the line
             options |= {"marker": "", "linewidth": max(1.0, options["linewidth"] / 2)}
         axis.plot(places, points, **options)
+    known = [value for row in values.values() for value in row if value is not None]
+    axis.set_ylim(0, 1.12 * max(known, default=0.0) or 1.0)
     axis.grid(axis="y", color="#e4e4e4", linewidth=0.8)
     axis.set_axisbelow(True)
 
