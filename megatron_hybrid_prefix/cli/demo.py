@@ -297,7 +297,8 @@ def run_on(platform: Any, session: Session, config: Any, args: argparse.Namespac
     machine = facts.get("gpu") or f"CPU ({facts['processor']})"
     console.print("One session on three engines: caching off, megatron-core's cache, this cache.")
     console.print(f"Model: {args.preset}, float32, on {machine}.", markup=False)
-    console.print("The weights are random, so the answers are noise. The caching is real.\n")
+    console.print("The weights are random, so the answers are noise. The caching is real.")
+    console.print(f"First tokens are medians of {args.rounds} rounds.\n" if args.rounds > 1 else "")
     with as_input_errors(ValueError, PlatformError):
         model = models.build_hybrid_model(config, seed=args.seed, platform=platform)
     stage = Stage(model, platform, args, interrupt)
@@ -325,7 +326,10 @@ def run_on(platform: Any, session: Session, config: Any, args: argparse.Namespac
     print_demo(console, parts)
     settings = {"platform": platform.describe(), "hardware": facts, "engine_fields": stage.fields(session)}
     write_json(args.json, _everything(parts, stage, settings, args))
-    subtitle = f"{args.preset} hybrid model, float32, on {machine}. A text of {len(session.text):,} tokens, questions about it."
+    subtitle = (
+        f"{args.preset} hybrid model, float32, on {machine}. Questions about a text of {len(session.text):,} tokens."
+    )
+    subtitle += f" Medians of {args.rounds} rounds." if args.rounds > 1 else ""
     write_whole(args.plot, lambda path: save_demo_plot(path, parts, subtitle))
     console.print(f"\nwrote {args.json} and {args.plot}", markup=False, soft_wrap=True)
     return EXIT_WRONG if wrong else 0

@@ -152,6 +152,8 @@ def print_demo(console: Console, parts: Sequence[Part]) -> None:
                 cell.append(f"[bold]{text}[/]" if name == "ours" else text)
         table.add_row(str(number), part.title, *("\n".join(cell) for cell in cells), end_section=True)
     console.print(table)
+    _print_wrapped(console, "", f"exact: the tokens of caching off, and log-probs within {SAME_LOG_PROB} of its own.")
+    console.print()
     for number, by_engine in enumerate(found, 1):
         _print_wrapped(console, f"{number}. ", verdict(by_engine))
     console.print()

@@ -157,7 +157,7 @@ def titles(session: Session) -> dict[str, tuple[str, str]]:
             "next turn, after a long answer",
         ),
         "same_prompt": (
-            f"The same prompt again; it ends {TAIL_TOKENS} tokens behind a block boundary",
+            f"The same prompt again; it ends {TAIL_TOKENS} tokens behind a block boundary (the text is cut to it)",
             "the same prompt again",
         ),
         "other_user": ("Another user asks about the same text, for the first time", "another user, same text"),
