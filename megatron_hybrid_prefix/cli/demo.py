@@ -253,9 +253,8 @@ def prepare(args: argparse.Namespace) -> tuple[Session, Any]:
     args.preset = args.preset or PRESETS[device_type]
     with as_input_errors(ValueError):
         config = dataclasses.replace(get_preset(args.preset), dtype="float32")
-    if (
-        args.block_size_tokens % config.chunk_size
-    ):  # megatron-core keeps few states then, which would be no fair comparison
+    # With other blocks megatron-core keeps few states, which would be no fair comparison.
+    if args.block_size_tokens % config.chunk_size:
         raise InputError(
             f"--block-size-tokens {args.block_size_tokens} must be a multiple of {config.chunk_size}, "
             f"the SSM chunk of {args.preset}"
@@ -281,8 +280,8 @@ def prepare(args: argparse.Namespace) -> tuple[Session, Any]:
 def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
     """The whole command; see the module's docstring."""
     args = make_parser().parse_args(argv)
-    session, config = prepare(args)
     os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # on a GPU, products of float32 in float32
+    session, config = prepare(args)
     with started_platform(args) as platform:
         return run_on(platform, session, config, args, interrupt)
 
