@@ -3,9 +3,10 @@
 
     scripts/plot_docs.py                        # draws all of them again
     scripts/plot_docs.py --take out/bench.json  # first takes over a new measurement of `hybrid-prefix bench all`
+    scripts/plot_docs.py --take out/demo.json   # the same of `hybrid-prefix demo`
 
-Each file in docs/data names the source of its figures. The samples of a whole run of `bench all` are too large for the
-repository: `--take` keeps what the plots show.
+Each file in docs/data names the source of its figures. A whole run's JSON is too large for the repository: `--take`
+keeps what the plots show.
 """
 
 from __future__ import annotations
@@ -20,24 +21,31 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_hybrid_prefix.bench.charts import chart_of, draw_chart  # noqa: E402
+from megatron_hybrid_prefix.console.demo_report import save_demo_plot  # noqa: E402
 from megatron_hybrid_prefix.console.plots import bar_inches, draw_bars, page, styles_of  # noqa: E402
 from megatron_hybrid_prefix.lab.plot import save_plot  # noqa: E402
 
 DOCS = ROOT / "docs"
 BENCH = Path("data/bench_h200.json")
 HOST_TIER = Path("data/host_tier_h200.json")
+DEMO = Path("data/demo_cpu.json")
 POLICIES = Path("data/policy_reuse.json")
 DIGITS = 5  # that are kept of a sample
 
 
 def take(source: Path, folder: Path) -> None:
-    """Write what the plots need of the JSON of `bench all`.
+    """Write what the plots need of the JSON of `bench all`, or of `demo`.
 
     Args:
         source: That JSON.
         folder: Of the documents.
     """
     data = json.loads(source.read_text(encoding="utf-8"))
+    if "parts" in data:
+        told = "taken by scripts/plot_docs.py from the JSON of: hybrid-prefix demo"
+        kept = {key: data[key] for key in ("workload", "versions", "platform", "parts")}
+        (folder / DEMO).write_text(json.dumps({"source": told} | kept, indent=1) + "\n", encoding="utf-8")
+        return
     scenarios = {name: small(name, found["result"]) for name, found in data["scenarios"].items()}
     kept = {"source": f"taken by scripts/plot_docs.py from the JSON of: {data['command']}", "scenarios": scenarios}
     write(folder / BENCH, kept)
@@ -94,13 +102,15 @@ def draw(folder: Path) -> list[Path]:
     Returns:
         The files.
     """
-    drawn = [folder / "images" / "first_token.png", folder / "policy_reuse.png"]
+    drawn = [folder / "images" / "first_token.png", folder / "policy_reuse.png", folder / "images" / "demo.png"]
     bench = json.loads((folder / BENCH).read_text(encoding="utf-8"))["scenarios"]
     bench |= json.loads((folder / HOST_TIER).read_text(encoding="utf-8"))["scenarios"]
     draw_first_token(drawn[0], bench["shared_prefix"])
     replayed = json.loads((folder / POLICIES).read_text(encoding="utf-8"))
     shares = list(replayed["reused_share"].items())
     save_plot(drawn[1], replayed["state_slots"], shares, replayed["no_limits"], replayed["workload"])
+    demo = json.loads((folder / DEMO).read_text(encoding="utf-8"))
+    save_demo_plot(drawn[2], demo["parts"], demo["workload"])
     for name, result in bench.items():
         chart = chart_of(name, result)
         if chart is not None:
@@ -128,7 +138,7 @@ def draw_first_token(path: Path, result: dict[str, Any]) -> None:
 def main() -> int:
     """Draw, after taking over new figures where there are any."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--take", type=Path, metavar="JSON", help="of `hybrid-prefix bench all`")
+    parser.add_argument("--take", type=Path, metavar="JSON", help="of `hybrid-prefix bench all` or `demo`")
     parser.add_argument("--docs", type=Path, default=DOCS, metavar="FOLDER", help="default: docs")
     args = parser.parse_args()
     if args.take is not None:

@@ -323,13 +323,15 @@ def run_on(platform: Any, session: Session, config: Any, args: argparse.Namespac
     if not is_main_rank():
         return EXIT_WRONG if wrong else 0
     print_demo(console, parts)
-    settings = {"platform": platform.describe(), "hardware": facts, "engine_fields": stage.fields(session)}
-    write_json(args.json, _everything(parts, stage, settings, args))
+    shown = as_json(parts)
     subtitle = (
         f"{args.preset} hybrid model, float32, on {machine}. Questions about a text of {len(session.text):,} tokens."
     )
     subtitle += f" Medians of {args.rounds} rounds." if args.rounds > 1 else ""
-    write_whole(args.plot, lambda path: save_demo_plot(path, parts, subtitle))
+    settings = {"platform": platform.describe(), "hardware": facts, "engine_fields": stage.fields(session)}
+    settings |= {"workload": subtitle, "parts": shown}
+    write_json(args.json, _everything(parts, stage, settings, args))
+    write_whole(args.plot, lambda path: save_demo_plot(path, shown, subtitle))
     console.print(f"\nwrote {args.json} and {args.plot}", markup=False, soft_wrap=True)
     return EXIT_WRONG if wrong else 0
 
@@ -343,7 +345,6 @@ def _everything(
         "versions": versions(),
         "model": {"preset": args.preset, "dtype": "float32", "seed": args.seed},
         **settings,
-        "parts": as_json(parts),
         "engines": {
             name: {
                 "prefix_stats": stage.prefix_stats[name],

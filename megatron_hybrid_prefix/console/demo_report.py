@@ -172,6 +172,7 @@ def as_json(parts: Sequence[Part]) -> list[dict[str, Any]]:
         {
             "part": part.key,
             "title": part.title,
+            "short": part.short,
             "verdict": verdict(found),
             "engines": {
                 name: {
@@ -189,29 +190,29 @@ def as_json(parts: Sequence[Part]) -> list[dict[str, Any]]:
     ]
 
 
-def save_demo_plot(path: Path, parts: Sequence[Part], subtitle: str) -> None:
+def save_demo_plot(path: Path, parts: Sequence[Mapping[str, Any]], subtitle: str) -> None:
     """First tokens side by side; a wrong answer says so on its bar.
 
     Args:
         path: PNG or SVG, by its ending.
-        parts: Those without a ``short`` title are left out.
+        parts: Of `as_json`; those without a short title are left out.
         subtitle: Model, machine and workload.
     """
-    drawn = [(part, outcomes(part)) for part in parts if part.short]
-    engines = list(drawn[0][1])
-    values = {name: [found[name].first_token_ms for _, found in drawn] for name in engines}
+    drawn = [part for part in parts if part["short"]]
+    engines = list(drawn[0]["engines"])
+    values = {name: [part["engines"][name]["first_token_ms"] for part in drawn] for name in engines}
     notes = {
         (name, number): "WRONG ANSWER"
-        for number, (_, found) in enumerate(drawn)
+        for number, part in enumerate(drawn)
         for name in engines
-        if not found[name].exact
+        if not part["engines"][name]["exact"]
     }
     heights = [bar_inches(len(drawn), len(engines))]
     title = "Time to first token: shorter is better"
     with page(path, title=title, subtitle=subtitle, heights=heights, legend=styles_of(engines)) as axes:
         draw_bars(
             axes[0],
-            [part.short for part, _ in drawn],
+            [part["short"] for part in drawn],
             values,
             figure_of=lambda value: f"{value:,.0f} ms",
             notes=notes,
