@@ -1,100 +1,384 @@
-"""Replay a question session about this project's own source, caching off and upstream's, and compare.
+"""Show in one session what this cache does that megatron-core's own does not, against caching off.
 
-The shared context is real text: the package's own files, in bytes. The model's weights are random, so the answers are
-noise; what is shown is the cache: which prompt tokens were computed and which reused, how long the first token took,
-and whether the tokens and log-probs are those of caching off.
+    hybrid-prefix demo                                       # in less than a minute on a CPU
+    hybrid-prefix demo --context notes.txt --question "What is this about?" --seed 3
+    hybrid-prefix demo --json out.json --plot out.png
 
-The turns have different lengths, so that prompts end anywhere in a block. The last turn asks for turn 5 again, and the
-context is cut so that this prompt ends 2 tokens behind a block boundary: upstream 0.19 then continues from a wrong
-convolution window, which the comparison shows.
+Users ask questions about a text: by default this package's own source. The weights are random, so the answers are
+noise; what is shown is the cache. Each of three engines (caching off, megatron-core's cache, this cache) gets the same
+prompts in the same order:
+
+1. A first question. Nothing is cached yet.
+2. The next turn. The answer before it is longer than a block, and the turn continues it.
+3. The same prompt again. The text is cut so that this prompt ends 2 tokens behind a block boundary.
+4. Another user asks about the same text. Nobody has shown before where the two prompts part.
+5. A herd: several users ask about one new text at once.
+6. With chunked prefill: a prompt whose beginning is cached, in the same steps as a prompt that is not.
+
+The model computes in float32, so that another answer is an error and no rounding. An answer is "exact" if it has the
+tokens of caching off, and log-probs within 0.0001 of its own. Questions that are shorter than a block may show less:
+megatron-core then sometimes keeps a state where the prompts part, by chance.
+
+Exit code: 0; 1 if this cache gave a wrong answer; 2 for bad input; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import gc
+import os
 from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from megatron_hybrid_prefix.cli import generate
-from megatron_hybrid_prefix.console.prompts import Reader
+from rich.console import Console
+
+from megatron_hybrid_prefix.arithmetic import ceil_div
+from megatron_hybrid_prefix.console.demo_report import WIDTH, Part, as_json, outcomes, print_demo, save_demo_plot
+from megatron_hybrid_prefix.console.demo_session import (
+    CONTEXT_TOKENS,
+    FOLLOW_UP,
+    SHORT_ANSWER_TOKENS,
+    Send,
+    Session,
+    default_context,
+    default_questions,
+    make_session,
+    play,
+    play_chunked,
+    titles,
+)
+from megatron_hybrid_prefix.console.engine_options import (
+    DEFAULT_MAMBA_GB,
+    DEFAULT_MAX_TOKENS,
+    ENGINES,
+    cache_figures,
+    hardware,
+    positive_int,
+    started_platform,
+    step_tokens,
+    stop_requested,
+    versions,
+)
 from megatron_hybrid_prefix.console.terminal import (
     ArgumentParser,
+    EngineRun,
+    InputError,
     Interrupt,
+    Request,
+    Stopped,
     as_input_errors,
+    check_can_plot,
     check_writable,
+    compare,
     is_main_rank,
+    output_console,
+    progress,
+    read_text,
     run_command,
     write_json,
+    write_whole,
 )
-from megatron_hybrid_prefix.tokenizer import ByteTokenizer
+from megatron_hybrid_prefix.errors import PlatformError
 
-PACKAGE = Path(__file__).resolve().parents[1]
-CONTEXT_FILES = ("mcore/entrypoints/build.py", "mcore/runner.py")
-CONTEXT_BYTES = 8000  # cut by less than a block so that the repeated prompt ends where it should
-BLOCK_TOKENS = 256
-TAIL_TOKENS = 2
-ANSWER_TOKENS = 24
-SYSTEM = "You answer questions about the source code that follows, briefly and with the names that it uses."
-QUESTIONS = (
-    "Which function builds the engine, and what does it take?",
-    "How does the runner find out how many prompt tokens were computed and how many were skipped? Name the counter "
-    "that it reads, and say why the engine's own number of cached tokens is not used.",
-    "Why?",
-    "What happens to a request that does not fit into the key-value blocks? Say which exception is raised, what its "
-    "message tells the user to change, and whether the other requests of the same batch go on.",
-    "And when a user presses Ctrl-C in the middle of a batch?",
-)
+PRESETS = {"cpu": "tiny", "cuda": "small"}
+STATES_KEPT = 64
+EXIT_WRONG = 1
 
 
-def make_conversation() -> dict[str, object]:
-    """The session, with the context cut to the length that the repeated prompt needs."""
-    text = "".join(f"# {name}\n{(PACKAGE / name).read_text(encoding='utf-8')}\n" for name in CONTEXT_FILES)
-    context = text.encode("ascii", errors="replace").decode()[:CONTEXT_BYTES]  # one byte, one token a character
-    repeated_tokens = _prompt_tokens(context)
-    context = context[: len(context) - (repeated_tokens - TAIL_TOKENS) % BLOCK_TOKENS]
-    assert _prompt_tokens(context) % BLOCK_TOKENS == TAIL_TOKENS
-    return _conversation(context)
+# --- Run -------------------------------------------------------------------------------------------------------------
 
 
-def _conversation(context: str) -> dict[str, object]:
-    return {"system": SYSTEM, "context": context, "turns": [*QUESTIONS, {"regenerate": True}]}
+class Stage:
+    """Builds engines around one model and plays the session on them."""
+
+    def __init__(self, model: Any, platform: Any, args: argparse.Namespace, interrupt: Interrupt) -> None:
+        self._model, self._platform, self._args, self._interrupt = model, platform, args, interrupt
+        self.prefix_stats: dict[str, Any] = {}
+
+    def mamba_gb(self, max_tokens: int) -> float:
+        """GiB for kept states. megatron-core takes its scratch, two for each block of a step at most, out of it."""
+        from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, state_bytes
+
+        slots = STATES_KEPT + 2 * ceil_div(max_tokens, self._args.block_size_tokens)
+        need_gb = slots * state_bytes(mamba_state_config(self._model)) / 2**30
+        return max(DEFAULT_MAMBA_GB[self._platform.device.type], need_gb)
+
+    def fields(self, session: Session) -> dict[str, Any]:
+        """Fields of megatron's ``InferenceConfig`` that all engines share."""
+        longest = session.longest_tokens() + SHORT_ANSWER_TOKENS
+        max_tokens = max(DEFAULT_MAX_TOKENS[self._platform.device.type], step_tokens(longest))
+        block_tokens = self._args.block_size_tokens
+        return {
+            "block_size_tokens": block_tokens,
+            "max_requests": max(16, len(session.herd)),
+            "max_tokens": max_tokens,
+            "max_sequence_length": ceil_div(longest, block_tokens) * block_tokens,
+        }
+
+    def run(self, name: str, session: Session, answer: list[int] | None) -> dict[str, list[Any]]:
+        """All parts on the engine ``name``; see `play`."""
+        shared = self.fields(session)
+        with _Engine(self, name, shared) as send:
+            found = play(session, send, answer)
+        with _Engine(self, name, shared | {"max_tokens": session.step_tokens, "enable_chunked_prefill": True}) as send:
+            return found | play_chunked(session, send)
+
+    def build(self, name: str, fields: dict[str, Any]) -> Any:
+        """The engine ``name``."""
+        from megatron_hybrid_prefix.mcore import build_engine
+
+        mamba_gb = self.mamba_gb(fields["max_tokens"])
+        with as_input_errors(ValueError, prefix=f"engine {name}: "):
+            return build_engine(self._model, **fields, **ENGINES[name](mamba_gb, 0.0, None))
+
+    def send(self, engine: Any, prompts: list[list[int]], count: int) -> list[Any]:
+        """Send prompts at once.
+
+        Raises:
+            InputError: The engine refused one.
+            Stopped: Ctrl-C.
+        """
+        from megatron_hybrid_prefix.mcore.runner import run_batch
+        from megatron_hybrid_prefix.upstream.names import SamplingParams
+
+        sampling = SamplingParams(
+            num_tokens_to_generate=count,
+            top_k=1,
+            termination_id=-1,
+            return_log_probs=True,
+            skip_prompt_log_probs=True,
+        )
+        should_stop = partial(stop_requested, self._platform, self._interrupt)
+        results: list[Any] = run_batch(engine, prompts, sampling, should_stop=should_stop)
+        if any(result.status == "stopped" for result in results):
+            raise Stopped
+        failed = [result.error for result in results if result.status == "failed"]
+        if failed:
+            raise InputError(failed[0])
+        return results
 
 
-def _prompt_tokens(context: str) -> int:
-    """Tokens of the last prompt: the session is read the way `generate` reads it."""
-    reader = Reader(tokenizer=ByteTokenizer(), vocab_size=ByteTokenizer().vocab_size, add_bos=False, sampling={})
-    conversation = reader.conversation(_conversation(context), "demo")
-    return len(conversation.play(lambda request: [0] * ANSWER_TOKENS)[-1].tokens)
+class _Engine:
+    """Context manager: an engine that has run once; gives what sends prompts to it."""
+
+    def __init__(self, stage: Stage, name: str, fields: dict[str, Any]) -> None:
+        self._stage, self._name, self._fields = stage, name, fields
+
+    def __enter__(self) -> Send:
+        self._engine = self._stage.build(self._name, self._fields)
+        # The first forwards pay for lazy set-up. One token and its answer are too few to be cached.
+        self._stage.send(self._engine, [[0, 1]], 2)
+        return partial(self._stage.send, self._engine)
+
+    def __exit__(self, *_: object) -> None:
+        from megatron_hybrid_prefix.mcore.runner import release_engine
+
+        self._stage.prefix_stats.setdefault(self._name, cache_figures(self._engine))
+        release_engine(self._engine)
+        del self._engine
+        gc.collect()  # the engine's parts refer to each other
 
 
-def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
-    """Write the session to a file and hand it to `generate`."""
-    parser = ArgumentParser(description=(__doc__ or "").partition("\n\n")[0], allow_abbrev=False)
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the results (default: %(default)s)")
-    parser.add_argument("--preset", help="default: tiny on CPU, small on GPU")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a device")
-    args = parser.parse_args(argv)
+# --- Command ---------------------------------------------------------------------------------------------------------
+
+
+def make_parser() -> ArgumentParser:
+    """All options."""
+    summary, _, rest = (__doc__ or "").partition("\n\n")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = ArgumentParser(description=summary, epilog=rest, formatter_class=raw, allow_abbrev=False)
+    add = parser.add_argument_group("session").add_argument
+    add(
+        "--context",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="F",
+        help="text to ask about (repeat; default: this package's source)",
+    )
+    add("--question", action="append", default=[], metavar="TEXT", help="a question (repeat; they are asked in turn)")
+    add("--users", type=positive_int, default=4, metavar="N", help="users of the herd (default: %(default)s)")
+    add(
+        "--answer-tokens",
+        type=positive_int,
+        default=600,
+        metavar="N",
+        help="tokens of the first answer (default: %(default)s)",
+    )
+    add(
+        "--rounds",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="rounds; first tokens are their medians (default: %(default)s)",
+    )
+    add(
+        "--block-size-tokens",
+        type=positive_int,
+        default=256,
+        metavar="N",
+        help="tokens of a KV block (default: %(default)s)",
+    )
+    add = parser.add_argument_group("model").add_argument
+    add("--preset", help="default: tiny on CPU, small on GPU")
+    add("--seed", type=int, default=0, help="seed of the random weights (default: %(default)s)")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is a device")
+    add = parser.add_argument_group("output").add_argument
+    add("--out", type=Path, default=Path("out"), help="folder for the results (default: %(default)s)")
+    add("--json", type=Path, metavar="PATH", help="everything, as JSON (default: demo.json in that folder)")
+    add("--plot", type=Path, metavar="PNG", help="first tokens side by side (default: demo.png in that folder)")
+    parser.set_defaults(tp=1, pp=1)
+    return parser
+
+
+def prepare(args: argparse.Namespace) -> tuple[Session, Any]:
+    """Fill in what depends on the device, and check all input before anything runs; returns session and model config."""
+    from megatron_hybrid_prefix.models.config import get_preset
+
+    check_can_plot("demo")
     with as_input_errors(OSError, prefix=f"cannot make {args.out}: "):
         args.out.mkdir(parents=True, exist_ok=True)
-    session = args.out / "demo_session.json"
-    check_writable(session)
-    write_json(session, make_conversation())
-    if is_main_rank():
-        print("A question session about this project's source, with caching off, upstream's cache and this one's.")
-        print("The weights are random, so the answers are noise; what is shown is the cache.")
-        print(f"The last turn sends a prompt again that ends {TAIL_TOKENS} tokens behind a block boundary, where")
-        print("upstream 0.19 is known to give other log-probs than without a cache.", flush=True)
-    options = ["--conversation", session, "--preset", args.preset or default_preset(args.device)]
-    options += ["--compare", "off,upstream,ours", "--num-tokens-to-generate", ANSWER_TOKENS, "--ignore-eos"]
-    options += ["--block-size-tokens", BLOCK_TOKENS, "--json", args.out / "demo.json", "--plot", args.out / "demo.png"]
-    options += ["--device", args.device] if args.device else []
-    generate.run([str(option) for option in options], interrupt)
+    args.json, args.plot = args.json or args.out / "demo.json", args.plot or args.out / "demo.png"
+    for path in (args.json, args.plot):
+        check_writable(path)
+    if args.answer_tokens <= args.block_size_tokens:
+        raise InputError(
+            f"--answer-tokens {args.answer_tokens} must be more than --block-size-tokens {args.block_size_tokens}"
+        )
+    device_type = args.device or default_device()
+    args.preset = args.preset or PRESETS[device_type]
+    with as_input_errors(ValueError):
+        config = dataclasses.replace(get_preset(args.preset), dtype="float32")
+    # With other blocks megatron-core keeps few states, which would be no fair comparison.
+    if args.block_size_tokens % config.chunk_size:
+        raise InputError(
+            f"--block-size-tokens {args.block_size_tokens} must be a multiple of {config.chunk_size}, "
+            f"the SSM chunk of {args.preset}"
+        )
+    context = "\n\n".join(map(read_text, args.context)) or default_context(CONTEXT_TOKENS[device_type])
+    questions = args.question or default_questions()
+    session = make_session(
+        context,
+        questions,
+        args.question[1 % len(args.question)] if args.question else FOLLOW_UP,
+        users=args.users,
+        answer_tokens=args.answer_tokens,
+        block_tokens=args.block_size_tokens,
+    )
+    longest = session.longest_tokens() + SHORT_ANSWER_TOKENS
+    if longest > config.max_sequence_length:
+        raise InputError(
+            f"--context: prompts of {longest:,} tokens; {args.preset} takes {config.max_sequence_length:,}"
+        )
+    return session, config
 
 
-def default_preset(device: str | None) -> str:
-    """A model that the device runs in seconds."""
+def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
+    """The whole command; see the module's docstring."""
+    args = make_parser().parse_args(argv)
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # on a GPU, products of float32 in float32
+    session, config = prepare(args)
+    with started_platform(args) as platform:
+        return run_on(platform, session, config, args, interrupt)
+
+
+def run_on(platform: Any, session: Session, config: Any, args: argparse.Namespace, interrupt: Interrupt) -> int:
+    """Build the model, play the session on each engine, report."""
+    from megatron_hybrid_prefix import models
+
+    console = output_console() if is_main_rank() else Console(quiet=True)
+    console.width = min(console.width, WIDTH)
+    facts = hardware(platform)
+    machine = facts.get("gpu") or f"CPU ({facts['processor']})"
+    console.print("One session on three engines: caching off, megatron-core's cache, this cache.")
+    console.print(f"Model: {args.preset}, float32, on {machine}.", markup=False)
+    console.print("The weights are random, so the answers are noise. The caching is real.")
+    console.print(f"First tokens are medians of {args.rounds} rounds.\n" if args.rounds > 1 else "")
+    with as_input_errors(ValueError, PlatformError):
+        model = models.build_hybrid_model(config, seed=args.seed, platform=platform)
+    stage = Stage(model, platform, args, interrupt)
+    results: dict[str, list[dict[str, list[Any]]]] = {name: [] for name in ENGINES}
+    answer = None
+    with progress(list(ENGINES), args.rounds) as done:
+        for number in range(1, args.rounds + 1):
+            for name, rounds in results.items():
+                done(name, number - 1)
+                rounds.append(stage.run(name, session, answer))
+                answer = answer or rounds[0]["first_question"][0].generated
+                done(name, number)
+    parts = [
+        Part(
+            key=key,
+            title=title,
+            short=short,
+            rounds={name: [found[key] for found in rounds] for name, rounds in results.items()},
+        )
+        for key, (title, short) in titles(session).items()
+    ]
+    wrong = any(not outcomes(part)["ours"].exact for part in parts)
+    if not is_main_rank():
+        return EXIT_WRONG if wrong else 0
+    print_demo(console, parts)
+    shown = as_json(parts)
+    subtitle = (
+        f"{args.preset} hybrid model, float32, on {machine}. Questions about a text of {len(session.text):,} tokens."
+    )
+    subtitle += f" Medians of {args.rounds} rounds." if args.rounds > 1 else ""
+    settings = {"platform": platform.describe(), "hardware": facts, "engine_fields": stage.fields(session)}
+    settings |= {"workload": subtitle, "parts": shown}
+    write_json(args.json, _everything(parts, stage, settings, args))
+    write_whole(args.plot, lambda path: save_demo_plot(path, shown, subtitle))
+    console.print(f"\nwrote {args.json} and {args.plot}", markup=False, soft_wrap=True)
+    return EXIT_WRONG if wrong else 0
+
+
+def _everything(
+    parts: Sequence[Part], stage: Stage, settings: dict[str, Any], args: argparse.Namespace
+) -> dict[str, Any]:
+    """The JSON: verdicts, then each request of each engine, and each compared with caching off."""
+    runs = {name: _as_run(name, parts) for name in ENGINES}
+    return {
+        "versions": versions(),
+        "model": {"preset": args.preset, "dtype": "float32", "seed": args.seed},
+        **settings,
+        "engines": {
+            name: {
+                "prefix_stats": stage.prefix_stats[name],
+                "requests": [
+                    {"label": request.label, **asdict(result)}
+                    for request, result in zip(run.requests, run.results, strict=True)
+                ],
+            }
+            for name, run in runs.items()
+        },
+        "comparisons": [
+            {"engine": name, "against": "off", "requests": compare(runs["off"], run)}
+            for name, run in runs.items()
+            if name != "off"
+        ],
+    }
+
+
+def _as_run(name: str, parts: Sequence[Part]) -> EngineRun:
+    """All requests of an engine, round by round."""
+    requests, results = [], []
+    for number in range(len(parts[0].rounds[name])):
+        for part in parts:
+            for result in part.rounds[name][number]:
+                requests.append(Request(label=f"{part.key}, round {number + 1}", tokens=[], sampling={}))
+                results.append(result)
+    return EngineRun(name=name, requests=requests, results=results, wall_s=0.0)
+
+
+def default_device() -> str:
+    """CUDA where there is a device."""
     import torch
 
-    return "small" if device != "cpu" and torch.cuda.is_available() else "tiny"
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -47,6 +47,7 @@ from megatron_hybrid_prefix.console.engine_options import (
     check_engine_options,
     engine_fields,
     engine_names,
+    hardware,
     plain,
     positive_int,
     started_platform,
@@ -347,7 +348,9 @@ def run_on(
         write_json(args.json, as_json(runs, comparisons, settings, args, least))
         console.print(f"wrote {args.json}", markup=False, soft_wrap=True)
     if args.plot is not None:
-        title = f"{args.preset}, {platform.device.type}, tp={args.tp} pp={args.pp}"
+        facts = hardware(platform)
+        title = f"{args.preset} on {facts.get('gpu') or facts['processor']}, tp={args.tp} pp={args.pp}. "
+        title += f"{len(runs[0].requests)} requests, {'at once' if work.batched else 'one after another'}."
         write_whole(args.plot, lambda part: save_plot(part, runs, title))
         console.print(f"wrote {args.plot}", markup=False, soft_wrap=True)
 

@@ -37,7 +37,7 @@ VERBS = {
     "bench": Verb("measure caching off, megatron-core's own cache and this one side by side", "bench"),
     "replay": Verb("replay recorded requests through the cache's policies, without a model", "replay"),
     "plan": Verb("what a memory budget holds, and what to raise first", "plan"),
-    "demo": Verb("a question session about this package's own source, in seconds on a CPU", "demo", extra="demo"),
+    "demo": Verb("where megatron-core's own cache is wrong or reuses less, in a minute on a CPU", "demo", extra="demo"),
 }
 
 

@@ -124,7 +124,7 @@ def make_parser() -> ArgumentParser:
     )
     add = parser.add_argument_group("output").add_argument
     add("--json", type=Path, metavar="PATH", help="everything, with the occupancy over time")
-    add("--plot", type=Path, metavar="PATH", help="reuse against budget, and occupancy over time, as PNG")
+    add("--plot", type=Path, metavar="PATH", help="reuse at each budget, a line a policy, as PNG")
     return parser
 
 
@@ -306,6 +306,14 @@ def print_report(
         )
 
 
+def _shares(runs: Sequence[Replayed], slots: Sequence[int]) -> list[tuple[str, list[float | None]]]:
+    """Each policy's share of prompt tokens reused at each budget, in the order of the runs."""
+    found: dict[str, dict[int, float]] = {}
+    for run in runs:
+        found.setdefault(run.policy.name, {})[run.state_slots] = run.reused_token_fraction
+    return [(name, [shares.get(budget) for budget in slots]) for name, shares in found.items()]
+
+
 def run(argv: Sequence[str], interrupt: Interrupt) -> int:
     """The whole command; see the module's docstring."""
     args = make_parser().parse_args(argv)
@@ -328,7 +336,9 @@ def run(argv: Sequence[str], interrupt: Interrupt) -> int:
         console.print(f"wrote {args.json}", markup=False, soft_wrap=True)
     if args.plot is not None:
         names = ", ".join(path.name for path in args.traces)
-        write_whole(args.plot, lambda part: save_plot(part, runs, ceiling, printable(names)))
+        workload = f"{printable(names)}: {len(trace.requests):,} requests, {trace.prompt_tokens:,} prompt tokens, "
+        workload += "KV unlimited." if blocks is None else f"{blocks:,} KV blocks."
+        write_whole(args.plot, lambda part: save_plot(part, slots, _shares(runs, slots), ceiling, workload))
         console.print(f"wrote {args.plot}", markup=False, soft_wrap=True)
     return 0
 

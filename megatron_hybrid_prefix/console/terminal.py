@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from megatron_hybrid_prefix.console.plots import draw_lines, page, styles_of
 from megatron_hybrid_prefix.errors import PluginError
 
 EXIT_INPUT = 2
@@ -349,26 +350,27 @@ def _comparison_table(comparison: dict[str, Any]) -> Table:
 
 
 def save_plot(path: Path, runs: list[EngineRun], title: str) -> None:
-    """Computed prompt tokens and time to first token of every request, a line an engine."""
-    import matplotlib
+    """Time to first token and computed prompt tokens of every request, a line an engine.
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    Args:
+        path: PNG or SVG, by its ending.
+        runs: One or more engines with the same requests.
+        title: Model, machine and workload.
+    """
+    styles = styles_of([run.name for run in runs])
     numbers = range(1, len(runs[0].results) + 1)
-    for run in runs:
-        axes[0].plot(numbers, [r.computed_tokens for r in run.results], marker="o", label=run.name)
-        first_ms = [float("nan") if (s := r.time_to_first_token_s) is None else s * 1000 for r in run.results]
-        axes[1].plot(numbers, first_ms, marker="o", label=run.name)
-    axes[0].plot(numbers, [r.prompt_tokens for r in runs[0].results], color="grey", linestyle=":", label="prompt")
-    for axis, label in zip(axes, ("prompt tokens computed", "time to first token, ms"), strict=True):
-        axis.set(xlabel="request", ylabel=label, ylim=(0, None))
-        axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.legend()
-    figure.suptitle(title)
-    figure.savefig(path, format="png", dpi=110)
-    pyplot.close(figure)
+    waits_ms = {
+        run.name: [None if (s := r.time_to_first_token_s) is None else 1e3 * s for r in run.results] for run in runs
+    }
+    computed = {run.name: [r.computed_tokens for r in run.results] for run in runs}
+    panels = (("Time to first token, ms", waits_ms), ("Prompt tokens computed", computed))
+    heading = "Each request: how long it waited, what it computed"
+    with page(path, title=heading, subtitle=title, heights=(2.0, 2.0), legend=styles, lines=True) as axes:
+        for axis, (label, values) in zip(axes, panels, strict=True):
+            draw_lines(axis, numbers, values, styles)
+            axis.set_title(label, loc="left", fontsize=9.5, fontweight="bold")
+            axis.xaxis.get_major_locator().set_params(integer=True)
+        axes[-1].set_xlabel("request")
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from megatron_hybrid_prefix.bench import charts, suite
 from megatron_hybrid_prefix.bench import report as bench_report
-from megatron_hybrid_prefix.bench import suite
 from megatron_hybrid_prefix.bench.scenarios import SCENARIOS
 from megatron_hybrid_prefix.cli import bench
 
@@ -49,6 +49,7 @@ def measured() -> dict[str, Any]:
         },
         "metrics": {
             "first_token_ms": metric("first token, ms", off=[20.0, 22.0], ours=[5.0, 6.0], upstream=[None]),
+            "latest_first_token_ms": metric("latest, ms", off=[30.0, 31.0], ours=[7.0, 8.0], upstream=[None]),
             "computed_tokens": metric("tokens computed", goal="<= 9", off=[12345], ours=[9], upstream=[None]),
             "wall_s": metric("wall time, s", off=[0.123456], ours=[0.1], upstream=[None]),
             "unknown_ms": metric("nobody knows", off=[None], ours=[None], upstream=[None]),
@@ -89,19 +90,38 @@ def test_a_report_says_what_was_measured(measured: dict[str, Any], tmp_path: Pat
 
 
 def test_what_is_drawn(measured: dict[str, Any]) -> None:
-    groups = bench_report.metrics_by_unit(measured["scenarios"]["herd"]["result"])
-    assert {unit: [one["label"] for one in metrics] for unit, metrics in groups.items()} == {
-        "milliseconds": ["first token, ms"],
-        "tokens": ["tokens computed"],
-    }
+    result = measured["scenarios"]["herd"]["result"]
+    (panel,) = charts.chart_of("herd", result).panels
+    assert list(panel.bars) == ["latest_first_token_ms"] and panel.unit == "ms"
+    (panel,) = charts.chart_of("a new scenario", result).panels
+    assert panel.bars == {"first_token_ms": "first token, ms", "latest_first_token_ms": "latest, ms"}
+    del result["metrics"]["latest_first_token_ms"]
+    assert charts.chart_of("herd", result) is None  # none of the figures that make its point
+    assert charts.chart_of("no_reuse", {}) is None
 
 
-def test_every_scenario_has_something_to_draw_and_a_small_size() -> None:
-    assert set(suite.QUICK) == set(SCENARIOS)
+def test_a_bar_that_is_missing_says_why(measured: dict[str, Any], tmp_path: Path) -> None:
+    result = measured["scenarios"]["herd"]["result"]
+    path = tmp_path / "herd.svg"
+    charts.draw_chart(path, charts.chart_of("a new scenario", result), result)
+    drawn = path.read_text()
+    for text in (
+        "megatron-core's cache crashed",
+        "20 ms",
+        "5 ms",
+        "caching off",
+        "this cache",
+        "tiny on unknown machine",
+    ):
+        assert f"<!-- {text}" in drawn, text  # matplotlib writes each text beside its outlines
+
+
+def test_every_scenario_has_a_chart_of_its_own_figures_and_a_small_size() -> None:
+    assert set(suite.QUICK) == set(SCENARIOS) == set(charts.CHARTS)
     for name, kind in SCENARIOS.items():
         assert set(suite.QUICK[name]) <= {field.name for field in kind.sizes()}
-        drawn = {one.name: {"median": {"ours": 1.0}} for one in kind(**_sizes(kind)).metrics()}
-        assert bench_report.metrics_by_unit({"metrics": drawn}), name
+        measured = {one.name: {"label": one.label, "median": {"ours": 1.0}} for one in kind(**_sizes(kind)).metrics()}
+        assert charts.chart_of(name, {"metrics": measured}) == charts.CHARTS[name], name
 
 
 def _sizes(kind: Any) -> dict[str, Any]:

@@ -1,43 +1,186 @@
-"""The command `demo`, with a shorter context and shorter answers: the last turn shows what upstream restores wrongly."""
+"""The command `demo`, with short prompts: what it shows of megatron-core's cache, and that a wrong answer is called wrong."""
 
 from __future__ import annotations
 
 import json
+import math
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_hybrid_prefix.cli import demo
+from megatron_hybrid_prefix.console import demo_report, demo_session
+from megatron_hybrid_prefix.console.demo_report import Part
+from megatron_hybrid_prefix.console.terminal import InputError
+
+BLOCK = 128
+SHORT = ("--device", "cpu", "--block-size-tokens", str(BLOCK), "--answer-tokens", "140", "--users", "3")
+PARTS = ["first_question", "next_turn", "same_prompt", "other_user", "herd", "chunks"]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def short(platform, monkeypatch):
     import megatron.core.inference.engines  # noqa: F401  (before stderr is captured: upstream wants its file number)
 
-    monkeypatch.setattr(demo, "CONTEXT_BYTES", 1500)
-    monkeypatch.setattr(demo, "ANSWER_TOKENS", 4)
+    monkeypatch.setitem(demo_session.CONTEXT_TOKENS, "cpu", 1000)
 
 
-def test_the_last_prompt_shows_the_difference(tmp_path, capsys):
-    out = tmp_path / "out"
-    assert demo.main(["--out", str(out), "--device", "cpu"]) == 0
-    data = json.loads((out / "demo.json").read_text())
-    requests = {name: engine["requests"] for name, engine in data["engines"].items()}
-    assert list(requests) == ["off", "upstream", "ours"] and len(requests["ours"]) == len(demo.QUESTIONS) + 1
-    assert requests["ours"][-1]["prompt_tokens"] % demo.BLOCK_TOKENS == demo.TAIL_TOKENS
-    assert requests["ours"][-1]["computed_tokens"] == requests["upstream"][-1]["computed_tokens"] == demo.TAIL_TOKENS
-    assert sum(request["reused_tokens"] for request in requests["off"]) == 0
-    gaps = {
-        pair["engine"]: [request["max_log_prob_difference"] for request in pair["requests"]]
-        for pair in data["comparisons"]
-        if pair["against"] == "off"
-    }
-    assert max(gaps["ours"]) < 1e-4 < 1e-3 < gaps["upstream"][-1]
-    assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
-    assert "ours against off" in capsys.readouterr().out
+def engines_of(part):
+    return part["engines"]["off"], part["engines"]["upstream"], part["engines"]["ours"]
+
+
+# -- the session on the engines ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", ["nothing", "another text, other questions, other weights"])
+def test_it_shows_what_is_wrong_and_what_is_not_reused(short, given, tmp_path, capsys):
+    options = []
+    if given != "nothing":
+        (tmp_path / "text.txt").write_text("Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. " * 14)
+        options = ["--context", str(tmp_path / "text.txt"), "--seed", "5", "--question", "Who is it that runs? " * 8]
+        options += ["--question", "And why does everybody run there, and not in another place? " * 2]
+    assert demo.main([*SHORT, *options, "--out", str(tmp_path / "out")]) == 0
+    data = json.loads((tmp_path / "out" / "demo.json").read_text())
+    assert [part["part"] for part in data["parts"]] == PARTS
+    parts = {part["part"]: engines_of(part) for part in data["parts"]}
+    for off, _, ours in parts.values():
+        assert off["reused_tokens"] == 0 and ours["exact"] and ours["max_log_prob_difference"] < 1e-4
+    assert [part for part in PARTS if not parts[part][1]["exact"]] == ["same_prompt", "chunks"]
+    for part in ("next_turn", "other_user", "herd"):
+        assert parts[part][2]["reused_tokens"] > parts[part][1]["reused_tokens"]
+    assert parts["next_turn"][2]["reused_tokens"] - parts["next_turn"][1]["reused_tokens"] >= BLOCK
+    off, upstream, ours = parts["same_prompt"]
+    assert off["prompt_tokens"] % BLOCK == demo_session.TAIL_TOKENS
+    assert ours["reused_tokens"] == upstream["reused_tokens"] == off["prompt_tokens"] - demo_session.TAIL_TOKENS
+    assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
+    said = capsys.readouterr().out
+    assert said.count("WRONGLY") == 2 and "Exact in 6 of 6 parts: this cache." in said
+    assert "In 4 of 6: megatron-core's." in said and max(map(len, said.splitlines()[:-1])) <= 100
+    assert list(data["engines"]) == ["off", "upstream", "ours"] and data["engines"]["ours"]["prefix_stats"]
+    assert len(data["comparisons"]) == 2
+
+
+def test_a_wrong_state_is_called_wrong(short, tmp_path, capsys, monkeypatch):
+    """This package's cache, with every state that a request resumes from set to zeros."""
+    from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
+
+    original = HybridPrefixContext.initialize_attention_state
+
+    def damaging(context, **kwargs):
+        if context.prefix_cache is not None:
+            for plan in context.step_plans():
+                if plan.source_slot is not None:
+                    context.state_pool.tensors["ssm"][:, plan.source_slot] = 0
+        return original(context, **kwargs)
+
+    monkeypatch.setattr(HybridPrefixContext, "initialize_attention_state", damaging)
+    path = tmp_path / "wrong.json"
+    assert demo.main([*SHORT, "--out", str(tmp_path), "--json", str(path)]) == demo.EXIT_WRONG
+    parts = {part["part"]: part for part in json.loads(path.read_text())["parts"]}
+    assert not parts["next_turn"]["engines"]["ours"]["exact"]
+    assert parts["next_turn"]["verdict"].startswith("THIS CACHE IS WRONG: ")
+    assert parts["first_question"]["engines"]["ours"]["exact"]
+    assert "THIS CACHE IS WRONG" in capsys.readouterr().out
+
+
+# -- verdicts ----------------------------------------------------------------------------------------------------------
+
+
+def result(generated=(1, 2, 3), log_probs=(-1.0, -2.0, -3.0), *, reused=0, first_s=0.1):
+    return SimpleNamespace(
+        generated=list(generated),
+        log_probs=list(log_probs),
+        reused_tokens=reused,
+        prompt_tokens=100,
+        time_to_first_token_s=first_s,
+    )
+
+
+def judged(upstream, ours, **more):
+    part = Part(key="k", title="t", short="s", rounds={"off": [[result()]], "upstream": [[upstream]], "ours": [[ours]]})
+    return demo_report.outcomes(part)
+
+
+@pytest.mark.parametrize(
+    ("upstream", "ours", "said"),
+    [
+        (result(), result(), "nothing to reuse"),
+        (result(reused=64), result(reused=64), "both reuse 64"),
+        (result(reused=64), result(reused=96, first_s=0.05), "This cache reuses 96 prompt tokens, megatron-core's 64: "),
+        (result(reused=96), result(reused=64), "megatron-core's cache reuses 96 prompt tokens, this one 64: "),
+        (result((1, 2, 4)), result(), "megatron-core's cache answers WRONGLY: other tokens than without a cache, from token 3"),
+        (result((1, 2)), result(), "WRONGLY: other tokens than without a cache, from token 3"),
+        (result(log_probs=(-1.0, -2.01, -3.0)), result(), "WRONGLY: a log-prob is off by 0.01"),
+        (result(log_probs=(-1.0, math.nan, -3.0)), result(), "WRONGLY: a log-prob is no number"),
+        (result(), result((9, 2, 3)), "THIS CACHE IS WRONG: other tokens than without a cache, from token 1"),
+        (result((7,)), result(log_probs=(0.0, -2.0, -3.0)), "THIS CACHE IS WRONG: a log-prob is off by 1"),
+    ],
+)  # fmt: skip
+def test_a_verdict_follows_from_the_answers(upstream, ours, said):
+    assert said in demo_report.verdict(judged(upstream, ours))
+
+
+def test_rounds_are_all_compared_and_their_first_tokens_are_medians():
+    rounds = [[result(first_s=at)] for at in (0.3, 0.1, 0.2)]
+    part = Part(key="k", title="t", short="s", rounds={"off": rounds, "upstream": rounds, "ours": rounds})
+    assert demo_report.outcomes(part)["ours"].first_token_ms == pytest.approx(200)
+    wrong = [*rounds[:2], [result((1, 2, 9))]]
+    part = Part(key="k", title="t", short="s", rounds={"off": rounds, "upstream": rounds, "ours": wrong})
+    assert not demo_report.outcomes(part)["ours"].exact
+
+
+def test_the_summary_counts():
+    parts = [
+        judged(result(), result()),
+        judged(result((5,)), result()),
+        judged(result(reused=32), result(reused=64)),
+        judged(result(reused=64), result(reused=32)),
+    ]
+    said = demo_report.summary(parts)
+    assert "in 4 of 4 parts: this cache. In 3 of 4: megatron-core's." in said
+    assert said.endswith("this cache reuses more in 1 of 3, less in 1.")
+
+
+def test_a_wrong_answer_is_written_on_its_bar(tmp_path):
+    rounds = {"off": [[result()]], "upstream": [[result((5,))]], "ours": [[result(first_s=0.012)]]}
+    parts = [Part(key="a", title="t", short="the same prompt", rounds=rounds)]
+    demo_report.save_demo_plot(tmp_path / "demo.svg", demo_report.as_json(parts), "tiny on a CPU")
+    drawn = (tmp_path / "demo.svg").read_text()
+    for text in ("100 ms  WRONG ANSWER", "12 ms", "the same prompt", "megatron-core's cache", "tiny on a CPU"):
+        assert f"<!-- {text} -->" in drawn
+
+
+# -- input -------------------------------------------------------------------------------------------------------------
 
 
 def test_bad_input_is_one_line(tmp_path, capsys):
     (tmp_path / "file").touch()
-    assert demo.main(["--out", str(tmp_path / "file")]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: cannot make ") and error.count("\n") == 1
+    (tmp_path / "short.txt").write_text("too short")
+    out = ["--out", str(tmp_path), "--device", "cpu"]
+    for argv, said in (
+        (["--out", str(tmp_path / "file")], "cannot make "),
+        ([*out, "--answer-tokens", "256"], "--answer-tokens 256 must be more than --block-size-tokens 256"),
+        ([*out, "--context", str(tmp_path / "short.txt")], "--context: 9 bytes are too few for blocks of 256"),
+        ([*out, "--context", str(tmp_path / "absent.txt")], "cannot read "),
+        ([*out, "--preset", "none"], ""),
+        (
+            [*out, "--block-size-tokens", "64"],
+            "--block-size-tokens 64 must be a multiple of 128, the SSM chunk of tiny",
+        ),
+        ([*out, "--answer-tokens", "20000"], "--context: prompts of "),
+        ([*out, "--json", str(tmp_path / "absent" / "x.json")], "cannot write "),
+    ):
+        assert demo.main(argv) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {said}") and error.count("\n") == 1
+
+
+def test_a_session_of_any_length_ends_where_it_should():
+    for length in range(900, 900 + BLOCK + 1):
+        session = demo_session.make_session(
+            "x" * length, ["a?", "bc?"], "d?", users=2, answer_tokens=140, block_tokens=BLOCK
+        )
+        assert len(session.next_turn([0] * 140)) % BLOCK == demo_session.TAIL_TOKENS
+        assert len(session.herd) == 2 and session.herd[0] != session.herd[1]
+    with pytest.raises(InputError, match="too few"):
+        demo_session.make_session("x", ["a?"], "d?", users=2, answer_tokens=140, block_tokens=BLOCK)

@@ -1,0 +1,185 @@
+"""The plot of each scenario: the few figures that make its point, from the JSON of `bench all` alone. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_hybrid_prefix.console.plots import bar_inches, draw_bars, number_text, page, styles_of
+
+_TITLE_INCHES = 0.22  # of a panel's heading
+# Groups of bars in the plot of a scenario that has no chart here.
+_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One axis of bars.
+
+    Attributes:
+        bars: Metric -> what its group of bars is called; nothing where the titles say it.
+        unit: Written after each figure.
+        heading: Above the axis, where a chart has more than one.
+    """
+
+    bars: Mapping[str, str]
+    unit: str
+    heading: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """The plot of a scenario.
+
+    Attributes:
+        title: Its point, in a few words.
+        panels: Its axes, top to bottom.
+    """
+
+    title: str
+    panels: Sequence[Panel]
+
+
+_FIRST_TOKEN = "Time to first token"
+CHARTS: dict[str, Chart] = {
+    "shared_prefix": Chart(
+        title=f"{_FIRST_TOKEN} of requests with the same beginning",
+        panels=[Panel(unit="ms", bars={f"first_token_{n}_ms": f"request {n}" for n in (1, 2, 3)})],
+    ),
+    "first_sighting": Chart(
+        title=f"{_FIRST_TOKEN} of the second request with the same beginning",
+        panels=[
+            Panel(
+                unit="ms",
+                bars={
+                    "first_token_2_plain_ms": "no hint",
+                    "first_token_2_named_ms": "request 1 says where the shared part ends",
+                },
+            )
+        ],
+    ),
+    "multi_turn": Chart(
+        title="A later turn of a conversation whose answers are longer than a block",
+        panels=[
+            Panel(
+                heading=_FIRST_TOKEN, unit="ms", bars={"first_token_median_ms": "median", "first_token_p99_ms": "p99"}
+            ),
+            Panel(
+                heading="Prompt tokens computed",
+                unit="tokens",
+                bars={"mean_turn_computed_tokens": "mean", "max_turn_computed_tokens": "most"},
+            ),
+        ],
+    ),
+    "herd": Chart(
+        title="A herd: cold requests with one prefix, at once",
+        panels=[
+            Panel(heading=f"{_FIRST_TOKEN} of the last request", unit="ms", bars={"latest_first_token_ms": ""}),
+            Panel(heading="Times that the prefix was computed", unit="", bars={"prefix_computed_times": ""}),
+        ],
+    ),
+    "samples": Chart(
+        title="Several answers to one prompt, at once",
+        panels=[
+            Panel(heading=f"{_FIRST_TOKEN} of the last answer", unit="ms", bars={"latest_first_token_ms": ""}),
+            Panel(heading="Prompt tokens computed", unit="tokens", bars={"computed_tokens": ""}),
+        ],
+    ),
+    "no_reuse": Chart(
+        title="Throughput where nothing can be reused",
+        panels=[Panel(unit="tokens/s", bars={"tokens_per_second": ""})],
+    ),
+    "pressure": Chart(
+        title="Throughput with memory for half of the prefixes",
+        panels=[Panel(unit="tokens/s", bars={"tokens_per_second": ""})],
+    ),
+    "host_tier": Chart(
+        title=f"{_FIRST_TOKEN} of a prompt that comes back from host memory",
+        panels=[
+            Panel(
+                unit="ms",
+                bars={"cold_ms": "first time", "back_ms": "back from the host", "again_ms": "again, on the device"},
+            )
+        ],
+    ),
+    "index": Chart(
+        title="CPU time of a decode step, nothing to admit",
+        panels=[Panel(unit="ms", bars={"decode_cpu_ms": ""})],
+    ),
+}
+
+
+def chart_of(name: str, result: Mapping[str, Any]) -> Chart | None:
+    """What to draw of a scenario's result; None: it has no figure to draw.
+
+    Args:
+        name: Of the scenario; an unknown one gets its first times.
+        result: Its JSON.
+    """
+    metrics = result.get("metrics", {})
+    chart = CHARTS.get(name)
+    if chart is None:
+        times = {key: metric["label"] for key, metric in metrics.items() if key.endswith("_ms") and has_value(metric)}
+        chart = Chart(title=name, panels=[Panel(unit="ms", bars=dict(list(times.items())[:_SHOWN]))])
+    panels = []
+    for panel in chart.panels:
+        bars = {key: label for key, label in panel.bars.items() if key in metrics and has_value(metrics[key])}
+        if bars:
+            panels.append(Panel(heading=panel.heading, unit=panel.unit, bars=bars))
+    return Chart(title=chart.title, panels=panels) if panels else None
+
+
+def has_value(metric: Mapping[str, Any]) -> bool:
+    """Whether any engine has this figure."""
+    return any(value is not None for value in metric["median"].values())
+
+
+def draw_chart(path: Path, chart: Chart, result: Mapping[str, Any]) -> None:
+    """Bars of the medians with the figure on each; a whisker is the least and the largest sample.
+
+    Args:
+        path: PNG or SVG, by its ending.
+        chart: Of `chart_of`.
+        result: The scenario's JSON.
+    """
+    engines = list(result["engines"])
+    heights = [
+        bar_inches(len(panel.bars), len(engines)) + (_TITLE_INCHES if panel.heading else 0) for panel in chart.panels
+    ]
+    with page(path, title=chart.title, subtitle=_subtitle(result), heights=heights, legend=styles_of(engines)) as axes:
+        for axis, panel in zip(axes, chart.panels, strict=True):
+            _draw_panel(axis, panel, result, engines)
+
+
+def _draw_panel(axis: Any, panel: Panel, result: Mapping[str, Any], engines: Sequence[str]) -> None:
+    metrics = [result["metrics"][key] for key in panel.bars]
+    notes = {
+        (engine, number): f"{styles_of([engine])[engine].label} {result['engines'][engine]['status']}"
+        for engine in engines
+        for number, metric in enumerate(metrics)
+        if metric["median"].get(engine) is None and result["engines"][engine]["status"] != "completed"
+    }
+    draw_bars(
+        axis,
+        list(panel.bars.values()),
+        {engine: [metric["median"].get(engine) for metric in metrics] for engine in engines},
+        figure_of=lambda value: f"{number_text(value)} {panel.unit}".rstrip(),
+        ranges={engine: [_range(metric, engine) for metric in metrics] for engine in engines},
+        notes=notes,
+        heading=panel.heading,
+    )
+
+
+def _range(metric: Mapping[str, Any], engine: str) -> tuple[float, float] | None:
+    samples = [sample for sample in metric["samples"].get(engine, ()) if sample is not None]
+    return (min(samples), max(samples)) if samples else None
+
+
+def _subtitle(result: Mapping[str, Any]) -> str:
+    options, hardware = result["options"], result.get("hardware", {})
+    machine = hardware.get("gpu") or hardware.get("processor") or "unknown machine"
+    graphs = f"{options['cuda_graphs']} CUDA graphs" if options.get("cuda_graphs") else "no CUDA graphs"
+    workload = result["workload"].rstrip(".")
+    return f"{options['preset']} on {machine}, {graphs}. {workload[0].upper()}{workload[1:]}. Medians of {options['repeats']}."

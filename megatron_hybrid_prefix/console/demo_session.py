@@ -1,0 +1,169 @@
+"""The session of the demo: which prompts are sent, in which order. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_hybrid_prefix.console.engine_options import step_tokens
+from megatron_hybrid_prefix.console.terminal import InputError
+from megatron_hybrid_prefix.tokenizer import ByteTokenizer
+
+PACKAGE = Path(__file__).resolve().parents[1]
+CONTEXT_FILES = ("cache.py", "mcore/entrypoints/build.py", "mcore/runner.py")
+CONTEXT_TOKENS = {"cpu": 4000, "cuda": 16000}
+QUESTION_FILES = ("index/tree.py", "index/matcher.py", "policy/boundaries.py", "pool/slots.py", "index/keys.py")
+EXCERPT_CHARACTERS = 200
+FOLLOW_UP = "And which of that does the text above use?"
+SYSTEM = "You answer questions about the text that follows, briefly and with the names that it uses."
+HERD_SYSTEM = "You review the text that follows, one remark a line."
+SHORT_ANSWER_TOKENS = 8
+# The convolution of the models looks at 4 tokens. Of a prompt that goes on 2 tokens before its end it needs 1 from before.
+TAIL_TOKENS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """All prompts but those that continue an answer, as tokens.
+
+    Attributes:
+        text: System prompt and context of the first two users.
+        questions: Of the first user, the same one's next turn, and the other user.
+        herd: Prompts that share a text of their own.
+        chunked: For the engine with chunked prefill: one that fills the cache, then two at once, the second of which
+            begins like the first.
+        step_tokens: Of that engine.
+        answer_tokens: Length of the first answer.
+    """
+
+    text: list[int]
+    questions: list[list[int]]
+    herd: list[list[int]]
+    chunked: list[list[int]]
+    step_tokens: int
+    answer_tokens: int
+
+    def next_turn(self, answer: list[int]) -> list[int]:
+        """The first prompt, its answer, and the next question."""
+        return [*self.text, *self.questions[0], *answer, *_tokens("\n"), *self.questions[1]]
+
+    def longest_tokens(self) -> int:
+        """Length of the longest prompt."""
+        return max(len(self.next_turn([0] * self.answer_tokens)), *map(len, [*self.herd, *self.chunked]))
+
+
+def make_session(
+    context: str, questions: Sequence[str], follow_up: str, *, users: int, answer_tokens: int, block_tokens: int
+) -> Session:
+    """A session about ``context``.
+
+    Args:
+        context: What users ask about.
+        questions: They are taken in turn.
+        follow_up: What the first user asks next.
+        users: Of the herd.
+        answer_tokens: Length of the first answer.
+        block_tokens: Of a KV block.
+
+    Raises:
+        InputError: The context is too short.
+    """
+    numbered = [f"User {n}: {questions[n % len(questions)]}" for n in range(users + 4)]
+    asked = [_tokens(f"{question}\nAssistant:") for question in numbered]
+    then_asked = _tokens(f"User 0: {follow_up}\nAssistant:")
+    text = _tokens(f"{SYSTEM}\n\n{context}")
+    whole = len(text) + len(asked[0]) + answer_tokens + 1 + len(then_asked)
+    text = text[: len(text) - (whole - TAIL_TOKENS) % block_tokens]
+    if len(text) < 5 * block_tokens:
+        need = 6 * block_tokens
+        raise InputError(
+            f"--context: {len(context.encode())} bytes are too few for blocks of {block_tokens}: give {need}"
+        )
+    herd_text = _tokens(f"{HERD_SYSTEM}\n\n{context}")[: max(3 * block_tokens, len(text) // 2)]
+    start = text[: 5 * block_tokens]
+    unrelated = _tokens(f"{context[::-1]}")[: 6 * block_tokens - 20]
+    return Session(
+        text=text,
+        questions=[asked[0], then_asked, asked[1]],
+        herd=[herd_text + question for question in asked[2 : 2 + users]],
+        chunked=[start + asked[-2], unrelated, start + asked[-1]],
+        step_tokens=step_tokens(8 * block_tokens),
+        answer_tokens=answer_tokens,
+    )
+
+
+def default_context(tokens: int) -> str:
+    """Sources of this package, one byte and one token a character."""
+    text = "".join(f"# {name}\n{(PACKAGE / name).read_text(encoding='utf-8')}\n" for name in CONTEXT_FILES)
+    return text.encode("ascii", errors="replace").decode()[:tokens]
+
+
+def default_questions() -> list[str]:
+    """Questions about a pasted piece of source each; none is as long as another."""
+    asked = []
+    for number, name in enumerate(QUESTION_FILES):
+        piece = (PACKAGE / name).read_text(encoding="utf-8")[: EXCERPT_CHARACTERS + 13 * number]
+        asked.append(f"This is the beginning of {name}:\n{piece}\nHow does it fit into the text above?")
+    return asked
+
+
+def _tokens(text: str) -> list[int]:
+    return list(ByteTokenizer().tokenize(text))
+
+
+# Prompts, tokens to generate -> a `RequestResult` each.
+Send = Callable[[list[list[int]], int], list[Any]]
+
+
+def play(session: Session, send: Send, answer: list[int] | None) -> dict[str, list[Any]]:
+    """Parts 1 to 5 on one engine.
+
+    Args:
+        session: What to send.
+        send: Sends prompts at once.
+        answer: The first answer as the first engine gave it; None: this is the first engine.
+
+    Returns:
+        Results of each part.
+    """
+    text, questions = session.text, session.questions
+    first = send([text + questions[0]], session.answer_tokens)
+    next_turn = session.next_turn(first[0].generated if answer is None else answer)
+    return {
+        "first_question": first,
+        "next_turn": send([next_turn], SHORT_ANSWER_TOKENS),
+        "same_prompt": send([next_turn], SHORT_ANSWER_TOKENS),
+        "other_user": send([text + questions[2]], SHORT_ANSWER_TOKENS),
+        "herd": send(session.herd, SHORT_ANSWER_TOKENS),
+    }
+
+
+def play_chunked(session: Session, send: Send) -> dict[str, list[Any]]:
+    """Part 6, on an engine with chunked prefill: only the last prompt is of interest."""
+    filler, unrelated, last = session.chunked
+    send([filler], SHORT_ANSWER_TOKENS)
+    return {"chunks": send([unrelated, last], SHORT_ANSWER_TOKENS)[1:]}
+
+
+def titles(session: Session) -> dict[str, tuple[str, str]]:
+    """What is sent in each part, in full and in a few words for the plot (which leaves out what has none)."""
+    text, users = len(session.text), len(session.herd)
+    return {
+        "first_question": (f"First question about a text of {text:,} tokens", ""),
+        "next_turn": (
+            f"Next turn, after an answer of {session.answer_tokens} tokens: longer than a block",
+            "next turn, after a long answer",
+        ),
+        "same_prompt": (
+            f"The same prompt again; it ends {TAIL_TOKENS} tokens behind a block boundary (the text is cut to it)",
+            "the same prompt again",
+        ),
+        "other_user": ("Another user asks about the same text, for the first time", "another user, same text"),
+        "herd": (f"Herd: {users} users ask about one new text at once (the slowest)", f"herd of {users}, the slowest"),
+        "chunks": (
+            f"Chunked prefill, {session.step_tokens:,} tokens a step: known text, beside a new prompt",
+            "prefill in chunks",
+        ),
+    }
