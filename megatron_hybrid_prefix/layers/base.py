@@ -29,12 +29,15 @@ class LayerKind(ABC):
     Attributes:
         name: Its name, in reports and errors.
         slot_class: Mixin with which a module's forward reads and writes states by slot.
-        drafts: Whether it can be decoded speculatively: `slot_class` then keeps the state after each drafted token.
+        drafts: Whether it can be decoded speculatively: `slot_class` then keeps the state after each drafted token, as
+            `SlotLayer` does.
+        whole_chunks: Whether a KV block has to consist of whole chunks. Else the last chunk of each may be shorter.
     """
 
     name: ClassVar[str]
     slot_class: ClassVar[type]
     drafts: ClassVar[bool] = False
+    whole_chunks: ClassVar[bool] = False
 
     @abstractmethod
     def is_layer(self, module: torch.nn.Module) -> bool:

@@ -14,6 +14,7 @@ __all__ = [
     "MambaMixerSubmodules",
     "PrefillSeam",
     "convolve",
+    "convolve_step",
     "forget_decode_parameters",
     "merge_rows",
     "rows_after",
@@ -70,6 +71,11 @@ def convolve(**arguments: Any) -> torch.Tensor:
     return causal_conv1d_varlen.causal_conv1d_varlen_fn(**arguments)
 
 
+def convolve_step(**arguments: Any) -> torch.Tensor:
+    """Megatron's causal convolution of decoded tokens, which moves windows on in place; see there."""
+    return mamba_mixer.causal_conv1d_update(**arguments)
+
+
 def scan_on_host(**arguments: Any) -> Any:
     """The platform's chunked scan; see ``platform/kernels/ssd.py``."""
     scan: Any = mamba_mixer.mamba_chunk_scan_combined_varlen
@@ -100,7 +106,8 @@ class StepRows(NamedTuple):
 
     Attributes:
         tokens: All.
-        decodes: Rows that decode, one token each.
+        decodes: Rows that decode.
+        decode_tokens: Tokens of each of these rows: one, and its drafts.
         prefills: Sequences that are prefilled.
         decode_slots: (decodes,) int64 on the device, the live slot of each row; negative: the row is padding.
         counts: (2,) int32 on the device: tokens that are decoded and prefilled without padding; where there are both.
@@ -108,6 +115,7 @@ class StepRows(NamedTuple):
 
     tokens: int
     decodes: int
+    decode_tokens: int
     prefills: int
     decode_slots: torch.Tensor
     counts: torch.Tensor
@@ -119,6 +127,7 @@ def rows_of_step(context: Any) -> StepRows:
     return StepRows(
         tokens=padded.token_count,
         decodes=padded.decode_req_count,
+        decode_tokens=1 + context.num_speculative_tokens,
         prefills=padded.prefill_req_count,
         decode_slots=metadata.batch_indices_decode,
         counts=metadata.device_decode_prefill,

@@ -102,7 +102,7 @@ def test_bad_dimensions_are_one_clear_line(changes, message):
 
 
 def test_unknown_presets_name_the_known_ones():
-    with pytest.raises(ValueError, match="tiny, tiny-mtp, tiny-moe, small"):
+    with pytest.raises(ValueError, match="tiny, tiny-mtp, tiny-moe, tiny-gdn, small"):
         get_preset("huge")
 
 

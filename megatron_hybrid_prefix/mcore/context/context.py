@@ -72,7 +72,8 @@ class HybridPrefixContext(ContextSeam):
         next_prompt_token: What follows the last chunk that was not its prompt's last.
 
     Raises:
-        ValueError: The model has no recurrent layers, or some that cannot be decoded speculatively as asked.
+        ValueError: The model has no recurrent layers, or some that cannot be decoded speculatively as asked, or that need
+            other KV blocks.
     """
 
     # Also what holds while megatron's constructor runs.
@@ -104,6 +105,8 @@ class HybridPrefixContext(ContextSeam):
             raise ValueError("this prefix cache is for models with recurrent layers: use megatron's own for this one")
         self.prefix_config = prefix
         self._model_states = None if state_config is None else states_of_config(state_config)
+        if self._model_states is not None:
+            self._model_states.check_blocks(inference_config.block_size_tokens)
         self._requests = RequestBook(0.0 if prefix is None else prefix.verify_hits)
         if prefix is not None:
             # Megatron's own cache must not be allocated beside this one, nor its warnings appear.
