@@ -160,14 +160,14 @@ def step_tokens(tokens: int) -> int:
 
 
 def state_dtype_field(model: Any, state_dtype: str | None) -> dict[str, Any]:
-    """The field of ``InferenceConfig`` that sets the type of the SSM states; none for the parameters' type."""
+    """The field of ``InferenceConfig`` that sets the type of the matrix states; none for the layer kinds' choice."""
     if state_dtype is None:
         return {}
     import torch
 
     from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config
 
-    return {"mamba_inference_state_config": mamba_state_config(model, ssm_dtype=getattr(torch, state_dtype))}
+    return {"mamba_inference_state_config": mamba_state_config(model, state_dtype=getattr(torch, state_dtype))}
 
 
 def plain(fields: dict[str, Any]) -> dict[str, Any]:

@@ -21,4 +21,5 @@ MAMBA_MIXER = f"{_CORE}.ssm.mamba_mixer"
 RANDOM = f"{_CORE}.tensor_parallel.random"
 ROWS_OF_A_STEP = MAMBA_MIXER
 """What moves decoded and prefilled rows of a step apart and together."""
+STATE_CONFIG_CLASS = f"{_INFERENCE}.config:MambaInferenceStateConfig"
 TOKEN_DISPATCHER = f"{_CORE}.transformer.moe.token_dispatcher"

@@ -30,7 +30,7 @@ from megatron_hybrid_prefix.mcore.context.loads import RequestLoads
 from megatron_hybrid_prefix.mcore.context.request import PrefixRequest, RequestBook
 from megatron_hybrid_prefix.mcore.context.verify import verify_plan
 from megatron_hybrid_prefix.mcore.ranks.agreement import DecisionLog, min_over_model_ranks
-from megatron_hybrid_prefix.mcore.state.layout import states_of_config
+from megatron_hybrid_prefix.mcore.state.layout import needs_this_package, states_of_config
 from megatron_hybrid_prefix.mcore.state.memory import StateMemory
 from megatron_hybrid_prefix.mcore.state.moves import HostMoves
 from megatron_hybrid_prefix.metrics import PrefixStats
@@ -221,6 +221,11 @@ class HybridPrefixContext(ContextSeam):
     def known_requests(self) -> int:
         """Requests whose keys are kept: those that somebody still holds."""
         return len(self._requests)
+
+    @property
+    def has_own_layers(self) -> bool:
+        """Whether the model has layers that only this package's engine runs."""
+        return needs_this_package(self.config.mamba_inference_state_config)
 
     def lost_tokens(self, req: DynamicInferenceRequest) -> int:
         """Prompt tokens whose KV was cached at admission, and that were computed because no state was kept there."""

@@ -121,7 +121,7 @@ def _inference_config(model: Any, prefix: HybridPrefixConfig | None, fields: dic
     state_dtype = None if prefix is None or prefix.state_dtype is None else getattr(torch, prefix.state_dtype)
     values: dict[str, Any] = {
         "max_sequence_length": get_attr_wrapped_model(model, "max_sequence_length"),
-        "mamba_inference_state_config": mamba_state_config(model, ssm_dtype=state_dtype),
+        "mamba_inference_state_config": mamba_state_config(model, state_dtype=state_dtype),
         "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU,
     }
     on_host = next(model.parameters()).device.type == "cpu"

@@ -2,7 +2,8 @@
 
 Opt-in, and undone by `uninstall`. Three constructors are replaced (`patches.constructors`): they turn an object of exactly
 megatron's class into one of the subclass here, so that it does not matter when, or from where, a script imported the
-class. That is also how megatron's ``MegatronLLM`` and ``MegatronAsyncLLM`` are given the cache.
+class. That is also how megatron's ``MegatronLLM`` and ``MegatronAsyncLLM`` are given the cache. And megatron's description of
+a model's recurrent states, ``MambaInferenceStateConfig.from_model``, includes layers of every kind.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def install(prefix: HybridPrefixConfig | None = None) -> None:
     """From now on megatron's ``DynamicInferenceContext``, ``TextGenerationController`` and ``DynamicInferenceEngine`` are ours.
 
     Only for models with recurrent layers; for others, and where nothing asks for a cache, megatron's objects stay as they
-    are, and so do those that exist already. Calling it again changes the settings. Call ``ensure_platform`` first.
+    are, and so do those that exist already. Models with layers that megatron's engine cannot run (Gated DeltaNet) get these
+    classes with or without a cache. Calling it again changes the settings. Call ``ensure_platform`` first.
 
     Args:
         prefix: Settings of the cache, for every context. None: those contexts whose ``InferenceConfig`` has

@@ -70,7 +70,11 @@ def states_of_config(config: MambaInferenceStateConfig) -> ModelStates:
 
 
 def mamba_state_config(
-    model: Any, conv_dtype: torch.dtype | None = None, ssm_dtype: torch.dtype | None = None
+    model: Any,
+    conv_dtype: torch.dtype | None = None,
+    ssm_dtype: torch.dtype | None = None,
+    *,
+    state_dtype: torch.dtype | None = None,
 ) -> RecurrentStateConfig | None:
     """What megatron's context has to know of a model's recurrent states; every rank has to ask.
 
@@ -79,8 +83,10 @@ def mamba_state_config(
 
     Args:
         model: This rank's shard.
-        conv_dtype: Type of the layers' last inputs; None: the layer kind's choice.
-        ssm_dtype: Type of what accumulates over tokens; None: likewise.
+        conv_dtype: Megatron's setting for Mamba2 layers: type of their last inputs; None: the layer kind's choice.
+        ssm_dtype: Likewise, of what accumulates over tokens.
+        state_dtype: Type of what accumulates over tokens in layers of every kind; None: ``ssm_dtype``, or the layer kind's
+            choice.
 
     Returns:
         None where no stage has a recurrent layer.
@@ -97,7 +103,8 @@ def mamba_state_config(
         if recurrent is None:
             continue
         kind, module = recurrent
-        components = kind.components(module, state_dtype=ssm_dtype, window_dtype=conv_dtype)
+        of_mamba = (ssm_dtype, conv_dtype) if kind is MAMBA2 else (None, None)
+        components = kind.components(module, state_dtype=state_dtype or of_mamba[0], window_dtype=of_mamba[1])
         layout, quantum = found.get(
             kind.name, (StateLayout(kind=kind.name, layers=0, components=components), kind.chunk_tokens(module))
         )
@@ -119,6 +126,12 @@ def mamba_state_config(
         of_whole_chunks=tuple(kind.name for kind in kinds if kind.whole_chunks),
     )
     return _for_megatron(symbols, states)
+
+
+def needs_this_package(config: MambaInferenceStateConfig | None) -> bool:
+    """Whether a model with these states has layers that megatron's own context and engine cannot run."""
+    states: ModelStates | None = getattr(config, "states", None)
+    return states is not None and any(layout.kind != MAMBA2.name for layout in states.slots.kinds)
 
 
 def state_bytes(config: MambaInferenceStateConfig) -> int:
