@@ -68,18 +68,22 @@ def build_upstream_engine(
     """As `build_engine` without ``prefix``, but of megatron's own classes: what this package is compared with.
 
     Raises:
-        ValueError: As `build_engine`.
+        ValueError: As `build_engine`; or the model has layers that megatron's engine cannot run.
     """
     return _upstream_engine(model, _checked_config(model, None, inference_config_fields), tokenizer)
 
 
 def _upstream_engine(model: Any, config: InferenceConfig, tokenizer: Tokenizer | None) -> DynamicInferenceEngine:
+    from megatron_hybrid_prefix.mcore.state.layout import needs_this_package, states_of_config
     from megatron_hybrid_prefix.upstream.names import (
         DynamicInferenceContext,
         DynamicInferenceEngine,
         TextGenerationController,
     )
 
+    if needs_this_package(config.mamba_inference_state_config):
+        kinds = [layout.kind for layout in states_of_config(config.mamba_inference_state_config).slots.kinds]
+        raise ValueError(f"megatron's own engine cannot run a model with layers of kind {', '.join(kinds)}")
     context = DynamicInferenceContext(model_config=model.config, inference_config=config)
     return DynamicInferenceEngine(_controller(TextGenerationController, model, context, tokenizer), context)
 
