@@ -44,7 +44,9 @@ PACKAGES = ("megatron-core", "torch", "triton", "mamba-ssm", "causal-conv1d", "f
 def add_model_options(add: Callable[..., Any], *, default_preset: str | None = "tiny") -> None:
     """Which model on which ranks; with ``default_preset`` None the command chooses one by device."""
     shown = default_preset or "tiny on CPU, hybrid-4b on GPU"
-    add("--preset", default=default_preset, help=f"tiny, small, hybrid-4b or nemotron-h-8b (default: {shown})")
+    add(
+        "--preset", default=default_preset, help=f"tiny, tiny-gdn, small, hybrid-4b or nemotron-h-8b (default: {shown})"
+    )
     add("--seed", type=int, default=0, help="seed of the random weights (default: %(default)s)")
     add("--tp", type=positive_int, default=1, help="tensor-parallel size (default: %(default)s)")
     add("--pp", type=positive_int, default=1, help="pipeline-parallel size (default: %(default)s)")
