@@ -172,9 +172,8 @@ class GatedDeltaNetKind(LayerKind):
         """
         layer: Any = module
         if layer.act_fn is not F.silu:
-            raise ValueError(
-                f"Gated DeltaNet layers with activation {layer.activation!r}: megatron's have SiLU (activation='swiglu')"
-            )
+            name = getattr(layer.act_fn, "__name__", str(layer.act_fn))
+            raise ValueError(f"Gated DeltaNet layers with activation {name!r}: use SiLU (activation='swiglu')")
         return gated_delta_net_components(
             channels=2 * layer.qk_dim_local_tp + layer.v_dim_local_tp,
             taps=layer.conv_kernel_dim,

@@ -748,7 +748,7 @@ DELTA_NET = (
     *rows_of(
         f"{_SSM}.gated_delta_net.common:_GDNBase",
         attributes(
-            "A_log act_fn activation conv1d conv_kernel_dim dt_bias in_proj key_head_dim num_v_heads_local_tp out_norm "
+            "A_log act_fn conv1d conv_kernel_dim dt_bias in_proj key_head_dim num_v_heads_local_tp out_norm "
             "out_proj qk_dim_local_tp use_qk_l2norm v_dim_local_tp value_head_dim",
             "layers/gated_delta_net upstream/delta_net",
             "all of its inference",
