@@ -54,6 +54,32 @@ def tiny_reference(tiny):
 
 
 @pytest.fixture(scope="session")
+def tiny_gdn(platform):
+    """The ``tiny-gdn`` preset with seed 0."""
+    from megatron_hybrid_prefix.models import build_hybrid_model
+
+    return build_hybrid_model("tiny-gdn", seed=0, platform=platform)
+
+
+@pytest.fixture(scope="session")
+def tiny_mixed(platform):
+    """Mamba2 and Gated DeltaNet layers side by side, and experts."""
+    from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
+
+    config = get_preset("tiny-gdn", layer_pattern="MG*EG*-", num_moe_experts=4)
+    return build_hybrid_model(config, seed=0, platform=platform)
+
+
+@pytest.fixture(scope="session")
+def tiny_gdn_mtp(platform):
+    """Mamba2 and Gated DeltaNet layers, and depths of multi-token prediction."""
+    from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
+
+    config = get_preset("tiny-gdn", layer_pattern="G*-MG*-", mtp_num_layers=3, mtp_layer_pattern="*-")
+    return build_hybrid_model(config, seed=0, platform=platform)
+
+
+@pytest.fixture(scope="session")
 def tiny_mtp(platform):
     """The ``tiny-mtp`` preset with seed 0."""
     from megatron_hybrid_prefix.models import build_hybrid_model

@@ -158,6 +158,7 @@ def contestants(
     """
     from megatron_hybrid_prefix.mcore import build_engine, build_upstream_engine
     from megatron_hybrid_prefix.mcore.runner import release_engine
+    from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, needs_this_package
 
     found: list[Contestant] = []
     graphs = _GraphRecords() if cuda_graphs else None
@@ -173,8 +174,11 @@ def contestants(
             contestant = Contestant(name, make_fields(model) | ENGINES[name](*cache_of(model)), should_stop)
             found.append(contestant)
             with contestant.attempt(), as_input_errors(*_refusals(crash_when_built), prefix=f"engine {name}: "):
-                # The others are megatron's own classes: "off" is what this package has to keep up with.
-                build = build_engine if "prefix" in contestant.fields else build_upstream_engine
+                # The others are megatron's own classes: "off" is what this package has to keep up with. Where megatron
+                # cannot run the model, "off" is this package's engine without its cache.
+                off = not contestant.fields.get("enable_prefix_caching")
+                own = "prefix" in contestant.fields or (off and needs_this_package(mamba_state_config(model)))
+                build = build_engine if own else build_upstream_engine
                 contestant.engine = build(model, **contestant.fields)
             if graphs is not None:
                 graphs.end()

@@ -32,6 +32,7 @@ from megatron_hybrid_prefix.console.terminal import (
     InputError,
     Interrupt,
     Stopped,
+    as_input_errors,
     check_writable,
     command_line,
     output_console,
@@ -166,7 +167,7 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("model", metavar="MODEL", help="preset, Megatron arguments (YAML, JSON) or config.json")
     add = parser.add_argument_group("model").add_argument
     add("--tp", type=positive_int, default=1, help="tensor-parallel size (default: %(default)s)")
-    add("--state-dtype", choices=("float32", "bfloat16"), help="type of the SSM states (default: the parameters')")
+    add("--state-dtype", choices=("float32", "bfloat16"), help="type of the matrix states (default: each layer kind's)")
     add = parser.add_argument_group("budget of one rank").add_argument
     add("--mamba-gb", type=positive_float, required=True, help="GiB for checkpoints on the device")
     add("--buffer-gb", type=positive_float, required=True, help="GiB for KV and the states of running requests")
@@ -250,6 +251,8 @@ def run(argv: Sequence[str], interrupt: Interrupt) -> int:
     if args.json is not None:
         check_writable(args.json)
     sizes = sizes_of(args.model, tp=args.tp, state_dtype=args.state_dtype)
+    with as_input_errors(ValueError):
+        sizes.check_blocks(args.block_size_tokens)
     budget = Budget(
         state_bytes=int(args.mamba_gb * GIB),
         host_bytes=int((args.host_gb or 0) * GIB),

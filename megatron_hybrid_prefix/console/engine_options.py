@@ -44,7 +44,9 @@ PACKAGES = ("megatron-core", "torch", "triton", "mamba-ssm", "causal-conv1d", "f
 def add_model_options(add: Callable[..., Any], *, default_preset: str | None = "tiny") -> None:
     """Which model on which ranks; with ``default_preset`` None the command chooses one by device."""
     shown = default_preset or "tiny on CPU, hybrid-4b on GPU"
-    add("--preset", default=default_preset, help=f"tiny, small, hybrid-4b or nemotron-h-8b (default: {shown})")
+    add(
+        "--preset", default=default_preset, help=f"tiny, tiny-gdn, small, hybrid-4b or nemotron-h-8b (default: {shown})"
+    )
     add("--seed", type=int, default=0, help="seed of the random weights (default: %(default)s)")
     add("--tp", type=positive_int, default=1, help="tensor-parallel size (default: %(default)s)")
     add("--pp", type=positive_int, default=1, help="pipeline-parallel size (default: %(default)s)")
@@ -160,14 +162,14 @@ def step_tokens(tokens: int) -> int:
 
 
 def state_dtype_field(model: Any, state_dtype: str | None) -> dict[str, Any]:
-    """The field of ``InferenceConfig`` that sets the type of the SSM states; none for the parameters' type."""
+    """The field of ``InferenceConfig`` that sets the type of the matrix states; none for the layer kinds' choice."""
     if state_dtype is None:
         return {}
     import torch
 
     from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config
 
-    return {"mamba_inference_state_config": mamba_state_config(model, ssm_dtype=getattr(torch, state_dtype))}
+    return {"mamba_inference_state_config": mamba_state_config(model, state_dtype=getattr(torch, state_dtype))}
 
 
 def plain(fields: dict[str, Any]) -> dict[str, Any]:

@@ -8,15 +8,57 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_hybrid_prefix.console.terminal import InputError, as_input_errors, read_text
 from megatron_hybrid_prefix.models.config import PRESETS, HybridModelConfig
-from megatron_hybrid_prefix.pool.layout import StateComponent, StateLayout
+from megatron_hybrid_prefix.pool.layout import SlotLayout, StateComponent, StateLayout
 
+_DELTA_NET_CHUNK = 64  # tokens
 _VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Sizes:
+    """Dimensions of a model's Mamba2 layers: how many there are, and those of one."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    state_dim: int
+    groups: int
+    conv_taps: int
+
+    def layout(self, tp: int, dtype: str, state_dtype: str | None) -> StateLayout:
+        """One state on one of ``tp`` ranks."""
+        heads, groups = self.heads // tp, self.groups // tp
+        channels = heads * self.head_dim + 2 * groups * self.state_dim
+        conv = StateComponent(name="conv", shape=(channels, self.conv_taps), dtype=dtype)
+        ssm = StateComponent(name="ssm", shape=(heads, self.head_dim, self.state_dim), dtype=state_dtype or dtype)
+        return StateLayout(kind="mamba2", layers=self.layers, components=(conv, ssm))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNetSizes:
+    """Dimensions of a model's Gated DeltaNet layers: how many there are, and those of one."""
+
+    layers: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_taps: int
+
+    def layout(self, tp: int, dtype: str, state_dtype: str | None) -> StateLayout:
+        """One state on one of ``tp`` ranks; its matrices are float32 unless ``state_dtype`` says otherwise."""
+        key_heads, value_heads = self.key_heads // tp, self.value_heads // tp
+        channels = 2 * key_heads * self.key_dim + value_heads * self.value_dim
+        conv = StateComponent(name="gdn_conv", shape=(channels, self.conv_taps), dtype=dtype)
+        shape = (value_heads, self.key_dim, self.value_dim)
+        state = StateComponent(name="gdn_state", shape=shape, dtype=state_dtype or "float32")
+        return StateLayout(kind="gated_delta_net", layers=self.layers, components=(conv, state))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,51 +67,58 @@ class Sizes:
 
     Attributes:
         name: Of the preset or file.
-        mamba_layers, attention_layers: How many there are.
-        heads, head_dim, state_dim, groups, conv_taps: Of a Mamba2 layer.
+        recurrent: Of its recurrent layers, by kind.
+        attention_layers: How many there are.
         kv_heads, kv_channels: Of an attention layer.
         dtype: Of parameters, KV and convolution windows.
-        state_dtype: Of the SSM states.
+        state_dtype: Of the matrix states; None: as each kind has them.
         tp: Ranks that share them; bytes are those of one.
     """
 
     name: str
-    mamba_layers: int
+    recurrent: tuple[Mamba2Sizes | DeltaNetSizes, ...]
     attention_layers: int
-    heads: int
-    head_dim: int
-    state_dim: int
-    groups: int
-    conv_taps: int
     kv_heads: int
     kv_channels: int
     dtype: str = "bfloat16"
-    state_dtype: str = "bfloat16"
+    state_dtype: str | None = None
     tp: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("mamba_layers", "attention_layers", "heads", "head_dim", "state_dim", "groups", "conv_taps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{self.name}: {name} is {getattr(self, name)}; the model has to be a hybrid")
+        if not self.recurrent:
+            raise ValueError(f"{self.name}: there are no recurrent layers; the model has to be a hybrid")
+        if self.attention_layers < 1:
+            raise ValueError(f"{self.name}: attention_layers is {self.attention_layers}; the model has to be a hybrid")
+        shared = {"kv_heads": self.kv_heads}
+        for kind in self.recurrent:
+            of_kind: dict[str, int] = {field.name: getattr(kind, field.name) for field in fields(kind)}
+            for name, value in of_kind.items():
+                if value < 1:
+                    raise ValueError(f"{self.name}: {name} is {value}; the model has to be a hybrid")
+            shared |= {name: value for name, value in of_kind.items() if name.endswith(("heads", "groups"))}
         for name in ("dtype", "state_dtype"):
-            if getattr(self, name) not in _VALUE_BYTES:
-                raise ValueError(f"{self.name}: {name} {getattr(self, name)!r} is none of {', '.join(_VALUE_BYTES)}")
-        for name in ("heads", "groups"):
-            if getattr(self, name) % self.tp:
-                raise ValueError(f"{self.name}: tp={self.tp} does not divide {name}={getattr(self, name)}")
+            value = getattr(self, name)
+            if value not in _VALUE_BYTES and not (name == "state_dtype" and value is None):
+                raise ValueError(f"{self.name}: {name} {value!r} is none of {', '.join(_VALUE_BYTES)}")
+        for name, value in shared.items():
+            if value % self.tp:
+                raise ValueError(f"{self.name}: tp={self.tp} does not divide {name}={value}")
         if self.kv_heads % self.tp and self.tp % self.kv_heads:
             raise ValueError(
                 f"{self.name}: tp={self.tp} is neither a divisor nor a multiple of kv_heads={self.kv_heads}"
             )
 
     @property
-    def layout(self) -> StateLayout:
+    def layout(self) -> SlotLayout:
         """One state on one rank."""
-        heads, groups = self.heads // self.tp, self.groups // self.tp
-        channels = heads * self.head_dim + 2 * groups * self.state_dim
-        conv = StateComponent(name="conv", shape=(channels, self.conv_taps), dtype=self.dtype)
-        ssm = StateComponent(name="ssm", shape=(heads, self.head_dim, self.state_dim), dtype=self.state_dtype)
-        return StateLayout(kind="mamba2", layers=self.mamba_layers, components=(conv, ssm))
+        return SlotLayout(tuple(kind.layout(self.tp, self.dtype, self.state_dtype) for kind in self.recurrent))
+
+    def check_blocks(self, block_tokens: int) -> None:
+        """Raise ValueError, in one line, if KV blocks of so many tokens do not suit a kind of layers."""
+        if block_tokens % _DELTA_NET_CHUNK and any(isinstance(kind, DeltaNetSizes) for kind in self.recurrent):
+            raise ValueError(
+                f"KV blocks of {block_tokens} tokens: Gated DeltaNet layers need a multiple of {_DELTA_NET_CHUNK}"
+            )
 
     @property
     def state_bytes(self) -> int:
@@ -108,23 +157,33 @@ def sizes_of(model: str, *, tp: int = 1, state_dtype: str | None = None) -> Size
             data = _read(path)
             reader = _of_hugging_face if "model_type" in data else _of_megatron
             sizes = reader(_Fields(str(path), data))
-        return replace(sizes, tp=tp, state_dtype=state_dtype or sizes.dtype)
+        return replace(sizes, tp=tp, state_dtype=state_dtype)
 
 
 def _of_preset(name: str, config: HybridModelConfig) -> Sizes:
-    return Sizes(
-        name=name,
-        mamba_layers=config.count("M"),
-        attention_layers=config.count("*"),
+    mamba = Mamba2Sizes(
+        layers=config.count("M"),
         heads=config.mamba_num_heads,
         head_dim=config.mamba_head_dim,
         state_dim=config.mamba_state_dim,
         groups=config.mamba_num_groups,
         conv_taps=config.d_conv,
+    )
+    delta_net = DeltaNetSizes(
+        layers=config.count("G"),
+        key_heads=config.gdn_num_key_heads,
+        value_heads=config.gdn_num_value_heads,
+        key_dim=config.gdn_key_head_dim,
+        value_dim=config.gdn_value_head_dim,
+        conv_taps=config.d_conv,
+    )
+    return Sizes(
+        name=name,
+        recurrent=tuple(kind for kind in (mamba, delta_net) if kind.layers),
+        attention_layers=config.count("*"),
         kv_heads=config.num_query_groups,
         kv_channels=config.kv_channels,
         dtype=config.dtype,
-        state_dtype=config.dtype,
     )
 
 
@@ -192,88 +251,124 @@ class _Fields:
         return value
 
 
-def _of_megatron(fields: _Fields) -> Sizes:
+def _of_megatron(given: _Fields) -> Sizes:
     """Names and defaults of ``megatron.training.arguments``."""
-    pattern = fields.text("hybrid_layer_pattern", "hybrid_override_pattern").split("/")[0]  # then depths of MTP
-    hidden_size, query_heads = fields.number("hidden_size"), fields.number("num_attention_heads")
-    head_dim = fields.number("mamba_head_dim", default=64)
-    dtype = "bfloat16" if fields.get("bf16") else "float16" if fields.get("fp16") else "float32"
-    grouped = bool(fields.get("group_query_attention"))
+    pattern = given.text("hybrid_layer_pattern", "hybrid_override_pattern").split("/")[0]  # then depths of MTP
+    hidden_size, query_heads = given.number("hidden_size"), given.number("num_attention_heads")
+    recurrent: list[Mamba2Sizes | DeltaNetSizes] = []
+    if pattern.count("M"):
+        head_dim = given.number("mamba_head_dim", default=64)
+        recurrent.append(
+            Mamba2Sizes(
+                layers=pattern.count("M"),
+                heads=given.number("mamba_num_heads", default=2 * hidden_size // max(1, head_dim)),
+                head_dim=head_dim,
+                state_dim=given.number("mamba_state_dim", default=128),
+                groups=given.number("mamba_num_groups", default=8),
+                conv_taps=given.number("mamba_d_conv", default=4),
+            )
+        )
+    if pattern.count("G"):
+        recurrent.append(_delta_net_of(given, pattern.count("G")))
+    dtype = "bfloat16" if given.get("bf16") else "float16" if given.get("fp16") else "float32"
+    grouped = bool(given.get("group_query_attention"))
     return Sizes(
-        name=fields.name,
-        mamba_layers=pattern.count("M"),
+        name=given.name,
+        recurrent=tuple(recurrent),
         attention_layers=pattern.count("*"),
-        heads=fields.number("mamba_num_heads", default=2 * hidden_size // max(1, head_dim)),
-        head_dim=head_dim,
-        state_dim=fields.number("mamba_state_dim", default=128),
-        groups=fields.number("mamba_num_groups", default=8),
-        conv_taps=fields.number("mamba_d_conv", default=4),
-        kv_heads=fields.number("num_query_groups", default=1) if grouped else query_heads,
-        kv_channels=fields.number("kv_channels", default=hidden_size // max(1, query_heads)),
+        kv_heads=given.number("num_query_groups", default=1) if grouped else query_heads,
+        kv_channels=given.number("kv_channels", default=hidden_size // max(1, query_heads)),
         dtype=dtype,
-        state_dtype=dtype,
     )
 
 
-def _of_hugging_face(fields: _Fields) -> Sizes:
-    kind = fields.text("model_type")
+def _delta_net_of(given: _Fields, layers: int) -> DeltaNetSizes:
+    """Megatron and Hugging Face have the same names; the defaults are megatron's."""
+    return DeltaNetSizes(
+        layers=layers,
+        key_heads=given.number("linear_num_key_heads", default=16),
+        value_heads=given.number("linear_num_value_heads", default=32),
+        key_dim=given.number("linear_key_head_dim", default=128),
+        value_dim=given.number("linear_value_head_dim", default=128),
+        conv_taps=given.number("linear_conv_kernel_dim", default=4),
+    )
+
+
+def _of_hugging_face(given: _Fields) -> Sizes:
+    kind = given.text("model_type")
     if kind not in _LAYERS:
-        raise InputError(f"{fields.name}: model_type {kind!r} is none of {', '.join(_LAYERS)}")
-    mamba_layers, attention_layers = _LAYERS[kind](fields)
-    hidden_size, query_heads = fields.number("hidden_size"), fields.number("num_attention_heads")
-    heads = fields.number("mamba_num_heads", "mamba_n_heads")
-    width = fields.number("mamba_expand", default=2) * hidden_size
-    head_dim = fields.get("mamba_head_dim", "mamba_d_head")
-    dtype = fields.get("dtype", "torch_dtype")
+        raise InputError(f"{given.name}: model_type {kind!r} is none of {', '.join(_LAYERS)}")
+    recurrent_layers, attention_layers = _LAYERS[kind](given)
+    hidden_size, query_heads = given.number("hidden_size"), given.number("num_attention_heads")
+    of_kind = _delta_net_of if kind in _DELTA_NETS else _mamba_of
     return Sizes(
-        name=fields.name,
-        mamba_layers=mamba_layers,
+        name=given.name,
+        recurrent=(of_kind(given, recurrent_layers),),
         attention_layers=attention_layers,
+        kv_heads=given.number("num_key_value_heads", default=query_heads),
+        kv_channels=given.number("head_dim", "attention_head_dim", default=hidden_size // max(1, query_heads)),
+        dtype=str(given.get("dtype", "torch_dtype") or "bfloat16"),
+    )
+
+
+def _mamba_of(given: _Fields, layers: int) -> Mamba2Sizes:
+    heads = given.number("mamba_num_heads", "mamba_n_heads")
+    width = given.number("mamba_expand", default=2) * given.number("hidden_size")
+    head_dim = given.get("mamba_head_dim", "mamba_d_head")
+    return Mamba2Sizes(
+        layers=layers,
         heads=heads,
         head_dim=width // max(1, heads)
         if head_dim in (None, "auto")
-        else fields.number("mamba_head_dim", "mamba_d_head"),
-        state_dim=fields.number("ssm_state_size", "mamba_d_state"),
-        groups=fields.number("n_groups", "mamba_n_groups"),
-        conv_taps=fields.number("conv_kernel", "mamba_d_conv"),
-        kv_heads=fields.number("num_key_value_heads", default=query_heads),
-        kv_channels=fields.number("head_dim", "attention_head_dim", default=hidden_size // max(1, query_heads)),
-        dtype=str(dtype or "bfloat16"),
-        state_dtype=str(dtype or "bfloat16"),
+        else given.number("mamba_head_dim", "mamba_d_head"),
+        state_dim=given.number("ssm_state_size", "mamba_d_state"),
+        groups=given.number("n_groups", "mamba_n_groups"),
+        conv_taps=given.number("conv_kernel", "mamba_d_conv"),
     )
 
 
-def _by_pattern(fields: _Fields) -> tuple[int, int]:
-    kinds = fields.list_of_text("layers_block_type")
+def _by_pattern(given: _Fields) -> tuple[int, int]:
+    kinds = given.list_of_text("layers_block_type")
     if kinds is not None:
         return kinds.count("mamba"), kinds.count("attention")
-    pattern = fields.text("hybrid_override_pattern")
+    pattern = given.text("hybrid_override_pattern")
     return pattern.count("M"), pattern.count("*")
 
 
-def _by_indices(fields: _Fields) -> tuple[int, int]:
-    indices = fields.get("attn_layer_indices")
+def _by_indices(given: _Fields) -> tuple[int, int]:
+    indices = given.get("attn_layer_indices")
     if not isinstance(indices, list):
-        raise InputError(f"{fields.name}: attn_layer_indices is not a list")
-    return fields.number("num_hidden_layers") - len(indices), len(indices)
+        raise InputError(f"{given.name}: attn_layer_indices is not a list")
+    return given.number("num_hidden_layers") - len(indices), len(indices)
 
 
-def _by_types(fields: _Fields) -> tuple[int, int]:
-    kinds = fields.list_of_text("layer_types") or fields.list_of_text("layers_block_type")
+def _by_types(given: _Fields) -> tuple[int, int]:
+    kinds = given.list_of_text("layer_types") or given.list_of_text("layers_block_type")
     if kinds is None:
-        raise InputError(f"{fields.name}: layer_types is missing")
+        raise InputError(f"{given.name}: layer_types is missing")
     return kinds.count("mamba"), kinds.count("attention")
 
 
-def _side_by_side(fields: _Fields) -> tuple[int, int]:
-    layers = fields.number("num_hidden_layers")
+def _side_by_side(given: _Fields) -> tuple[int, int]:
+    layers = given.number("num_hidden_layers")
     return layers, layers
 
 
-# Mamba2 and attention layers, by model_type.
+def _one_in_four(given: _Fields) -> tuple[int, int]:
+    kinds = given.list_of_text("layer_types")
+    if kinds is not None:
+        return kinds.count("linear_attention"), kinds.count("full_attention")
+    layers = given.number("num_hidden_layers")
+    attention = layers // max(1, given.number("full_attention_interval", default=4))
+    return layers - attention, attention
+
+
+_DELTA_NETS = ("qwen3_next",)
+# Recurrent and attention layers, by model_type.
 _LAYERS: dict[str, Callable[[_Fields], tuple[int, int]]] = {
     "nemotron_h": _by_pattern,
     "bamba": _by_indices,
     "granitemoehybrid": _by_types,
     "falcon_h1": _side_by_side,
+    "qwen3_next": _one_in_four,
 }

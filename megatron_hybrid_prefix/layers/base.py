@@ -29,12 +29,15 @@ class LayerKind(ABC):
     Attributes:
         name: Its name in reports and errors.
         slot_class: Mixin that makes a module's forward read and write states by slot.
-        drafts: Whether it supports speculative decoding: `slot_class` then keeps the state after each drafted token.
+        drafts: Whether it supports speculative decoding: `slot_class` then keeps the state after each drafted token, as
+            `SlotLayer` does.
+        whole_chunks: Whether a KV block must consist of whole chunks. Otherwise the last chunk of a block may be shorter.
     """
 
     name: ClassVar[str]
     slot_class: ClassVar[type]
     drafts: ClassVar[bool] = False
+    whole_chunks: ClassVar[bool] = False
 
     @abstractmethod
     def is_layer(self, module: torch.nn.Module) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron_hybrid_prefix.layers.step import PrefillStep
+from megatron_hybrid_prefix.ops.slot_copies import copy_slots
 from megatron_hybrid_prefix.upstream.mixer import merge_rows, rows_after, rows_of_step
 
 
@@ -17,7 +18,7 @@ class SlotLayer:
 
     The layer is called as megatron calls its mixers: ``layer(hidden_states, inference_context=...)`` gives its output and a
     bias or None. In a step of an engine of this package it decodes the first rows, prefills the others, and puts both
-    together; anywhere else it runs its own ``forward``. A kind without drafts decodes one token a row.
+    together; anywhere else it runs its own ``forward``.
 
     Attributes:
         slot_layer_number: Number of the layer on this pipeline stage, from 1; set by `use_slot_mixers`.
@@ -44,7 +45,14 @@ class SlotLayer:
         inputs = self.slot_inputs(hidden_states)
         decoded = prefilled = None
         if rows.decodes:
-            decoded = self.slot_decode(inputs[: rows.decodes].squeeze(1), states, rows.decode_slots).unsqueeze(1)
+            first = inputs[: rows.decodes * rows.decode_tokens].squeeze(1)
+            if rows.decode_tokens == 1:
+                decoded = self.slot_decode(first, states, rows.decode_slots)
+            else:
+                drafted = inference_context.states_of_layer(self.slot_layer_number, drafted=True)
+                by_row = first.unflatten(0, (rows.decodes, rows.decode_tokens))
+                decoded = self.slot_decode_drafts(by_row, states, rows.decode_slots, drafted).flatten(0, 1)
+            decoded = decoded.unsqueeze(1)
         if rows.prefills:
             later = rows_after(inputs, rows.counts) if rows.decodes else inputs
             prefilled = self.slot_prefill(later.squeeze(1), states, step).unsqueeze(1)
@@ -74,6 +82,32 @@ class SlotLayer:
         Returns:
             (rows, width out); what rows of padding hold does not matter.
         """
+
+    def slot_decode_drafts(
+        self,
+        inputs: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+        slots: torch.Tensor,
+        drafted: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """The next token of each row and its drafts, for kinds with ``drafts``; by default one `slot_decode` after another.
+
+        Args:
+            inputs: (rows, tokens, width).
+            states: As for `slot_decode`; which state a row goes on from is settled after the forward, from ``drafted``.
+            slots: As for `slot_decode`.
+            drafted: Given the state after each token, by component name: (live slots, tokens, *shape), at the row's slot.
+
+        Returns:
+            (rows, tokens, width out); what rows of padding hold does not matter.
+        """
+        outputs = []
+        for token in range(inputs.shape[1]):
+            outputs.append(self.slot_decode(inputs[:, token], states, slots))
+            for name, after in drafted.items():
+                live = states[name][: after.shape[0]]
+                copy_slots(live[None], after[None, :, token], slots, slots)
+        return torch.stack(outputs, dim=1)
 
     @abstractmethod
     def slot_prefill(self, inputs: torch.Tensor, states: Mapping[str, torch.Tensor], step: PrefillStep) -> torch.Tensor:

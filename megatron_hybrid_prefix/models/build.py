@@ -51,6 +51,8 @@ def build_hybrid_model(
     from megatron.core import parallel_state
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
+    from megatron_hybrid_prefix.upstream.delta_net import mark_packed_parameters
+
     model = HybridModel(
         config=_transformer_config(config, platform, overrides),
         hybrid_stack_spec=_layer_specs(config, platform),
@@ -70,6 +72,7 @@ def build_hybrid_model(
     for module in model.modules():
         if isinstance(module, torch.nn.RMSNorm):  # the local norms are made in float32 whatever the parameters are
             module.to(getattr(torch, config.dtype))
+    mark_packed_parameters(model)
     initialise_weights(model, config, seed)
     return model.eval()
 
@@ -90,10 +93,7 @@ def _transformer_config(config: HybridModelConfig, platform: Platform, overrides
         num_attention_heads=config.num_attention_heads,
         num_query_groups=config.num_query_groups,
         kv_channels=config.kv_channels,
-        mamba_num_heads=config.mamba_num_heads,
-        mamba_head_dim=config.mamba_head_dim,
-        mamba_state_dim=config.mamba_state_dim,
-        mamba_num_groups=config.mamba_num_groups,
+        **_recurrent_fields(config),
         is_hybrid_model=True,
         normalization="RMSNorm",
         layernorm_epsilon=config.layernorm_epsilon,
@@ -135,6 +135,27 @@ def _transformer_config(config: HybridModelConfig, platform: Platform, overrides
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="full scope is deprecated")  # about its own default
         return TransformerConfig(**(fields | overrides))
+
+
+def _recurrent_fields(config: HybridModelConfig) -> dict[str, int]:
+    """Dimensions of the recurrent layers that there are; megatron's defaults stay for others."""
+    fields: dict[str, int] = {}
+    if config.count("M"):
+        fields |= dict(
+            mamba_num_heads=config.mamba_num_heads,
+            mamba_head_dim=config.mamba_head_dim,
+            mamba_state_dim=config.mamba_state_dim,
+            mamba_num_groups=config.mamba_num_groups,
+        )
+    if config.count("G"):
+        fields |= dict(
+            linear_num_key_heads=config.gdn_num_key_heads,
+            linear_num_value_heads=config.gdn_num_value_heads,
+            linear_key_head_dim=config.gdn_key_head_dim,
+            linear_value_head_dim=config.gdn_value_head_dim,
+            linear_conv_kernel_dim=config.d_conv,
+        )
+    return fields
 
 
 def _layer_specs(config: HybridModelConfig, platform: Platform) -> Any:
@@ -187,10 +208,17 @@ def local_layer_specs(num_moe_experts: int = 0) -> Any:
         TransformerLayerSubmodules,
     )
 
+    from megatron_hybrid_prefix.upstream.delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
     from megatron_hybrid_prefix.upstream.mixer import MambaMixer, MambaMixerSubmodules
 
     mixer = ModuleSpec(
         module=MambaMixer, submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+    )
+    delta_net = ModuleSpec(
+        module=GatedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(
+            in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear
+        ),
     )
     attention = ModuleSpec(
         module=SelfAttention,
@@ -212,6 +240,12 @@ def local_layer_specs(num_moe_experts: int = 0) -> Any:
             mamba_layer=ModuleSpec(
                 module=MambaLayer,
                 submodules=MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=mixer, mamba_bda=get_bias_dropout_add),
+            ),
+            gdn_layer=ModuleSpec(
+                module=TransformerLayer,
+                submodules=TransformerLayerSubmodules(
+                    input_layernorm=WrappedTorchNorm, self_attention=delta_net, self_attn_bda=get_bias_dropout_add
+                ),
             ),
             attention_layer=ModuleSpec(
                 module=TransformerLayer,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
-LAYER_SYMBOLS = {"M": "Mamba2", "*": "attention", "-": "MLP", "E": "mixture of experts"}
+LAYER_SYMBOLS = {"M": "Mamba2", "G": "Gated DeltaNet", "*": "attention", "-": "MLP", "E": "mixture of experts"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,16 +14,20 @@ class HybridModelConfig:
     """Dimensions of a hybrid model, before it is sharded.
 
     Attributes:
-        layer_pattern: One symbol a layer: ``M`` Mamba2, ``*`` attention, ``-`` MLP, ``E`` mixture of experts; ``|`` may
-            mark pipeline stages.
+        layer_pattern: One symbol a layer: ``M`` Mamba2, ``G`` Gated DeltaNet, ``*`` attention, ``-`` MLP, ``E`` mixture of
+            experts; ``|`` may mark pipeline stages.
         hidden_size: Width of the residual stream.
         vocab_size: Number of token ids.
         max_sequence_length: Longest prompt plus output, in tokens.
-        mamba_num_heads: SSM heads; d_inner is heads x head_dim.
+        mamba_num_heads: SSM heads of an ``M`` layer; d_inner is heads x head_dim.
         mamba_head_dim: Channels of an SSM head.
         mamba_state_dim: State size of a channel (N).
         mamba_num_groups: Groups that share B and C.
-        d_conv: Taps of the causal convolution.
+        gdn_num_key_heads: Query and key heads of a ``G`` layer.
+        gdn_num_value_heads: Its value heads, each with a matrix as state; those that share a key head are neighbours.
+        gdn_key_head_dim: Channels of a query and a key head (K).
+        gdn_value_head_dim: Channels of a value head (V).
+        d_conv: Taps of the causal convolution in ``M`` and ``G`` layers.
         chunk_size: Tokens in a chunk of the SSD scan (a power of two).
         num_attention_heads: Query heads.
         num_query_groups: Key/value heads.
@@ -50,14 +54,18 @@ class HybridModelConfig:
     hidden_size: int
     vocab_size: int
     max_sequence_length: int
-    mamba_num_heads: int
-    mamba_head_dim: int
-    mamba_state_dim: int
-    mamba_num_groups: int
     num_attention_heads: int
     num_query_groups: int
     kv_channels: int
     ffn_hidden_size: int
+    mamba_num_heads: int = 0
+    mamba_head_dim: int = 0
+    mamba_state_dim: int = 0
+    mamba_num_groups: int = 0
+    gdn_num_key_heads: int = 0
+    gdn_num_value_heads: int = 0
+    gdn_key_head_dim: int = 0
+    gdn_value_head_dim: int = 0
     d_conv: int = 4
     chunk_size: int = 128
     activation: str = "relu2"
@@ -78,7 +86,7 @@ class HybridModelConfig:
         unknown = set(self.layer_pattern) - set(LAYER_SYMBOLS) - {"|"}
         if unknown or not self.layer_pattern.strip("|"):
             raise ValueError(
-                f"layer_pattern={self.layer_pattern!r}: use the symbols M, *, - and E (and | between stages)"
+                f"layer_pattern={self.layer_pattern!r}: use the symbols M, G, *, - and E (and | between stages)"
             )
         if "*" not in self.layer_pattern:
             raise ValueError(f"layer_pattern={self.layer_pattern!r} has no attention layer; the engine needs one")
@@ -106,14 +114,30 @@ class HybridModelConfig:
             )
         if self.moe_shared_expert_gate and not self.moe_shared_expert_intermediate_size:
             raise ValueError("moe_shared_expert_gate=True needs moe_shared_expert_intermediate_size")
+        self._check_recurrent_layers()
         if not 2 <= self.d_conv <= 4:
             raise ValueError(f"d_conv={self.d_conv}: megatron's decode kernel supports 2, 3 and 4 taps")
-        for name, value, by, divisor in (
-            ("mamba_num_heads", self.mamba_num_heads, "mamba_num_groups", self.mamba_num_groups),
-            ("num_attention_heads", self.num_attention_heads, "num_query_groups", self.num_query_groups),
+        for name, by in (
+            *([("mamba_num_heads", "mamba_num_groups")] if "M" in self.layer_pattern else []),
+            *([("gdn_num_value_heads", "gdn_num_key_heads")] if "G" in self.layer_pattern else []),
+            ("num_attention_heads", "num_query_groups"),
         ):
+            value, divisor = getattr(self, name), getattr(self, by)
             if divisor < 1 or value % divisor:
                 raise ValueError(f"{name}={value} is not a multiple of {by}={divisor}")
+
+    def _check_recurrent_layers(self) -> None:
+        for symbol, prefix in (("M", "mamba_"), ("G", "gdn_")):
+            if symbol in self.layer_pattern + self.mtp_layer_pattern:
+                for name in (field.name for field in fields(self) if field.name.startswith(prefix)):
+                    if getattr(self, name) < 1:
+                        raise ValueError(f"{symbol} layers need {name}={getattr(self, name)} to be at least 1")
+        if "G" in self.layer_pattern and self.activation != "swiglu":
+            raise ValueError(
+                f"activation={self.activation!r}: with G layers use 'swiglu'; megatron's have the SiLU of the whole model"
+            )
+        if "G" in self.mtp_layer_pattern:
+            raise ValueError(f"mtp_layer_pattern={self.mtp_layer_pattern!r}: G layers cannot predict drafts")
 
     @property
     def num_layers(self) -> int:
@@ -139,6 +163,7 @@ class HybridModelConfig:
             raise ValueError(f"ep={ep} does not divide num_moe_experts={self.num_moe_experts}")
         for name in (
             *("mamba_num_groups", "num_attention_heads", "mamba_num_heads", "vocab_size"),
+            *("gdn_num_key_heads", "gdn_num_value_heads"),
             *("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
         ):
             if getattr(self, name) % tp:
@@ -219,6 +244,15 @@ PRESETS: dict[str, HybridModelConfig] = {
     "tiny": _TINY,
     "tiny-mtp": replace(_TINY, mtp_num_layers=3, mtp_layer_pattern="*-"),
     "tiny-moe": replace(_TINY, layer_pattern="M*EM*E", num_moe_experts=4),
+    "tiny-gdn": replace(
+        _TINY,
+        layer_pattern="G*-G*-",
+        gdn_num_key_heads=4,
+        gdn_num_value_heads=8,
+        gdn_key_head_dim=16,
+        gdn_value_head_dim=16,
+        activation="swiglu",
+    ),
     "small": HybridModelConfig(
         layer_pattern="M-M-M*-M-M-M*-M-M-",
         hidden_size=1024,

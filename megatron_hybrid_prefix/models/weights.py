@@ -145,7 +145,7 @@ def _draw(
         full.copy_(dt + torch.log(-torch.expm1(-dt)))  # inverse of softplus
     elif last == "D":
         full.fill_(0.2 if config.long_memory else 1.0)
-    elif last == "conv1d_weight":
+    elif last == "conv1d_weight" or name.endswith("conv1d.weight"):
         bound = (1.0 if config.long_memory else 0.5) * (4 / config.d_conv) ** 0.5
         uniform(-bound, bound)
     elif last == "conv1d_bias":

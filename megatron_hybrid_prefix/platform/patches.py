@@ -4,6 +4,7 @@ Each group applies only if the part is missing:
   * `HOST_*`                  no CUDA device: ``torch.cuda`` describes the CPU, pinning is skipped, kernels are PyTorch.
   * `MAMBA_PARTS`             mamba-ssm or causal-conv1d missing or too old: the parts that dynamic inference uses.
   * `NO_MAMBA_SSM`            no mamba-ssm: the mixer can be built; training raises an error that says what to install.
+  * `NO_FLA`                  no flash-linear-attention: likewise for Gated DeltaNet layers.
   * `*GATHERING_ATTENTION`    no flash-attention of any generation: attention gathers the pages.
   * `NO_TRANSFORMER_ENGINE`   the one norm that upstream's hybrid stack hard-codes.
 Placeholders replace compiled modules that mamba-ssm and causal-conv1d import and that the dynamic path never calls.
@@ -149,6 +150,34 @@ NO_MAMBA_SSM = (
     Rebinding(owner=modules.MAMBA_MIXER, name="mamba_chunk_scan_combined", make=_needs_mamba_ssm, why=_NOT_DYNAMIC),
     Rebinding(
         owner=modules.MAMBA_MIXER, name="mamba_split_conv1d_scan_combined", make=_needs_mamba_ssm, why=_NOT_DYNAMIC
+    ),
+)
+
+
+def _needs_fla(original: Any) -> Any:
+    def raise_import_error(*args: Any, **kwargs: Any) -> Any:
+        raise ImportError(
+            "Gated DeltaNet layers outside of this package's dynamic engine, as in training, need flash-linear-attention: "
+            "pip install fla-core"
+        )
+
+    return raise_import_error
+
+
+NO_FLA = (
+    Rebinding(
+        owner=modules.GATED_DELTA_NET_BASE,
+        name="HAVE_FLA",
+        make=_replace_by(True),
+        why="the layer's constructor asks for flash-linear-attention",
+    ),
+    *(
+        Rebinding(owner=owner, name=name, make=_needs_fla, why=_NOT_DYNAMIC)
+        for owner, name in (
+            (modules.GATED_DELTA_NET, "chunk_gated_delta_rule"),
+            (modules.GATED_DELTA_NET, "causal_conv1d"),
+            (modules.GATED_DELTA_NET_BASE, "l2norm"),
+        )
     ),
 )
 HOST_MEGATRON = (

@@ -180,7 +180,7 @@ def replace_what_is_missing(use_cuda: bool) -> tuple[str, str, str]:
             warnings.simplefilter("ignore", UserWarning)
             logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
             compiled = not use_cuda or _stand_in_for_extensions()
-            from megatron_hybrid_prefix.upstream import packages
+            from megatron_hybrid_prefix.upstream import delta_net, packages
     except BaseException:
         _applied.undo()
         raise
@@ -191,6 +191,8 @@ def replace_what_is_missing(use_cuda: bool) -> tuple[str, str, str]:
         rebindings += patches.MAMBA_PARTS
     if not has_mamba_ssm:
         rebindings += patches.NO_MAMBA_SSM
+    if not delta_net.has_fla():
+        rebindings += patches.NO_FLA
     if not use_cuda:
         rebindings += patches.HOST_MEGATRON + patches.HOST_ATTENTION
         attention, mamba = "gather (PyTorch)", "PyTorch"

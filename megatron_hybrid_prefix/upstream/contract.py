@@ -544,10 +544,16 @@ CONTROLLER = (
             "also moves the log-prob options",
         ),
         overrides("_run_async_sched_sample_mtp", "(self)", "upstream/controller", "prefills accepted no drafts"),
+        overrides(
+            "_rewind_kv_cache",
+            "(self, accepted_counts_cpu=None)",
+            "upstream/controller",
+            "states of all layer kinds go back to the last accepted token",
+        ),
         attributes(
             "_accepted_tokens_per_request _accepted_token_counts_per_request",
             "upstream/controller",
-            "cleared before sampling with drafts",
+            "cleared before sampling with drafts; they say which states to go back to",
         ),
         attributes("_async_sched_logits", "upstream/engine", "pending logits, dropped with their rows"),
         calls(
@@ -620,9 +626,9 @@ CONFIG = (
     *rows_of(
         f"{_INFERENCE}.config:InferenceConfig",
         attributes(
-            "mamba_inference_state_config enable_prefix_caching prefix_caching_mamba_gb pg_collection",
+            "mamba_inference_state_config enable_prefix_caching prefix_caching_mamba_gb pg_collection block_size_tokens",
             "mcore/context/context",
-            "settings of megatron's own cache, which ours takes over",
+            "settings of megatron's own cache, which ours takes over; whether its blocks suit the layers",
         ),
         attributes(
             "max_sequence_length max_tokens max_requests buffer_size_gb paused_buffer_size_gb mamba_memory_ratio "
@@ -755,6 +761,29 @@ MIXER = (
             "upstream/ssd_kernels",
             "the scan around our state passing",
         ),
+    ),
+)
+
+DELTA_NET = (
+    *rows_of(
+        f"{_SSM}.gated_delta_net.gdn:GatedDeltaNet",
+        attributes(
+            "in_proj_split_sections", "upstream/delta_net", "parts of the packed projection, by which it is sharded"
+        ),
+    ),
+    *rows_of(
+        f"{_SSM}.gated_delta_net.common:_GDNBase",
+        attributes(
+            "A_log act_fn conv1d conv_kernel_dim dt_bias in_proj key_head_dim num_v_heads_local_tp out_norm "
+            "out_proj qk_dim_local_tp use_qk_l2norm v_dim_local_tp value_head_dim",
+            "layers/gated_delta_net upstream/delta_net",
+            "all of its inference",
+        ),
+    ),
+    *rows_of(
+        f"{_SSM}.gated_delta_net",
+        classes("GatedDeltaNet GatedDeltaNetSubmodules", "models/build", "the layer, without Transformer Engine too"),
+        constants("HAVE_FLA", "upstream/delta_net", "whether the kernels of its training are there"),
     ),
 )
 
@@ -912,6 +941,7 @@ CONTRACT: tuple[Entry, ...] = (
     *WRAPPER,
     *CONFIG,
     *MIXER,
+    *DELTA_NET,
     *PLATFORM,
     *GRAPHS,
     *CHECKPOINTS,

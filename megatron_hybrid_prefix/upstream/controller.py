@@ -33,6 +33,23 @@ class ControllerSeam(TextGenerationController):
         self.before_draft_sampling()
         return super()._run_async_sched_sample_mtp()
 
+    def _rewind_kv_cache(self, accepted_counts_cpu: torch.Tensor | None = None) -> Any:
+        context: Any = self.inference_wrapped_model.inference_context
+        if not self.rolls_back_states:
+            return super()._rewind_kv_cache(accepted_counts_cpu)
+        # Megatron would copy two tensors, of Mamba2 layers; the rest of what it rewinds is the same for all models.
+        context.is_hybrid_model = False
+        try:
+            result = super()._rewind_kv_cache(accepted_counts_cpu)
+        finally:
+            context.is_hybrid_model = True
+        rows = slice(context.paused_request_count, context.total_request_count)
+        count = rows.stop - rows.start
+        decodes = context.gpu_view.request_in_prefill_status[:count] != 1
+        slots = context.mamba_metadata.request_to_mamba_state_idx[rows].to(decodes.device, non_blocking=True)
+        self.roll_back_states(torch.where(decodes, slots, -1), self._accepted_token_counts_per_request[:count])
+        return result
+
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def tokens_sampled(self) -> None:
@@ -48,6 +65,20 @@ class ControllerSeam(TextGenerationController):
     def build_request_state(self, *args: Any, **kwargs: Any) -> Any:
         """Request state with which asynchronous scheduling continues after a step; arguments and result are megatron's."""
         return super()._build_async_sched_request_state(*args, **kwargs)
+
+    @property
+    def rolls_back_states(self) -> bool:
+        """Whether `roll_back_states` is called, in place of megatron's."""
+        return False
+
+    def roll_back_states(self, slots: torch.Tensor, accepted: torch.Tensor) -> None:
+        """Drafts were verified: live states become those after the last accepted token.
+
+        Args:
+            slots: (rows,) int64 on the device: live slots of rows that decode; negative: no such row.
+            accepted: (rows,) integer on the device: how many drafts were accepted.
+        """
+        raise NotImplementedError
 
     def before_draft_sampling(self) -> None:
         """Called before asynchronous scheduling samples with drafts."""

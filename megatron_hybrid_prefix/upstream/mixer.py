@@ -14,6 +14,7 @@ __all__ = [
     "MambaMixerSubmodules",
     "PrefillSeam",
     "convolve",
+    "convolve_step",
     "forget_decode_parameters",
     "merge_rows",
     "rows_after",
@@ -73,6 +74,12 @@ def convolve(**arguments: Any) -> torch.Tensor:
     return convolved
 
 
+def convolve_step(**arguments: Any) -> torch.Tensor:
+    """Megatron's causal convolution of decoded tokens, which moves windows on in place; see there."""
+    convolved: torch.Tensor = mamba_mixer.causal_conv1d_update(**arguments)
+    return convolved
+
+
 def scan_on_host(**arguments: Any) -> Any:
     """The platform's chunked scan; see ``platform/kernels/ssd.py``."""
     scan: Any = mamba_mixer.mamba_chunk_scan_combined_varlen
@@ -103,7 +110,8 @@ class StepRows(NamedTuple):
 
     Attributes:
         tokens: Tokens of the step.
-        decodes: Rows that decode, one token each.
+        decodes: Rows that decode.
+        decode_tokens: Tokens of each row that decodes: one, and its drafts.
         prefills: Sequences that prefill.
         decode_slots: (decodes,) int64 on the device, the live slot of each row; negative: padding.
         counts: (2,) int32 on the device: decoded and prefilled tokens without padding. Set if the step has both.
@@ -111,6 +119,7 @@ class StepRows(NamedTuple):
 
     tokens: int
     decodes: int
+    decode_tokens: int
     prefills: int
     decode_slots: torch.Tensor
     counts: torch.Tensor
@@ -122,6 +131,7 @@ def rows_of_step(context: Any) -> StepRows:
     return StepRows(
         tokens=padded.token_count,
         decodes=padded.decode_req_count,
+        decode_tokens=1 + context.num_speculative_tokens,
         prefills=padded.prefill_req_count,
         decode_slots=metadata.batch_indices_decode,
         counts=metadata.device_decode_prefill,

@@ -11,6 +11,7 @@ import torch
 
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.plugins import PLUGINS_VARIABLE
+from tests.harness.drafts import forced_drafts
 from tests.harness.engine_helpers import assert_matches, random_tokens, state_bytes
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness
 from tests.harness.naive_model import NaiveHybridModel
@@ -145,6 +146,28 @@ def test_it_cannot_be_decoded_speculatively(kind):
     model.decoder.layers[3].mixer = kind.LeakyRecall(model.config.hidden_size, seed=3)
     with pytest.raises(ValueError, match="layers of kind leaky_recall do not support speculative decoding"):
         EngineHarness(model, num_speculative_tokens=2)
+
+
+@pytest.mark.parametrize("layers", [(3,), (0, 3)], ids=["beside_mamba2", "alone"])
+def test_it_drafts_one_token_after_another_if_it_says_so(kind, monkeypatch, layers):
+    """`SlotLayer` keeps the state after each; the engine goes back to the one after the last accepted token."""
+    monkeypatch.setattr(kind.Kind, "drafts", True)
+    model = build_hybrid_model("tiny-mtp", seed=0)
+    for number in layers:
+        model.decoder.layers[number].mixer = kind.LeakyRecall(model.config.hidden_size, seed=number)
+    served, plain = serve(model, num_speculative_tokens=3), serve(model, slots=None)
+    truth: dict[int, list[int]] = {}
+    with forced_drafts(served.engine, truth, lambda request_id, position: (request_id + position) % 4) as drafted:
+        for number in range(3):
+            prompt = random_tokens(BLOCK - 9 + 20 * number, seed=number)
+            truth[served.next_id + 1] = prompt + list(plain.send(prompt, count=40).generated_tokens)
+            served.add(prompt, 40)
+        served.run()
+        history = truth[1]
+        truth[served.next_id + 1] = [*history, 5, *plain.send([*history, 5], count=9).generated_tokens]
+        assert served.send([*history, 5], count=9).num_cached_tokens == BLOCK
+    assert set(drafted) == {0, 1, 2, 3}
+    compare(served)
 
 
 def test_a_recurrent_layer_of_no_kind_is_refused():

@@ -196,6 +196,11 @@ MODEL = shlex.split(
     "--mamba-num-heads 8 --mamba-head-dim 16 --mamba-state-dim 16 --mamba-num-groups 4 --normalization RMSNorm "
     "--untie-embeddings-and-output-weights --disable-bias-linear"
 )
+# With Gated DeltaNet layers. Their dimensions megatron does not take from a checkpoint.
+DELTA_NET = shlex.split(
+    "--linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 16 --linear-value-head-dim 16"
+)
+GDN_MODEL = [*(word.replace("M*-M*-", "G*-MG*-") for word in MODEL), "--swiglu", *DELTA_NET]
 INFERENCE = shlex.split(
     "--tokenizer-type NullTokenizer --vocab-size 511 --inference-max-seq-length 1024 "
     "--inference-dynamic-batching-buffer-size-gb 0.05 --inference-dynamic-batching-block-size 64 "
@@ -247,9 +252,13 @@ def run_process(*argv: object, ranks: int = 1) -> subprocess.CompletedProcess[st
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     """A checkpoint of ``megatron.training``, and what its model says to the prompts with caching off."""
-    folder = tmp_path_factory.mktemp("checkpoint")
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"), MODEL)
+
+
+def save_checkpoint(folder: Path, model: list[str]) -> tuple[Path, list[dict[str, Any]]]:
+    """See `checkpoint`; ``model``: megatron's arguments."""
     files = (folder / "saved", folder / "said.json")
-    (result,) = run_prepared(WORKERS / "megatron_checkpoint.py", *files, *MODEL, *INFERENCE, *prompt_arguments())
+    (result,) = run_prepared(WORKERS / "megatron_checkpoint.py", *files, *model, *INFERENCE, *prompt_arguments())
     assert result.returncode == 0, result.stderr[-4000:]
     return folder / "saved", json.loads((folder / "said.json").read_text())
 
@@ -258,8 +267,17 @@ def checkpoint(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_checkpoint_of_megatron_training(checkpoint, tmp_path, tp):
     """Its model is described by the checkpoint; one flag switches the cache on; also in another layout."""
-    folder, expected = checkpoint
-    flags = ["--load", folder, "--use-checkpoint-args", *INFERENCE, *prompt_arguments(), SWITCH]
+    check_checkpoint(*checkpoint, tmp_path, tp, [])
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_a_checkpoint_with_gated_delta_net(tmp_path):
+    check_checkpoint(*save_checkpoint(tmp_path, GDN_MODEL), tmp_path, 1, DELTA_NET)
+
+
+def check_checkpoint(folder, expected, tmp_path, tp, more):
+    flags = ["--load", folder, "--use-checkpoint-args", *more, *INFERENCE, *prompt_arguments(), SWITCH]
     flags += ["--tensor-model-parallel-size", tp, "--json", tmp_path / "out.json"]
     result = run_prepared(TOOL, *flags)[0] if tp == 1 else run_process(*flags, ranks=tp)
     assert result.returncode == 0, result.stderr[-4000:]

@@ -113,7 +113,7 @@ def test_uninstalling_restores_megatron(tiny):
     owners = [(cls, vars(cls)["__init__"]) for cls in upstream_classes()]
     install(PREFIX)
     install(PREFIX)
-    assert len(installation.installed_rebindings()) == len(patches.constructors(lambda: None)) == 3
+    assert len(installation.installed_rebindings()) == len(patches.constructors(lambda: None)) == 4
     assert all(vars(cls)["__init__"] is not original for cls, original in owners)
     engine = ENGINE(tiny, CONFIG(tiny))
     uninstall()
@@ -144,6 +144,33 @@ def test_settings_arrive(tiny):
     with installed(PREFIX):
         assert "decode on" in ENGINE(tiny, CONFIG(tiny)).context.policy_report()
     assert "decode off" in ENGINE(tiny, CONFIG(tiny)).context.policy_report()
+
+
+@pytest.mark.parametrize("name", ["tiny_gdn", "tiny_mixed"])
+def test_layers_that_megatron_cannot_run(request, name):
+    """A script in megatron's words runs them, with a cache and without; before `install`, and after `uninstall`, it cannot."""
+    model = request.getfixturevalue(name)
+
+    def refused():
+        try:
+            TOKENS(ENGINE(model, CONFIG(model)), times=1)
+        except Exception:
+            return True
+        return False
+
+    assert refused()
+    install()
+    plain = ENGINE(model, CONFIG(model))
+    assert classes(plain) == our_classes() and plain.context.prefix_cache is None
+    expected = TOKENS(plain)
+    with installed(PREFIX):
+        engine = ENGINE(model, CONFIG(model))
+    assert TOKENS(engine) == expected and skipped(engine) == 4 * BLOCK
+    with installed(HybridPrefixConfig(mamba_gb=0.01, state_dtype="bfloat16")):
+        tensors = ENGINE(model, CONFIG(model)).context.state_pool.tensors
+    assert str(tensors["gdn_state"].dtype) == "torch.bfloat16" and str(tensors["gdn_conv"].dtype) == "torch.float32"
+    uninstall()
+    assert refused()
 
 
 def test_models_without_recurrent_layers_stay_megatrons(tiny):
@@ -186,6 +213,7 @@ def test_what_is_replaced_is_listed():
     listed = installation.installed_rebindings()
     assert all(isinstance(item, Rebinding) and item.why for item in listed)
     assert [item.symbol.rsplit(".", 2)[-2] for item in listed] == [
+        "MambaInferenceStateConfig",
         "DynamicInferenceContext",
         "TextGenerationController",
         "DynamicInferenceEngine",

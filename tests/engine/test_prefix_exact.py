@@ -141,11 +141,32 @@ def model_and_reference(request: Any, platform: Any) -> tuple[Any, NaiveHybridMo
     return model, NaiveHybridModel(model, config)
 
 
+@pytest.fixture(scope="module", params=mostly_slow(["tiny_gdn", "tiny_mixed"], "tiny_mixed"))
+def gdn_and_reference(request: Any) -> tuple[Any, NaiveHybridModel]:
+    """Gated DeltaNet layers, alone or beside Mamba2; their chunk is 64 tokens."""
+    model = request.getfixturevalue(request.param)
+    return model, NaiveHybridModel(model, model.hybrid_config)
+
+
 @pytest.mark.parametrize("mutant", mostly_slow([None, *MUTANTS], None, "ssm_zeroed", "conv_zeroed"))
 @pytest.mark.parametrize("block_size_tokens", mostly_slow([64, 96, 256], 96))
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_legacy_scheduling(model_and_reference, scenario: Callable[[Session], None], block_size_tokens, mutant):
     _run(model_and_reference, scenario, mutant, block_size_tokens=block_size_tokens)
+
+
+GDN_CASES = {  # KV block, mutant
+    "64": (64, None),
+    "192": (192, None),
+    **{f"64-{mutant}": (64, mutant) for mutant in MUTANTS},
+}
+
+
+@pytest.mark.parametrize("case", mostly_slow(GDN_CASES, "64", "64-ssm_zeroed", "64-conv_zeroed"))
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_gated_delta_net(gdn_and_reference, scenario: Callable[[Session], None], case):
+    block_size_tokens, mutant = GDN_CASES[case]
+    _run(gdn_and_reference, scenario, mutant, block_size_tokens=block_size_tokens, async_sched_mode="async")
 
 
 @pytest.mark.parametrize("mutant", mostly_slow([None, *MUTANTS], None, "other_depth"))
@@ -157,9 +178,17 @@ def test_async_scheduling(tiny, tiny_reference, scenario, mutant):
 @pytest.mark.parametrize("mutant", mostly_slow([None, *MUTANTS], None, "conv_zeroed"))
 @pytest.mark.parametrize("mode", MODES)
 def test_preempted_requests(tiny, tiny_reference, mode, mutant):
-    budget = kv_budget(tiny, 10, block_tokens=64, max_requests=4)
+    _preempted((tiny, tiny_reference), mode, mutant)
+
+
+def test_preempted_requests_of_gated_delta_net(gdn_and_reference):
+    _preempted(gdn_and_reference, "async", None)
+
+
+def _preempted(model_and_reference, mode, mutant) -> None:
+    budget = kv_budget(model_and_reference[0], 10, block_tokens=64, max_requests=4)
     fields = {"max_requests": 4, "max_sequence_length": 1024, "block_size_tokens": 64, "async_sched_mode": mode}
-    _run((tiny, tiny_reference), preempted, mutant, **budget, **fields)
+    _run(model_and_reference, preempted, mutant, **budget, **fields)
 
 
 def _run(model_and_reference, scenario, mutant, **fields) -> None:
@@ -218,6 +247,19 @@ def test_chunked_prefill_with_cuts_at_every_residue(tiny, tiny_reference, case):
             block_size_tokens,
             256 // block_size_tokens * block_size_tokens,
         ]
+    session.check(None)
+
+
+# Around multiples of 64, and budgets of one and two chunks and a bit.
+GDN_CUTS = {"some": (5, 63, 97), "more": (4, 9, 31, *range(35, 163, 9), 64, 65, 127, 128, 129)}
+
+
+@pytest.mark.parametrize("cuts", mostly_slow(GDN_CUTS, "some"))
+def test_chunked_prefill_of_gated_delta_net(gdn_and_reference, cuts):
+    session = chunked_session(*gdn_and_reference, 64, "async")
+    for cut_tokens in GDN_CUTS[cuts]:
+        requests = list(cut_prompts(session, cut_tokens))
+        assert [request.num_cached_tokens for request in requests] == [0, 64, 256]
     session.check(None)
 
 

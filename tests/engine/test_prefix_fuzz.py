@@ -36,7 +36,7 @@ class Traffic:
 
     def __init__(self, model: Any, seed: int, drafts: int = 0) -> None:
         self.dice = dice = random.Random(seed)
-        block = dice.choice((64, 96, 128))
+        block = dice.choice((64, 128, 64) if "G" in model.hybrid_config.layer_pattern else (64, 96, 128))
         budget = kv_budget(model, dice.choice(KV_BLOCKS), block_tokens=block, max_requests=4, speculative_tokens=drafts)
         self.longest = 6 * block  # 7 blocks hold any one request
         self.retention = random.Random(
@@ -162,6 +162,22 @@ def ended(tiny) -> Callable[[int], Traffic]:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_traffic(ended, tiny_reference, seed):
     _check(ended(seed), tiny_reference)
+
+
+@pytest.mark.parametrize("seed", mostly_slow(range(6), 1))
+def test_random_traffic_of_gated_delta_net(request, seed):
+    """Alone, and beside Mamba2 and experts."""
+    model = request.getfixturevalue("tiny_mixed" if seed % 2 else "tiny_gdn")
+    traffic = Traffic(model, seed)
+    traffic.run()
+    _check(traffic, NaiveHybridModel(model, model.hybrid_config))
+
+
+@pytest.mark.parametrize("seed", mostly_slow(range(3), 2))
+def test_random_traffic_of_gated_delta_net_with_drafts(tiny_gdn_mtp, seed):
+    traffic = Traffic(tiny_gdn_mtp, seed, drafts=1 + seed % 3)
+    traffic.run()
+    _check(traffic, NaiveHybridModel(tiny_gdn_mtp, tiny_gdn_mtp.hybrid_config))
 
 
 @pytest.mark.parametrize("seed", DRAFT_SEEDS)

@@ -85,6 +85,15 @@ def test_cold_device_hit_and_host_hit_are_the_same(model, mode):
 
 @pytest.mark.parametrize("mutant", [None, *MUTANTS])
 def test_a_host_hit_reads_what_it_loaded(model, mutant):
+    check_host_hit(model, mutant)
+
+
+@pytest.mark.parametrize("mutant", mostly_slow([None, *MUTANTS], None, "ssm_zeroed"))
+def test_a_host_hit_of_gated_delta_net(tiny_mixed, mutant):
+    check_host_hit(tiny_mixed, mutant)
+
+
+def check_host_hit(model, mutant):
     served = small(model, slots=6)
     prompt = tokens(3, 9, seed=3)
     served.send(prompt, count=1)

@@ -40,7 +40,17 @@ class Speculating(EngineHarness):
 @pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
 @pytest.mark.parametrize("drafts", mostly_slow([1, 2, 3], 3))
 def test_every_number_of_accepted_drafts_around_a_blocks_end(tiny_mtp, drafts, mode):
-    served = Speculating(tiny_mtp, drafts, async_sched_mode=mode)
+    check_accepted_drafts(tiny_mtp, drafts, mode)
+
+
+@pytest.mark.parametrize("drafts", mostly_slow([1, 3], 3))
+def test_drafts_of_gated_delta_net(tiny_gdn_mtp, drafts):
+    """Beside Mamba2: the states of both go back to the last accepted token."""
+    check_accepted_drafts(tiny_gdn_mtp, drafts, "async", range(2, 4))
+
+
+def check_accepted_drafts(model, drafts, mode, tokens_before_end=range(1, 6)):
+    served = Speculating(model, drafts, async_sched_mode=mode)
     shared = tokens(2, 0, seed=1)
     with served.drafting(lambda request_id, position: 0):
         served.ask(shared + random_tokens(5, seed=2))
@@ -48,7 +58,7 @@ def test_every_number_of_accepted_drafts_around_a_blocks_end(tiny_mtp, drafts, m
     forwards = {}
     for accepted in range(drafts + 1):
         with served.drafting(lambda request_id, position, accepted=accepted: accepted) as drafted:
-            for before_end in range(1, 6):  # the answer begins so many tokens before a block's end
+            for before_end in tokens_before_end:  # the answer begins so many tokens before a block's end
                 number = served.ask(shared + tokens(1, -before_end, seed=10 * accepted + before_end))
                 served.run()
                 assert served.finished[number].num_cached_tokens == len(shared)
@@ -63,7 +73,16 @@ def test_every_number_of_accepted_drafts_around_a_blocks_end(tiny_mtp, drafts, m
 @pytest.mark.parametrize("mutant", mostly_slow([None, *MUTANTS], None, "ssm_zeroed"))
 @pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
 def test_mixed_acceptance_in_one_batch_and_the_next_turn(tiny_mtp, mode, mutant):
-    served = Speculating(tiny_mtp, 3, async_sched_mode=mode)
+    check_mixed_acceptance(tiny_mtp, mode, mutant)
+
+
+@pytest.mark.parametrize("mode", mostly_slow(MODES, "legacy"))
+def test_mixed_acceptance_of_gated_delta_net(tiny_gdn_mtp, mode):
+    check_mixed_acceptance(tiny_gdn_mtp, mode, None)
+
+
+def check_mixed_acceptance(model, mode, mutant):
+    served = Speculating(model, 3, async_sched_mode=mode)
     served.send(tokens(6, 1, seed=999))  # a state of another depth, for the mutant
     prompts = [tokens(1, 2 + 17 * number, seed=number) for number in range(4)]
     with served.drafting(lambda request_id, position: (request_id * 7 + position) % 4):

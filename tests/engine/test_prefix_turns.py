@@ -78,6 +78,17 @@ def test_turns_of_600_generated_and_50_new_tokens(model, mode):
     served.check_drained()
 
 
+@pytest.mark.parametrize("model_name", mostly_slow(["tiny_gdn", "tiny_mixed"], "tiny_gdn"))
+def test_answers_of_gated_delta_net(request, model_name):
+    served = EngineHarness(request.getfixturevalue(model_name), async_sched_mode="async")
+    chat = Chat(served)
+    for number, own in enumerate((BLOCK, 1, BLOCK - 1)):
+        chat.turn(random_tokens(own, seed=number), BLOCK + number)
+        assert chat.computed[-1] <= own + BLOCK
+    assert served.context.prefix_stats().checkpoints_by_reason["decode"] >= 2
+    served.check()
+
+
 @each_mode
 @pytest.mark.parametrize("count", mostly_slow([BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 7], BLOCK))
 def test_answers_that_end_around_a_blocks_end(model, mode, count):
@@ -109,7 +120,17 @@ def test_drafts_that_pass_a_blocks_end(tiny_mtp, mode, drafts, accepted):
 @pytest.mark.parametrize("drafts", mostly_slow([0, 2], 0))
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_wrong_state_of_an_answer_shows(tiny_mtp, mode, drafts, mutant):
-    served = EngineHarness(tiny_mtp, async_sched_mode=mode, num_speculative_tokens=drafts)
+    check_wrong_state(tiny_mtp, mode, drafts, mutant)
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("mutant", mostly_slow(MUTANTS, "ssm_zeroed"))
+def test_a_wrong_state_of_an_answer_of_gated_delta_net_shows(tiny_gdn_mtp, drafts, mutant):
+    check_wrong_state(tiny_gdn_mtp, "async", drafts, mutant)
+
+
+def check_wrong_state(model, mode, drafts, mutant):
+    served = EngineHarness(model, async_sched_mode=mode, num_speculative_tokens=drafts)
     served.send(tokens(9, 1, seed=999))  # a state of another depth, for the mutant
     chat = Chat(served, (lambda request_id, position: position % 3) if drafts else None)
     chat.turn(tokens(0, 20, seed=1), 2 * BLOCK)

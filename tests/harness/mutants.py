@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 MUTANTS = ("ssm_zeroed", "conv_zeroed", "other_depth")
+# Components of a state that a mutant zeroes: of all layer kinds what accumulates over tokens, and the last inputs.
+ZEROED = {"ssm_zeroed": ("ssm", "gdn_state"), "conv_zeroed": ("conv", "gdn_conv"), "other_depth": ()}
 
 
 @contextmanager
@@ -28,7 +30,7 @@ def mutated_resume(engine: Any, mutant: str | None) -> Iterator[None]:
             for name, tensor in context.state_pool.tensors.items():
                 if mutant == "other_depth":
                     tensor[:, plan.source_slot] = others[name]
-                elif mutant == f"{name}_zeroed":
+                elif name in ZEROED[mutant]:
                     tensor[:, plan.source_slot] = 0
         return original(**kwargs)
 

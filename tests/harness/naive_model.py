@@ -30,7 +30,7 @@ class NaiveHybridModel:
 
         Args:
             tokens: Token ids.
-            zero_ssm_at: Position before which every layer's SSM state is replaced by zeros.
+            zero_ssm_at: Position before which every recurrent layer's matrix state is replaced by zeros.
             zero_conv_at: The same for the convolution windows.
         """
         w = self.weights
@@ -39,6 +39,9 @@ class NaiveHybridModel:
             prefix = f"decoder.layers.{i}."
             if symbol == "M":
                 x = x + self._mamba(self._norm(x, prefix + "norm.weight"), prefix + "mixer.", zero_ssm_at, zero_conv_at)
+            elif symbol == "G":
+                normed = self._norm(x, prefix + "input_layernorm.weight")
+                x = x + self._delta_net(normed, prefix + "self_attention.", zero_ssm_at, zero_conv_at)
             elif symbol == "*":
                 x = x + self._attention(self._norm(x, prefix + "input_layernorm.weight"), prefix + "self_attention.")
             else:
@@ -135,6 +138,35 @@ class NaiveHybridModel:
         y = (rows.flatten(1) * F.silu(z)).view(len(x), groups, -1)
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5)
         return (y.reshape(len(x), -1) * w["norm.weight"]) @ w["out_proj.weight"].T
+
+    def _delta_net(self, x, prefix, zero_state_at, zero_conv_at):
+        """One token after another: S <- a S (I - b k k^T) + b v k^T, here with S of (V, K), as the paper writes it."""
+        c = self.config
+        w = {name.removeprefix(prefix): value for name, value in self.weights.items() if name.startswith(prefix)}
+        key_heads, heads, key_dim, value_dim = (
+            *(c.gdn_num_key_heads, c.gdn_num_value_heads),
+            *(c.gdn_key_head_dim, c.gdn_value_head_dim),
+        )
+        qk, inner = key_heads * key_dim, heads * value_dim
+        qkv, z, b, a = (x @ w["in_proj.weight"].T).split([2 * qk + inner, inner, heads, heads], dim=-1)
+        decay = torch.exp(-torch.exp(w["A_log"]) * F.softplus(a + w["dt_bias"]))
+        rate = torch.sigmoid(b)
+        convolved = self._convolution(qkv, {"conv1d_weight": w["conv1d.weight"], "conv1d_bias": 0}, zero_conv_at)
+        q, k, v = convolved.split([qk, qk, inner], dim=-1)
+        q, k = (part.unflatten(-1, (key_heads, key_dim)) for part in (q, k))
+        q, k = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (q, k))
+        q, k = (part.repeat_interleave(heads // key_heads, 1) for part in (q, k))
+        v = v.unflatten(-1, (heads, value_dim))
+        state, rows = torch.zeros(heads, value_dim, key_dim, dtype=x.dtype, device=x.device), []
+        erased = rate[..., None] * k
+        for t in range(len(x)):
+            state = torch.zeros_like(state) if t == zero_state_at else decay[t, :, None, None] * state
+            left = state - (state @ k[t][..., None]) @ erased[t][:, None]
+            state = left + v[t][..., None] @ erased[t][:, None]
+            rows.append((state @ q[t][..., None])[..., 0])
+        y = torch.stack(rows) * key_dim**-0.5
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + c.layernorm_epsilon) * w["out_norm.weight"]
+        return (y * F.silu(z.view_as(y))).flatten(1) @ w["out_proj.weight"].T
 
     def _convolution(self, xbc, w, zero_at):
         """Over the last ``d_conv`` tokens; from position ``zero_at`` on, none before it count."""

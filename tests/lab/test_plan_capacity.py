@@ -14,6 +14,7 @@ import pytest
 from megatron_hybrid_prefix.cli import plan as command
 from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.lab.capacity import sizes_of
+from megatron_hybrid_prefix.models import PRESETS
 from tests.harness.trace_helpers import made_up
 
 # Dimensions of Nemotron-H-8B under the names of two makers.
@@ -119,12 +120,52 @@ def test_ranks_and_types():
     assert whole.kv_block_bytes(256) == 256 * TOKEN_BYTES
 
 
-@pytest.mark.parametrize(("preset", "drafts"), [("tiny", 0), ("tiny-mtp", 0), ("tiny-mtp", 3)])
-def test_bytes_are_those_that_megatron_allocates(request, preset, drafts):
+def test_gated_delta_net(tmp_path, capsys):
+    """Dimensions of Qwen3-Next-80B-A3B, under the names of two makers."""
+    theirs = {
+        "model_type": "qwen3_next",
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "full_attention_interval": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "dtype": "bfloat16",
+    }
+    megatrons = {
+        "hybrid-layer-pattern": "GEGEGE*E" * 12,
+        "hidden-size": 2048,
+        "num-attention-heads": 16,
+        "group-query-attention": True,
+        "num-query-groups": 2,
+        "kv-channels": 256,
+        "bf16": True,
+    }
+    listed = {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 12}
+    per_layer = 32 * 128 * 128 * 4 + (2 * 16 * 128 + 32 * 128) * 4 * 2  # float32 matrices, bfloat16 windows
+    for number, data in enumerate((theirs, theirs | listed, megatrons)):
+        sizes = sizes_of(str(saved(tmp_path / f"{number}.json", data)))
+        assert (sizes.state_bytes, sizes.kv_token_bytes) == (36 * per_layer, 2 * 12 * 2 * 256 * 2)
+    narrow = sizes_of(str(tmp_path / "0.json"), tp=2, state_dtype="bfloat16")
+    assert 2 * narrow.state_bytes == 36 * (per_layer - 32 * 128 * 128 * 2)
+    assert run("tiny-gdn", "--mamba-gb", 1, "--buffer-gb", 1, "--block-size-tokens", 96) == 2
+    assert capsys.readouterr().err == "error: KV blocks of 96 tokens: Gated DeltaNet layers need a multiple of 64\n"
+
+
+@pytest.mark.parametrize(
+    ("preset", "drafts"), [("tiny", 0), ("tiny-mtp", 0), ("tiny-mtp", 3), ("tiny-gdn", 0), ("tiny-gdn-mtp", 3)]
+)
+def test_bytes_are_those_that_megatron_allocates(request, monkeypatch, preset, drafts):
     from megatron_hybrid_prefix.mcore.entrypoints.build import build_engine
     from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, state_bytes
 
     model = request.getfixturevalue(preset.replace("-", "_"))
+    monkeypatch.setitem(PRESETS, preset, model.hybrid_config)  # not all of them are presets
     sizes = sizes_of(preset)
     assert sizes.state_bytes == state_bytes(mamba_state_config(model))
     engine = build_engine(
@@ -137,9 +178,8 @@ def test_bytes_are_those_that_megatron_allocates(request, preset, drafts):
     )
     context = engine.context
     assert context.block_size_bytes == sizes.kv_block_bytes(context.block_size_tokens)
-    names = ("mamba_conv_states", "mamba_ssm_states", "mamba_intermediate_conv_states", "mamba_intermediate_ssm_states")
-    tensors = [getattr(context, name, None) for name in names]
-    held = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+    tensors = [*context.states.pool.tensors.values(), *context.states.drafted.values()]
+    held = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     assert held == 4 * sizes.live_bytes(drafts)
 
 

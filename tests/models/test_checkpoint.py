@@ -49,10 +49,16 @@ def test_another_models_weights_are_replaced_bit_for_bit(saved, checkpoint):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"activation": "swiglu"}, {"tie_embeddings": True}, {"rotary_base": 10000, "num_query_groups": 2}]
+    ("preset", "changes"),
+    [
+        ("tiny", {"activation": "swiglu"}),
+        ("tiny", {"tie_embeddings": True}),
+        ("tiny", {"rotary_base": 10000, "num_query_groups": 2}),
+        ("tiny-gdn", {"layer_pattern": "GM*-"}),
+    ],
 )
-def test_other_kinds_of_models(platform, tmp_path, changes):
-    saved, other = (build_hybrid_model(get_preset("tiny", **changes), seed=seed) for seed in (1, 2))
+def test_other_kinds_of_models(platform, tmp_path, preset, changes):
+    saved, other = (build_hybrid_model(get_preset(preset, **changes), seed=seed) for seed in (1, 2))
     save_checkpoint(saved, tmp_path / "checkpoint")
     load_checkpoint(other, tmp_path / "checkpoint")
     assert_equal_parameters(other, saved)

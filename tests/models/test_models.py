@@ -28,7 +28,29 @@ def test_tiny_has_long_memory_in_both_state_components(tiny, boundary):
     assert without_ssm[boundary + 300].max() >= 1e-3
 
 
-@pytest.mark.parametrize("preset", ["tiny", pytest.param("tiny-moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("boundary", [64, 256])
+def test_tiny_gdn_has_long_memory_in_both_state_components(tiny_gdn, boundary):
+    reference = NaiveHybridModel(tiny_gdn, tiny_gdn.hybrid_config)
+    for seed in range(3):
+        tokens = random_tokens(boundary + 304, seed=boundary + seed)
+        right = reference.log_probs(tokens)
+        without_state = (reference.log_probs(tokens, zero_ssm_at=boundary) - right).abs()
+        without_conv = (reference.log_probs(tokens, zero_conv_at=boundary) - right).abs()
+        best = right.argmax(-1, keepdim=True)
+        assert without_state.gather(1, best)[boundary : boundary + 8].min() >= 1e-3
+        assert without_conv.gather(1, best)[boundary : boundary + 3].min() >= 1e-3
+        assert without_state[boundary + 300].max() >= 1e-3
+
+
+def test_the_first_boundary_of_a_prompt_matters_to_its_last_token_in_tiny_gdn(tiny_gdn):
+    reference = NaiveHybridModel(tiny_gdn, tiny_gdn.hybrid_config)
+    for seed in range(6):
+        tokens = random_tokens(600, seed=seed)
+        right, wrong = reference.log_probs(tokens)[-1], reference.log_probs(tokens, zero_ssm_at=64)[-1]
+        assert (right - wrong)[right.argmax()].abs() >= 0.01
+
+
+@pytest.mark.parametrize("preset", ["tiny", "tiny-gdn", pytest.param("tiny-moe", marks=pytest.mark.slow)])
 def test_rounding_is_far_below_what_a_wrong_state_changes(platform, preset):
     """The other half of the test above: what tests allow between two float32 runs is noise, and all noise is allowed."""
     model = build_hybrid_model(preset, seed=0, platform=platform)
@@ -42,15 +64,17 @@ def test_rounding_is_far_below_what_a_wrong_state_changes(platform, preset):
     assert LOG_PROB_NOISE / 10 <= NOISES * most <= LOG_PROB_NOISE <= 1e-3 / 5
 
 
-@pytest.mark.parametrize("component", ["mamba_ssm_states", "mamba_conv_states"])
-def test_zeroing_a_live_state_shows_in_the_engine(tiny, component):
+@pytest.mark.parametrize(("preset", "component"), [("tiny", "ssm"), ("tiny", "conv"), ("tiny_gdn", "gdn_state")])
+def test_zeroing_a_live_state_shows_in_the_engine(request, preset, component):
+    model = request.getfixturevalue(preset)
+
     def run(spoil):
-        engine = build_engine(tiny, max_sequence_length=1024)
+        engine = build_engine(model, max_sequence_length=1024)
         finished: dict = {}
         engine.add_request(0, random_tokens(256, seed=9), greedy(3))
         run_to_end(engine, finished, steps=1)
         if spoil:
-            getattr(engine.context, component).zero_()
+            engine.context.state_pool.tensors[component].zero_()
         run_to_end(engine, finished)
         return finished[0].generated_log_probs
 
@@ -95,16 +119,44 @@ def test_presets_have_the_published_dimensions():
         ({"layer_pattern": "M*E"}, "moe_router_topk=2 from 1 to num_moe_experts=0"),
         ({"moe_ffn_hidden_size": -1}, "must not be negative"),
         ({"moe_shared_expert_gate": True}, "needs moe_shared_expert_intermediate_size"),
+        ({"layer_pattern": "MG*"}, "G layers need gdn_num_key_heads=0 to be at least 1"),
+        ({"mamba_state_dim": 0}, "M layers need mamba_state_dim=0 to be at least 1"),
     ],
 )
 def test_bad_dimensions_are_one_clear_line(changes, message):
+    check_refusal("tiny", changes, message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"activation": "relu2"}, "activation='relu2': with G layers use 'swiglu'"),
+        ({"gdn_num_value_heads": 6}, "gdn_num_value_heads=6 is not a multiple of gdn_num_key_heads=4"),
+        ({"gdn_value_head_dim": 0}, "G layers need gdn_value_head_dim=0 to be at least 1"),
+        ({"mtp_num_layers": 1, "mtp_layer_pattern": "G*"}, "mtp_layer_pattern='G\\*': G layers cannot predict drafts"),
+        ({"d_conv": 5}, "d_conv=5"),
+    ],
+)
+def test_bad_dimensions_of_gated_delta_net_are_one_clear_line(changes, message):
+    check_refusal("tiny-gdn", changes, message)
+
+
+def check_refusal(preset, changes, message):
     with pytest.raises(ValueError, match=message) as error:
-        get_preset("tiny", **changes)
+        get_preset(preset, **changes)
     assert "\n" not in str(error.value)
 
 
+def test_dimensions_of_layers_that_are_not_there_are_not_needed(platform):
+    mamba = dict.fromkeys(("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups"), 0)
+    config = get_preset("tiny-gdn", layer_pattern="G*", **mamba)
+    build_hybrid_model(config, seed=0, platform=platform)
+    with pytest.raises(ValueError, match="tp=3 does not divide num_query_groups=4"):
+        config.check_parallel(tp=3, pp=1)
+
+
 def test_unknown_presets_name_the_known_ones():
-    with pytest.raises(ValueError, match="tiny, tiny-mtp, tiny-moe, small"):
+    with pytest.raises(ValueError, match="tiny, tiny-mtp, tiny-moe, tiny-gdn, small"):
         get_preset("huge")
 
 

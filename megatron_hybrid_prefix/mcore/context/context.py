@@ -34,7 +34,7 @@ from megatron_hybrid_prefix.mcore.context.loads import RequestLoads
 from megatron_hybrid_prefix.mcore.context.request import PrefixRequest, RequestBook
 from megatron_hybrid_prefix.mcore.context.verify import verify_plan
 from megatron_hybrid_prefix.mcore.ranks.agreement import DecisionLog, min_over_model_ranks
-from megatron_hybrid_prefix.mcore.state.layout import states_of_config
+from megatron_hybrid_prefix.mcore.state.layout import needs_this_package, states_of_config
 from megatron_hybrid_prefix.mcore.state.memory import StateMemory
 from megatron_hybrid_prefix.mcore.state.moves import HostMoves
 from megatron_hybrid_prefix.metrics import PrefixStats
@@ -76,7 +76,8 @@ class HybridPrefixContext(ContextSeam):
         next_prompt_token: The prompt token after the latest chunk that did not finish its prompt.
 
     Raises:
-        ValueError: The model has no recurrent layers, or has layers that do not support the requested speculative decoding.
+        ValueError: The model has no recurrent layers, or has layers that do not support the requested speculative decoding
+            or block size.
     """
 
     # These values hold while megatron's constructor runs, too.
@@ -108,6 +109,8 @@ class HybridPrefixContext(ContextSeam):
             raise ValueError("the model has no recurrent layers: use megatron's own prefix cache")
         self.prefix_config = prefix
         self._model_states = None if state_config is None else states_of_config(state_config)
+        if self._model_states is not None:
+            self._model_states.check_blocks(inference_config.block_size_tokens)
         self._requests = RequestBook(0.0 if prefix is None else prefix.verify_hits)
         if prefix is not None:
             # Keep megatron from allocating its own cache, and from warning about it.
@@ -229,6 +232,11 @@ class HybridPrefixContext(ContextSeam):
     def known_requests(self) -> int:
         """Number of requests with keys: those that are still referenced."""
         return len(self._requests)
+
+    @property
+    def has_own_layers(self) -> bool:
+        """Whether the model has layers that only this package's engine runs."""
+        return needs_this_package(self.config.mamba_inference_state_config)
 
     def lost_tokens(self, req: DynamicInferenceRequest) -> int:
         """Prompt tokens with cached KV at admission that were computed because there was no state."""

@@ -51,6 +51,15 @@ class HybridPrefixController(ControllerSeam):
         finally:
             context.chunked_prefill_request_id = request_id
 
+    @property
+    def rolls_back_states(self) -> bool:
+        """See the seam."""
+        return getattr(self.inference_wrapped_model.inference_context, "states", None) is not None
+
+    def roll_back_states(self, slots: torch.Tensor, accepted: torch.Tensor) -> None:
+        """See the seam."""
+        self.inference_wrapped_model.inference_context.states.roll_back(slots, accepted)
+
     def before_draft_sampling(self) -> None:
         """See the seam. Clears the accepted drafts of all rows.
 

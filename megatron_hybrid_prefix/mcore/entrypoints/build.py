@@ -68,18 +68,22 @@ def build_upstream_engine(
     """`build_engine` without ``prefix`` and with megatron's own classes: the baseline of tests and benchmarks.
 
     Raises:
-        ValueError: As `build_engine`.
+        ValueError: As `build_engine`; or the model has layers that megatron's engine cannot run.
     """
     return _upstream_engine(model, _checked_config(model, None, inference_config_fields), tokenizer)
 
 
 def _upstream_engine(model: Any, config: InferenceConfig, tokenizer: Tokenizer | None) -> DynamicInferenceEngine:
+    from megatron_hybrid_prefix.mcore.state.layout import needs_this_package, states_of_config
     from megatron_hybrid_prefix.upstream.names import (
         DynamicInferenceContext,
         DynamicInferenceEngine,
         TextGenerationController,
     )
 
+    if needs_this_package(config.mamba_inference_state_config):
+        kinds = [layout.kind for layout in states_of_config(config.mamba_inference_state_config).slots.kinds]
+        raise ValueError(f"megatron's own engine cannot run a model with layers of kind {', '.join(kinds)}")
     context = DynamicInferenceContext(model_config=model.config, inference_config=config)
     return DynamicInferenceEngine(_controller(TextGenerationController, model, context, tokenizer), context)
 
@@ -121,7 +125,7 @@ def _inference_config(model: Any, prefix: HybridPrefixConfig | None, fields: dic
     state_dtype = None if prefix is None or prefix.state_dtype is None else getattr(torch, prefix.state_dtype)
     values: dict[str, Any] = {
         "max_sequence_length": get_attr_wrapped_model(model, "max_sequence_length"),
-        "mamba_inference_state_config": mamba_state_config(model, ssm_dtype=state_dtype),
+        "mamba_inference_state_config": mamba_state_config(model, state_dtype=state_dtype),
         "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU,
     }
     on_host = next(model.parameters()).device.type == "cpu"

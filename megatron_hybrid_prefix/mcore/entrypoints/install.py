@@ -2,7 +2,8 @@
 
 Opt-in; `uninstall` undoes it. Three constructors are replaced (`patches.constructors`). They turn an object of exactly
 megatron's class into one of our subclass. So it does not matter when, or from where, a script imported the class. Megatron's
-``MegatronLLM`` and ``MegatronAsyncLLM`` get the cache this way, too.
+``MegatronLLM`` and ``MegatronAsyncLLM`` get the cache this way, too. Megatron's description of a model's recurrent states,
+``MambaInferenceStateConfig.from_model``, then includes layers of every kind.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def install(prefix: HybridPrefixConfig | None = None) -> None:
     """New ``DynamicInferenceContext``, ``TextGenerationController`` and ``DynamicInferenceEngine`` objects are this package's.
 
     Affects models with recurrent layers only. Other models, contexts without a cache, and existing objects stay megatron's.
-    A second call changes the settings. Call ``ensure_platform`` first.
+    Models with layers that megatron's engine cannot run (Gated DeltaNet) get these classes with or without a cache. A second
+    call changes the settings. Call ``ensure_platform`` first.
 
     Args:
         prefix: Settings of the cache for every context. None: only contexts whose ``InferenceConfig`` has

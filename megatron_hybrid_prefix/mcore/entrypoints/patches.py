@@ -32,6 +32,22 @@ CONTEXT_IN_CUDA_GRAPHS = (
 )
 
 
+def _our_state_config(
+    original: Callable[..., Any], settings: Callable[[], HybridPrefixConfig | None]
+) -> Callable[..., Any]:
+    def from_model(model: Any, conv_states_dtype: Any = None, ssm_states_dtype: Any = None) -> Any:
+        import torch
+
+        from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, needs_this_package
+
+        prefix = settings()
+        state_dtype = None if prefix is None or prefix.state_dtype is None else getattr(torch, prefix.state_dtype)
+        config = mamba_state_config(model, conv_states_dtype, ssm_states_dtype, state_dtype=state_dtype)
+        return config if needs_this_package(config) else original(model, conv_states_dtype, ssm_states_dtype)
+
+    return staticmethod(from_model)  # looked up on the class, as the class method that it stands for
+
+
 def _our_context(
     original: Callable[..., None], settings: Callable[[], HybridPrefixConfig | None]
 ) -> Callable[..., None]:
@@ -39,11 +55,13 @@ def _our_context(
 
     def __init__(self: Any, model_config: Any, inference_config: Any) -> None:
         from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
+        from megatron_hybrid_prefix.mcore.state.layout import needs_this_package
         from megatron_hybrid_prefix.platform import replace_names
 
         prefix = settings()
         state = inference_config.mamba_inference_state_config
-        wanted = state is not None and (prefix is not None or inference_config.enable_prefix_caching)
+        caches = prefix is not None or inference_config.enable_prefix_caching
+        wanted = state is not None and (caches or needs_this_package(state))
         if type(self) is not DynamicInferenceContext or not wanted:
             original(self, model_config=model_config, inference_config=inference_config)
             return
@@ -60,14 +78,18 @@ def _our_context(
     return __init__
 
 
+def _needs_ours(context: Any) -> bool:
+    """Whether a context needs this package's controller and engine: it has a cache, or layers that megatron cannot run."""
+    return getattr(context, "prefix_cache", None) is not None or getattr(context, "has_own_layers", False)
+
+
 def _our_controller(original: Callable[..., None]) -> Callable[..., None]:
     from megatron_hybrid_prefix.upstream.names import TextGenerationController
 
     def __init__(self: Any, inference_wrapped_model: Any, tokenizer: Any) -> None:
         from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
 
-        context = inference_wrapped_model.inference_context
-        if type(self) is TextGenerationController and getattr(context, "prefix_cache", None) is not None:
+        if type(self) is TextGenerationController and _needs_ours(inference_wrapped_model.inference_context):
             self.__class__ = HybridPrefixController
         original(self, inference_wrapped_model=inference_wrapped_model, tokenizer=tokenizer)
 
@@ -80,7 +102,7 @@ def _our_engine(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, controller: Any, context: Any) -> None:
         from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
 
-        if getattr(context, "prefix_cache", None) is None or isinstance(self, HybridPrefixEngine):
+        if not _needs_ours(context) or isinstance(self, HybridPrefixEngine):
             original(self, controller=controller, context=context)
         elif type(self) is DynamicInferenceEngine:
             self.__class__ = HybridPrefixEngine
@@ -99,6 +121,13 @@ def constructors(settings: Callable[[], HybridPrefixConfig | None]) -> tuple[Reb
             ``InferenceConfig`` has ``enable_prefix_caching`` get a cache.
     """
     return (
+        Rebinding(
+            owner=modules.STATE_CONFIG_CLASS,
+            name="from_model",
+            make=lambda original: _our_state_config(original, settings),
+            why="scripts and megatron.training ask it, and it describes Mamba2 layers only",
+            same_signature=True,
+        ),
         Rebinding(
             owner=modules.DYNAMIC_CONTEXT_CLASS,
             name="__init__",

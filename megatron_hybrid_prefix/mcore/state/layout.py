@@ -29,12 +29,22 @@ class ModelStates:
         quanta: Chunk quantum of each kind, in tokens.
         kind_of_layer: Kind of each recurrent layer of this stage, in their order.
         without_drafts: Names of the kinds that cannot be decoded speculatively.
+        of_whole_chunks: Names of the kinds that need KV blocks of whole chunks.
     """
 
     slots: SlotLayout
     quanta: tuple[int, ...]
     kind_of_layer: tuple[str, ...]
     without_drafts: tuple[str, ...] = ()
+    of_whole_chunks: tuple[str, ...] = ()
+
+    def check_blocks(self, block_tokens: int) -> None:
+        """Raise ValueError, in one line, if KV blocks of so many tokens do not suit a kind."""
+        for layout, quantum in zip(self.slots.kinds, self.quanta, strict=True):
+            if layout.kind in self.of_whole_chunks and block_tokens % quantum:
+                raise ValueError(
+                    f"block_size_tokens={block_tokens}: layers of kind {layout.kind} need a multiple of {quantum}"
+                )
 
     def place(self, recurrent_layer: int) -> tuple[StateLayout, int]:
         """Layout of the kind of this stage's recurrent layer with this number, and which layer of the kind it is."""
@@ -60,7 +70,11 @@ def states_of_config(config: MambaInferenceStateConfig) -> ModelStates:
 
 
 def mamba_state_config(
-    model: Any, conv_dtype: torch.dtype | None = None, ssm_dtype: torch.dtype | None = None
+    model: Any,
+    conv_dtype: torch.dtype | None = None,
+    ssm_dtype: torch.dtype | None = None,
+    *,
+    state_dtype: torch.dtype | None = None,
 ) -> RecurrentStateConfig | None:
     """What megatron's context has to know of a model's recurrent states; every rank has to ask.
 
@@ -69,8 +83,10 @@ def mamba_state_config(
 
     Args:
         model: This rank's shard.
-        conv_dtype: Type of the layers' last inputs; None: the layer kind's choice.
-        ssm_dtype: Type of what accumulates over tokens; None: likewise.
+        conv_dtype: Megatron's setting for Mamba2 layers: type of their last inputs; None: the layer kind's choice.
+        ssm_dtype: Likewise, of what accumulates over tokens.
+        state_dtype: Type of what accumulates over tokens in layers of every kind; None: ``ssm_dtype``, or the layer kind's
+            choice.
 
     Returns:
         None where no stage has a recurrent layer.
@@ -80,35 +96,42 @@ def mamba_state_config(
     """
     layers = decoder_layers(model)
     symbols, kind_of_layer = [], []
-    found: dict[str, tuple[StateLayout, int, bool]] = {}
+    found: dict[str, tuple[StateLayout, int]] = {}
     for number, (symbol, layer) in enumerate(layers, 1):
         recurrent = _recurrent_part(number, symbol, layer)
         symbols.append(symbol if recurrent is None else RECURRENT)
         if recurrent is None:
             continue
         kind, module = recurrent
-        components = kind.components(module, state_dtype=ssm_dtype, window_dtype=conv_dtype)
-        layout, quantum, drafts = found.get(
-            kind.name,
-            (StateLayout(kind=kind.name, layers=0, components=components), kind.chunk_tokens(module), kind.drafts),
+        of_mamba = (ssm_dtype, conv_dtype) if kind is MAMBA2 else (None, None)
+        components = kind.components(module, state_dtype=state_dtype or of_mamba[0], window_dtype=of_mamba[1])
+        layout, quantum = found.get(
+            kind.name, (StateLayout(kind=kind.name, layers=0, components=components), kind.chunk_tokens(module))
         )
         if (layout.components, quantum) != (components, kind.chunk_tokens(module)):
             raise ValueError(f"layer {number}: its states differ from those of other layers of kind {kind.name!r}")
-        found[kind.name] = replace(layout, layers=layout.layers + 1), quantum, drafts
+        found[kind.name] = replace(layout, layers=layout.layers + 1), quantum
         kind_of_layer.append(kind.name)
     for stage in of_all_stages(found):
-        for name, (layout, quantum, drafts) in stage.items():
-            found.setdefault(name, (replace(layout, layers=0), quantum, drafts))
+        for name, (layout, quantum) in stage.items():
+            found.setdefault(name, (replace(layout, layers=0), quantum))
     if not found:
         return None
-    names = [kind.name for kind in layer_kinds() if kind.name in found]  # the same order on all stages
+    kinds = [kind for kind in layer_kinds() if kind.name in found]  # the same order on all stages
     states = ModelStates(
-        slots=SlotLayout(tuple(found[name][0] for name in names)),
-        quanta=tuple(found[name][1] for name in names),
+        slots=SlotLayout(tuple(found[kind.name][0] for kind in kinds)),
+        quanta=tuple(found[kind.name][1] for kind in kinds),
         kind_of_layer=tuple(kind_of_layer),
-        without_drafts=tuple(name for name in names if not found[name][2]),
+        without_drafts=tuple(kind.name for kind in kinds if not kind.drafts),
+        of_whole_chunks=tuple(kind.name for kind in kinds if kind.whole_chunks),
     )
     return _for_megatron(symbols, states)
+
+
+def needs_this_package(config: MambaInferenceStateConfig | None) -> bool:
+    """Whether a model with these states has layers that megatron's own context and engine cannot run."""
+    states: ModelStates | None = getattr(config, "states", None)
+    return states is not None and any(layout.kind != MAMBA2.name for layout in states.slots.kinds)
 
 
 def state_bytes(config: MambaInferenceStateConfig) -> int:

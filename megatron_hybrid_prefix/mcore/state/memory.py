@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_hybrid_prefix.layers.step import PrefillStep
+from megatron_hybrid_prefix.ops.slot_copies import copy_slots
 from megatron_hybrid_prefix.pool.device import StatePool
 
 if TYPE_CHECKING:
@@ -84,6 +85,19 @@ class StateMemory:
     def _views(states: ModelStates, tensors: dict[str, torch.Tensor], recurrent_layer: int) -> dict[str, torch.Tensor]:
         layout, layer = states.place(recurrent_layer)
         return {component.name: tensors[component.name][layer] for component in layout.components}
+
+    def roll_back(self, live_slots: torch.Tensor, forward_tokens: torch.Tensor) -> None:
+        """Live states become those after a token of the last forward.
+
+        Args:
+            live_slots: (rows,) int64 on the device; negative: nothing.
+            forward_tokens: (rows,) integer on the device: which token, from 0.
+        """
+        width = next(iter(self.drafted.values())).shape[2]
+        live_slots = live_slots.long()
+        sources = live_slots * width + forward_tokens  # negative where the slot is
+        for name, after in self.drafted.items():
+            copy_slots(after.flatten(1, 2), self.pool.tensors[name], sources, live_slots)
 
     def copy_decoded(self, targets: list[int], live_slots: list[int], forward_tokens: list[int]) -> None:
         """Copy states of decoding requests to checkpoint slots.

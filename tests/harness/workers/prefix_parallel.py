@@ -37,11 +37,24 @@ def stages(pattern, pp):
     return [one_rank(pattern)] if pp == 1 else pattern.split("|")
 
 
-def slot_bytes(config, layers, tp):
-    """Bytes of a state: float32, ``layers`` Mamba2 layers, by the dimensions alone."""
+def config_of(pattern):
+    """Dimensions of the model with this pattern."""
+    return get_preset("tiny-gdn" if "G" in pattern else "tiny", layer_pattern=pattern)
+
+
+def recurrent_layers(stage):
+    """How many layers of a stage have states."""
+    return stage.count("M") + stage.count("G")
+
+
+def slot_bytes(config, stage, tp):
+    """Bytes of a state: float32, of the recurrent layers of a stage, by the dimensions alone."""
     inner = config.mamba_num_heads * config.mamba_head_dim
     conv = (inner + 2 * config.mamba_num_groups * config.mamba_state_dim) * config.d_conv
-    return layers * (conv + inner * config.mamba_state_dim) // tp * 4
+    mamba = stage.count("M") * (conv + inner * config.mamba_state_dim)
+    inner = config.gdn_num_value_heads * config.gdn_value_head_dim
+    conv = (inner + 2 * config.gdn_num_key_heads * config.gdn_key_head_dim) * config.d_conv
+    return (mamba + stage.count("G") * (conv + inner * config.gdn_key_head_dim)) // tp * 4
 
 
 def kv_block_bytes(config, layers, tp):
@@ -53,7 +66,7 @@ def budgets(config, pattern, tp, pp, *, slots, blocks):
     """Budgets in GiB (checkpoints, KV and live states) with which the ranks agree on so many."""
     most_slot = most_kv = 0
     for stage in stages(pattern, pp):
-        slot = slot_bytes(config, stage.count("M"), tp)
+        slot = slot_bytes(config, stage, tp)
         most_slot = max(most_slot, slot)
         # One more block is megatron's dummy.
         most_kv = max(most_kv, ROWS * slot + (blocks + 1.5) * kv_block_bytes(config, stage.count("*"), tp))
@@ -236,8 +249,7 @@ def run_scenario(name, model, pattern, tp, pp, mode, *, cached=True, damaged=Fal
 
 def build(pattern, tp, pp, platform):
     """The model with this pattern in this layout."""
-    config = get_preset("tiny", layer_pattern=one_rank(pattern) if pp == 1 else pattern)
-    return build_hybrid_model(config, seed=0, platform=platform)
+    return build_hybrid_model(config_of(one_rank(pattern) if pp == 1 else pattern), seed=0, platform=platform)
 
 
 def layout_findings(pattern, tp, pp, platform):
@@ -245,7 +257,7 @@ def layout_findings(pattern, tp, pp, platform):
     model = build(pattern, tp, pp, platform)
     found = {mode: {name: run_scenario(name, model, pattern, tp, pp, mode) for name in SCENARIOS} for mode in MODES}
     # The last tensor-parallel rank of the stage where most layers recur; a stage without any cannot be wrong.
-    layers = [stage.count("M") for stage in stages(pattern, pp)]
+    layers = [recurrent_layers(stage) for stage in stages(pattern, pp)]
     wrong_rank = layers.index(max(layers)) * tp + tp - 1
     found["damaged"] = run_scenario("tails", model, pattern, tp, pp, "legacy", damaged=dist.get_rank() == wrong_rank)
     return found
@@ -279,7 +291,7 @@ def disagreement(pattern, tp, pp, platform):
 def refusal(pattern, tp, pp, platform):
     """What this rank says to live states that fit on some stages only; called last, as ranks may part here."""
     model = build(pattern, tp, pp, platform)
-    most, *_ = sorted((slot_bytes(model.hybrid_config, s.count("M"), tp) for s in stages(pattern, pp)), reverse=True)
+    most, *_ = sorted((slot_bytes(model.hybrid_config, stage, tp) for stage in stages(pattern, pp)), reverse=True)
     try:
         build_engine(model, HybridPrefixConfig(mamba_gb=0.01), max_requests=ROWS, buffer_size_gb=ROWS * most / 2**30)
     except Exception as error:

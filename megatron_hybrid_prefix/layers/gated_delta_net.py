@@ -1,0 +1,208 @@
+"""Gated DeltaNet: prefill and decode by slots, on layers built as megatron's ``GatedDeltaNet``.
+
+Megatron trains this layer and raises in inference. All of dynamic inference is here; training is megatron's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megatron_hybrid_prefix.layers.base import LayerKind, register_layer_kind
+from megatron_hybrid_prefix.layers.slot_layer import SlotLayer
+from megatron_hybrid_prefix.layers.step import PrefillStep
+from megatron_hybrid_prefix.ops.conv_windows import write_conv_windows
+from megatron_hybrid_prefix.ops.delta_rule import scan_delta_rule, update_delta_rule
+from megatron_hybrid_prefix.pool.layout import StateComponent
+from megatron_hybrid_prefix.upstream.delta_net import GatedDeltaNet
+from megatron_hybrid_prefix.upstream.mixer import convolve, convolve_step
+
+CHUNK = 64
+"""Chunk quantum in tokens: that of the chunked kernels of this family of layers."""
+CONV, STATE = "gdn_conv", "gdn_state"
+
+
+class GatedDeltaNetBySlots(SlotLayer):
+    """Mixin before a ``GatedDeltaNet``: dynamic inference by slots."""
+
+    # Of megatron's layer, on this rank.
+    in_proj: Any
+    conv1d: torch.nn.Conv1d
+    A_log: torch.Tensor
+    dt_bias: torch.Tensor
+    out_norm: Any
+    out_proj: Any
+    act_fn: Any
+    use_qk_l2norm: bool
+    key_head_dim: int
+    value_head_dim: int
+    num_v_heads_local_tp: int
+    qk_dim_local_tp: int
+    v_dim_local_tp: int
+
+    def slot_inputs(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """See SlotLayer: query, key, value, output gate, beta and decay of each token, packed."""
+        projected: torch.Tensor = self.in_proj(hidden_states)[0]
+        return projected
+
+    def slot_outputs(self, outputs: torch.Tensor | None) -> Any:
+        """See SlotLayer."""
+        return self.out_proj(outputs)
+
+    def slot_decode(
+        self, inputs: torch.Tensor, states: Mapping[str, torch.Tensor], slots: torch.Tensor
+    ) -> torch.Tensor:
+        """See SlotLayer."""
+        return self.slot_decode_drafts(inputs.unsqueeze(1), states, slots, {}).squeeze(1)
+
+    def slot_decode_drafts(
+        self,
+        inputs: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+        slots: torch.Tensor,
+        drafted: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """See SlotLayer."""
+        qkv, *gates = self._parts(inputs)
+        windows = states[CONV]
+        convolved = convolve_step(
+            x=qkv.to(windows.dtype),
+            conv_state=windows,
+            weight=self.conv1d.weight.squeeze(1).to(windows.dtype),
+            bias=None if self.conv1d.bias is None else self.conv1d.bias.to(windows.dtype),
+            silu_activation="silu",
+            conv_state_indices=slots,
+            intermediate_conv_states=drafted.get(CONV),
+        ).to(qkv.dtype)
+        q, k, v, z, log_decay, beta = self._by_head(convolved, *gates)
+        y = update_delta_rule(
+            q,
+            k,
+            v,
+            log_decay,
+            beta,
+            states[STATE],
+            slots,
+            normalise=self.use_qk_l2norm,
+            after=drafted.get(STATE),
+        )
+        return self._gated(y, z)
+
+    def slot_prefill(self, inputs: torch.Tensor, states: Mapping[str, torch.Tensor], step: PrefillStep) -> torch.Tensor:
+        """See SlotLayer."""
+        chunks, slots = step.chunks[CHUNK], step.slots(CHUNK)
+        qkv, *gates = self._parts(inputs)
+        # In the type of its state; it reads the sources before the windows are written.
+        windows = states[CONV]
+        x = qkv.to(windows.dtype).contiguous()
+        weight, bias = self.conv1d.weight.squeeze(1).to(windows.dtype), self.conv1d.bias
+        convolved = convolve(
+            x=x,
+            weight=weight,
+            bias=weight.new_zeros(len(weight)) if bias is None else bias.to(windows.dtype),
+            cu_seqlens=step.bounds,
+            initial_states=windows[:, :, 1:],
+            activation="silu",
+            precomputed_seq_idx=step.token_sources,  # megatron looks the window up by it; here it is a slot
+            precomputed_seq_start=step.token_starts,
+        ).to(qkv.dtype)
+        write_conv_windows(x, windows, chunk_bounds=chunks.bounds, **slots)
+        q, k, v, z, log_decay, beta = self._by_head(convolved, *gates)
+        y = scan_delta_rule(
+            q,
+            k,
+            v,
+            log_decay,
+            beta,
+            states[STATE],
+            normalise=self.use_qk_l2norm,
+            chunk_bounds=chunks.bounds,
+            **slots,
+        )
+        return self._gated(y, z)
+
+    def _parts(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(..., width) to query, key and value together, output gate, beta and decay: all (..., width of the part)."""
+        qkv = 2 * self.qk_dim_local_tp + self.v_dim_local_tp
+        heads = self.num_v_heads_local_tp
+        parts: tuple[torch.Tensor, ...] = torch.split(inputs, [qkv, self.v_dim_local_tp, heads, heads], dim=-1)
+        return parts
+
+    def _by_head(
+        self, qkv: torch.Tensor, z: torch.Tensor, beta: torch.Tensor, alpha: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Query, key (..., key heads, K); value, output gate (..., value heads, V); log-decay, beta (..., value heads)."""
+        q, k, v = qkv.split([self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp], dim=-1)
+        q, k = (part.unflatten(-1, (-1, self.key_head_dim)) for part in (q, k))
+        v, z = (part.unflatten(-1, (-1, self.value_head_dim)) for part in (v, z))
+        # In the types that megatron's training computes them in.
+        log_decay = -self.A_log.exp() * F.softplus(alpha.float() + self.dt_bias)
+        return q, k, v, z, log_decay.float(), beta.sigmoid()
+
+    def _gated(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """Norm of each head, times its gate: (..., value heads, V) to (..., inner width)."""
+        normed: torch.Tensor = self.out_norm(y.reshape(-1, self.value_head_dim)).view(y.shape)
+        gate: torch.Tensor = self.act_fn(z.float())
+        return (normed * gate).to(y.dtype).flatten(-2)
+
+
+class GatedDeltaNetKind(LayerKind):
+    """State of a layer: ``gdn_conv``, the last inputs of its convolution, and ``gdn_state``, a matrix a value head."""
+
+    name = "gated_delta_net"
+    slot_class = GatedDeltaNetBySlots
+    drafts = True
+    whole_chunks = True
+
+    def is_layer(self, module: torch.nn.Module) -> bool:
+        """See LayerKind."""
+        return isinstance(module, GatedDeltaNet)
+
+    def components(
+        self, module: torch.nn.Module, *, state_dtype: torch.dtype | None, window_dtype: torch.dtype | None
+    ) -> tuple[StateComponent, ...]:
+        """See LayerKind. The window is of the parameters' type by default, the matrices of float32.
+
+        A token's write is what the matrix lacks of its value, so each rounding of the matrix is read back at every later
+        token: those who publish such models keep it in float32.
+
+        Raises:
+            ValueError: The layer cannot be run: its activation is not SiLU.
+        """
+        layer: Any = module
+        if layer.act_fn is not F.silu:
+            name = getattr(layer.act_fn, "__name__", str(layer.act_fn))
+            raise ValueError(f"Gated DeltaNet layers with activation {name!r}: use SiLU (activation='swiglu')")
+        return gated_delta_net_components(
+            channels=2 * layer.qk_dim_local_tp + layer.v_dim_local_tp,
+            taps=layer.conv_kernel_dim,
+            heads=layer.num_v_heads_local_tp,
+            key_dim=layer.key_head_dim,
+            value_dim=layer.value_head_dim,
+            window_dtype=str(window_dtype or layer.config.params_dtype).removeprefix("torch."),
+            state_dtype=str(state_dtype or torch.float32).removeprefix("torch."),
+        )
+
+    def chunk_tokens(self, module: torch.nn.Module) -> int:
+        """See LayerKind."""
+        return CHUNK
+
+    def invalidate(self, module: torch.nn.Module) -> None:
+        """See LayerKind: nothing is derived from weights."""
+
+
+def gated_delta_net_components(
+    *, channels: int, taps: int, heads: int, key_dim: int, value_dim: int, window_dtype: str, state_dtype: str
+) -> tuple[StateComponent, ...]:
+    """Components of a layer's state: a window of (channels, taps), a matrix (key_dim, value_dim) for each value head."""
+    return (
+        StateComponent(name=CONV, shape=(channels, taps), dtype=window_dtype),
+        StateComponent(name=STATE, shape=(heads, key_dim, value_dim), dtype=state_dtype),
+    )
+
+
+KIND = GatedDeltaNetKind()
+register_layer_kind(KIND)

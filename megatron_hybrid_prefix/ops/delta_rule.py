@@ -1,0 +1,238 @@
+"""The gated delta rule, from and to slots.
+
+A head's state S, (K, V), decays at each token, and what it says of the token's key is then moved towards the token's value
+(https://arxiv.org/abs/2412.06464):
+
+    S <- exp(g) S
+    S <- S + k (beta (v - S^T k))^T
+    o  = S^T q
+
+`delta_rule_by_token` is that, as it is written. A prefill runs the same in chunks (section 3.3 there): inside a chunk one
+triangular system gives what all its tokens write, from chunk to chunk the state is passed on. A sequence starts from any
+slot of the state pool, and the states after its last chunk, and after chunks whose end is to be kept, go straight to theirs.
+
+The state is carried in float32 and rounded to the type of the pool where it is written.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+_EPSILON = 1e-6  # under the root of a norm, as everywhere in this family of layers
+
+
+def delta_rule_by_token(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    *,
+    normalise: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sequence, token by token: the reference.
+
+    Args:
+        q: (tokens, key heads, K).
+        k: (tokens, key heads, K).
+        v: (tokens, value heads, V); value head i reads key head i // (value heads / key heads).
+        log_decay: (tokens, value heads), g.
+        beta: (tokens, value heads).
+        state: (value heads, K, V), before the first token.
+        normalise: Whether queries and keys are made unit vectors first.
+
+    Returns:
+        Outputs (tokens, value heads, V), and the states after each token (tokens, value heads, K, V); in v's type.
+    """
+    q, k = _prepare(q, k, v.shape[1], normalise)
+    outputs, states = [], []
+    for t in range(v.shape[0]):
+        state, output = _token(state, q[t], k[t], v[t], log_decay[t], beta[t])
+        outputs.append(output)
+        states.append(state)
+    return torch.stack(outputs), torch.stack(states)
+
+
+def scan_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    states: torch.Tensor,
+    *,
+    normalise: bool,
+    chunk_bounds: torch.Tensor,
+    first_chunks: torch.Tensor,
+    source_slots: torch.Tensor,
+    live_slots: torch.Tensor,
+    chunk_slots: torch.Tensor,
+) -> torch.Tensor:
+    """All sequences of a step in one pass; updates ``states`` in place.
+
+    A sequence may read and write the same slot. No slot may be written by one sequence and read or written by another.
+
+    Args:
+        q: (tokens, key heads, K), packed.
+        k: (tokens, key heads, K).
+        v: (tokens, value heads, V); value head i reads key head i // (value heads / key heads).
+        log_decay: (tokens, value heads) float32.
+        beta: (tokens, value heads).
+        states: (slots, value heads, K, V), the pool of one layer; strided over slots, contiguous inside one.
+        normalise: Whether queries and keys are made unit vectors first.
+        chunk_bounds: (chunks + 1,) integer, chunk i is rows [chunk_bounds[i], chunk_bounds[i + 1]).
+        first_chunks: (sequences + 1,) int64, the chunks of sequence i are [first_chunks[i], first_chunks[i + 1]).
+        source_slots: (sequences,) int64, where each sequence starts from.
+        live_slots: (sequences,) int64, where its final state goes; negative: nowhere.
+        chunk_slots: (chunks,) int64, where the state after a chunk goes too; negative: nowhere.
+
+    Returns:
+        (tokens, value heads, V) in v's type; zero in rows of no sequence.
+    """
+    outputs = torch.zeros_like(v)
+    first, bounds = first_chunks.tolist(), chunk_bounds.tolist()
+    sources, live, kept = source_slots.tolist(), live_slots.tolist(), chunk_slots.tolist()
+    filled = [chunk for chunk in range(first[-1]) if bounds[chunk + 1] > bounds[chunk]]
+    inside = _Chunks(q, k, v, log_decay, beta, [(bounds[c], bounds[c + 1]) for c in filled], normalise)
+    place = {chunk: number for number, chunk in enumerate(filled)}
+    for sequence, chunks in enumerate(pairwise(first)):
+        state = states[sources[sequence]].to(inside.dtype)
+        for chunk in range(*chunks):
+            if chunk in place:
+                state, output = inside.run(place[chunk], state)
+                outputs[bounds[chunk] : bounds[chunk + 1]] = output
+            if kept[chunk] >= 0:
+                states[kept[chunk]] = state
+        if live[sequence] >= 0:
+            states[live[sequence]] = state
+    return outputs
+
+
+def update_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    states: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    normalise: bool,
+    after: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One token or several of each row; its state is read and written in place.
+
+    Args:
+        q: (rows, tokens, key heads, K).
+        k: (rows, tokens, key heads, K).
+        v: (rows, tokens, value heads, V).
+        log_decay: (rows, tokens, value heads) float32.
+        beta: (rows, tokens, value heads).
+        states: (slots, value heads, K, V), the pool of one layer.
+        slots: (rows,) int64, the slot of each row; negative: the row is padding.
+        normalise: Whether queries and keys are made unit vectors first.
+        after: (slots, tokens, value heads, K, V), given the state after each token, at the row's slot; or None.
+
+    Returns:
+        (rows, tokens, value heads, V) in v's type; zero in rows of padding.
+    """
+    outputs = torch.zeros_like(v)
+    rows = torch.nonzero(slots >= 0).squeeze(1)
+    own = slots[rows]
+    dtype = _compute_dtype(v)
+    q, k = _prepare(q[rows].to(dtype), k[rows].to(dtype), v.shape[2], normalise)
+    v, log_decay, beta = (tensor[rows].to(dtype) for tensor in (v, log_decay, beta))
+    state = states[own].to(dtype)
+    for t in range(v.shape[1]):
+        state, output = _token(state, q[:, t], k[:, t], v[:, t], log_decay[:, t], beta[:, t])
+        outputs[rows, t] = output.to(outputs.dtype)
+        if after is not None:
+            after[own, t] = state.to(after.dtype)
+    states[own] = state.to(states.dtype)
+    return outputs
+
+
+class _Chunks:
+    """All chunks of a step, padded to the longest: what does not depend on the state, then one chunk after another."""
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        log_decay: torch.Tensor,
+        beta: torch.Tensor,
+        spans: list[tuple[int, int]],
+        normalise: bool,
+    ) -> None:
+        dtype = self.dtype = _compute_dtype(v)
+        self._lengths = [end - start for start, end in spans]
+        self._out_dtype = v.dtype
+        if not spans:
+            return
+        width = max(self._lengths)
+        starts = torch.tensor([start for start, _ in spans], device=v.device)[:, None]
+        ends = torch.tensor([end for _, end in spans], device=v.device)[:, None]
+        rows = starts + torch.arange(width, device=v.device)  # (chunks, width)
+        padding = rows >= ends
+        rows = rows.clamp(max=v.shape[0] - 1)
+
+        def by_head(tensor: torch.Tensor) -> torch.Tensor:
+            """(tokens, heads, ...) -> (chunks, heads, width, ...), zero behind a chunk's end."""
+            cut = tensor[rows].to(dtype)
+            cut = cut.masked_fill(padding.view(*padding.shape, *[1] * (cut.dim() - 2)), 0)
+            return cut.transpose(1, 2)
+
+        heads = v.shape[1]
+        q, k = _prepare(by_head(q).transpose(1, 2), by_head(k).transpose(1, 2), heads, normalise)
+        q, k, v, g, b = q.transpose(1, 2), k.transpose(1, 2), by_head(v), by_head(log_decay), by_head(beta)
+        g = g.cumsum(-1)
+        order = torch.ones(width, width, dtype=torch.bool, device=v.device)
+        # exp of what lies above the diagonal might overflow, and zero times infinity is no number.
+        decay = (g[..., :, None] - g[..., None, :]).masked_fill(order.triu(1), float("-inf")).exp()
+        known = (b[..., None] * decay * (k @ k.transpose(-1, -2))).masked_fill(order.triu(), 0)
+        wanted = torch.cat([b[..., None] * v, (b * g.exp())[..., None] * k], dim=-1)
+        # What a token writes depends on what those before it in the chunk write: a system with ones on its diagonal.
+        written = torch.linalg.solve_triangular(known, wanted, upper=False, unitriangular=True)
+        self._values, self._against = written.split([v.shape[-1], k.shape[-1]], dim=-1)
+        self._scores = decay * (q @ k.transpose(-1, -2))
+        self._queries = g.exp()[..., None] * q
+        self._keys = ((g[..., -1:] - g).exp()[..., None] * k).transpose(-1, -2)
+        self._left = g[..., -1].exp()[..., None, None]
+
+    def run(self, chunk: int, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The state after a chunk, and the outputs (tokens, heads, V), from the state (heads, K, V) before it."""
+        values = self._values[chunk] - self._against[chunk] @ state
+        output = self._queries[chunk] @ state + self._scores[chunk] @ values
+        state = self._left[chunk] * state + self._keys[chunk] @ values
+        return state, output[:, : self._lengths[chunk]].transpose(0, 1).to(self._out_dtype)
+
+
+def _compute_dtype(tensor: torch.Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _prepare(q: torch.Tensor, k: torch.Tensor, heads: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries, scaled, and keys of each value head: (..., value heads, K)."""
+    if normalise:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPSILON) for x in (q, k))
+    q = q * q.shape[-1] ** -0.5
+    return q.repeat_interleave(heads // q.shape[-2], dim=-2), k.repeat_interleave(heads // k.shape[-2], dim=-2)
+
+
+def _token(
+    state: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """State (..., K, V) after a token, and its output (..., V)."""
+    state = log_decay.exp()[..., None, None] * state
+    missing = v - torch.einsum("...kv,...k->...v", state, k)
+    state = state + k[..., :, None] * (beta[..., None] * missing)[..., None, :]
+    return state, torch.einsum("...kv,...k->...v", state, q)

@@ -1,0 +1,26 @@
+"""Megatron's Gated DeltaNet layer, which its own engine cannot run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.ssm import gated_delta_net
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+
+__all__ = ["GatedDeltaNet", "GatedDeltaNetSubmodules", "has_fla", "mark_packed_parameters"]
+
+
+def has_fla() -> bool:
+    """Whether flash-linear-attention is there, whose kernels megatron trains the layer with."""
+    return bool(gated_delta_net.HAVE_FLA)
+
+
+def mark_packed_parameters(model: torch.nn.Module) -> None:
+    """Parameters of several parts say how many rows of each this rank holds, as those of megatron's Mamba mixers do."""
+    for module in model.modules():
+        if isinstance(module, GatedDeltaNet):
+            layer: Any = module
+            qk, v = layer.qk_dim_local_tp, layer.v_dim_local_tp
+            layer.in_proj.weight.partition_sizes = list(layer.in_proj_split_sections)
+            layer.conv1d.weight.partition_sizes = [qk, qk, v]

@@ -1,0 +1,119 @@
+"""Gated DeltaNet layers: what megatron trains is what the engine runs, in one pass, with states in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from megatron_hybrid_prefix.layers import gated_delta_net
+from megatron_hybrid_prefix.mcore import restore_mixers
+from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
+from tests.harness.engine_helpers import random_tokens
+from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
+from tests.harness.naive_model import NaiveHybridModel
+
+
+@pytest.mark.parametrize("with_slots", [False, True], ids=["megatrons_class", "slot_class"])
+def test_the_reference_is_what_megatron_trains(platform, monkeypatch, with_slots):
+    """Megatron's own forward, in its mode without flash-linear-attention but for one function of it."""
+    from megatron.core.ssm.gated_delta_net import common
+
+    model = build_hybrid_model("tiny-gdn", seed=0, platform=platform)
+    if with_slots:
+        build_engine(model)
+    layer = model.decoder.layers[3].self_attention
+    monkeypatch.setattr(common, "l2norm", lambda x: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6))
+    monkeypatch.setattr(layer, "gated_delta_rule", common.torch_chunk_gated_delta_rule)
+    monkeypatch.setattr(layer.config, "deterministic_mode", True)
+    hidden = torch.randn(150, 1, 64, generator=torch.Generator().manual_seed(0))
+    with torch.compiler.set_stance("force_eager"), torch.no_grad():
+        theirs, bias = layer(hidden, attention_mask=None)
+    reference = NaiveHybridModel(model, model.hybrid_config)
+    expected = reference._delta_net(hidden[:, 0].double(), "decoder.layers.3.self_attention.", None, None)
+    assert bias is None
+    assert (theirs[:, 0] - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_training_without_its_kernels_says_what_it_needs(tiny_gdn):
+    layer = tiny_gdn.decoder.layers[0].self_attention
+    with torch.compiler.set_stance("force_eager"), pytest.raises(ImportError, match="pip install fla-core"):
+        layer(torch.zeros(3, 1, 64), attention_mask=None)
+
+
+def test_one_pass_gives_the_states_of_all_boundaries(tiny_gdn, monkeypatch):
+    """However many states a prefill keeps: each layer's recurrence runs once a step, and starts from a slot."""
+    calls = []
+    scan = gated_delta_net.scan_delta_rule
+
+    def spy(*args, **kwargs):
+        calls.append((kwargs["source_slots"].tolist(), [s for s in kwargs["chunk_slots"].tolist() if s >= 0]))
+        return scan(*args, **kwargs)
+
+    monkeypatch.setattr(gated_delta_net, "scan_delta_rule", spy)
+    served = EngineHarness(tiny_gdn, retention_interval_tokens=BLOCK)
+    prompt = tokens(6, 9, seed=1)
+    served.send(prompt)
+    layers = tiny_gdn.hybrid_config.count("G")
+    assert len(calls) == layers and all(len(kept) == 6 for _, kept in calls)
+    kept = calls[0][1]
+    calls.clear()
+    for blocks in (1, 2, 3, 4, 5, 6):  # from each of them
+        request = served.send(prompt[: blocks * BLOCK] + random_tokens(20, seed=blocks))
+        assert request.num_cached_tokens == blocks * BLOCK
+    assert [sources[0] for sources, _ in calls[::layers]] == kept
+    assert len(calls) == 6 * layers
+    served.check()
+
+
+def test_states_are_float32_unless_asked_otherwise(platform):
+    model = build_hybrid_model(get_preset("tiny-gdn", layer_pattern="GM*-", dtype="bfloat16"), platform=platform)
+
+    def types(**fields):
+        tensors = build_engine(model, HybridPrefixConfig(mamba_gb=0.01, **fields)).context.state_pool.tensors
+        return {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+
+    windows = {"conv": "bfloat16", "gdn_conv": "bfloat16"}
+    assert types() == windows | {"gdn_state": "float32", "ssm": "bfloat16"}
+    assert types(state_dtype="bfloat16") == windows | {"gdn_state": "bfloat16", "ssm": "bfloat16"}
+    assert types(state_dtype="float32") == windows | {"gdn_state": "float32", "ssm": "float32"}
+
+
+@pytest.mark.parametrize("preset", ["tiny_gdn", "tiny_mixed"])
+def test_blocks_have_to_be_whole_chunks(request, preset):
+    model = request.getfixturevalue(preset)
+    for prefix in (None, HybridPrefixConfig(mamba_gb=0.01)):
+        with pytest.raises(ValueError) as error:
+            build_engine(model, prefix, block_size_tokens=96)
+        expected = "block_size_tokens=96: layers of kind gated_delta_net need a multiple of 64"
+        assert str(error.value) == expected
+
+
+def test_megatrons_own_engine_is_refused(tiny_mixed):
+    from megatron_hybrid_prefix.mcore import build_upstream_engine
+
+    for build in (
+        lambda: build_engine(tiny_mixed, enable_prefix_caching=True),
+        lambda: build_upstream_engine(tiny_mixed),
+    ):
+        with pytest.raises(ValueError, match="megatron's own engine cannot run a model with layers of kind") as error:
+            build()
+        assert "\n" not in str(error.value)
+
+
+def test_layers_with_another_activation_are_refused(platform):
+    model = build_hybrid_model("tiny-gdn", seed=0, platform=platform)
+    model.decoder.layers[0].self_attention.act_fn = torch.nn.functional.gelu
+    with pytest.raises(ValueError, match=r"Gated DeltaNet layers with activation 'gelu': .* \(activation='swiglu'\)"):
+        build_engine(model)
+
+
+def test_put_on_and_taken_off(platform):
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+    model = build_hybrid_model("tiny-gdn", seed=0, platform=platform)
+    build_engine(model)
+    layers = [model.decoder.layers[number].self_attention for number in (0, 3)]
+    assert all(isinstance(layer, gated_delta_net.GatedDeltaNetBySlots) for layer in layers)
+    assert restore_mixers(model) == 2
+    assert all(type(layer) is GatedDeltaNet for layer in layers)

@@ -1,0 +1,299 @@
+"""The gated delta rule by slots: in float64 to the last digits against one token after another, in float32 within noise.
+
+What must not be read or written is NaN. On the host the plain PyTorch versions run, on a GPU the kernels.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_hybrid_prefix.ops.delta_rule import delta_rule_by_token, scan_delta_rule, update_delta_rule
+from tests.harness.naive_model import UNIT_ROUNDOFF
+from tests.kernels.steps import SLOTS, Step, poisoned_pool
+
+NAN = float("nan")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+CHUNK = 64
+NAMES = ("first_chunks", "source_slots", "live_slots", "chunk_slots")
+# Rounding stays within so many times the noise, a root of a mean square.
+NOISES = 8
+
+
+def make(tokens, seed, *, dtype=torch.float64, key_heads=2, heads=4, key_dim=12, value_dim=10, device="cpu"):
+    """Keyword arguments that depend on tokens, with a memory of some hundred tokens."""
+    g = torch.Generator().manual_seed(seed)
+
+    def rand(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    made = {
+        "q": rand(tokens, key_heads, key_dim),
+        "k": rand(tokens, key_heads, key_dim),
+        "v": rand(tokens, heads, value_dim),
+        "log_decay": -torch.rand(tokens, heads, generator=g, dtype=torch.float64) * 0.02,
+        "beta": torch.sigmoid(rand(tokens, heads)),
+    }
+    gates = torch.float32 if dtype == torch.bfloat16 else dtype
+    return {name: x.to(gates if name == "log_decay" else dtype).to(device) for name, x in made.items()}
+
+
+def exact(args, state, **fields):
+    """`delta_rule_by_token` in float64: outputs, and the states from that before the first token on."""
+    y, states = delta_rule_by_token(
+        **{name: x.double().cpu() for name, x in args.items()}, state=state.double().cpu(), **fields
+    )
+    return y, [state.double().cpu(), *states]
+
+
+def noise(args, state, seeds=3, **fields):
+    """How far rounding to float32 takes outputs and states: the change when every input is off by its share.
+
+    As `NaiveHybridModel.noise`: a product of n terms in float32 is an exact one whose factors are off by sqrt(n) u. The
+    largest of each head counts for all its elements.
+    """
+    y, states = exact(args, state, **fields)
+    states, sums = torch.stack(states), [0.0, 0.0]
+    for seed in range(seeds):
+        g = torch.Generator().manual_seed(seed)
+
+        def off(x, terms, g=g):
+            return x.double().cpu() * (
+                1 + terms**0.5 * UNIT_ROUNDOFF * torch.randn(x.shape, generator=g, dtype=torch.float64)
+            )
+
+        spoiled = {name: off(x, 1 if x.dim() == 2 else x.shape[-1] + CHUNK) for name, x in args.items()}
+        y_off, states_off = exact(spoiled, off(state, args["q"].shape[-1]), **fields)
+        sums[0] = sums[0] + (y_off - y).square()
+        sums[1] = sums[1] + (torch.stack(states_off) - states).square()
+    y_noise, state_noise = ((total / seeds).sqrt() for total in sums)
+    # A chunk computes with all that is in it: its noise is that of all its tokens so far.
+    return y_noise.amax((0, 2), keepdim=True).expand_as(y), state_noise.amax((0, 2, 3), keepdim=True).expand_as(states)
+
+
+def check_scan(seed, *, dtype=torch.float64, device="cpu", scan=scan_delta_rule, normalise=True, **dimensions):
+    """Raises AssertionError if an output or a state is further off than rounding takes it, or what nothing names changed."""
+    step = Step.draw(seed, CHUNK)
+    bounds, rows = step.bounds, step.bounds[-1]
+    args = make(rows + 3, seed, dtype=dtype, device=device, **dimensions)
+    if not normalise:  # longer keys would make the state grow without bound
+        args["k"] = torch.nn.functional.normalize(args["k"], dim=-1)
+    for x in args.values():
+        x[rows:] = NAN
+    heads, value_dim, key_dim = *args["v"].shape[1:], args["q"].shape[-1]
+    pool_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    pool = poisoned_pool(step, (heads, key_dim, value_dim), pool_dtype, device, seed)
+    before = pool.clone()
+    y = scan(
+        **args,
+        states=pool,
+        normalise=normalise,
+        chunk_bounds=torch.tensor([*bounds, bounds[-1]], dtype=torch.int32, device=device),
+        **step.tensors(device, *NAMES),
+    )
+    assert y.dtype == dtype and not y[rows:].any()
+    for i, chunks, targets in step.sequences():
+        span = slice(bounds[chunks.start], bounds[chunks.stop])
+        own = {name: x[span] for name, x in args.items()}
+        start = before[step.source_slots[i]]
+        expected, states = exact(own, start, normalise=normalise)
+        if dtype == torch.float64:
+            allowed, state_allowed = torch.full_like(expected, 1e-12), torch.full_like(states[0], 1e-12)
+        else:
+            allowed, off = noise(own, start, normalise=normalise)
+            allowed, state_allowed = NOISES * allowed, NOISES * off[0]
+            if dtype == torch.bfloat16:
+                allowed = allowed + expected.abs() * 2.0**-8
+        within(y[span], expected, allowed)
+        for slot, chunk in targets:
+            within(pool[slot], states[bounds[chunk] - span.start], state_allowed)
+    untouched = [s for s in range(SLOTS) if s not in step.live_slots and s not in step.chunk_slots]
+    assert torch.equal(pool[untouched].nan_to_num(9e9), before[untouched].nan_to_num(9e9))
+
+
+def within(got, expected, allowed):
+    ratio = ((got.double().cpu() - expected).abs() / allowed).max()
+    assert ratio <= 1, f"off by {float(ratio):.3g} times what is allowed"
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    key_heads=st.integers(1, 3),
+    repeat=st.integers(1, 3),
+    key_dim=st.integers(1, 20),
+    value_dim=st.integers(1, 20),
+    normalise=st.booleans(),
+)
+@settings(max_examples=25, deadline=None)
+def test_any_step(seed, key_heads, repeat, key_dim, value_dim, normalise):
+    """Sequences, chunks, kept boundaries and dimensions as they come."""
+    dimensions = {"heads": key_heads * repeat, "key_dim": key_dim, "value_dim": value_dim}
+    check_scan(seed, key_heads=key_heads, normalise=normalise, **dimensions)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding(device, dtype):
+    for seed in range(6):
+        check_scan(seed, dtype=dtype, device=device)
+
+
+def rounded_keys(**arguments):
+    """Keys are rounded to bfloat16."""
+    return scan_delta_rule(**arguments | {"k": arguments["k"].bfloat16().to(arguments["k"].dtype)})
+
+
+def without_decay(**arguments):
+    """Nothing is forgotten but by overwriting."""
+    return scan_delta_rule(**arguments | {"log_decay": 0 * arguments["log_decay"]})
+
+
+def other_channels(**arguments):
+    """Keys are turned by a channel, queries are not."""
+    return scan_delta_rule(**arguments | {"k": arguments["k"].roll(1, -1)})
+
+
+def from_another_slot(**arguments):
+    """The first sequence starts from a slot that it must not read."""
+    sources = arguments["source_slots"].clone()
+    sources[0] = -1
+    return scan_delta_rule(**arguments | {"source_slots": sources})
+
+
+def kept_a_chunk_late(**arguments):
+    """What is to be kept after a chunk is kept after the next one."""
+    return scan_delta_rule(**arguments | {"chunk_slots": arguments["chunk_slots"].roll(1)})
+
+
+def rounded_states(*, states, **arguments):
+    """States are rounded to bfloat16 where they are written."""
+    y = scan_delta_rule(states=states, **arguments)
+    written = torch.cat([arguments["live_slots"], arguments["chunk_slots"]])
+    written = written[written >= 0]
+    states[written] = states[written].bfloat16().float()
+    return y
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        rounded_keys,
+        without_decay,
+        other_channels,
+        from_another_slot,
+        kept_a_chunk_late,
+        rounded_states,
+    ],
+)
+def test_the_bound_sees(mutant):
+    for seed in (0, 2, 3):  # with states that are kept in the middle
+        with pytest.raises(AssertionError):
+            check_scan(seed, dtype=torch.float32, scan=mutant)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_resuming_on_the_grid(device):
+    """A sequence that goes on from any kept multiple of 64 ends as one that did not stop, within noise."""
+    tokens = 5 * CHUNK + 9
+    args = make(tokens, 1, dtype=torch.float32, device=device)
+    pool = torch.full((8, 4, 12, 10), NAN, device=device)
+    pool[0] = 0
+
+    def run(first_chunk, source, live, kept):
+        ends = [min(CHUNK * n, tokens) - CHUNK * first_chunk for n in range(first_chunk, 7)]
+        fields = {"first_chunks": [0, 6 - first_chunk], "source_slots": [source], "live_slots": [live]}
+        return scan_delta_rule(
+            **{name: x[CHUNK * first_chunk :] for name, x in args.items()},
+            states=pool,
+            normalise=True,
+            chunk_bounds=torch.tensor(ends, device=device),
+            chunk_slots=torch.tensor(kept[first_chunk:], device=device),
+            **{name: torch.tensor(value, device=device) for name, value in fields.items()},
+        )
+
+    whole = run(0, 0, 7, [1, 2, 3, 4, 5, -1])
+    unkept = pool[7].clone()
+    allowed, state_allowed = noise(args, pool[0], normalise=True)
+    for first in range(1, 6):
+        resumed = run(first, first, 6, [-1] * 6)
+        within(resumed, whole[CHUNK * first :].double().cpu(), NOISES * allowed[CHUNK * first :])
+        within(pool[6], pool[7].double().cpu(), NOISES * state_allowed[0])
+    assert torch.equal(run(0, 0, 7, [-1] * 6), whole)  # what is kept has no influence on what is computed
+    assert torch.equal(pool[7], unkept)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_decode(device, tokens, dtype):
+    """Rows in any order, some of them padding; one token, or several with the state after each."""
+    for seed in range(6):
+        dice, rows = random.Random(seed), 5
+        slots = dice.sample(range(SLOTS), rows)
+        slots[1] = slots[3] = -1
+        flat = make(rows * tokens, seed, dtype=dtype, device=device)
+        args = {name: x.unflatten(0, (rows, tokens)) for name, x in flat.items()}
+        for x in args.values():
+            x[1], x[3] = NAN, NAN
+        pool_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        pool = torch.full((SLOTS, 4, 12, 10), NAN, dtype=pool_dtype, device=device)
+        for slot in slots:
+            if slot >= 0:
+                pool[slot] = torch.randn(4, 12, 10, generator=torch.Generator().manual_seed(slot)).to(device)
+        before, after = pool.clone(), torch.full((SLOTS, tokens, 4, 12, 10), NAN, dtype=pool_dtype, device=device)
+        index = torch.tensor(slots, device=device)
+        y = update_delta_rule(**args, states=pool, slots=index, normalise=True, after=after)
+        without = before.clone()
+        assert torch.equal(update_delta_rule(**args, states=without, slots=index, normalise=True), y)
+        assert torch.equal(without.nan_to_num(9e9), pool.nan_to_num(9e9))
+        for row, slot in enumerate(slots):
+            if slot < 0:
+                assert not y[row].any()
+                continue
+            own = {name: x[row] for name, x in args.items()}
+            expected, states = exact(own, before[slot], normalise=True)
+            allowed, state_allowed = noise(own, before[slot], normalise=True)
+            if dtype == torch.bfloat16:
+                allowed = allowed + expected.abs() * 2.0**-8 / NOISES
+            within(y[row], expected, NOISES * allowed)
+            assert torch.equal(after[slot, -1], pool[slot])
+            for t in range(tokens):
+                within(after[slot, t], states[t + 1], NOISES * state_allowed[0])
+        others = [slot for slot in range(SLOTS) if slot not in slots]
+        assert pool[others].isnan().all() and after[others].isnan().all()
+
+
+def test_a_draft_at_a_time_is_all_drafts_at_once():
+    args = {name: x.unflatten(0, (3, 4)) for name, x in make(12, 0, dtype=torch.float32).items()}
+    pool = torch.randn(3, 4, 12, 10)
+    slots, single = torch.tensor([2, -1, 0]), pool.clone()
+    together = update_delta_rule(**args, states=pool, slots=slots, normalise=True)
+    for t in range(4):
+        one = {name: x[:, t : t + 1] for name, x in args.items()}
+        assert torch.equal(update_delta_rule(**one, states=single, slots=slots, normalise=True)[:, 0], together[:, t])
+    assert torch.equal(single, pool)
+
+
+def test_it_is_what_megatron_trains(platform):
+    """Megatron's version in PyTorch, of one sequence without a state before it."""
+    from megatron.core.ssm.gated_delta_net import torch_chunk_gated_delta_rule
+
+    for tokens, heads in itertools.product((1, 63, 64, 65, 200), (2, 6)):
+        args = make(tokens, tokens, heads=heads)
+        pool = torch.zeros(2, heads, 12, 10, dtype=torch.float64)
+        expected, states = exact(args, pool[0], normalise=True)
+        unit = {name: torch.nn.functional.normalize(args[name], dim=-1) for name in "qk"}
+        theirs, last = torch_chunk_gated_delta_rule(
+            *(unit[name].repeat_interleave(heads // 2, 1)[None] for name in "qk"),
+            args["v"][None],
+            g=args["log_decay"][None],
+            beta=args["beta"][None],
+            output_final_state=True,
+        )
+        assert (theirs[0] - expected).abs().max() < 1e-5  # it computes in float32
+        assert (last[0] - states[-1]).abs().max() < 1e-5
