@@ -105,7 +105,7 @@ def test_help_can_be_printed():
     text = " ".join(add_hybrid_prefix_args(own_parser()).format_help().split())
     for field in dataclasses.fields(HybridPrefixConfig)[1:]:
         assert arguments.flag_of(field.name) in text
-    assert "0 to 1, that are computed as if nothing were cached" in text
+    assert "0 to 1, to compute without the cache and compare" in text
 
 
 def test_auto_stands_for_none(config_of):

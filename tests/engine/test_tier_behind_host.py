@@ -241,7 +241,7 @@ def test_settings_and_flags_name_the_tier():
 def test_settings_that_cannot_be():
     with pytest.raises(ValueError, match=r"tier_behind_host='disk': must be .*'outside'"):
         HybridPrefixConfig(mamba_gb=1, host_gb=1, tier_behind_host="disk:/tmp")
-    with pytest.raises(ValueError, match="needs host_gb"):
+    with pytest.raises(ValueError, match="set host_gb above 0"):
         HybridPrefixConfig(mamba_gb=1, tier_behind_host=NAME)
     with pytest.raises(ValueError, match="and no host tier"):
         HybridPrefixCache(block_tokens=4, kv_blocks=4, state_slots=1, behind=TierBehind("x", make_tier(NAME)))
