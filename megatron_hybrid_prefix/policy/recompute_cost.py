@@ -118,8 +118,8 @@ class RecomputeCostEviction[T: KeptState]:
         self._records: dict[T, _Record[T]] = {}
         self._lost: OrderedDict[bytes, _Record[T]] = OrderedDict()  # remembered, evicted longest ago first
         self._most_kept = 0
-        # Entries (value, order of age, serial, number, record). An entry is valid if it is its record's latest. Its value
-        # is at most the record's current value.
+        # Entries (value, order of age, serial, number, record). An entry is valid if it is its record's latest. Its
+        # value is at most the record's current value.
         self._heap: list[tuple[float, int, int, int, _Record[T]]] = []
         self._probationary_heap: list[tuple[float, int, int, int, _Record[T]]] = []  # probationary states only
         self._calendar: list[tuple[int, int, _Record[T]]] = []  # (time when the age number grows, number, record)

@@ -56,7 +56,9 @@ def test_no_intervals():
 
 @pytest.mark.parametrize("interval", [-BLOCK, -1, 1, BLOCK + 1])
 def test_an_interval_that_is_no_multiple_of_the_block_is_refused(interval):
-    with pytest.raises(ValueError, match=rf"^retention_interval_tokens={interval}: must be 0 or a multiple of block_tokens=4"):
+    with pytest.raises(
+        ValueError, match=rf"^retention_interval_tokens={interval}: must be 0 or a multiple of block_tokens=4"
+    ):
         HybridPrefixCache(block_tokens=BLOCK, kv_blocks=9, state_slots=1, retention_interval_tokens=interval)
 
 

@@ -851,7 +851,7 @@ def test_a_chat_template_may_use_what_transformers_offers(template, text):
     "template", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ namespace.__init__.__globals__ }}"]
 )
 def test_a_chat_template_cannot_leave_its_sandbox(template):
-    with pytest.raises(ValueError, match="does not take these messages"):
+    with pytest.raises(ValueError, match="refuses these messages"):
         ChatForm(template).render([{"role": "user", "content": "x"}])
 
 
