@@ -143,22 +143,28 @@ BAD_OPTIONS = {
     "another scenario's size": (["no_reuse", "--shared-tokens", "8"], "unrecognized arguments: --shared-tokens 8"),
     "no repeats": (["index", "--repeats", "0"], "argument --repeats: '0' is not a whole number above 0"),
     "bad fraction": (["pressure", "--budget-fraction", "half"], "'half' is not a number above 0"),
-    "no pressure": (["pressure", "--budget-fraction", "1.5"], "1.5 leaves no pressure"),
+    "no pressure": (["pressure", "--budget-fraction", "1.5"], "1.5 must be below 1"),
     "too few prefixes": (["pressure", "--prefixes", "4"], "4 running requests need as many KV blocks as all prefixes"),
     "prefix below a block": (["pressure", "--shared-tokens", "200"], "200 is less than a block of 256 tokens"),
-    "no turn with a history": (["multi_turn", "--turns", "1"], "--turns 1: no turn has a history"),
+    "no turn with a history": (["multi_turn", "--turns", "1"], "--turns must be at least 2"),
     "turns longer than the model": (
         ["multi_turn", "--turns", "99"],
-        "25680 + 60 tokens are more than tiny takes: 16896",
+        "25680 prompt + 60 generated tokens exceed the 16896 of tiny",
     ),
     "shared part below a block": (["first_sighting", "--shared-tokens", "9"], "9 is less than a block of 256 tokens"),
     "too large a herd": (["herd", "--max-requests", "3"], "--requests 4 cannot run at once with --max-requests 3"),
     "too many samples": (["samples", "--max-requests", "3"], "--samples 4 cannot run at once with --max-requests 3"),
-    "samples of a block": (["samples", "--prompt-tokens", "256"], "256 does not go beyond a block of 256 tokens"),
-    "too small an index": (["index", "--index-blocks", "9"], "--index-blocks 9 is too few"),
-    "too long a prompt": (["index", "--index-blocks", "2000", "--long-prompt-tokens", "600000"], "more than the index"),
+    "samples of a block": (["samples", "--prompt-tokens", "256"], "256 must be longer than a block of 256 tokens"),
+    "too small an index": (["index", "--index-blocks", "9"], "--index-blocks 9 must be at least 2000"),
+    "too long a prompt": (
+        ["index", "--index-blocks", "2000", "--long-prompt-tokens", "600000"],
+        "more than --index-blocks",
+    ),
     "too many at once": (["index", "--requests", "5", "--max-requests", "4"], "cannot run at once"),
-    "longer than the model": (["no_reuse", "--prompt-tokens", "16890"], "16890 + 16 tokens are more than tiny takes"),
+    "longer than the model": (
+        ["no_reuse", "--prompt-tokens", "16890"],
+        "16890 prompt + 16 generated tokens exceed the 16896",
+    ),
     "longer than a step": (["no_reuse", "--max-tokens", "64"], "512 tokens are more than --max-tokens 64"),
     "unaligned step": (["no_reuse", "--max-tokens", "65"], "--max-tokens 65 is not a multiple of 64"),
     "tp does not divide": (["no_reuse", "--tp", "3"], "tp=3 does not divide"),
@@ -218,7 +224,7 @@ def test_shared_prefix(measure: Any, capsys: pytest.CaptureFixture[str]) -> None
     assert (data["options"]["repeats"], data["options"]["preset"], data["options"]["cuda_graphs"]) == (2, "tiny", 0)
     output = capsys.readouterr().out
     assert "sighting 3: tokens reused" in output and "ours/upstream" in output
-    assert "rounds: 1 to warm up, 2 timed" in output and "wrote" in output
+    assert "rounds: 1 warm-up, 2 timed" in output and "wrote" in output
 
 
 def test_cold_prompts_are_as_long_as_what_a_hit_computed(measure: Any) -> None:
@@ -501,7 +507,7 @@ def test_forced_answers(case: str, kind: str, tiny: Any) -> None:
 
 def test_forced_answers_go_without_drafts() -> None:
     engine = SimpleNamespace(controller=SimpleNamespace(num_speculative_tokens=2), context=None)
-    with pytest.raises(InputError, match="not with speculative tokens"), forced_answers(engine, []):
+    with pytest.raises(InputError, match="not supported with speculative tokens"), forced_answers(engine, []):
         raise AssertionError("not reached")
 
 
@@ -510,7 +516,7 @@ def test_an_answer_that_was_not_forced_is_no_result(measure: Any, monkeypatch: p
 
     monkeypatch.setattr(engines, "forced_answers", lambda engine, answers: nullcontext())
     data = measure("multi_turn", "--engine", "off", "--repeats", 1, code=1)
-    assert data["engines"]["off"]["error"] == "RuntimeError: an answer is not the one that was forced"
+    assert data["engines"]["off"]["error"] == "RuntimeError: an answer differs from the forced one"
     assert samples(data, "wall_s", "off") == []
 
 
@@ -611,7 +617,7 @@ def test_help_shows_sizes_and_goes_without_torch(tmp_path: Path) -> None:
     shown = subprocess.run([*command, "shared_prefix", "--help"], capture_output=True, text=True, env=environment)
     assert shown.returncode == 0, shown.stderr
     text = " ".join(shown.stdout.split())
-    assert "--shared-tokens N tokens that they share (default: 1,024 on CPU, 8,192 on GPU)" in text
+    assert "--shared-tokens N tokens of the shared prefix (default: 1,024 on CPU, 8,192 on GPU)" in text
     wrong = subprocess.run([*command, "no_reuse", "--engine", "x"], capture_output=True, text=True, env=environment)
     assert (wrong.returncode, wrong.stderr) == (
         2,

@@ -189,7 +189,7 @@ def test_a_scenario_that_fails_does_not_end_the_others(
     assert list(data["scenarios"]) == ["samples", "no_reuse"]
     failed, completed = data["scenarios"]["samples"], data["scenarios"]["no_reuse"]
     assert (failed["status"], failed["exit_code"], failed["result"]) == ("failed", 2, {})
-    assert re.search(r"^error: 16890 \+ \d+ tokens are more than tiny takes", failed["error"])
+    assert re.search(r"^error: 16890 prompt \+ \d+ generated tokens exceed the 16896", failed["error"])
     assert (completed["status"], completed["error"]) == ("completed", None)
     result = completed["result"]
     assert result["scenario"] == "no_reuse" and result["options"]["requests"] == 4
