@@ -59,12 +59,12 @@ def engine_imported(platform: Any) -> None:
 # --- Bad input: one line, exit code 2, nothing written ---------------------------------------------------------------
 
 BAD_OPTIONS = {
-    "no input": ([], "give prompts (as text, --text-file or --jsonl) or a --conversation"),
-    "two kinds of input": (["x", "--conversation", "ok.json"], "not both"),
+    "no input": ([], "give prompts (as text, --text-file or --jsonl), or --conversation"),
+    "two kinds of input": (["x", "--conversation", "ok.json"], "but only one of them"),
     "missing text file": (["--text-file", "absent.txt"], "cannot read absent.txt: No such file"),
     "binary text file": (["--text-file", "binary.txt"], "binary.txt: not UTF-8 text (byte 1)"),
     "missing JSON lines": (["--jsonl", "absent.jsonl"], "cannot read absent.jsonl"),
-    "prompts and sessions": (["x", "--sessions", "ok.jsonl"], "or a --conversation or --sessions, not both"),
+    "prompts and sessions": (["x", "--sessions", "ok.jsonl"], "or --conversation, or --sessions, but only one of them"),
     "missing sessions": (["--sessions", "absent.jsonl"], "cannot read absent.jsonl"),
     "empty sessions": (["--sessions", "empty.jsonl"], "empty.jsonl: no requests in it"),
     "too long a session": (
@@ -109,15 +109,15 @@ BAD_LINES = {
 }
 BAD_LINES |= {
     '{"prompt": "abc", "cache_breakpoints": 3}': "bad.jsonl:3: cache_breakpoints=3 is not of type list",
-    '{"prompt": "abc", "cache_breakpoints": [1, 4]}': "bad.jsonl:3: cache_breakpoints: 4 is no length from 1 to 3 tokens",
-    '{"prompt": "abc", "cache_breakpoints": [0]}': "bad.jsonl:3: cache_breakpoints: 0 is no length",
-    '{"tokens": [1, 2], "cache_breakpoints": [true]}': "bad.jsonl:3: cache_breakpoints: True is no length",
-    '{"tokens": [1, 2], "cache_breakpoints": ["1"]}': "bad.jsonl:3: cache_breakpoints: '1' is no length",
+    '{"prompt": "abc", "cache_breakpoints": [1, 4]}': "bad.jsonl:3: cache_breakpoints: 4 is not between 1 and the prompt's 3 tokens",
+    '{"prompt": "abc", "cache_breakpoints": [0]}': "bad.jsonl:3: cache_breakpoints: 0 is not between 1 and",
+    '{"tokens": [1, 2], "cache_breakpoints": [true]}': "bad.jsonl:3: cache_breakpoints: True is not between 1 and",
+    '{"tokens": [1, 2], "cache_breakpoints": ["1"]}': "bad.jsonl:3: cache_breakpoints: '1' is not between 1 and",
 }
 BAD_SESSIONS = {
     '{"timestamp": ': "bad.jsonl:3: not JSON",
-    "[" * 100_000: "bad.jsonl:3: not JSON",
-    '{"timestamp": 1' + "0" * 5000 + "}": "bad.jsonl:3: not JSON that can be read",
+    "[" * 100_000: "bad.jsonl:3: cannot read the JSON",
+    '{"timestamp": 1' + "0" * 5000 + "}": "bad.jsonl:3: cannot read the JSON",
     "[1]": 'bad.jsonl:3: expected an object with "timestamp" and "input"',
     '{"input": "x"}': 'bad.jsonl:3: expected an object with "timestamp" and "input"',
     '{"timestamp": 3}': 'bad.jsonl:3: expected an object with "timestamp" and "input"',
@@ -134,7 +134,7 @@ BAD_CONVERSATIONS = {
     '{"turns": [{"regenerate": true}]}': "turn 1 must be text",
     '{"turns": ["x"], "context": 3}': "must be text",
     '{"messages": [{"role": "user"}]}': "message 1 must be an object",
-    '{"messages": [{"role": "assistant", "content": "x"}]}': "message 1: the role 'assistant' cannot stand here",
+    '{"messages": [{"role": "assistant", "content": "x"}]}': "message 1: the role 'assistant' is not allowed here",
 }
 
 
