@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Makes an environment beside the one that runs this, the same but for a few packages; prints its python.
+"""Creates a variant of the running environment with a few other packages. Prints the path of its python.
 
     .venv/bin/python scripts/variant_env.py DIR [--megatron VERSION] [--without NAME ...] [--extra NAME]
 
-Packages are links into this environment, so that a variant takes seconds and a few megabytes. Safe to repeat: what is made
-already, from the same packages, is left alone. Used by ``scripts/test.sh --megatron VERSION`` and ``--without-mamba``, and by
-``scripts/docs.sh``, which adds the packages of the extra ``docs``.
+Packages are links into this environment, so a variant takes seconds and a few megabytes. Safe to repeat: an up-to-date
+variant is kept. Used by ``scripts/test.sh --megatron VERSION`` and ``--without-mamba``, and by ``scripts/docs.sh``, which
+adds the packages of the extra ``docs``.
 """
 
 from __future__ import annotations

@@ -14,6 +14,11 @@ examples:
     hybrid-prefix bench report b.json out                    # tables and plots of an earlier run
     torchrun --nproc-per-node 2 -m megatron_hybrid_prefix bench no_reuse --preset small --tp 2
 
+engines:
+    off         megatron-core without prefix caching
+    upstream    megatron-core with its own prefix caching
+    ours        megatron-core with this package's cache
+
 All engines run in one process and take turns. In each repeat every engine gets the same new random prompts, so no cache
 helps from one repeat to the next. The order of the engines rotates. A warm-up round is not counted. Figures are medians
 over the repeats; ratios are quotients of medians. --json has the samples of each repeat. Garbage is collected before
