@@ -1,4 +1,4 @@
-"""The command `tools/bench.py`: its arithmetic, bad input, and that each scenario measures what it says it does."""
+"""The command `tools/bench.py`: its arithmetic, bad input, and that each scenario measures what it claims."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ SMALL = {
 
 @pytest.fixture(scope="module", autouse=True)
 def engine_imported(platform: Any) -> None:
-    """Import the engine before a test captures stderr: upstream wants its file number at import."""
+    """Imports the engine before a test captures stderr, because megatron uses stderr's file number at import."""
     import megatron.core.inference.engines  # noqa: F401
 
 
 @pytest.fixture
 def measure(tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """A function that runs the command with small sizes in this process and reads what it saved."""
+    """A function that runs the command with small sizes in this process, and returns the JSON it saved."""
 
     def run(scenario: str, *argv: object, code: int = 0) -> dict[str, Any]:
         path = tmp_path / "result.json"
@@ -64,7 +64,7 @@ def measure(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 
 def assert_consistent(metric: dict[str, Any]) -> None:
-    """Medians are those of the samples, ratios are quotients of the medians."""
+    """Checks that medians are those of the samples, and ratios are quotients of the medians."""
     for engine, value in metric["median"].items():
         known = sorted(sample for sample in metric["samples"][engine] if sample is not None)
         if value is not None:
@@ -228,7 +228,7 @@ def test_shared_prefix(measure: Any, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_cold_prompts_are_as_long_as_what_a_hit_computed(measure: Any) -> None:
-    """500 shared tokens are one block and 244 more that a hit computes with its own 300."""
+    """A hit reuses one block of the 500 shared tokens. It computes the other 244 and its own 300."""
     data = measure("shared_prefix", "--repeats", 1, "--shared-tokens", 500, "--engine", "off,ours")
     assert samples(data, "computed_tokens_4", "ours") == samples(data, "cold_tokens", "ours") == [544]
     assert samples(data, "cold_tokens", "off") == [300]
@@ -310,7 +310,7 @@ def test_herd(measure: Any) -> None:
 
 
 def test_samples(measure: Any) -> None:
-    """Prompts of 2 blocks of 256 and 88 more: what is computed once is 600, the others need 88 each."""
+    """A prompt has 2 blocks of 256 tokens and 88 more. The first request computes 600 tokens, the others 88 each."""
     data = measure("samples", "--repeats", 1)
     assert samples(data, "computed_tokens", "off") == [3 * 600]
     assert samples(data, "reused_tokens", "off") == [0]
@@ -362,7 +362,7 @@ def test_pressure(measure: Any, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_host_tier(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All come to the end, also after what capturing CUDA graphs leaves: a reset in inference mode."""
+    """All requests complete, also after capturing CUDA graphs, which resets the engine in inference mode."""
     import torch
 
     from megatron_hybrid_prefix import mcore
@@ -386,7 +386,7 @@ def test_host_tier(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_engines_run_in_inference_mode(platform: Any, tiny: Any) -> None:
-    """Also where a scenario steps them itself, and where a batch is run without the bench."""
+    """Also if a scenario steps the engines itself, and if a batch runs without the bench."""
     import torch
 
     from megatron_hybrid_prefix.mcore import build_engine
@@ -407,7 +407,7 @@ def test_engines_run_in_inference_mode(platform: Any, tiny: Any) -> None:
 
 
 def test_a_budget_too_small_for_upstream_is_a_result(measure: Any) -> None:
-    """Its scratch alone takes 3 slots."""
+    """Upstream's scratch alone takes 3 slots."""
     data = measure("pressure", "--repeats", 1, "--budget-fraction", 0.3, "--engine", "upstream,ours")
     assert data["engines"]["upstream"]["error"].startswith("ValueError: Mamba prefix cache budget")
     assert "kv_blocks" not in data["engines"]["upstream"]
@@ -469,7 +469,7 @@ FORCED_FIELDS = {
 @pytest.mark.parametrize("kind", mostly_slow(["off", "ours"], "ours"))
 @pytest.mark.parametrize("case", FORCED_FIELDS)
 def test_forced_answers(case: str, kind: str, tiny: Any) -> None:
-    """What was forced is the answer, and what the next forward was given: its log-prob is that behind a longer prompt."""
+    """The forced tokens are the answer, and the input of the next forward."""
     from megatron.core.inference.config import AsyncScheduleMode
     from megatron.core.inference.sampling_params import SamplingParams
 
@@ -577,7 +577,7 @@ def test_an_engine_that_raises_does_not_end_the_others(
 
 
 def test_each_engine_captures_graphs_as_if_alone(platform: Any) -> None:
-    """What is captured for one engine is not seen by the next, and all is known again at the end."""
+    """The graphs of one engine are hidden from the next one. At the end all graphs are known again."""
     from megatron.core.transformer.cuda_graphs import CudaGraphManager, _CudagraphGlobalRecord
 
     before = _CudagraphGlobalRecord.cudagraph_inference_record, CudaGraphManager.global_mempool

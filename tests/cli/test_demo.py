@@ -1,4 +1,4 @@
-"""The command `demo`, with a shorter context and shorter answers: the last turn shows what upstream restores wrongly."""
+"""The command `demo`, with a shorter context and shorter answers. In the last turn upstream restores a wrong state."""
 
 from __future__ import annotations
 

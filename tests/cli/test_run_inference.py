@@ -30,14 +30,14 @@ CONTEXT = "The cache holds keys and values in blocks, and a recurrent state at s
 
 
 def run_json(tmp_path: Path, *argv: object) -> dict[str, Any]:
-    """Run the command in this process, which must succeed, and read what it saved."""
+    """Runs the command in this process, which must succeed, and returns the JSON it saved."""
     path = tmp_path / "result.json"
     assert generate.main([*map(str, argv), "--json", str(path)]) == 0
     return json.loads(path.read_text())
 
 
 def write(path: Path, *lines: object) -> Path:
-    """A file of lines; those that are no text as JSON."""
+    """Writes a file of lines. Lines that are not text are written as JSON."""
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     return path
 
@@ -52,7 +52,7 @@ def requests_of(data: dict[str, Any], engine: str = "off") -> list[dict[str, Any
 
 @pytest.fixture(scope="module", autouse=True)
 def engine_imported(platform: Any) -> None:
-    """Import the engine before a test captures stderr: upstream wants its file number at import."""
+    """Imports the engine before a test captures stderr, because megatron uses stderr's file number at import."""
     import megatron.core.inference.engines  # noqa: F401
 
 
@@ -140,7 +140,7 @@ BAD_CONVERSATIONS = {
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with a good conversation and a file that is no text."""
+    """The working directory, with a valid conversation and a binary file."""
     write(tmp_path / "ok.json", {"turns": ["What is it?", "Why?"]})
     (tmp_path / "binary.txt").write_bytes(b"a\xff")
     write(tmp_path / "ok.jsonl", {"timestamp": 1, "input": "A session"})
@@ -294,7 +294,7 @@ def test_conversation_off_against_upstream(folder: Path, capsys: pytest.CaptureF
 
 
 def test_a_difference_is_shown_and_is_no_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Upstream restores a wrong convolution window where 2 tokens follow a cached boundary."""
+    """Upstream restores a wrong convolution state if 2 tokens follow a cached boundary."""
     lines = write(folder / "same.jsonl", *[{"tokens": [7 * i % 251 for i in range(514)]}] * 2)
     data = run_json(folder, "--jsonl", lines, "--concurrency", "sequential", "--compare", "off,upstream")
     assert [r["computed_tokens"] for r in requests_of(data, "upstream")] == [514, 2]
@@ -359,7 +359,7 @@ def test_messages_name_their_ends_too(folder: Path) -> None:
 
 
 def test_an_end_inside_a_token_is_named_before_it() -> None:
-    """With two characters a token, a part of odd length ends in the middle of one."""
+    """With two characters per token, a part of odd length ends in the middle of a token."""
 
     class Pairs:
         bos, eod, vocab_size = 1, None, 1 << 16
@@ -397,7 +397,7 @@ def test_other_engines_ignore_breakpoints(folder: Path) -> None:
 
 
 def test_a_json_line_ends_where_json_says(folder: Path) -> None:
-    """What some libraries take for the end of a line may stand in a text."""
+    """JSON text may contain characters that str.splitlines() takes for line ends."""
     text = '{"prompt": "a\u2028b\x85c"}'
     requests = requests_of(run_json(folder, "--jsonl", write(folder / "lines.jsonl", text, text)))
     assert [request["prompt_tokens"] for request in requests] == [3 + 3 + 2] * 2

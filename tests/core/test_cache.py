@@ -1,4 +1,4 @@
-"""The facade, step by step."""
+"""The cache (`cache.py`), step by step."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def engine(kv_blocks: int = 100, state_slots: int = 100, **options) -> ModelEngi
 
 
 def tokens(*runs: int, rest: int = 0) -> list[int]:
-    """A block of each number, and ``rest`` more tokens."""
+    """One block of each given number, and ``rest`` more tokens."""
     return [run for run in runs for _ in range(BLOCK)] + [99] * rest
 
 
 def run(model: ModelEngine, prompt: list[int], *, chunk: int = 10**6, release: bool = True, **options) -> Request:
-    """Admits and computes a prompt in chunks, checking everything after each."""
+    """Admits a prompt and computes it in chunks. Checks everything after each chunk."""
     request = model.admit(prompt, **options)
     assert request is not None
     while request.planned_tokens < len(prompt):

@@ -16,7 +16,7 @@ MAKER = KeyMaker(4, b"of the tests")
 
 
 def chain_of(*blocks: int, rest: int = 0) -> KeyChain:
-    """Blocks of one repeated token each, and ``rest`` more tokens."""
+    """The chain of blocks of one repeated token each, and ``rest`` more tokens."""
     return MAKER.chain([token for token in blocks for _ in range(4)] + [99] * rest)
 
 

@@ -1,4 +1,4 @@
-"""Eviction by what a state is expected to save."""
+"""The eviction policy `recompute_cost`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LRU = Policy(name="lru", eviction="lru")
 
 @pytest.fixture
 def fast_clock(monkeypatch):
-    """Everything that takes hundreds of calls takes a few."""
+    """Shortens everything that takes hundreds of calls to a few."""
     monkeypatch.setattr(likelihood, "YOUNGEST_BITS", 1)
     monkeypatch.setattr(recompute_cost, "_REFRESH_AT_LEAST", 7)
     monkeypatch.setattr(recompute_cost, "_FADE_REFRESHES", 3)
@@ -36,7 +36,7 @@ def fast_clock(monkeypatch):
 
 
 def chain(depth_blocks: int, above: Node | None = None, name: int = 0) -> Node:
-    """The last of so many new nodes below ``above``."""
+    """Adds so many nodes below ``above``. Returns the last one."""
     for number in range(depth_blocks):
         above = Node(b"%d.%d" % (name, number), above, number)
     assert above is not None
@@ -59,7 +59,7 @@ def lost_in_order(policy, **options) -> list[Node]:
 
 
 def compare(rng: random.Random, calls: int, most: int) -> int:
-    """The policy and its naive twin through the same random calls; returns how many victims were compared."""
+    """Makes the same random calls to the policy and its naive twin. Returns how many victims were compared."""
     mine, naive = make_eviction_policy("recompute_cost"), NaiveRecomputeCost()
     nodes: list[Node] = []
     kept: list[Node] = []

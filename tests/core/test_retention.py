@@ -1,4 +1,4 @@
-"""The facade: states at breakpoints and at intervals, and what may go for them."""
+"""Breakpoint and interval checkpoints, and which states may be evicted for them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ INTERVAL, TAIL = CheckpointReason.INTERVAL, CheckpointReason.TAIL
 
 
 def guessing(**options) -> ModelEngine:
-    """An engine that keeps the state after every block of a prompt, where it can."""
+    """An engine that keeps the state after every block of a prompt, if there is room."""
     return engine(retention_interval_tokens=BLOCK, **options)
 
 
 def resume(model: ModelEngine, prompt: list[int]) -> int:
-    """Blocks that a prompt would resume after."""
+    """Depth in blocks at which a prompt would resume."""
     return model.cache.match(model.cache.chain(prompt)).resume_tokens // BLOCK
 
 

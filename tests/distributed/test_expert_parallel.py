@@ -1,4 +1,4 @@
-"""Experts on two ranks, each with requests of its own: with the cache on, both say what one rank says without."""
+"""Experts on two ranks, each with different requests. With the cache on, both give the answers of one rank without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ranks say what one says: tensor parallel, pipeline parallel, and layouts that cannot be."""
+"""Two ranks give the answers of one: tensor parallel, pipeline parallel, and invalid layouts."""
 
 from __future__ import annotations
 

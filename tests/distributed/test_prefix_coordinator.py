@@ -1,4 +1,4 @@
-"""`PrefixCoordinator` alone: what it remembers of which replica has what."""
+"""`PrefixCoordinator` alone: its record of which replica has which prefix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ RANKS = [b"first", b"second"]
 
 
 def coordinator(most_blocks: int) -> PrefixCoordinator:
-    """One without sockets."""
+    """A coordinator without sockets."""
     made = PrefixCoordinator.__new__(PrefixCoordinator)
     made.identity_to_rank_index = {name: number for number, name in enumerate(RANKS)}
     made._identities_list, made._pending_counts = list(RANKS), np.zeros(len(RANKS), dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Requests that come together: a common prefix is computed once, and little requests do not wait for a long one."""
+"""Concurrent requests: a shared prefix is computed once, and short requests do not wait for a long one."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_samples_of_one_prompt(model, mode, chunks, tail):
 
 @each_mode
 def test_branches_of_branches(model, mode):
-    """Groups share more with each other than all do."""
+    """Groups share more with each other than all requests do."""
     served = herd(model, mode)
     trunk = tokens(5, 0, seed=1)
     total = len(trunk)

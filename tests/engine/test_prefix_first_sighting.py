@@ -1,4 +1,4 @@
-"""A prefix is resumed from the second time it is seen: where the caller named it, and where nobody did."""
+"""The second request with a prefix already resumes from it, with a breakpoint of the caller and without."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model(tiny: Any) -> Iterator[Any]:
 
 
 def computed(served: EngineHarness, prompt: list[int], **attributes: Any) -> int:
-    """Sends a prompt; returns how many of its tokens were computed."""
+    """Sends a prompt. Returns how many of its tokens were computed."""
     before = served.cache.stats().computed_prompt_tokens
     request = served.send(prompt, **attributes)
     count = served.cache.stats().computed_prompt_tokens - before
@@ -34,7 +34,7 @@ def computed(served: EngineHarness, prompt: list[int], **attributes: Any) -> int
 
 
 def kept(served: EngineHarness) -> list[tuple[int, CheckpointReason]]:
-    """Depths in blocks of all kept states, and why they are kept."""
+    """Depths in blocks of all kept states, and their reasons."""
     nodes = (node for node in served.cache.inspect.nodes() if node.reason is not None)
     return sorted((node.depth_blocks, node.reason) for node in nodes)
 

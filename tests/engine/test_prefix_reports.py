@@ -1,4 +1,4 @@
-"""What is said about requests and the cache: log-probs, cached tokens, counters, logs, expert routing; budgets; mixers."""
+"""Reports about requests and the cache: log-probs, cached tokens, counters, logs, expert routing, budgets, mixers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model(tiny: Any) -> Iterator[Any]:
 
 
 def all_log_probs(request: Any) -> dict[str, list[Any]]:
-    """Every list of log-probs that a request comes back with."""
+    """Every list of log-probs that a request returns."""
     kinds = ("prompt_log_probs", "generated_log_probs", "prompt_top_n_logprobs", "generated_top_n_logprobs")
     return {kind: getattr(request, kind) or [] for kind in kinds}
 
@@ -150,7 +150,7 @@ def test_console_and_metrics_say_what_was_skipped(model, mode, caplog, monkeypat
 
 
 def test_counters_start_again_with_the_engine(model):
-    """A request that was admitted, and whose step never came to its end, is none of the next ones' hits."""
+    """A request whose step never finished must not count as a hit later."""
     served = EngineHarness(model)
     prompt = tokens(2, 20, seed=1)
     served.send(prompt)

@@ -1,4 +1,4 @@
-"""`tools/plan_capacity.py`: bytes of a model, what a budget holds, what to raise first."""
+"""`tools/plan_capacity.py`: bytes of a model, what a budget holds, which budget to raise first."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_what_a_budget_holds(tmp_path, capsys):
 
 
 def test_the_budgets_are_those_of_the_engine(tiny):
-    """KV blocks that megatron makes of the same memory."""
+    """Megatron makes as many KV blocks of the same memory."""
     import argparse
 
     from megatron_hybrid_prefix.mcore.entrypoints.build import build_engine

@@ -295,7 +295,7 @@ def test_neither_torch_nor_megatron_is_imported(trace_file):
 
 
 def mooncake_like(requests: int) -> Trace:
-    """Prompts of 24 blocks on average; half of their blocks were seen before."""
+    """Prompts of 24 blocks on average. Half of their blocks were seen before."""
     rng = random.Random(1)
     found: list[list[bytes]] = []
     for _ in range(requests):
@@ -327,7 +327,7 @@ def test_a_request_takes_no_more_steps_in_a_longer_trace_or_beside_more_states()
 @pytest.mark.parametrize("eviction", ["lru", "recompute_cost"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_large_host_gives_what_a_large_device_gives(kind, eviction):
-    """States that anybody asked for are never lost then; guesses may be."""
+    """Then no requested state is ever lost; interval states may be."""
     trace = made_up(kind, 400, seed=3)
     host = {"host_pages": 20_000}
     few = Policy(name="few", eviction=eviction, admission="asked", options=host)

@@ -1,4 +1,4 @@
-"""Start a worker script on several ranks, and read what its rank 0 wrote."""
+"""Starts a worker script on several ranks, and reads the output of rank 0."""
 
 from __future__ import annotations
 

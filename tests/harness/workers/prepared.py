@@ -1,9 +1,9 @@
-"""Processes that have torch and megatron imported already: importing takes a process longer than most tests.
+"""Forks processes that have torch and megatron imported already, because importing takes longer than most tests.
 
-This file is the process that is forked for each of them; `launch` talks to it. Usage: ``prepared.py``, with a job a line
-of JSON on stdin: "number", "script", "argv", "environments" (one for each process), "outputs" and "errors" (files of
-their stdout and stderr), "timeout_s". A line of JSON on stdout answers: "number", "codes" (exit codes, negative for
-signals), "hung". Where one fails the others are ended, as torchrun does.
+This file is the process that forks them; `launch` sends it jobs. Usage: ``prepared.py``, with one job per line of JSON
+on stdin: "number", "script", "argv", "environments" (one per process), "outputs" and "errors" (files for stdout and
+stderr), "timeout_s". It answers with one line of JSON on stdout: "number", "codes" (exit codes, negative for signals),
+"hung". If one process fails, the others are ended, as torchrun does.
 """
 
 from __future__ import annotations
