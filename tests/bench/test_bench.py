@@ -511,7 +511,7 @@ def test_forced_answers_go_without_drafts() -> None:
         raise AssertionError("not reached")
 
 
-def test_an_answer_that_was_not_forced_is_no_result(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_differs_from_the_forced_one_is_an_error(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from contextlib import nullcontext
 
     monkeypatch.setattr(engines, "forced_answers", lambda engine, answers: nullcontext())
@@ -610,7 +610,7 @@ def test_ctrl_c_writes_nothing(
 # --- Processes -------------------------------------------------------------------------------------------------------
 
 
-def test_help_shows_sizes_and_goes_without_torch(tmp_path: Path) -> None:
+def test_help_shows_sizes_and_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')\n")
     environment = ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     command = [sys.executable, str(TOOL)]

@@ -210,7 +210,7 @@ def fake_run(status: str, error: str | None = None, **result: Any) -> dict[str, 
     return {"status": status, "error": error, "exit_code": 0, "result": result}
 
 
-def test_what_is_there_is_kept_after_ctrl_c(
+def test_results_so_far_are_kept_after_ctrl_c(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = {"herd": fake_run("completed", versions={"python": "3.12"}), "samples": fake_run("interrupted")}

@@ -61,7 +61,7 @@ def test_a_wrong_verb_is_one_line(argv, problem, capsys):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_what_an_extra_would_bring_is_one_line(verb):
+def test_a_missing_extra_is_one_line(verb):
     if verb == "serve":
         pytest.importorskip("megatron_hybrid_prefix.cli.serve")
     result = run(verb, lacking=("rich",))
@@ -77,7 +77,7 @@ def test_the_extras_that_are_named_are_there():
     assert all("rich" in extras[verb.extra] for verb in VERBS.values())
 
 
-def test_what_is_missing_of_this_package_is_no_extra():
+def test_a_missing_module_of_this_package_is_not_a_missing_extra():
     """A missing module of this package is a broken installation, not a missing extra."""
     result = run("replay", lacking=("megatron_hybrid_prefix.lab.replay",))
     assert result.returncode == 1 and "ModuleNotFoundError" in result.stderr

@@ -71,7 +71,7 @@ def test_one_that_was_used_stays():
     assert one.depths() == [1, 5, 6]
 
 
-def test_one_that_was_evicted_meanwhile_is_not_dropped_again():
+def test_an_evicted_state_is_not_dropped_again():
     one = Generating(state_slots=2)
     one.fill(2)
     other = one.cache.chain([50] * BLOCK + [51] * BLOCK + [1])
@@ -84,13 +84,13 @@ def test_one_that_was_evicted_meanwhile_is_not_dropped_again():
 
 
 @pytest.mark.parametrize("options", [{"state_slots": 0}, {"write": False}])
-def test_nothing_is_kept_where_nothing_may_be(options):
+def test_nothing_is_kept_without_slots_or_permission(options):
     one = Generating(**options)
     assert one.fill(3) == [None, None, None]
     assert one.depths() == []
 
 
-def test_what_is_kept_already_is_not_kept_twice():
+def test_a_kept_state_is_not_kept_twice():
     one = Generating()
     one.fill(1)
     assert one.cache.checkpoint_decoded(1, BLOCK) is None

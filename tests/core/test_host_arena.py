@@ -61,7 +61,7 @@ class Pools:
     ) -> BlockTransfer:
         count = max(self.pages_of.values())
         pages = range(entry * count, entry * count + self.pages_of[kind])
-        # Not in a row where there are several: an entry lies where there was room.
+        # Several pages are not contiguous: an entry is stored wherever there is room.
         tag = Tag(kind=kind, key=key, depth_tokens=1, epoch=0)
         return BlockTransfer(
             source=DEVICE if load_id is None else HOST,
@@ -210,7 +210,7 @@ def test_a_wrong_bit_behind_the_host_is_noticed(device, kind):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_of_two_into_one_place_the_later_is_there(device):
+def test_the_later_of_two_moves_to_one_place_wins(device):
     """An entry replaced at once by another one in the same pages; a block that is loaded twice."""
     pools = Pools(device)
     for index in range(BLOCKS):
@@ -282,7 +282,7 @@ class Marks(HostQueue):
         self.waited.append(mark)
 
 
-def test_the_model_waits_until_what_it_may_write_to_was_read(monkeypatch):
+def test_the_model_waits_until_its_targets_were_read(monkeypatch):
     """It waits once, for the last gather of a round, and not for the copies to the host."""
     monkeypatch.setattr(arenas, "STORE_STAGING_BYTES", 1)  # a batch each
     pools = Pools("cpu")

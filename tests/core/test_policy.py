@@ -173,7 +173,7 @@ def test_lru_forgets_what_was_used_longest_ago():
     assert order == [1, 3, 0] and len(policy) == 0
 
 
-def test_lru_steps_over_what_is_pinned():
+def test_lru_skips_pinned_states():
     policy = make_eviction_policy("lru")
     nodes = [Node(bytes([index]), None, index) for index in range(3)]
     for node in nodes:

@@ -127,7 +127,7 @@ def test_short_histories(rng, calls):
 # -- what it keeps -----------------------------------------------------------------------------------------------------
 
 
-def test_what_would_be_dearest_to_compute_again_is_kept():
+def test_the_most_expensive_state_is_kept():
     policy = make_eviction_policy("recompute_cost")
     nodes = [publish(policy, chain(depth, name=depth)) for depth in (5, 40, 11, 20)]
     assert lost_in_order(policy) == [nodes[0], nodes[2], nodes[3], nodes[1]]
@@ -156,7 +156,7 @@ def test_what_was_used_is_kept_longer():
     assert lost_in_order(policy) == [never, often]
 
 
-def test_a_state_that_is_made_again_was_wanted():
+def test_computing_a_lost_state_again_counts_as_a_use():
     policy = make_eviction_policy("recompute_cost")
     node = publish(policy, chain(10))
     policy.removed(node)

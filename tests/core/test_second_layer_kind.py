@@ -217,7 +217,7 @@ def oracle() -> Oracle:
 
 @pytest.mark.parametrize("copies", [False, True], ids=["reads_the_source", "copies_the_source"])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_interrupted_runs_say_what_an_uninterrupted_one_says(oracle, seed, copies):
+def test_interrupted_runs_equal_an_uninterrupted_one(oracle, seed, copies):
     engine = TinyEngine(kv_blocks=30, rows=3, checkpoint_slots=4, copies=copies)
     for tokens, logits in serve(engine, oracle, seed):
         oracle.check(tokens, logits)
@@ -242,14 +242,14 @@ def test_a_wrong_state_is_noticed(oracle, mutant):
     assert sum(map(bool, engine.resumed.values())) > 5
 
 
-def test_no_slots_keep_nothing_and_say_the_same(oracle):
+def test_without_slots_nothing_is_kept_and_answers_are_the_same(oracle):
     engine = TinyEngine(kv_blocks=30, rows=2, checkpoint_slots=0)
     for tokens, logits in serve(engine, oracle, 1, count=8):
         oracle.check(tokens, logits)
     assert not any(engine.resumed.values())
 
 
-def test_the_naive_layer_is_two_things_that_agree(oracle):
+def test_both_forms_of_the_naive_layer_agree(oracle):
     """Token by token, and the whole sequence in one expression."""
     tokens = [(7 * i + i * i) % VOCABULARY for i in range(40)]
     states = [[torch.zeros(c.shape, dtype=getattr(torch, c.dtype)) for c in LAYOUT.components] for _ in range(2)]

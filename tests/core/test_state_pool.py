@@ -61,7 +61,7 @@ def test_slots_within_a_budget():
         assert slots_of(layout()).slots_within((slots + 1) * 3 * BYTES - 1) == slots
 
 
-def test_a_rank_without_such_layers_has_no_say():
+def test_a_rank_without_recurrent_layers_does_not_vote():
     assert layout(layers=0).slot_bytes == 0
     assert slots_of(layout(layers=0)).slots_within(0) is None
     assert slots_of(layout(layers=0)).slots_within(2**40) is None

@@ -253,7 +253,9 @@ def run_seed(seed: int, steps: int, behind: list[str] | None = None) -> None:
     rng = random.Random(seed)
     kv_blocks, state_slots = rng.choice([8, 16, 24, 40, 60, 300]), rng.choice([0, 1, 2, 3, 8, 100])
     block_tokens = rng.choice([1, 2, 3, 4])
-    retention = random.Random(f"retention {seed}")  # of its own, so that seeds mean the traffic they meant before
+    retention = random.Random(
+        f"retention {seed}"
+    )  # a separate generator, so that seeds give the same traffic as before
     interval_blocks = retention.choice([None, None, 0, 1, 3])
     tier = random.Random(f"host {seed}")
     host = tier.choice([HOSTS[0], *HOSTS])

@@ -88,7 +88,7 @@ def layout_findings():
     return [copy.deepcopy(rank) for _ in range(2)]
 
 
-def test_what_is_right_passes():
+def test_right_findings_pass():
     text = functional.judge_layout(CASES["tp2"], layout_findings(), 1e-5)
     assert text == "128 tokens reused, 2 loads from the host, log-probs within 0.0e+00, equal decisions"
 
@@ -112,7 +112,7 @@ LAYOUT_DEFECTS = {
 
 
 @pytest.mark.parametrize("message", LAYOUT_DEFECTS)
-def test_what_is_wrong_on_one_rank_fails(message):
+def test_wrong_findings_of_one_rank_fail(message):
     ranks = layout_findings()
     LAYOUT_DEFECTS[message](ranks[1]["runs"]["host, legacy"]["on"], ranks[1])
     with pytest.raises(Failure, match=message):
@@ -227,6 +227,6 @@ def test_a_rank_that_ends_with_an_error_passes(worker):
         (RAN + "1 / 0", "not ended by the death of a rank: ZeroDivisionError"),
     ],
 )
-def test_torchrun_that_does_not_end_of_a_death_fails(program, message, worker):
+def test_torchrun_that_survives_a_death_fails(program, message, worker):
     with pytest.raises(Failure, match=message):
         worker("killed", program)

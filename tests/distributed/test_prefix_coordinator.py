@@ -18,7 +18,7 @@ def coordinator(most_blocks: int) -> PrefixCoordinator:
     return made
 
 
-def test_it_forgets_what_was_not_asked_for_longest():
+def test_it_forgets_the_least_recently_used_prefix():
     made = coordinator(most_blocks=100)
     made._update_rank_hashes(RANKS[1], [1, 2, 3])
     for number in range(1000):
@@ -31,7 +31,7 @@ def test_it_forgets_what_was_not_asked_for_longest():
     assert made._match_vector([1000])[0].tolist() == [0, 0]
 
 
-def test_within_its_limits_it_is_megatrons():
+def test_within_its_limits_it_decides_as_megatron():
     from megatron.core.inference.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
 
     made, upstream = coordinator(most_blocks=1000), coordinator(most_blocks=1000)

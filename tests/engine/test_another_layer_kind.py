@@ -168,7 +168,7 @@ def test_layers_of_one_kind_with_different_states_are_refused(kind, monkeypatch)
         EngineHarness(model)
 
 
-def test_of_two_kinds_that_match_the_last_one_counts(kind, model, monkeypatch):
+def test_the_last_registered_matching_kind_wins(kind, model, monkeypatch):
     from megatron_hybrid_prefix.layers.base import KINDS
     from megatron_hybrid_prefix.layers.kinds import kind_of, restore_mixers, use_slot_mixers
 

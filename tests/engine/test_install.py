@@ -181,7 +181,7 @@ def test_a_constructor_that_changed_is_an_error_that_names_it(monkeypatch, numbe
     assert not installation.installed_rebindings()
 
 
-def test_what_is_replaced_is_listed():
+def test_replacements_are_listed():
     install(PREFIX)
     listed = installation.installed_rebindings()
     assert all(isinstance(item, Rebinding) and item.why for item in listed)

@@ -94,7 +94,7 @@ def lengths_around_blocks(session: Session) -> None:
         (again,) = session.send(prompt)
         (turn,) = session.send(prompt + list(first.generated_tokens) + random_tokens(9, seed=own))
         assert again.num_cached_tokens == (2 * block + own - 1) // block * block
-        # The answer was computed but for its last token.
+        # The answer was computed except for its last token.
         assert turn.num_cached_tokens == (2 * block + own + NEW_TOKENS - 1) // block * block
 
 

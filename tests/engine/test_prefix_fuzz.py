@@ -41,7 +41,7 @@ class Traffic:
         self.longest = 6 * block  # 7 blocks hold any one request
         self.retention = random.Random(
             f"retention {seed}"
-        )  # of its own, so that seeds mean the traffic they meant before
+        )  # a separate generator, so that seeds give the same traffic as before
         interval = self.retention.choice((None, None, 0, block, 2 * block))
         self.tier = random.Random(f"host {seed}")
         host = {"host_gb": self.tier.choice(HOST_GB), "host_write_through": self.tier.random() < 0.3}
@@ -191,7 +191,7 @@ def _check(traffic: Traffic, reference: NaiveHybridModel) -> None:
 
 
 @pytest.mark.slow
-def test_the_traffic_is_worth_it(ended):
+def test_the_traffic_covers_all_events(ended):
     """Over a few seeds there are hits, both kinds of evictions, preemptions, skipped checkpoints, and most reasons."""
     total: dict[str, int] = {}
     for seed in range(6):

@@ -138,7 +138,7 @@ def test_a_load_takes_place_while_others_run(model, mode):
     served.check_drained()
 
 
-def test_two_that_need_the_same_load_it_once(model):
+def test_two_requests_with_the_same_prefix_load_it_once(model):
     served = small(model, blocks=20)
     prompt = tokens(4, 9, seed=1)
     served.send(prompt)
@@ -341,7 +341,7 @@ def test_a_preempted_request_goes_on_where_it_was(model, mode, decode_checkpoint
     assert computed[0.0] > computed[HOST_GB]
 
 
-def test_what_a_preempted_request_left_is_nobody_elses(model):
+def test_swapped_out_data_is_private_to_its_request(model):
     served, ids = four_at_once(model, host_gb=HOST_GB)
     while not served.context.prefix_stats().host_preempted:
         served.step()

@@ -151,7 +151,7 @@ def test_a_fault_behind_the_host_costs_time_only(model, fault, caplog, monkeypat
 
 
 @pytest.mark.parametrize("fault", ["refuses", "raises"])
-def test_a_tier_that_takes_nothing_is_as_none(model, fault, monkeypatch):
+def test_a_tier_that_takes_nothing_equals_no_tier(model, fault, monkeypatch):
     served = small(model)
 
     def put(entries: list[Entry]) -> list[bool]:
@@ -171,7 +171,7 @@ def test_a_tier_that_takes_nothing_is_as_none(model, fault, monkeypatch):
     served.check_drained()
 
 
-def test_a_tier_that_raises_whatever_it_is_asked_is_as_none(model, monkeypatch, caplog):
+def test_a_tier_that_always_raises_equals_no_tier(model, monkeypatch, caplog):
     served = small(model)
     tier = served.cache.inspect.host_tier.behind.tier
     for name in ("contains", "kv_depth", "state_depth", "put", "get", "remove", "clear", "invalidate"):
@@ -194,7 +194,7 @@ def test_a_tier_that_raises_whatever_it_is_asked_is_as_none(model, monkeypatch, 
     served.check_drained()
 
 
-def test_new_weights_forget_what_is_behind_the_host(model):
+def test_new_weights_invalidate_the_tier_behind_the_host(model):
     served = small(model)
     prompt = tokens(4, 9, seed=1)
     served.send(prompt)
@@ -206,7 +206,7 @@ def test_new_weights_forget_what_is_behind_the_host(model):
 
 
 @pytest.mark.parametrize("pages", [1, 2, 3, 4])
-def test_a_host_without_room_for_what_is_behind_it(pages):
+def test_a_host_without_room_for_entries_from_behind(pages):
     """Four blocks and a state need five pages. What was fetched stays on the host; everything else is undone."""
     tier = make_tier(NAME)
     cache = HybridPrefixCache(

@@ -208,7 +208,7 @@ def test_resuming_has_the_same_bits(device, dtype):
     assert torch.equal(resumed, again) and torch.equal(pool[2], pool[4])
     if dtype == torch.float32:
         assert torch.equal(whole[6:], resumed) and torch.equal(pool[1], pool[2])
-    unkept = run(0, source=0, live=3, keep=None)  # what is kept has no influence on what is computed
+    unkept = run(0, source=0, live=3, keep=None)  # keeping states does not change the results
     assert torch.equal(whole, unkept) and torch.equal(pool[1], pool[3])
 
 

@@ -218,7 +218,7 @@ def test_the_budgets_are_those_of_the_engine(tiny):
     assert command.plan_of(budget, sizes_of("tiny"), args).kv_blocks == theirs
 
 
-def test_the_budget_that_gains_most_is_to_be_raised(tmp_path, trace_file):
+def test_the_advice_names_the_budget_that_gains_most(tmp_path, trace_file):
     block_gb, state_gb = 512 * TOKEN_BYTES / 2**30, STATE_BYTES / 2**30
     room_gb = 4 * state_gb  # of the running requests
     options = ("--max-requests", 4, "--trace", trace_file)
@@ -232,7 +232,7 @@ def test_the_budget_that_gains_most_is_to_be_raised(tmp_path, trace_file):
     assert max(reuse[:2]) < reuse[2] <= enough["expected_reuse"]["ceiling_fraction"]
 
 
-def test_without_a_trace_only_what_is_sure_is_said(tmp_path):
+def test_advice_without_a_trace(tmp_path):
     assert "less than one checkpoint" in plan(tmp_path, "--mamba-gb", 0.01, "--buffer-gb", 20)["advice"]
     assert "fewer KV blocks" in plan(tmp_path, "--mamba-gb", 50, "--buffer-gb", 4)["advice"]
     assert "add --trace" in plan(tmp_path, "--mamba-gb", 5, "--buffer-gb", 20)["advice"]

@@ -132,7 +132,7 @@ def test_where_nothing_can_be_saved(saved, checkpoint, tmp_path):
     assert not (tmp_path / "linear").exists()
 
 
-def test_what_is_no_checkpoint_changes_nothing(saved, checkpoint, tmp_path):
+def test_an_invalid_checkpoint_changes_nothing(saved, checkpoint, tmp_path):
     other, untouched = build_hybrid_model("tiny", seed=2), build_hybrid_model("tiny", seed=2)
     (tmp_path / "empty").mkdir()
     for path, message in ((tmp_path / "nowhere", "there is no checkpoint"), (tmp_path / "empty", "not a complete")):

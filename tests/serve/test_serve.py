@@ -746,7 +746,7 @@ def test_many_clients_at_once(tiny, mode):
                 seen["429"] += 1
 
     async def load(server: Server) -> None:
-        # The client's own types say that a streamed completion always has a finish_reason; it is null but for the last.
+        # The client's types say that every streamed chunk has a finish_reason; it is null except in the last one.
         api, strict = (
             openai.AsyncOpenAI(
                 base_url=f"{server.url}/v1",

@@ -131,7 +131,7 @@ def run_torchrun(
         process.terminate()
         raise AssertionError(f"{what} hung:\n{process.communicate(timeout=60)[1][-6000:]}") from None
     finally:
-        process.terminate()  # not kill: torchrun then ends its workers, which are in sessions of their own
+        process.terminate()  # not kill: torchrun must end its workers, which are in other sessions
     assert process.returncode == 0, f"{what}:\n{errors[-6000:]}"
     return json.loads(out.read_text())
 

@@ -97,7 +97,7 @@ def wait_for(pids: list[int], timeout_s: float) -> dict[str, Any]:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what is printed while importing is no answer
+    os.dup2(2, 1)  # prints during imports must not go to stdout
     import_everything()
     sys.stdout.flush()  # not in every child again
     for line in sys.stdin:
