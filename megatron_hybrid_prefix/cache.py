@@ -2,8 +2,8 @@
 
     1. chain     hash the prompt's blocks
     2. match     find the deepest cached state, and the KV blocks before it (read-only)
-                 (`loads.begin_load_back` first, if the host tier has a deeper state)
-    3. admit     share those blocks, pin that state, allocate new blocks
+    3. admit     share those blocks, pin that state, allocate new blocks. Call `loads.begin_load_back` before it, to
+                 load a deeper state from the host tier
     4. plan      for one forward: where to read the state, which checkpoints to write
     5.           the engine runs the forward
     6. publish   the forward succeeded: its blocks and checkpoints become matchable (`abandon`: it failed)
@@ -233,23 +233,23 @@ class HybridPrefixCache:
 
         Blocks of an admitted prompt (a hit on the device has no loaded blocks, a miss has only new ones)::
 
-            -----------------------------------------------------------------------------------
-            | < shared > | < loaded > |                       < new >                         |
-            -----------------------------------------------------------------------------------
-            |    < reused >           |                  < to be computed >                   |
-            -----------------------------------------------------------------------------------
-            |      < KV is cached, on the device or the host >     |    < KV is not cached >   |
-            -----------------------------------------------------------------------------------
-            0                         S                            J        B             T   prompt end
+            ------------------------------------------------------------------------------------
+            | < shared > | < loaded > |                        < new >                         |
+            ------------------------------------------------------------------------------------
+            |       < reused >        |                   < to be computed >                   |
+            ------------------------------------------------------------------------------------
+            |     < KV is cached, on the device or the host >      |    < KV is not cached >   |
+            ------------------------------------------------------------------------------------
+            0                         S                            J          B            T   end
 
             shared   Blocks on the device that other requests may use, too. The request must not write to them.
-            loaded   Blocks that `loads.begin_load_back` allocated; their KV is on its way from the host.
-            new      Blocks allocated here. Cached KV after S is of no use without a state, so the request computes
-                     it again, into its own blocks (`Match.lost_tokens_no_state`).
-            S        The source checkpoint, at `Match.resume_tokens`: the first forward reads the state from its slot.
-                     The slot stays pinned until then.
-            J, B, T  Boundaries that get a checkpoint: junction (where matching KV ends), breakpoints of the caller, and
-                     the tail (last full block). See ``policy/boundaries.py`` for the others.
+            loaded   Blocks that `loads.begin_load_back` allocated. Their KV is on its way from the host.
+            new      Blocks allocated here. The KV between S and J is cached, but no state is kept there. So the
+                     request computes these tokens again, into new blocks (`Match.lost_tokens_no_state`).
+            S        The source checkpoint, at `Match.resume_tokens`. The first forward reads the state from its slot.
+                     The slot stays pinned until that forward is published.
+            J, B, T  Boundaries that get a checkpoint: the junction (the end of the cached KV), breakpoints of the
+                     caller, and the tail (the last full block). ``policy/boundaries.py`` has all rules.
 
         A match that is out of date is made again with the same limit.
 
@@ -264,7 +264,7 @@ class HybridPrefixCache:
                 boundary. Positions outside the computed part of the prompt are ignored.
 
         Returns:
-            The admission; None when there are too few KV blocks, even after eviction. Then nothing changed.
+            The admission; None when there are too few KV blocks, even after eviction.
 
         Raises:
             ValueError: The request is live already.
@@ -481,7 +481,7 @@ class HybridPrefixCache:
         return True
 
     def release_all(self) -> None:
-        """Releases every live and every swapped-out request, and frees the blocks that no request is attached to."""
+        """Releases all live requests, drops all swapped-out ones, and frees the blocks of `blocks.allocate`."""
         for request_id in list(self._requests.live):
             self.release(request_id)
         for request_id in list(self._requests.swapped_out):
