@@ -223,7 +223,7 @@ try:
 except BlockingIOError:
     sys.stderr.write("bootstrap: waiting for another set-up of this environment\n")
     fcntl.flock(9, fcntl.LOCK_EX)' || mhp_die 1 "cannot lock $MHP_VENV.lock"
-    if ! mhp_ask ready 2>/dev/null; then # not made by the other one meanwhile
+    if ! mhp_ask ready 2>/dev/null; then # unless the other process has made it
       SECONDS=0
       mhp_set_up
       mhp_say "ready in $SECONDS s"

@@ -5,7 +5,7 @@ a node of the prefix tree. A keyed block with ref count 0 stays cached in the ev
 The front of the queue is evicted first, in O(1).
 
 The front of the queue is always a leaf of the tree, for two reasons. A request always holds a prefix of the tree, and
-it releases its deepest block first. So a node enters the queue before its parent, whoever else held either of them.
+it releases its deepest block first. So a node enters the queue before its parent, even if other requests held them.
 
 Two requests may compute the same block at the same time. The second one finds the key taken. Its block is a
 *duplicate*, private to that request. When the keyed block's ref count drops to 0 while a duplicate is in use, the node

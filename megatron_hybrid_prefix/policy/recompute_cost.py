@@ -177,7 +177,7 @@ class RecomputeCostEviction[T: KeptState]:
         if above is not None:
             self._inherit(self._records[above], record)
         if record.is_probationary:
-            self._forget(record)  # a later use cannot be observed: prompts resume wherever their KV parts
+            self._forget(record)  # a later use cannot be observed: a prompt checkpoints its own junction
             return
         self._lost[state.key] = record
         while len(self._lost) > _REMEMBERED * self._most_kept + _REMEMBERED_AT_LEAST:

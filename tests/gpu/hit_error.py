@@ -61,13 +61,13 @@ def decoded(model, prompts, forced, prefix, **fields):
 
 
 def steps(engine):
-    """Step to the end."""
+    """Steps to the end."""
     while engine.has_unfinished_requests():
         engine.step_modern()
 
 
 def whole(model, prompts, forced):
-    """The same log-probs from one prefill of each prompt with its forced tokens."""
+    """The same log-probs, from one prefill of each prompt with its forced tokens."""
     fields = {"max_sequence_length": 2048, "max_requests": 4, "buffer_size_gb": 2}
     engine = build_engine(model, materialize_only_last_token_logits=False, **fields)
     rows = []

@@ -22,20 +22,20 @@ MODES = ("legacy", "async")
 
 
 def prompts(rank):
-    """Prompts of one rank, with a prefix of its own; rank 1 has fewer, and is idle when rank 0 goes on."""
+    """Prompts of one rank, with a prefix per rank. Rank 1 has fewer, and is idle at the end."""
     prefix = random_tokens(3 * BLOCK_TOKENS, seed=rank)
     tails = (1, 2, 60, 130, 3) if rank == 0 else (2, 70)
     return [prefix + random_tokens(own, seed=10 * rank + own) for own in tails]
 
 
 def herd(rank):
-    """Prompts of rank 0 that come at once, with a long prefix that nobody has seen."""
+    """Prompts of rank 0 that arrive at once, with a long new prefix."""
     prefix = random_tokens(5 * BLOCK_TOKENS, seed=77)
     return [prefix + random_tokens(9 + number, seed=80 + number) for number in range(3)] if rank == 0 else []
 
 
 def answers(model, rank, mode, prefix, ranks=1):
-    """What this rank's requests say, sent one by one and all at once."""
+    """Answers of this rank's requests, sent one by one and all at once."""
     engine = build_engine(
         model, prefix, max_sequence_length=512, max_requests=8, block_size_tokens=BLOCK_TOKENS, async_sched_mode=mode
     )

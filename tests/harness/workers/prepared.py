@@ -23,7 +23,7 @@ GRACE_S = 10.0  # from SIGTERM to SIGKILL
 
 
 def import_everything() -> None:
-    """What every rank imports, with the replacements of the CPU; they are undone, as each process makes its own."""
+    """Imports what every rank needs, with the CPU replacements. They are undone, because each process makes them again."""
     from megatron_hybrid_prefix.platform import start
 
     start.replace_what_is_missing(use_cuda=False)
@@ -31,7 +31,7 @@ def import_everything() -> None:
 
 
 def become(script: str, argv: Sequence[str], environment: dict[str, str], output: str, errors: str) -> NoReturn:
-    """In a new process: be ``python SCRIPT ARGV...``."""
+    """Turns a new process into ``python SCRIPT ARGV...``."""
     code = 1
     os.setpgid(0, 0)  # so that what the script starts can be ended with it
     try:
@@ -59,7 +59,7 @@ def become(script: str, argv: Sequence[str], environment: dict[str, str], output
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Fork the job's processes and wait for their ends."""
+    """Forks the job's processes and waits for them."""
     files = zip(job["environments"], job["outputs"], job["errors"], strict=True)
     pids = []
     for own in files:
@@ -77,7 +77,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def wait_for(pids: list[int], timeout_s: float) -> dict[str, Any]:
-    """Waits for the ends of processes; ends them all where one fails, or none comes to an end in time."""
+    """Waits for processes. Ends all of them if one fails, or if they do not end in time."""
     codes: dict[int, int] = {}
     end_s, told, hung = time.monotonic() + timeout_s, False, False
     while len(codes) < len(pids):
