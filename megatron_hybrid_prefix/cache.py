@@ -1,4 +1,4 @@
-"""The prefix cache of a hybrid model. START HERE: the methods follow one request from top to bottom.
+"""The prefix cache of a hybrid model. START HERE: the methods follow one request from top to bottom::
 
     1. chain     hash the prompt's blocks
     2. match     find the deepest cached state, and the KV blocks before it (read-only)
