@@ -1,10 +1,13 @@
-"""A hit at the first reuse of a system prompt, because the request names where it ends: ``python examples/breakpoints.py``."""
+"""The second request already reuses a system prompt, because a breakpoint marks its end.
+
+``python examples/breakpoints.py``
+"""
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform
 
-ensure_platform()  # before megatron's other imports
+ensure_platform()  # must run before other imports of megatron
 from megatron.core.inference.sampling_params import SamplingParams  # noqa: E402
 
 SYSTEM = "You answer questions about one long text. " * 25  # 1,050 tokens: a token is a byte
@@ -12,7 +15,7 @@ QUESTIONS = ("Who wrote it?", "When was it written?", "What is it about?")
 
 model = build_hybrid_model("tiny", seed=0)
 for with_breakpoint in (False, True):
-    # No checkpoints at intervals, so that only the breakpoint makes the difference.
+    # No interval checkpoints, so that only the breakpoint makes the difference.
     engine = build_engine(
         model, prefix=HybridPrefixConfig(mamba_gb=0.05, retention_interval_tokens=0), buffer_size_gb=0.25
     )

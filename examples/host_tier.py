@@ -1,16 +1,16 @@
-"""States that the device has no room for come back from host memory: ``python examples/host_tier.py``."""
+"""Evicted KV and states load back from host memory: ``python examples/host_tier.py``."""
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform
 
-ensure_platform()  # before megatron's other imports
+ensure_platform()  # must run before other imports of megatron
 from megatron.core.inference.sampling_params import SamplingParams  # noqa: E402
 
 model = build_hybrid_model("tiny", seed=0)
 texts = [f"Text number {number}. " * 40 for number in range(20)]
 for host_gb in (0.0, 0.05):
-    # Too little device memory for the states of 20 texts.
+    # The device memory is too small for the states of 20 texts.
     engine = build_engine(model, prefix=HybridPrefixConfig(mamba_gb=0.0005, host_gb=host_gb), buffer_size_gb=0.25)
     for text in texts:
         engine.generate([text + "Who wrote it?"], SamplingParams(num_tokens_to_generate=4, top_k=1))

@@ -1,6 +1,6 @@
 """New weights in a running engine, as in reinforcement learning: ``python examples/new_weights.py``.
 
-KV and states of the old weights are wrong for the new ones. `engine.invalidate()` makes them unreachable. (Behind megatron's
+KV and states of the old weights are wrong for the new ones. `engine.invalidate()` empties the cache. (Behind megatron's
 coordinator, a new generation epoch does the same.)
 """
 
@@ -10,7 +10,7 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform
 
-ensure_platform()  # before megatron's other imports
+ensure_platform()  # must run before other imports of megatron
 from megatron.core.inference.sampling_params import SamplingParams  # noqa: E402
 
 PROMPT = "A long text. " * 50

@@ -1,10 +1,10 @@
-"""A hit in ten lines, on a GPU or the CPU: ``python examples/ten_lines.py``."""
+"""A prefix cache hit in ten lines, on a GPU or the CPU: ``python examples/ten_lines.py``."""
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform
 
-ensure_platform()  # before megatron's other imports
+ensure_platform()  # must run before other imports of megatron
 from megatron.core.inference.sampling_params import SamplingParams  # noqa: E402
 
 engine = build_engine(build_hybrid_model("tiny", seed=0), prefix=HybridPrefixConfig(mamba_gb=0.05))

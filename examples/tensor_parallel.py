@@ -1,6 +1,6 @@
-"""A hit on two tensor-parallel ranks: ``torchrun --nproc-per-node 2 examples/tensor_parallel.py``.
+"""A prefix cache hit on two tensor-parallel ranks: ``torchrun --nproc-per-node 2 examples/tensor_parallel.py``.
 
-Every rank adds the same requests; each rank keeps its part of the KV and of the states.
+Every rank adds the same requests. Each rank keeps its shard of the KV and of the states.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Exact prefix caching for hybrid (attention + recurrent) models in megatron-core's dynamic inference engine.
 
-Importing this package changes nothing in torch or megatron, and does not import megatron.
+Importing this package patches nothing and does not import megatron.
 """
 
 from __future__ import annotations

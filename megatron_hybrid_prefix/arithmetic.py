@@ -1,4 +1,4 @@
-"""Arithmetic on counts."""
+"""Integer arithmetic."""
 
 from __future__ import annotations
 

@@ -1,19 +1,28 @@
-"""The prefix cache of a hybrid model. START HERE: the methods are the way of a prompt, top to bottom.
+"""The prefix cache of a hybrid model. START HERE: the methods follow one request from top to bottom::
 
-    chain -> match -> (cache.loads.begin_load_back) -> admit -> plan -> (the engine runs the forward)
-    -> publish or abandon -> append (decode) -> release
+    1. chain     hash the prompt's blocks
+    2. match     find the deepest cached state, and the KV blocks before it (read-only)
+    3. admit     share those blocks, pin that state, allocate new blocks. Call `loads.begin_load_back` before it, to
+                 load a deeper state from the host tier
+    4. plan      for one forward: where to read the state, which checkpoints to write
+    5.           the engine runs the forward
+    6. publish   the forward succeeded: its blocks and checkpoints become matchable (`abandon`: it failed)
+    7. append    decode: sampled tokens fill more blocks, and `checkpoint_decoded` keeps their states
+    8. release   the request ends: its blocks stay cached until they are evicted
 
-It decides on numbers only: token counts, KV block ids, slot ids. The engine does what it says, and a trace replay
-runs this same file without one. It owns the KV blocks (which are free, held, cached) and the checkpoint slots.
+The cache handles only numbers: token counts, KV block ids, slot ids. It holds no tensors and does not import torch. The
+engine does the work, and a trace replay runs this same file without an engine. The cache owns all KV blocks and all
+checkpoint slots.
 
-Beside these verbs: `cache.loads` brings back what is on the host, and swaps out preempted requests; `cache.blocks` is for
-megatron's allocator; `cache.inspect` answers questions. What is cached and how room is made is in ``index/store.py``,
-which states are kept in ``index/planner.py``.
+Three helpers belong to it. `cache.loads` loads from the host tier and swaps out preempted requests. `cache.blocks`
+serves megatron's block allocator. `cache.inspect` answers queries. Eviction is in ``index/store.py``, the choice of
+checkpoints in ``index/planner.py``.
 
-Pressure never raises: `admit`, `grow` and `blocks.allocate` return None when even eviction does not help, a checkpoint
-without a slot is skipped and counted. ValueError is a caller's mistake, CacheCorruptionError a broken invariant.
+Memory pressure never raises. `admit`, `grow` and `blocks.allocate` return None when eviction cannot free enough blocks.
+A checkpoint that gets no slot is skipped and counted. ValueError means a caller's mistake, CacheCorruptionError means a
+broken invariant.
 
-Longer than 400 lines because every verb is here, in order; half of it is docstrings.
+This file is longer than 400 lines because it has every step of the pipeline, in order. Half of it is docstrings.
 """
 
 from __future__ import annotations
@@ -42,35 +51,37 @@ from megatron_hybrid_prefix.tiers.units import HOST
 
 
 class HybridPrefixCache:
-    """What is cached, who uses it, what is kept and what goes.
+    """Matches prompts, admits requests, plans checkpoints, and evicts blocks and states.
 
     Args:
-        block_tokens: Tokens of a KV block.
-        kv_blocks: KV blocks, ids 0 .. kv_blocks - 1 (megatron's dummy block not counted).
-        state_slots: Checkpoint slots; 0 keeps nothing.
-        first_state_slot: Id of the first one; ids below are the live slots of the engine.
+        block_tokens: Tokens per KV block.
+        kv_blocks: Number of KV blocks, ids 0 .. kv_blocks - 1. Does not count megatron's dummy block.
+        state_slots: Number of checkpoint slots. 0 disables reuse.
+        first_state_slot: Id of the first checkpoint slot. Lower ids are the engine's live slots.
         epoch: Weights epoch at the start.
-        secret: Key of the block digests; random by default. Give all ranks one if keys shall be comparable.
-        eviction_policy: Which checkpoint goes first, by name (``policy/registry.py``).
-        min_computed_tokens: Tokens of a prompt that are computed even if all of it is cached.
-        retention_interval_tokens: Also checkpoint every N prompt tokens while slots are free: a multiple of
-            ``block_tokens``; 0: none; None: chosen by the prompt's length, 16 states at most.
-        bytes_budget: Bytes of all checkpoint slots, for the statistics.
-        host_pages: Pages of the host tier; 0: there is none.
-        host_kv_pages: Pages that a KV block takes there.
-        host_state_pages: Pages that a state takes there.
-        host_state_share: Part of them that states may take, the rest is for KV; None: by use.
-        host_write_through: Whether what is published goes to the host at once, not only when it is evicted.
-        behind: The tier behind the host: what the host evicts is offered to it. Needs a host tier.
-        boundary_rule: Which boundaries of a prompt are kept.
+        secret: Secret of the block hashes, at most 64 bytes. None: random. Ranks need the same secret only if their
+            keys are compared.
+        eviction_policy: Name of the policy that picks the checkpoint to evict (``policy/registry.py``).
+        min_computed_tokens: Last tokens of a prompt that are always computed, even on a full hit.
+        retention_interval_tokens: Also checkpoint every N prompt tokens while slots are free. A multiple of
+            ``block_tokens``; 0 disables; None chooses N by the prompt's length (at most 16 states per prompt).
+        bytes_budget: Bytes of all checkpoint slots. Only reported in the statistics.
+        host_pages: Pages of the host tier. 0: no host tier.
+        host_kv_pages: Pages per KV block on the host.
+        host_state_pages: Pages per state on the host.
+        host_state_share: Share of the host pages that states may use, 0 to 1; KV uses the others. None: both share all
+            pages.
+        host_write_through: True: copy to the host when published. False: copy only when evicted.
+        behind: The tier behind the host. It is offered what the host evicts. Needs a host tier.
+        boundary_rule: Chooses which boundaries of a prompt get a checkpoint.
 
     Attributes:
-        loads: What requests get from the host, and what preempted ones leave there.
+        loads: Loads from the host tier; preempted requests that are swapped out.
         blocks: KV blocks by id.
-        inspect: Questions.
+        inspect: Read-only queries.
 
     Raises:
-        ValueError: A number is out of range, or there is no such policy.
+        ValueError: A number is out of range, or the eviction policy does not exist.
     """
 
     def __init__(
@@ -100,11 +111,11 @@ class HybridPrefixCache:
             retention_interval_tokens < 0 or retention_interval_tokens % block_tokens
         ):
             raise ValueError(
-                f"retention_interval_tokens={retention_interval_tokens}: must be 0, or a multiple of the {block_tokens} "
-                "tokens of a block"
+                f"retention_interval_tokens={retention_interval_tokens}: must be 0 or a multiple of "
+                f"block_tokens={block_tokens}"
             )
         if behind is not None and not host_pages:
-            raise ValueError(f"a tier {behind.name!r} behind the host, and no host tier")
+            raise ValueError(f"tier {behind.name!r} behind the host needs a host tier: host_pages is 0")
         self.block_tokens = block_tokens
         self.min_computed_tokens = min_computed_tokens
         self.retention_interval_tokens = retention_interval_tokens
@@ -153,28 +164,39 @@ class HybridPrefixCache:
 
     @property
     def epoch(self) -> int:
-        """The present weights epoch."""
+        """The current weights epoch."""
         return self._store.tree.epoch
 
-    # -- 1. key, 2. match (read-only) ----------------------------------------------------------------------------------
+    # -- 1. chain, 2. match (read-only) --------------------------------------------------------------------------------
 
     def chain(self, tokens: Tokens = (), *, salt: str | None = None, adapter: str | None = None) -> KeyChain:
-        """Keys of a prompt under the present weights; make it once, when the request arrives.
+        """Hashes the prompt's full blocks under the current weights. Call it once, when the request arrives.
 
         Args:
-            tokens: The prompt: int64 in a buffer, or ints.
-            salt: Requests with different ones share nothing (``cache_salt``).
-            adapter: Name of the adapter it runs with.
+            tokens: The prompt: a buffer of int64, or ints.
+            salt: Requests with different salts share nothing (``cache_salt``).
+            adapter: Name of the request's adapter. Requests with different adapters share nothing.
+
+        Returns:
+            The chain of block keys.
         """
         return self._keys.chain(tokens, salt=salt, adapter=adapter, epoch=self.epoch)
 
     def match(self, chain: KeyChain, *, read: bool = True, max_resume_tokens: int | None = None) -> Match:
-        """What of the prompt is cached. Changes nothing; a chain of another weights epoch matches nothing.
+        """Finds the deepest state that the prompt can resume from. Changes nothing.
+
+        A chain of another weights epoch matches nothing.
 
         Args:
             chain: Keys of the prompt.
-            read: False: the request does not want to reuse anything.
-            max_resume_tokens: Computing has to start here at the latest (prompt log-probs are wanted from there on).
+            read: False: match nothing, because the request must not reuse the cache.
+            max_resume_tokens: Resume at this position or earlier (the request needs prompt log-probs from here on).
+
+        Returns:
+            An immutable match. It pins nothing, so it may be out of date by the time of `admit`.
+
+        Raises:
+            ValueError: The chain was made with another block size.
         """
         if len(chain.keys) != chain.tokens // self.block_tokens:
             raise ValueError(f"{len(chain.keys)} keys for {chain.tokens} tokens in blocks of {self.block_tokens}")
@@ -184,7 +206,7 @@ class HybridPrefixCache:
         return self._matcher.match(chain, limit_tokens, read)
 
     def is_current(self, match: Match) -> bool:
-        """Whether matching again would give the same."""
+        """Whether matching again would give the same result."""
         return self._matcher.is_current(match)
 
     # -- 3. admit ------------------------------------------------------------------------------------------------------
@@ -207,21 +229,45 @@ class HybridPrefixCache:
         verify_at_tokens: int = 0,
         breakpoints: Sequence[int] = (),
     ) -> Admission | None:
-        """Takes all that the request needs, or nothing at all: shared blocks, the source state, own blocks.
+        """Shares the matched blocks, pins the source checkpoint, and allocates new blocks. All or nothing.
 
-        A match that is out of date is made again, at the same limit.
+        Blocks of an admitted prompt (a hit on the device has no loaded blocks, a miss has only new ones)::
+
+            ------------------------------------------------------------------------------------
+            | < shared > | < loaded > |                        < new >                         |
+            ------------------------------------------------------------------------------------
+            |       < reused >        |                   < to be computed >                   |
+            ------------------------------------------------------------------------------------
+            |     < KV is cached, on the device or the host >      |    < KV is not cached >   |
+            ------------------------------------------------------------------------------------
+            0                         S                            J          B            T   end
+
+            shared   Blocks on the device that other requests may use, too. The request must not write to them.
+            loaded   Blocks that `loads.begin_load_back` allocated. Their KV is on its way from the host.
+            new      Blocks allocated here. The KV between S and J is cached, but no state is kept there. So the
+                     request computes these tokens again, into new blocks (`Match.lost_tokens_no_state`).
+            S        The source checkpoint, at `Match.resume_tokens`. The first forward reads the state from its slot.
+                     The slot stays pinned until that forward is published.
+            J, B, T  Boundaries that get a checkpoint: the junction (the end of the cached KV), breakpoints of the
+                     caller, and the tail (the last full block). ``policy/boundaries.py`` has all rules.
+
+        A match that is out of date is made again with the same limit.
 
         Args:
-            request_id: Of no live request.
-            match: From `match`.
-            length_tokens: Own blocks are given up to here (the end of the first chunk); by default the whole prompt.
-            write: False: nothing that the request computes is cached.
-            verify_at_tokens: The state at this boundary is planned even if it is kept already, to be compared.
-            breakpoints: Token positions up to which other prompts will share this one, each rounded down to the end of
-                a block; out of the prompt's range they mean nothing.
+            request_id: Not the id of a live request.
+            match: From `match`, or from `loads.begin_load_back`.
+            length_tokens: Allocate blocks up to this position (the end of the first chunk). None: the whole prompt.
+            write: False: cache nothing that this request computes.
+            verify_at_tokens: Write the state at this boundary even if it is cached already, so that both can be
+                compared. 0: do not verify.
+            breakpoints: Token positions up to which other prompts will share this one. Each is rounded down to a block
+                boundary. Positions outside the computed part of the prompt are ignored.
 
         Returns:
-            None when there are not enough KV blocks, evictable ones included.
+            The admission; None when there are too few KV blocks, even after eviction.
+
+        Raises:
+            ValueError: The request is live already.
         """
         waiting = self._requests.live.get(request_id)
         if waiting is not None:
@@ -239,7 +285,7 @@ class HybridPrefixCache:
             return None
         if match.resume_tokens < expected.resume_tokens:
             self._stats.count_fallback("stale_match")
-        # Held before anything is allocated: allocating may evict, and must not evict what this request shares.
+        # Share and pin before allocating: allocation may evict, and must not evict what this request shares.
         block_ids = store.blocks.share(match.path)
         if match.source_slot is not None:
             store.slots.pin(match.source_slot)
@@ -273,10 +319,13 @@ class HybridPrefixCache:
         )
 
     def grow(self, request_id: int, length_tokens: int) -> list[int] | None:
-        """Own blocks so that the request's KV can reach ``length_tokens``.
+        """Allocates blocks so that the request's KV fits up to position ``length_tokens``.
 
         Returns:
-            The new block ids, maybe none; None (and nothing changed) when there are not enough.
+            The new block ids, possibly none. None when there are too few blocks; then nothing changed.
+
+        Raises:
+            ValueError: The request is not live.
         """
         live = self._requests[request_id]
         count = ceil_div(length_tokens, self.block_tokens) - len(live.block_ids)
@@ -289,25 +338,30 @@ class HybridPrefixCache:
     # -- 4. plan, 5. (the engine runs), 6. publish ---------------------------------------------------------------------
 
     def plan(self, request_id: int, start_tokens: int, end_tokens: int) -> StepPlan:
-        """The request computes positions [start, end) in this step: where it starts from, what it writes.
+        """Plans one forward of the request over positions [start, end).
 
-        Slots are reserved for the wanted boundaries in (start, end], evicting if need be. Whatever the outcome of the
-        forward, the plan has to be handed to `publish` or `abandon`.
+        The plan says where the forward reads its state, and which slots it writes checkpoints to. Each boundary in
+        (start, end] gets a reserved slot; this may evict. Pass every plan to `publish`, `abandon` or `fail_load`.
+
+        Args:
+            request_id: A live request.
+            start_tokens: Must be where the request's last plan ended.
+            end_tokens: Greater than ``start_tokens``.
 
         Raises:
-            ValueError: The span is empty, or does not go on where the last one ended.
+            ValueError: The request is not live, the span is empty, or it does not start where the last one ended.
         """
         return self._planner.plan(self._requests[request_id], start_tokens, end_tokens)
 
     def publish(self, plan: StepPlan) -> None:
-        """The plan's forward succeeded: its full blocks and its checkpoints become matchable, its source is unpinned.
+        """The forward succeeded. Its full blocks and checkpoints become matchable, and its source is unpinned.
 
-        Nothing becomes matchable when the weights changed since admission, or when an earlier step of the request was
+        Nothing becomes matchable if the weights changed since admission, or if an earlier plan of the request was
         abandoned.
         """
         live = self._requests.owner(plan)
         if live is None:
-            return  # the cache was reset meanwhile
+            return  # `reset` dropped the request
         if live.computed_tokens != plan.start_tokens:
             self._settle(live, plan, kept=False)
             return
@@ -325,10 +379,15 @@ class HybridPrefixCache:
         self._settle(live, plan, kept=live.write)
 
     def abandon(self, plan: StepPlan, reason: str = "forward_failed") -> None:
-        """The plan's forward failed or did not run: reserved slots are free again, nothing becomes matchable.
+        """The forward failed or did not run. Its reserved slots become free, and nothing becomes matchable.
 
-        The request stays where it was, and a first forward can be planned again from the same source. A live slot
-        that a failed forward may have overwritten is the engine's to judge: release, and admit again.
+        The request keeps its position. A first forward can be planned again from the same source checkpoint. If a later
+        forward may have overwritten the live slot before it failed, the engine must release the request and admit it
+        again.
+
+        Args:
+            plan: From `plan`.
+            reason: Counted under this name in `PrefixStats.fallbacks`.
         """
         live = self._requests.owner(plan)
         if live is not None:
@@ -336,9 +395,9 @@ class HybridPrefixCache:
             self._settle(live, plan, kept=False)
 
     def fail_load(self, plan: StepPlan) -> None:
-        """What the plan's forward started from was not what had been stored: in place of `publish`.
+        """The forward succeeded, but the KV or state loaded for it was wrong. Call this instead of `publish`.
 
-        The entries are not used again. The request has to be released; nothing that it computed is cached.
+        The failed host entries are dropped. Nothing that the request computed is cached. The caller must release it.
         """
         live = self._requests.owner(plan)
         if live is None:
@@ -348,24 +407,30 @@ class HybridPrefixCache:
         self._planner.stop_writing(live)
 
     def request_checkpoint(self, request_id: int, position_tokens: int) -> bool:
-        """Another request waits for the state at this boundary of the request's prompt: keep it when it is reached.
+        """Adds a boundary to the request's prompt, because another request waits for the state there.
 
         Returns:
-            Whether it can still be had from this request.
+            False when the request no longer computes that position, or caches nothing.
+
+        Raises:
+            ValueError: The request is not live.
         """
         return self._planner.request_checkpoint(self._requests[request_id], position_tokens)
 
     # -- 7. decode -----------------------------------------------------------------------------------------------------
 
     def append(self, request_id: int, tokens: Tokens, *, computed_tokens: int | None = None) -> None:
-        """The request's sequence goes on with ``tokens`` (sampled and accepted); blocks now full become matchable.
+        """Appends sampled (and accepted) tokens to the request. Blocks that are now full become matchable.
 
-        Call it for every token, or for many at once: it only matters where a block is filled.
+        Call it once per token, or once for many tokens: only a filled block makes a difference.
 
         Args:
             request_id: A live request whose prompt is computed.
-            tokens: What follows the tokens known so far.
-            computed_tokens: Tokens whose KV a finished forward wrote; by default all but the last.
+            tokens: The new tokens: a buffer of int64, or ints.
+            computed_tokens: Tokens of the sequence whose KV is written. None: all but the last token.
+
+        Raises:
+            ValueError: The request is not live.
         """
         live = self._requests[request_id]
         if not live.write:
@@ -377,30 +442,33 @@ class HybridPrefixCache:
             self._planner.register(live)
 
     def checkpoint_decoded(self, request_id: int, position_tokens: int) -> int | None:
-        """The request's state is that after ``position_tokens`` tokens, all of them appended: keep it?
+        """Publishes the state that a decode step reached at a block boundary, and returns a slot for it.
 
-        Of the states that a request reaches while it generates, the two latest are kept, and those that another request
-        resumed from meanwhile.
+        Each request keeps the two latest of these states, and those that another request has resumed from.
 
         Args:
-            request_id: A live request.
-            position_tokens: The end of a block.
+            request_id: A live request. Its live slot holds the state at ``position_tokens``.
+            position_tokens: A block boundary. All tokens before it are appended.
 
         Returns:
-            The slot that the state has to be copied to before the request's next forward; the state is matchable at
-            once. None: it is kept already, or must not or cannot be.
+            The slot to copy the state to, before the request's next forward. The state is matchable at once. None: the
+            state is kept already, the request caches nothing, or there is no slot.
+
+        Raises:
+            ValueError: The request is not live.
         """
         return self._planner.checkpoint_decoded(self._requests[request_id], position_tokens)
 
-    # -- 8. release, invalidate ---------------------------------------------------------------------------------------------
+    # -- 8. release, invalidate ----------------------------------------------------------------------------------------
 
     def release(self, request_id: int) -> bool:
-        """The request is finished, aborted or preempted: all that it holds is let go; what is keyed stays cached.
+        """The request finished, was aborted or was preempted. Drops its references; its keyed blocks stay cached.
 
-        With a plan in flight this happens when the last one is settled; the id is free at once.
+        The id can be used again at once. If the request has plans in flight, its blocks are dropped when the last plan
+        is settled.
 
         Returns:
-            Whether there was such a request.
+            False when there is no such request.
         """
         live = self._requests.live.pop(request_id, None)
         if live is None:
@@ -413,7 +481,7 @@ class HybridPrefixCache:
         return True
 
     def release_all(self) -> None:
-        """Releases every live request, and the blocks that were given out and not attached."""
+        """Releases all live requests, drops all swapped-out ones, and frees the blocks of `blocks.allocate`."""
         for request_id in list(self._requests.live):
             self.release(request_id)
         for request_id in list(self._requests.swapped_out):
@@ -421,37 +489,37 @@ class HybridPrefixCache:
         self.blocks.free(self.blocks.unattached)
 
     def invalidate(self, epoch: int | None = None) -> None:
-        """The weights changed: nothing of before is ever matched, and live requests cache nothing more.
+        """The weights changed. Empties the cache; live requests run on, but cache nothing more.
 
         Args:
-            epoch: Of the new weights, by default the next number; nothing happens when it is the present one.
+            epoch: Epoch of the new weights. None: the next number. The current epoch: do nothing.
         """
         if epoch == self.epoch:
             return
         self.loads.give_up()
         for live in self._requests.everyone():
             live.write = False
-            live.path.clear()  # its blocks stay with it, without keys
+            live.path.clear()  # it keeps its blocks, which have no keys any more
         self.loads.invalidate()
         self._planner.writing.clear()
         self._store.forget(self.epoch + 1 if epoch is None else epoch)
 
     def reset(self) -> None:
-        """Forgets everything but the counters: requests, plans in flight, blocks, states."""
+        """Drops all requests, plans, blocks and states. Keeps the counters."""
         self._requests.clear()
         self._planner.writing.clear()
         self.blocks.forget_unattached()
         self._store.reset()
 
-    # -- what is going on ----------------------------------------------------------------------------------------------
+    # -- statistics, integrity -----------------------------------------------------------------------------------------
 
     def count_verification(self, mismatch: bool) -> None:
-        """A hit was computed and compared."""
+        """Counts a hit that was computed again and compared with the cache (``verify_hits``)."""
         self._stats.verified_hits += 1
         self._stats.verify_mismatches += mismatch
 
     def stats(self) -> PrefixStats:
-        """A snapshot."""
+        """A snapshot of the counters."""
         stats = self._stats.copy()
         stats.slots_total = self._store.slots.total_slots
         stats.slots_used = self._store.slots.used_slots
@@ -461,7 +529,11 @@ class HybridPrefixCache:
         return stats
 
     def check_integrity(self) -> None:
-        """Raises CacheCorruptionError if an invariant does not hold; O(everything), for tests and debugging."""
+        """Checks every invariant. Slow, O(blocks + states + requests): for tests and debugging.
+
+        Raises:
+            CacheCorruptionError: An invariant does not hold.
+        """
         check_integrity(
             self._store,
             self._requests,
@@ -470,7 +542,7 @@ class HybridPrefixCache:
             block_tokens=self.block_tokens,
         )
 
-    # -- inside --------------------------------------------------------------------------------------------------------
+    # -- internal ------------------------------------------------------------------------------------------------------
 
     def _settle(self, live: LiveRequest, plan: StepPlan, *, kept: bool) -> None:
         self._planner.settle(live, plan, kept=kept)
@@ -495,7 +567,7 @@ class HybridPrefixCache:
         live.write = live.write and write
         if live.write:
             wanted = dict(self._planner.boundaries(match, breakpoints))
-            wanted |= dict(live.boundaries)  # others asked for them meanwhile
+            wanted |= dict(live.boundaries)  # requested by others since the load began
             live.boundaries = tuple(Boundary(position, wanted[position]) for position in sorted(wanted))
         load.admitted = True
         self._count_admission(match)
@@ -512,7 +584,7 @@ class HybridPrefixCache:
 
     def _count_admission(self, match: Match) -> None:
         self._stats.prompt_tokens += match.chain.tokens
-        if match.load_id is None:  # else once it is known that it was right
+        if match.load_id is None:  # a load is counted in `publish`, once its checksums are known to be right
             self._stats.reused_tokens += match.resume_tokens
             self._stats.reused_tokens_device += match.resume_tokens
         self._stats.lost_tokens_no_state += match.lost_tokens_no_state

@@ -1,4 +1,4 @@
-"""`HybridPrefixConfig`: what a user chooses about the prefix cache."""
+"""`HybridPrefixConfig`: the settings of the prefix cache."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ StateDtypeName = Literal["float32", "bfloat16"]
 
 
 def _help(text: str, **more: Any) -> dict[str, Any]:
-    """Metadata of a field: what it means, for the class's docstring and for ``--help``; and more for ``--help``."""
+    """Metadata of a field: its help text, for the class's docstring and for ``--help``, and argparse options."""
     return {"help": text, **more}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridPrefixConfig:
-    """Settings of the prefix cache, validated once."""
+    """Settings of the prefix cache, validated once. All sizes are per rank."""
 
     mamba_gb: float = field(
         metadata=_help(
-            "Memory for checkpoints of the recurrent state on each rank, in GiB; all of it holds checkpoints. 0, or less "
-            "than one checkpoint, keeps none. (Where megatron offloads while suspended, as much pinned host memory.)"
+            "GPU memory for state checkpoints, in GiB per rank. More memory keeps more prefixes. 0, or less than one "
+            "checkpoint, disables reuse. If megatron offloads its buffers on suspend, it pins as much host memory."
         )
     )
     eviction_policy: str = field(
         default=DEFAULT_EVICTION_POLICY,
         metadata=_help(
-            "Which checkpoint goes when a slot is needed: 'recompute_cost', the one whose loss is expected to cost the "
-            "least, by the distance to the nearest other one and by how often such states are used again; 'lru', the "
-            "least recently used; or a rule that a plugin registers.",
+            "Which checkpoint to evict when a slot is needed. 'recompute_cost': the one that is cheapest to lose, by "
+            "the tokens it saves and by how often such states are reused. 'lru': the least recently used one. Plugins "
+            "may add others.",
             choices=eviction_policy_names,
             type=present_eviction_policy,
         ),
@@ -45,68 +45,78 @@ class HybridPrefixConfig:
     verify_hits: float = field(
         default=0.0,
         metadata=_help(
-            "Share of the hits, 0 to 1, that are computed as if nothing were cached, and then compared with what is; "
-            "differences are logged and counted. Costs what those hits would have saved."
+            "Share of the hits, 0 to 1, to compute without the cache and compare with it. Mismatches are logged and "
+            "counted. A verified hit saves no time. Use it to test a new model or machine."
         ),
     )
     state_dtype: StateDtypeName | None = field(
         default=None,
         metadata=_help(
-            "Type of the SSM states, live and kept: 'float32' or 'bfloat16'; None: the parameters'. (Windows of the "
-            "convolution are inputs of the layer, and stay in the parameters' type.)"
+            "Dtype of SSM states, live and cached: 'float32' or 'bfloat16'. None: the dtype of the parameters. "
+            "'float32' is more precise and takes more memory. Convolution states always have the dtype of the "
+            "parameters."
         ),
     )
     retention_interval_tokens: int | None = field(
         default=None,
         metadata=_help(
-            "Also checkpoint every N prompt tokens while slots are free, so that a prefix can be resumed from the second "
-            "time it is seen. A multiple of the block size; 0 disables; None chooses N (at most 16 per prompt)."
+            "Also checkpoint every N prompt tokens while slots are free, so that the second request with a prefix can "
+            "already reuse it. A multiple of the block size; 0 disables; None chooses N (at most 16 per prompt)."
         ),
     )
     decode_checkpoints: bool = field(
         default=True,
         metadata=_help(
-            "Whether the blocks and states that a request reaches while it generates are kept, so that the next turn does "
-            "not compute the answer again."
+            "Cache generated tokens, too, so that the next turn of a chat does not recompute the answer. Turn it off "
+            "if answers never come back in a prompt."
         ),
     )
     coalesce_prefixes: bool = field(
         default=True,
         metadata=_help(
-            "Whether a request waits for a prefix that another one is computing, rather than computing it too."
+            "A request waits for a prefix that another request is computing, instead of computing it, too. Turn it off "
+            "only to compare."
         ),
     )
     host_gb: float = field(
         default=0.0,
         metadata=_help(
-            "Pinned host memory on each rank, in GiB, for KV blocks and states that the device has no more room for; they "
-            "come back when a prompt needs them. Taken and pinned at the start, with up to 0.6 GiB on the device for "
-            "staging. 0: none."
+            "Pinned host memory for evicted KV blocks and states, in GiB per rank. They load back when a prompt needs "
+            "them. Allocated at start, with up to 0.6 GiB of GPU memory for staging. 0: no host tier."
         ),
     )
     host_state_share: float | None = field(
         default=None,
-        metadata=_help("Part of it that states may take, 0 to 1, the rest is for KV blocks; None: by use."),
+        metadata=_help(
+            "Share of the host tier that states may use, 0 to 1; KV blocks use the rest. None: both share all of it, "
+            "and the least recently used entry is evicted."
+        ),
     )
     host_write_through: bool = field(
         default=False,
-        metadata=_help("Whether prompts go to the host as soon as they are computed, not only when they are evicted."),
+        metadata=_help(
+            "Copy prompts to the host tier as soon as they are computed. By default they are copied when evicted."
+        ),
     )
     tier_behind_host: str | None = field(
         default=None,
         metadata=_help(
-            "A tier behind the host memory, as NAME or NAME:ARGUMENT, which a plugin registers: what the host evicts is "
-            "offered to it, and comes back through the host when a prompt needs it. Needs host_gb. None: none."
+            "Tier behind the host tier, NAME or NAME:ARGUMENT, registered by a plugin. It is offered what the host "
+            "evicts, and loads back through the host. Needs host_gb. None: no such tier."
         ),
     )
     verify_host_loads: bool = field(
-        default=True, metadata=_help("Whether every byte that comes back is checked, on the device.")
+        default=True,
+        metadata=_help(
+            "Check every loaded entry against its checksum, on the GPU. A corrupt entry is dropped and the prompt "
+            "recomputed."
+        ),
     )
     check_ranks: bool = field(
         default=False,
         metadata=_help(
-            "Before each forward, compare what the cache decided on all tensor- and pipeline-parallel ranks, and stop with "
-            "the first difference. For tests and for hunting a bug: it waits for all ranks."
+            "Before each forward, compare the cache's decisions on all tensor- and pipeline-parallel ranks, and stop "
+            "at the first difference. Slow, because every step waits for all ranks. For tests and debugging."
         ),
     )
 
@@ -127,14 +137,14 @@ class HybridPrefixConfig:
         if self.tier_behind_host is not None:
             tier_name(self.tier_behind_host)
             if not self.host_gb:
-                raise ValueError(f"tier_behind_host={self.tier_behind_host!r}: needs host_gb")
+                raise ValueError(f"tier_behind_host={self.tier_behind_host!r}: needs a host tier; set host_gb above 0")
         dtypes = get_args(StateDtypeName)
         if self.state_dtype is not None and self.state_dtype not in dtypes:
             raise ValueError(f"state_dtype={self.state_dtype!r}: must be {' or '.join(map(repr, dtypes))}")
 
 
 def _attributes() -> str:
-    """The fields' help as the part of a docstring."""
+    """The "Attributes" section of the class's docstring, made from the fields' help texts."""
     wrap = textwrap.TextWrapper(width=110, initial_indent=" " * 8, subsequent_indent=" " * 12).fill
     return "\n".join(wrap(f"{item.name}: {item.metadata['help']}") for item in fields(HybridPrefixConfig))
 

@@ -1,12 +1,12 @@
-"""Errors of the package, each meant to be read by a person in one line."""
+"""Exceptions of the package. Each message is one line that says what to change."""
 
 
 class PlatformError(RuntimeError):
-    """The machine, or the order of imports, does not allow what was asked for."""
+    """The machine, or the order of imports, does not allow the request."""
 
 
 class UpstreamDriftError(PlatformError):
-    """A symbol of megatron-core (or torch) that the package hooks into is missing or has another signature."""
+    """A symbol of megatron-core or torch that this package uses is missing, or has another signature."""
 
 
 class PluginError(ImportError):
@@ -18,4 +18,4 @@ class CacheCorruptionError(RuntimeError):
 
 
 class RankDisagreementError(RuntimeError):
-    """Tensor- or pipeline-parallel ranks took different decisions (see ``check_ranks``)."""
+    """Tensor- or pipeline-parallel ranks made different cache decisions (see ``check_ranks``)."""

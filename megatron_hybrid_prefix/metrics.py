@@ -1,4 +1,4 @@
-"""What the cache did, in numbers that only grow, and how full it is."""
+"""Statistics of the cache: counters that only grow, and the slots in use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 
 
 class ReasonCounts(dict[str, int]):
-    """Counts by name of a `CheckpointReason`; the former name ``replay`` still reads ``repeat``, with a warning."""
+    """Counts by `CheckpointReason` name. The old name ``replay`` reads ``repeat``, with a warning."""
 
     def __missing__(self, name: str) -> int:
         if name != "replay":
@@ -20,7 +20,7 @@ class ReasonCounts(dict[str, int]):
         return self["repeat"]
 
 
-# Fields that say something of one rank's memory; ranks that run the same requests have all others alike.
+# Fields that depend on one rank's memory. All other fields are equal on ranks that run the same requests.
 OWN_STATS = (
     "bytes_budget",
     "host_bytes_budget",
@@ -28,28 +28,28 @@ OWN_STATS = (
     "host_bytes_stored",
     "host_seconds",
     "host_seconds_waited",
-    "tiers",  # with the bytes and seconds of this rank
+    "tiers",  # has bytes and seconds of this rank
 )
 
 
 @dataclass(slots=True, kw_only=True)
 class TierStats:
-    """What went in and out of a tier below the device, in entries: KV blocks and states.
+    """Traffic of one tier below the device, in entries. An entry is a KV block or a state.
 
     Attributes:
-        loads: Moved one tier up, because a prompt needed them.
-        stores: Moved here from the tier above; for the tier behind the host, offered to it.
-        evictions: Went from here for others.
-        full: Found no room here; for the tier behind the host, refused by it.
+        loads: Entries moved one tier up, because a prompt needed them.
+        stores: Entries moved here from the tier above. For the tier behind the host: entries offered to it.
+        evictions: Entries evicted from here.
+        full: Entries that found no room here. For the tier behind the host: entries it refused.
         preempted: Preempted requests that were swapped out to here.
-        failed: Came back wrong, or not at all, and were dropped.
-        bytes_loaded: Bytes of the loads, on this rank.
-        bytes_stored: Bytes of the stores, on this rank.
-        seconds: Time that the moves took, on this rank.
-        seconds_waited: Part of it in which the model, or the CPU, waited for them; the rest was hidden.
-        kv_blocks: KV blocks here now; 0 where the tier does not say.
-        states: States here now; 0 where the tier does not say.
-        bytes_budget: Bytes that it may take on this rank; 0 where it does not say.
+        failed: Entries that came back corrupt, or not at all, and were dropped.
+        bytes_loaded: Bytes loaded, on this rank.
+        bytes_stored: Bytes stored, on this rank.
+        seconds: Duration of all moves, on this rank.
+        seconds_waited: Part of ``seconds`` in which the model or the CPU waited for a move. The rest was overlapped.
+        kv_blocks: KV blocks here now; 0 if the tier does not report it.
+        states: States here now; 0 if the tier does not report it.
+        bytes_budget: Capacity in bytes on this rank; 0 if the tier does not report it.
     """
 
     loads: int = 0
@@ -67,36 +67,37 @@ class TierStats:
     bytes_budget: int = 0
 
 
-# Figures of the host tier that have a name of their own, too: ``host_loads`` is ``tiers["host"].loads``.
+# Fields of the host tier that also have a flat name: ``host_loads`` is ``tiers["host"].loads``.
 _HOST_FIGURES = tuple(item.name for item in fields(TierStats) if item.name != "failed")
 
 
 @dataclass(slots=True, kw_only=True)
 class PrefixStats:
-    """Counters since the start, and the present use of the slots.
+    """Counters since the start, and the slots in use now.
 
     Attributes:
-        prompt_tokens: Tokens of all admitted prompts; one that is preempted and admitted again counts again.
-        computed_prompt_tokens: Prompt tokens that a finished forward computed.
-        reused_tokens: Prompt tokens skipped: the sum of the next two.
-        reused_tokens_device: Skipped by a state on the device.
-        reused_tokens_host: Skipped by a state, or by KV, loaded from the host, those before it on the device included.
-        lost_tokens_no_state: Tokens whose KV matched and that were computed again because no state was kept there.
+        prompt_tokens: Tokens of all admitted prompts. A request that is preempted and admitted again counts twice.
+        computed_prompt_tokens: Prompt tokens computed by forwards that succeeded.
+        reused_tokens: Prompt tokens skipped: ``reused_tokens_device + reused_tokens_host``.
+        reused_tokens_device: Prompt tokens skipped by resuming from a state on the device.
+        reused_tokens_host: Prompt tokens skipped by a request that loaded KV or a state from the host. Counts the
+            tokens before them on the device, too.
+        lost_tokens_no_state: Tokens whose KV matched, but that were recomputed because no state was kept that deep.
         checkpoints_published: States that became matchable.
-        checkpoints_skipped: States wanted and not kept because no slot could be had.
-        checkpoints_by_reason: States published, by why they were wanted.
-        evictions: States evicted, to make room or because their KV went.
+        checkpoints_skipped: States that were not kept because there was no slot.
+        checkpoints_by_reason: States published, by `CheckpointReason`.
+        evictions: States evicted, to make room or together with their KV block.
         kv_evictions: KV blocks evicted.
-        verified_hits: Hits that were computed instead, and compared with what the cache holds (``verify_hits``).
-        verify_mismatches: Those where they differed; 0 unless the cache is wrong.
-        tiers: By name, "host" and the tier behind it. The host's figures can be read as ``host_loads``, ``host_stores`` and
-            so on, too.
-        fallbacks: Times that tokens were computed, or their caching given up, where the cache had promised more:
-            ``stale_match`` (evicted between match and admission), ``forward_failed``, ``epoch_changed``, ``released`` and
-            ``reset`` (while a forward was planned), ``host_load_failed`` (what was loaded was not what had been stored, or the
-            copy failed), ``host_load_given_up`` (a request gave up a load that it waited for).
+        verified_hits: Hits that were computed again and compared with the cache (``verify_hits``).
+        verify_mismatches: Verified hits that differed; 0 unless the cache is wrong.
+        tiers: Statistics by tier: "host", and the tier behind it. Those of the host are also ``host_loads``,
+            ``host_stores`` and so on.
+        fallbacks: Times the cache reused or kept less than planned, by reason: ``stale_match`` (evicted between match
+            and admission), ``forward_failed``, ``epoch_changed``, ``released`` and ``reset`` (with a plan in flight),
+            ``host_load_failed`` (the copy failed, or its checksum was wrong), ``host_load_given_up`` (a waiting request
+            gave up its load).
         slots_total: Checkpoint slots.
-        slots_used: Those in use now, being written included.
+        slots_used: Checkpoint slots in use, including those that a forward is writing.
         bytes_budget: Bytes of all checkpoint slots.
     """
 
@@ -122,7 +123,7 @@ class PrefixStats:
     bytes_budget: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as plain values, for JSON; figures of the host also as ``host_...``."""
+        """All statistics as plain values, for JSON. Those of the host tier also have flat names, ``host_...``."""
         host = {f"host_{name}": getattr(self.tiers["host"], name) for name in _HOST_FIGURES}
         return asdict(self) | host
 
@@ -132,9 +133,9 @@ class PrefixStats:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def copy(self) -> PrefixStats:
-        """A snapshot that later counting does not change."""
+        """A deep copy."""
         return deepcopy(self)
 
     def count_fallback(self, reason: str) -> None:
-        """One more fallback for ``reason``."""
+        """Counts one fallback for ``reason``."""
         self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1

@@ -1,8 +1,8 @@
-"""Code of users that adds to the package from outside: eviction rules, layer kinds, tiers.
+"""Plugins: modules of the user that register eviction policies, layer kinds and storage tiers.
 
-A plugin is a Python module that calls a register function (such as `register_eviction_policy`) when it is imported. The
-environment variable ``HYBRID_PREFIX_PLUGINS`` names such modules, by comma; they must be on the import path. A registry
-imports them when it is first asked for its names, in every process, so servers and ranks see the same names.
+A plugin is a Python module that calls a register function, such as `register_eviction_policy`, when it is imported. The
+environment variable ``HYBRID_PREFIX_PLUGINS`` lists plugins, separated by commas. They must be on the import path. A
+registry imports them when its names are first needed, in every process, so that servers and ranks see the same names.
 
     PYTHONPATH=rules HYBRID_PREFIX_PLUGINS=newest_first hybrid-prefix replay trace.jsonl --eviction newest_first
 """
@@ -19,17 +19,17 @@ from megatron_hybrid_prefix.errors import PluginError
 PLUGINS_VARIABLE = "HYBRID_PREFIX_PLUGINS"
 
 
-_FAILED: dict[str, str] = {}  # plugins that could not be imported, and why
+_FAILED: dict[str, str] = {}  # reason by plugin that could not be imported
 
 
 def load_plugins() -> None:
-    """Import the modules that ``HYBRID_PREFIX_PLUGINS`` names; those that are imported already are left alone.
+    """Imports the modules in ``HYBRID_PREFIX_PLUGINS``. Modules that are imported already are skipped.
 
     Raises:
-        PluginError: A module cannot be imported; one line that names the module and the reason.
+        PluginError: A module cannot be imported. The message names the module and the reason.
     """
     for name in filter(None, (part.strip() for part in os.environ.get(PLUGINS_VARIABLE, "").split(","))):
-        if name in _FAILED:  # what it registered is there already, and would hide why it failed
+        if name in _FAILED:  # raise again: a second import would fail on names it has registered
             raise PluginError(_FAILED[name])
         try:
             import_module(name)
@@ -40,10 +40,10 @@ def load_plugins() -> None:
 
 
 class Registry[T]:
-    """Things of one sort by name, in order of registration; plugins may add to it.
+    """Objects by name, in the order of registration. Plugins may add to it.
 
     Args:
-        what: Names the sort in error messages, as the setting that chooses one does: "eviction_policy".
+        what: The setting that selects one of them, for error messages: "eviction_policy".
     """
 
     def __init__(self, what: str) -> None:
@@ -52,12 +52,12 @@ class Registry[T]:
         self._former_names: dict[str, str] = {}
 
     def register(self, name: str, thing: T, *, former_names: Iterable[str] = ()) -> None:
-        """Add ``thing`` under ``name``.
+        """Adds ``thing`` under ``name``.
 
         Args:
-            name: New.
-            thing: What the name stands for.
-            former_names: Names that still work, with a warning (`present_name`); `names` does not list them.
+            name: A name that is not registered yet.
+            thing: The object.
+            former_names: Old names. They still work, with a warning (`present_name`); `names` does not list them.
 
         Raises:
             ValueError: The name is empty or taken.
@@ -70,34 +70,39 @@ class Registry[T]:
         self._former_names.update(dict.fromkeys(former_names, name))
 
     def present_name(self, name: str) -> str:
-        """The name in use today: ``name``, or what replaced it, with a FutureWarning."""
+        """The current name: ``name``, or the name that replaced it, with a FutureWarning."""
         present = name if name in self._by_name else self._former_names.get(name, name)
         if present != name:
             warnings.warn(f"{self._what}={name!r} is now called {present!r}", FutureWarning, stacklevel=3)
         return present
 
     def names(self) -> tuple[str, ...]:
-        """All names, those of plugins included.
+        """All names, including those of plugins.
 
         Raises:
-            PluginError: As `load_plugins`.
+            PluginError: A plugin cannot be imported.
         """
         load_plugins()
         return tuple(self._by_name)
 
     def __getitem__(self, name: str) -> T:
-        """What is registered under ``name``.
+        """The object registered under ``name``.
 
         Raises:
-            ValueError: Nothing is; the message lists the names.
-            PluginError: As `load_plugins`.
+            ValueError: There is none. The message lists the names.
+            PluginError: A plugin cannot be imported.
         """
         name = self.present_name(name)
         self.check(name)
         return self._by_name[name]
 
     def check(self, name: str) -> None:
-        """Raises ValueError, listing the names, if nothing is registered under ``name``; PluginError as `load_plugins`."""
+        """Checks that ``name`` is registered.
+
+        Raises:
+            ValueError: It is not. The message lists the names.
+            PluginError: A plugin cannot be imported.
+        """
         names = self.names()
         if name not in names:
             raise ValueError(

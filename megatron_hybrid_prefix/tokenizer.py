@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the methods megatron's text generation controller calls."""
+"""Tokenizers, with the methods that megatron's text generation controller calls."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ if TYPE_CHECKING:
 
 
 class Decoder(Protocol):
-    """Token ids to text, one after another; special tokens are no text.
+    """Decodes token ids to text, one token at a time. Special tokens decode to nothing.
 
-    What was given out does not change any more. Where the bytes of the tokens are UTF-8, it is the text of all of them.
+    Text that was returned is final. If the tokens are valid UTF-8, all returned pieces together are the text of all
+    tokens.
     """
 
     def step(self, token: int) -> str:
-        """One more token; returns the text that is certain by now: nothing in the middle of a character."""
+        """Adds a token. Returns the text that is complete by now; it never ends inside a character."""
         ...
 
     def finish(self) -> str:
-        """No more tokens come; returns the rest of the text."""
+        """Ends the text. Returns what is left of it."""
         ...
 
 
 class Tokenizer(Protocol):
-    """What the engine needs of a tokenizer."""
+    """The tokenizer interface that the engine uses."""
 
     vocab_size: int
     bos: int | None
@@ -44,10 +45,13 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as token ids 0..255, then ``bos`` and ``eod``; ids above decode to nothing.
+    """Token ids 0..255 are UTF-8 bytes, then follow ``bos`` and ``eod``. Higher ids decode to nothing.
 
     Args:
-        vocab_size: The model's vocabulary, at least 258.
+        vocab_size: Vocabulary size of the model, at least 258.
+
+    Raises:
+        ValueError: ``vocab_size`` is too small.
     """
 
     bos: int | None = 256
@@ -55,19 +59,19 @@ class ByteTokenizer:
 
     def __init__(self, vocab_size: int = 258) -> None:
         if vocab_size < 258:
-            raise ValueError(f"vocab_size={vocab_size}: bytes and two special tokens need at least 258")
+            raise ValueError(f"vocab_size={vocab_size}: must be at least 258 (256 bytes and two special tokens)")
         self.vocab_size = vocab_size
 
     def tokenize(self, text: str) -> list[int]:
-        """Bytes of ``text``; a lone surrogate becomes '?'."""
+        """The UTF-8 bytes of ``text``. A lone surrogate becomes '?'."""
         return list(text.encode("utf-8", errors="replace"))
 
     def detokenize(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Decode; bytes that are no UTF-8 become the replacement character, ids above 255 nothing."""
+        """The text of ``tokens``. Invalid UTF-8 becomes the replacement character; ids above 255 become nothing."""
         return bytes(token for token in tokens if 0 <= token < 256).decode("utf-8", errors="replace")
 
     def decoder(self) -> Decoder:
-        """For one text."""
+        """A new decoder, for one text."""
         return _ByteDecoder()
 
     def offsets(self, tokens: Sequence[int], text: str) -> list[int]:
@@ -76,14 +80,14 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A Hugging Face tokenizer folder (``tokenizer.json``) or file.
+    """A Hugging Face tokenizer, from ``tokenizer.json``.
 
     Args:
-        path: Folder with ``tokenizer.json``, or the file.
-        vocab_size: The model's vocabulary; the tokenizer's must fit into it.
+        path: A folder with ``tokenizer.json``, or that file.
+        vocab_size: Vocabulary size of the model. The tokenizer must not have more ids.
 
     Raises:
-        ValueError: There is no tokenizer at ``path``, or it has more ids than the model.
+        ValueError: There is no valid tokenizer at ``path``, or it has more ids than the model.
     """
 
     def __init__(self, path: str | Path, vocab_size: int | None = None) -> None:
@@ -99,7 +103,7 @@ class HuggingFaceTokenizer:
             raise ValueError(f"{file} is not a Hugging Face tokenizer: {error}") from error
         ids = self._tokenizer.get_vocab_size(with_added_tokens=True)
         if vocab_size is not None and ids > vocab_size:
-            raise ValueError(f"the tokenizer has {ids} ids, the model's vocabulary only {vocab_size}")
+            raise ValueError(f"the tokenizer has {ids} ids, but the model's vocabulary has only {vocab_size}")
         self.vocab_size = vocab_size or ids
         self.bos = self._special("<s>", "<|begin_of_text|>", "[CLS]", "<bos>")
         self.eod = self._special("</s>", "<|end_of_text|>", "<|endoftext|>", "<SPECIAL_11>", "[SEP]", "<eos>")
@@ -109,15 +113,15 @@ class HuggingFaceTokenizer:
         return next((token for token in found if token is not None), None)
 
     def tokenize(self, text: str) -> list[int]:
-        """Token ids of ``text`` without special tokens."""
+        """Token ids of ``text``, without special tokens."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def detokenize(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Text of ``tokens``."""
+        """The text of ``tokens``."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
 
     def decoder(self) -> Decoder:
-        """For one text."""
+        """A new decoder, for one text."""
         return _HuggingFaceDecoder(self._tokenizer)
 
     def offsets(self, tokens: Sequence[int], text: str) -> list[int]:
@@ -137,19 +141,19 @@ class _ByteDecoder:
 
 
 class _HuggingFaceDecoder:
-    """The library's ``DecodeStream``, and what that lacks: the end of a text, and tokens that are no text at all."""
+    """The library's ``DecodeStream``, with two additions: the end of a text, and bytes that are not valid UTF-8."""
 
     def __init__(self, tokenizer: FastTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._context: list[int] = []  # tokens of the last text that was given out
-        self._held: list[int] = []  # tokens since
+        self._context: list[int] = []  # tokens of the piece of text that was returned last
+        self._held: list[int] = []  # tokens after them
         self._stream = self._new_stream()
 
     def step(self, token: int) -> str:
         self._held.append(token)
         try:
             text = self._stream.step(self._tokenizer, token)
-        except Exception:  # a bare one: bytes that are no UTF-8 have changed how those before them read
+        except Exception:  # a bare Exception: invalid UTF-8 changed the text of the tokens before it
             text, self._stream = self._text_of_held(), self._new_stream()
         if text is None:
             return ""
@@ -160,7 +164,7 @@ class _HuggingFaceDecoder:
         return self._text_of_held()
 
     def _text_of_held(self) -> str:
-        """How a token reads can depend on the one before it, such as its space; of bytes that are no UTF-8 all do."""
+        """Decodes the held tokens after their context, since a token's text can depend on the token before it."""
         before, whole = self._decode(self._context), self._decode(self._context + self._held)
         return whole.removeprefix(before) if whole.startswith(before) else self._decode(self._held)
 
@@ -175,12 +179,12 @@ class _HuggingFaceDecoder:
 
 
 def load_tokenizer(path: str | Path | None, vocab_size: int) -> Tokenizer:
-    """A Hugging Face tokenizer where ``path`` names one, else bytes."""
+    """The Hugging Face tokenizer at ``path``; None: the byte tokenizer."""
     return ByteTokenizer(vocab_size) if path is None else HuggingFaceTokenizer(path, vocab_size)
 
 
 def common_tokens(a: Sequence[int], b: Sequence[int]) -> int:
-    """Tokens at the beginning that are the same."""
+    """Length of the common prefix of ``a`` and ``b``."""
     pairs = zip(a, b, strict=False)
     return next((at for at, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
 

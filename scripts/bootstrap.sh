@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Makes the virtual environment that every other script uses. Run it, or source it:
-#   run:    prints the environment's python on stdout (all else goes to stderr)
+# Creates the virtual environment that all other scripts use. Run it or source it:
+#   run:    prints the path of the environment's python on stdout (everything else goes to stderr)
 #   source: sets MHP_ROOT, MHP_VENV and MHP_PYTHON, and puts the environment first on PATH
 #
-# Safe to repeat (well under 3 s when nothing is to do), to cut off, and to start twice at once.
-#   PYTHON=...                    the Python (>= 3.12) to make it with; else one is looked for
-#   MHP_VENV=...                  where it goes (default: .venv in the repository)
-#   MHP_BUILD_CUDA_EXTENSIONS=1   compile mamba-ssm's and causal-conv1d's CUDA extensions (long;
-#                                 not needed: inference uses their Triton parts at most)
+# Safe to repeat (less than 3 s if nothing is to do), to interrupt, and to run twice at once.
+#   PYTHON=...                    the Python (>= 3.12) to use (default: searched for)
+#   MHP_VENV=...                  the environment's folder (default: .venv in the repository)
+#   MHP_BUILD_CUDA_EXTENSIONS=1   compile the CUDA extensions of mamba-ssm and causal-conv1d (slow, and not
+#                                 needed: inference uses only their Triton parts)
 set -euo pipefail
 
 mhp_say() { printf 'bootstrap: %s\n' "$*" >&2; }
 mhp_die() { mhp_say "$2"; exit "$1"; }
 
-# Prints "X.Y<tab>path of the real interpreter" when $1 starts and is 3.12 up to $2.
+# Prints "X.Y<tab>path of the real interpreter" if $1 starts and its version is 3.12 up to $2. Other exit codes:
 # 10: other version; 11: cannot make environments; anything else: does not start.
 mhp_probe() {
   local out rc=0
@@ -31,7 +31,7 @@ except ImportError:
   return "$rc"
 }
 
-# Sets mhp_base (an interpreter), mhp_base_version and mhp_maker (venv or uv); ends the script if there is none.
+# Sets mhp_base (an interpreter), mhp_base_version and mhp_maker (venv or uv). Exits if there is no interpreter.
 mhp_find_python() {
   local found="" rc=0 candidate limit without_venv="" patterns
   mhp_maker=venv
@@ -46,7 +46,7 @@ mhp_find_python() {
   else
     local pyenv="${PYENV_ROOT:-${HOME:-/nonexistent}/.pyenv}/versions"
     patterns=(python3.12 python3.13 python3 "$pyenv"/3.12*/bin/python "$pyenv"/3.1[3-9]*/bin/python)
-    # 3.12 and 3.13 are what constraints.txt was tested with; newer ones only when there is nothing else.
+    # constraints.txt was tested with 3.12 and 3.13. Newer versions are used only if neither is there.
     for limit in 3.13 3.99; do
       for candidate in "${patterns[@]}"; do
         rc=0
@@ -73,7 +73,7 @@ mhp_find_python() {
   mhp_base=${found#*$'\t'}
 }
 
-# What the environment's own python is asked: "ready" (the stamp fits and the packages are there), "stamp" (write it),
+# Commands for the environment's python: "ready" (the stamp fits and the packages are there), "stamp" (write it),
 # "healthy" (worth repairing rather than rebuilding), "mend" (drop what a killed pip left half-installed),
 # "requirements" (what this package and its tests need, without the extra "mamba", which is built apart).
 mhp_ask() {
@@ -110,7 +110,7 @@ elif question == "stamp":
 elif question == "healthy":
     import pip
     same = os.path.samefile(sys.prefix, venv)
-    # A moved or copied environment has scripts that name the old place.
+    # The scripts of a moved or copied environment have the old path.
     scripts = str(venv).encode() in (venv / "bin" / "pip").read_bytes()[:1000]
     whole = any(map(complete, site.glob("pip-*.dist-info")))
     sys.exit(0 if version_fits() and same and scripts and whole else 1)
@@ -128,7 +128,7 @@ elif question == "requirements":
 ' "$1" "$MHP_ROOT" "$MHP_VENV" "$mhp_want_version" "${MHP_BUILD_CUDA_EXTENSIONS:-0}"
 }
 
-# Runs a stage: its output goes to the log; on failure shows the log's end and ends the script.
+# Runs a stage with its output in the log. If it fails, shows the end of the log and exits.
 mhp_stage() {
   mhp_say "$1"
   printf '\n== %s\n' "$1" >>"$mhp_log"
@@ -138,7 +138,7 @@ mhp_stage() {
 }
 
 mhp_pip() {
-  # A container's own PIP_CONSTRAINT would fight with constraints.txt; PIP_USER does not work in an environment.
+  # A container's PIP_CONSTRAINT would conflict with constraints.txt; PIP_USER does not work in an environment.
   env -u PIP_CONSTRAINT -u PIP_USER -u PIP_TARGET -u PIP_PREFIX \
     "$MHP_VENV/bin/python" -m pip "$1" --no-input --disable-pip-version-check -c "$MHP_ROOT/constraints.txt" "${@:2}"
 }
@@ -164,7 +164,7 @@ mhp_build_mamba() {
 }
 
 mhp_install_requirements() {
-  # Not through the package itself, which is installed without its dependencies to be editable first.
+  # Not through the package's metadata: the package is installed editable, without its dependencies.
   local requirements
   requirements=$(mhp_ask requirements) && [[ -n $requirements ]] || return 1
   local -a list
@@ -223,7 +223,7 @@ try:
 except BlockingIOError:
     sys.stderr.write("bootstrap: waiting for another set-up of this environment\n")
     fcntl.flock(9, fcntl.LOCK_EX)' || mhp_die 1 "cannot lock $MHP_VENV.lock"
-    if ! mhp_ask ready 2>/dev/null; then # not made by the other one meanwhile
+    if ! mhp_ask ready 2>/dev/null; then # unless the other process has made it
       SECONDS=0
       mhp_set_up
       mhp_say "ready in $SECONDS s"

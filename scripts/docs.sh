@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Sets up if needed, then makes the site of the documents and of the API in out/site; a warning is an error. Arguments go to
-# sphinx-build: scripts/docs.sh -E (nothing is taken from the last time).
+# Sets up the environment if needed, then builds the documentation site with the API reference in out/site. Warnings are
+# errors. Arguments go to sphinx-build: scripts/docs.sh -E (rebuild everything).
 #
-# Sphinx is not in the environment of the other scripts: an environment beside it has it, and links to the other packages.
+# Sphinx is not in the environment of the other scripts, but in a variant of it that links to the other packages.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/bootstrap.sh"
 cd "$MHP_ROOT"

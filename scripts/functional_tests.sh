@@ -2,13 +2,13 @@
 # Functional tests on several ranks: tensor, pipeline, expert and data parallelism, and a rank that is killed.
 #   scripts/functional_tests.sh N [--device cpu|cuda] [--cases NAMES] [--json PATH]
 #
-#   N              ranks that there are (on GPUs one GPU each); cases that need more are skipped: 4 runs all
-#   --device       cpu: gloo; cuda: NCCL (default: cuda where there is a device)
-#   --cases NAMES  only these, by comma: tp2, pp2, tp2-pp2, ep2, tp2-ep2, dp2, killed, killed-alone (without torchrun)
-#   --json PATH    the outcomes, with hardware and versions
+#   N              number of ranks (on GPUs, one GPU each); cases that need more are skipped; 4 runs all cases
+#   --device       cpu uses gloo, cuda uses NCCL (default: cuda if there is a GPU)
+#   --cases NAMES  only these cases, comma-separated: tp2, pp2, tp2-pp2, ep2, tp2-ep2, dp2, killed, killed-alone (without torchrun)
+#   --json PATH    write the results, with hardware and versions
 #
-# A line a case: passed, failed or skipped, and why. Exit code: 0; 1 if a case failed; 2 for bad input.
-# Sets up as the other scripts do, unless $PYTHON, or python3, has torch and megatron-core already.
+# Prints one line per case: passed, failed or skipped, and why. Exit code: 0; 1 if a case failed; 2 for bad input.
+# Sets up the environment as the other scripts do, unless $PYTHON or python3 already has torch and megatron-core.
 set -euo pipefail
 
 here=${BASH_SOURCE[0]%/*}

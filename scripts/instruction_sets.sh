@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Runs tests once for each set of processor instructions that MKL, oneDNN and PyTorch can be told to use, with 1 and 2
-# threads, and prints a table of what passed. So a bound that only holds on one processor shows.
+# Runs tests once for each instruction set that MKL, oneDNN and PyTorch can be limited to, with 1 and 2 threads, and
+# prints a table of the results. This finds error bounds that only hold on one processor.
 #   scripts/instruction_sets.sh [--settings NAMES] [--threads NUMBERS] [pytest arguments]
 #
-#   --settings NAMES   only these, by comma: none, mkl-sse42, mkl-avx2, mkl-avx512, mkl-compatible, onednn-sse41,
+#   --settings NAMES   only these, comma-separated: none, mkl-sse42, mkl-avx2, mkl-avx512, mkl-compatible, onednn-sse41,
 #                      onednn-avx2, aten-default
-#   --threads NUMBERS  only these, by comma (default: 1,2)
-#   pytest arguments   files, -k and the like; by default the tests that compare floating-point numbers
+#   --threads NUMBERS  only these, comma-separated (default: 1,2)
+#   pytest arguments   files, -k and so on (default: all tests that compare floating-point numbers)
 #
-# Exit code: 0; 1 if a test failed; 2 for bad input. Sets up as the other scripts do.
+# Exit code: 0; 1 if a test failed; 2 for bad input. Sets up the environment if needed.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/bootstrap.sh"
 cd "$MHP_ROOT"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up if needed, then runs ruff (lint and format, nothing is changed) and mypy; all three, whatever fails.
-#   scripts/lint.sh [check] [format] [types]     only those that are named
+# Sets up the environment if needed, then runs ruff check, ruff format --check and mypy: all three, even if one fails.
+#   scripts/lint.sh [check] [format] [types]     only the named ones
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/bootstrap.sh"
 cd "$MHP_ROOT"

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Sets up if needed, then runs the tests that this machine can run.
+# Sets up the environment if needed, then runs the tests that this machine can run.
 #   scripts/test.sh [--all] [--megatron VERSION] [--without-mamba] [ARGUMENTS OF PYTEST ...]
 #
-#   (nothing)             a part of every kind of test: at most five minutes on two idle cores
-#   --all                 every test: at most twenty minutes
+#   (nothing)             some tests of every kind: at most five minutes on two idle cores
+#   --all                 all tests: at most twenty minutes
 #   --megatron VERSION    with another megatron-core, in an environment made for it
 #   --without-mamba       without mamba-ssm and causal-conv1d, as a plain `pip install` of this package leaves it
 #
-# Options go first. Files are shared out to two processes unless an argument says otherwise (-n 0: one process), each with as
-# many threads as MHP_TEST_THREADS says (default: 1).
+# These options must come first. Tests run in two processes (-n 0: one process) with MHP_TEST_THREADS threads each
+# (default: 1).
 set -euo pipefail
 
 usage() { sed -n '2,/^set -euo/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }

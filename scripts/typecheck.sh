@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up if needed, then type-checks (strictly) the whole package.
+# Sets up the environment if needed, then runs mypy (strict) on the whole package.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/bootstrap.sh"
 cd "$MHP_ROOT"

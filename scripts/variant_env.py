@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Makes an environment beside the one that runs this, the same but for a few packages; prints its python.
+"""Creates a variant of the running environment with a few other packages. Prints the path of its python.
 
     .venv/bin/python scripts/variant_env.py DIR [--megatron VERSION] [--without NAME ...] [--extra NAME]
 
-Packages are links into this environment, so that a variant takes seconds and a few megabytes. Safe to repeat: what is made
-already, from the same packages, is left alone. Used by ``scripts/test.sh --megatron VERSION`` and ``--without-mamba``, and by
-``scripts/docs.sh``, which adds the packages of the extra ``docs``.
+Packages are links into this environment, so a variant takes seconds and a few megabytes. Safe to repeat: an up-to-date
+variant is kept. Used by ``scripts/test.sh --megatron VERSION`` and ``--without-mamba``, and by ``scripts/docs.sh``, which
+adds the packages of the extra ``docs``.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ SITE = Path(sysconfig.get_path("purelib"))
 
 
 def canonical(name: str) -> str:
-    """A distribution's name as the index compares it."""
+    """The normalised name of a distribution."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def entries_of(name: str) -> set[str]:
-    """What a distribution has put into site-packages: names of folders and files there. Empty: it is not installed."""
+    """Names of a distribution's folders and files in site-packages. Empty if it is not installed."""
     try:
         files = importlib.metadata.distribution(name).files or []
     except importlib.metadata.PackageNotFoundError:
@@ -57,7 +57,7 @@ def packages_of(extra: str | None) -> list[str]:
 
 
 def key(options: argparse.Namespace) -> str:
-    """Of this environment's packages and what is asked for."""
+    """A fingerprint of this environment's packages and of the options."""
     stamp = [sys.version, str(SITE), options.megatron, sorted(options.without), installed(), Path(__file__).read_text()]
     if options.extra:
         stamp += [packages_of(options.extra), (ROOT / "constraints.txt").read_text()]
@@ -65,7 +65,7 @@ def key(options: argparse.Namespace) -> str:
 
 
 def pip(*arguments: str) -> None:
-    """Run pip, without the settings of the caller that choose another place or other versions."""
+    """Runs pip without the caller's settings for other folders or versions."""
     settings = ("PIP_CONSTRAINT", "PIP_USER", "PIP_TARGET", "PIP_PREFIX")
     clean = {name: value for name, value in os.environ.items() if name not in settings}
     command = [sys.executable, "-m", "pip", "--quiet", "--no-input", "--disable-pip-version-check", *arguments]
@@ -73,7 +73,7 @@ def pip(*arguments: str) -> None:
 
 
 def make(folder: Path, options: argparse.Namespace) -> None:
-    """Make the environment anew."""
+    """Creates the environment, in place of an existing one."""
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=False, symlinks=True)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -85,11 +85,11 @@ def make(folder: Path, options: argparse.Namespace) -> None:
         if entry.name not in left_out and entry.name != "__pycache__":
             (site / entry.name).symlink_to(entry)
     if options.megatron:
-        # Through this environment's pip: the variant's site-packages are links that a pip of its own would follow.
+        # Through this environment's pip, because the variant's pip would follow the links in its site-packages.
         from_wheels = ("--no-deps", "--only-binary", ":all:")
         pip("install", *from_wheels, "--target", str(site), f"megatron-core=={options.megatron}")
     if options.extra:
-        # What is linked keeps its version: pip would remove an old one through the link.
+        # Linked packages keep their versions, because pip would remove an old version through the link.
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as kept:
             kept.write("\n".join(installed()))
             kept.flush()

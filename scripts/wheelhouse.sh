@@ -3,13 +3,13 @@
 # the line that installs them there.
 #   scripts/wheelhouse.sh DIR [--split MB] [--dry-run | --no-download]
 #
-#   DIR            where the wheels go; what is there already is not downloaded again
-#   --split MB     cuts files larger than MB into parts, for carriers with a limit, and writes join.sh beside them
-#   --dry-run      only says what it would do
-#   --no-download  only splits and prints, for the wheels that are in DIR
+#   DIR            folder for the wheels; existing wheels are not downloaded again
+#   --split MB     split files larger than MB into parts, for media with a size limit, and write join.sh beside them
+#   --dry-run      only print what would be done
+#   --no-download  only split and print, for the wheels that are in DIR
 #
-# It needs the network and a Python 3.12 with torch to build with: $MHP_PYTHON, or else the environment that
-# scripts/bootstrap.sh makes. Any Linux will do; no GPU is needed.
+# Needs the network, and a Python 3.12 with torch for building: $MHP_PYTHON, or the environment of scripts/bootstrap.sh.
+# Runs on any Linux, without a GPU.
 set -euo pipefail
 
 say() { printf 'wheelhouse: %s\n' "$*" >&2; }
@@ -20,7 +20,7 @@ here=${BASH_SOURCE[0]%/*}
 [[ $here == "${BASH_SOURCE[0]}" ]] && here=.
 root=$(cd "$here/.." && pwd -P)
 
-# The FA4 set: these go together. (nvidia-cutlass-dsl alone would pull in the libraries for CUDA 12.)
+# The FA4 set. These versions belong together. (nvidia-cutlass-dsl alone would install the libraries for CUDA 12.)
 fa4=(
   flash-attn-4==4.0.0b36
   nvidia-cutlass-dsl==4.8.1
@@ -32,13 +32,13 @@ fa4=(
   torch-c-dlpack-ext==0.1.5
   protobuf
 )
-# What the package and megatron-core import, and PyTorch does not bring; versions are those of constraints.txt.
+# Dependencies of the package and megatron-core that PyTorch does not install, in the versions of constraints.txt.
 binary=(megatron-core einops pyzmq msgpack packaging psutil safetensors tokenizers rich markdown-it-py mdurl pygments)
-# What mamba-ssm imports before the parts that are used.
+# Packages that mamba-ssm imports.
 binary+=(transformers huggingface-hub httpx2 httpcore2 truststore tqdm pyyaml regex)
 # The server.
 binary+=(prometheus-client starlette uvicorn anyio idna h11 click)
-# Built here, without their CUDA extensions: only their Triton parts are used.
+# Built here without CUDA extensions, because only their Triton parts are used.
 source=(mamba-ssm causal-conv1d)
 
 dir="" split="" dry=0 download=1
@@ -63,7 +63,7 @@ done
 [[ -n $dir ]] || die "name a folder for the wheels (see --help)"
 [[ ! -e $dir || -d $dir ]] || die "$dir is no folder"
 
-# The version that constraints.txt pins, as "name==version", or the name alone.
+# Prints "name==version" with the version of constraints.txt, or the name alone.
 pinned() {
   sed -n "s/^\($1==[^; ]*\).*/\1/p" "$root/constraints.txt" | grep . || printf '%s\n' "$1"
 }
@@ -77,7 +77,7 @@ run() {
 }
 
 pip_download() {
-  # For the host, whatever this machine is. pip takes each of these tags by its very name.
+  # For the target host, not for this machine. pip needs each platform tag by name.
   local platforms=() minor
   for minor in 5 12 17 18 24 26 27 28; do platforms+=(--platform "manylinux_2_${minor}_x86_64"); done
   platforms+=(--platform manylinux1_x86_64 --platform manylinux2010_x86_64 --platform manylinux2014_x86_64)
@@ -86,7 +86,7 @@ pip_download() {
 }
 
 pip_build() {
-  # Not from pip's cache: it would not tell a wheel with extensions from one without.
+  # Not from pip's cache, which cannot tell a wheel with extensions from one without.
   run env MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE \
     CAUSAL_CONV1D_FORCE_BUILD=TRUE CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE \
     "$python" -m pip wheel --no-input --disable-pip-version-check --no-deps --no-build-isolation --no-cache-dir \
@@ -108,14 +108,14 @@ collect() {
   fi
   say "building this package"
   ((dry)) || rm -f "$dir"/megatron_hybrid_prefix-*.whl
-  # From a copy: setuptools leaves its build folder in the source tree.
+  # From a copy, because setuptools leaves its build folder in the source tree.
   copy=$(mktemp -d)
   trap 'rm -rf "$copy"' EXIT
   cp -R "$root/setup.py" "$root/pyproject.toml" "$root/README.md" "$root/LICENSE" "$root/megatron_hybrid_prefix" "$copy"
   pip_build "$copy"
 }
 
-# Wheels that would not install on the host.
+# Wheels that do not install on the target host.
 check_wheels() {
   local file name
   for file in "$dir"/*.whl; do
@@ -145,7 +145,7 @@ split_large() {
   done
   cat >"$dir/join.sh" <<'JOIN'
 #!/bin/sh
-# Puts the parts of large wheels together again and checks all wheels. Safe to repeat.
+# Joins the parts of large wheels, and checks all wheels. Safe to repeat.
 set -eu
 cd "$(dirname "$0")"
 for first in *.whl.part-001; do
@@ -172,7 +172,7 @@ if ((download)); then
     "$python" -c 'import sys, pip, setuptools, wheel, torch; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null ||
       die "$python is no Python 3.12 with pip, setuptools, wheel and torch: set MHP_PYTHON"
     mkdir -p "$dir"
-    # Parts of an earlier run: pip would not know them.
+    # Parts of an earlier run, which pip cannot install.
     if compgen -G "$dir/*.whl.part-001" >/dev/null; then (cd "$dir" && ./join.sh); fi
   fi
   collect
@@ -184,7 +184,7 @@ if ((!dry)); then
   [[ -z $split ]] || split_large
 fi
 
-# Not $dir: on the host it will be somewhere else.
+# Not $dir: the target host has another path.
 {
   [[ -z $split ]] || echo 'sh WHEELS/join.sh'
   echo 'python3.12 -m pip install --no-index --no-deps --upgrade --target TARGET WHEELS/*.whl'

@@ -16,7 +16,7 @@ os.environ["OMP_NUM_THREADS"] = str(THREADS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` where there is none."""
+    """Skips tests marked ``gpu`` if there is no GPU."""
     import torch
 
     if torch.cuda.is_available():
@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def platform():
-    """The host platform, tp=1 and pp=1, also where there is a GPU: tests marked ``gpu`` start processes of their own."""
+    """The CPU platform with tp=1 and pp=1, even if there is a GPU. Tests marked ``gpu`` start their own processes."""
     import torch
 
     from megatron_hybrid_prefix.platform import ensure_platform

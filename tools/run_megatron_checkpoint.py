@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Generates from a Megatron checkpoint, with this cache; alone or under torchrun."""
+"""Generates from a Megatron checkpoint with this cache; alone or under torchrun."""
 
 import sys
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Serve a hybrid model over HTTP: see `megatron_hybrid_prefix/cli/serve.py`, or `--help`."""
+"""`hybrid-prefix serve`, from a clone; alone or under torchrun."""
 
 import sys
 

@@ -1,1 +1,1 @@
-"""Benchmarks: engines side by side on made-up workloads, and what is reported of them."""
+"""Benchmarks: several engines side by side on synthetic workloads, and the reports."""

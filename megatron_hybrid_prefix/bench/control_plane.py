@@ -1,6 +1,6 @@
-"""Speed and memory of the control plane: keys, prefix tree, slots and blocks as numbers. No torch, no megatron.
+"""Speed and memory of the control plane: keys, prefix tree, slots and blocks, without tensors. Needs no torch.
 
-The scenario `index` reports the figures; `tests/core/test_speed.py` counts the steps behind them.
+The scenario `index` reports these figures. `tests/core/test_speed.py` counts the steps behind them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from megatron_hybrid_prefix.index.keys import KeyChain
 
 BLOCK_TOKENS = 256
 STATE_SLOTS = 4096
-LEAST_BLOCKS = 2_000  # below, there is too little to evict
-PROMPT_BLOCKS = 24  # of the requests that fill the cache
-# Beyond this the memory of a block only gets smaller, and tracing it takes long.
+LEAST_BLOCKS = 2_000  # a smaller index has too little to evict
+PROMPT_BLOCKS = 24  # blocks per request that fills the cache
+# With more blocks the memory per block only shrinks, and tracing takes long.
 MOST_TRACED_BLOCKS = 200_000
 MOST_EVICTED_BLOCKS = 50_000
 
@@ -38,7 +38,7 @@ METRICS = (
 
 
 def measure(blocks: int, prompt_tokens: int, repeats: int) -> list[Sample]:
-    """All figures against an index of ``blocks`` blocks, one sample a repeat (memory once: it does not vary)."""
+    """All figures for an index of ``blocks`` blocks, one sample per repeat. Memory is measured only once."""
     memory_bytes = bytes_per_block(min(blocks, MOST_TRACED_BLOCKS))
     cache = filled_cache(blocks, min(STATE_SLOTS, blocks // PROMPT_BLOCKS))
     long_prompt = long_prompt_seconds(cache, prompt_tokens, repeats)
@@ -57,7 +57,7 @@ def measure(blocks: int, prompt_tokens: int, repeats: int) -> list[Sample]:
 
 
 def run_request(cache: HybridPrefixCache, request_id: int, chain: KeyChain) -> int:
-    """A request from match to release, its prompt computed in one step; returns the tokens reused."""
+    """Runs a request from match to release, with its prompt in one step. Returns the reused tokens."""
     admission = cache.admit(request_id, cache.match(chain))
     assert admission is not None
     cache.publish(cache.plan(request_id, admission.resume_tokens, chain.tokens))
@@ -66,14 +66,14 @@ def run_request(cache: HybridPrefixCache, request_id: int, chain: KeyChain) -> i
 
 
 def made_up_chain(rng: random.Random, blocks: int, shared: list[bytes] | None = None) -> KeyChain:
-    """A prompt of ``blocks`` full blocks and one token, with random keys after the ``shared`` ones."""
+    """A prompt of ``blocks`` full blocks and one token. The keys after the ``shared`` ones are random."""
     keys = list(shared or ())
     keys += [rng.randbytes(16) for _ in range(blocks - len(keys))]
     return KeyChain(keys, blocks * BLOCK_TOKENS + 1)
 
 
 def filled_cache(blocks: int, slots: int, *, free_blocks: int = 1024, seed: int = 0) -> HybridPrefixCache:
-    """A cache that holds ``blocks`` blocks, in prompts of 24, and ``slots`` states."""
+    """A cache filled with ``blocks`` blocks, in prompts of 24 blocks, and ``slots`` states."""
     rng = random.Random(seed)
     cache = HybridPrefixCache(
         block_tokens=BLOCK_TOKENS, kv_blocks=blocks + free_blocks, state_slots=slots, eviction_policy="lru"
@@ -84,7 +84,7 @@ def filled_cache(blocks: int, slots: int, *, free_blocks: int = 1024, seed: int 
 
 
 def bytes_per_block(blocks: int) -> float:
-    """Python memory of a full cache, everything counted (the free list too), over its blocks."""
+    """Python memory of a full cache, with all its parts (also the free list), divided by its blocks."""
     gc.collect()
     tracemalloc.start()
     try:
@@ -99,7 +99,7 @@ def bytes_per_block(blocks: int) -> float:
 
 
 def long_prompt_seconds(cache: HybridPrefixCache, tokens: int = 100_000, repeats: int = 9) -> dict[str, list[float]]:
-    """Times of keys, match, admit and plan of one long prompt, cached to its last block, and their sum ("total")."""
+    """Seconds for keys, match, admit and plan of one long prompt that is fully cached, and their sum ("total")."""
     prompt = array("q", random.Random(1).choices(range(100_000), k=tokens))
     run_request(cache, -1, cache.chain(prompt))
     names = ("keys", "match", "admit", "plan", "total")
@@ -125,7 +125,7 @@ def long_prompt_seconds(cache: HybridPrefixCache, tokens: int = 100_000, repeats
 
 
 def eviction_seconds(cache: HybridPrefixCache, blocks: int) -> float:
-    """Time to evict a block of a full cache, states included, taking it and giving it back included."""
+    """Seconds to evict a block of a full cache, with its state, and to allocate and free it."""
     gone_before = cache.stats().kv_evictions
     block_ids = cache.blocks.allocate(cache.blocks.free_count)
     assert block_ids is not None
@@ -141,7 +141,7 @@ def eviction_seconds(cache: HybridPrefixCache, blocks: int) -> float:
 
 
 def state_eviction_seconds(cache: HybridPrefixCache, requests: int, *, seed: int = 2) -> float:
-    """Time of a request of two blocks that evicts one state, as a cache with all slots taken sees them."""
+    """Seconds for a request of two blocks that evicts one state, in a cache without free slots."""
     rng = random.Random(f"evict {seed}")
     chains = [made_up_chain(rng, 2) for _ in range(requests)]
     gone_before = cache.stats().evictions
@@ -152,7 +152,7 @@ def state_eviction_seconds(cache: HybridPrefixCache, requests: int, *, seed: int
 
 
 def requests_per_second(requests: int, *, slots: int = 1024, kv_blocks: int | None = None) -> float:
-    """Requests of 24 blocks, half of them shared with an earlier one, from match to release."""
+    """Requests per second, from match to release. A request has 24 blocks, about half of them shared."""
     rng = random.Random(3)
     chains: list[KeyChain] = []
     for _ in range(requests):

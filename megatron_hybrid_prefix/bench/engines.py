@@ -1,4 +1,4 @@
-"""Engines under test: built side by side in one process, timed, and out of the race once one of them raises."""
+"""The engines under test. They are built in one process and timed in turn. One that raises is excluded."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from megatron_hybrid_prefix.console.terminal import (
 
 @contextmanager
 def timed_round() -> Iterator[None]:
-    """Garbage is collected before and not during what is timed, the same for every engine."""
+    """Collects garbage before the timed round, and disables the collector during it, for every engine."""
     gc.collect()
     with no_garbage_collection():
         yield
 
 
 class Contestant:
-    """One engine, its results, and how it ended.
+    """One engine under test, and how it ended.
 
     Attributes:
-        name: Of `ENGINES`.
-        fields: What it was built with.
+        name: A name in `ENGINES`.
+        fields: The arguments it was built with.
         engine: The engine; None if it could not be built.
-        crash: What it raised, in one line; None while it runs.
-        trace: The traceback of that.
+        crash: The exception it raised, in one line; None while it runs.
+        trace: The traceback of that exception.
     """
 
     def __init__(self, name: str, fields: dict[str, Any], should_stop: Callable[[], bool]) -> None:
@@ -47,10 +47,11 @@ class Contestant:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Inside, what the engine raises puts it out of the race, and the others go on.
+        """A context in which an exception of the engine excludes this engine, and the others continue.
 
-        In inference mode, as megatron's scripts run their engines: capturing CUDA graphs resets the engine in it, and what
-        that makes anew, such as megatron's list of free state slots, cannot be written outside.
+        It runs in inference mode, as megatron's scripts run their engines. Capturing CUDA graphs resets the engine in
+        inference mode. Tensors created there, such as megatron's list of free state slots, cannot be written outside of
+        it.
         """
         import torch
 
@@ -71,19 +72,19 @@ class Contestant:
         attributes: Sequence[Mapping[str, Any]] | None = None,
         answers: Sequence[list[int]] | None = None,
     ) -> tuple[list[Any], float]:
-        """Send prompts at once, greedy, to the end of exactly ``generate`` tokens each.
+        """Sends prompts at once with greedy sampling, until each has exactly ``generate`` tokens.
 
         Args:
-            prompts: Token ids of each.
+            prompts: Token ids of each prompt.
             generate: Length of each answer.
-            attributes: What each sets on its sampling parameters beside that; an engine that does not know it ignores it.
-            answers: ``generate`` tokens for each, that it answers with in place of what it would.
+            attributes: Attributes to set on the sampling parameters of each. An engine ignores those it does not know.
+            answers: For each prompt, ``generate`` tokens to use as its answer instead of the sampled ones.
 
         Returns:
-            A `RequestResult` a prompt, and the seconds that all took.
+            A `RequestResult` per prompt, and the total seconds.
 
         Raises:
-            RuntimeError: An answer is not the one it was to give.
+            RuntimeError: An answer differs from the forced one.
         """
         from megatron_hybrid_prefix.mcore.runner import run_batch
 
@@ -99,15 +100,15 @@ class Contestant:
             raise Stopped
         for result, answer in zip(results, answers or (), strict=answers is not None):
             if result.status == "completed" and result.generated != answer:
-                raise RuntimeError("an answer is not the one that was forced")
+                raise RuntimeError("an answer differs from the forced one")
         return results, wall_s
 
     def counters(self) -> dict[str, Any]:
-        """The counters of our cache; none for the other engines."""
+        """Counters of this package's cache; empty for the other engines."""
         return cache_figures(self.engine) or {}
 
     def room(self) -> dict[str, int]:
-        """What it can hold: KV blocks, and slots of kept states."""
+        """Capacity: KV blocks and state slots."""
         from megatron_hybrid_prefix.upstream.blocks import block_counts
 
         context = self.engine.context
@@ -119,14 +120,14 @@ class Contestant:
 
 
 def greedy(generate: int) -> Any:
-    """Sampling parameters: ``generate`` tokens, none ends it earlier."""
+    """Greedy sampling parameters for exactly ``generate`` tokens."""
     from megatron_hybrid_prefix.upstream.names import SamplingParams
 
     return SamplingParams(num_tokens_to_generate=generate, top_k=1, termination_id=-1)
 
 
 def synchronize() -> None:
-    """Wait for the device."""
+    """Waits for the GPU, if there is one."""
     import torch
 
     if torch.cuda.is_available():
@@ -144,17 +145,17 @@ def contestants(
     crash_when_built: bool,
     should_stop: Callable[[], bool],
 ) -> Iterator[list[Contestant]]:
-    """Build all engines; their CUDA graphs go at the end.
+    """Builds all engines. Their CUDA graphs are deleted at the end.
 
     Args:
-        names: Of `ENGINES`.
-        make_model: Builds a model, the same each time. CUDA graphs are tied to the model's modules, so with them each
-            engine has a model of its own; else all share one.
-        make_fields: Fields that all engines share, given the model.
-        cache_of: GiB for kept states, GiB of host memory behind them, and the tier behind that, given the model.
-        cuda_graphs: Whether engines capture graphs.
-        crash_when_built: An engine that cannot be built is out of the race; else that is an `InputError`.
-        should_stop: Whether Ctrl-C was noticed.
+        names: Names in `ENGINES`.
+        make_model: Builds a model, the same one each time. CUDA graphs are tied to the model's modules, so with graphs
+            each engine gets its own model. Without graphs all engines share one.
+        make_fields: Arguments that all engines share, for a given model.
+        cache_of: GiB for checkpoints, GiB of host memory, and the tier behind the host, for a given model.
+        cuda_graphs: Whether engines capture CUDA graphs.
+        crash_when_built: True: an engine that cannot be built is excluded. False: that is an `InputError`.
+        should_stop: Whether Ctrl-C was pressed.
     """
     from megatron_hybrid_prefix.mcore import build_engine, build_upstream_engine
     from megatron_hybrid_prefix.mcore.runner import release_engine
@@ -174,15 +175,15 @@ def contestants(
             contestant = Contestant(name, make_fields(model) | ENGINES[name](*cache_of(model)), should_stop)
             found.append(contestant)
             with contestant.attempt(), as_input_errors(*_refusals(crash_when_built), prefix=f"engine {name}: "):
-                # The others are megatron's own classes: "off" is what this package has to keep up with. Where megatron
-                # cannot run the model, "off" is this package's engine without its cache.
+                # "off" and "upstream" use megatron's own classes. Where megatron cannot run the model, "off" is this package's
+                # engine without its cache.
                 off = not contestant.fields.get("enable_prefix_caching")
                 own = "prefix" in contestant.fields or (off and needs_this_package(mamba_state_config(model)))
                 build = build_engine if own else build_upstream_engine
                 contestant.engine = build(model, **contestant.fields)
             if graphs is not None:
                 graphs.end()
-        # What is there by now stays: collecting before each round need not look at it.
+        # All objects up to here stay, so the collector need not scan them before each round.
         gc.collect()
         gc.freeze()
         yield found
@@ -196,38 +197,38 @@ def contestants(
 
 
 def _refusals(crash_when_built: bool) -> tuple[type[Exception], ...]:
-    """What says that the user asked for an engine that cannot be had."""
+    """Exceptions that mean that the options ask for an impossible engine."""
     import torch
 
     return () if crash_when_built else (ValueError, torch.OutOfMemoryError)
 
 
 class _GraphRecords:
-    """Lets several engines capture CUDA graphs in one process as if each were alone.
+    """Lets several engines in one process capture CUDA graphs, as if each were alone.
 
-    Megatron looks for the buffer of the previous layer in one record of the process, and finds the first engine's: the
-    graphs of a second one would copy their input in every layer, and share the first one's memory pool.
+    Megatron looks up the buffer of the previous layer in one record per process, and would find the first engine's.
+    Then a second engine's graphs would copy their input in every layer, and share the first engine's memory pool.
     """
 
     def __init__(self) -> None:
         self._captured: list[Any] = []
 
     def begin(self) -> None:
-        """Before a model is made: no graphs are known, and the next manager makes a pool."""
+        """Call before a model is made. Clears megatron's record, so that the next graphs get a new pool."""
         from megatron_hybrid_prefix.upstream.graphs import forget_graph_pool, set_captured_graphs
 
         set_captured_graphs([])
         forget_graph_pool()
 
     def end(self) -> None:
-        """After its engine is built (the next one may use another stream)."""
+        """Call after the model's engine is built (the next engine may use another stream)."""
         from megatron_hybrid_prefix.upstream.graphs import captured_graphs
 
         self._captured += captured_graphs()
         synchronize()
 
     def put_back(self) -> None:
-        """Make all graphs known, so that they can be deleted."""
+        """Puts all graphs back into megatron's record, so that they can be deleted."""
         from megatron_hybrid_prefix.upstream.graphs import set_captured_graphs
 
         set_captured_graphs(self._captured)

@@ -1,4 +1,4 @@
-"""Forced answers: an engine samples what it is told, so that all engines' conversations have the same history."""
+"""Forced answers: replaces the sampled tokens, so that the conversations of all engines have the same history."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from megatron_hybrid_prefix.console.terminal import InputError
 
 @contextmanager
 def forced_answers(engine: Any, answers: Sequence[Sequence[int]]) -> Iterator[None]:
-    """Inside, the requests that are added to ``engine`` answer with ``answers``, in this order.
+    """A context in which the requests added to ``engine`` answer with ``answers``, in this order.
 
-    Every step does all of its work; what it sampled is then overwritten where the next forward and the bookkeeping read it.
-    That is the same place in legacy and in asynchronous scheduling, and the host does not wait for the device. On tensor-
-    or pipeline-parallel ranks do the same on each.
+    Every step does all of its work. Then the sampled tokens are overwritten where the next forward and the bookkeeping
+    read them. That is the same place in legacy and in asynchronous scheduling, and the CPU does not wait for the GPU.
+    Tensor- and pipeline-parallel ranks do the same on each rank.
 
     Raises:
-        InputError: The engine has drafts verified, which are not to be forced.
+        InputError: The engine uses speculative decoding.
     """
     controller, context = engine.controller, engine.context
     if controller.num_speculative_tokens:
-        raise InputError("forced answers: not with speculative tokens")
+        raise InputError("forced answers are not supported with speculative tokens")
     from megatron_hybrid_prefix.upstream.controller import after_sampling
 
     add = engine.add_request
@@ -38,7 +38,7 @@ def forced_answers(engine: Any, answers: Sequence[Sequence[int]]) -> Iterator[No
         _overwrite(sampled, [next_token(number) for number in _active_ids(context)])
 
     def next_token(request_id: int) -> int:
-        # The record has what was sampled before, across preemptions; what follows an unfinished chunk is not used.
+        # The record has all earlier tokens, also across preemptions. The token after an unfinished chunk is not used.
         parts = engine.requests[request_id].record.requests
         at = sum(len(part.generated_tokens) for part in parts)
         answer = answer_of[request_id]

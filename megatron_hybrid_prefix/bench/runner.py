@@ -1,4 +1,4 @@
-"""One scenario on several engines: rounds in turn, and the report of what they took."""
+"""Runs one scenario on several engines in turn, and reports the figures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from megatron_hybrid_prefix.errors import PlatformError
 
 
 class Bench:
-    """One scenario on several engines."""
+    """One scenario, run on several engines."""
 
     def __init__(
         self,
@@ -54,11 +54,11 @@ class Bench:
         self.plain_samples: list[Sample] = []
 
     def should_stop(self) -> bool:
-        """Whether any rank got Ctrl-C; see `stop_requested`."""
+        """Whether Ctrl-C was pressed on any rank; see `stop_requested`."""
         return stop_requested(self.platform, self._interrupt)
 
     def run(self) -> None:
-        """Measure, and keep what there is to report."""
+        """Runs all rounds, and keeps the figures."""
         if is_main_rank():
             self.plain_metrics, self.plain_samples = self.scenario.without_engine(self.args.repeats)
         built = contestants(
@@ -86,7 +86,7 @@ class Bench:
                 }
 
     def _rounds(self, every: Sequence[Contestant], on_round: Callable[[int], None]) -> None:
-        for repeat in range(-1, self.args.repeats):  # -1: kernels are compiled; not counted
+        for repeat in range(-1, self.args.repeats):  # round -1 warms up (compiles kernels) and is not counted
             running = [contestant for contestant in every if contestant.crash is None]
             if not running:
                 return
@@ -116,7 +116,7 @@ class Bench:
         return budgets["mamba_gb"], budgets["host_gb"], self.args.tier_behind_host
 
     def _budgets(self, model: Any) -> dict[str, float]:
-        """GiB on this rank: an option, else the scenario's, else a default."""
+        """GiB on this rank: from the options, else from the scenario, else the default."""
         given = {"buffer_gb": self.args.buffer_gb, "mamba_gb": self.args.mamba_gb, "host_gb": self.args.host_gb}
         budgets = {"mamba_gb": DEFAULT_MAMBA_GB[self.platform.device.type], "host_gb": 0.0}
         budgets |= self.scenario.budgets(machine_of(model, self.args))
@@ -132,13 +132,13 @@ class Bench:
 
 
 def machine_of(model: Any, args: argparse.Namespace) -> Machine:
-    """Sizes of the model's KV blocks and states on this rank."""
+    """Bytes of the model's KV blocks and states on this rank."""
     from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, state_bytes
 
     given = state_dtype_field(model, args.state_dtype).get("mamba_inference_state_config")
     states = given or mamba_state_config(model)
     if states is None:
-        raise InputError(f"{args.preset} has no recurrent layers: there is nothing to compare")
+        raise InputError(f"--preset {args.preset}: the model has no recurrent layers; choose a hybrid model")
     config = model.config
     # With more tensor-parallel ranks than key/value heads, several ranks hold the same head.
     heads = max(1, config.num_query_groups // config.tensor_model_parallel_size)
@@ -162,7 +162,7 @@ def _plain_value(value: Any) -> Any:
 
 
 def as_json(bench: Bench, command: str) -> dict[str, Any]:
-    """Everything that was measured, and where."""
+    """All figures, with versions, hardware and options."""
     args, scenario = bench.args, bench.scenario
     options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     return {
@@ -181,16 +181,16 @@ def as_json(bench: Bench, command: str) -> dict[str, Any]:
 
 
 def crashed_engines(bench: Bench) -> list[str]:
-    """Names of the engines that did not come to the end."""
+    """Names of the engines that crashed."""
     return [name for name, engine in bench.engines.items() if engine["status"] == "crashed"]
 
 
 def print_report(console: Console, bench: Bench, report: dict[str, Any]) -> None:
-    """The workload, tables, what each engine had, and who crashed."""
+    """Prints the workload, the tables, each engine's capacity, and the crashes."""
     args, scenario = bench.args, bench.scenario
     graphs = f"{args.cuda_graphs} CUDA graphs" if args.cuda_graphs else "no CUDA graphs"
     console.print(f"{scenario.name}: {scenario.describe()}", markup=False, soft_wrap=True)
-    console.print(f"{args.preset}, {graphs}; rounds: 1 to warm up, {args.repeats} timed", markup=False, soft_wrap=True)
+    console.print(f"{args.preset}, {graphs}; rounds: 1 warm-up, {args.repeats} timed", markup=False, soft_wrap=True)
     if bench.plain_metrics:
         console.print(plain_table("control plane", bench.plain_metrics, report["control_plane"], "cache"))
     console.print(engine_table("engines side by side", scenario.metrics(), report["metrics"], bench.names))

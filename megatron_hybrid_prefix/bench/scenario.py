@@ -1,4 +1,4 @@
-"""What a scenario is: sizes that become options, prompts of a repeat, a round of an engine, figures."""
+"""The base class of a scenario: its sizes (which become options), its prompts, its rounds and its figures."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ MS = 1e3
 
 
 def size(cpu: float, cuda: float, text: str) -> Any:
-    """A scenario's size: an option with a default for each kind of device, a whole number where the defaults are."""
+    """A size of a scenario: an option with a default for CPU and one for CUDA."""
     return dataclasses.field(metadata={"cpu": cpu, "cuda": cuda, "help": text})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What a scenario may know of the model and the engines' common options when it sets budgets.
+    """What a scenario may know of the model and the engine options when it sets budgets.
 
     Attributes:
-        block_tokens: Tokens of a KV block.
+        block_tokens: Tokens per KV block.
         block_bytes: Bytes of a KV block on this rank.
         state_bytes: Bytes of one recurrent state on this rank.
-        max_requests: Requests that run at a time.
+        max_requests: Most running requests.
     """
 
     block_tokens: int
@@ -38,13 +38,13 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """One workload. The fields of a subclass, made by `size`, are its options.
+    """One workload. Fields of a subclass that are made with `size` become options.
 
     Attributes:
-        name: What the command calls it.
-        crash_is_a_result: Also an engine that cannot be built is reported, not refused.
-        repeats: Timed rounds on each kind of device.
-        block_tokens: Tokens of a KV block, of the engines' common options.
+        name: Name of the command.
+        crash_is_a_result: True: an engine that cannot be built is reported as crashed. False: the command fails.
+        repeats: Timed rounds, by kind of device.
+        block_tokens: Tokens per KV block, from the engine options.
     """
 
     name: ClassVar[str]
@@ -64,25 +64,25 @@ class Scenario:
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens generated for it: the size ``generate``, unless a scenario has none."""
+        """Tokens generated per request: the size ``generate``. A scenario without that size overrides this."""
         return self.generate  # type: ignore[attr-defined, no-any-return]
 
     @property
     def max_requests(self) -> int:
-        """Requests that run at a time, unless an option says otherwise."""
+        """Default of ``--max-requests``."""
         return 16
 
     @property
     def max_tokens(self) -> int | None:
-        """Tokens of a step, unless an option says otherwise; None: as usual."""
+        """Default of ``--max-tokens``; None: the usual default."""
         return None
 
     def problem(self, block_tokens: int, max_requests: int) -> str | None:
-        """Why these sizes cannot be run, in one line."""
+        """Why these sizes cannot run, in one line; None if they can."""
         return None
 
     def budgets(self, machine: Machine) -> dict[str, float]:
-        """``buffer_gb``, ``mamba_gb`` and ``host_gb`` on this rank where the scenario sets them; an option has the last word."""
+        """The scenario's ``buffer_gb``, ``mamba_gb`` and ``host_gb`` on this rank. Options override them."""
         return {}
 
     def describe(self) -> str:
@@ -90,19 +90,19 @@ class Scenario:
         raise NotImplementedError
 
     def metrics(self) -> list[Metric]:
-        """What is reported of each engine, in the table's order."""
+        """Metrics to report per engine, in the order of the table."""
         raise NotImplementedError
 
     def without_engine(self, repeats: int) -> tuple[Sequence[Metric], list[Sample]]:
-        """Figures that no engine is needed for; asked for on rank 0 only, before engines are built."""
+        """Figures that need no engine. Called on rank 0 only, before the engines are built."""
         return (), []
 
     def workload(self, rng: random.Random, vocab_size: int) -> Any:
-        """What one repeat sends: new prompts, the same for every engine."""
+        """The prompts of one repeat, the same for every engine."""
         raise NotImplementedError
 
     def repeat(self, order: Sequence[Contestant], workload: Any) -> dict[str, Sample]:
-        """One round of each engine, in this order; none for an engine that raised."""
+        """Runs one round of each engine, in this order. An engine that raises has no sample."""
         samples: dict[str, Sample] = {}
         for contestant in order:
             with contestant.attempt(), timed_round():
@@ -110,22 +110,22 @@ class Scenario:
         return samples
 
     def play(self, contestant: Contestant, workload: Any) -> Sample:
-        """One round of one engine."""
+        """Runs one round of one engine."""
         raise NotImplementedError
 
 
 def tokens(rng: random.Random, vocab_size: int, count: int) -> list[int]:
-    """``count`` token ids."""
+    """``count`` random token ids."""
     return rng.choices(range(vocab_size), k=count)
 
 
 def first_tokens_ms(results: Sequence[Any]) -> list[float]:
-    """Times to first token, shortest first, of those that got one."""
+    """Times to first token in ms, shortest first. Requests without a token are left out."""
     return sorted(MS * result.time_to_first_token_s for result in results if result.time_to_first_token_s is not None)
 
 
 def sums(results: Sequence[Any]) -> Sample:
-    """Tokens and failures of a batch."""
+    """Sums of tokens and failures over a batch."""
     return {
         "generated_tokens": sum(len(result.generated) for result in results),
         "computed_tokens": sum(result.computed_tokens for result in results),

@@ -1,4 +1,4 @@
-"""Figures of a benchmark: samples by engine and repeat, their medians and ratios, as JSON and as a table. No torch."""
+"""Samples of a benchmark, their medians and ratios, as JSON and as a table. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 
 from rich.table import Table
 
-# One repeat of one engine: figure -> value; None, or absent, where the engine has no such figure.
+# One repeat of one engine: metric -> value. None or missing: the engine does not have this metric.
 Sample = dict[str, float | None]
-# Which engine is shown as a multiple of which.
+# Pairs of engines whose ratio is shown.
 RATIO_PAIRS = (("upstream", "off"), ("ours", "off"), ("ours", "upstream"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """A figure that is reported.
+    """A figure of the report.
 
     Attributes:
-        name: Its key in samples and JSON; ends with the unit.
-        label: Its row's head in the table.
-        digits: Digits after the point in the table.
-        goal: What it shall reach, in words.
-        ratios: Whether one engine's figure as a multiple of another's means anything.
+        name: Key in samples and JSON. Ends with the unit.
+        label: Row label in the table.
+        digits: Digits after the decimal point in the table.
+        goal: Goal of this package's engine, as text.
+        ratios: Whether to show ratios between engines.
     """
 
     name: str
@@ -36,36 +36,36 @@ class Metric:
 
 
 def rotated[T](items: Sequence[T], shift: int) -> list[T]:
-    """``items`` from number ``shift`` (modulo their count) on, then those before it."""
+    """``items``, rotated left by ``shift``."""
     at = shift % len(items) if items else 0
     return [*items[at:], *items[:at]]
 
 
 def median(values: Sequence[float | None]) -> float | None:
-    """The median of what is not None; None where that is nothing."""
+    """The median of the values that are not None; None if there are none."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """The least of ``values`` that a ``share`` of them does not exceed; None where there are none."""
+    """The smallest value that at least a ``share`` of ``values`` does not exceed; None if there are none."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else None
 
 
 def ratio(value: float | None, to: float | None) -> float | None:
-    """``value / to``; None where one is missing or ``to`` is 0."""
+    """``value / to``; None if one is missing or ``to`` is 0."""
     return None if value is None or not to else value / to
 
 
 def summarise(
     metrics: Sequence[Metric], samples: Mapping[str, Sequence[Sample]], crashed: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Metric -> its samples, medians and ratios of medians.
+    """Samples, medians and ratios of medians, by metric.
 
     Args:
-        metrics: What to report.
-        samples: Engine -> one sample a repeat.
-        crashed: Engines that did not come to the end: their samples are kept, and have no median.
+        metrics: The metrics to report.
+        samples: One sample per repeat, by engine.
+        crashed: Engines that crashed. Their samples are kept, but they get no median.
     """
     report: dict[str, Any] = {}
     for metric in metrics:
@@ -83,7 +83,7 @@ def summarise(
 
 
 def engine_table(title: str, metrics: Sequence[Metric], report: Mapping[str, Any], engines: Sequence[str]) -> Table:
-    """A row a metric, a column an engine and a ratio; metrics that no engine has are left out."""
+    """A row per metric, a column per engine and per ratio. Metrics that no engine has are left out."""
     pairs = [f"{a}/{b}" for a, b in RATIO_PAIRS if a in engines and b in engines]
     table = Table(title=title, title_justify="left")
     table.add_column("median of repeats", no_wrap=True)
@@ -103,7 +103,7 @@ def engine_table(title: str, metrics: Sequence[Metric], report: Mapping[str, Any
 
 
 def plain_table(title: str, metrics: Sequence[Metric], report: Mapping[str, Any], column: str) -> Table:
-    """The same for figures that no engine is needed for."""
+    """A table of the figures that need no engine."""
     table = Table(title=title, title_justify="left")
     for head in ("median of repeats", "value", "goal"):
         table.add_column(head, justify="right" if head == "value" else "left", no_wrap=True)

@@ -1,1 +1,1 @@
-"""The commands, one module a verb; each has ``main(argv)``, which returns the exit code."""
+"""The commands, one module per verb. Each has ``main(argv)``, which returns the exit code."""

@@ -1,25 +1,32 @@
-"""Measure the engines side by side: caching off, megatron-core's own cache, this cache.
+"""Benchmark caching engines side by side: caching off, megatron-core's own cache, this cache.
 
-    hybrid-prefix bench shared_prefix                       # time to first token of a prefix's 1st, 2nd, ... sighting
-    hybrid-prefix bench first_sighting                      # the same where the request says how far a prefix is shared
-    hybrid-prefix bench multi_turn --sessions 50 --turns 60 # conversations whose every turn sends the whole history
-    hybrid-prefix bench herd                                # cold requests with a common prefix, at once
-    hybrid-prefix bench samples                             # several answers to one prompt, at once
-    hybrid-prefix bench no_reuse --json no_reuse.json       # throughput where nothing can be reused
-    hybrid-prefix bench host_tier                           # prompts come back after the device let them go
-    hybrid-prefix bench pressure --engine off,ours          # less memory than the working set
-    hybrid-prefix bench index                               # the control plane; no GPU needed
-    hybrid-prefix bench all --json b.json --report out      # every scenario, then tables and plots; --quick: small sizes
-    hybrid-prefix bench report b.json out                   # tables and plots again
+examples:
+    hybrid-prefix bench shared_prefix                        # time to first token of a prefix's 1st, 2nd, ... sighting
+    hybrid-prefix bench first_sighting                       # the same, if requests name the end of the prefix
+    hybrid-prefix bench multi_turn --sessions 50 --turns 60  # chats; each turn sends the whole history
+    hybrid-prefix bench herd                                 # cold requests with a shared prefix, all at once
+    hybrid-prefix bench samples                              # several answers to one prompt, all at once
+    hybrid-prefix bench no_reuse --json no_reuse.json        # throughput when nothing can be reused
+    hybrid-prefix bench host_tier                            # prompts come back after they were evicted
+    hybrid-prefix bench pressure --engine off,ours           # the cache is smaller than the working set
+    hybrid-prefix bench index                                # the control plane; needs no GPU
+    hybrid-prefix bench all --json b.json --report out       # all scenarios, with tables and plots (--quick: small)
+    hybrid-prefix bench report b.json out                    # tables and plots of an earlier run
     torchrun --nproc-per-node 2 -m megatron_hybrid_prefix bench no_reuse --preset small --tp 2
 
-All engines are built in one process and take turns: in every repeat each runs the same new random prompts, so that no
-cache helps from one repeat to the next, and the order rotates. A warm-up round is not counted. Figures are medians over
-the repeats, ratios quotients of medians; the raw samples are in --json. Garbage is collected before each timed round and
-not during it.
+engines:
+    off         megatron-core without prefix caching
+    upstream    megatron-core with its own prefix caching
+    ours        megatron-core with this package's cache
 
-An engine that raises is reported as crashed, and the others go on. Exit code: 0; 1 if an engine other than upstream's
-crashed; 2 for bad input; 130 after Ctrl-C.
+All engines run in one process and take turns. In each repeat every engine gets the same new random prompts, so no cache
+helps from one repeat to the next. The order of the engines rotates. A warm-up round is not counted. Figures are medians
+over the repeats; ratios are quotients of medians. --json has the samples of each repeat. Garbage is collected before
+each timed round and not during it.
+
+An engine that raises is reported as crashed, and the others continue.
+
+exit code: 0; 1 if an engine other than "upstream" crashed; 2 for bad input; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -69,7 +76,7 @@ DEFAULT_CUDA_GRAPHS = {"cpu": 0, "cuda": 8}
 
 
 def make_parser() -> ArgumentParser:
-    """A command a scenario: the scenario's own sizes, and what all have."""
+    """The command's parser: one subcommand per scenario."""
     summary, _, rest = (__doc__ or "").partition("\n\n")
     raw = argparse.RawDescriptionHelpFormatter
     parser = ArgumentParser(description=summary, epilog=rest, formatter_class=raw, allow_abbrev=False)
@@ -88,7 +95,7 @@ def make_parser() -> ArgumentParser:
         cpu, cuda = kind.repeats["cpu"], kind.repeats["cuda"]
         _add_common(command, str(cpu) if cpu == cuda else f"{cpu} on CPU, {cuda} on GPU")
         add = command.add_argument_group("output").add_argument
-        add("--json", type=Path, metavar="PATH", help="everything, with the samples of each repeat")
+        add("--json", type=Path, metavar="PATH", help="write all results as JSON, with the samples of each repeat")
     add_commands(commands, SCENARIOS, _add_common)
     return parser
 
@@ -96,25 +103,25 @@ def make_parser() -> ArgumentParser:
 def _add_common(parser: ArgumentParser, shown_repeats: str = "each scenario's") -> None:
     add = parser.add_argument_group("measuring").add_argument
     every = ",".join(ENGINES)
-    add("--engine", default=every, metavar="NAMES", help="engines, by comma (default: %(default)s)")
-    add("--repeats", type=positive_int, metavar="N", help=f"timed rounds of each engine (default: {shown_repeats})")
+    add("--engine", default=every, metavar="NAMES", help="engines to run, comma-separated (default: %(default)s)")
+    add("--repeats", type=positive_int, metavar="N", help=f"timed rounds per engine (default: {shown_repeats})")
     add_model_options(parser.add_argument_group("model").add_argument, default_preset=None)
     add_engine_options(
         parser.add_argument_group("engine").add_argument,
         max_requests=None,
-        max_requests_text="default: what the scenario needs, 16 or more",
-        cuda_graphs_text="0: none; default: 8",
+        max_requests_text="default: as many as the scenario needs, at least 16",
+        cuda_graphs_text="default: 8; 0: none",
     )
 
 
 def complete(args: argparse.Namespace) -> tuple[list[str], Scenario, Any]:
-    """Fill in the defaults that depend on the device, and check all that can be checked before anything runs.
+    """Fills in the defaults that depend on the device, and checks everything before anything runs.
 
     Returns:
-        Names of the engines, the scenario with its sizes, the model's dimensions.
+        Engine names, the scenario with its sizes, the model's configuration.
 
     Raises:
-        InputError: Something cannot be run.
+        InputError: An option is wrong, or the sizes cannot run.
     """
     names = engine_names(args.engine, "--engine")
     if args.json is not None:
@@ -137,19 +144,19 @@ def complete(args: argparse.Namespace) -> tuple[list[str], Scenario, Any]:
         raise InputError(problem)
     if scenario.longest_tokens + scenario.generated_tokens > config.max_sequence_length:
         raise InputError(
-            f"{scenario.longest_tokens} + {scenario.generated_tokens} tokens are more than {args.preset} takes: "
-            f"{config.max_sequence_length}"
+            f"{scenario.longest_tokens} prompt + {scenario.generated_tokens} generated tokens exceed the "
+            f"{config.max_sequence_length} of {args.preset}"
         )
     if args.max_tokens is not None and scenario.longest_tokens > args.max_tokens and not args.chunked_prefill:
         raise InputError(
-            f"prompts of {scenario.longest_tokens} tokens are more than --max-tokens {args.max_tokens}: raise it, "
-            "or give --chunked-prefill"
+            f"prompts of {scenario.longest_tokens} tokens are more than --max-tokens {args.max_tokens}: raise it "
+            "or add --chunked-prefill"
         )
     return names, scenario, config
 
 
 def default_device() -> str:
-    """That of the running platform, else CUDA where there is a device."""
+    """The running platform's device type; without one, CUDA if there is a GPU."""
     import torch
 
     from megatron_hybrid_prefix.platform import running_platform
@@ -164,7 +171,7 @@ def default_device() -> str:
 
 
 def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
-    """The whole command; see the module's docstring."""
+    """Runs the command."""
     args = make_parser().parse_args(argv)
     command = command_line(sys.argv[1:] if argv is None else argv)
     if args.scenario == "all":
@@ -189,5 +196,5 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
+    """Runs the command. Returns its exit code."""
     return run_command(lambda interrupt: run(argv, interrupt))

@@ -1,28 +1,38 @@
-"""Generate with a hybrid model, with one or more caching engines side by side.
+"""Generate with a hybrid model, on one or more caching engines side by side.
 
-Alone or under torchrun. Prompts come as arguments, text files, JSON lines, a conversation that is replayed turn by turn
-or recorded sessions; a table shows, for each request, how many prompt tokens were computed and how many reused, and what
-it took.
+The input is prompts, a conversation or recorded sessions. The output is a table: how many prompt tokens of each request
+were computed, how many were reused, and how long it took. With several engines (--compare) their answers are compared.
 
+examples:
     hybrid-prefix generate "Hello" --preset tiny
     hybrid-prefix generate --conversation session.json --compare off,upstream,ours --json result.json --plot result.png
     hybrid-prefix generate --sessions agents.jsonl --compare off,upstream,ours
     torchrun --nproc-per-node 2 -m megatron_hybrid_prefix generate --jsonl prompts.jsonl --preset small --tp 2
 
-JSON lines: one object a line with "prompt" (text) or "tokens" (ids), and optionally sampling parameters of its own
-("num_tokens_to_generate", "temperature", "top_k", "top_p", "stop_words", "termination_id", "top_n_logprobs"), and for
-the engine "ours" "cache_salt" (prompts with different salts share nothing), "cache_read" and "cache_write" (booleans),
-and "cache_breakpoints" (lengths in tokens of beginnings of the prompt that others will share).
+engines:
+    off         megatron-core without prefix caching
+    upstream    megatron-core with its own prefix caching
+    ours        megatron-core with this package's cache
 
-Conversation: {"system": "...", "context": "...", "turns": ["...", {"regenerate": true}, ...]} (a regenerated turn sends
-the previous prompt again and its answer takes the other's place), or {"messages": [{"role": "user", "content": "..."},
-...]} where an "assistant" message becomes the history in place of the generated answer. What the first engine
-answers is the history for all engines, so that they are given the same prompts. Each prompt goes with the ends of the
-messages in it as "cache_breakpoints"; what separates a message from the next counts to it.
+--jsonl: one JSON object per line, with "prompt" (text) or "tokens" (ids). A line may set its own sampling parameters:
+"num_tokens_to_generate", "temperature", "top_k", "top_p", "stop_words", "termination_id", "top_n_logprobs". For the
+engine "ours" it may also set:
+    "cache_salt"          text; requests with different salts share nothing
+    "cache_read"          false: do not reuse cached prefixes
+    "cache_write"         false: do not cache this request
+    "cache_breakpoints"   token positions up to which other prompts will share this one
 
-Sessions: one object a line with "timestamp" (a number) and "input" (the whole prompt as text), sent in the order of time;
-other fields, recorded answers among them, are ignored. The report gives totals, and sets the computed tokens against the
-least possible: the tokens by which each prompt goes beyond what it has in common with the beginning of an earlier one.
+--conversation: one JSON object in one of two forms.
+    {"system": "...", "context": "...", "turns": ["...", {"regenerate": true}, ...]}
+        {"regenerate": true} sends the previous prompt again. The new answer replaces the old one.
+    {"messages": [{"role": "user", "content": "..."}, ...]}
+        An "assistant" message is used in the history instead of the generated answer.
+The first engine's answers become the history for all engines, so all engines get the same prompts. The end of each
+message is sent as a breakpoint ("cache_breakpoints").
+
+--sessions: one JSON object per line, with "timestamp" (a number) and "input" (the whole prompt as text). Requests are
+sent one after another, by timestamp. Other fields are ignored. The report shows totals only. "least possible" is what a
+perfect cache would compute: the tokens after each prompt's longest common prefix with an earlier prompt.
 """
 
 from __future__ import annotations
@@ -85,63 +95,114 @@ from megatron_hybrid_prefix.tokenizer import Tokenizer, load_tokenizer
 
 
 def make_parser() -> ArgumentParser:
-    """All options, grouped as `--help` shows them."""
+    """The command's parser."""
     summary, _, rest = (__doc__ or "").partition("\n\n")
     parser = ArgumentParser(
         description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument_group("input").add_argument
-    add("prompt", nargs="*", metavar="PROMPT", help="a prompt as text")
-    add("--text-file", action="append", default=[], type=Path, metavar="F", help="a file that is one prompt (repeat)")
-    add("--jsonl", action="append", default=[], type=Path, metavar="F", help="prompts as JSON lines (repeat)")
-    add("--conversation", type=Path, metavar="F", help="a conversation as JSON, replayed turn by turn")
+    add("prompt", nargs="*", metavar="PROMPT", help="a prompt, as text")
+    add(
+        "--text-file",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="F",
+        help="a text file with one prompt (repeatable)",
+    )
+    add(
+        "--jsonl",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="F",
+        help="prompts as JSON lines, see below (repeatable)",
+    )
+    add("--conversation", type=Path, metavar="F", help="a conversation as JSON, see below; sent turn by turn")
     add(
         "--sessions",
         action="append",
         default=[],
         type=Path,
         metavar="F",
-        help="recorded requests of sessions as JSON lines, replayed in the order of time (repeat)",
+        help="recorded requests as JSON lines, see below; sent by timestamp (repeatable)",
     )
 
     add = parser.add_argument_group("model").add_argument
     add_model_options(add)
-    add("--load", type=Path, metavar="DIR", help="take the weights from a checkpoint of --save")
+    add("--load", type=Path, metavar="DIR", help="load the weights from a checkpoint written by --save")
     add("--save", type=Path, metavar="DIR", help="save the weights before generating")
-    add("--tokenizer", type=Path, metavar="DIR", help="a Hugging Face tokenizer folder (default: bytes)")
+    add(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="folder with a Hugging Face tokenizer.json (default: a token per byte)",
+    )
 
     add = parser.add_argument_group("engine").add_argument
-    add("--compare", default="off", metavar="NAMES", help=f"engines, by comma: {', '.join(ENGINES)} (default: off)")
-    add("--concurrency", choices=("sequential", "batch"), help="default: batch; conversations and sessions: sequential")
-    add("--max-sequence-length", type=positive_int, help="longest prompt plus answer in tokens (default: the model's)")
+    add(
+        "--compare",
+        default="off",
+        metavar="NAMES",
+        help=f"engines to run, comma-separated: {', '.join(ENGINES)} (default: off)",
+    )
+    add(
+        "--concurrency",
+        choices=("sequential", "batch"),
+        help="send prompts one by one or all at once (default: batch; conversations and sessions: sequential)",
+    )
+    add("--max-sequence-length", type=positive_int, help="longest prompt plus answer, in tokens (default: the model's)")
     add_engine_options(add, max_requests=16, max_requests_text="default: %(default)s", cuda_graphs_text="default: none")
 
-    sampling = parser.add_argument_group("sampling (upstream's parameters)")
+    sampling = parser.add_argument_group("sampling")
     add = sampling.add_argument
-    add("--num-tokens-to-generate", type=positive_int, default=32, metavar="N", help="default: %(default)s")
-    add("--temperature", type=float, default=1.0, help="default: %(default)s")
-    add("--top-k", type=int, help="default: 1 (greedy), or 0 (off) where --top-p is given")
-    add("--top-p", type=float, default=0.0, help="default: 0 (off)")
-    add("--stop-word", action="append", default=[], metavar="TEXT", help="end before this text (repeat)")
+    add(
+        "--num-tokens-to-generate",
+        type=positive_int,
+        default=32,
+        metavar="N",
+        help="length of an answer (default: %(default)s)",
+    )
+    add("--temperature", type=float, default=1.0, help="sampling temperature, above 0 (default: %(default)s)")
+    add(
+        "--top-k",
+        type=int,
+        help="sample from the K likeliest tokens; 1 is greedy, 0 is off (default: 1; with --top-p: 0)",
+    )
+    add("--top-p", type=float, default=0.0, help="nucleus sampling, 0 to 1; 0 is off (default: 0)")
+    add("--stop-word", action="append", default=[], metavar="TEXT", help="stop before this text (repeatable)")
     end = sampling.add_mutually_exclusive_group()
-    end.add_argument("--termination-id", type=int, metavar="ID", help="end at this token (default: the tokenizer's)")
-    end.add_argument("--ignore-eos", action="store_true", help="end at no token")
-    add("--log-probs", action=argparse.BooleanOptionalAction, default=True, help="log-probs of the generated tokens")
-    add("--top-n-logprobs", type=int, default=0, metavar="N", help="also the N likeliest tokens (in --json)")
-    add("--add-bos", action="store_true", help="begin text prompts with the tokenizer's first token")
+    end.add_argument(
+        "--termination-id", type=int, metavar="ID", help="stop at this token id (default: the tokenizer's end of text)"
+    )
+    end.add_argument("--ignore-eos", action="store_true", help="do not stop at an end token")
+    add(
+        "--log-probs",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="return log-probs of the generated tokens",
+    )
+    add(
+        "--top-n-logprobs",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also return the N likeliest tokens per position, in --json (default: 0)",
+    )
+    add("--add-bos", action="store_true", help="start text prompts with the tokenizer's begin-of-text token")
 
     add = parser.add_argument_group("output").add_argument
-    add("--json", type=Path, metavar="PATH", help="everything, as JSON")
-    add("--plot", type=Path, metavar="PNG", help="computed prompt tokens and time to first token per request")
+    add("--json", type=Path, metavar="PATH", help="write all results as JSON")
+    add("--plot", type=Path, metavar="PNG", help="plot computed prompt tokens and time to first token per request")
     return parser
 
 
 def check_options(args: argparse.Namespace) -> tuple[list[str], Any]:
-    """Check all that needs neither torch nor input files; returns engine names and the model's dimensions."""
+    """Checks the options, without torch and without reading input. Returns engine names and model configuration."""
     config = check_engine_options(args)
     names = engine_names(args.compare, "--compare")
     if (args.max_sequence_length or 0) > config.max_sequence_length:
-        raise InputError(f"--max-sequence-length: {args.preset} has {config.max_sequence_length}")
+        raise InputError(f"--max-sequence-length: {args.preset} has at most {config.max_sequence_length}")
     if args.load is not None and not args.load.is_dir():
         raise InputError(f"--load: there is no folder {args.load}")
     if args.plot is not None:
@@ -165,7 +226,7 @@ class Runner:
         self.model, self.tokenizer, self.platform, self._interrupt = model, tokenizer, platform, interrupt
 
     def should_stop(self) -> bool:
-        """Whether any rank got Ctrl-C; see `stop_requested`."""
+        """Whether Ctrl-C was pressed on any rank; see `stop_requested`."""
         return stop_requested(self.platform, self._interrupt)
 
     def run(
@@ -176,7 +237,7 @@ class Runner:
         sent: list[Request] | None,
         on_done: Callable[[int], None],
     ) -> EngineRun:
-        """Build the engine ``name``, send ``sent`` (or else the work's own requests), drop it."""
+        """Builds the engine ``name``, sends ``sent`` (None: the work's own requests), and releases the engine."""
         from megatron_hybrid_prefix.mcore import build_engine
         from megatron_hybrid_prefix.mcore.runner import check_fits, release_engine
 
@@ -186,7 +247,7 @@ class Runner:
             for request in work.longest():
                 with as_input_errors(ValueError, prefix=f"{request.label}: "):
                     check_fits(engine, len(request.tokens), request.sampling["num_tokens_to_generate"])
-            # The first forward of a process pays for lazy set-up. Two tokens are too few to be cached.
+            # Warm up: the first forward of a process does lazy set-up. Two tokens are too few to be cached.
             sampling = work.longest()[0].sampling | {"num_tokens_to_generate": 2}
             sampling.pop("cache_breakpoints", None)
             warm_up = Request(label="", tokens=[0, 1], sampling=sampling)
@@ -240,7 +301,7 @@ class Runner:
 def run_engines(
     runner: Runner, names: Sequence[str], work: Work, args: argparse.Namespace
 ) -> tuple[list[EngineRun], dict[str, Any]]:
-    """Each engine in turn, and the settings they had."""
+    """Runs each engine in turn. Returns the results and the engines' settings."""
     device_type = runner.platform.device.type
     longest = work.longest()
     longest_tokens = max(len(request.tokens) for request in longest)
@@ -253,7 +314,7 @@ def run_engines(
             sent = runs[0].requests if runs else None
             fields = shared | ENGINES[name](mamba_gb, args.host_gb or 0.0, args.tier_behind_host) | state_dtype
             runs.append(runner.run(name, fields, work, sent, partial(done, name)))
-            gc.collect()  # the engine's parts refer to each other
+            gc.collect()  # an engine has reference cycles
     return runs, {
         "mamba_gb": mamba_gb,
         "host_gb": args.host_gb,
@@ -273,7 +334,7 @@ def as_json(
     args: argparse.Namespace,
     least: list[int] | None,
 ) -> dict[str, Any]:
-    """Everything that was measured; of sessions also the least tokens to compute for each request."""
+    """All results as JSON values. For sessions, also the least tokens to compute for each request."""
     return {
         "versions": versions(),
         "model": {"preset": args.preset, "seed": args.seed, "load": args.load and str(args.load)},
@@ -295,7 +356,7 @@ def as_json(
 
 
 def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
-    """The whole command; see the module's docstring."""
+    """Runs the command."""
     args = make_parser().parse_intermixed_args(argv)
     names, config = check_options(args)
     with as_input_errors(ValueError):
@@ -316,7 +377,7 @@ def run_on(
     args: argparse.Namespace,
     interrupt: Interrupt,
 ) -> None:
-    """Build the model, run the engines, report."""
+    """Builds the model, runs the engines, prints and writes the report."""
     from megatron_hybrid_prefix import models
 
     console = output_console() if is_main_rank() else Console(quiet=True)
@@ -356,5 +417,5 @@ def run_on(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
+    """Runs the command. Returns its exit code."""
     return run_command(lambda interrupt: run(argv, interrupt))

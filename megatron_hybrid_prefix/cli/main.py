@@ -1,7 +1,7 @@
-"""The command `hybrid-prefix`, also `python -m megatron_hybrid_prefix`: a verb, then the verb's own options.
+"""The command `hybrid-prefix`, also `python -m megatron_hybrid_prefix`: a verb and its options.
 
-A verb's module is imported when it is asked for, so that `hybrid-prefix --help` needs nothing but Python, and a verb
-without an engine needs no torch.
+A verb's module is imported only when it is used. So `hybrid-prefix --help` needs nothing but Python, and a verb without
+an engine needs no torch.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ EXIT_INPUT = 2
 
 
 class Verb(NamedTuple):
-    """What `hybrid-prefix` can do.
+    """A verb of `hybrid-prefix`.
 
     Attributes:
         summary: One line for ``--help``.
-        module: Of ``cli``; has ``main(argv) -> exit code``.
-        extra: Of the package: with it, everything that the module imports is installed.
+        module: Module in ``cli`` with ``main(argv) -> exit code``.
+        extra: Extra of the package that installs everything the module imports.
     """
 
     summary: str
@@ -32,17 +32,17 @@ class Verb(NamedTuple):
 
 
 VERBS = {
-    "serve": Verb("serve a model over HTTP, in the OpenAI API", "serve", extra="serve"),
-    "generate": Verb("answer prompts, conversations or recorded sessions, with one or more engines", "generate"),
-    "bench": Verb("measure caching off, megatron-core's own cache and this one side by side", "bench"),
-    "replay": Verb("replay recorded requests through the cache's policies, without a model", "replay"),
-    "plan": Verb("what a memory budget holds, and what to raise first", "plan"),
+    "serve": Verb("serve a model over HTTP with the OpenAI API", "serve", extra="serve"),
+    "generate": Verb("generate from prompts, conversations or recorded sessions, on one or more engines", "generate"),
+    "bench": Verb("benchmark caching off, megatron-core's own cache and this cache side by side", "bench"),
+    "replay": Verb("replay recorded requests without a model: how much is reused at which budget", "replay"),
+    "plan": Verb("plan memory: what a budget holds, and which budget to raise first", "plan"),
     "demo": Verb("where megatron-core's own cache is wrong or reuses less, in a minute on a CPU", "demo", extra="demo"),
 }
 
 
 def usage() -> str:
-    """What ``--help`` prints."""
+    """The text of ``--help``."""
     lines = [
         "usage: hybrid-prefix VERB [OPTION ...]",
         "",
@@ -52,14 +52,21 @@ def usage() -> str:
         *(f"  {name:<10}{verb.summary}" for name, verb in VERBS.items()),
         "",
         "options:",
-        "  -h, --help  this text; after a verb, the verb's own",
-        "  --version   the version of this package",
+        "  -h, --help  show this help; after a verb, show the verb's help",
+        "  --version   show the version of this package",
+        "",
+        "examples:",
+        "  hybrid-prefix demo",
+        "  hybrid-prefix serve --preset tiny --port 8000",
+        '  hybrid-prefix generate "Hello" --preset tiny',
+        "  hybrid-prefix plan nemotron-h-8b --mamba-gb 20 --buffer-gb 20",
+        "  hybrid-prefix replay --help",
     ]
     return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a verb; returns its exit code, which is 2 where the verb is unknown or cannot be imported."""
+    """Runs a verb. Returns its exit code; 2 if the verb is unknown or cannot be imported."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     if name in ("-h", "--help"):
         print(usage())
@@ -79,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _refuse(f"hybrid-prefix {name} needs {missing}: pip install 'megatron-hybrid-prefix[{verb.extra}]'")
     called_by = sys.argv[0]
-    sys.argv[0] = f"hybrid-prefix {name}"  # the verb's usage lines and reports say how it was called
+    sys.argv[0] = f"hybrid-prefix {name}"  # shown in the verb's usage lines and reports
     try:
         exit_code: int = module.main(rest)
     finally:

@@ -1,18 +1,19 @@
-"""Generate with a hybrid model that `megatron.training` arguments describe, from a Megatron checkpoint, with this cache.
+"""Generate from a Megatron checkpoint with this cache. The model is described by `megatron.training` arguments.
 
-Alone or under torchrun. All arguments of `megatron.training` are taken; the cache is switched on with one of them:
+It runs alone or under torchrun. All arguments of `megatron.training` work. One of them turns the cache on:
 
     torchrun --nproc-per-node 2 -m megatron_hybrid_prefix.cli.megatron_checkpoint --load CHECKPOINT --use-checkpoint-args \\
         --tensor-model-parallel-size 2 --micro-batch-size 1 --tokenizer-type HuggingFaceTokenizer \\
         --tokenizer-model FOLDER --inference-dynamic-batching-prefix-caching \\
         --prompt "A long beginning, and one question" --prompt "A long beginning, and another one"
 
-Without it the same prompts run with caching off. Prompts are sent one after another, so that each can use what those
-before it left; --batch sends them together. The table says how many tokens of each prompt were computed and reused.
+Without --inference-dynamic-batching-prefix-caching caching is off. Prompts are sent one after another, so that each can
+reuse what earlier ones left in the cache; --batch sends them all at once. The table shows how many tokens of each
+prompt were computed and reused.
 
-It makes no optimizer and needs no training data. Chunked prefill is on only where --enable-chunked-prefill asks for it.
-Without Transformer Engine megatron-core's own layers are built; a checkpoint of such a model has other names for the
-norms than one of Transformer Engine's layers, which fuse them into the next linear layer.
+There is no optimizer and no training data. Chunked prefill is off unless --enable-chunked-prefill is given. Without
+Transformer Engine, megatron-core's own layers are built. Their checkpoints have other names for the norms than those of
+Transformer Engine, which fuses each norm into the next linear layer.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from megatron_hybrid_prefix.console.terminal import (
 )
 from megatron_hybrid_prefix.errors import PlatformError
 
-# Arguments that start the platform, which has to be up before megatron's model code is imported.
+# Arguments of the platform, which must be started before megatron's model code is imported.
 _LAYOUT = {
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
@@ -64,26 +65,50 @@ _LAYOUT = {
 
 
 def add_own_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """What this command adds to megatron's arguments; the cache's among them. Errors become `InputError`s."""
+    """Adds this command's arguments and the cache's to megatron's. Parser errors become `InputError`."""
 
     def refuse(message: str) -> NoReturn:
         raise InputError(message)
 
     parser.error = refuse  # type: ignore[method-assign]
     add = add_hybrid_prefix_args(parser).add_argument_group("prompts and output").add_argument
-    add("--prompt", action="append", default=[], metavar="TEXT", help="a prompt (repeat)")
-    add("--prompt-tokens", action="append", default=[], metavar="IDS", help="a prompt as token ids, '5 17 3' (repeat)")
-    add("--prompt-file", action="append", default=[], type=Path, metavar="F", help="a file that is one prompt (repeat)")
-    add("--batch", action="store_true", help="send the prompts together")
-    add("--num-tokens-to-generate", type=positive_int, default=32, metavar="N", help="default: %(default)s")
-    add("--greedy", action=argparse.BooleanOptionalAction, default=True, help="or sample (default: greedy)")
-    add("--json", type=Path, metavar="PATH", help="everything, as JSON")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is a device")
+    add("--prompt", action="append", default=[], metavar="TEXT", help="a prompt, as text (repeatable)")
+    add(
+        "--prompt-tokens",
+        action="append",
+        default=[],
+        metavar="IDS",
+        help="a prompt as token ids: '5 17 3' (repeatable)",
+    )
+    add(
+        "--prompt-file",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="F",
+        help="a text file with one prompt (repeatable)",
+    )
+    add("--batch", action="store_true", help="send all prompts at once")
+    add(
+        "--num-tokens-to-generate",
+        type=positive_int,
+        default=32,
+        metavar="N",
+        help="length of an answer (default: %(default)s)",
+    )
+    add(
+        "--greedy",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="greedy or random sampling (default: greedy)",
+    )
+    add("--json", type=Path, metavar="PATH", help="write all results as JSON")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU, else cpu")
     return parser
 
 
 def print_help() -> None:
-    """This command's own arguments; megatron's are hundreds."""
+    """Prints the help of this command's own arguments, without megatron's hundreds."""
     parser = argparse.ArgumentParser(
         usage="%(prog)s ARGUMENTS", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -91,7 +116,7 @@ def print_help() -> None:
 
 
 def layout_of(argv: Sequence[str]) -> argparse.Namespace:
-    """Device and parallel sizes, before megatron's parser can be had."""
+    """Device and parallel sizes. Read first, because megatron's parser needs a running platform."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     for name in _LAYOUT:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=1)
@@ -102,14 +127,14 @@ def layout_of(argv: Sequence[str]) -> argparse.Namespace:
 
 @contextmanager
 def megatron_at_work(platform: Any) -> Iterator[None]:
-    """Around megatron.training: what it prints goes to stderr; without a GPU its ``device="cuda"`` is the host."""
+    """A context for megatron.training: its prints go to stderr; without a GPU its ``device="cuda"`` means the CPU."""
     with redirect_stdout(sys.stderr), nullcontext() if platform.device.type == "cuda" else host_for_cuda():
         yield
 
 
 @contextmanager
 def host_for_cuda() -> Iterator[None]:
-    """What megatron.training asks of a GPU beside what its core does (see ``platform/patches.py``)."""
+    """A context in which megatron.training runs without a GPU (for megatron.core see ``platform/patches.py``)."""
     from torch.overrides import TorchFunctionMode
 
     from megatron_hybrid_prefix.upstream.rebinding import Applied, Rebinding, apply
@@ -138,12 +163,12 @@ def host_for_cuda() -> Iterator[None]:
 
 
 def parse(argv: Sequence[str], platform: Any) -> argparse.Namespace:
-    """Megatron's arguments and this command's, checked.
+    """Parses megatron's arguments and this command's.
 
     Raises:
-        InputError: They make no sense.
+        InputError: They are invalid.
     """
-    # Megatron reads sys.argv, prints all arguments on stdout, and asserts.
+    # Megatron reads sys.argv, prints all arguments to stdout, and reports errors by assert.
     before, sys.argv = sys.argv, [sys.argv[0], *argv]
     try:
         with megatron_at_work(platform), as_input_errors(ValueError, FileNotFoundError, TypeError):
@@ -153,12 +178,12 @@ def parse(argv: Sequence[str], platform: Any) -> argparse.Namespace:
                 extra_args_provider=add_own_args, args_defaults={"micro_batch_size": 1}
             )
     except AssertionError as error:
-        # Most of megatron's say nothing but what they check.
+        # Most of megatron's asserts have no message, so show the condition.
         why = str(error) or traceback.extract_tb(error.__traceback__)[-1].line or ""
         raise InputError(f"megatron.training refused the arguments: {' '.join(why.split())}") from error
     finally:
         sys.argv = before
-    args.gradient_accumulation_fusion = False  # there are no gradients, and it needs an extension
+    args.gradient_accumulation_fusion = False  # needs an extension, and there are no gradients
     if platform.device.type == "cpu":  # torch.compile would start a C++ compiler, for seconds
         args.bias_dropout_fusion = args.bias_gelu_fusion = args.bias_swiglu_fusion = False
     args.no_load_optim = args.no_load_rng = args.exit_on_missing_checkpoint = True
@@ -166,10 +191,10 @@ def parse(argv: Sequence[str], platform: Any) -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace, layout: argparse.Namespace) -> None:
-    """What can be said before the model is built.
+    """Checks the arguments before the model is built.
 
     Raises:
-        InputError: It cannot be run.
+        InputError: They are invalid.
     """
     with as_input_errors(ValueError):
         hybrid_prefix_config_from_args(args)
@@ -177,7 +202,9 @@ def check(args: argparse.Namespace, layout: argparse.Namespace) -> None:
         raise InputError("give --hybrid-layer-pattern, or a checkpoint that has it and --use-checkpoint-args")
     for name, short in _LAYOUT.items():
         if getattr(args, name) != getattr(layout, short):
-            raise InputError(f"--{name.replace('_', '-')} has to be given here: it is not taken from a checkpoint")
+            raise InputError(
+                f"--{name.replace('_', '-')} must be given on the command line: it is not read from the checkpoint"
+            )
     if args.load is None or not Path(args.load).is_dir():
         raise InputError("give --load, the folder of a Megatron checkpoint")
     if not args.prompt and not args.prompt_tokens and not args.prompt_file:
@@ -187,7 +214,7 @@ def check(args: argparse.Namespace, layout: argparse.Namespace) -> None:
 
 
 def build_model(args: argparse.Namespace, platform: Any) -> Any:
-    """This rank's shard as the arguments describe it, with random weights."""
+    """Builds this rank's shard of the model, with random weights."""
     import torch
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -211,10 +238,10 @@ def build_model(args: argparse.Namespace, platform: Any) -> Any:
 
 
 def load(model: Any, platform: Any) -> None:
-    """Weights of ``--load``.
+    """Loads the weights of ``--load``.
 
     Raises:
-        InputError: They are not there, or are those of another model.
+        InputError: There is no checkpoint, or it is of another model.
     """
     from megatron.training.checkpointing import load_checkpoint
     from torch.distributed.checkpoint.api import CheckpointException
@@ -232,10 +259,10 @@ def load(model: Any, platform: Any) -> None:
 
 
 def read_prompts(args: argparse.Namespace, tokenizer: Any) -> list[Request]:
-    """The prompts, as tokens.
+    """Reads the prompts as tokens.
 
     Raises:
-        InputError: One is empty, or no token ids.
+        InputError: A prompt is empty, or has invalid token ids.
     """
     eod = getattr(tokenizer, "eod", None)
     sampling = {
@@ -251,7 +278,7 @@ def read_prompts(args: argparse.Namespace, tokenizer: Any) -> list[Request]:
     for number, text in enumerate(args.prompt_tokens, 1):
         words = text.split()
         if not all(word.isdecimal() and int(word) < args.padded_vocab_size for word in words):
-            raise InputError(f"--prompt-tokens: {text!r} are no ids below {args.padded_vocab_size}")
+            raise InputError(f"--prompt-tokens: {text!r} must be token ids below {args.padded_vocab_size}")
         found.append((f"tokens {number}", [int(word) for word in words]))
     found += [(path.name, list(tokenizer.tokenize(read_text(path)))) for path in args.prompt_file]
     for label, tokens in found:
@@ -261,7 +288,7 @@ def read_prompts(args: argparse.Namespace, tokenizer: Any) -> list[Request]:
 
 
 def generate(engine: Any, requests: list[Request], batch: bool, should_stop: Callable[[], bool]) -> EngineRun:
-    """Send the requests, together or one after another."""
+    """Sends the requests, all at once or one after another."""
     from megatron_hybrid_prefix.mcore.runner import run_batch
     from megatron_hybrid_prefix.upstream.names import SamplingParams
 
@@ -286,7 +313,7 @@ def generate(engine: Any, requests: list[Request], batch: bool, should_stop: Cal
 
 
 def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
-    """The whole command; see the module's docstring."""
+    """Runs the command."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if "--help" in argv or "-h" in argv:
         print_help()
@@ -301,7 +328,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
 
 
 def run_on(platform: Any, args: argparse.Namespace, interrupt: Interrupt) -> None:
-    """Build the model and the engine, generate, report."""
+    """Builds the model and the engine, generates, prints and writes the report."""
     from megatron.training import get_tokenizer
     from megatron.training.initialize import initialize_megatron
 
@@ -310,7 +337,7 @@ def run_on(platform: Any, args: argparse.Namespace, interrupt: Interrupt) -> Non
     from megatron_hybrid_prefix.upstream.config import get_attr_wrapped_model
 
     with megatron_at_work(platform):
-        # The process groups run already; what follows them would compile helpers for training data.
+        # Skip mpu: the process groups exist already, and the rest of it compiles helpers for training data.
         initialize_megatron(allow_no_cuda=True, skip_mpu_initialization=True)
         with as_input_errors(AssertionError, ValueError, PlatformError):
             model = build_model(args, platform)
@@ -361,7 +388,7 @@ def run_on(platform: Any, args: argparse.Namespace, interrupt: Interrupt) -> Non
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
+    """Runs the command. Returns its exit code."""
     return run_command(lambda interrupt: run(argv, interrupt))
 
 

@@ -1,15 +1,20 @@
-"""Plan memory for prefix caching of a hybrid model: what a budget holds, and what to raise first.
+"""Plan memory for prefix caching of a hybrid model: what a budget holds, and which budget to raise first.
 
+examples:
     hybrid-prefix plan nemotron-h-8b --mamba-gb 20 --buffer-gb 20
     hybrid-prefix plan arguments.yaml --mamba-gb 20 --buffer-gb 20 --tp 2 --speculative-tokens 3
     hybrid-prefix plan config.json --mamba-gb 20 --buffer-gb 20 --trace trace.jsonl --json plan.json
 
-MODEL is a preset, a YAML or JSON file of Megatron arguments, or a Hugging Face config.json (or the folder it is in). Budgets are
-GiB of one rank. With a trace, the expected reuse is that of a replay (hybrid-prefix replay) at this budget, and again with
-each budget raised by the same amount; the one that gains most is to be raised first. What loading from the host costs is not
-in the figure.
+MODEL is a preset, a YAML or JSON file of Megatron arguments, or a Hugging Face config.json (or its folder). Budgets are
+in GiB per rank.
 
-No GPU, no torch. Exit code: 0; 2 for bad input; 130 after Ctrl-C.
+With --trace, the recorded requests are replayed at this budget (as by hybrid-prefix replay). Then each budget is raised
+by the same amount in turn, and the one that gains most is recommended. The time of loading from the host is not
+counted.
+
+Needs neither a GPU nor torch.
+
+exit code: 0; 2 for bad input; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -51,14 +56,14 @@ from megatron_hybrid_prefix.policy.registry import (
 )
 
 GIB = 2**30
-RAISED_BY = 0.25  # of all budgets together: what each budget in turn is raised by
-WORTH_IT = 0.001  # of the prompt tokens: less is not worth a recommendation
+RAISED_BY = 0.25  # each budget in turn is raised by this share of all budgets together
+WORTH_IT = 0.001  # least gain to recommend, as a share of the prompt tokens
 KNOBS = {"state_bytes": "--mamba-gb", "host_bytes": "--host-gb", "kv_bytes": "--buffer-gb"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Bytes of one rank for states on the device, states on the host, and KV with the running requests' states."""
+    """Bytes per rank: states on the device, states and KV on the host, and KV with the states of running requests."""
 
     state_bytes: int
     host_bytes: int
@@ -66,13 +71,13 @@ class Budget:
 
     @property
     def all_bytes(self) -> int:
-        """Together."""
+        """Sum of all budgets."""
         return self.state_bytes + self.host_bytes + self.kv_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a budget holds."""
+    """What a budget holds: counts, and bytes of the running requests' states."""
 
     device_states: int
     host_states: int
@@ -82,10 +87,10 @@ class Plan:
 
 
 def plan_of(budget: Budget, sizes: Sizes, args: argparse.Namespace) -> Plan:
-    """What ``budget`` holds.
+    """Computes what ``budget`` holds.
 
     Raises:
-        InputError: The running requests' states alone need more than there is.
+        InputError: The states of the running requests alone exceed the budget.
     """
     live_bytes = args.max_requests * sizes.live_bytes(args.speculative_tokens)
     block_bytes = sizes.kv_block_bytes(args.block_size_tokens)
@@ -93,8 +98,9 @@ def plan_of(budget: Budget, sizes: Sizes, args: argparse.Namespace) -> Plan:
     blocks = (budget.kv_bytes - live_bytes) // block_bytes - 1
     if blocks < 1:
         raise InputError(
-            f"--buffer-gb {budget.kv_bytes / GIB:g}: states of {args.max_requests} running requests take "
-            f"{live_bytes / GIB:.2f} GiB, and one KV block {block_bytes / GIB:.4f}: raise it, or lower --max-requests"
+            f"--buffer-gb {budget.kv_bytes / GIB:g}: too small. States of {args.max_requests} running requests take "
+            f"{live_bytes / GIB:.2f} GiB, and one KV block {block_bytes / GIB:.4f} GiB: raise it or lower "
+            f"--max-requests"
         )
     return Plan(
         device_states=budget.state_bytes // sizes.state_bytes,
@@ -106,7 +112,7 @@ def plan_of(budget: Budget, sizes: Sizes, args: argparse.Namespace) -> Plan:
 
 
 def host_options(budget: Budget, sizes: Sizes, block_tokens: int) -> dict[str, int]:
-    """The host tier of a replay with blocks of ``block_tokens``: pages of an eighth of the smaller kind of entry."""
+    """Host tier options for a replay with blocks of ``block_tokens``. A page is 1/8 of the smaller kind of entry."""
     kv_bytes, state_bytes = sizes.kv_block_bytes(block_tokens), sizes.state_bytes
     page_bytes = max(1, min(kv_bytes, state_bytes) // 8)
     return {
@@ -117,10 +123,10 @@ def host_options(budget: Budget, sizes: Sizes, block_tokens: int) -> dict[str, i
 
 
 def expected_reuse(trace: Trace, budget: Budget, sizes: Sizes, args: argparse.Namespace, interrupt: Interrupt) -> float:
-    """Share of the trace's prompt tokens that a cache of this size reuses.
+    """Share of the trace's prompt tokens that a cache with this budget reuses.
 
     Raises:
-        Stopped: Ctrl-C.
+        Stopped: Ctrl-C was pressed.
     """
 
     def on_request(done: int) -> None:
@@ -139,60 +145,78 @@ def expected_reuse(trace: Trace, budget: Budget, sizes: Sizes, args: argparse.Na
 
 
 def advice(gains: dict[str, float], reuse: float, ceiling: float, raised_gib: float) -> str:
-    """What to raise first, given what each budget gains when it is raised by ``raised_gib``."""
+    """Which budget to raise first, given the gain of each one when raised by ``raised_gib``."""
     name, gain = max(gains.items(), key=lambda item: item[1])
     if gain < WORTH_IT:
-        return f"{reuse:.1%} of the prompt tokens are reused, {ceiling:.1%} could be: {raised_gib:.1f} GiB more gain nothing"
+        return (
+            f"{reuse:.1%} of the prompt tokens are reused, {ceiling:.1%} is the limit: {raised_gib:.1f} GiB more gain "
+            "nothing"
+        )
     return f"raise {KNOBS[name]} first: {raised_gib:.1f} GiB more reuse {gain:.1%} more of the prompt tokens"
 
 
 def blind_advice(plan: Plan, sizes: Sizes) -> str:
-    """What to raise first when nothing is known about the requests."""
+    """Which budget to raise first if nothing is known about the requests."""
     if plan.device_states < 1:
-        return f"raise --mamba-gb first: not one checkpoint of {sizes.state_bytes / GIB:.3f} GiB fits"
+        return f"raise --mamba-gb first: it is less than one checkpoint ({sizes.state_bytes / GIB:.3f} GiB)"
     blocks = plan.kv_blocks / plan.device_states
     if blocks < 1:
-        return "raise --buffer-gb first: there are fewer KV blocks than checkpoints, and each checkpoint needs its own"
-    return f"a checkpoint for every {blocks:.0f} KV blocks; give a --trace to learn which of the two to raise"
+        return "raise --buffer-gb first: there are fewer KV blocks than checkpoints, and each checkpoint needs a block"
+    return f"one checkpoint per {blocks:.0f} KV blocks; add --trace to learn which budget to raise"
 
 
 # --- Command ---------------------------------------------------------------------------------------------------------
 
 
 def make_parser() -> ArgumentParser:
-    """All options."""
+    """The command's parser."""
     summary, _, rest = (__doc__ or "").partition("\n\n")
     raw = argparse.RawDescriptionHelpFormatter
     parser = ArgumentParser(description=summary, epilog=rest, formatter_class=raw, allow_abbrev=False)
-    parser.add_argument("model", metavar="MODEL", help="preset, Megatron arguments (YAML, JSON) or config.json")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a preset, a file of Megatron arguments (YAML, JSON), or a config.json"
+    )
     add = parser.add_argument_group("model").add_argument
-    add("--tp", type=positive_int, default=1, help="tensor-parallel size (default: %(default)s)")
-    add("--state-dtype", choices=("float32", "bfloat16"), help="type of the matrix states (default: each layer kind's)")
-    add = parser.add_argument_group("budget of one rank").add_argument
-    add("--mamba-gb", type=positive_float, required=True, help="GiB for checkpoints on the device")
-    add("--buffer-gb", type=positive_float, required=True, help="GiB for KV and the states of running requests")
-    add("--host-gb", type=positive_float, help="GiB of host memory behind both (default: none)")
-    add("--block-size-tokens", type=positive_int, default=256, help="tokens of a KV block (default: %(default)s)")
-    add("--max-requests", type=positive_int, default=64, help="running at a time (default: %(default)s)")
-    add("--speculative-tokens", type=whole_number, default=0, help="drafted tokens (default: %(default)s)")
+    add("--tp", type=positive_int, default=1, metavar="N", help="tensor-parallel size (default: %(default)s)")
+    add(
+        "--state-dtype", choices=("float32", "bfloat16"), help="dtype of the matrix states (default: each layer kind's)"
+    )
+    add = parser.add_argument_group("budget per rank").add_argument
+    add("--mamba-gb", type=positive_float, required=True, help="GiB for state checkpoints on the GPU")
+    add("--buffer-gb", type=positive_float, required=True, help="GiB for KV blocks and the states of running requests")
+    add("--host-gb", type=positive_float, help="GiB of pinned host memory for evicted KV and states (default: none)")
+    add("--block-size-tokens", type=positive_int, default=256, help="tokens per KV block (default: %(default)s)")
+    add("--max-requests", type=positive_int, default=64, help="most running requests (default: %(default)s)")
+    add(
+        "--speculative-tokens",
+        type=whole_number,
+        default=0,
+        help="draft tokens of speculative decoding (default: %(default)s)",
+    )
     add = parser.add_argument_group("expected reuse").add_argument
-    add("--trace", nargs="+", type=Path, metavar="TRACE", help="recorded requests, as for hybrid-prefix replay")
+    add(
+        "--trace",
+        nargs="+",
+        type=Path,
+        metavar="TRACE",
+        help="files of recorded requests, see hybrid-prefix replay --help",
+    )
     add("--limit", type=positive_int, metavar="N", help="only the first N requests by time")
     add(
         "--eviction",
         type=present_eviction_policy,
         choices=eviction_policy_names(),
         default=DEFAULT_EVICTION_POLICY,
-        help="(default: %(default)s)",
+        help="eviction policy (default: %(default)s)",
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="everything")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write all results as JSON")
     return parser
 
 
 def measured(
     args: argparse.Namespace, sizes: Sizes, budget: Budget, interrupt: Interrupt
 ) -> tuple[dict[str, Any], str]:
-    """Expected reuse at this budget, and what each budget gains when it is raised; and the advice."""
+    """Replays the trace. Returns the reuse at this budget, the gain of raising each budget, and the advice."""
     trace = read_trace(args.trace, limit=args.limit)
     ceiling = sum(ceiling_tokens(trace)) / trace.prompt_tokens
     step = max(int(budget.all_bytes * RAISED_BY), sizes.state_bytes)
@@ -218,26 +242,26 @@ def measured(
 def print_report(
     console: Console, args: argparse.Namespace, sizes: Sizes, plan: Plan, reuse: dict[str, Any] | None
 ) -> None:
-    """Bytes, what the budget holds, and the expected reuse."""
+    """Prints sizes, what the budget holds, and the expected reuse."""
     table = Table(title=f"{printable(sizes.name)}, tp={sizes.tp}", title_justify="left", show_header=False)
     table.add_column("what", no_wrap=True)
     table.add_column("how much", justify="right", no_wrap=True)
     block_bytes = sizes.kv_block_bytes(args.block_size_tokens)
     drafts = f" and {args.speculative_tokens} drafts" if args.speculative_tokens else ""
     rows: list[tuple[str, str]] = [
-        ("a checkpoint", f"{sizes.state_bytes:,} bytes"),
-        (f"a KV block of {args.block_size_tokens} tokens", f"{block_bytes:,} bytes"),
-        (f"states of a running request{drafts}", f"{sizes.live_bytes(args.speculative_tokens):,} bytes"),
-        ("a checkpoint takes as much as KV of", f"{sizes.state_bytes / sizes.kv_token_bytes:,.0f} tokens"),
+        ("one checkpoint", f"{sizes.state_bytes:,} bytes"),
+        (f"one KV block of {args.block_size_tokens} tokens", f"{block_bytes:,} bytes"),
+        (f"states of one running request{drafts}", f"{sizes.live_bytes(args.speculative_tokens):,} bytes"),
+        ("one checkpoint takes as much memory as the KV of", f"{sizes.state_bytes / sizes.kv_token_bytes:,.0f} tokens"),
         ("checkpoints on the device", f"{plan.device_states:,}"),
-        ("checkpoints on the host, if it held nothing else", f"{plan.host_states:,}"),
+        ("checkpoints on the host, if it holds no KV", f"{plan.host_states:,}"),
         (f"states of {args.max_requests} running requests", f"{plan.live_bytes / GIB:.2f} GiB"),
         ("KV blocks", f"{plan.kv_blocks:,}"),
-        ("tokens of history", f"{plan.history_tokens:,}"),
+        ("tokens in the KV blocks", f"{plan.history_tokens:,}"),
     ]
     if reuse is not None:
         rows.append(("expected reuse of prompt tokens", f"{reuse['reused_token_fraction']:.4f}"))
-        rows.append(("without limits", f"{reuse['ceiling_fraction']:.4f}"))
+        rows.append(("reuse with unlimited memory", f"{reuse['ceiling_fraction']:.4f}"))
         step_gib = reuse["raised_by_bytes"] / GIB
         rows += [(f"{step_gib:.1f} GiB more for {knob}", f"{gain:+.4f}") for knob, gain in reuse["gains"].items()]
     for row in rows:
@@ -246,7 +270,7 @@ def print_report(
 
 
 def run(argv: Sequence[str], interrupt: Interrupt) -> int:
-    """The whole command; see the module's docstring."""
+    """Runs the command."""
     args = make_parser().parse_args(argv)
     if args.json is not None:
         check_writable(args.json)
@@ -287,5 +311,5 @@ def run(argv: Sequence[str], interrupt: Interrupt) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
+    """Runs the command. Returns its exit code."""
     return run_command(lambda interrupt: run(sys.argv[1:] if argv is None else argv, interrupt))

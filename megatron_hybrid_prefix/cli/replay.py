@@ -1,17 +1,22 @@
-"""Replay recorded requests through the cache's index and policies, without a model: what is reused at which budget?
+"""Replay recorded requests through the cache's index and policies, without a model: how much is reused at which budget?
 
-    hybrid-prefix replay trace.jsonl                                # this cache, and others, at several budgets
+examples:
+    hybrid-prefix replay trace.jsonl                                # this cache and the baselines, at several budgets
     hybrid-prefix replay trace.jsonl --state-slots 64,256,1024 --json reuse.json --plot reuse.png
-    hybrid-prefix replay trace.jsonl --kv-blocks 20000              # KV is limited, too
-    hybrid-prefix replay trace.jsonl --eviction lru --admission asked --interval 4096 --baselines none
-    hybrid-prefix replay trace.jsonl --preset nemotron-h-8b         # what the slots and blocks take, in GiB
+    hybrid-prefix replay trace.jsonl --kv-blocks 20000              # with limited KV, too
+    hybrid-prefix replay trace.jsonl --eviction lru --admission asked --baselines none
+    hybrid-prefix replay trace.jsonl --interval 4096                # interval states every 4096 tokens
+    hybrid-prefix replay trace.jsonl --preset nemotron-h-8b         # shows the slots and blocks in GiB
 
-A trace is a file of one JSON object a line: Mooncake's (timestamp, input_length, output_length, hash_ids of 512-token blocks),
-sessions with their own hash_ids and a block_size, or texts (timestamp, input). A line that is none of them is an error.
-Requests run one after another in the order of time; answers are not replayed. The replayed classes are those that the
-engine uses. The ceiling is what a cache without limits would reuse, with a state after every block.
+TRACE is a file with one JSON object per line, in one of three formats:
+    Mooncake   "timestamp", "input_length", "output_length", and "hash_ids" of 512-token blocks
+    sessions   "hash_ids" that are valid within a session, and "block_size"
+    text       "timestamp" and "input", the whole prompt as text
 
-Exit code: 0; 2 for bad input; 130 after Ctrl-C.
+Requests run one after another, by time. Answers are not replayed. The replay uses the same cache classes as the engine.
+The last row, "no limits", is a cache with unlimited memory and a state after every block.
+
+exit code: 0; 2 for bad input; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -67,25 +72,25 @@ BASELINES = {
 
 
 def make_parser() -> ArgumentParser:
-    """All options."""
+    """The command's parser."""
     summary, _, rest = (__doc__ or "").partition("\n\n")
     raw = argparse.RawDescriptionHelpFormatter
     parser = ArgumentParser(description=summary, epilog=rest, formatter_class=raw, allow_abbrev=False)
     add = parser.add_argument
-    add("traces", nargs="+", type=Path, metavar="TRACE", help="files of recorded requests, of one format")
+    add("traces", nargs="+", type=Path, metavar="TRACE", help="files of recorded requests, all in one format")
     add("--limit", type=positive_int, metavar="N", help="only the first N requests by time")
     add(
         "--block-tokens",
         type=positive_int,
         metavar="N",
-        help="tokens of a block (texts: 256; else what the trace says)",
+        help="tokens per block (default: 256 for text; else as in the trace)",
     )
     add = parser.add_argument_group("budget").add_argument
     add(
         "--state-slots",
         default=DEFAULT_SLOTS,
         metavar="N[,N...]",
-        help="recurrent states that can be kept (default: %(default)s)",
+        help="state slots; several are replayed in turn (default: %(default)s)",
     )
     add("--kv-blocks", default="unlimited", metavar="N", help="KV blocks, or 'unlimited' (default)")
     add(
@@ -93,9 +98,9 @@ def make_parser() -> ArgumentParser:
         type=whole_number,
         default=0,
         metavar="N",
-        help="states behind them on the host (default: 0)",
+        help="states in the host tier (default: 0)",
     )
-    add("--host-kv-blocks", type=whole_number, default=0, metavar="N", help="KV blocks behind them there (default: 0)")
+    add("--host-kv-blocks", type=whole_number, default=0, metavar="N", help="KV blocks in the host tier (default: 0)")
     add("--preset", metavar="MODEL", help="show bytes for this preset, Megatron arguments or Hugging Face config.json")
     add = parser.add_argument_group("policy").add_argument
     add(
@@ -103,36 +108,38 @@ def make_parser() -> ArgumentParser:
         type=present_eviction_policy,
         choices=eviction_policy_names(),
         default=DEFAULT_EVICTION_POLICY,
-        help="which state goes first (default: %(default)s)",
+        help="policy that picks the state to evict (default: %(default)s)",
     )
     add(
         "--admission",
         choices=ADMISSIONS,
         default=ADMISSIONS[0],
-        help="adaptive: what prompts share, where they end, and states at intervals where there is room (default); "
-        "asked: without the intervals; tail: where they end only",
+        help="which states are kept. adaptive: junctions, ends of prompts, and interval states while there is room "
+        "(default); asked: no interval states; tail: ends of prompts only",
     )
     add(
-        "--interval", metavar="TOKENS", help="distance of interval states: a multiple of the block (default: by length)"
+        "--interval",
+        metavar="TOKENS",
+        help="distance of interval states, a multiple of the block (default: by the prompt's length)",
     )
     add(
         "--baselines",
         default=DEFAULT_BASELINES,
         metavar="NAMES",
-        help="to compare with, by comma: lru, upstream (megatron-core 0.19's rule), align (tails only, LRU), "
-        "interval:TOKENS (LRU with states at this distance); or none (default: %(default)s)",
+        help="other policies to compare with, comma-separated: lru, upstream (megatron-core 0.19's rule), align (LRU, "
+        "ends of prompts only), interval:TOKENS (LRU with interval states); or none (default: %(default)s)",
     )
     add = parser.add_argument_group("output").add_argument
-    add("--json", type=Path, metavar="PATH", help="everything, with the occupancy over time")
-    add("--plot", type=Path, metavar="PATH", help="reuse at each budget, a line a policy, as PNG")
+    add("--json", type=Path, metavar="PATH", help="write all results as JSON, with the occupancy over time")
+    add("--plot", type=Path, metavar="PATH", help="plot reuse at each budget, one line per policy, as PNG")
     return parser
 
 
 def state_slots(text: str) -> list[int]:
-    """Numbers by comma, ascending.
+    """Numbers from a comma-separated list, ascending.
 
     Raises:
-        InputError: One is no whole number, or is there twice.
+        InputError: One is not a whole number, or is given twice.
     """
     with as_input_errors(argparse.ArgumentTypeError, prefix="--state-slots: "):
         slots = [whole_number(item) for item in text.split(",")]
@@ -154,10 +161,10 @@ def kv_blocks(text: str) -> int | None:
 
 
 def policies(args: argparse.Namespace, block_tokens: int) -> list[Policy]:
-    """The policy that is asked for, then the others.
+    """The policy of the options, then the baselines.
 
     Raises:
-        InputError: A name is unknown, or an interval is no multiple of the block.
+        InputError: A name is unknown, or an interval is not a multiple of the block.
     """
     interval = None if args.interval is None else _interval(args.interval, "--interval", block_tokens)
     if interval is not None and args.admission != "adaptive":
@@ -180,7 +187,7 @@ def policies(args: argparse.Namespace, block_tokens: int) -> list[Policy]:
             policy = Policy(name=f"lru, every {distance}", eviction="lru", interval_tokens=distance)
         else:
             raise InputError(f"--baselines: no {item!r}; there are: {', '.join(BASELINES)}, interval:TOKENS, none")
-        if policy.eviction != "upstream":  # which has no second tier
+        if policy.eviction != "upstream":  # upstream's rule has no host tier
             policy = dataclasses.replace(policy, options=host)
         if policy.name not in [other.name for other in found]:
             found.append(policy)
@@ -191,7 +198,7 @@ def _interval(text: str, option: str, block_tokens: int) -> int:
     with as_input_errors(argparse.ArgumentTypeError, prefix=f"{option}: "):
         tokens = whole_number(text)
     if tokens % block_tokens:
-        raise InputError(f"{option}: {tokens} is not a multiple of the {block_tokens} tokens of a block")
+        raise InputError(f"{option}: {tokens} is not a multiple of the block of {block_tokens} tokens")
     return tokens
 
 
@@ -201,10 +208,10 @@ def _interval(text: str, option: str, block_tokens: int) -> int:
 def run_all(
     trace: Trace, chosen: Sequence[Policy], slots: Sequence[int], blocks: int | None, interrupt: Interrupt
 ) -> list[Replayed]:
-    """Every policy at every budget.
+    """Replays the trace with every policy at every budget.
 
     Raises:
-        Stopped: Ctrl-C.
+        Stopped: Ctrl-C was pressed.
     """
     runs: list[Replayed] = []
     total = len(trace.requests) * len(slots)
@@ -227,7 +234,7 @@ def run_all(
 def as_json(
     args: argparse.Namespace, trace: Trace, runs: Sequence[Replayed], ceiling: float, command: str
 ) -> dict[str, Any]:
-    """Everything. ``reused_token_fraction`` is that of the policy asked for, at the largest budget."""
+    """All results as JSON values. ``reused_token_fraction`` is the first policy's, at the largest budget."""
     own = [run for run in runs if run.policy is runs[0].policy]
     return {
         "version": __version__,
@@ -270,7 +277,7 @@ def _plain(value: Any) -> Any:
 def print_report(
     console: Console, trace: Trace, runs: Sequence[Replayed], ceiling: float, sizes: Sizes | None, blocks: int | None
 ) -> None:
-    """Reuse, a row a policy and a column a budget; then speed, and what else there is to know."""
+    """Prints the reuse, one row per policy and one column per budget; then speed and notes."""
     slots = sorted({run.state_slots for run in runs})
     kv = "unlimited KV" if blocks is None else f"{blocks:,} KV blocks"
     console.print(
@@ -297,12 +304,12 @@ def print_report(
         console.print(f"{blocks:,} KV blocks of {trace.block_tokens} tokens: {gib:.1f} GiB", soft_wrap=True)
     refused = max(run.refused_requests for run in runs)
     if refused:
-        console.print(f"{refused:,} requests need more KV blocks than there are: nothing of them was reused or kept")
+        console.print(f"{refused:,} requests need more KV blocks than there are: they were skipped")
     raising = [run for run in runs if run.counters.get("would_raise")]
     for run in raising:
         times = run.counters["would_raise"]
         console.print(
-            f"{run.policy.name}, {run.state_slots:,} slots: upstream would have ended with an error {times:,} times"
+            f"{run.policy.name}, {run.state_slots:,} slots: upstream would have raised an error {times:,} times"
         )
 
 
@@ -315,7 +322,7 @@ def _shares(runs: Sequence[Replayed], slots: Sequence[int]) -> list[tuple[str, l
 
 
 def run(argv: Sequence[str], interrupt: Interrupt) -> int:
-    """The whole command; see the module's docstring."""
+    """Runs the command."""
     args = make_parser().parse_args(argv)
     for path in (args.json, args.plot):
         if path is not None:
@@ -344,5 +351,5 @@ def run(argv: Sequence[str], interrupt: Interrupt) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
+    """Runs the command. Returns its exit code."""
     return run_command(lambda interrupt: run(sys.argv[1:] if argv is None else argv, interrupt))

@@ -1,25 +1,34 @@
-"""Serve a hybrid model over HTTP, in the OpenAI API, with this package's prefix cache.
+"""Serve a hybrid model over HTTP with the OpenAI API and this package's prefix cache.
 
-`/v1/completions`, `/v1/chat/completions` and `/v1/models` answer the `openai` client;
-`usage.prompt_tokens_details.cached_tokens` says how many prompt tokens were skipped. `/health` and `/metrics`
-(Prometheus) are for operators; `POST /admin/reset_cache` makes everything cached unreachable.
-
+examples:
     hybrid-prefix serve --preset tiny --port 8000
     hybrid-prefix serve --preset nemotron-h-8b --load CHECKPOINT --tokenizer FOLDER --cuda-graphs 8 --max-requests 64
     torchrun --nproc-per-node 8 -m megatron_hybrid_prefix.cli.serve --tp 2 ...   # 4 replicas of 2 GPUs
 
-Request fields beside OpenAI's (`extra_body` of its client): "cache_salt" (requests with different salts share nothing),
-"cache_breakpoints" (up to where other prompts will share this one: token positions of a prompt, or numbers of messages,
-from 0; of a chat by default every message), "cache_read" and "cache_write" (booleans), "top_k", "ignore_eos". As with
-OpenAI, unknown fields are an error, and so is what is not offered: tools, images, penalties, "logit_bias", "best_of",
-log-probs of the prompt, and "seed" but for temperature 0.
+routes:
+    POST /v1/completions, /v1/chat/completions   streamed or not; for the `openai` client
+    GET  /v1/models, /health, /metrics           /metrics is for Prometheus
+    POST /admin/reset_cache                      empties the prefix cache; needs --admin-token
 
-With --api-keys each line of the file is "NAME KEY"; requests of different names share nothing, whatever their salts.
+A response says in usage.prompt_tokens_details.cached_tokens how many prompt tokens were skipped.
 
-Alone it is one process with one replica. Under torchrun, --tp x --pp ranks are a replica, and requests go through megatron's
-data-parallel coordinator to the replica that has most of their prefix. Its protocol knows whole answers only: streams come
-in one piece, and what a client no longer waits for is generated to its end. /metrics shows each replica. The end of any
-process ends all.
+request fields in addition to OpenAI's (`extra_body` of its client):
+    "cache_salt"          text; requests with different salts share nothing
+    "cache_breakpoints"   up to where other prompts will share this one. Completions: token positions. Chats: message
+                          numbers from 0 (default: all messages).
+    "cache_read"          false: do not reuse cached prefixes
+    "cache_write"         false: do not cache this request
+    "top_k", "ignore_eos"
+
+Unknown fields are an error, as with OpenAI. So are fields that this server does not support: tools, images, penalties,
+"logit_bias", "best_of" other than "n", log-probs of the prompt, and "seed" unless sampling is greedy.
+
+--api-keys: each line of the file is "NAME KEY". Requests with keys of different names share nothing.
+
+replicas:
+    Under torchrun, --tp x --pp ranks form a replica. Megatron's data-parallel coordinator sends each request to the
+    replica that has most of its prefix. The coordinator only carries whole answers: a stream arrives in one piece, and
+    an aborted answer is generated to its end. /metrics shows each replica. If one process ends, all end.
 """
 
 from __future__ import annotations
@@ -68,53 +77,73 @@ from megatron_hybrid_prefix.tokenizer import load_tokenizer
 ADMIN_TOKEN = "HYBRID_PREFIX_ADMIN_TOKEN"
 NEEDS = ("starlette", "uvicorn", "prometheus_client", "pydantic", "transformers")
 NEEDS_OF_REPLICAS = ("zmq", "msgpack")
-# Streams that are open when the server is told to end may go on for so long.
+# Open streams may continue this long after the server is told to stop.
 _GRACE_S = 5
 _CONNECT_S = 60.0
 
 
 def make_parser() -> ArgumentParser:
-    """All options, grouped as `--help` shows them."""
+    """The command's parser."""
     summary, _, rest = (__doc__ or "").partition("\n\n")
     parser = ArgumentParser(
         description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--port", type=whole_number, default=8000, help="0: any that is free (default: %(default)s)")
-    add("--served-model-name", metavar="NAME", help="default: the preset's")
-    add("--api-keys", type=Path, metavar="FILE", help="ask for a key; the file's lines are 'NAME KEY'")
-    add("--admin-token", metavar="TOKEN", help=f"of /admin/reset_cache (default: ${ADMIN_TOKEN}; neither: it is off)")
+    add("--port", type=whole_number, default=8000, help="port to listen on; 0: any free port (default: %(default)s)")
+    add("--served-model-name", metavar="NAME", help="model name in the API (default: that of --preset)")
+    add("--api-keys", type=Path, metavar="FILE", help="require an API key; each line of FILE is 'NAME KEY'")
+    add("--admin-token", metavar="TOKEN", help=f"enable /admin/reset_cache with this token (default: ${ADMIN_TOKEN})")
     add(
         "--max-waiting",
         type=whole_number,
         default=256,
-        help="answers waiting beside running ones; then 429 (%(default)s)",
+        help="most waiting answers; further requests get 429 (default: %(default)s)",
     )
-    add("--max-body-mb", type=positive_float, default=16.0, help="longest request; then 413 (default: %(default)s)")
+    add(
+        "--max-body-mb",
+        type=positive_float,
+        default=16.0,
+        help="largest request body in MiB; larger ones get 413 (default: %(default)s)",
+    )
 
     add = parser.add_argument_group("model").add_argument
     add_model_options(add)
-    add("--load", type=Path, metavar="DIR", help="take the weights from a Megatron distributed checkpoint")
-    add("--tokenizer", type=Path, metavar="DIR", help="a Hugging Face tokenizer folder (default: bytes)")
-    add("--add-bos", action="store_true", help="begin prompts with the tokenizer's first token")
-    add("--chat-template", type=Path, metavar="FILE", help="Jinja (default: the tokenizer folder's, or a plain form)")
+    add(
+        "--load",
+        type=Path,
+        metavar="DIR",
+        help="load the weights from a Megatron distributed checkpoint (default: random weights)",
+    )
+    add(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="folder with a Hugging Face tokenizer.json (default: a token per byte)",
+    )
+    add("--add-bos", action="store_true", help="start prompts with the tokenizer's begin-of-text token")
+    add(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="Jinja chat template (default: that of the --tokenizer folder, or a plain format)",
+    )
 
     add = parser.add_argument_group("engine").add_argument
-    add("--max-sequence-length", type=positive_int, help="longest prompt plus answer in tokens (default: the model's)")
+    add("--max-sequence-length", type=positive_int, help="longest prompt plus answer, in tokens (default: the model's)")
     add_engine_options(add, max_requests=16, max_requests_text="default: %(default)s", cuda_graphs_text="default: none")
     return parser
 
 
 def check_options(args: argparse.Namespace) -> Any:
-    """Check what needs neither torch nor a device; returns the model's dimensions."""
+    """Checks everything that needs neither torch nor a device. Returns the model's configuration."""
     needs = NEEDS + (NEEDS_OF_REPLICAS if has_other_ranks() else ())
     missing = [name for name in needs if find_spec(name) is None]
     if missing:
         raise InputError(f"{', '.join(missing)} not installed: pip install 'megatron-hybrid-prefix[serve]'")
     config = check_engine_options(args)
     if (args.max_sequence_length or 0) > config.max_sequence_length:
-        raise InputError(f"--max-sequence-length: {args.preset} has {config.max_sequence_length}")
+        raise InputError(f"--max-sequence-length: {args.preset} has at most {config.max_sequence_length}")
     if args.load is not None and not args.load.is_dir():
         raise InputError(f"--load: there is no folder {args.load}")
     if args.port > 65535:
@@ -124,10 +153,10 @@ def check_options(args: argparse.Namespace) -> Any:
 
 
 def read_keys(path: Path | None) -> dict[str, str]:
-    """Tenants by key.
+    """Tenant names by API key.
 
     Raises:
-        InputError: A line is not "NAME KEY", or a key comes twice.
+        InputError: A line is not "NAME KEY", or a key appears twice.
     """
     keys: dict[str, str] = {}
     for number, line in enumerate(read_text(path).splitlines() if path is not None else (), 1):
@@ -138,15 +167,15 @@ def read_keys(path: Path | None) -> dict[str, str]:
             raise InputError(f"{path}:{number}: expected 'NAME KEY', each key once")
         keys[words[1]] = words[0]
     if path is not None and not keys:
-        raise InputError(f"{path}: no keys in it")
+        raise InputError(f"{path}: no API keys in it")
     return keys
 
 
 def make_engine(model: Any, tokenizer: Any, device_type: str, args: argparse.Namespace) -> Any:
-    """The engine that the options ask for, warmed up.
+    """Builds the engine for the options, and warms it up.
 
     Raises:
-        InputError: It cannot be built like that.
+        InputError: It cannot be built.
     """
     from megatron_hybrid_prefix.mcore import build_engine
     from megatron_hybrid_prefix.mcore.runner import run_batch
@@ -161,16 +190,16 @@ def make_engine(model: Any, tokenizer: Any, device_type: str, args: argparse.Nam
     fields = engine_fields(args, device_type, 0, args.max_sequence_length)
     with as_input_errors(ValueError):
         engine = build_engine(model, prefix, tokenizer=tokenizer, **fields)
-    # The first forward of a process pays for lazy set-up. Two tokens are too few to be cached.
+    # Warm up: the first forward of a process does lazy set-up. Two tokens are too few to be cached.
     run_batch(engine, [[0, 1]], SamplingParams(num_tokens_to_generate=2, top_k=1, termination_id=-1))
     return engine
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens.
+    """Opens the listening socket.
 
     Raises:
-        InputError: The address cannot be had.
+        InputError: The address is not available.
     """
     with as_input_errors(OSError, OverflowError, prefix=f"cannot listen on {host}:{port}: "):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -178,7 +207,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
-    """The whole command; see the module's docstring."""
+    """Runs the command."""
     args = make_parser().parse_args(argv)
     config = check_options(args)
     keys = read_keys(args.api_keys)
@@ -186,7 +215,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
         tokenizer = load_tokenizer(args.tokenizer, config.vocab_size)
     chat = load_chat_form(args.chat_template, args.tokenizer)
     if args.add_bos and tokenizer.bos is None:
-        raise InputError("--add-bos: the tokenizer has no such token")
+        raise InputError("--add-bos: the tokenizer has no begin-of-text token")
     with ExitStack() as stack:
         listener = stack.enter_context(listen(args.host, args.port)) if is_main_rank() else None
         platform = stack.enter_context(started_platform(args))
@@ -210,7 +239,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
 
         def on_start() -> None:
             print(f"serving {name} on http://{host}:{port}", flush=True)
-            if interrupt.requested:  # before uvicorn looked
+            if interrupt.requested:  # Ctrl-C before uvicorn installed its handlers
                 os.kill(os.getpid(), signal.SIGTERM)
 
         from megatron_hybrid_prefix.serve.app import make_app
@@ -236,16 +265,16 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
 
 
 def serve_http(app: Any, listener: socket.socket) -> None:
-    """Serves until Ctrl-C or SIGTERM; what is being answered gets some seconds."""
+    """Serves until Ctrl-C or SIGTERM. Open requests then get a few seconds to finish."""
     import uvicorn
 
-    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn ends at it, and then raises it once more
+    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn stops at SIGTERM, and then raises it again
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_S, lifespan="on")
     uvicorn.Server(config).run(sockets=[listener])
 
 
 def serve_replicas(app_of: Callable[..., Any], engine: Any, platform: Any, listener: socket.socket) -> int:
-    """What rank 0 does where there are others: serves, ends all of them, returns the exit code."""
+    """Serves on rank 0 of several ranks, and stops all of them at the end. Returns the exit code."""
     from megatron_hybrid_prefix.mcore.ranks.coordinator import CoordinatorProcess
     from megatron_hybrid_prefix.serve.replicas import RankEngine, ReplicaLoop, SnapshotBoard, leave_in_time, own_address
 
@@ -268,12 +297,12 @@ def serve_replicas(app_of: Callable[..., Any], engine: Any, platform: Any, liste
         assert backend is not None
         return 0 if backend.problem is None and rank.error is None else 1
     finally:
-        leave_in_time()  # where something failed, this process may wait for others forever
+        leave_in_time()  # after a failure this process may wait for others forever
         coordinator.stop()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the server; returns its exit code."""
+    """Runs the server. Returns its exit code."""
     return run_command(lambda interrupt: run(argv, interrupt))
 
 

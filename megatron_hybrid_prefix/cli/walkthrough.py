@@ -1,8 +1,8 @@
-"""Follow one conversation through the cache: what each turn matches, shares, resumes, plans, publishes, loads.
+"""Follow one conversation through the cache: what each turn matches, shares, plans, publishes and loads.
 
-`tiny` on the CPU, three turns; after the second another conversation comes, for which there is not enough room on the
-device: what it pushes out goes to the host, and comes back in the third turn. Every line is what the cache was asked and
-answered, in that order. At the end the answers are compared with those of caching off.
+It runs `tiny` on the CPU, for three turns. After the second turn another conversation arrives, which does not fit on
+the device beside the first one. So parts of the first conversation are evicted to the host, and load back in the third
+turn. Each line is one call of the cache and its answer, in order. At the end the answers are compared with caching off.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OPENING_TOKENS = 200  # the first turn: a system message and a question
 QUESTION_TOKENS = 50
 ANSWER_TOKENS = 80
 OTHER_TOKENS = 520  # the other conversation
-_KINDS = ("KV", "state")  # of a move to or from the host
+_KINDS = ("KV", "state")  # kinds of entries that move to or from the host
 SHOWN = (
     *("prompt_tokens", "computed_prompt_tokens", "reused_tokens_device", "reused_tokens_host"),
     *("checkpoints_published", "evictions", "kv_evictions", "host_stores", "host_loads"),
@@ -43,16 +43,16 @@ SHOWN = (
 
 
 class Diary:
-    """Notes the calls of a `HybridPrefixCache` in words; changes nothing.
+    """Records the calls of a `HybridPrefixCache` as text. Changes nothing.
 
     Attributes:
-        events: (verb, what happened), in order; emptied by the reader.
+        events: (verb, what happened), in order; `take` empties it.
     """
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
         self.events: list[tuple[str, str]] = []
-        self._matched = False  # said already: a load changes the match
+        self._matched = False  # recorded already; a load changes the match
         watched = {
             cache: ("admit", "plan", "publish", "checkpoint_decoded", "grow"),
             cache.loads: ("begin_load_back", "take_transfers"),
@@ -78,13 +78,13 @@ class Diary:
         return noting
 
     def _held(self) -> set[tuple[str, int, bytes]]:
-        """What is on the device: kind, end in tokens, key."""
+        """Entries on the device: kind, end in tokens, key."""
         nodes = list(self.cache.inspect.nodes())
         kv = {("KV", node.depth_blocks * BLOCK_TOKENS, node.key) for node in nodes if node.block_id >= 0}
         return kv | {("state", node.depth_blocks * BLOCK_TOKENS, node.key) for node in nodes if node.slot >= 0}
 
     def say(self, verb: str, text: str) -> None:
-        """One more event."""
+        """Records an event."""
         self.events.append((verb, text))
 
     def _match(self, match: Any) -> None:
@@ -158,7 +158,7 @@ def _count(number: int, what: str) -> str:
 
 
 def places(cache: Any, prompt: Sequence[int]) -> list[dict[str, Any]]:
-    """Where each block of the prompt is, and the state at its end: device, host, both or neither."""
+    """Where each block of the prompt and the state at its end are: device, host, both or neither."""
     by_key = {node.key: node for node in cache.inspect.nodes()}
     found = []
     for at, key in enumerate(cache.chain(prompt).keys, 1):
@@ -176,7 +176,7 @@ def _place(on_device: int, on_host: int) -> str:
 
 
 def sampling() -> Any:
-    """Greedy, with log-probs."""
+    """Greedy sampling parameters, with log-probs."""
     from megatron_hybrid_prefix.upstream.names import SamplingParams
 
     return SamplingParams(
@@ -189,7 +189,7 @@ def sampling() -> Any:
 
 
 def walk(model: Any) -> Iterator[dict[str, Any]]:
-    """The turns one by one: name, prompt, events, what was counted, where the conversation is afterwards."""
+    """Runs the turns. Yields for each its name, prompt, events, counters, and where the conversation is afterwards."""
     from megatron_hybrid_prefix import build_engine
     from megatron_hybrid_prefix.mcore import build_upstream_engine
     from megatron_hybrid_prefix.mcore.runner import run_batch
@@ -207,7 +207,7 @@ def walk(model: Any) -> Iterator[dict[str, Any]]:
         "buffer_size_gb": (live_bytes + (KV_BLOCKS + 1.5) * machine.block_bytes) / 2**30,
     }
     mamba_gb = (STATE_SLOTS + 0.5) * machine.state_bytes / 2**30
-    # The order of "lru" can be followed by eye.
+    # "lru" evicts in an order that is easy to follow.
     prefix = HybridPrefixConfig(mamba_gb=mamba_gb, host_gb=HOST_GB, eviction_policy="lru")
     engine = build_engine(model, prefix, **fields)
     plain = build_upstream_engine(model, **fields)
@@ -264,7 +264,7 @@ def describe(turn: dict[str, Any]) -> str:
 
 @contextmanager
 def quiet_platform() -> Iterator[Any]:
-    """The CPU platform, ended if it was started here."""
+    """The CPU platform. Shut down at the end if it was started here."""
     from megatron_hybrid_prefix.platform import ensure_platform, running_platform, shut_down
 
     was_running = running_platform() is not None
@@ -274,9 +274,9 @@ def quiet_platform() -> Iterator[Any]:
 
 
 def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
-    """The whole command; see the module's docstring."""
+    """Runs the command."""
     parser = ArgumentParser(description=(__doc__ or "").partition("\n\n")[0], allow_abbrev=False)
-    parser.add_argument("--json", type=Path, metavar="PATH", help="the same as data")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the events as JSON")
     args = parser.parse_args(argv)
     if args.json is not None:
         check_writable(args.json)
@@ -296,7 +296,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
+    """Runs the command. Returns its exit code."""
     return run_command(lambda interrupt: run(argv, interrupt))
 
 

@@ -1,1 +1,1 @@
-"""What every command shares: the terminal, and options of models and engines."""
+"""Shared by all commands: terminal output, and the options of models and engines."""

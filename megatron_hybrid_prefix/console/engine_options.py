@@ -1,6 +1,6 @@
-"""What the commands that run engines share: their options, the engines' names and fields, the platform, versions.
+"""Shared by the commands that run engines: options, the engines' names and arguments, the platform, versions.
 
-Nothing here imports torch or megatron before a platform is started, so that bad input is answered at once.
+This module imports neither torch nor megatron before a platform is started, so that bad input is reported at once.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.console.terminal import InputError, Interrupt, Stopped, as_input_errors, split_names
 from megatron_hybrid_prefix.errors import PlatformError
 
-# Name -> the arguments of build_engine that make it, given the cache's budgets in GiB (states on the device, host memory) and
-# the tier behind the host.
+# Engine name -> arguments of build_engine, given the cache's budgets in GiB (checkpoints on the device, host memory)
+# and the tier behind the host.
 ENGINES: dict[str, Callable[[float, float, str | None], dict[str, Any]]] = {
     "off": lambda mamba_gb, host_gb, tier: {},
     "upstream": lambda mamba_gb, host_gb, tier: {"enable_prefix_caching": True, "prefix_caching_mamba_gb": mamba_gb},
@@ -35,61 +35,80 @@ ENGINES: dict[str, Callable[[float, float, str | None], dict[str, Any]]] = {
 }
 DEFAULT_MAMBA_GB = {"cpu": 0.05, "cuda": 8.0}
 DEFAULT_MAX_TOKENS = {"cpu": 4096, "cuda": 16384}
-STEP_TOKENS_MULTIPLE = 64  # upstream pads a step's tokens to this, and asserts where max_tokens is no multiple
+STEP_TOKENS_MULTIPLE = 64  # megatron pads a step's tokens to this, and asserts that max_tokens is a multiple
 PACKAGES = ("megatron-core", "torch", "triton", "mamba-ssm", "causal-conv1d", "flash-attn-4", "transformer-engine")
 
 # --- Options ---------------------------------------------------------------------------------------------------------
 
 
 def add_model_options(add: Callable[..., Any], *, default_preset: str | None = "tiny") -> None:
-    """Which model on which ranks; with ``default_preset`` None the command chooses one by device."""
+    """Adds the options of the model and its ranks. ``default_preset`` None: the command chooses one by device."""
     shown = default_preset or "tiny on CPU, hybrid-4b on GPU"
     add(
-        "--preset", default=default_preset, help=f"tiny, tiny-gdn, small, hybrid-4b or nemotron-h-8b (default: {shown})"
+        "--preset",
+        default=default_preset,
+        help=f"model: tiny, tiny-gdn, small, hybrid-4b or nemotron-h-8b (default: {shown})",
     )
-    add("--seed", type=int, default=0, help="seed of the random weights (default: %(default)s)")
-    add("--tp", type=positive_int, default=1, help="tensor-parallel size (default: %(default)s)")
-    add("--pp", type=positive_int, default=1, help="pipeline-parallel size (default: %(default)s)")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is a device")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the random weights (default: %(default)s)")
+    add("--tp", type=positive_int, default=1, metavar="N", help="tensor-parallel size (default: %(default)s)")
+    add("--pp", type=positive_int, default=1, metavar="N", help="pipeline-parallel size (default: %(default)s)")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU, else cpu")
 
 
 def add_engine_options(
     add: Callable[..., Any], *, max_requests: int | None, max_requests_text: str, cuda_graphs_text: str
 ) -> None:
-    """What all engines are given."""
-    add("--block-size-tokens", type=positive_int, default=256, help="tokens of a KV block (default: %(default)s)")
-    add("--buffer-gb", type=positive_float, help="GiB for KV and live states (default: 0.25 on CPU, 20 on GPU)")
-    add("--mamba-gb", type=positive_float, help="GiB for cached recurrent states (default: 0.05 on CPU, 8 on GPU)")
-    add("--host-gb", type=positive_float, help="GiB of host memory behind them, for this cache only (default: none)")
-    add("--tier-behind-host", metavar="NAME[:ARG]", help="a plugin's tier behind the host memory (default: none)")
-    add("--state-dtype", choices=("float32", "bfloat16"), help="type of the SSM states (default: the parameters')")
-    add("--max-requests", type=positive_int, default=max_requests, help=f"running at a time ({max_requests_text})")
+    """Adds the options that all engines share."""
+    add("--block-size-tokens", type=positive_int, default=256, help="tokens per KV block (default: %(default)s)")
+    add(
+        "--buffer-gb",
+        type=positive_float,
+        help="GiB for KV blocks and the states of running requests (default: 0.25 on CPU, 20 on GPU)",
+    )
+    add("--mamba-gb", type=positive_float, help="GiB for state checkpoints (default: 0.05 on CPU, 8 on GPU)")
+    add(
+        "--host-gb",
+        type=positive_float,
+        help="GiB of pinned host memory for evicted KV and states, this cache only (default: none)",
+    )
+    add(
+        "--tier-behind-host",
+        metavar="NAME[:ARG]",
+        help="storage tier behind the host memory, registered by a plugin (default: none)",
+    )
+    add("--state-dtype", choices=("float32", "bfloat16"), help="dtype of the SSM states (default: the parameters')")
+    add("--max-requests", type=positive_int, default=max_requests, help=f"most running requests ({max_requests_text})")
     add(
         "--max-tokens",
         type=positive_int,
-        help="tokens of a step (default: 4096 on CPU, 16384 on GPU, or the longest prompt)",
+        help="most tokens per step (default: 4096 on CPU, 16384 on GPU; more if a prompt is longer)",
     )
-    add("--chunked-prefill", action="store_true", help="split prompts over steps")
-    add("--async-scheduling", action="store_true", help="upstream's asynchronous scheduling")
-    add("--cuda-graphs", type=whole_number, metavar="N", help=f"capture N CUDA graphs (GPU only; {cuda_graphs_text})")
+    add("--chunked-prefill", action="store_true", help="split long prompts over several steps")
+    add("--async-scheduling", action="store_true", help="use megatron-core's asynchronous scheduling")
+    add(
+        "--cuda-graphs",
+        type=whole_number,
+        metavar="N",
+        help=f"number of CUDA graphs to capture, GPU only ({cuda_graphs_text})",
+    )
 
 
 def positive_int(text: str) -> int:
-    """argparse type."""
+    """An argparse type: a whole number above 0."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def whole_number(text: str) -> int:
-    """argparse type: 0 or more."""
+    """An argparse type: a whole number, 0 or more."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(text)
 
 
 def positive_float(text: str) -> float:
-    """argparse type."""
+    """An argparse type: a number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -100,15 +119,15 @@ def positive_float(text: str) -> float:
 
 
 def engine_names(text: str, option: str) -> list[str]:
-    """Names of engines, by comma; see `split_names`."""
+    """Engine names from a comma-separated list; see `split_names`."""
     return split_names(text, ENGINES, "an engine", option)
 
 
 def check_engine_options(args: argparse.Namespace) -> Any:
-    """Check what needs neither torch nor a device; returns the model's dimensions.
+    """Checks everything that needs neither torch nor a device. Returns the model's configuration.
 
     Raises:
-        InputError: No engine can be built like that.
+        InputError: No engine can be built with these options.
     """
     from megatron_hybrid_prefix.models.config import get_preset
 
@@ -131,10 +150,10 @@ def check_engine_options(args: argparse.Namespace) -> Any:
 def engine_fields(
     args: argparse.Namespace, device_type: str, longest_tokens: int, max_sequence_length: int | None = None
 ) -> dict[str, Any]:
-    """Fields of upstream's ``InferenceConfig`` that all engines share.
+    """Fields of megatron's ``InferenceConfig`` that all engines share.
 
     Args:
-        args: With the options of `add_engine_options`.
+        args: Parsed options of `add_engine_options`.
         device_type: "cpu" or "cuda".
         longest_tokens: Length of the longest prompt.
         max_sequence_length: Longest prompt plus answer; None: the model's.
@@ -157,12 +176,12 @@ def engine_fields(
 
 
 def step_tokens(tokens: int) -> int:
-    """``tokens`` rounded up to what a step's limit may be."""
+    """``tokens``, rounded up to a valid limit of a step."""
     return ceil_div(tokens, STEP_TOKENS_MULTIPLE) * STEP_TOKENS_MULTIPLE
 
 
 def state_dtype_field(model: Any, state_dtype: str | None) -> dict[str, Any]:
-    """The field of ``InferenceConfig`` that sets the type of the matrix states; none for the layer kinds' choice."""
+    """The field of ``InferenceConfig`` that sets the dtype of the matrix states. Empty for the layer kinds' choice."""
     if state_dtype is None:
         return {}
     import torch
@@ -173,7 +192,7 @@ def state_dtype_field(model: Any, state_dtype: str | None) -> dict[str, Any]:
 
 
 def plain(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields as JSON can hold them."""
+    """Fields as JSON values."""
     return {name: getattr(value, "value", value) for name, value in fields.items()}
 
 
@@ -182,10 +201,10 @@ def plain(fields: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def started_platform(args: argparse.Namespace) -> Iterator[Any]:
-    """The platform that ``--tp``, ``--pp`` and ``--device`` ask for, ended where this started it.
+    """The platform for ``--tp``, ``--pp`` and ``--device``. Shut down at the end if it was started here.
 
     Raises:
-        InputError: It cannot be had.
+        InputError: It cannot be started.
     """
     from megatron_hybrid_prefix.platform import ensure_platform, running_platform, shut_down
 
@@ -195,7 +214,7 @@ def started_platform(args: argparse.Namespace) -> Iterator[Any]:
             started = ensure_platform(tp=args.tp, pp=args.pp, device=args.device)
         unregister_stack_dumps()
         yield started
-    except (InputError, Stopped):  # every rank is here; after anything else the others may not be
+    except (InputError, Stopped):  # all ranks get here; after another exception they may not
         if not was_running:
             shut_down()
         raise
@@ -204,7 +223,7 @@ def started_platform(args: argparse.Namespace) -> Iterator[Any]:
 
 
 def unregister_stack_dumps() -> None:
-    """Take back what upstream's engine registers on import: a stack trace on stderr at every Ctrl-C and SIGTERM."""
+    """Removes megatron's signal handlers, which print a stack trace at every Ctrl-C and SIGTERM."""
     import megatron.core.inference.engines  # noqa: F401
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -212,7 +231,7 @@ def unregister_stack_dumps() -> None:
 
 
 def stop_requested(platform: Any, interrupt: Interrupt) -> bool:
-    """Whether any rank got Ctrl-C; collective, so that all leave at the same step."""
+    """Whether Ctrl-C was pressed on any rank. A collective call, so that all ranks stop at the same step."""
     if platform.world_size == 1:
         return interrupt.requested
     import torch
@@ -223,13 +242,13 @@ def stop_requested(platform: Any, interrupt: Interrupt) -> bool:
 
 
 def cache_figures(engine: Any) -> dict[str, Any] | None:
-    """What this package's cache did in an engine; None: it has no such cache."""
+    """Statistics of this package's cache in an engine; None if the engine has no such cache."""
     context = engine.context
     return None if getattr(context, "prefix_cache", None) is None else context.prefix_stats().as_dict()
 
 
 def versions() -> dict[str, str]:
-    """Of this package, Python, and the packages under it that are installed."""
+    """Versions of this package, Python, and the installed dependencies."""
     found = {"megatron-hybrid-prefix": __version__, "python": host.python_version()}
     for name in PACKAGES:
         try:
@@ -240,7 +259,7 @@ def versions() -> dict[str, str]:
 
 
 def hardware(platform: Any) -> dict[str, Any]:
-    """The processor and the GPU of this rank; call it once a platform runs."""
+    """CPU and GPU of this rank. Needs a running platform."""
     import torch
 
     cpuinfo = Path("/proc/cpuinfo")

@@ -1,4 +1,4 @@
-"""Prompts as tokens: from arguments, text files, JSON lines, recorded sessions, and conversations that are played."""
+"""Reads prompts as tokens: from arguments, text files, JSON lines, recorded sessions and conversations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_hybrid_prefix.console.sessions import read_sessions
 from megatron_hybrid_prefix.console.terminal import InputError, Request, read_text
 from megatron_hybrid_prefix.tokenizer import Tokenizer, common_tokens
 
-# A line of JSON lines may set these; the type that each must have.
+# Fields that a line of a JSONL file may set, and their types.
 SAMPLING_FIELDS: dict[str, tuple[type, ...]] = {
     "num_tokens_to_generate": (int,),
     "temperature": (int, float),
@@ -35,9 +35,9 @@ class Turn:
     """One request of a conversation.
 
     Attributes:
-        question: Tokens that follow the history; None sends the previous prompt again.
-        message_tokens: How many of them are the message; what follows begins the answer.
-        answer: Tokens that become the history in place of the generated ones.
+        question: Tokens to append to the history. None: send the previous prompt again.
+        message_tokens: How many of these tokens are the message. The others begin the answer.
+        answer: Tokens to use in the history instead of the generated ones.
     """
 
     question: list[int] | None
@@ -47,7 +47,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """A shared beginning, whose parts end at ``prefix_ends``, and turns; ``separator`` ends an answer."""
+    """A shared prefix, whose parts end at ``prefix_ends``, and turns. ``separator`` follows each answer."""
 
     prefix: list[int]
     prefix_ends: list[int]
@@ -56,7 +56,7 @@ class Conversation:
     sampling: dict[str, Any]
 
     def play(self, answer_to: Callable[[Request], list[int]]) -> list[Request]:
-        """Send turn after turn, each with the history so far; returns what was sent."""
+        """Sends the turns one after another, each with the history so far. Returns all requests."""
         sent: list[Request] = []
         history, prompt = self.prefix, self.prefix
         history_ends, ends = self.prefix_ends, self.prefix_ends
@@ -85,7 +85,7 @@ class Reader:
     sampling: dict[str, Any]
 
     def prompts(self, args: argparse.Namespace) -> list[Request]:
-        """Prompts of all kinds but conversations, in the order: arguments, text files, JSON lines."""
+        """Prompts from arguments, text files and JSON lines, in this order."""
         found = [self._request(f"prompt {n}", self._begin(text)) for n, text in enumerate(args.prompt, 1)]
         found += [self._request(path.name, self._begin(read_text(path))) for path in args.text_file]
         for path in args.jsonl:
@@ -95,11 +95,11 @@ class Reader:
         return found
 
     def sessions(self, paths: Sequence[Path]) -> list[Request]:
-        """Prompts of recorded sessions, in the order of time."""
+        """Prompts of recorded sessions, by time."""
         return [self._request(line.label, self._begin(line.text), line.where) for line in read_sessions(paths)]
 
     def conversation(self, data: Any, where: str) -> Conversation:
-        """The conversation in what a JSON file holds."""
+        """The conversation in the parsed JSON of a file."""
         known = {"messages"} if isinstance(data, dict) and "messages" in data else {"system", "context", "turns"}
         if not isinstance(data, dict) or set(data) - known or not set(data) & {"messages", "turns"}:
             raise InputError(f'{where}: expected an object with "system", "context" and "turns", or with "messages"')
@@ -139,7 +139,7 @@ class Reader:
             elif role == "assistant" and turns and turns[-1].answer is None:
                 turns[-1] = replace(turns[-1], answer=self._tokens(f" {text}"))
             else:
-                raise InputError(f"{where}: the role {role!r} cannot stand here")
+                raise InputError(f"{where}: the role {role!r} is not allowed here")
         return intro, turns
 
     def _question(self, text: str) -> Turn:
@@ -147,7 +147,7 @@ class Reader:
         return Turn(question=question, message_tokens=ends[0])
 
     def _with_ends(self, parts: list[str], tokenize: Callable[[str], list[int]]) -> tuple[list[int], list[int]]:
-        """Tokens of the parts as one text; and for each part how many tokens, from the front, end with it or before."""
+        """Tokens of the joined parts; and for each part, the length in tokens of the prefix that ends with it."""
         tokens = tokenize("".join(parts))
         return tokens, [common_tokens(tokens, tokenize(text)) for text in accumulate(parts)]
 
@@ -192,7 +192,7 @@ class Reader:
         for position in (sampling or {}).get("cache_breakpoints", ()):
             if type(position) is not int or not 0 < position <= len(tokens):
                 raise InputError(
-                    f"{where}: cache_breakpoints: {position!r} is no length from 1 to {len(tokens)} tokens"
+                    f"{where}: cache_breakpoints: {position!r} is not between 1 and the prompt's {len(tokens)} tokens"
                 )
         return Request(label=label, tokens=tokens, sampling=sampling or self.sampling)
 
@@ -207,7 +207,7 @@ class Reader:
 
 
 def check_sampling(fields: dict[str, Any], vocab_size: int, where: str = "") -> None:
-    """Refuse what upstream would assert on in the middle of the run."""
+    """Checks the sampling parameters. Megatron would only assert on them in the middle of the run."""
     rules = (
         ("num_tokens_to_generate", fields["num_tokens_to_generate"] >= 1, "must be at least 1"),
         ("temperature", 0 < fields["temperature"] < float("inf"), "must be above 0 (top_k=1 is greedy)"),
@@ -225,10 +225,10 @@ def check_sampling(fields: dict[str, Any], vocab_size: int, where: str = "") -> 
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds.
+    """Parses a JSON file.
 
     Raises:
-        InputError: It cannot be read, or is not JSON.
+        InputError: The file cannot be read, or is not JSON.
     """
     try:
         return json.loads(read_text(path))
@@ -237,7 +237,7 @@ def read_json(path: Path) -> Any:
 
 
 def sampling_from(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The command's sampling parameters as fields of upstream's ``SamplingParams``."""
+    """The command's sampling options as fields of megatron's ``SamplingParams``."""
     termination_id = tokenizer.eod if args.termination_id is None else args.termination_id
     return {
         "num_tokens_to_generate": args.num_tokens_to_generate,
@@ -254,7 +254,7 @@ def sampling_from(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, A
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What to send: prompts, or a conversation. Of ``sessions`` there are many, and the report has only their totals."""
+    """What to send: prompts or a conversation. With ``sessions`` the report has only totals."""
 
     prompts: list[Request]
     conversation: Conversation | None
@@ -262,20 +262,20 @@ class Work:
     sessions: bool = False
 
     def longest(self) -> list[Request]:
-        """Every request, as long as it can become (an answer may end early)."""
+        """All requests at their longest. Generated answers may end earlier."""
         if self.conversation is None:
             return self.prompts
         return self.conversation.play(lambda request: [0] * request.sampling["num_tokens_to_generate"])
 
 
 def read_work(args: argparse.Namespace, tokenizer: Tokenizer, vocab_size: int, max_sequence_length: int) -> Work:
-    """Read and check all input.
+    """Reads and checks all input.
 
     Raises:
-        InputError: Something in it cannot be run.
+        InputError: Some of it is invalid.
     """
     if args.add_bos and tokenizer.bos is None:
-        raise InputError("--add-bos: the tokenizer has no such token")
+        raise InputError("--add-bos: the tokenizer has no begin-of-text token")
     sampling = sampling_from(args, tokenizer)
     check_sampling(sampling, vocab_size)
     reader = Reader(tokenizer=tokenizer, vocab_size=vocab_size, add_bos=args.add_bos, sampling=sampling)
@@ -286,8 +286,8 @@ def read_work(args: argparse.Namespace, tokenizer: Tokenizer, vocab_size: int, m
     given = bool(prompts) + (conversation is not None) + bool(args.sessions)
     if given != 1:
         raise InputError(
-            "give prompts (as text, --text-file or --jsonl) or a --conversation or --sessions"
-            + ", not both" * (given > 1)
+            "give prompts (as text, --text-file or --jsonl), or --conversation, or --sessions"
+            + ", but only one of them" * (given > 1)
         )
     prompts = prompts or reader.sessions(args.sessions)
     if conversation is not None and args.concurrency == "batch":
@@ -307,7 +307,7 @@ def read_work(args: argparse.Namespace, tokenizer: Tokenizer, vocab_size: int, m
             )
         if args.max_tokens is not None and len(request.tokens) > args.max_tokens and not args.chunked_prefill:
             raise InputError(
-                f"{request.label}: {len(request.tokens)} tokens are more than --max-tokens {args.max_tokens}: raise it, "
-                "or give --chunked-prefill"
+                f"{request.label}: {len(request.tokens)} tokens are more than --max-tokens {args.max_tokens}: raise it "
+                "or add --chunked-prefill"
             )
     return work

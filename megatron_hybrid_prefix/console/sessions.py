@@ -1,4 +1,4 @@
-"""Recorded sessions as text: reading them, the least that a cache could leave to compute, and a summary in totals."""
+"""Recorded sessions: reading them, the least tokens that any cache must compute, and a summary."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from rich.table import Table
 
 from megatron_hybrid_prefix.console.terminal import EngineRun, InputError, printable, read_text, totals
 
-# Failed requests that are named.
+# Most failed requests to list.
 _SHOW_FAILED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLine:
-    """One recorded request: when, the whole prompt, and which line it is, in full and for a table."""
+    """One recorded request: its time, its whole prompt, its line in full (``where``) and in short (``label``)."""
 
     timestamp: float
     text: str
@@ -33,15 +33,15 @@ class SessionLine:
 
 
 def read_sessions(paths: Sequence[Path]) -> list[SessionLine]:
-    """All requests of these files in the order of time; at the same time, in the order of files and lines.
+    """All requests of these files, by time. Requests of the same time keep the order of files and lines.
 
     Raises:
-        InputError: A file cannot be read or has no requests, or a line is none.
+        InputError: A file cannot be read or has no requests, or a line is not a request.
     """
     found: list[SessionLine] = []
     for path in paths:
         before = len(found)
-        # Other characters that end a line elsewhere may stand in a JSON text.
+        # Not splitlines: JSON text may contain other line separators.
         for number, line in enumerate(read_text(path).split("\n"), 1):
             if line.strip():
                 found.append(_session_line(f"{path}:{number}", f"{path.name}:{number}", line))
@@ -56,7 +56,7 @@ def _session_line(where: str, label: str, line: str) -> SessionLine:
     except json.JSONDecodeError as error:
         raise InputError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: not JSON that can be read: {error}") from None
+        raise InputError(f"{where}: cannot read the JSON: {error}") from None
     if not isinstance(data, dict) or not {"timestamp", "input"} <= data.keys():
         raise InputError(f'{where}: expected an object with "timestamp" and "input"')
     timestamp, text = data["timestamp"], data["input"]
@@ -68,12 +68,12 @@ def _session_line(where: str, label: str, line: str) -> SessionLine:
 
 
 def least_tokens(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """For each prompt the tokens after its longest common beginning with any earlier one.
+    """For each prompt, the tokens after its longest common prefix with any earlier prompt.
 
     Args:
-        prompts: Token ids, in the order in which they are sent.
+        prompts: Token ids, in the order of sending.
     """
-    # As big-endian bytes, prompts compare like their tokens, and the longest common beginning is with a neighbour.
+    # Big-endian bytes sort like the tokens, so the longest common prefix is with a neighbour in sorted order.
     earlier: list[bytes] = []
     least: list[int] = []
     for tokens in prompts:
@@ -100,7 +100,7 @@ def _common_bytes(a: bytes, b: bytes) -> int:
 
 
 def against_least(run: EngineRun, least: Sequence[int]) -> dict[str, Any]:
-    """The least tokens to compute for all requests, and computed tokens as a multiple of that."""
+    """The least tokens to compute for all requests, and the computed tokens as a multiple of them."""
     total = sum(least)
     computed = sum(result.computed_tokens for result in run.results)
     return {"least_computed_tokens": total, "computed_over_least": computed / total}
@@ -109,7 +109,7 @@ def against_least(run: EngineRun, least: Sequence[int]) -> dict[str, Any]:
 def print_sessions(
     console: Console, runs: Sequence[EngineRun], least: Sequence[int], comparisons: Sequence[dict[str, Any]]
 ) -> None:
-    """Totals, a row an engine; then failed requests, if any, and how many answers are those of the first engine."""
+    """Prints totals per engine, failed requests, and how many answers equal those of the first engine."""
     table = Table(title=f"{len(runs[0].requests)} requests in the order of time", title_justify="left")
     heads = ("engine", "prompt tokens", "computed", "reused", "least possible", "computed / least")
     for head in (*heads, "first token ms", "wall s", "failed"):

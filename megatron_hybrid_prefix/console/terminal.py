@@ -1,6 +1,6 @@
-"""What the commands share: one-line errors, Ctrl-C, output files that are whole or absent, progress, tables, plots.
+"""Shared by all commands: one-line errors, Ctrl-C, atomic output files, progress bars, tables, plots.
 
-Nothing here imports torch or megatron, so that bad input is answered at once.
+This module imports neither torch nor megatron, so that bad input is reported at once.
 """
 
 from __future__ import annotations
@@ -32,46 +32,46 @@ from megatron_hybrid_prefix.errors import PluginError
 
 EXIT_INPUT = 2
 EXIT_INTERRUPTED = 130
-# torchrun passes Ctrl-C on to processes that the terminal has already told: that is one Ctrl-C, not two.
+# The terminal and torchrun both send SIGINT for one Ctrl-C. Signals closer than this count as one.
 _SAME_SIGINT_S = 1.0
-# torchrun ends every rank soon after the first one left; rank 0 has something to say before that.
+# torchrun ends all ranks soon after the first one exits. This gives rank 0 time to print its error.
 _LET_RANK_0_SPEAK_S = 3.0
-# Requests up to which the answers are printed in full.
+# Most requests whose answers are printed in full.
 _SHOW_WHOLE_TEXTS = 4
 
 
 class InputError(Exception):
-    """Bad input: shown as one line, exit code 2."""
+    """Bad input. Printed as one line; exit code 2."""
 
 
 class Stopped(Exception):
-    """Ctrl-C was noticed, on every rank at the same place: exit code 130."""
+    """Ctrl-C was pressed. Raised on all ranks at the same step; exit code 130."""
 
 
 def is_main_rank() -> bool:
-    """Whether this process is the one that prints and writes (known before torch.distributed runs)."""
+    """Whether this is rank 0, which prints and writes. Needs no torch.distributed."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def has_other_ranks() -> bool:
-    """Whether torchrun started several processes (known before torch.distributed runs)."""
+    """Whether torchrun started several processes. Needs no torch.distributed."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse with its errors as `InputError`."""
+    """An argparse parser that raises `InputError`."""
 
     def error(self, message: str) -> NoReturn:
         raise InputError(message)
 
 
 def command_line(argv: Sequence[str]) -> str:
-    """The command as it can be typed again: the name that it was called by, and its arguments."""
+    """The command line as it can be typed again."""
     return f"{Path(sys.argv[0]).name} {shlex.join(argv)}"
 
 
 class Interrupt:
-    """Context manager: SIGINT sets ``requested``; a second one ends the process at once."""
+    """A context manager: the first SIGINT sets ``requested``, the second one ends the process at once."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -84,7 +84,7 @@ class Interrupt:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # After a Ctrl-C the process is about to end; a second one then must not raise in the interpreter's shutdown.
+        # After a Ctrl-C keep the handler: a second one must not raise during the interpreter's shutdown.
         if self._previous is not None and not self.requested:
             signal.signal(signal.SIGINT, self._previous)
 
@@ -97,7 +97,7 @@ class Interrupt:
 
 
 def run_command(command: Callable[[Interrupt], int | None]) -> int:
-    """Run a command's body and turn how it ends into an exit code, saying why on rank 0's stderr."""
+    """Runs a command and returns its exit code. Rank 0 prints errors on stderr."""
     with Interrupt() as interrupt:
         try:
             return command(interrupt) or 0
@@ -115,7 +115,7 @@ def run_command(command: Callable[[Interrupt], int | None]) -> int:
 
 @contextmanager
 def as_input_errors(*kinds: type[Exception], prefix: str = "") -> Iterator[None]:
-    """Inside, exceptions of these kinds mean that the user asked for something impossible."""
+    """A context that turns exceptions of these kinds into `InputError`."""
     try:
         yield
     except kinds as error:
@@ -123,16 +123,16 @@ def as_input_errors(*kinds: type[Exception], prefix: str = "") -> Iterator[None]
 
 
 def split_names(text: str, known: Iterable[str], what: str, option: str) -> list[str]:
-    """Names by comma.
+    """Splits a comma-separated list of names.
 
     Args:
-        text: As given with ``option``.
-        known: All there are.
-        what: One of them, with its article.
-        option: For the messages.
+        text: The value of ``option``.
+        known: All valid names.
+        what: What a name stands for, with an article, for messages: "an engine".
+        option: The option, for messages.
 
     Raises:
-        InputError: One is unknown, or given twice.
+        InputError: A name is unknown or given twice.
     """
     names, known = text.split(","), list(known)
     for name in names:
@@ -144,12 +144,12 @@ def split_names(text: str, known: Iterable[str], what: str, option: str) -> list
 
 
 def one_line(error: Exception) -> str:
-    """The message without line breaks."""
+    """The message in one line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def check_writable(path: Path) -> None:
-    """Fail now rather than after the work.
+    """Checks at the start that a file can be written.
 
     Raises:
         InputError: A file cannot be written at ``path``.
@@ -165,10 +165,10 @@ def check_writable(path: Path) -> None:
 
 
 def check_can_plot(option: str) -> None:
-    """Fail now rather than after the work.
+    """Checks at the start that plots can be drawn.
 
     Raises:
-        InputError: There is nothing to draw with; ``option`` asks for a plot.
+        InputError: matplotlib is not installed, but ``option`` needs it.
     """
     if find_spec("matplotlib") is None:
         raise InputError(f"{option} needs matplotlib: pip install 'megatron-hybrid-prefix[bench]'")
@@ -178,7 +178,7 @@ def read_text(path: Path) -> str:
     """The file as UTF-8 text.
 
     Raises:
-        InputError: It cannot be read, or is no text.
+        InputError: The file cannot be read, or is not text.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -189,7 +189,7 @@ def read_text(path: Path) -> str:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a file beside ``path``, then move it there, so that nobody sees half of it."""
+    """Writes a file atomically: ``write`` fills a temporary file, which is then moved to ``path``."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         part = Path(folder) / path.name
         write(part)
@@ -197,30 +197,30 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Save ``data``; see `write_whole`. A number that JSON does not know is an error."""
+    """Writes ``data`` as JSON, atomically. Raises ValueError for NaN and infinity."""
     text = json.dumps(data, indent=1, allow_nan=False) + "\n"
     write_whole(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
 def printable(text: str) -> str:
-    """``text`` without characters that would steer the terminal."""
+    """``text`` without control characters."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def excerpt(text: str, width: int) -> str:
-    """The beginning of ``text`` on one line."""
+    """The start of ``text`` in one line of at most ``width`` characters."""
     line = printable(" ".join(text.split()))
     return line if len(line) <= width else line[: width - 1] + "…"
 
 
 def output_console() -> Console:
-    """Tables on stdout: the terminal's width, and a fixed one where the output goes to a file or pipe."""
+    """A console on stdout, as wide as the terminal; 140 columns for a file or pipe."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
 @contextmanager
 def progress(names: Sequence[str], total: int) -> Iterator[Callable[[str, int], None]]:
-    """Bars on stderr, one a name, for people only: silent where stderr is no terminal, and on other ranks.
+    """Progress bars on stderr, one per name. Silent if stderr is not a terminal, and on ranks other than 0.
 
     Yields:
         A function that sets how many of ``total`` are done for a name.
@@ -240,7 +240,7 @@ def progress(names: Sequence[str], total: int) -> Iterator[Callable[[str, int], 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt. ``sampling`` holds fields of upstream's ``SamplingParams``."""
+    """One prompt. ``sampling`` has fields of megatron's ``SamplingParams``."""
 
     label: str
     tokens: list[int]
@@ -249,7 +249,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRun:
-    """What one engine did: results in the order of the requests, the seconds that all took, the counters of our cache."""
+    """Results of one engine, in the order of the requests; total seconds; statistics of this package's cache."""
 
     name: str
     requests: list[Request]
@@ -259,7 +259,7 @@ class EngineRun:
 
 
 def compare(first: EngineRun, other: EngineRun) -> list[dict[str, Any]]:
-    """Token by token, one entry a request; log-probs are compared as far as the tokens agree."""
+    """Compares two runs, one entry per request. Log-probs are compared up to the first different token."""
     entries = []
     for request, a, b in zip(first.requests, first.results, other.results, strict=True):
         equal = a.generated == b.generated
@@ -293,7 +293,7 @@ def totals(run: EngineRun) -> dict[str, Any]:
 
 
 def print_report(console: Console, runs: list[EngineRun], comparisons: list[dict[str, Any]]) -> None:
-    """Tables of each engine and each comparison, and the answers where they are few."""
+    """Prints a table per engine and per comparison. Prints the answers if there are few."""
     for run in runs:
         console.print(_run_table(run))
         for request, result in zip(run.requests, run.results, strict=True):
@@ -309,7 +309,7 @@ def _run_table(run: EngineRun) -> Table:
     table = Table(title=f"engine: {run.name}", title_justify="left", show_footer=True)
     total = totals(run)
     footers = (
-        f"{total['wall_s']:.2f} s in all",
+        f"{total['wall_s']:.2f} s in total",
         str(total["prompt_tokens"]),
         str(total["computed_tokens"]),
         str(total["reused_tokens"]),
@@ -350,7 +350,8 @@ def _comparison_table(comparison: dict[str, Any]) -> Table:
 
 
 def save_plot(path: Path, runs: list[EngineRun], title: str) -> None:
-    """Time to first token and computed prompt tokens of every request, a line an engine.
+    """Plots time to first token and computed prompt tokens of each request, one line per engine.
+
 
     Args:
         path: PNG or SVG, by its ending.
@@ -375,7 +376,7 @@ def save_plot(path: Path, runs: list[EngineRun], title: str) -> None:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Inside, Python does not look for garbage."""
+    """A context in which Python's garbage collector is off."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,1 +1,1 @@
-"""What is cached: keys of blocks, the tree of prefixes, the matcher, and who holds which KV block."""
+"""The prefix index: block keys, the prefix tree, the matcher, and the reference counts of KV blocks."""

@@ -1,14 +1,16 @@
-"""Who holds which KV block: free, held by live requests, or cached and held by nobody.
+"""Reference counts of KV blocks. A block is free, held by live requests, or cached and held by nobody.
 
-A block counts the requests that use it (`ref_count`). A block that a finished forward filled is *keyed*: it belongs to a node of the prefix
-tree. When nobody holds a keyed block it stays cached, in a queue in the order in which blocks were let go; the front
-of the queue is evicted first, in O(1). A request lets go of its blocks deepest first and always holds a prefix of the
-tree, so a node comes into the queue before its parent, whoever else held either: the front is always a leaf.
+A block counts the requests that hold it (`ref_count`). A block that a finished forward filled is *keyed*: it belongs to
+a node of the prefix tree. A keyed block with ref count 0 stays cached in the eviction queue, in the order of release.
+The front of the queue is evicted first, in O(1).
 
-Two requests may compute the same block at the same time. The second finds the key taken; its block is a *duplicate*,
-private to it. When the last request lets go of the keyed block while a duplicate is in use, the node takes over the duplicate
-and the other block is free at once. So no live request ever sits on a node whose block nobody holds, which is what
-keeps the tree evictable from its leaves inward without locking whole paths.
+The front of the queue is always a leaf of the tree, for two reasons. A request always holds a prefix of the tree, and
+it releases its deepest block first. So a node enters the queue before its parent, even if other requests held them.
+
+Two requests may compute the same block at the same time. The second one finds the key taken. Its block is a
+*duplicate*, private to that request. When the keyed block's ref count drops to 0 while a duplicate is in use, the node
+moves to the duplicate, and the old block is free at once. So no live request has a node on its path whose block nobody
+holds. This keeps the tree evictable from its leaves inward, without locks on whole paths.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ class KVBlocks:
     """KV blocks ``0 .. total_blocks - 1``.
 
     Args:
-        total_blocks: How many there are.
+        total_blocks: Number of blocks.
 
     Raises:
-        ValueError: The count is negative.
+        ValueError: ``total_blocks`` is negative.
     """
 
     def __init__(self, total_blocks: int) -> None:
@@ -37,53 +39,53 @@ class KVBlocks:
         self.reset()
 
     def reset(self) -> None:
-        """All blocks become free, whoever held them."""
+        """Frees all blocks, even those that are held."""
         self._ref_counts = array("i", bytes(4 * self.total_blocks))
         self._node: list[Node | None] = [None] * self.total_blocks
-        # A stack with the lowest id on top: a pool in managed memory is then filled from its beginning.
+        # A stack with the lowest id on top, so that a pool in managed memory fills from its start.
         self._free = list(range(self.total_blocks - 1, -1, -1))
         self._duplicates: dict[Node, list[int]] = {}
         self._cached_blocks = 0
         self._keyed_blocks = 0
-        # Head of the circular queue: `newer` is the block let go longest ago, `older` the one let go last.
+        # Head of the circular queue: `newer` is the block released longest ago, `older` the one released last.
         self._queue = Node(b"", None, -1)
         self._queue.older = self._queue.newer = self._queue
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that hold nothing."""
+        """Blocks that are neither held nor cached."""
         return len(self._free)
 
     @property
     def cached_blocks(self) -> int:
-        """Keyed blocks that nobody holds: all of them can be evicted."""
+        """Keyed blocks with ref count 0. All of them can be evicted."""
         return self._cached_blocks
 
     @property
     def keyed_blocks(self) -> int:
-        """Blocks of nodes of the tree, held or not."""
+        """Blocks that belong to a node of the tree, held or not."""
         return self._keyed_blocks
 
     @property
     def available_blocks(self) -> int:
-        """Blocks that can be had, evicting if need be."""
+        """Blocks that can be allocated: free blocks, and cached ones that can be evicted."""
         return len(self._free) + self._cached_blocks
 
     def ref_count(self, block_id: int) -> int:
-        """How many live requests hold the block."""
+        """Number of live requests that hold the block."""
         return self._ref_counts[block_id]
 
     def ref_counts(self) -> bytes:
-        """Holders of all blocks, as int32 in native order; a copy."""
+        """Ref counts of all blocks: a copy, int32 in native byte order."""
         return self._ref_counts.tobytes()
 
     def node(self, block_id: int) -> Node | None:
-        """The node whose KV the block holds, if it is keyed."""
+        """The node whose KV is in the block; None if the block has no key."""
         return self._node[block_id]
 
     def unreferenced_tail(self, path: Sequence[Node]) -> int:
-        """How many blocks of ``path`` nobody holds: sharing them takes them from the available ones."""
-        # Whoever holds a node holds its ancestors, so the unreferenced ones are the deepest.
+        """Number of blocks on ``path`` with ref count 0. Sharing them makes them unavailable."""
+        # A request that holds a node holds its ancestors, too, so the unreferenced nodes are the deepest.
         ref_counts, count = self._ref_counts, 0
         for node in reversed(path):
             if ref_counts[node.block_id]:
@@ -92,7 +94,7 @@ class KVBlocks:
         return count
 
     def take(self, count: int) -> list[int]:
-        """Free blocks with one holder each; there must be ``count`` of them."""
+        """Takes ``count`` free blocks, with ref count 1 each. The caller checks that there are enough."""
         if count == 0:
             return []
         block_ids = self._free[: -count - 1 : -1]
@@ -104,7 +106,7 @@ class KVBlocks:
         return block_ids
 
     def share(self, path: Sequence[Node]) -> list[int]:
-        """One more holder for the block of each node; returns their ids."""
+        """Adds a reference to the block of each node. Returns the block ids."""
         ref_counts = self._ref_counts
         block_ids = [node.block_id for node in path]
         for node, block_id in zip(path, block_ids, strict=True):
@@ -114,11 +116,11 @@ class KVBlocks:
         return block_ids
 
     def release(self, block_ids: Sequence[int], path: Sequence[Node] = ()) -> None:
-        """One holder less for each block; those in the tree deepest first.
+        """Drops one reference to each block, deepest node first.
 
         Args:
             block_ids: All blocks of one request, front first.
-            path: The nodes that its first blocks, shared or its own, have in the tree.
+            path: Nodes of the request's first blocks.
         """
         for block_id in block_ids[len(path) :]:
             self._drop(block_id)
@@ -128,14 +130,14 @@ class KVBlocks:
             self._drop(block_id)
 
     def bind(self, node: Node) -> None:
-        """The block of the new ``node``, held by the request that computed or loaded it, becomes keyed."""
+        """Gives the block of the new ``node`` its key. The request that computed or loaded the block holds it."""
         if self._node[node.block_id] is not None or not self._ref_counts[node.block_id]:
-            raise CacheCorruptionError(f"block {node.block_id} gets a key while it has one, or while nobody holds it")
+            raise CacheCorruptionError(f"block {node.block_id} gets a key, but has one, or no request holds it")
         self._node[node.block_id] = node
         self._keyed_blocks += 1
 
     def merge(self, node: Node, block_id: int) -> None:
-        """A request computed into ``block_id`` what ``node`` holds already: it becomes a duplicate, or takes the place."""
+        """A request filled ``block_id`` with the node's tokens: it becomes a duplicate, or the node's new block."""
         if self._ref_counts[node.block_id]:
             self._duplicates.setdefault(node, []).append(block_id)
         else:
@@ -143,12 +145,12 @@ class KVBlocks:
             self._replace(node, block_id)
 
     def oldest(self) -> Node | None:
-        """The cached node let go longest ago, always a leaf of the tree; None when nothing is cached."""
+        """The node to evict next: released longest ago, always a leaf. None: no block can be evicted."""
         node = self._queue.newer
         return None if node is self._queue else node
 
     def unbind(self, node: Node) -> None:
-        """The node leaves the device. Requests keep its block and duplicates; a block that none uses is free."""
+        """Takes the node off the device. Requests keep its block and its duplicates; an unused block becomes free."""
         block_id = node.block_id
         self._node[block_id] = None
         self._keyed_blocks -= 1
@@ -160,28 +162,32 @@ class KVBlocks:
         node.block_id = NO_BLOCK
 
     def queue(self) -> Iterator[Node]:
-        """Cached nodes that nobody holds, in the order of eviction."""
+        """Cached nodes with ref count 0, in the order of eviction."""
         node = self._queue.newer
         while node is not None and node is not self._queue:
             yield node
             node = node.newer
 
     def check(self) -> None:
-        """Raises CacheCorruptionError unless each block is exactly one of free, held, cached, and leaves go first."""
+        """Checks that each block is exactly one of free, held, cached, and that leaves are evicted first.
+
+        Raises:
+            CacheCorruptionError: One of these does not hold.
+        """
         free = set(self._free)
         queue = list(self.queue())
         cached = {node.block_id for node in queue}
         if len(free) != len(self._free) or not len(cached) == len(queue) == self._cached_blocks:
-            raise CacheCorruptionError("a block is twice in the free list or in the eviction queue, or one was lost")
+            raise CacheCorruptionError("a block is in the free list or in the eviction queue twice, or was lost")
         for block_id, ref_count in enumerate(self._ref_counts):
             node = self._node[block_id]
             places = (block_id in free) + (block_id in cached) + (ref_count > 0)
             if places != 1 or ref_count < 0:
-                raise CacheCorruptionError(f"block {block_id} with ref_count {ref_count} is in {places} places")
+                raise CacheCorruptionError(f"block {block_id} with ref_count {ref_count} is in {places} lists")
             if node is not None and (block_id in free or node.block_id != block_id):
                 raise CacheCorruptionError(f"block {block_id} and {node} disagree")
             if block_id in cached and node is None:
-                raise CacheCorruptionError(f"block {block_id} waits for eviction without a key")
+                raise CacheCorruptionError(f"block {block_id} is in the eviction queue without a key")
         seen: set[Node] = set()
         for node in queue:
             if node.parent in seen:
@@ -189,19 +195,19 @@ class KVBlocks:
             seen.add(node)
         for node, duplicates in self._duplicates.items():
             if not duplicates or not self._ref_counts[node.block_id]:
-                raise CacheCorruptionError(f"{node}: duplicates {duplicates} while nobody holds its block")
+                raise CacheCorruptionError(f"{node} has duplicates {duplicates}, but nobody holds its block")
             for block_id in duplicates:
                 if self._ref_counts[block_id] != 1 or self._node[block_id] is not None:
                     raise CacheCorruptionError(f"duplicate block {block_id} of {node} is not private")
 
     def is_duplicate(self, node: Node, block_id: int) -> bool:
-        """Whether the block is a private duplicate of the node's."""
+        """Whether the block is a duplicate of the node's block."""
         return block_id in self._duplicates.get(node, ())
 
     def _drop(self, block_id: int) -> None:
         left = self._ref_counts[block_id] - 1
         if left < 0:
-            raise CacheCorruptionError(f"block {block_id} is released more often than held")
+            raise CacheCorruptionError(f"block {block_id} is released more often than it was taken")
         self._ref_counts[block_id] = left
         if left:
             return
@@ -216,7 +222,7 @@ class KVBlocks:
             self._enqueue(node)
 
     def _replace(self, node: Node, block_id: int) -> None:
-        """The node moves from its block, which nobody holds, to ``block_id``, which somebody does."""
+        """Moves the node from its block, with ref count 0, to ``block_id``, which a request holds."""
         self._node[node.block_id] = None
         self._free.append(node.block_id)
         node.block_id = block_id

@@ -1,4 +1,4 @@
-"""`BlocksById`: KV blocks by id, for megatron's allocator, which does not say for whom it asks."""
+"""`BlocksById`: KV blocks by id, for megatron's allocator, which does not name the request that it allocates for."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron_hybrid_prefix.index.tree import NO_BLOCK
 
 
 class BlocksById:
-    """See the module; ``cache.blocks``.
+    """KV blocks by id (``cache.blocks``).
 
     Args:
-        store: What is cached.
-        requests: Whose blocks are attached and cut.
-        loads: Waiting requests give up loads where running ones need blocks.
+        store: The cached blocks and states.
+        requests: The live requests.
+        loads: Loads of waiting requests. They are given up when running requests need the blocks.
     """
 
     def __init__(self, store: PrefixStore, requests: RequestBook, loads: Loads) -> None:
@@ -25,7 +25,7 @@ class BlocksById:
         self._unattached: set[int] = set()
 
     def allocate(self, count: int) -> list[int] | None:
-        """Blocks for the caller, to be attached to a request or freed; None when there are not enough."""
+        """Allocates blocks that the caller attaches to a request or frees. None: there are too few."""
         if not self._loads.make_room(count):
             return None
         block_ids = self._store.take_blocks(count)
@@ -33,21 +33,21 @@ class BlocksById:
         return block_ids
 
     def attach(self, request_id: int, block_ids: Iterable[int]) -> None:
-        """Blocks from `allocate` become the next blocks of a request.
+        """Appends blocks from `allocate` to a request.
 
         Raises:
             ValueError: The request is not live.
-            CacheCorruptionError: A block was not given out, or belongs to a request already.
+            CacheCorruptionError: A block was not allocated, or belongs to a request already.
         """
         live = self._requests[request_id]
         for block_id in block_ids:
             if block_id not in self._unattached:
-                raise CacheCorruptionError(f"block {block_id} was not given out, or belongs to a request already")
+                raise CacheCorruptionError(f"block {block_id} was not allocated, or belongs to a request already")
             self._unattached.remove(block_id)
             live.block_ids.append(block_id)
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Gives back blocks that were not attached, or the last, unkeyed block of a request (a rewind). Free at once.
+        """Frees unattached blocks, or the last block of a request if it has no key (a rewind).
 
         Raises:
             CacheCorruptionError: A block is neither.
@@ -61,17 +61,17 @@ class BlocksById:
 
     @property
     def unattached(self) -> tuple[int, ...]:
-        """Blocks from `allocate` that were neither attached nor freed, in any order."""
+        """Allocated blocks that are neither attached nor freed, in any order."""
         return tuple(self._unattached)
 
     @property
     def available_count(self) -> int:
-        """Blocks that running requests can have now: free ones, cached ones that nobody holds, those of loads."""
+        """Blocks that running requests can get now: free, evictable, or held by loads that can be given up."""
         return self._store.blocks.available_blocks + self._loads.waiting_blocks
 
     @property
     def free_count(self) -> int:
-        """Blocks that hold nothing."""
+        """Blocks that are neither held nor cached."""
         return self._store.blocks.free_blocks
 
     @property
@@ -80,24 +80,24 @@ class BlocksById:
         return self._store.blocks.keyed_blocks
 
     def cached_block(self, key: bytes) -> int | None:
-        """Id of the block with this key, if it is cached on the device."""
+        """The block with this key; None if it is not on the device."""
         node = self._store.tree.get(key)
         return None if node is None or node.block_id == NO_BLOCK else node.block_id
 
     def cached_keys(self) -> Iterator[bytes]:
-        """Keys of all cached blocks, in any order."""
+        """Keys of all blocks on the device, in any order."""
         return (node.key for node in self._store.tree if node.block_id != NO_BLOCK)
 
     def ref_counts(self) -> bytes:
-        """How many live requests hold each block, as int32 in native order; a copy."""
+        """Ref counts of all blocks: a copy, int32 in native byte order."""
         return self._store.blocks.ref_counts()
 
     def forget_unattached(self) -> None:
-        """The blocks belong to nobody: the cache was reset."""
+        """Forgets unattached blocks, after the cache was reset."""
         self._unattached.clear()
 
     def _cut_last_block(self, block_id: int) -> None:
-        # Only a rewind of speculative tokens over a block's edge, so a walk over the live requests will do.
+        # Rare: a rewind of speculative tokens past a block boundary. So a search over the live requests is fast enough.
         for live in self._requests.live.values():
             if len(live.block_ids) > len(live.path) and live.block_ids[-1] == block_id:
                 live.block_ids.pop()

@@ -1,4 +1,4 @@
-"""`CheckpointTable`: which node's state is in which slot, and how a slot is had."""
+"""`CheckpointTable`: which node's state is in which slot, and how a slot is allocated."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool
 
 
 class CheckpointTable:
-    """Tree, slots and eviction policy, told together: `bind` and `unbind` alone change where a state is.
+    """Keeps tree, slots and eviction policy consistent: only `bind` and `unbind` move a state in or out of a slot.
 
     Args:
-        tree: Its nodes say which slot their state is in.
-        slots: Who owns which checkpoint slot.
+        tree: The prefix tree. Its nodes say which slot holds their state.
+        slots: Owners of the checkpoint slots.
         eviction: Ranks the states.
-        host: Where states go when they are evicted; None: nowhere.
-        stats: Where evictions and published states are counted.
+        host: Host tier for evicted states; None: evicted states are lost.
+        stats: Counts evictions and published states.
     """
 
     def __init__(
@@ -36,33 +36,37 @@ class CheckpointTable:
         self._tree, self._host, self._stats = tree, host, stats
 
     def bind(self, node: Node, slot: int, reason: CheckpointReason) -> None:
-        """The state in the reserved ``slot`` is that of the node, which must have none on the device."""
+        """Gives the node the state in the reserved ``slot``. The node must have no state on the device."""
         self.slots.publish(slot)
         self._tree.set_state(node, slot, reason)
         self.eviction.added(node)
 
     def unbind(self, node: Node) -> None:
-        """The node has no state on the device any more; its slot is free, or with the last unpin."""
+        """Takes the node's state off the device. The slot becomes free, at once or with its last unpin."""
         self.eviction.removed(node)
         self.slots.retire(self._tree.drop_state(node))
 
     def has(self, key: bytes) -> bool:
-        """Whether the state at the end of the block with this key is on the device."""
+        """Whether the device has the state at the end of the block with this key."""
         node = self._tree.get(key)
         return node is not None and node.slot != NO_SLOT
 
     def take_slot(self) -> int | None:
-        """A reserved slot, evicting the state that the policy ranks last; None when every slot is pinned or reserved."""
+        """Reserves a slot, if need be by eviction. None: every slot is pinned or reserved."""
         slot = self.slots.reserve()
         if slot is None:
             slot = self._slot_of(self.eviction.victim(self._is_evictable))
         return slot
 
     def take_probationary_slot(self, path: Sequence[Node]) -> int | None:
-        """A reserved slot for a state that is kept on a guess: a free one, or that of a probationary state; else None.
+        """Reserves a slot for a probationary state: a free slot, or the slot of another probationary state.
 
         Args:
-            path: Nodes of the request. Spare states on it stay, or a prompt computed in chunks would push out its own.
+            path: Nodes of the request. Probationary states on this path are not evicted; otherwise a prompt computed in
+                chunks would evict its own.
+
+        Returns:
+            The slot; None if there is none.
         """
         slot = self.slots.reserve()
         if slot is None:
@@ -74,22 +78,28 @@ class CheckpointTable:
         return slot
 
     def publish(self, node: Node, slot: int, reason: CheckpointReason) -> None:
-        """The state in the reserved ``slot`` becomes matchable; the node must not have one."""
+        """Makes the state in the reserved ``slot`` matchable. The node must have no state on the device."""
         self.bind(node, slot, reason)
         self._stats.checkpoints_published += 1
         self._stats.checkpoints_by_reason[reason.name.lower()] += 1
-        # (The state that a decode reached is copied to its slot later, and soon replaced by the next one.)
+        # A decode state is not written through: it is copied to its slot later, and soon replaced by the next one.
         if self._host is not None and self._host.write_through and reason != CheckpointReason.DECODE:
             self._host.store_state(node)
 
     def restore(self, node: Node, slot: int) -> None:
-        """The node's state, which a request resumed from, was loaded to the reserved ``slot``: it is back on the device."""
+        """The node's state was loaded into the reserved ``slot``, and a request resumed from it."""
         assert node.reason is not None, node
         self.bind(node, slot, node.reason)
         self.use(node)
 
     def confirm(self, key: bytes, reason: CheckpointReason) -> None:
-        """The state at the end of the block with this key, if it is kept for a while only, is wanted for ``reason`` now."""
+        """Changes the reason of an unused interval or decode state to ``reason``. Does nothing if there is no such
+        state.
+
+        Args:
+            key: Key of the block whose end the state is at.
+            reason: The new reason.
+        """
         node = self._tree.get(key)
         if node is None or node.slot == NO_SLOT or node.used:
             return
@@ -98,33 +108,33 @@ class CheckpointTable:
             self.eviction.used(node)
 
     def use(self, node: Node) -> None:
-        """A request resumes from the state of this node, which is on the device."""
+        """A request resumes from this node's state on the device."""
         node.used = True
         self.eviction.used(node)
         if self._host is not None:
             self._host.use_state(node)
 
     def evict(self, node: Node) -> None:
-        """The node's state leaves the device, for the host where there is one and it has room."""
+        """Evicts the node's state, to the host tier if it has room."""
         if self._host is not None:
             self._host.store_state(node)
         self.unbind(node)
         self._stats.evictions += 1
 
     def drop_decoded(self, node: Node, slot: int) -> None:
-        """A newer state of the same answer takes the place of this one, unless it is gone already or somebody used it."""
+        """Drops an older decode state of a request, unless it is gone already or another request used it."""
         if node.slot == slot and node.reason == CheckpointReason.DECODE and not node.used:
             self.unbind(node)
 
     def unbind_all(self) -> None:
-        """No node has a state on the device; pinned slots stay with who pinned them."""
+        """Takes all states off the device. Pinned slots stay in use until they are unpinned."""
         for node in self._tree:
             if node.slot != NO_SLOT:
                 self.slots.retire(self._tree.drop_state(node))
         self.eviction.clear()
 
     def reset(self) -> None:
-        """All slots are free, whoever uses them; the tree is emptied by its owner."""
+        """Frees all slots, even pinned ones. The caller empties the tree."""
         self.eviction.clear()
         self.slots.reset()
 

@@ -1,4 +1,4 @@
-"""`HostEntries`: entries on the host by number, the pages that they are in, and who needs them."""
+"""`HostEntries`: the entries of the host tier, their pages and their pins."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 
 
 class HostEntries:
-    """Pages ``0 .. total_pages - 1``, and the entries in them.
+    """Allocates pages ``0 .. total_pages - 1`` to entries. An entry is a KV block or a state.
 
     Args:
-        total_pages: How many there are.
-        pages_of: Pages that an entry takes, by kind.
-        state_share: Part of the pages that states may take, 0 to 1, the rest is for KV; None: by use.
+        total_pages: Number of pages.
+        pages_of: Pages per entry, by kind.
+        state_share: Share of the pages that states may use, 0 to 1; KV uses the rest. None: both share all pages.
     """
 
     def __init__(self, total_pages: int, pages_of: Mapping[EntryKind, int], state_share: float | None) -> None:
@@ -28,8 +28,8 @@ class HostEntries:
         self.reset()
 
     def reset(self) -> None:
-        """All pages are free, whoever needs what is in them."""
-        self._free = list(range(self.total_pages - 1, -1, -1))  # a stack, lowest first: entries lie in a row at first
+        """Drops all entries, even pinned ones."""
+        self._free = list(range(self.total_pages - 1, -1, -1))  # a stack, lowest page on top
         self._pages: dict[int, tuple[int, ...]] = {}  # by entry
         self._next_entry = 0
         self._used_pages = {EntryKind.KV: 0, EntryKind.STATE: 0}
@@ -39,27 +39,27 @@ class HostEntries:
         self._private: set[int] = set()
 
     def __contains__(self, entry: int) -> bool:
-        """Whether the entry was not dropped."""
+        """Whether the entry still exists."""
         return entry in self._pages
 
     @property
     def free_pages(self) -> int:
-        """Pages that hold nothing."""
+        """Number of free pages."""
         return len(self._free)
 
     @property
     def are_divided(self) -> bool:
-        """Whether KV and states have pages of their own each."""
+        """Whether KV and states each have a fixed share of the pages (``state_share``)."""
         return self._most_pages is not None
 
     def has_room(self, kind: EntryKind) -> bool:
-        """Whether there are pages for one more entry."""
+        """Whether there are pages for one more entry of this kind."""
         count = self.pages_of[kind]
         fits = self._most_pages is None or self._used_pages[kind] + count <= self._most_pages[kind]
         return fits and count <= len(self._free)
 
     def add(self, tag: Tag) -> int:
-        """A new entry; there must be room."""
+        """Allocates an entry. The caller checks `has_room`."""
         count = self.pages_of[tag.kind]
         pages = tuple(self._free[: -count - 1 : -1])
         del self._free[-count:]
@@ -69,7 +69,7 @@ class HostEntries:
         return entry
 
     def remove(self, entry: int) -> None:
-        """The entry's pages are free, whoever pinned it."""
+        """Frees the entry, even if it is pinned."""
         pages = self._pages.pop(entry)
         self._used_pages[self._tags.pop(entry).kind] -= len(pages)
         self._free += reversed(pages)
@@ -78,33 +78,33 @@ class HostEntries:
         self._private.discard(entry)
 
     def pages(self, entry: int) -> tuple[int, ...]:
-        """Where the entry is."""
+        """Pages of the entry."""
         return self._pages[entry]
 
     def tag(self, entry: int) -> Tag:
-        """What the entry holds."""
+        """Tag of the entry."""
         return self._tags[entry]
 
     def payload(self, entry: int) -> Any:
-        """What belongs to the entry beside its bytes, or None."""
+        """Extra data stored with the entry (the routing of a KV block), or None."""
         return self._payloads.get(entry)
 
     def keep_payload(self, entry: int, payload: Any) -> None:
-        """See `payload`; None keeps what was there."""
+        """Sets the entry's `payload`. None: no change."""
         if payload is not None:
             self._payloads[entry] = payload
 
     def is_pinned(self, entry: int) -> bool:
-        """Whether a load, or a preempted request, needs the entry."""
+        """Whether a load or a preempted request needs the entry."""
         return entry in self._pins
 
     def pin(self, entries: Iterable[int]) -> None:
-        """These entries stay until they are unpinned as often."""
+        """Pins the entries. Each pin needs one `unpin`."""
         for entry in entries:
             self._pins[entry] = self._pins.get(entry, 0) + 1
 
     def unpin(self, entries: Iterable[int]) -> None:
-        """See `pin`. Entries that were dropped meanwhile are passed over."""
+        """Reverts one `pin` of each entry. Skips entries that were removed since."""
         for entry in entries:
             pins = self._pins.get(entry, 0) - 1
             if pins > 0:
@@ -113,34 +113,37 @@ class HostEntries:
                 del self._pins[entry]
 
     def pins(self) -> dict[int, int]:
-        """How often each pinned entry is pinned."""
+        """Number of pins of each pinned entry."""
         return dict(self._pins)
 
     def make_private(self, entry: int) -> None:
-        """The entry belongs to no node of the prefix tree, but to who made it."""
+        """Marks the entry as private: it belongs to one preempted request, not to a node of the prefix tree."""
         self._private.add(entry)
 
     def private(self) -> list[int]:
-        """Entries of no node, ascending."""
+        """Private entries, ascending."""
         return sorted(self._private)
 
     def check(self, of_nodes: Iterable[int]) -> None:
-        """Raises CacheCorruptionError unless pages are conserved, and every entry is a node's or private.
+        """Checks that no page is lost, and that every entry belongs to a node or is private.
 
         Args:
             of_nodes: Entries of the nodes of the prefix tree.
+
+        Raises:
+            CacheCorruptionError: One of these does not hold.
         """
         pages = [page for entry in self._pages.values() for page in entry]
         if sorted([*pages, *self._free]) != list(range(self.total_pages)):
-            raise CacheCorruptionError("pages on the host were lost, or have two owners")
+            raise CacheCorruptionError("a page on the host was lost, or has two owners")
         if sorted([*of_nodes, *self._private]) != sorted(self._pages):
-            raise CacheCorruptionError("entries on the host and those that the tree knows differ")
+            raise CacheCorruptionError("the entries on the host differ from those of the tree and preempted requests")
         if not set(self._pins) <= set(self._pages) or any(pins < 1 for pins in self._pins.values()):
-            raise CacheCorruptionError("a pinned entry on the host is gone")
+            raise CacheCorruptionError("a pinned entry on the host was removed")
         used = dict.fromkeys(EntryKind, 0)
         for entry, held in self._pages.items():
             used[self._tags[entry].kind] += len(held)
             if len(held) != self.pages_of[self._tags[entry].kind]:
-                raise CacheCorruptionError(f"{self._tags[entry]}: {len(held)} pages on the host")
+                raise CacheCorruptionError(f"{self._tags[entry]} has the wrong number of pages: {len(held)}")
         if used != self._used_pages:
-            raise CacheCorruptionError(f"pages by kind {used}, counted {self._used_pages}")
+            raise CacheCorruptionError(f"host pages in use by kind: {used}, but the counter says {self._used_pages}")

@@ -1,8 +1,8 @@
-"""`HostTier`: which KV blocks and states are on the host, in which pages, and which go when pages are needed.
+"""`HostTier`: which KV blocks and states are on the host, in which pages, and which are evicted when pages are needed.
 
-Nodes of the prefix tree say where their copies are (``host_block``, ``host_slot``); the pages of both kinds come from one
-pool, in which the kind whose next victim was not used for longer makes room. Decisions only: the moves themselves are
-queued as `BlockTransfer` and carried out elsewhere.
+Nodes of the prefix tree say where their copies are (``host_block``, ``host_slot``). KV blocks and states share one pool
+of pages. When it is full, the next KV victim and the next state victim are compared, and the one unused for longer is
+evicted. This file only decides: it queues the copies as `BlockTransfer`, and ``tiers/arena.py`` carries them out.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, Entr
 
 
 def is_probationary(node: Node) -> bool:
-    """Whether the node's state was kept on a guess, and nobody resumed from it."""
+    """Whether the node's state is an interval checkpoint that no request has resumed from."""
     return node.reason == CheckpointReason.INTERVAL and not node.used
 
 
 class HostTier:
-    """Entries on the host.
+    """Index of the host tier.
 
     Args:
         tree: The prefix tree.
         pages: Pages of the arena, ids 0 .. pages - 1.
-        kv_pages: Pages that a KV block takes.
-        state_pages: Pages that a state takes.
-        block_tokens: Tokens of a block.
+        kv_pages: Pages per KV block.
+        state_pages: Pages per state.
+        block_tokens: Tokens per block.
         eviction: Ranks the states on the host.
-        state_share: Part of the pages that states may take, 0 to 1, the rest is for KV; None: by use.
-        stats: Where moves are counted.
+        state_share: Share of the pages that states may use, 0 to 1; KV uses the rest. None: both share all pages.
+        stats: Counts the moves.
         write_through: Whether KV and states are stored as soon as they are published.
-        behind: Is offered what is evicted here.
+        behind: The tier behind the host. It is offered what is evicted here.
 
     Attributes:
-        entries: What is where, and who needs it.
-        transfers: Moves to be carried out, in this order.
-        routing_of: Asked for what else belongs to a KV block on the device when it is stored.
+        entries: Pages and pins of all entries.
+        transfers: Queued copies, to be carried out in this order.
+        routing_of: Returns the routing of a KV block on the device, which is stored with the block; None if it has
+            none.
     """
 
     def __init__(
@@ -75,9 +76,9 @@ class HostTier:
         self.reset()
 
     def reset(self) -> None:
-        """Nothing is on the host; the tree is emptied by its owner."""
+        """Drops everything. The caller empties the tree."""
         self.entries.reset()
-        self._kv: OrderedDict[Node, int] = OrderedDict()  # longest unused first, and when
+        self._kv: OrderedDict[Node, int] = OrderedDict()  # time of last use, least recently used first
         self._state_used: dict[Node, int] = {}
         self._clock = 0
         self._eviction.clear()
@@ -108,7 +109,7 @@ class HostTier:
     # -- to the host ---------------------------------------------------------------------------------------------------
 
     def store_kv(self, node: Node) -> bool:
-        """The node's block, about to go from the device, is kept here; whether there is room."""
+        """Stores the node's KV block, before it leaves the device. Returns False if there is no room."""
         if node.host_block == NO_BLOCK:
             entry = self._store(EntryKind.KV, node.block_id, self._tag(EntryKind.KV, node))
             if entry is None:
@@ -120,9 +121,9 @@ class HostTier:
         return True
 
     def store_state(self, node: Node) -> bool:
-        """The node's state, about to go from the device, is kept here; whether there is room.
+        """Stores the node's state, before it leaves the device. Returns False if there is no room.
 
-        A probationary one only gets pages that are free, or those of other probationary ones.
+        A probationary state only gets free pages, or pages of other probationary states.
         """
         if node.host_slot == NO_SLOT:
             entry = self._store(
@@ -139,7 +140,7 @@ class HostTier:
         return True
 
     def store_private(self, kind: EntryKind, device_id: int, tag: Tag) -> int | None:
-        """What belongs to no node: stays until it is removed. Returns the entry; None when there is no room."""
+        """Stores an entry of one preempted request until it is removed. Returns the entry; None if there is no room."""
         entry = self._store(kind, device_id, tag)
         if entry is not None:
             self.entries.make_private(entry)
@@ -150,15 +151,16 @@ class HostTier:
     # -- from the tier behind ------------------------------------------------------------------------------------------
 
     def gather(self, keys: Sequence[bytes], first: int) -> tuple[tuple[int, ...], tuple[Tag, ...]] | None:
-        """Brings together here the KV of ``keys[first:]`` and the state at their end: what is missing is fetched.
+        """Pins the KV of ``keys[first:]`` and the state at their end on the host. Fetches what only the tier behind
+        has.
 
         Args:
-            keys: Of blocks from the front of a prompt; the KV of each is in some tier, and so is the state at the end.
-            first: How many of them are on the device.
+            keys: Keys of the first blocks of a prompt. The KV of each is in some tier, and so is the state at the end.
+            first: Number of leading blocks that are on the device.
 
         Returns:
-            Pinned entries, that of the state last, and what is fetched; None where there is not enough room (what was
-            fetched up to then stays here, like anything else).
+            The pinned entries (KV front first, the state last), and the tags of those that were fetched. None: there is
+            not enough room. What was fetched until then stays on the host.
         """
         tree = self._tree
         nodes: list[Node] = []
@@ -196,18 +198,17 @@ class HostTier:
         if entry is not None:
             node.host_slot = entry
             if node.reason is None:
-                node.reason = (
-                    CheckpointReason.JUNCTION
-                )  # why it was kept is not known any more; two prompts share it now
+                # The tier behind does not store the reason. Two prompts share this state now.
+                node.reason = CheckpointReason.JUNCTION
             self._eviction.added(node)
             self._state_used[node] = self._tick()
             self._tree.version += 1
         return entry
 
-    # -- back to the device ---------------------------------------------------------------------------------------------
+    # -- back to the device --------------------------------------------------------------------------------------------
 
     def load(self, entry: int, device_id: int, load_id: int) -> Any:
-        """Queues the move of a pinned entry into a block or slot; returns what else belongs to it."""
+        """Queues the copy of a pinned entry into a block or slot. Returns the entry's payload."""
         self.transfers.append(
             BlockTransfer(
                 source=HOST,
@@ -222,27 +223,27 @@ class HostTier:
         return self.entries.payload(entry)
 
     def use(self, path: Iterable[Node]) -> None:
-        """A request resumed over this path, front first: its entries are the last to go, deepest first."""
+        """Marks the KV of this path as used. Later its deepest block is evicted first."""
         for node in reversed(list(path)):
             self._touch_kv(node)
 
     def use_state(self, node: Node) -> None:
-        """A request resumed from the node's state, wherever it lay."""
+        """Marks the node's state as used, after a request resumed from it on any tier."""
         if node.host_slot != NO_SLOT:
             self._eviction.used(node)
             self._state_used[node] = self._tick()
 
-    # -- going ---------------------------------------------------------------------------------------------------------
+    # -- drop ----------------------------------------------------------------------------------------------------------
 
     def drop_kv(self, node: Node) -> None:
-        """The node's KV is not on the host any more."""
+        """Drops the node's KV from the host."""
         entry, node.host_block = node.host_block, NO_BLOCK
         del self._kv[node]
         self.entries.remove(entry)
         self._tree.prune(node)
 
     def drop_state(self, node: Node) -> None:
-        """The node's state is not on the host any more."""
+        """Drops the node's state from the host."""
         entry = node.host_slot
         self._eviction.removed(node)
         del self._state_used[node]
@@ -251,7 +252,7 @@ class HostTier:
         self._tree.prune(node)
 
     def drop(self, entry: int) -> None:
-        """The entry failed: it is not used again."""
+        """Drops an entry whose load failed. Does nothing if it is gone."""
         if entry not in self.entries:
             return
         tag = self.entries.tag(entry)
@@ -265,30 +266,34 @@ class HostTier:
 
     @property
     def kv_entries(self) -> int:
-        """KV blocks here."""
+        """Number of KV blocks on the host."""
         return len(self._kv)
 
     @property
     def state_entries(self) -> int:
-        """States here."""
+        """Number of states on the host."""
         return len(self._state_used)
 
     def check(self) -> None:
-        """Raises CacheCorruptionError unless tree, policy and entries agree."""
+        """Checks that tree, eviction policy and entries agree.
+
+        Raises:
+            CacheCorruptionError: They do not.
+        """
         kv = {node.host_block: node for node in self._tree if node.host_block != NO_BLOCK}
         states = {node.host_slot: node for node in self._tree if node.host_slot != NO_SLOT}
         self.entries.check([*kv, *states])
         if set(self._kv) != set(kv.values()) or set(self._state_used) != set(states.values()):
-            raise CacheCorruptionError("the order of eviction on the host lost an entry")
+            raise CacheCorruptionError("an entry on the host is missing from the eviction order")
         if set(self._eviction) != set(states.values()):
-            raise CacheCorruptionError("the policy on the host lost a state")
+            raise CacheCorruptionError("the eviction policy and the states on the host differ")
         for nodes, kind in ((kv, EntryKind.KV), (states, EntryKind.STATE)):
             for entry, node in nodes.items():
                 tag = self.entries.tag(entry)
                 if (tag.kind, tag.key, tag.depth_tokens) != (kind, node.key, node.depth_blocks * self._block_tokens):
-                    raise CacheCorruptionError(f"{node}: its entry on the host is of {tag}")
+                    raise CacheCorruptionError(f"{node}: its entry on the host has the tag {tag}")
 
-    # -- inside --------------------------------------------------------------------------------------------------------
+    # -- internal ------------------------------------------------------------------------------------------------------
 
     def _tag(self, kind: EntryKind, node: Node) -> Tag:
         return Tag(kind=kind, key=node.key, depth_tokens=node.depth_blocks * self._block_tokens, epoch=self._tree.epoch)
@@ -322,9 +327,9 @@ class HostTier:
         return entry
 
     def _offer(self, entry: int) -> None:
-        """The entry is about to be evicted: the tier behind may take it.
+        """Offers an entry to the tier behind, before it is evicted.
 
-        What belongs to a block beside its KV cannot go with it, so such a block is not offered.
+        A KV block with a payload is not offered, because the payload cannot go with it.
         """
         tag = self.entries.tag(entry)
         if self.behind is None or self.entries.payload(entry) is not None or self.behind.contains(tag.kind, tag.key):

@@ -1,4 +1,4 @@
-"""`Inspector`: questions about requests and about what is cached. They change nothing."""
+"""`Inspector`: read-only queries about requests and about the cache."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megatron_hybrid_prefix.pool.slots import NO_SLOT
 
 
 class Inspector:
-    """See the module; ``cache.inspect``.
+    """Read-only queries (``cache.inspect``).
 
     Args:
-        store: What is cached.
-        requests: Who uses it.
+        store: The cached blocks and states.
+        requests: All requests.
     """
 
     def __init__(self, store: PrefixStore, requests: RequestBook) -> None:
@@ -33,16 +33,16 @@ class Inspector:
         return [request_id for request_id, live in self._requests.live.items() if not live.is_loading]
 
     def loading_requests(self) -> list[int]:
-        """Ids of the requests that hold blocks for a load, and are not admitted yet."""
+        """Ids of the requests that hold a load and are not admitted yet."""
         return [request_id for request_id, live in self._requests.live.items() if live.is_loading]
 
     def prefilling(self) -> list[int]:
-        """Live requests that have prompt tokens left to plan, and cache what they compute, in the order of admission."""
+        """Live requests with prompt tokens left to plan that also write to the cache, in the order of admission."""
         live = self._requests.live
         return [i for i, request in live.items() if request.write and request.planned_tokens < request.prompt_tokens]
 
     def planned_tokens(self, request_id: int) -> int:
-        """Up to where a live request's forwards are planned."""
+        """Position up to which a live request's forwards are planned."""
         return self._requests[request_id].planned_tokens
 
     def block_ids(self, request_id: int) -> tuple[int, ...]:
@@ -50,14 +50,14 @@ class Inspector:
         return tuple(self._requests[request_id].block_ids)
 
     def sequence_tokens(self, request_id: int) -> int:
-        """Tokens of a live request that the cache knows: its prompt, and what was appended."""
+        """Length of a live request: its prompt and the appended tokens."""
         return self._requests[request_id].chain.tokens
 
     def request_keys(self, request_id: int) -> tuple[bytes, ...]:
         """Keys of a live request's full blocks, front first."""
         return tuple(self._requests[request_id].chain.keys)
 
-    # -- what is cached ------------------------------------------------------------------------------------------------
+    # -- the cache -----------------------------------------------------------------------------------------------------
 
     def nodes(self) -> Iterator[Node]:
         """All nodes of the prefix tree, in any order."""
@@ -65,36 +65,36 @@ class Inspector:
 
     @property
     def node_count(self) -> int:
-        """Nodes of the prefix tree."""
+        """Number of nodes of the prefix tree."""
         return len(self._store.tree)
 
     def nodes_with_state(self) -> Iterator[Node]:
-        """Nodes at whose end a state is kept on the device, in any order."""
+        """Nodes with a state on the device, in any order."""
         return (node for node in self._store.tree if node.slot != NO_SLOT)
 
     def node(self, key: bytes) -> Node | None:
-        """The node with this key, in whichever tiers it is."""
+        """The node with this key, on any tier; None if there is none."""
         return self._store.tree.get(key)
 
     def evictable(self) -> Iterator[Node]:
-        """Nodes whose KV block nobody holds; the one that is evicted next comes first."""
+        """Nodes whose KV block has ref count 0, in the order of eviction."""
         return self._store.blocks.queue()
 
     def slot_readers(self, slot: int) -> int:
-        """How many admitted requests still have to read the state in a slot; until then its state stays there."""
+        """Number of admitted requests that still have to read the slot. The slot is pinned until then."""
         return self._store.slots.pins(slot)
 
     @property
     def free_slots(self) -> int:
-        """Checkpoint slots that hold nothing."""
+        """Number of free checkpoint slots."""
         return self._store.slots.free_slots
 
     def cached_slot(self, key: bytes) -> int | None:
-        """Slot of the state kept at the end of the block with this key, if there is one."""
+        """Slot of the state at the end of the block with this key; None if there is none on the device."""
         node = self._store.tree.get(key)
         return None if node is None or node.slot == NO_SLOT else node.slot
 
     @property
     def host_tier(self) -> HostTier | None:
-        """What is on the host."""
+        """The host tier; None if there is none."""
         return self._store.host

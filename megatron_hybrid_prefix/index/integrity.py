@@ -1,4 +1,4 @@
-"""`check_integrity`: the invariants of the design, each checked the slow and obvious way."""
+"""`check_integrity`: checks every invariant of the cache, the slow and obvious way."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ def check_integrity(
     writing: Collection[bytes],
     block_tokens: int,
 ) -> None:
-    """Raises CacheCorruptionError, saying which, if an invariant does not hold.
+    """Checks all invariants.
 
     Args:
-        store: What is cached.
+        store: The cached blocks and states.
         book: All requests.
-        unattached: Blocks given out and not attached to a request.
+        unattached: Allocated blocks that no request is attached to.
         writing: Keys whose state a forward in flight writes.
-        block_tokens: Tokens of a block.
+        block_tokens: Tokens per block.
+
+    Raises:
+        CacheCorruptionError: An invariant does not hold. The message says which.
     """
     tree, blocks, slots, host = store.tree, store.blocks, store.slots, store.host
     requests = book.everyone()
@@ -45,19 +48,23 @@ def check_integrity(
         for plan in live.plans.values()
         for checkpoint in plan.checkpoints
     ]
-    _expect(sorted(planned) == sorted(writing), "the states being written and the plans in flight differ")
+    _expect(sorted(planned) == sorted(writing), "the keys being written differ from the plans in flight")
     _expect(all(live.released and live.plans for live in book.ending), "a released request has no plan in flight")
     loads = {live.load.load_id: live for live in requests if live.load is not None}
-    _expect(loads == book.loads, "the loads and their requests differ")
+    _expect(loads == book.loads, "the loads differ from those of the requests")
     if host is not None:
         host.check()
         pins = Counter(entry for live in loads.values() if live.load for entry in live.load.pinned)
         pins.update(entry for left in book.swapped_out.values() for entry in left.pinned)
-        pins = Counter({entry: times for entry, times in pins.items() if entry in host.entries})  # others failed
-        _expect(pins == host.entries.pins(), "entries pinned on the host, and loads and preempted requests differ")
+        # Entries that are gone were dropped after a failed load.
+        pins = Counter({entry: times for entry, times in pins.items() if entry in host.entries})
+        _expect(pins == host.entries.pins(), "the pins on the host differ from those of loads and preempted requests")
         private = [entry for live in loads.values() if live.load for entry in live.load.private]
         private += [entry for left in book.swapped_out.values() for entry in left.private]
-        _expect(sorted(private) == host.entries.private(), "private entries on the host and their owners differ")
+        _expect(
+            sorted(private) == host.entries.private(),
+            "the private entries on the host differ from those of preempted requests",
+        )
 
 
 def _expect(holds: bool, what: str) -> None:
@@ -73,15 +80,15 @@ def _check_tree(tree: PrefixTree, blocks: KVBlocks) -> None:
         _expect((node.slot == node.host_slot == NO_SLOT) == (node.reason is None), f"{node}: reason {node.reason}")
         parent = node.parent
         if node.block_id == NO_BLOCK:
-            _expect(node.slot == NO_SLOT, f"{node} has a state on the device, and no KV")
+            _expect(node.slot == NO_SLOT, f"{node} has a state but no KV on the device")
             left = node.host_block != NO_BLOCK or node.host_slot != NO_SLOT or node.children > 0
-            _expect(left, f"{node} is in the tree for nothing")
+            _expect(left, f"{node} is empty and a leaf, but in the tree")
         else:
             _expect(blocks.node(node.block_id) is node, f"{node}: its block belongs to {blocks.node(node.block_id)}")
             _expect(parent is None or parent.block_id != NO_BLOCK, f"{node} is on the device, its parent is not")
         _expect(node.depth_blocks == (parent.depth_blocks if parent else 0) + 1, f"{node} under {parent}")
         if parent is not None:
-            _expect(tree.get(parent.key) is parent, f"{node}: its parent is gone")
+            _expect(tree.get(parent.key) is parent, f"{node}: its parent is not in the tree")
             held = node.block_id != NO_BLOCK and blocks.ref_count(node.block_id) > 0
             _expect(not held or blocks.ref_count(parent.block_id) > 0, f"{node} is held, its parent is not")
     keyed = sum(blocks.node(block_id) is not None for block_id in range(blocks.total_blocks))
@@ -97,19 +104,24 @@ def _check_requests(
         full_blocks = len(live.chain.keys)
         _expect(len(set(live.block_ids)) == len(live.block_ids), f"{name} holds a block twice")
         _expect(len(live.path) <= min(len(live.block_ids), full_blocks), f"{name}: path longer than its blocks")
-        _expect(len(live.path) * block_tokens <= live.computed_tokens, f"{name} registered what it has not computed")
+        _expect(
+            len(live.path) * block_tokens <= live.computed_tokens, f"{name} registered blocks that it has not computed"
+        )
         _expect(not live.write or live.chain.epoch == epoch, f"{name} may write under other weights")
         _expect(live.computed_tokens <= live.planned_tokens, f"{name}: computed more than planned")
-        _expect(not live.released or bool(live.plans), f"{name} is released and still there")
-        if live.pinned_slot is not None and live.path:  # no path: the weights changed
+        _expect(
+            not live.released or bool(live.plans), f"{name} is released, has no plan in flight, and is still listed"
+        )
+        if live.pinned_slot is not None and live.path:  # an empty path: the weights changed
             source = live.path[-1]
             _expect(source.slot == live.pinned_slot, f"{name}: its source {live.pinned_slot} was evicted from {source}")
         for index, node in enumerate(live.path):
-            _expect(tree.get(node.key) is node, f"{name}: {node} on its path is gone")
-            _expect(node.key == live.chain.keys[index], f"{name}: {node} is not of its tokens")
+            _expect(tree.get(node.key) is node, f"{name}: {node} on its path is not in the tree")
+            _expect(node.key == live.chain.keys[index], f"{name}: {node} does not have the key of its tokens")
             own = live.block_ids[index]
             _expect(
-                node.block_id == own or blocks.is_duplicate(node, own), f"{name}: block {own} is not that of {node}"
+                node.block_id == own or blocks.is_duplicate(node, own),
+                f"{name}: block {own} is not the block of {node}",
             )
 
 
@@ -125,13 +137,19 @@ def _check_slots(
     tree: PrefixTree, slots: SlotPool, ranked_states: Sequence[Node], requests: Sequence[LiveRequest]
 ) -> None:
     published = [node.slot for node in tree if node.slot != NO_SLOT]
-    _expect(sorted(published) == slots.slots_in(SlotState.PUBLISHED), "published slots and the tree's differ")
-    _expect(Counter(ranked_states) == Counter(node for node in tree if node.slot != NO_SLOT), "the policy lost a state")
+    _expect(
+        sorted(published) == slots.slots_in(SlotState.PUBLISHED), "the published slots differ from those of the tree"
+    )
+    _expect(
+        Counter(ranked_states) == Counter(node for node in tree if node.slot != NO_SLOT),
+        "the states of the eviction policy differ from those of the tree",
+    )
     plans = [plan for live in requests for plan in live.plans.values()]
     reserved = [checkpoint.slot for plan in plans for checkpoint in plan.checkpoints]
     reserved += [live.load.slot for live in requests if live.load is not None]
     _expect(
-        sorted(reserved) == slots.slots_in(SlotState.RESERVED), "reserved slots and those of plans and loads differ"
+        sorted(reserved) == slots.slots_in(SlotState.RESERVED),
+        "the reserved slots differ from those of plans and loads",
     )
     pins = Counter(live.pinned_slot for live in requests if live.pinned_slot is not None)
     for slot in range(slots.first_slot, slots.first_slot + slots.total_slots):

@@ -1,9 +1,11 @@
-"""Keys of blocks: a chain of keyed 128-bit digests, one per full block.
+"""Keys of blocks: a chain of keyed 128-bit hashes, one per full block.
 
-``key[i] = blake2b(key[i - 1] + tokens of block i)``, keyed with a secret and seeded by a salt of (tenant's
-``cache_salt``, adapter, weights epoch), so equal keys mean equal tokens from position 0 on, under the same salt and
-weights. Nobody without the secret can construct a collision. Decisions never depend on the value of a key, so ranks
-with different secrets would still decide alike; one secret for all makes keys comparable.
+``key[i] = blake2b(key[i - 1] + tokens of block i)``, keyed with a secret. The chain starts from a seed made of
+``cache_salt``, adapter and weights epoch. So two equal keys mean equal tokens from position 0 on, with the same salt,
+adapter and weights. Without the secret nobody can construct a collision.
+
+No decision depends on the value of a key. So ranks with different secrets still decide alike. With one secret for all
+ranks their keys can be compared, too.
 """
 
 from __future__ import annotations
@@ -17,18 +19,18 @@ KEY_BYTES = 16
 TOKEN_BYTES = 8
 
 type Tokens = Buffer | Sequence[int]
-"""Token ids: a sequence of ints, or a buffer of int64 in native order (``bytes``, ``array('q')``, a NumPy array)."""
+"""Token ids: a sequence of ints, or a buffer of native int64 (``bytes``, ``array('q')``, a NumPy array)."""
 
 
 class KeyMaker:
     """Makes key chains.
 
     Args:
-        block_tokens: Tokens of a block.
-        secret: Key of the digests, at most 64 bytes; by default random, good for this process.
+        block_tokens: Tokens per block.
+        secret: Secret of the hashes, at most 64 bytes. None: random, valid in this process only.
 
     Raises:
-        ValueError: ``block_tokens`` is below 1, or ``secret`` too long.
+        ValueError: ``block_tokens`` is below 1, or ``secret`` is too long.
     """
 
     def __init__(self, block_tokens: int, secret: bytes | None = None) -> None:
@@ -38,7 +40,7 @@ class KeyMaker:
         self._empty = blake2b(digest_size=KEY_BYTES, key=os.urandom(32) if secret is None else secret)
 
     def seed(self, *, salt: str | None = None, adapter: str | None = None, epoch: int = 0) -> bytes:
-        """What the first block's key is chained to; lengths are part of it, so fields cannot run into each other."""
+        """The hash that the first key is chained to. Each field is hashed with its length, so fields cannot mix."""
         digest = self._empty.copy()
         for field in (salt, adapter, str(epoch), str(self.block_tokens)):
             data = b"" if field is None else field.encode("utf-8", errors="surrogatepass")
@@ -55,7 +57,7 @@ class KeyMaker:
         return chain
 
     def extend(self, keys: list[bytes], seed: bytes, data: memoryview) -> int:
-        """Appends the keys of the full blocks in ``data`` (bytes of int64); returns how many bytes they cover."""
+        """Appends the keys of the full blocks in ``data`` (bytes of int64). Returns the number of bytes used."""
         step = self.block_tokens * TOKEN_BYTES
         end = len(data) // step * step
         key = keys[-1] if keys else seed
@@ -72,16 +74,16 @@ class KeyChain:
     """Keys of a growing sequence of tokens.
 
     Attributes:
-        keys: One per full block.
+        keys: One key per full block.
         tokens: Length of the sequence.
-        epoch: Weights epoch the keys are for.
+        epoch: Weights epoch of the keys.
 
     Args:
-        keys: As above; keys from elsewhere (a trace) are taken as they are.
-        tokens: As above.
-        epoch: As above.
-        maker: Computes the keys of further tokens; without one the chain cannot grow.
-        seed: What the first key is chained to.
+        keys: See above. Keys from elsewhere (a trace) are taken as they are.
+        tokens: See above.
+        epoch: See above.
+        maker: Computes the keys of appended tokens. None: the chain cannot grow.
+        seed: The hash that the first key is chained to.
     """
 
     __slots__ = ("_maker", "_seed", "_tail", "epoch", "keys", "tokens")
@@ -100,10 +102,10 @@ class KeyChain:
         """Appends tokens, and the keys of the blocks that they fill.
 
         Raises:
-            ValueError: The chain was made of keys alone.
+            ValueError: The chain has no `KeyMaker`.
         """
         if self._maker is None:
-            raise ValueError("a key chain made of keys alone cannot grow: its tokens are not known")
+            raise ValueError("a key chain without a KeyMaker cannot grow: its tokens are not known")
         data = token_bytes(tokens)
         self.tokens += len(data) // TOKEN_BYTES
         if self._tail:
@@ -112,17 +114,17 @@ class KeyChain:
         self._tail = bytes(data[used:])
 
     def copy(self) -> KeyChain:
-        """A chain of its own with the same tokens."""
+        """An independent copy."""
         twin = KeyChain(self.keys.copy(), self.tokens, epoch=self.epoch, maker=self._maker, seed=self._seed)
         twin._tail = self._tail
         return twin
 
 
 def token_bytes(tokens: Tokens) -> memoryview:
-    """The tokens as bytes of int64, without a copy where they are that already.
+    """The tokens as bytes of int64, without a copy if they are int64 already.
 
     Raises:
-        ValueError: A buffer holds something else than int64 (or plain bytes, a multiple of 8 of them).
+        ValueError: The buffer is not contiguous int64 (or plain bytes, a multiple of 8).
     """
     view = memoryview(tokens) if isinstance(tokens, Buffer) else memoryview(array("q", tokens))
     plain = view.format in ("B", "b", "c")

@@ -1,4 +1,4 @@
-"""`Loads`: requests that get from the host what they resume from, and requests that are swapped out to it."""
+"""`Loads`: requests that load KV and a state from the host tier, and preempted requests that are swapped out to it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from megatron_hybrid_prefix.tiers.units import HOST, BlockTransfer, EntryKind, T
 
 
 class Loads:
-    """See the module; ``cache.loads``. The entries on the host that are needed for it are pinned there.
+    """Begins and ends loads, and swaps requests out (``cache.loads``). Pins the host entries that a load needs.
 
     Args:
-        store: What is cached, and the host tier; without one nothing is ever loaded.
-        requests: Loads and what is swapped out are kept with their requests.
-        matcher: Makes matches again that are out of date.
-        stats: Counts.
-        block_tokens: Tokens of a KV block.
+        store: The cached blocks and states, and the host tier. Without a host tier nothing is ever loaded.
+        requests: All requests, their loads and what is swapped out.
+        matcher: Repeats matches that are out of date.
+        stats: Counters.
+        block_tokens: Tokens per KV block.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Loads:
         self._block_tokens = block_tokens
         self._next_id = 0
 
-    # -- questions -----------------------------------------------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------------------------------------------
 
     def is_loading(self, request_id: int) -> bool:
         """Whether the request holds a load and is not admitted yet."""
@@ -44,18 +44,18 @@ class Loads:
         return live is not None and live.is_loading
 
     def is_swapped_out(self, request_id: int) -> bool:
-        """Whether the request left something with `swap_out`."""
+        """Whether the request is swapped out."""
         return request_id in self._requests.swapped_out
 
     def loads_elsewhere(self, match: Match) -> bool:
-        """Whether another request is loading what this one would load."""
+        """Whether another request is already loading the state that this match would load."""
         if self._host is None or not match.loadable_blocks:
             return False
         node = self._store.tree.get(match.chain.keys[match.loadable_blocks - 1])
         return node is not None and self._host.entries.is_pinned(node.host_slot)
 
     def has_load(self, load_id: int) -> bool:
-        """Whether a request, admitted or not, still needs what this load brings."""
+        """Whether the load is still needed by a request, admitted or not."""
         return load_id in self._requests.loads
 
     @property
@@ -64,7 +64,7 @@ class Loads:
         return bool(self._waiting)
 
     def pages(self, request_id: int) -> int:
-        """Size of the load that a live or waiting request holds, in pages on the host; ValueError for any other."""
+        """Host pages that the request loads; 0 if it loads none. Raises ValueError if it is not live."""
         load = self._requests[request_id].load
         return 0 if load is None else load.pages
 
@@ -78,13 +78,13 @@ class Loads:
 
     @property
     def _waiting(self) -> list[LiveRequest]:
-        """Requests that hold a load and are not admitted yet, in the order in which they began."""
+        """Requests that hold a load and are not admitted yet, oldest load first."""
         return [live for live in self._requests.loads.values() if live.is_loading]
 
     # -- moves ---------------------------------------------------------------------------------------------------------
 
     def take_transfers(self) -> list[BlockTransfer]:
-        """The moves queued since the last call; to be carried out in this order before anything else is written."""
+        """Takes the copies queued since the last call. Carry them out in this order, before any other write."""
         if self._host is None or not self._host.transfers:
             return []
         units = list(self._host.transfers)
@@ -92,30 +92,29 @@ class Loads:
         return units
 
     def set_block_routing(self, routing_of: Callable[[int], Any]) -> None:
-        """What ``routing_of`` says of a KV block moves with it to the host, and back (`Admission.payloads`)."""
+        """Sets the function that returns a KV block's routing, which moves with the block (`Admission.payloads`)."""
         if self._host is not None:
             self._host.routing_of = routing_of
 
-    # -- begin ---------------------------------------------------------------------------------------------------------
+    # -- begin a load ------------------------------------------------------------------------------------------------
 
     def begin_load_back(
         self, request_id: int, match: Match, *, write: bool = True, reserved_blocks: int = 0
     ) -> Match | None:
-        """Takes blocks and a slot for what the request could resume from on the host, and queues the moves.
+        """Allocates blocks and a slot for what the prompt can reuse from the host, and queues the copies.
 
-        From now on the request holds them: it has to be handed to `HybridPrefixCache.admit`, with the match that is
-        returned, or to `HybridPrefixCache.release`. What is loaded becomes matchable for others once the request's first
-        forward is published.
+        The request holds them from now on. Pass it to `HybridPrefixCache.admit` with the returned match, or to
+        `HybridPrefixCache.release`. The loaded blocks become matchable when the request's first forward is published.
 
         Args:
-            request_id: Of no live request.
+            request_id: Not the id of a live request.
             match: From `HybridPrefixCache.match`.
             write: As for `HybridPrefixCache.admit`.
-            reserved_blocks: So many blocks have to be left for running requests, or they take these back at once.
+            reserved_blocks: Blocks that must stay available for running requests.
 
         Returns:
-            The match to go on with; None (and nothing changed) where the host has no more than the device, or where there
-            are not enough blocks, or no slot.
+            The match to admit the request with. None, and nothing changed, if the host has nothing deeper than the
+            device, or if there are too few blocks or no slot.
         """
         if request_id in self._requests.live:
             return None
@@ -148,10 +147,10 @@ class Loads:
     def begin_resume(
         self, request_id: int, match: Match, *, write: bool = True, reserved_blocks: int = 0
     ) -> Match | None:
-        """`begin_load_back` for a request that was swapped out: it goes on where it was.
+        """`begin_load_back` for a request that was swapped out: it continues where it stopped.
 
         Returns:
-            As `begin_load_back`. What the request left is dropped if it does not belong to the prompt of ``match``.
+            As `begin_load_back`. If the swapped-out data does not fit the prompt of ``match``, it is dropped.
         """
         left, host = self._requests.swapped_out.get(request_id), self._host
         if left is None or request_id in self._requests.live:
@@ -200,7 +199,7 @@ class Loads:
         assert host is not None
         if not self._has_blocks(len(kv_entries) + reserved_blocks, shared):
             return None
-        # Held and pinned before anything is taken: making room must not evict what this request needs.
+        # Share and pin before allocating: eviction must not take what this request needs.
         block_ids = self._blocks.share(shared)
         host.entries.pin(pinned)
         slot = self._store.checkpoints.take_slot()
@@ -253,12 +252,16 @@ class Loads:
     def _has_blocks(self, count: int, shared: Sequence[Node]) -> bool:
         return count <= self._blocks.available_blocks - self._blocks.unreferenced_tail(shared)
 
-    # -- end -----------------------------------------------------------------------------------------------------------
+    # -- end a load ----------------------------------------------------------------------------------------------------
 
     def end(self, live: LiveRequest, *, kept: bool) -> None:
-        """The request needs its load, if any, no more: what was loaded stays on the device if it shall be ``kept``.
+        """Ends the request's load, if it has one.
 
-        A preempted request that never started keeps what it had left.
+        A swapped-out request that was never admitted stays swapped out.
+
+        Args:
+            live: The request.
+            kept: Whether the loaded state stays on the device.
         """
         load, host = live.load, self._host
         if load is None:
@@ -284,7 +287,7 @@ class Loads:
             host.entries.remove(entry)
 
     def fail(self, live: LiveRequest) -> None:
-        """What was loaded is not what had been stored: its entries are not used again."""
+        """Ends a load whose data was wrong, and drops its entries."""
         load, host = live.load, self._host
         assert load is not None and host is not None
         self._stats.count_fallback("host_load_failed")
@@ -297,14 +300,18 @@ class Loads:
             host.behind.remove(load.fetched)
 
     def give_up(self) -> bool:
-        """Releases all requests that hold a load and are not admitted; whether there were any."""
+        """Releases all requests that hold a load and are not admitted. Returns False if there were none."""
         waiting = self._waiting
         for live in waiting:
             self._give_up(live)
         return bool(waiting)
 
     def make_room(self, count: int) -> bool:
-        """Whether running requests can have so many blocks; waiting ones give up loads for them, the latest first."""
+        """Makes ``count`` blocks available for running requests. Waiting requests give up their loads, newest first.
+
+        Returns:
+            False if there are too few blocks even so; then nothing changed.
+        """
         available = self._blocks.available_blocks
         if count <= available:
             return True
@@ -323,15 +330,15 @@ class Loads:
     # -- swap out ------------------------------------------------------------------------------------------------------
 
     def swap_out(self, request_id: int, depth_tokens: int, live_slot: int) -> bool:
-        """The request is about to be released, to go on later: what it has computed is kept on the host until then.
+        """Keeps what a preempted request has computed on the host. The caller releases the request next.
 
         Args:
             request_id: A live request.
-            depth_tokens: Tokens that it has computed.
-            live_slot: Where the state after them is.
+            depth_tokens: Tokens that the request has computed.
+            live_slot: Slot of the state after them.
 
         Returns:
-            Whether there was room for all of it; otherwise nothing changed.
+            False if there is not enough room for all of it; then nothing changed.
         """
         live = self._requests[request_id]
         host = self._host
@@ -379,7 +386,7 @@ class Loads:
         return True
 
     def drop_swapped_out(self, request_id: int) -> None:
-        """What the request left with `swap_out`, if anything, is not needed any more."""
+        """Drops what the request left with `swap_out`, if anything."""
         left = self._requests.swapped_out.pop(request_id, None)
         if left is not None:
             assert self._host is not None
@@ -387,10 +394,10 @@ class Loads:
             for entry in left.private:
                 self._host.entries.remove(entry)
 
-    # -- all -----------------------------------------------------------------------------------------------------------
+    # -- invalidate ----------------------------------------------------------------------------------------------------
 
     def invalidate(self) -> None:
-        """All that is on the host is about to go; loads of admitted requests have nothing there any more."""
+        """Detaches all loads from the host, which is about to be emptied."""
         self._requests.swapped_out.clear()
         for live in self._requests.everyone():
             if live.load is not None:

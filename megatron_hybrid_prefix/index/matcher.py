@@ -1,4 +1,4 @@
-"""The matcher: from keys to one immutable value that says what can be reused. It only reads."""
+"""The matcher: finds what a prompt can reuse. It only reads, and returns an immutable `Match`."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from megatron_hybrid_prefix.tiers.base import DepthTier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """What of a prompt is cached, and from where it can be resumed.
+    """How much of a prompt is cached, and where the request can resume.
 
     Attributes:
         chain: The prompt's keys.
-        prompt_tokens: The prompt's length when it was matched.
-        limit_tokens: A request may resume here at the latest.
-        read: Whether the cache may be read for this request at all.
-        kv_depth_blocks: Blocks from the front whose KV is in any tier. Those beyond ``resume_tokens`` are
-            of no use: the request computes them into blocks of its own.
+        prompt_tokens: The prompt's length at the time of the match.
+        limit_tokens: The request must resume here or earlier.
+        read: False: the request must not reuse the cache.
+        kv_depth_blocks: Number of leading blocks whose KV is on any tier. Blocks beyond ``resume_tokens`` are of no
+            use: the request recomputes them into new blocks.
         path: Nodes of the blocks that the request will share, up to the state it resumes from.
-        resume_tokens: Prompt tokens that need not be computed; ends on a block boundary (but for a preempted request that
-            goes on where it was).
-        source_slot: Slot of the state at ``resume_tokens``; None when that is 0.
-        lost_tokens_no_state: Tokens whose KV is on the device and that are computed again for want of a state.
-        version: The tree's when it was matched.
-        loadable_blocks: Where the request could resume deeper, with what is in the tiers below the device; else 0.
-        load_id: Of a request whose load has begun.
-        loaded_blocks: Then the KV blocks that it holds up to ``resume_tokens``, shared ones and those that are loaded.
+        resume_tokens: Prompt tokens that are skipped. A block boundary, except for a swapped-out request that continues
+            where it stopped.
+        source_slot: Slot of the state at ``resume_tokens``; None if that is 0.
+        lost_tokens_no_state: Tokens whose KV is on the device, but that are recomputed because no state was kept that
+            deep.
+        version: Version of the tree at the time of the match.
+        loadable_blocks: Depth, in blocks, of a deeper state on a tier below the device; 0: there is none.
+        load_id: Id of the request's load; None: no load has begun.
+        loaded_blocks: With a load, the KV blocks up to ``resume_tokens``: shared ones, then loaded ones.
     """
 
     chain: KeyChain
@@ -49,7 +50,7 @@ class Match:
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """KV blocks that the request will share or has loaded, front first."""
+        """KV blocks that the request will share or loads, front first."""
         return tuple(node.block_id for node in self.path) if self.load_id is None else self.loaded_blocks
 
 
@@ -62,21 +63,21 @@ def match_prefix(
     limit_tokens: int,
     read: bool,
 ) -> Match:
-    """Matches ``chain``: O(blocks matched).
+    """Matches ``chain`` against the tree and the tiers below. O(blocks matched).
 
     Args:
         tree: What is on the device.
         chain: The prompt's keys.
-        tiers: Those below the device, the nearest first.
-        block_tokens: Tokens of a block.
-        limit_tokens: A request may resume here at the latest (so that at least one token is computed).
-        read: False matches nothing.
+        tiers: Tiers below the device, nearest first.
+        block_tokens: Tokens per block.
+        limit_tokens: The request must resume here or earlier, so that it computes at least one token.
+        read: False: match nothing.
     """
     path = tree.path(chain.keys) if read else []
     kv_depth = _kv_depth(tiers, chain.keys, len(path)) if read else 0
     usable_blocks = min(kv_depth, max(0, limit_tokens) // block_tokens)
     device_blocks = min(len(path), usable_blocks)
-    # The deepest state within the limit. Only there can the request resume, and only up to there does it share KV.
+    # The request resumes from the deepest state within the limit. KV beyond that state cannot be shared.
     resume_blocks = device_blocks
     while resume_blocks and path[resume_blocks - 1].slot == NO_SLOT:
         resume_blocks -= 1
@@ -99,7 +100,7 @@ def match_prefix(
 
 
 def _kv_depth(tiers: Sequence[DepthTier], keys: Sequence[bytes], depth: int) -> int:
-    """Blocks from the front whose KV is on the device, up to ``depth``, or in any tier."""
+    """Number of leading blocks whose KV is on the device (the first ``depth``) or on any other tier."""
     found = -1
     while found < depth:
         found = depth
@@ -109,13 +110,13 @@ def _kv_depth(tiers: Sequence[DepthTier], keys: Sequence[bytes], depth: int) -> 
 
 
 class Matcher:
-    """Matches prompts against what is cached now, and again where a match is out of date.
+    """Matches prompts, and repeats matches that are out of date.
 
     Args:
         tree: What is on the device.
-        tiers: Those below it, the nearest first.
-        loads: Ids of the loads that are not settled.
-        block_tokens: Tokens of a block.
+        tiers: Tiers below the device, nearest first.
+        loads: Ids of the loads that have not ended.
+        block_tokens: Tokens per block.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Matcher:
         self._tree, self._tiers, self._loads, self._block_tokens = tree, tiers, loads, block_tokens
 
     def match(self, chain: KeyChain, limit_tokens: int, read: bool) -> Match:
-        """See `match_prefix`; a chain of another weights epoch matches nothing."""
+        """See `match_prefix`. A chain of another weights epoch matches nothing."""
         tree = self._tree
         read = read and chain.epoch == tree.epoch
         return match_prefix(
@@ -132,13 +133,13 @@ class Matcher:
         )
 
     def is_current(self, match: Match) -> bool:
-        """Whether matching again would give the same."""
+        """Whether matching again would give the same result."""
         if match.load_id is not None:
             return match.load_id in self._loads
         return match.version == self._tree.version and match.prompt_tokens == match.chain.tokens
 
     def fresh(self, match: Match) -> Match:
-        """The match, made again at the same limit if it is out of date."""
+        """The match itself, or a new one with the same limit if it is out of date."""
         if self.is_current(match):
             return match
         return self.match(match.chain, match.limit_tokens, match.read)

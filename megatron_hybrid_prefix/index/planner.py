@@ -1,4 +1,4 @@
-"""`StepPlanner`: which states of a request are kept, in which slots, from the plan of a forward to its end."""
+"""`StepPlanner`: plans which states a forward writes to which slots, and publishes them afterwards."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megatron_hybrid_prefix.policy.boundaries import (
 )
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 
-# States that a running request keeps of the block ends it reached while it generates. The next turn mostly goes on from the
-# latest, and from the one before where the end of an answer comes back changed.
+# Decode states kept per running request. The next turn of a chat mostly resumes from the latest one, or from the one
+# before if the end of the answer comes back changed.
 _DECODED_STATES = 2
 
 
 class BoundaryRule(Protocol):
-    """Which boundaries of a prompt are wanted; `prompt_boundaries` is one."""
+    """A function that chooses the boundaries of a prompt that get a checkpoint, such as `prompt_boundaries`."""
 
     def __call__(
         self,
@@ -43,12 +43,12 @@ class StepPlanner:
     """Reserves slots for the states that a forward writes, and settles plans.
 
     Args:
-        store: What is cached.
-        stats: Where skipped checkpoints are counted.
-        block_tokens: Tokens of a KV block.
-        min_computed_tokens: Tokens of a prompt that are always computed.
-        interval_tokens: Distance of interval checkpoints; 0: none; None: chosen by the prompt's length.
-        rule: Which boundaries are wanted.
+        store: The cached blocks and states.
+        stats: Counts skipped checkpoints.
+        block_tokens: Tokens per KV block.
+        min_computed_tokens: Last tokens of a prompt that are always computed.
+        interval_tokens: Distance of interval checkpoints. 0: none. None: chosen by the prompt's length.
+        rule: Chooses the boundaries that get a checkpoint.
 
     Attributes:
         writing: Keys whose state a forward in flight writes.
@@ -73,7 +73,7 @@ class StepPlanner:
         self._next_plan_id = 0
 
     def boundaries(self, match: Match, breakpoints: Sequence[int]) -> tuple[Boundary, ...]:
-        """Boundaries of the prompt that shall be kept, ascending; none where nothing can be kept."""
+        """Boundaries of the prompt that get a checkpoint, ascending. Empty if there are no slots."""
         if not self._store.slots.total_slots:
             return ()
         interval_tokens = self._interval_tokens
@@ -110,8 +110,8 @@ class StepPlanner:
         return plan
 
     def settle(self, live: LiveRequest, plan: StepPlan, *, kept: bool) -> None:
-        """The plan is over: its states are published if they shall be ``kept``, else their slots are free."""
-        if live.write:  # else the weights changed, and the key may mean another forward
+        """Ends the plan: publishes its states if ``kept``, else frees their slots."""
+        if live.write:  # without write the weights changed, and another forward may write this key
             self.writing.difference_update(self._planned_keys(live, plan))
         for checkpoint in plan.checkpoints:
             depth_blocks = checkpoint.position_tokens // self._block_tokens
@@ -125,12 +125,12 @@ class StepPlanner:
             live.planned_tokens = live.computed_tokens
 
     def register(self, live: LiveRequest) -> None:
-        """The full blocks that the request has computed become matchable."""
+        """Makes the full blocks that the request has computed matchable."""
         full_blocks = min(live.computed_tokens // self._block_tokens, len(live.chain.keys), len(live.block_ids))
         self._store.register(live, full_blocks)
 
     def stop_writing(self, live: LiveRequest) -> None:
-        """Nothing more that the request computes is cached."""
+        """Stops caching what the request computes."""
         if live.write:
             for plan in live.plans.values():
                 self.writing.difference_update(self._planned_keys(live, plan))
@@ -169,7 +169,7 @@ class StepPlanner:
         return slot
 
     def _reserve(self, live: LiveRequest, start_tokens: int, end_tokens: int) -> tuple[PlannedCheckpoint, ...]:
-        """Slots for the boundaries that the span reaches, the most wanted first while there are any."""
+        """Reserves slots for the boundaries in the span, the most important reason first."""
         checkpoints = self._store.checkpoints
         planned: list[PlannedCheckpoint] = []
         keys = live.chain.keys
@@ -179,14 +179,14 @@ class StepPlanner:
         for position_tokens, reason in wanted:
             if reason != CheckpointReason.INTERVAL:
                 checkpoints.confirm(keys[position_tokens // self._block_tokens - 1], reason)
-        room_for_guesses = True
+        room_for_intervals = True
         for position_tokens, reason in wanted:
             key = keys[position_tokens // self._block_tokens - 1]
             if key in self.writing or (reason != CheckpointReason.VERIFY and checkpoints.has(key)):
-                continue  # another forward of this step is writing it, or it is kept already
+                continue  # another forward writes this state, or it is kept already
             if reason == CheckpointReason.INTERVAL:
-                slot = checkpoints.take_probationary_slot(live.path) if room_for_guesses else None
-                room_for_guesses = slot is not None
+                slot = checkpoints.take_probationary_slot(live.path) if room_for_intervals else None
+                room_for_intervals = slot is not None
             else:
                 slot = checkpoints.take_slot()
                 self._stats.checkpoints_skipped += slot is None

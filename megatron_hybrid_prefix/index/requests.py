@@ -1,4 +1,4 @@
-"""What the cache remembers of a live request, and what it tells the engine about it."""
+"""Records of requests: what the cache keeps of a live request, and what it returns to the engine."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from megatron_hybrid_prefix.tiers.units import Tag
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """A request was admitted.
+    """The result of admitting a request.
 
     Attributes:
-        request_id: Whose.
-        block_ids: Its KV blocks, front first: shared ones, then its own. Own blocks start at ``resume_tokens``.
-        shared_blocks: How many of them are shared; they must not be written.
-        resume_tokens: Prompt tokens skipped; computing starts at this position.
-        source_slot: Slot of the state to start from, pinned until the first forward is published; None: from zero.
-        lost_tokens_no_state: See Match.
-        payloads: Of each KV block that was loaded, what belongs to it beside the KV, or None.
-        boundaries: Positions of the prompt that shall be kept.
+        request_id: The request.
+        block_ids: Its KV blocks, front first: shared, then loaded, then new ones. Blocks after ``resume_tokens`` are to
+            be computed.
+        shared_blocks: Number of leading blocks that hold reused KV. The request must not write to them.
+        resume_tokens: Prompt tokens skipped. The first forward starts at this position.
+        source_slot: Slot of the state to start from, pinned until the first forward is published. None: start from
+            zero.
+        lost_tokens_no_state: See `Match`.
+        payloads: Payload (routing) of each loaded KV block, or None, by block id.
+        boundaries: Positions of the prompt that get a checkpoint.
     """
 
     request_id: int
@@ -39,14 +41,14 @@ class Admission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwappedOut:
-    """What a preempted request left on the host, to go on from.
+    """What a preempted request keeps on the host to continue from.
 
     Attributes:
         depth_tokens: Tokens that it had computed.
         path: Nodes of its first blocks.
-        pinned: Their entries.
-        kv_entries: Its further blocks, the last one filled in part.
-        state_entry: Its state.
+        pinned: Host entries of those nodes.
+        kv_entries: Host entries of its other blocks. The last one may be partly filled.
+        state_entry: Host entry of its state.
     """
 
     depth_tokens: int
@@ -57,24 +59,25 @@ class SwappedOut:
 
     @property
     def private(self) -> tuple[int, ...]:
-        """Entries that are nobody else's."""
+        """Entries that belong to this request alone."""
         return (*self.kv_entries, self.state_entry)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Load:
-    """What a request gets from the host before it starts.
+    """A load from the host that a request needs before it starts.
 
     Attributes:
-        load_id: Unique.
-        pinned: Entries on the host that stay until the load is settled.
-        slot: Reserved, for the state to start from.
-        left: What a preempted request goes on from; None where it is a state of the prefix tree, to be published there.
-        pages: Size of all moves.
-        match: What the request has been promised.
-        payloads: Of each block, what belongs to it beside the KV, or None.
-        fetched: What came from the tier behind the host.
-        admitted: Whether the request was admitted since.
+        load_id: Unique id.
+        pinned: Host entries that stay pinned until the load ends.
+        slot: Reserved slot, the target of the state.
+        left: What a swapped-out request continues from. None: the load is of a state of the prefix tree, and is
+            published there.
+        pages: Host pages of all copies.
+        match: The match that the request is admitted with.
+        payloads: Payload (routing) of each loaded KV block, or None, by block id.
+        fetched: Tags of the entries that came from the tier behind the host.
+        admitted: Whether the request has been admitted.
     """
 
     load_id: int
@@ -89,13 +92,13 @@ class Load:
 
     @property
     def private(self) -> tuple[int, ...]:
-        """Entries that go with it."""
+        """Host entries that are removed when the load ends."""
         return () if self.left is None else self.left.private
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCheckpoint:
-    """The state after ``position_tokens`` tokens shall be written to ``slot`` by the coming forward."""
+    """A planned write: the forward writes the state after ``position_tokens`` tokens to ``slot``."""
 
     position_tokens: int
     slot: int
@@ -104,17 +107,17 @@ class PlannedCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One request's part in a step; ends with ``publish`` or ``abandon``.
+    """One request's part of a step. It ends with ``publish``, ``abandon`` or ``fail_load``.
 
     Attributes:
-        plan_id: Unique.
-        request_id: Whose.
+        plan_id: Unique id.
+        request_id: The request.
         start_tokens: The step computes positions [start, end).
-        end_tokens: As above.
-        source_slot: Checkpoint to read the state at ``start_tokens`` from. None: from the request's live slot, or
-            from zero where ``start_tokens`` is 0.
+        end_tokens: See above.
+        source_slot: Checkpoint slot to read the state at ``start_tokens`` from. None: read the request's live slot, or
+            start from zero if ``start_tokens`` is 0.
         checkpoints: States to write, ascending by position, each in (start, end].
-        load_id: Of the load from the host that the forward starts from; None for all others.
+        load_id: Id of the load that the forward starts from; None if it needs none.
     """
 
     plan_id: int
@@ -128,23 +131,23 @@ class StepPlan:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LiveRequest:
-    """A request between admission and release.
+    """A request between admission (or the start of its load) and release.
 
     Attributes:
-        request_id: Given by the engine; free for another request once this one is released.
-        chain: Keys of its tokens so far, a copy of its own.
+        request_id: Given by the engine. Another request may use it after this one is released.
+        chain: Keys of its tokens so far; a private copy.
         prompt_tokens: Length of its prompt.
-        write: Whether what it computes may be cached; False for good once the weights changed.
+        write: Whether what it computes may be cached. Stays False once the weights changed.
         block_ids: KV blocks it holds, front first.
-        path: Nodes of its first blocks; for shared and for registered blocks alike.
-        boundaries: Positions of the prompt to keep.
-        computed_tokens: Tokens whose KV and state exist, reused ones included.
-        planned_tokens: The same, once the forwards in flight succeed.
-        pinned_slot: Checkpoint its first forward reads; None once that is done.
-        decoded: Nodes whose state it reached while it generated, with the slot of each, oldest first; the latest ones.
-        plans: Its plans in flight.
-        released: Given up by the engine while a plan was in flight; goes when the last plan is settled.
-        load: What it gets from the host, until its first forward is settled.
+        path: Nodes of its first blocks, shared and registered ones.
+        boundaries: Positions of the prompt that get a checkpoint.
+        computed_tokens: Tokens whose KV and state exist, including reused ones.
+        planned_tokens: ``computed_tokens`` after the forwards in flight succeed.
+        pinned_slot: Checkpoint slot that its first forward reads; None after that.
+        decoded: Its latest decode states, oldest first: node and slot of each.
+        plans: Its plans in flight, by id.
+        released: Released by the engine with a plan in flight. Removed when the last plan is settled.
+        load: Its load from the host, until the first forward is settled.
     """
 
     request_id: int
@@ -164,23 +167,23 @@ class LiveRequest:
 
     @property
     def is_loading(self) -> bool:
-        """Whether it holds a load and is not admitted yet."""
+        """Whether the request holds a load and is not admitted yet."""
         return self.load is not None and not self.load.admitted
 
     @property
     def source_slot(self) -> int | None:
-        """Slot of the state that its first forward starts from: pinned, or loaded for it; None: from zero."""
+        """Slot of the state that the first forward starts from, pinned or loaded. None: it starts from zero."""
         return self.pinned_slot if self.load is None else self.load.slot
 
 
 class RequestBook:
-    """Every request that the cache knows. What belongs to one is in its `LiveRequest`, or in what it swapped out.
+    """All requests that the cache knows.
 
     Attributes:
-        live: By id, from admission, or from the beginning of its load, to release; in the order in which they came.
-        ending: Released ones with a plan in flight; their ids may be others' by now.
-        loads: The request of each load that is not settled, by load id.
-        swapped_out: What preempted requests left on the host, by id.
+        live: Live requests by id, in the order of admission (or of their load's start).
+        ending: Released requests with a plan in flight. Their ids may be reused already.
+        loads: The request of each load that has not ended, by load id.
+        swapped_out: What preempted requests keep on the host, by request id.
     """
 
     def __init__(self) -> None:
@@ -201,7 +204,7 @@ class RequestBook:
         return live
 
     def owner(self, plan: StepPlan) -> LiveRequest | None:
-        """The request whose plan this is; None when the cache was reset since."""
+        """The request that the plan belongs to; None if the cache was reset since."""
         live = self.live.get(plan.request_id)
         if live is not None and plan.plan_id in live.plans:
             return live
@@ -212,12 +215,12 @@ class RequestBook:
         return [*self.live.values(), *self.ending]
 
     def is_admitted(self, request_id: int) -> bool:
-        """Whether the request is live and does not wait for a load."""
+        """Whether the request is live and admitted."""
         live = self.live.get(request_id)
         return live is not None and not live.is_loading
 
     def clear(self) -> None:
-        """Forgets all requests, and their plans."""
+        """Forgets all requests and their plans."""
         for live in self.everyone():
             live.plans.clear()
         self.live.clear()

@@ -1,4 +1,4 @@
-"""What is cached: the prefix tree with the blocks and slots that its nodes are in, and how room is made in them."""
+"""`PrefixStore`: the cached blocks and states, and their eviction."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool
 
 
 class PrefixStore:
-    """Tree, blocks, checkpoints and host tier, changed together.
+    """Prefix tree, KV blocks, checkpoints and host tier, changed together.
 
     Args:
-        tree: Empty.
-        blocks: Who holds which KV block.
-        slots: Who owns which checkpoint slot.
+        tree: An empty tree.
+        blocks: Reference counts of the KV blocks.
+        slots: Owners of the checkpoint slots.
         eviction: Ranks the states.
-        host: Where KV and states go when the device has no room for them; None: nowhere.
-        stats: Where evictions and published states are counted.
+        host: Host tier for evicted KV and states; None: evicted entries are lost.
+        stats: Counts evictions and published states.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class PrefixStore:
         self._stats = stats
 
     def take_blocks(self, count: int) -> list[int]:
-        """``count`` of the available blocks, evicting cached ones, let go longest ago first, where too few are free."""
+        """Takes ``count`` of the available blocks. If too few are free, evicts the cached ones released longest ago."""
         blocks, host = self.blocks, self.host
         while blocks.free_blocks < count:
             node = blocks.oldest()
             assert node is not None, "more blocks taken than available"
             if node.slot != NO_SLOT:
-                self.checkpoints.evict(node)  # without its KV it could not be reached
+                self.checkpoints.evict(node)  # a state cannot be reached without its KV
             if host is not None:
                 host.store_kv(node)
             blocks.unbind(node)
@@ -53,7 +53,7 @@ class PrefixStore:
         return blocks.take(count)
 
     def register(self, live: LiveRequest, full_blocks: int) -> None:
-        """The request's first ``full_blocks`` blocks, computed by finished forwards, become matchable."""
+        """Makes the request's first ``full_blocks`` blocks matchable. Finished forwards computed them."""
         path, keys = live.path, live.chain.keys
         first = len(path)
         for index in range(first, full_blocks):
@@ -74,20 +74,23 @@ class PrefixStore:
                 self.host.store_kv(node)
 
     def let_go(self, live: LiveRequest) -> None:
-        """The request holds no block and pins no slot any more."""
+        """Drops the request's references to its blocks, and its pin."""
         self.unpin_source(live)
         self.blocks.release(live.block_ids, live.path)
 
     def unpin_source(self, live: LiveRequest) -> None:
-        """The request needs the checkpoint that it starts from, if any, no more."""
+        """Unpins the checkpoint that the request starts from, if it has one."""
         if live.pinned_slot is not None:
             self.slots.unpin(live.pinned_slot)
             live.pinned_slot = None
 
     def forget(self, epoch: int) -> None:
-        """Empties the tree; what is published from now on is of ``epoch``.
+        """Empties the tree after a change of weights.
 
-        Blocks stay with their holders, pinned slots with who pinned them; the others are free.
+        Held blocks stay with their requests, and pinned slots stay pinned. All others become free.
+
+        Args:
+            epoch: Epoch of what is published from now on.
         """
         self.tree.epoch = epoch
         self.checkpoints.unbind_all()
@@ -101,7 +104,7 @@ class PrefixStore:
                 self.host.behind.invalidate(epoch)
 
     def reset(self) -> None:
-        """Empties everything, whoever holds it."""
+        """Frees all blocks, slots and host pages, even held ones."""
         if self.host is not None:
             self.host.reset()
             if self.host.behind is not None:

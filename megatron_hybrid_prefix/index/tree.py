@@ -1,12 +1,13 @@
-"""The prefix tree: one node per cached block, found by key in one dict.
+"""The prefix tree: one node per cached block, found by its key in one dict.
 
-A node is in the tree while the KV of its block, or a state at its end, is on the device or on the host, or while it has
-children. Three facts keep everything else simple, and ``check_integrity`` holds them:
+A node stays in the tree while the KV of its block or the state at its end is on the device or on the host, or while it
+has children. Three invariants keep everything else simple. ``check_integrity`` checks them:
 
-- the tree is closed under prefixes: a node's parent is in the tree, so a match is a walk down the keys;
-- so is what is on the device: a node's KV is there only with its parent's, and a state only with its node's KV;
-- a live request holds every block on its path in the tree, so whatever nobody holds has only descendants that nobody
-  holds, and can be evicted from its leaves inward.
+- The tree is closed under prefixes: a node's parent is in the tree. So a match walks down the keys.
+- The device is closed under prefixes, too: a node's KV is on the device only if its parent's is, and a state only if
+  its node's KV is.
+- A live request holds every block on its path. So a node that nobody holds has only descendants that nobody holds, and
+  they can be evicted from the leaves inward.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ NO_BLOCK = -1
 
 
 class Node:
-    """A cached block and, maybe, the state at its end.
+    """A cached block, and possibly the state at its end.
 
     Attributes:
-        key: Digest of all tokens up to the end of the block.
-        parent: The block before; None for the first block of a prompt.
-        depth_blocks: Blocks up to and with this one.
-        block_id: Where its KV is on the device, or NO_BLOCK.
+        key: Hash of all tokens up to the end of the block.
+        parent: Node of the previous block; None for the first block of a prompt.
+        depth_blocks: Blocks up to and including this one.
+        block_id: Block of its KV on the device, or NO_BLOCK.
         slot: Slot of the checkpoint at its end, or NO_SLOT.
-        host_block: Entry of its KV on the host, or NO_BLOCK.
-        host_slot: Entry of the state at its end on the host, or NO_SLOT.
+        host_block: Host entry of its KV, or NO_BLOCK.
+        host_slot: Host entry of the state at its end, or NO_SLOT.
         reason: Why that state is kept, on the device or on the host.
-        used: Whether a request resumed from it.
-        children: How many nodes have this one as parent.
-        older, newer: Neighbours in the queue of blocks that nobody holds (``index/blocks.py``).
+        used: Whether a request has resumed from that state.
+        children: Number of child nodes.
+        older, newer: Neighbours in the eviction queue (``index/blocks.py``).
     """
 
     __slots__ = (
@@ -73,11 +74,11 @@ class PrefixTree:
     """Nodes by key.
 
     Attributes:
-        version: Grows whenever a match might come out differently.
-        epoch: Weights epoch of all that is in it.
+        version: Grows whenever a match could give another result.
+        epoch: Weights epoch of all nodes.
 
     Args:
-        epoch: At the start.
+        epoch: Weights epoch at the start.
     """
 
     def __init__(self, epoch: int = 0) -> None:
@@ -92,11 +93,11 @@ class PrefixTree:
         return iter(self._nodes.values())
 
     def get(self, key: bytes) -> Node | None:
-        """The node of ``key``, if it is cached."""
+        """The node with this key, or None."""
         return self._nodes.get(key)
 
     def path(self, keys: Iterable[bytes]) -> list[Node]:
-        """The nodes of the longest run of ``keys`` from the front whose KV is on the device."""
+        """Nodes of the longest prefix of ``keys`` whose KV is on the device."""
         found: list[Node] = []
         get = self._nodes.get
         for key in keys:
@@ -107,7 +108,7 @@ class PrefixTree:
         return found
 
     def insert(self, key: bytes, parent: Node | None, block_id: int) -> Node:
-        """A new node; its key must not be in the tree yet, its parent must."""
+        """Adds a node. Its key must not be in the tree yet; its parent must be."""
         assert key not in self._nodes
         node = self._nodes[key] = Node(key, parent, block_id)
         if parent is not None:
@@ -116,7 +117,7 @@ class PrefixTree:
         return node
 
     def prune(self, node: Node | None) -> None:
-        """Takes out a node that nothing is left of, and then its ancestors of which nothing was but their children."""
+        """Removes the node if it is an empty leaf, and then each ancestor that has become one."""
         while (
             node is not None
             and node.children == 0
@@ -130,7 +131,7 @@ class PrefixTree:
         self.version += 1
 
     def set_state(self, node: Node, slot: int, reason: CheckpointReason) -> None:
-        """The state at the end of the node's block is in ``slot``."""
+        """Records that the state at the end of the node's block is in ``slot``."""
         assert node.slot == NO_SLOT, node
         node.slot = slot
         node.reason = reason
@@ -138,7 +139,7 @@ class PrefixTree:
         self.version += 1
 
     def drop_state(self, node: Node) -> int:
-        """The node has no state on the device any more; returns the slot that it was in."""
+        """Takes the node's state off the device. Returns its slot."""
         assert node.slot != NO_SLOT, node
         slot, node.slot = node.slot, NO_SLOT
         if node.host_slot == NO_SLOT:
@@ -147,7 +148,7 @@ class PrefixTree:
         return slot
 
     def drop_host_state(self, node: Node) -> None:
-        """The node has no state on the host any more."""
+        """Takes the node's state off the host."""
         assert node.host_slot != NO_SLOT, node
         node.host_slot = NO_SLOT
         if node.slot == NO_SLOT:
@@ -155,8 +156,10 @@ class PrefixTree:
         self.version += 1
 
     def clear(self) -> None:
-        """Takes out everything."""
+        """Removes all nodes."""
         for node in self._nodes.values():
-            node.parent = node.older = node.newer = None  # no cycles are left to the garbage collector
+            node.parent = node.older = node.newer = (
+                None  # breaks reference cycles, so that the garbage collector has no work
+            )
         self._nodes.clear()
         self.version += 1

@@ -1,1 +1,1 @@
-"""Policy lab: recorded requests, replayed through the cache without a model, and what memory holds. No torch."""
+"""Policy lab: replays of recorded requests without a model, and capacity planning. Needs no torch."""

@@ -1,7 +1,7 @@
-"""What a model's recurrent states and KV blocks take: from a preset, Megatron arguments, or a Hugging Face config.json.
+"""Sizes of a model's recurrent states and KV blocks, from a preset, Megatron arguments, or a Hugging Face config.json.
 
-No torch and no megatron. A file says its dimensions under the names of its makers; names that are missing have the
-defaults of those makers, where there are any, and are asked for where there are none.
+Needs neither torch nor megatron. A file names its dimensions as its makers do. A missing name gets the makers' default;
+if there is no default, the name is required.
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ class DeltaNetSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Dimensions that decide how large states and KV are, of the whole model.
+    """Dimensions of the whole model that decide the size of states and KV.
 
     Attributes:
-        name: Of the preset or file.
-        recurrent: Of its recurrent layers, by kind.
-        attention_layers: How many there are.
-        kv_heads, kv_channels: Of an attention layer.
-        dtype: Of parameters, KV and convolution windows.
-        state_dtype: Of the matrix states; None: as each kind has them.
-        tp: Ranks that share them; bytes are those of one.
+        name: Name of the preset or file.
+        recurrent: Dimensions of the recurrent layers, by kind.
+        attention_layers: Number of attention layers.
+        kv_heads, kv_channels: Dimensions of an attention layer.
+        dtype: Dtype of parameters, KV and convolution states.
+        state_dtype: Dtype of the matrix states. None: the choice of each kind.
+        tp: Tensor-parallel size. Bytes are per rank.
     """
 
     name: str
@@ -122,29 +122,34 @@ class Sizes:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a checkpoint."""
+        """Bytes of one checkpoint on one rank."""
         return self.layout.slot_bytes
 
     @property
     def kv_token_bytes(self) -> int:
-        """Bytes of keys and values of one token. With more ranks than heads, several ranks hold the same head."""
+        """Bytes of the KV of one token on one rank. With more ranks than heads, several ranks hold the same head."""
         heads = max(1, self.kv_heads // self.tp)
         return 2 * self.attention_layers * heads * self.kv_channels * _VALUE_BYTES[self.dtype]
 
     def kv_block_bytes(self, block_tokens: int) -> int:
-        """Bytes of a KV block."""
+        """Bytes of one KV block on one rank."""
         return block_tokens * self.kv_token_bytes
 
     def live_bytes(self, speculative_tokens: int) -> int:
-        """Bytes of a running request's states: its own and, with drafts, one after each token that may be accepted."""
+        """Bytes of one running request's states: one, and one more per token that may be accepted in a step with drafts."""
         return self.state_bytes * (2 + speculative_tokens if speculative_tokens else 1)
 
 
 def sizes_of(model: str, *, tp: int = 1, state_dtype: str | None = None) -> Sizes:
-    """Sizes of a preset, or of a file: Megatron arguments as YAML or JSON, or a Hugging Face config.json (or its folder).
+    """Reads the sizes of a preset or file.
+
+    Args:
+        model: A preset; a YAML or JSON file of Megatron arguments; or a Hugging Face config.json, or its folder.
+        tp: Tensor-parallel size.
+        state_dtype: Dtype of the SSM states; None: that of the parameters.
 
     Raises:
-        InputError: There is no such preset or file, or it is not understood.
+        InputError: There is no such preset or file, or the file is not understood.
     """
     with as_input_errors(ValueError):
         if model in PRESETS:
@@ -153,7 +158,7 @@ def sizes_of(model: str, *, tp: int = 1, state_dtype: str | None = None) -> Size
             path = Path(model)
             path = path / "config.json" if path.is_dir() else path
             if not path.is_file():
-                raise InputError(f"{model}: neither a file nor a preset; presets are: {', '.join(PRESETS)}")
+                raise InputError(f"{model}: neither a file nor a preset; presets: {', '.join(PRESETS)}")
             data = _read(path)
             reader = _of_hugging_face if "model_type" in data else _of_megatron
             sizes = reader(_Fields(str(path), data))
@@ -199,7 +204,7 @@ def _read(path: Path) -> dict[str, Any]:
             raise InputError(f"{path}: not JSON: {error}") from None
         data = _read_yaml(path, text)
     if not isinstance(data, dict):
-        raise InputError(f"{path}: expected names and values")
+        raise InputError(f"{path}: expected a mapping of names to values")
     return data
 
 
@@ -207,7 +212,7 @@ def _read_yaml(path: Path, text: str) -> Any:
     try:
         import yaml
     except ImportError:
-        raise InputError(f"{path}: to read YAML, install pyyaml") from None
+        raise InputError(f"{path}: reading YAML needs pyyaml: pip install pyyaml") from None
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -215,19 +220,19 @@ def _read_yaml(path: Path, text: str) -> Any:
 
 
 class _Fields:
-    """Values of a file by name."""
+    """The values of a file, by name."""
 
     def __init__(self, name: str, data: Mapping[str, Any]) -> None:
         self.name = name
-        # As on a command line: --hidden-size is hidden_size.
+        # Command-line spelling is accepted: --hidden-size is hidden_size.
         self._data = {str(key).lstrip("-").replace("-", "_"): value for key, value in data.items()}
 
     def get(self, *names: str) -> Any:
-        """The first of these that is there and not null."""
+        """The first of these names with a value."""
         return next((self._data[name] for name in names if self._data.get(name) is not None), None)
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """The first of these, a whole number."""
+        """The first of these names with a value, as a whole number."""
         value = self.get(*names)
         if value is None:
             value = default
@@ -237,14 +242,14 @@ class _Fields:
         return value
 
     def text(self, *names: str) -> str:
-        """The first of these, a text."""
+        """The first of these names with a value, as text."""
         value = self.get(*names)
         if not isinstance(value, str):
             raise InputError(f"{self.name}: {names[0]} {'is missing' if value is None else f'is {value!r}, not text'}")
         return value
 
     def list_of_text(self, name: str) -> list[str] | None:
-        """A list of texts, if it is there."""
+        """A list of texts; None if the name has no value."""
         value = self.get(name)
         if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
             raise InputError(f"{self.name}: {name} is not a list of texts")
@@ -364,7 +369,7 @@ def _one_in_four(given: _Fields) -> tuple[int, int]:
 
 
 _DELTA_NETS = ("qwen3_next",)
-# Recurrent and attention layers, by model_type.
+# Functions that count recurrent and attention layers, by model_type.
 _LAYERS: dict[str, Callable[[_Fields], tuple[int, int]]] = {
     "nemotron_h": _by_pattern,
     "bamba": _by_indices,

@@ -1,7 +1,7 @@
-"""Replaying recorded requests through the cache that the engine uses, with slots and blocks that are numbers only.
+"""Replays recorded requests through the engine's own cache class, without tensors.
 
-Requests run one after another, each prompt in one step and without an answer (traces seldom say what was generated).
-Nothing here imports torch or megatron.
+Requests run one after another. Each prompt is computed in one step, and nothing is generated, because traces seldom
+record answers. Needs neither torch nor megatron.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from megatron_hybrid_prefix.lab.upstream_rule import UpstreamRule
 from megatron_hybrid_prefix.policy.boundaries import Boundary, prompt_boundaries
 
 ADMISSIONS = ("adaptive", "asked", "tail")
-_SAMPLES = 200  # points of a time series
+_SAMPLES = 200  # points of the time series
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What is kept of prompts, and what goes.
+    """Which states are kept, and which are evicted.
 
     Attributes:
-        name: For tables.
-        eviction: Name of an eviction policy; "upstream": all by megatron-core 0.19's rule.
-        admission: "adaptive": junctions, tails, replays, and states at intervals where there is room; "asked": without
-            the intervals; "tail": the last full block of each prompt only.
+        name: Name in tables.
+        eviction: Name of an eviction policy. "upstream": megatron-core 0.19's rules for everything.
+        admission: "adaptive": junctions, tails, repeats, and interval states while there is room. "asked": no interval
+            states. "tail": only the last full block of each prompt.
         interval_tokens: Distance of interval states; None: by the prompt's length.
         options: Further arguments of `HybridPrefixCache`.
     """
@@ -46,7 +46,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Occupancy:
-    """How full the cache was after ``requests`` requests, and what had been reused of all prompts up to there."""
+    """Slots and blocks in use after ``requests`` requests, and the prompt tokens reused until then."""
 
     requests: int
     timestamp: float
@@ -58,18 +58,18 @@ class Occupancy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """What came of a replay.
+    """The result of a replay.
 
     Attributes:
-        policy: With which it ran.
-        state_slots: As given.
-        kv_blocks: As given; None: unlimited.
-        prompt_tokens: Of all requests.
-        reused_tokens: Of each request.
-        refused_requests: Those whose prompt needs more KV blocks than there are; nothing of them was reused or kept.
-        series: How full the cache was, in the order of time.
-        counters: Of the cache, by name.
-        seconds: What the replay took.
+        policy: The policy.
+        state_slots: Number of state slots.
+        kv_blocks: Number of KV blocks; None: unlimited.
+        prompt_tokens: Prompt tokens of all requests.
+        reused_tokens: Reused tokens of each request.
+        refused_requests: Requests whose prompt needs more KV blocks than there are. They were skipped.
+        series: Occupancy over time.
+        counters: Counters of the cache, by name.
+        seconds: Duration of the replay.
     """
 
     policy: Policy
@@ -84,20 +84,20 @@ class Replayed:
 
     @property
     def reused_token_fraction(self) -> float:
-        """Share of all prompt tokens that were not computed."""
+        """Reused tokens as a share of all prompt tokens."""
         return sum(self.reused_tokens) / self.prompt_tokens
 
     @property
     def requests_per_second(self) -> float:
-        """Speed of the replay."""
+        """Requests replayed per second."""
         return len(self.reused_tokens) / self.seconds
 
 
 class Server(Protocol):
-    """A cache that requests are put through."""
+    """A cache that serves recorded requests."""
 
     def serve(self, request: TraceRequest) -> int | None:
-        """Runs a request to its end; returns the prompt tokens reused, or None where it needs too many KV blocks."""
+        """Runs a request. Returns the reused prompt tokens; None if it needs too many KV blocks."""
 
     def used_slots(self) -> int:
         """State slots in use."""
@@ -106,11 +106,11 @@ class Server(Protocol):
         """KV blocks that a prompt can match."""
 
     def counters(self) -> Mapping[str, Any]:
-        """What happened, by name."""
+        """Counters, by name."""
 
 
 class CacheServer:
-    """`HybridPrefixCache`, as the engine drives it."""
+    """`HybridPrefixCache`, called as the engine calls it."""
 
     def __init__(self, policy: Policy, block_tokens: int, kv_blocks: int, state_slots: int) -> None:
         self._cache = HybridPrefixCache(
@@ -132,7 +132,7 @@ class CacheServer:
         if match.loadable_blocks:
             match = cache.loads.begin_load_back(self._next_id, match) or match
         admission = cache.admit(self._next_id, match)
-        cache.loads.take_transfers()  # there is nothing to move
+        cache.loads.take_transfers()  # a replay has no data to copy
         if admission is None:
             cache.release(self._next_id)
             return None
@@ -154,7 +154,7 @@ class CacheServer:
 
 
 def _tail_only(*, prompt_tokens: int, block_tokens: int, **rest: Any) -> tuple[Boundary, ...]:
-    """The state after the last full block of a prompt and no other, as vLLM keeps aligned states."""
+    """Only the state after the last full block of a prompt, as in vLLM's mode "align"."""
     tail = prompt_tokens // block_tokens * block_tokens
     every = prompt_boundaries(prompt_tokens=prompt_tokens, block_tokens=block_tokens, **rest)
     return tuple(boundary for boundary in every if boundary.position_tokens == tail)
@@ -168,14 +168,14 @@ def replay(
     kv_blocks: int | None = None,
     on_request: Callable[[int], None] = lambda done: None,
 ) -> Replayed:
-    """Puts all requests of a trace through a new cache.
+    """Replays all requests of a trace through a new cache.
 
     Args:
         trace: Recorded requests.
-        policy: What is kept, and what goes.
+        policy: Which states are kept and evicted.
         state_slots: Checkpoint slots.
         kv_blocks: KV blocks; None: as many as the trace can use.
-        on_request: Told now and then how many requests are done; may raise to stop.
+        on_request: Called from time to time with the number of finished requests. May raise to stop the replay.
     """
     blocks = unlimited_kv_blocks(trace) if kv_blocks is None else kv_blocks
     server: Server
@@ -187,8 +187,7 @@ def replay(
     series: list[Occupancy] = []
     refused = reused_so_far = prompt_so_far = 0
     every = ceil_div(len(trace.requests), _SAMPLES)
-    # A long trace makes millions of objects that stay; looking for cycles among them again and again takes longer than
-    # the replay.
+    # A long trace makes millions of objects that stay. Scanning them for garbage would take longer than the replay.
     with no_garbage_collection():
         start = perf_counter()
         for number, request in enumerate(trace.requests, 1):
@@ -224,7 +223,7 @@ def replay(
 
 
 def ceiling_tokens(trace: Trace, min_computed_tokens: int = 1) -> array[int]:
-    """Tokens of each request that a cache without limits, with a state after every block, would reuse."""
+    """Tokens of each request that an unlimited cache with a state after every block would reuse."""
     seen: set[bytes] = set()
     ceiling = array("q")
     for request in trace.requests:
@@ -240,6 +239,6 @@ def ceiling_tokens(trace: Trace, min_computed_tokens: int = 1) -> array[int]:
 
 
 def unlimited_kv_blocks(trace: Trace) -> int:
-    """KV blocks with which none is ever evicted: one for every different block, and what one request holds besides."""
+    """Enough KV blocks to never evict one: all different blocks, and those of the longest request."""
     different = {key for request in trace.requests for key in request.keys}
     return len(different) + max(len(request.keys) for request in trace.requests) + 2

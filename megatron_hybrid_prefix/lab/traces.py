@@ -1,15 +1,16 @@
-"""Recorded requests for a replay: three formats, each line checked.
+"""Reads recorded requests for a replay. Three formats; each line is checked.
 
-- *mooncake*: a line a request with ``timestamp`` (ms), ``input_length``, ``output_length`` and ``hash_ids``, one id per
-  block of 512 tokens; an id means the same text in every request.
-- *session*: ids that mean something within their session only, and a ``block_size``. A line is a session, with
-  ``block_size`` and ``requests`` of ``t`` (s), ``in`` and ``hash_ids`` (a request of ``type`` "subagent" holds ``requests`` of
-  its own); or a line is a request, with ``session_id``, ``timestamp``, ``input_length``, ``hash_ids`` and ``block_size``.
-- *text*: a line a request with ``timestamp`` and ``input``, the whole prompt as text, which is cut into bytes.
+- *mooncake*: one line per request, with ``timestamp`` (ms), ``input_length``, ``output_length`` and ``hash_ids``: one
+  id per block of 512 tokens. An id means the same text in every request.
+- *session*: ids are valid within a session, and there is a ``block_size``. Either one line per session, with
+  ``block_size`` and ``requests``, each with ``t`` (s), ``in`` and ``hash_ids`` (a request of ``type`` "subagent" has
+  ``requests`` itself). Or one line per request, with ``session_id``, ``timestamp``, ``input_length``, ``hash_ids`` and
+  ``block_size``.
+- *text*: one line per request, with ``timestamp`` and ``input``: the whole prompt as text. A token is a byte.
 
-Requests come out in the order of time. A last block that the prompt does not fill has an id in most traces, but is no
-block that a cache could keep: it is left out. Ids are taken together with those before them, so that equal keys
-mean equal prompts up to there even where a trace repeats an id at another place.
+Requests are sorted by time. Most traces have an id for the last block of a prompt even if it is not full. A cache
+cannot keep such a block, so it is left out. A key depends on all ids before it, so equal keys mean equal prompts up to
+there, even if a trace repeats an id at another place.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class TraceRequest:
     """One recorded request.
 
     Attributes:
-        keys: One per full block of the prompt, front first.
+        keys: One key per full block of the prompt, front first.
         prompt_tokens: Length of the prompt.
-        timestamp: When it came, in the unit of the trace.
+        timestamp: Arrival time, in the unit of the trace.
     """
 
     keys: list[bytes]
@@ -48,12 +49,12 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Recorded requests in the order of time.
+    """Recorded requests, by time.
 
     Attributes:
         format: One of `FORMATS`.
-        block_tokens: Tokens of a block.
-        requests: As above.
+        block_tokens: Tokens per block.
+        requests: The requests.
     """
 
     format: str
@@ -62,21 +63,21 @@ class Trace:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all requests."""
+        """Prompt tokens of all requests."""
         return sum(request.prompt_tokens for request in self.requests)
 
 
 class _Malformed(Exception):
-    """What is wrong with a line, without its place."""
+    """A malformed line. The message has no file name and line number."""
 
 
 def read_trace(paths: Sequence[Path], *, block_tokens: int | None = None, limit: int | None = None) -> Trace:
-    """All requests of these files; the first line says which format all lines have.
+    """Reads all requests of these files. The first line decides the format of all lines.
 
     Args:
-        paths: Files of one JSON object a line.
-        block_tokens: Tokens of a block, for texts (256); other formats say it themselves.
-        limit: Only so many requests, the first by time.
+        paths: Files with one JSON object per line.
+        block_tokens: Tokens per block, for text (default: 256). The other formats define it.
+        limit: Keep only this many requests, the first by time.
 
     Raises:
         InputError: A file cannot be read, a line is malformed, or there are no requests.
@@ -84,7 +85,7 @@ def read_trace(paths: Sequence[Path], *, block_tokens: int | None = None, limit:
     reader: _Reader | None = None
     found: list[TraceRequest] = []
     for path in paths:
-        # Other characters that end a line elsewhere may stand in a JSON text.
+        # Not splitlines: JSON text may contain other line separators.
         for number, line in enumerate(read_text(path).split("\n"), 1):
             if not line.strip():
                 continue
@@ -108,7 +109,7 @@ def _parse(line: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise _Malformed(f"not JSON: {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
-        raise _Malformed(f"not JSON that can be read: {error}") from None
+        raise _Malformed(f"cannot read the JSON: {error}") from None
     if not isinstance(data, dict):
         raise _Malformed("expected a JSON object")
     return data
@@ -121,7 +122,7 @@ def _format_of(data: dict[str, Any]) -> str:
         return "mooncake"
     if "input" in data:
         return "text"
-    raise _Malformed('no known format: expected "hash_ids", "hash_ids" and "block_size", or "input"')
+    raise _Malformed('unknown format: expected "hash_ids", "hash_ids" and "block_size", or "input"')
 
 
 # --- Fields ----------------------------------------------------------------------------------------------------------
@@ -148,7 +149,7 @@ def _count(data: dict[str, Any], name: str, least: int = 1) -> int:
 
 
 def _hash_ids(data: dict[str, Any], prompt_tokens: int, block_tokens: int) -> list[int]:
-    """Ids of the full blocks."""
+    """The ids of the full blocks."""
     ids = _field(data, "hash_ids")
     if not isinstance(ids, list) or any(type(item) is not int for item in ids):
         raise _Malformed('"hash_ids" must be a list of whole numbers')
@@ -162,7 +163,7 @@ def _hash_ids(data: dict[str, Any], prompt_tokens: int, block_tokens: int) -> li
 
 
 class _Reader:
-    """Requests out of the lines of one file format."""
+    """Reads the lines of one format."""
 
     format: str
 
@@ -170,26 +171,26 @@ class _Reader:
         self.block_tokens = block_tokens
 
     def requests(self, data: dict[str, Any]) -> Iterator[TraceRequest]:
-        """Those of one line."""
+        """The requests of one line."""
         raise NotImplementedError
 
     def fix_block_tokens(self, found: int) -> None:
-        """All lines, and the caller, have to agree on the tokens of a block."""
+        """Checks that all lines and the caller use the same block size."""
         if self.block_tokens is None:
             self.block_tokens = found
         if found != self.block_tokens:
-            raise _Malformed(f"blocks of {found} tokens, where {self.block_tokens} were expected")
+            raise _Malformed(f"blocks of {found} tokens; expected {self.block_tokens}")
 
 
 class _IdReader(_Reader):
-    """Formats with ids of blocks: a key is the number of (key before, scope of the id, id)."""
+    """Formats with block ids. A key is a number for (previous key, scope of the id, id)."""
 
     def __init__(self, block_tokens: int | None) -> None:
         super().__init__(block_tokens)
         self._numbers: dict[tuple[int, Any, int], int] = {}
 
     def keys(self, scope: Any, ids: list[int]) -> list[bytes]:
-        """Keys of blocks with these ids."""
+        """Keys of the blocks with these ids."""
         keys: list[bytes] = []
         numbers, number = self._numbers, 0
         for item in ids:

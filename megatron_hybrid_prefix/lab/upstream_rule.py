@@ -1,15 +1,16 @@
-"""megatron-core 0.19's own rule for KV blocks and recurrent states, for requests that run one after another.
+"""megatron-core 0.19's own rules for KV blocks and recurrent states, for requests that run one after another.
 
-What its classes decide (`DynamicInferenceContext`, `KVBlockAllocator`, `MambaSlotAllocator`, with the LRU policy), without
-their tensors and in O(log n) a step; `tests/lab/test_replay_upstream.py` compares the two request by request.
+It decides what megatron's classes decide (`DynamicInferenceContext`, `KVBlockAllocator`, `MambaSlotAllocator`, with the
+LRU policy), without tensors and in O(log n) per step. `tests/lab/test_replay_upstream.py` compares both, request by
+request.
 
-- A prompt resumes from the deepest state within its KV match. A prompt that would leave fewer than two tokens to compute is
-  moved one block back, whether there is a state or not (there, upstream computes from a zero state; the skipped
-  tokens are counted all the same).
-- States are kept at up to three places, where a prompt computes beyond them: where its KV match ended, at its last full
-  block, and at the block before its last one.
-- Both KV blocks and states go by the time at which a request last matched or made the block; of the same time, the lower id
-  of the block goes first. KV blocks go from the leaves of the prefix tree inward.
+- A prompt resumes from the deepest state within its KV match. If fewer than two tokens would be left to compute, it
+  moves back one block, whether there is a state or not. (Without one, upstream computes from a zero state. It counts
+  the skipped tokens even so.)
+- States are kept at up to three places that a prompt computes: the end of its KV match, its last full block, and the
+  block before its last one.
+- KV blocks and states are evicted by the time at which a request last matched or made the block. At the same time, the
+  lower block id goes first. KV blocks are evicted from the leaves of the prefix tree inward.
 """
 
 from __future__ import annotations
@@ -37,29 +38,29 @@ class _Block:
 
 
 class UpstreamRule:
-    """Upstream's cache as numbers.
+    """Upstream's cache, without tensors.
 
     Args:
-        block_tokens: Tokens of a block.
-        kv_blocks: KV blocks, the dummy one not counted.
-        state_slots: States that can be kept (without upstream's scratch, which takes slots out of the same budget).
+        block_tokens: Tokens per block.
+        kv_blocks: KV blocks, without the dummy block.
+        state_slots: States that can be kept. (Upstream's scratch takes more slots from the same budget.)
     """
 
     def __init__(self, *, block_tokens: int, kv_blocks: int, state_slots: int) -> None:
         self.block_tokens = block_tokens
         self.state_slots = state_slots
-        # Ids as upstream hands them out: ties in the order of eviction go by them.
+        # Ids in upstream's order, because they break ties in the order of eviction.
         self._free_ids = list(range(kv_blocks))
         self._blocks: dict[bytes, _Block] = {}
         self._states = 0
-        # Entries (touched, id, block), valid while the block is in that state and was not touched since.
+        # Entries (touched, id, block). Valid while the block is a leaf (has a state) and was not touched again.
         self._leaves: list[tuple[int, int, _Block]] = []
         self._with_state: list[tuple[int, int, _Block]] = []
         self._clock = 0
         self._counters = {"evictions": 0, "kv_evictions": 0, "checkpoints_published": 0, "would_raise": 0}
 
     def serve(self, request: TraceRequest) -> int | None:
-        """See Server. None: upstream would wait for blocks forever."""
+        """See Server. None: upstream would wait for KV blocks forever."""
         prompt_tokens, keys = request.prompt_tokens, request.keys
         path = self._match(keys)
         all_blocks = ceil_div(prompt_tokens, self.block_tokens)
@@ -79,7 +80,7 @@ class UpstreamRule:
             self._touch(block)
             path.append(block)
         self._keep_states(path, prompt_tokens, skip_tokens, kv_match_blocks, all_blocks)
-        self._free_ids += taken[len(taken) - (all_blocks - len(path)) :]  # the last block, where it is not full
+        self._free_ids += taken[len(taken) - (all_blocks - len(path)) :]  # the last block, if it is not full
         if path and not path[-1].children:
             heappush(self._leaves, (self._clock, path[-1].block_id, path[-1]))
         return skip_tokens
@@ -93,7 +94,7 @@ class UpstreamRule:
         return len(self._blocks)
 
     def counters(self) -> Mapping[str, Any]:
-        """See Server. ``would_raise``: states not kept for want of an evictable one, where upstream ends with an error."""
+        """See Server. ``would_raise``: times that no state could be evicted, where upstream raises an error."""
         return self._counters | {"slots_total": self.state_slots, "slots_used": self._states}
 
     def _match(self, keys: list[bytes]) -> list[_Block]:
@@ -120,7 +121,7 @@ class UpstreamRule:
             heappush(self._with_state, (self._clock, block.block_id, block))
 
     def _take(self, count: int) -> list[int]:
-        """Ids of free blocks, evicting leaves. Those of the running request are the only ones touched at this time."""
+        """Takes free blocks, if need be by evicting leaves. Only the running request's blocks have the current time."""
         evicted: list[int] = []
         while len(self._free_ids) + len(evicted) < count:
             touched, _, block = heappop(self._leaves)
@@ -165,7 +166,7 @@ class UpstreamRule:
         self._counters["checkpoints_published"] += len(new)
 
     def _make_room(self, count: int) -> bool:
-        """Evicts states that are not the running request's until ``count`` slots are free."""
+        """Evicts states of other requests until ``count`` slots are free."""
         while self._states + count > self.state_slots:
             while self._with_state:
                 touched, _, block = self._with_state[0]

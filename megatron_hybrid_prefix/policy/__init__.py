@@ -1,1 +1,1 @@
-"""Which boundaries of a prompt are kept, and which kept state goes when room is needed."""
+"""Policies: which boundaries of a prompt get a checkpoint, and which checkpoint is evicted."""

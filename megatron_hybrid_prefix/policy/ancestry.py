@@ -1,7 +1,7 @@
-"""Which kept states lie above and below each other in the prefix tree: O(distance) a step, O(states) memory.
+"""Which kept states are above and below each other in the prefix tree. O(distance) per step, O(states) memory.
 
-A compressed trie over the tree's nodes: it holds the nodes where states are kept, and those where the ways to two of
-them part. The nodes in between are not in it; they are walked over by their ``parent``.
+A compressed trie over the nodes of the prefix tree. It has the nodes where a state is kept, and the forks: nodes where
+the paths to two of them part. The nodes in between are not in it; they are reached by ``parent``.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ class TreeNode(Protocol):
 
     @property
     def depth_blocks(self) -> int:
-        """Blocks up to and with this one."""
+        """Blocks up to and including this one."""
 
     @property
     def parent(self) -> Self | None:
-        """The node one block earlier."""
+        """The node of the previous block."""
 
 
 class Place[T: TreeNode]:
-    """A node of the trie: where a state is kept, or where ways part.
+    """A node of the trie: a kept state, or a fork.
 
     Attributes:
         node: Its node in the prefix tree; None for the root, which is before the first token.
         depth_blocks: Blocks before it.
-        kept: Whether a state is kept here. At the root one always is: it is zero.
-        above: The place above; None for the root.
-        via: First node on the way here from the place above.
-        below: Places below, by the first node on the way to each.
+        kept: Whether a state is kept here. Always True for the root, whose state is zero.
+        above: The next place above; None for the root.
+        via: First node on the path from the place above to here.
+        below: Places below, by the first node on the path to each.
     """
 
     __slots__ = ("above", "below", "depth_blocks", "kept", "node", "via")
@@ -45,27 +45,27 @@ class Place[T: TreeNode]:
         self.below: dict[T, Place[T]] = {}
 
     def hang(self, other: Place[T], via: T) -> None:
-        """``other`` comes below this place, instead of what was there."""
+        """Puts ``other`` below this place, instead of the place that was there."""
         self.below[via] = other
         other.above, other.via = self, via
 
 
 class Ancestry[T: TreeNode]:
-    """The places of the kept states."""
+    """The trie of the kept states."""
 
     def __init__(self) -> None:
         self._places: dict[T, Place[T]] = {}
         self._root: Place[T] = Place(None, kept=True)
 
     def clear(self) -> None:
-        """No state is kept."""
+        """Forgets all states."""
         self._places.clear()
         self._root = Place(None, kept=True)
 
     def add(self, node: T) -> None:
-        """A state is kept at ``node``, where none was."""
+        """Adds the state at ``node``, which had none."""
         place = self._places.get(node)
-        if place is not None:  # ways part here already
+        if place is not None:  # a fork already
             place.kept = True
             return
         place = self._places[node] = Place(node, kept=True)
@@ -86,13 +86,13 @@ class Ancestry[T: TreeNode]:
         joint.hang(other, its_via)
 
     def remove(self, node: T) -> None:
-        """The state at ``node`` is gone."""
+        """Removes the state at ``node``."""
         place = self._places[node]
         place.kept = False
         self._tidy(place)
 
     def nearest_above(self, node: T) -> T | None:
-        """The deepest kept state on the way to ``node``, a place; None: there is none but zero."""
+        """The nearest kept state above ``node``, which must be a place. None: there is only the root."""
         place = self._places[node].above
         assert place is not None
         while not place.kept:
@@ -101,7 +101,7 @@ class Ancestry[T: TreeNode]:
         return place.node
 
     def depth_above_blocks(self, node: T) -> int:
-        """Blocks before the deepest kept state on the way to ``node``, a place."""
+        """Depth in blocks of the nearest kept state above ``node``, which must be a place."""
         place = self._places[node].above
         assert place is not None
         while not place.kept:
@@ -110,7 +110,7 @@ class Ancestry[T: TreeNode]:
         return place.depth_blocks
 
     def next_below(self, node: T) -> Iterator[T]:
-        """The kept states whose nearest one above is that at ``node``, a place; in the order of the calls before."""
+        """The kept states whose nearest state above is at ``node``, in an order that depends only on earlier calls."""
         waiting = list(self._places[node].below.values())
         while waiting:
             place = waiting.pop()
@@ -121,7 +121,7 @@ class Ancestry[T: TreeNode]:
                 waiting.extend(place.below.values())
 
     def _next_above(self, node: T) -> tuple[Place[T], T]:
-        """The nearest place above ``node``, and the first node on the way from there."""
+        """The nearest place above ``node``, and the first node on the path from there."""
         via, parent = node, node.parent
         while parent is not None:
             place = self._places.get(parent)
@@ -131,7 +131,7 @@ class Ancestry[T: TreeNode]:
         return self._root, via
 
     def _tidy(self, place: Place[T]) -> None:
-        """Takes out a place where no state is kept and no ways part any more."""
+        """Removes a place that is neither a kept state nor a fork any more."""
         above = place.above
         if place.kept or above is None or len(place.below) > 1:
             return
@@ -142,18 +142,18 @@ class Ancestry[T: TreeNode]:
             above.hang(only, place.via)
         else:
             del above.below[place.via]
-            self._tidy(above)  # at most once: it loses one of two
+            self._tidy(above)  # recurses at most once: a fork has two places below
 
 
 def _part[T: TreeNode](mine: T, its: T) -> tuple[T, T | None, T]:
-    """Where the ways to two nodes part, and the next node on either; for ``mine`` None where it is that place.
+    """The fork of the paths to two nodes, and the next node on each path; None for ``mine`` if ``mine`` is the fork.
 
-    ``its`` is neither ``mine`` nor above it, and they have the first node in common.
+    ``its`` is neither ``mine`` nor above it. Both paths start with the same node.
     """
     mine_via: T | None = None
     its_via = its
     while mine is not its:
-        # The deeper of the two goes up; at the same depth both do.
+        # The deeper of the two moves up; at the same depth both do.
         mine_depth, its_depth = mine.depth_blocks, its.depth_blocks
         if mine_depth >= its_depth:
             mine_via, parent = mine, mine.parent

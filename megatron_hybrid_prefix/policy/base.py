@@ -1,10 +1,11 @@
-"""What a policy may know of a kept state, and what a policy is asked.
+"""The interface of an eviction policy, and what it may know of a state.
 
-A policy only ranks. The cache drops a state whose KV path is gone at once, so what a policy is asked about is always
-reachable. Decisions follow the order of calls alone (no wall time, no addresses), so that every rank takes the same.
+A policy only ranks states. The cache drops a state as soon as its KV is evicted, so every state that a policy ranks can
+be reached. The ranking depends only on the order of calls, never on wall time or addresses. So all ranks decide alike.
 
-A state is *probationary* while it was kept on a guess (`CheckpointReason.INTERVAL`) and nobody has resumed from it. Another guess may only
-have the slot of a probationary state: guessing never costs what is known to be of use.
+A state is *probationary* if it is an interval checkpoint (`CheckpointReason.INTERVAL`) that no request has resumed
+from. A new interval checkpoint may only take a free slot or the slot of a probationary state. So guesses never evict a
+state that is known to be useful.
 """
 
 from __future__ import annotations
@@ -18,51 +19,55 @@ from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 class KeptState(Protocol):
     """What a policy may know of a published checkpoint: its place in the prefix tree, and why it is kept.
 
-    Where a state is kept (on the device, on the host) is not asked: a policy ranks what it is told of.
+    A policy does not know whether the state is on the device or on the host. Each tier has its own policy object.
     """
 
     @property
     def key(self) -> bytes:
-        """Digest of all tokens before the state; the same when the state is lost and made again."""
+        """Hash of all tokens before the state. A state that is evicted and computed again has the same key."""
 
     @property
     def depth_blocks(self) -> int:
-        """Blocks before the state."""
+        """Number of blocks before the state."""
 
     @property
     def reason(self) -> CheckpointReason | None:
-        """Why it is kept; None for a node that keeps no state."""
+        """Why the state is kept; None for a node without a state."""
 
     @property
     def parent(self) -> Self | None:
-        """The node one block earlier."""
+        """The node of the previous block."""
 
 
 class EvictionPolicy[T: KeptState](Protocol):
-    """Ranks published states; each verb O(log n) or better, amortised."""
+    """Ranks published states. Each method should take O(log n) or less, amortised."""
 
     def __len__(self) -> int:
-        """States ranked."""
+        """Number of ranked states."""
 
     def __iter__(self) -> Iterator[T]:
-        """States ranked, in any order; for ``check_integrity``."""
+        """The ranked states, in any order. Used by ``check_integrity``."""
 
     def added(self, state: T) -> None:
-        """``state`` was published; probationary if it is kept on a guess."""
+        """``state`` was published. It is probationary if its reason is INTERVAL."""
 
     def used(self, state: T) -> None:
-        """A request resumes from ``state``, which is not probationary any more; its ancestors are not told, they were of no use."""
+        """A request resumes from ``state``, which is not probationary any more.
+
+        The states above it get no call, because the request does not use them.
+        """
 
     def removed(self, state: T) -> None:
-        """``state`` is gone (evicted, or with its KV)."""
+        """``state`` was evicted, or dropped with its KV."""
 
     def victim(self, evictable: Callable[[T], bool], *, probationary_only: bool = False) -> T | None:
-        """The state to lose next among those that are ``evictable`` (not pinned), or None; asking changes no order.
+        """The state to evict next, among those that are ``evictable`` (not pinned); None if there is none. Changes no
+        order.
 
         Args:
-            evictable: Which may go.
-            probationary_only: Among the probationary ones only.
+            evictable: Whether a state may be evicted.
+            probationary_only: Consider probationary states only.
         """
 
     def clear(self) -> None:
-        """All states are gone."""
+        """All states were dropped."""

@@ -1,14 +1,14 @@
-"""Which block boundaries of a prompt shall get a checkpoint.
+"""Which block boundaries of a prompt get a checkpoint.
 
-Five rules, each answering a way in which prompts come back:
+Five rules. Each one serves a way in which a prompt comes back:
 
-- *junction*: KV matched deeper than a state did, so at least two prompts share the blocks up to there;
-- *breakpoint*: the caller says that others will share the prompt up to there;
-- *tail*: the last full block of the prompt, from which the next turn goes on;
-- *repeat*: the deepest boundary from which exactly this prompt can be resumed, where that is not the tail (the last
-  token is always computed, so a prompt of n blocks resumes at n - 1);
-- *interval*: every so many tokens, for a prefix that is shared for the first time. Nobody asked for these, so they only
-  get what is left over (``base.py``).
+- *junction*: the KV matched deeper than any state, so at least two prompts share the blocks up to here.
+- *breakpoint*: the caller says that other prompts will share this one up to here.
+- *tail*: the last full block of the prompt. The next turn of a chat resumes here.
+- *repeat*: the deepest boundary from which the same prompt can be resumed, if that is not the tail. The last token is
+  always computed, so a prompt of exactly n blocks resumes at n - 1.
+- *interval*: every N tokens, for a prefix that is shared for the first time. These are guesses, so they only get free
+  slots or the slots of other guesses (``base.py``).
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from typing import NamedTuple
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 
-MOST_INTERVALS = 16  # interval checkpoints of a prompt, where their distance is not set
+MOST_INTERVALS = 16  # interval checkpoints per prompt, if their distance is not set
 
 
 class CheckpointReason(IntEnum):
-    """Why a checkpoint is kept; the lower, the earlier it is given a slot when there are few.
+    """Why a checkpoint is kept. When slots are scarce, the lowest value gets a slot first.
 
-    The junction comes first: it was matched already, a tail may never be. And where one conversation goes on, the
-    junction is near the tail, so little is lost; the other way round a shared prefix would never be kept.
+    The junction comes first, because it has matched already, while a tail may never match. If one chat goes on, the
+    junction is near the tail, so little is lost. With the tail first, a shared prefix would never be kept.
     """
 
     JUNCTION = 0
-    BREAKPOINT = 1  # named by the caller
+    BREAKPOINT = 1  # set by the caller
     TAIL = 2
     REPEAT = 3
-    INTERVAL = 4  # a guess: may be shared by a prompt that nobody has seen yet
-    DECODE = 5  # reached while the answer was generated
-    VERIFY = 6  # computed again, to be compared with the state that is kept already
+    INTERVAL = 4  # a guess: a later prompt may share it
+    DECODE = 5  # reached by a decode step
+    VERIFY = 6  # computed again, to compare with the cached state
 
 
 class Boundary(NamedTuple):
-    """A token position that shall get a checkpoint."""
+    """A token position that gets a checkpoint."""
 
     position_tokens: int
     reason: CheckpointReason
 
 
 def default_interval_tokens(prompt_tokens: int, block_tokens: int) -> int:
-    """Tokens between the interval checkpoints of a prompt: as many blocks as make it at most `MOST_INTERVALS` of them."""
+    """Tokens between the interval checkpoints of a prompt: whole blocks, for at most `MOST_INTERVALS` checkpoints."""
     return max(1, ceil_div(prompt_tokens, MOST_INTERVALS * block_tokens)) * block_tokens
 
 
@@ -61,17 +61,17 @@ def prompt_boundaries(
     breakpoints: Sequence[int] = (),
     interval_tokens: int = 0,
 ) -> tuple[Boundary, ...]:
-    """Boundaries of a prompt that shall be kept, ascending, one reason each: the most important one.
+    """Boundaries of a prompt that get a checkpoint, ascending. Each has one reason, the most important one.
 
     Args:
         prompt_tokens: Length of the prompt.
-        block_tokens: Tokens of a block.
-        resume_tokens: Where computing starts; a boundary there or before cannot be had from this request.
-        kv_depth_blocks: Blocks from the front whose KV was resident when the prompt was matched.
-        min_computed_tokens: Tokens of a prompt that are always computed.
-        breakpoints: Token positions up to which others share the prompt, each rounded down to the end of a block. In
-            any order; those that the request does not compute are passed over.
-        interval_tokens: A multiple of ``block_tokens``: each multiple of it is kept, too; 0: none.
+        block_tokens: Tokens per block.
+        resume_tokens: Where computing starts. The request cannot write states here or before.
+        kv_depth_blocks: Number of leading blocks whose KV was cached when the prompt was matched.
+        min_computed_tokens: Last tokens of a prompt that are always computed.
+        breakpoints: Token positions up to which other prompts share this one, in any order. Each is rounded down to a
+            block boundary. Positions that the request does not compute are ignored.
+        interval_tokens: Also keep each multiple of this, a multiple of ``block_tokens``. 0: none.
     """
     tail = prompt_tokens // block_tokens * block_tokens
     repeat = max(0, prompt_tokens - min_computed_tokens) // block_tokens * block_tokens
@@ -94,13 +94,13 @@ def prompt_boundaries(
 
 
 def with_verification(boundaries: tuple[Boundary, ...], position_tokens: int) -> tuple[Boundary, ...]:
-    """The boundaries with the one at ``position_tokens`` for verification."""
+    """Adds a boundary for verification at ``position_tokens``, in place of any other boundary there."""
     others = [boundary for boundary in boundaries if boundary.position_tokens != position_tokens]
     return tuple(sorted([*others, Boundary(position_tokens, CheckpointReason.VERIFY)]))
 
 
 def boundaries_in_span(boundaries: Sequence[Boundary], start_tokens: int, end_tokens: int) -> Sequence[Boundary]:
-    """Those of the sorted ``boundaries`` that computing [start, end) passes or reaches: in (start, end]."""
+    """The boundaries in (start, end], which computing positions [start, end) reaches. ``boundaries`` is sorted."""
     first = bisect_right(boundaries, start_tokens, key=_position)
     last = bisect_right(boundaries, end_tokens, key=_position)
     return boundaries[first:last]

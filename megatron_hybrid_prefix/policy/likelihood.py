@@ -1,22 +1,23 @@
-"""How likely states of a kind are to be used again, by age: measured on the running traffic, not assumed.
+"""How often states of a kind are used again, by age. Measured on the running traffic.
 
-States are sorted into cells: of one kind (what has happened to them so far), and of ages with the same number of binary
-digits. A cell counts the uses of its members and the time that they spent in it; uses over time is the rate of use at
-that age. What a state is kept for is not the rate now but the best that comes of keeping it for some time: the highest
-average rate over any stretch of ages that begins with its own. So the turns of a chat that come back after a while are
-kept until then, and a state past the age at which its kind comes back goes.
+States are grouped into cells by kind (their history so far) and by age (its number of binary digits). A cell counts the
+uses of its members and the time they spend in it. Uses over time is the rate of use at that age.
 
-That ranking by age is Gittins' index of a job that may pay off at any time; a cache that ranks by measured hits over
-measured time is in Beckmann, Chen, Cidon: LHD, NSDI 2018. Time is counted in calls, so that all ranks see the same.
+A state is not valued by its rate now, but by the best rate that keeping it for some time gives: the highest average
+rate over any span of ages that starts at its own. So the turns of a chat that come back after a while are kept until
+then. A state older than the age at which its kind comes back is evicted.
+
+This value is the Gittins index of a job that may pay off at any time. LHD (Beckmann, Chen, Cidon; NSDI 2018) is another
+cache that ranks by measured hits over measured time. Time is counted in calls, so that all ranks see the same time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 
-YOUNGEST_BITS = 5  # ages below 2 ** this are one cell: nothing is learned from differences that small
-# Uses that a cell is taken to have seen before it has seen any, over a time that grows with age: a rate above what is
-# usual. So what was never tried is tried, until it is known better.
+YOUNGEST_BITS = 5  # ages below 2 ** YOUNGEST_BITS share one cell: smaller differences mean nothing
+# Uses that a new cell starts with, over a time that grows with age. This rate is higher than usual, so that states of
+# an unknown kind are kept until their rate is measured.
 _PRIOR_USES = 1.0
 
 
@@ -24,12 +25,12 @@ class Cell:
     """States of one kind and age.
 
     Attributes:
-        rate: Expected uses of a member per unit of time, at best; fixed between two calls of `Likelihood.refresh`.
-        is_rising: Whether the rate is higher at the next age: the older of two members is nearer to being used.
-        members: How many there are now.
-        uses: How many members were used, old ones counting less.
-        exposure: Sum of the time that members spent here, old time counting less; up to ``since``.
-        since: As above.
+        rate: Best expected uses per member and unit of time. Fixed between two calls of `Likelihood.refresh`.
+        is_rising: Whether the rate is higher at the next age. If so, the older of two members will be used sooner.
+        members: Members now.
+        uses: Uses of members. Old uses count less.
+        exposure: Time that members spent here, up to ``since``. Old time counts less.
+        since: See ``exposure``.
     """
 
     __slots__ = ("exposure", "is_rising", "members", "rate", "since", "uses")
@@ -43,17 +44,17 @@ class Cell:
         self.since = now
 
     def catch_up(self, now: int) -> None:
-        """Counts the members' time up to ``now``."""
+        """Adds the members' time up to ``now`` to ``exposure``."""
         self.exposure += self.members * (now - self.since)
         self.since = now
 
     def enter(self, now: int) -> None:
-        """One member more."""
+        """Adds a member."""
         self.catch_up(now)
         self.members += 1
 
     def leave(self, now: int, *, used: bool) -> None:
-        """One member less, since it was ``used``, or because it grew too old or is not watched any longer."""
+        """Removes a member because it was ``used``, or because it grew older or is not tracked any more."""
         self.catch_up(now)
         self.members -= 1
         self.uses += used
@@ -66,31 +67,31 @@ class Likelihood[K: Hashable]:
         self._cells: dict[K, list[Cell]] = {}  # by age, youngest first
 
     def cell(self, kind: K, age: int, now: int) -> Cell:
-        """The cell of states of a ``kind`` with age number ``age``."""
+        """The cell of states of this kind with age number ``age``."""
         cells = self._cells.setdefault(kind, [])
         while len(cells) <= age:
             cells.append(Cell(_PRIOR_USES / _prior_exposure(len(cells)), now))
         return cells[age]
 
     def refresh(self, now: int) -> None:
-        """Works out all rates anew: O(cells)."""
+        """Computes all rates again. O(cells)."""
         for cells in self._cells.values():
-            # From the oldest age to the youngest: a stretch begins with each, and goes on over the next stretch (the
-            # top of the stack) as long as that one's rate is higher.
-            stretches: list[tuple[float, float]] = []
+            # From the oldest age to the youngest. A span starts at each age. It absorbs the next span (the top of the
+            # stack) as long as that one's rate is higher.
+            spans: list[tuple[float, float]] = []
             for age in range(len(cells) - 1, -1, -1):
                 cell = cells[age]
                 cell.catch_up(now)
                 uses, exposure = cell.uses + _PRIOR_USES, cell.exposure + _prior_exposure(age)
-                while stretches and stretches[-1][0] * exposure > uses * stretches[-1][1]:
-                    more_uses, more_exposure = stretches.pop()
+                while spans and spans[-1][0] * exposure > uses * spans[-1][1]:
+                    more_uses, more_exposure = spans.pop()
                     uses, exposure = uses + more_uses, exposure + more_exposure
-                stretches.append((uses, exposure))
+                spans.append((uses, exposure))
                 cell.rate = uses / exposure
                 cell.is_rising = age + 1 < len(cells) and cells[age + 1].rate > cell.rate
 
     def fade(self, now: int) -> None:
-        """What was seen so far counts half from now on."""
+        """Halves the weight of everything seen so far."""
         for cells in self._cells.values():
             for cell in cells:
                 cell.catch_up(now)
@@ -99,7 +100,7 @@ class Likelihood[K: Hashable]:
 
 
 def oldest_in(age: int) -> int:
-    """Time after which a state leaves the cells with this age number."""
+    """Age at which a state leaves the cells with this age number."""
     return 1 << (YOUNGEST_BITS + age)
 
 

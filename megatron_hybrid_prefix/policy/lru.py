@@ -1,4 +1,4 @@
-"""`lru`: the checkpoint goes first that was not used for the longest time, probationary ones before all others."""
+"""`lru`: evicts the least recently used checkpoint, and probationary checkpoints before all others."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 
 
 class LruEviction[T: KeptState]:
-    """Least recently used (or published) first, on the states' own clock, probationary ones before the others.
+    """Least recently used (or published) first, probationary states before all others.
 
-    Two linked hash maps. ``victim`` steps over what is not evictable: pinned states, at most as many as requests wait
-    between admission and first forward (a probationary one is never pinned).
+    Two linked hash maps. ``victim`` skips pinned states. A state is pinned from a request's admission to its first
+    forward, so there are few; a probationary state is never pinned.
     """
 
     def __init__(self) -> None:

@@ -1,23 +1,26 @@
-"""`recompute_cost`: the checkpoint goes first whose loss is expected to cost the least.
+"""`recompute_cost`: evicts the checkpoint with the lowest value.
 
-    value = cost of computing from the nearest kept state above up to this one  x  how likely that is to be wanted
+    value = cost of computing from the nearest kept state above up to this one  x  how likely this state is to be used
 
-Over the bytes of a state, which are the same for all states of a tier and so left out.
+All states of a tier have the same size, so it is left out.
 
-*Cost* is counted in blocks, or by a function of the model (attention makes deep blocks dearer). Nearest is by the states
-that are kept now: losing one makes those below it dearer. All of them can be reached, since a state goes with its KV.
+*Cost* is counted in blocks, or by a function of the model (attention makes deep blocks dearer). Only states that are
+still kept count as "above": evicting a state makes the states below it dearer. Each kept state can be reached, because
+a state is dropped together with its KV.
 
-*Likely* is a rate of use, learned for each kind of state by age (``likelihood.py``). A state's kind is why it was first
-kept, how often it was used, and how much it saved when it was first kept, the last two in powers of two. What was
-evicted is remembered for a while: when it is made again it would have been used, and it goes on where it was.
-Where a state goes whose kind is the likelier one, the nearest above takes its place in the ranking: whoever would have
-resumed from the one resumes from the other.
+*Likely* is a rate of use, learned for each kind of state by age (``likelihood.py``). The kind of a state has three
+parts: why it was first kept, how often it was used, and how many blocks it saved when it was first kept (the last two
+in powers of two).
 
-Guesses (interval checkpoints) are a kind like any other: they go first where they were of little use. So the pool
-has many of them while there is room and none when slots are scarce, without a threshold.
+Evicted states are remembered for a while. If one is computed again, it would have been used: that counts as a use, and
+its history continues. If the evicted state was likelier to be used than the nearest state above, the state above
+inherits its kind and age: a request that would have resumed from the evicted state resumes from the one above.
 
-Every verb costs O(log n) amortised, and adding a state between others O(states next below it) besides. The order follows
-calls alone.
+Interval checkpoints are a kind like any other. They are evicted first where they were of little use. So the pool keeps
+many of them while there is room, and none when slots are scarce, without any threshold.
+
+Each method costs O(log n) amortised. Adding a state between others also costs O(states next below it). The order
+depends only on the calls.
 """
 
 from __future__ import annotations
@@ -32,25 +35,25 @@ from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.likelihood import Cell, Likelihood, oldest_in
 
 type Kind = tuple[int, int, int]
-"""Why a state was first kept, binary digits of how often it was used, binary digits of the blocks that it saved first."""
+"""Why a state was first kept; binary digits of its number of uses; binary digits of the blocks that it first saved."""
 
-_MOST_USES_BITS = 4  # 8 uses and more are alike
-_REMEMBERED = 4  # evicted states that are remembered, as a multiple of the most that were ever kept
+_MOST_USES_BITS = 4  # 8 or more uses are one kind
+_REMEMBERED = 4  # remembered states, as a multiple of the most states ever kept
 _REMEMBERED_AT_LEAST = 64
-_REFRESH_AT_LEAST = 64  # calls between two refreshes of the rates; as many as there are states, where there are more
-_FADE_REFRESHES = 64  # refreshes after which what was seen counts half
+_REFRESH_AT_LEAST = 64  # least calls between two refreshes of the rates; the number of states if that is more
+_FADE_REFRESHES = 64  # refreshes after which old counts are halved
 
 
 class _Record[T]:
-    """A state that is kept, or remembered; what the policy knows of it.
+    """What the policy knows of a state that is kept or remembered.
 
     Attributes:
-        state: None where it is only remembered.
-        serial: Which record; ties go by it.
-        origin, uses, first_blocks: What it is by itself.
-        touched: When it was published or used, or that of the state that it took the place of.
-        kind, age: Of its cell.
-        cell: Where it is a member.
+        state: The state; None if it is evicted and remembered.
+        serial: Serial number of the record, which breaks ties.
+        origin, uses, first_blocks: Why it was first kept, how often it was used, and how many blocks it first saved.
+        touched: Time of its last use (or publication), or that of the state it inherited from.
+        kind, age: Kind and age number of its cell.
+        cell: The cell it is a member of.
         entry: Number of its valid entry in the heap.
         due: Number of its valid entry in the calendar.
     """
@@ -86,26 +89,26 @@ class _Record[T]:
     @property
     def own_kind(self) -> Kind:
         """See `Kind`."""
-        # A plain int: an enum's hash is a function in Python.
+        # A plain int, because hashing an enum is slow.
         return int(self.origin), min(self.uses.bit_length(), _MOST_USES_BITS), self.first_blocks.bit_length()
 
     @property
     def is_probationary(self) -> bool:
-        """Whether it was kept on a guess and never used."""
+        """Whether the state is an interval checkpoint that was never used."""
         return self.origin == CheckpointReason.INTERVAL and not self.uses
 
 
 def count_blocks(start_blocks: int, end_blocks: int) -> float:
-    """Cost of computing from one depth to another where every token costs the same."""
+    """Cost of computing from one depth to another if each block costs the same."""
     return end_blocks - start_blocks
 
 
 class RecomputeCostEviction[T: KeptState]:
-    """See the module.
+    """Evicts the checkpoint that is expected to cost the least to lose (see the top of this file).
 
     Args:
-        cost: Of computing the blocks between two depths, in any unit: ``cost(start_blocks, end_blocks)``; it must not
-            fall when the start comes earlier.
+        cost: Cost of computing the blocks between two depths, in any unit: ``cost(start_blocks, end_blocks)``. It must
+            not fall when the start moves up.
     """
 
     def __init__(self, *, cost: Callable[[int, int], float] = count_blocks) -> None:
@@ -113,14 +116,13 @@ class RecomputeCostEviction[T: KeptState]:
         self._ancestry: Ancestry[T] = Ancestry()
         self._likelihood: Likelihood[Kind] = Likelihood()
         self._records: dict[T, _Record[T]] = {}
-        self._lost: OrderedDict[bytes, _Record[T]] = OrderedDict()  # remembered ones by key, lost longest ago first
+        self._lost: OrderedDict[bytes, _Record[T]] = OrderedDict()  # remembered, evicted longest ago first
         self._most_kept = 0
-        # Entries (value, order of age, serial, number, record): never above the record's true value, and valid if it is the last.
+        # Entries (value, order of age, serial, number, record). An entry is valid if it is its record's latest. Its
+        # value is at most the record's current value.
         self._heap: list[tuple[float, int, int, int, _Record[T]]] = []
-        self._probationary_heap: list[
-            tuple[float, int, int, int, _Record[T]]
-        ] = []  # the same, of the probationary ones
-        self._calendar: list[tuple[int, int, _Record[T]]] = []  # (when its age number grows, number, record)
+        self._probationary_heap: list[tuple[float, int, int, int, _Record[T]]] = []  # probationary states only
+        self._calendar: list[tuple[int, int, _Record[T]]] = []  # (time when the age number grows, number, record)
         self._now = self._numbers = self._serials = 0
         self._next_refresh = _REFRESH_AT_LEAST
         self._refreshes = 0
@@ -137,7 +139,7 @@ class RecomputeCostEviction[T: KeptState]:
         self._ancestry.add(state)
         record = self._lost.pop(state.key, None)
         if record is not None:
-            # It was made again because somebody wanted it, and would have been used had it been kept.
+            # A request computed it again, so it would have been used.
             record.cell.leave(self._now, used=True)
             record.uses += 1
         else:
@@ -145,14 +147,14 @@ class RecomputeCostEviction[T: KeptState]:
             assert origin is not None
             record = _Record(self._serials, origin)
             self._serials += 1
-            # What two prompts share, or the caller says they will, is as good as used once.
+            # A junction or a breakpoint is shared by two prompts, which counts as one use.
             record.uses = int(origin <= CheckpointReason.BREAKPOINT)
             record.first_blocks = state.depth_blocks - self._ancestry.depth_above_blocks(state)
         record.state = state
         self._records[state] = record
         self._most_kept = max(self._most_kept, len(self._records))
         self._touch(record)
-        for below in self._ancestry.next_below(state):  # they are cheaper now
+        for below in self._ancestry.next_below(state):  # they cost less to recompute now
             self._rank(self._records[below])
 
     def used(self, state: T) -> None:
@@ -162,7 +164,7 @@ class RecomputeCostEviction[T: KeptState]:
         record.cell.leave(self._now, used=True)
         record.uses += 1
         if record.origin == CheckpointReason.INTERVAL and state.reason is not None:
-            record.origin = state.reason  # a guess that is wanted for something else now
+            record.origin = state.reason  # an interval checkpoint that has another reason now
         self._touch(record)
 
     def removed(self, state: T) -> None:
@@ -175,7 +177,7 @@ class RecomputeCostEviction[T: KeptState]:
         if above is not None:
             self._inherit(self._records[above], record)
         if record.is_probationary:
-            self._forget(record)  # whether it would have been used is not seen: others resume wherever the KV parts
+            self._forget(record)  # a later use cannot be observed: a prompt checkpoints its own junction
             return
         self._lost[state.key] = record
         while len(self._lost) > _REMEMBERED * self._most_kept + _REMEMBERED_AT_LEAST:
@@ -191,7 +193,7 @@ class RecomputeCostEviction[T: KeptState]:
             state = record.state
             if state is None or record.entry != number or (probationary_only and not record.is_probationary):
                 heappop(heap)
-            elif self.value(state) > value:  # a state above it went, or it grew older and likelier
+            elif self.value(state) > value:  # a state above it was evicted, or it grew older and likelier
                 heappop(heap)
                 self._rank(record)
             elif evictable(state):
@@ -204,11 +206,11 @@ class RecomputeCostEviction[T: KeptState]:
         return found
 
     def value(self, state: T) -> float:
-        """What keeping ``state`` is worth: expected cost saved per call."""
+        """The value of keeping ``state``: expected cost saved per call."""
         return self._cost_of(state) * self._records[state].cell.rate
 
     def clear(self) -> None:
-        """See EvictionPolicy. What was learned about kinds of states stays."""
+        """See EvictionPolicy. Keeps the rates that were learned."""
         for record in (*self._records.values(), *self._lost.values()):
             self._forget(record)
         self._records.clear()
@@ -227,7 +229,7 @@ class RecomputeCostEviction[T: KeptState]:
         self._rank(record)
 
     def _settle(self, record: _Record[T], kind: Kind, age: int) -> None:
-        """Puts a record, which is in no cell, into one."""
+        """Puts a record that is in no cell into a cell."""
         record.kind, record.age = kind, age
         record.cell = self._likelihood.cell(kind, age, self._now)
         record.cell.enter(self._now)
@@ -235,12 +237,13 @@ class RecomputeCostEviction[T: KeptState]:
         heappush(self._calendar, (record.touched + oldest_in(age), record.due, record))
 
     def _rank(self, record: _Record[T]) -> None:
-        """Puts a kept record into the heap with the value that it has now."""
+        """Pushes a kept record onto the heap with its current value."""
         assert record.state is not None
         record.entry = self._number()
         value = self._cost_of(record.state) * record.cell.rate
-        # Of two alike the older goes; or the younger, where the older is nearer to being used (else no state would live
-        # long enough to be of use). Of guesses the older all the same: each prompt shall have its chance.
+        # Ties: evict the older state. If the older one will be used sooner, evict the younger one, or no state would
+        # live long enough to be used. Of probationary states always evict the older one, so that each prompt gets a
+        # chance.
         newest_first = record.cell.is_rising and not record.is_probationary
         order = -record.touched if newest_first else record.touched
         entry = (value, order, record.serial, record.entry, record)
@@ -249,7 +252,7 @@ class RecomputeCostEviction[T: KeptState]:
             heappush(self._probationary_heap, entry)
 
     def _inherit(self, above: _Record[T], lost: _Record[T]) -> None:
-        """Who would have resumed from ``lost`` will resume from ``above``."""
+        """Requests that would have resumed from ``lost`` will resume from ``above``, so it inherits kind and age."""
         if lost.cell.rate > above.cell.rate:
             above.cell.leave(self._now, used=False)
             above.touched = lost.touched
@@ -265,7 +268,7 @@ class RecomputeCostEviction[T: KeptState]:
         return self._numbers
 
     def _tick(self) -> None:
-        """Time goes on by one call: records grow older, and now and then the rates are worked out anew."""
+        """Advances the time by one call. Records grow older, and from time to time the rates are refreshed."""
         self._now += 1
         calendar = self._calendar
         while calendar and calendar[0][0] <= self._now:
@@ -274,7 +277,7 @@ class RecomputeCostEviction[T: KeptState]:
                 rate = record.cell.rate
                 record.cell.leave(self._now, used=False)
                 self._settle(record, record.kind, record.age + 1)
-                # Where it became likelier, its entry in the heap will do until it comes to the top.
+                # If it became likelier, its old heap entry is good enough until it reaches the top.
                 if record.state is not None and record.cell.rate <= rate:
                     self._rank(record)
         if self._now >= self._next_refresh:
@@ -286,7 +289,7 @@ class RecomputeCostEviction[T: KeptState]:
             self._likelihood.fade(self._now)
         self._likelihood.refresh(self._now)
         self._next_refresh = self._now + max(_REFRESH_AT_LEAST, len(self._records))
-        # All values are different now; and entries that are not valid any longer are got rid of.
+        # All values changed. Rebuild the heaps, which also removes invalid entries.
         self._heap.clear()
         self._probationary_heap.clear()
         for record in self._records.values():

@@ -1,9 +1,10 @@
-"""Eviction policies by name: which checkpoint goes when a slot is needed. (KV blocks have an order of their own:
-``index/blocks.py``.)
+"""Eviction policies by name. A policy picks the checkpoint to evict when a slot is needed.
 
-- ``lru``: the least recently used goes first (``lru.py``);
-- ``recompute_cost``: the one goes first whose loss is expected to cost the least (``recompute_cost.py``);
-- any other that a plugin registers (``megatron_hybrid_prefix/plugins.py``).
+- ``lru``: the least recently used one (``lru.py``).
+- ``recompute_cost``: the one that is cheapest to lose (``recompute_cost.py``).
+- Plugins may register others (``megatron_hybrid_prefix/plugins.py``).
+
+KV blocks are not ranked by these policies: ``index/blocks.py`` has their eviction queue.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ _POLICIES: Registry[Callable[[], EvictionPolicy[Any]]] = Registry("eviction_poli
 
 
 def register_eviction_policy(name: str, factory: Callable[[], EvictionPolicy[Any]]) -> None:
-    """Add a policy that settings and command lines may name.
+    """Registers a policy that settings and command lines can name.
 
     Args:
-        name: New.
-        factory: Makes an empty policy. Each tier has one of its own.
+        name: A name that is not registered yet.
+        factory: Makes an empty policy. Each tier has its own.
 
     Raises:
         ValueError: The name is empty or taken.
@@ -44,20 +45,25 @@ def eviction_policy_names() -> tuple[str, ...]:
 
 
 def check_eviction_policy(name: str) -> None:
-    """Raises ValueError, listing the names, if there is no such policy; PluginError if a plugin cannot be imported."""
+    """Checks that the policy exists.
+
+    Raises:
+        ValueError: It does not. The message lists the names.
+        PluginError: A plugin cannot be imported.
+    """
     _POLICIES.check(name)
 
 
 def present_eviction_policy(name: str) -> str:
-    """The name in use today of a policy that may be given by a former name (that warns); other names are returned as is."""
+    """The current name of a policy. An old name warns; an unknown name is returned as it is."""
     return _POLICIES.present_name(name)
 
 
 def make_eviction_policy(name: str) -> EvictionPolicy[Any]:
-    """An empty policy.
+    """Makes an empty policy.
 
     Raises:
-        ValueError: There is no such policy; the message lists the names.
+        ValueError: There is no such policy. The message lists the names.
         PluginError: A plugin cannot be imported.
     """
     return _POLICIES[name]()

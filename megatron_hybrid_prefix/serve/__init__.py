@@ -1,1 +1,1 @@
-"""The server: the OpenAI API over HTTP, around one engine or several replicas of it. Needs the extra ``serve``."""
+"""The OpenAI-compatible HTTP server, for one engine or several replicas. Needs the extra ``serve``."""

@@ -1,4 +1,4 @@
-"""The routes: who may ask, for how much, what is answered, and errors in the form of the API."""
+"""The HTTP routes: authentication, limits, responses, and errors in the format of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from megatron_hybrid_prefix.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# What nginx calls it; nobody reads the answer.
+# nginx's status code for a closed connection. Nobody reads this response.
 _CLIENT_GONE = 499
-# What is too large is read on for so many times the limit: most clients look for an answer only when they have sent all.
+# Read up to this multiple of the size limit before refusing: most clients read a response only after they sent all.
 _READ_ON = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What clients may do.
+    """Limits and credentials of clients.
 
     Attributes:
-        sequences: Answers that run or wait; beyond that requests get 429.
-        body_bytes: Of a request.
-        keys: Names of tenants by API key; empty: no key is asked for.
-        admin_token: Of ``/admin``; None: there is none.
+        sequences: Answers that run or wait at a time; further requests get 429.
+        body_bytes: Largest request body.
+        keys: Tenant names by API key; empty: no key is needed.
+        admin_token: Token for ``/admin``; None: ``/admin`` is off.
     """
 
     sequences: int
@@ -71,12 +71,24 @@ def make_app(
     make_backend: Callable[[Callable[[float, bool], None]], Backend] | None = None,
     replicas: int = 1,
 ) -> Starlette:
-    """The ASGI application around an engine of ``build_engine``; from its start to its end the engine is its own.
+    """Builds the ASGI application around an engine of ``build_engine``.
+
+    The application owns the engine from its start to its end.
 
     Args:
-        engine: Says what fits; generates, unless ``make_backend`` is there.
-        make_backend: Makes a `Backend`, given what to call at a first token.
-        replicas: Engines like this one behind the backend.
+        engine: Says what fits into its context. Generates, too, unless ``make_backend`` is given.
+        tokenizer: The model's tokenizer.
+        model: Model name in the API.
+        vocab_size: Vocabulary size of the model.
+        chat: Turns messages into a prompt.
+        add_bos: Whether text prompts start with the tokenizer's first token.
+        max_waiting: Answers that may wait, in addition to those that run.
+        body_bytes: Largest request body.
+        keys: Tenant names by API key.
+        admin_token: Token for ``/admin``; None: ``/admin`` is off.
+        on_start: Called when the server is ready.
+        make_backend: Makes a `Backend`. Its argument is the function to call at each first token.
+        replicas: Number of engines behind the backend.
     """
     from megatron_hybrid_prefix.mcore.runner import check_fits
 
@@ -107,14 +119,14 @@ def make_app(
 
 
 class Api:
-    """The routes."""
+    """The HTTP routes around a `Backend`."""
 
     def __init__(self, engine: Backend, served: ServedModel, limits: Limits, metrics: ServerMetrics) -> None:
         self._engine, self._served, self._limits, self._metrics = engine, served, limits, metrics
         self._started_s = int(time.time())
 
     def app(self, on_start: Callable[[], None] = lambda: None) -> Starlette:
-        """The application; it starts and stops what generates."""
+        """The application. Its lifespan starts and stops the backend."""
 
         @asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -151,7 +163,7 @@ class Api:
         app.state.backend = self._engine
         return app
 
-    # -- generating ----------------------------------------------------------------------------------------------------
+    # -- generate ------------------------------------------------------------------------------------------------------
 
     async def _generate(self, request: Request, kind: str) -> Response:
         arrived_s = time.perf_counter()
@@ -160,7 +172,7 @@ class Api:
             data = await self._body(request)
         except ClientDisconnect:
             return Response(status_code=_CLIENT_GONE)
-        # A long prompt takes its time to be read and tokenized.
+        # Off the event loop: a long prompt takes time to parse and tokenize.
         asked = await run_in_threadpool(lambda: read_request(read_json(data), kind, self._served, tenant))
         self._check_room(len(asked.prompts) * asked.n)
         generation = Generation(asked, self._engine, self._served, arrived_s)
@@ -201,18 +213,21 @@ class Api:
         limit = self._limits.sequences
         if sequences > limit:
             raise ApiError(
-                400, f"{sequences} answers at once; this server gives {limit}.", param="n", code="invalid_value"
+                400,
+                f"The request asks for {sequences} answers at once; the limit is {limit}.",
+                param="n",
+                code="invalid_value",
             )
         if self._engine.open_sequences + sequences > limit:
             raise ApiError(
                 429,
-                f"{self._engine.open_sequences} answers are running or waiting, {limit} may: try again later.",
+                f"{self._engine.open_sequences} of at most {limit} answers are running or waiting. Try again later.",
                 type="rate_limit_error",
                 code="rate_limit_exceeded",
                 headers={"retry-after": "1"},
             )
 
-    # -- who asks ------------------------------------------------------------------------------------------------------
+    # -- authentication ------------------------------------------------------------------------------------------------
 
     def _tenant(self, request: Request) -> str | None:
         if not self._limits.keys:
@@ -224,7 +239,7 @@ class Api:
             raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         return found[0]
 
-    # -- the rest ------------------------------------------------------------------------------------------------------
+    # -- other routes --------------------------------------------------------------------------------------------------
 
     async def _models(self, request: Request) -> Response:
         self._tenant(request)
@@ -253,7 +268,7 @@ class Api:
         )
 
     async def _show_metrics(self, request: Request) -> Response:
-        if self._engine.problem is None:  # else what it last said
+        if self._engine.problem is None:  # with a problem, the last snapshots are shown
             self._metrics.snapshots = await self._engine.snapshots()
         self._metrics.gauges = {
             "open_sequences": self._engine.open_sequences,
@@ -273,7 +288,7 @@ class Api:
         if self._engine.problem is not None:
             raise ApiError(503, self._engine.problem, type="server_error", code="engine_stopped")
         await self._engine.reset_cache()
-        logger.warning("the cache was reset")
+        logger.warning("the prefix cache was reset by /admin/reset_cache")
         return JSONResponse({"status": "ok"})
 
 

@@ -1,4 +1,4 @@
-"""What generates behind the routes: a `Backend` takes `GenerationTask`s and gives each its `Update`s."""
+"""The interface between routes and engine: a `Backend` runs `GenerationTask`s and delivers their `Update`s."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What a step gave one task.
+    """The new output of one task after a step.
 
     Attributes:
         tokens: New token ids.
-        log_probs: Their natural-log probabilities; empty unless asked for.
-        top_log_probs: For each the likeliest tokens' text and log-probability; empty unless asked for.
+        log_probs: Their natural-log probabilities; empty unless requested.
+        top_log_probs: For each token, text and log-probability of the likeliest tokens; empty unless requested.
         cached_tokens: Prompt tokens that were skipped.
-        finished: Whether this is the last one.
-        error: Why it failed; then it is the last one.
+        finished: Whether this is the last update.
+        error: Why the task failed; set only in the last update.
     """
 
     tokens: Sequence[int] = ()
@@ -32,15 +32,15 @@ class Update:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class GenerationTask:
-    """One prompt to be continued once; ``deliver`` gets its updates, on the asyncio side.
+    """One answer to one prompt. ``deliver`` receives its updates, on the asyncio side.
 
     Attributes:
         prompt: Token ids.
-        sampling: Fields and attributes of upstream's ``SamplingParams``.
-        deliver: Called with each update, until the last one, or until it is aborted.
-        stop: Strings at which whoever gets the updates ends it.
-        arrived_s: When the request arrived, for the time to first token.
-        closed: Whether no more updates come.
+        sampling: Fields and attributes of megatron's ``SamplingParams``.
+        deliver: Called with each update, until the last one or until the task is aborted.
+        stop: Stop strings. The receiver of the updates ends the task at one of them.
+        arrived_s: Arrival time of the request, for the time to first token.
+        closed: True: no more updates are delivered.
     """
 
     prompt: list[int]
@@ -49,15 +49,15 @@ class GenerationTask:
     stop: Sequence[str] = ()
     arrived_s: float = field(default_factory=time.perf_counter)
     closed: bool = False
-    request_id: int | None = None  # from here on only the engine's thread looks at it
+    request_id: int | None = None  # this field and the next belong to the engine's thread
     seen_tokens: int = 0
 
 
 class Backend(ABC):
-    """Generates for the routes. All of it is called in the running asyncio loop.
+    """Generates for the routes. All methods are called in the running asyncio loop.
 
     Attributes:
-        open_sequences: That run or wait.
+        open_sequences: Answers that run or wait.
         failures: Steps that raised.
     """
 
@@ -68,42 +68,42 @@ class Backend(ABC):
     @property
     @abstractmethod
     def problem(self) -> str | None:
-        """Why nothing can be generated any more; None while all is well."""
+        """Why the backend cannot generate any more; None while it can."""
 
     @abstractmethod
     def start(self) -> None:
-        """Begins."""
+        """Starts the backend."""
 
     @abstractmethod
     async def stop(self) -> None:
-        """Ends; what is unfinished gets no more updates."""
+        """Stops the backend. Unfinished tasks get no more updates."""
 
     @abstractmethod
     def submit(self, task: GenerationTask) -> None:
-        """Queue a task."""
+        """Queues a task."""
 
     @abstractmethod
     def abort(self, task: GenerationTask) -> None:
-        """Give a task up, finished or not; it gets no more updates."""
+        """Aborts a task, finished or not. It gets no more updates."""
 
     @abstractmethod
     async def snapshots(self) -> dict[str, dict[str, Any]]:
-        """What `engine_snapshot` says of each replica, by name.
+        """The `engine_snapshot` of each replica, by name.
 
         Raises:
-            RuntimeError: There is a problem.
+            RuntimeError: The backend has a problem.
         """
 
     @abstractmethod
     async def reset_cache(self) -> None:
-        """Nothing that is cached now is reused.
+        """Empties the prefix cache: nothing cached so far is reused.
 
         Raises:
-            RuntimeError: There is a problem.
+            RuntimeError: The backend has a problem.
         """
 
 
 def refusal(request: Any) -> str:
-    """Why a request failed."""
+    """Why a request of the engine failed."""
     causes = (event.payload for event in request.events if isinstance(event.payload, Exception))
-    return "; ".join(f"{type(cause).__name__}: {cause}" for cause in causes) or "the engine refused it"
+    return "; ".join(f"{type(cause).__name__}: {cause}" for cause in causes) or "the engine refused the request"

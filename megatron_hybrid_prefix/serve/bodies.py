@@ -1,8 +1,8 @@
-"""Bodies of completion and chat requests as pydantic models: all that can be checked without the served model.
+"""Bodies of completion and chat requests as pydantic models. They check everything that does not depend on the model.
 
-As OpenAI does, unknown fields are refused (400), and so are known ones that ask for something that is not offered here.
-Fields of this server: ``cache_salt``, ``cache_breakpoints``, ``cache_read``, ``cache_write``, ``top_k``, ``ignore_eos``.
-A field of null is as good as absent.
+Unknown fields are refused (400), as OpenAI does. Known fields are refused if they ask for something that this server
+does not support. This server adds the fields ``cache_salt``, ``cache_breakpoints``, ``cache_read``, ``cache_write``,
+``top_k`` and ``ignore_eos``. A field that is null counts as absent.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from pydantic_core import ErrorDetails, PydanticCustomError, PydanticKnownError
 
 from megatron_hybrid_prefix.serve.errors import ApiError, bad, short, wrong_type
 
-MOST_SEQUENCES = 128  # of one request: prompts times n
+MOST_SEQUENCES = 128  # answers per request: prompts times n
 MOST_STOPS = 16
 MOST_TOP_LOGPROBS = 20
-# Below this, dividing logits by the temperature is choosing the likeliest token.
+# A lower temperature counts as greedy.
 _GREEDY_TEMPERATURE = 1e-4
 
 
 def _only(changes_nothing: Callable[[Any], bool]) -> AfterValidator:
-    """For a field of OpenAI's that is accepted where its value asks for nothing."""
+    """Accepts an OpenAI field only with values that change nothing; this server does not support it."""
 
     def check(value: Any) -> Any:
         if not changes_nothing(value):
@@ -81,7 +81,7 @@ Integers = Annotated[list[int], Field(fail_fast=True)]
 
 
 class Fields(BaseModel):
-    """An object of which all fields are known. Types are not converted: "3" is no number."""
+    """An object that refuses unknown fields. Types are not converted: "3" is not a number."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -95,14 +95,14 @@ class Fields(BaseModel):
 
 
 class StreamOptions(Fields):
-    """How a stream is sent."""
+    """Options of a streamed response."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
 class Message(BaseModel):
-    """One message of a chat; "developer" is "system", and parts of text are one text."""
+    """One message of a chat. Role "developer" means "system". Text parts are joined."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -136,12 +136,12 @@ class Message(BaseModel):
         return "".join(texts)
 
     def as_dict(self) -> dict[str, str]:
-        """As a chat template takes it."""
+        """The message in the form of a chat template."""
         return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
 
 
 class Body(Fields, ABC):
-    """What completions and chats have in common."""
+    """Fields of both completions and chats."""
 
     model: str
     n: Count = 1
@@ -173,18 +173,18 @@ class Body(Fields, ABC):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether temperature or top_p leave nothing but the likeliest token."""
+        """Whether temperature or top_p select only the likeliest token."""
         return self.temperature < _GREEDY_TEMPERATURE or self.top_p == 0
 
     @property
     def most_tokens(self) -> int | None:
-        """To generate; None: up to the end of the context."""
+        """Most tokens to generate; None: up to the end of the context."""
         return self.max_tokens
 
     @property
     @abstractmethod
     def top_tokens(self) -> int | None:
-        """Likely tokens to name at each position; None: no log-probs, not even of the chosen token."""
+        """Number of likeliest tokens to return per position; None: no log-probs at all."""
 
     @model_validator(mode="before")
     @classmethod
@@ -207,7 +207,7 @@ class Body(Fields, ABC):
 
 
 class CompletionBody(Body):
-    """Of ``/v1/completions``."""
+    """Body of ``/v1/completions``."""
 
     prompt: Annotated[
         list[Text | Integers],
@@ -238,7 +238,7 @@ class CompletionBody(Body):
 
 
 class ChatBody(Body):
-    """Of ``/v1/chat/completions``."""
+    """Body of ``/v1/chat/completions``."""
 
     messages: Annotated[list[Message], FailFast(), AfterValidator(_not_empty)]
     max_completion_tokens: TokenCount | None = None
@@ -276,10 +276,10 @@ class ChatBody(Body):
 
 
 def read_json(data: bytes) -> dict[str, Any]:
-    """The body.
+    """Parses the body.
 
     Raises:
-        ApiError: It is no JSON object.
+        ApiError: The body is not a JSON object.
     """
 
     def refuse(name: str) -> None:
@@ -295,14 +295,14 @@ def read_json(data: bytes) -> dict[str, Any]:
 
 
 def read_body(values: dict[str, Any], kind: str) -> CompletionBody | ChatBody:
-    """The body of a request, checked.
+    """Parses and checks the fields of a request.
 
     Args:
         values: The JSON object.
         kind: "completions" or "chat".
 
     Raises:
-        ApiError: It has an error.
+        ApiError: A field is wrong.
     """
     try:
         return ChatBody.model_validate(values) if kind == "chat" else CompletionBody.model_validate(values)
@@ -310,7 +310,7 @@ def read_body(values: dict[str, Any], kind: str) -> CompletionBody | ChatBody:
         raise _api_error(error.errors(include_url=False)) from None
 
 
-# -- pydantic's errors in the form of the API --------------------------------------------------------------------------
+# -- pydantic's errors in the format of the API ------------------------------------------------------------------------
 
 _TYPES = {
     "bool_type": "a boolean",
@@ -320,7 +320,7 @@ _TYPES = {
     "model_type": "an object",
     "string_type": "a string",
 }
-# What takes more than one type.
+# Fields that accept more than one type.
 _EXPECTED = {
     "cache_breakpoints": "an array of integers",
     "content": "a string or an array of parts",
@@ -331,14 +331,14 @@ _EXPECTED = {
 _LIMITS = {
     "greater_than_equal": "must be at least {ge}, not {}",
     "less_than_equal": "must be at most {le}, not {}",
-    "string_unicode": "holds half of a surrogate pair, which is no text",
+    "string_unicode": "is not valid text: it has half of a surrogate pair",
     "too_long": "must have a length of at most {max_length}",
     "too_short": "must have a length of at least {min_length}",
 }
 
 
 def _api_error(problems: list[ErrorDetails]) -> ApiError:
-    # What is not offered comes first; where a field may have several types, the one that it has tells more than the others.
+    # Report unsupported fields first. If a field accepts several types, report the error of the type that was given.
     first = next((problem for problem in problems if problem["type"] == "unsupported_parameter"), problems[0])
     of_field = [problem for problem in problems if problem["loc"][:1] == first["loc"][:1]]
     problem = next((problem for problem in of_field if problem["type"] not in _TYPES), first)
@@ -362,6 +362,6 @@ def _api_error(problems: list[ErrorDetails]) -> ApiError:
 
 
 def _param(location: tuple[int | str, ...]) -> str:
-    """Such as messages[0].role; elsewhere the name of the field, without what pydantic says of items and types."""
+    """The field's path for messages and stream options (messages[0].role), for other fields its name."""
     whole = location if location[:1] in (("messages",), ("stream_options",)) else location[:1]
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in whole).removeprefix(".")

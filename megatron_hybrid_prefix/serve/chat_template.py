@@ -1,7 +1,7 @@
-"""Messages to prompts: the tokenizer folder's chat template, or a plain form; and where each message ends.
+"""Chat messages to prompts, by the tokenizer's chat template or in a plain format; and where each message ends.
 
-Templates are rendered by transformers, in its sandbox and with what it offers to them, as they are written for it. It is
-imported only where there is a template, as that takes half a second.
+transformers renders the templates, in its sandbox. It is imported only if there is a template, because the import takes
+half a second.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 from megatron_hybrid_prefix.console.terminal import InputError, read_text
 from megatron_hybrid_prefix.tokenizer import common_tokens
 
-# Ends of messages that are looked for in a prompt: those of the first message and of the last ones.
+# Most message ends to find in a prompt: those of the first message and of the last ones.
 _MOST_ENDS = 32
 PLAIN_STOP = "\nUser:"
 
 
 class ChatForm:
-    """How a conversation becomes a prompt.
+    """Turns a conversation into a prompt.
 
     Args:
-        template: Jinja source; None for the plain form, which is that of ``run_inference --conversation``, but for the
-            answers, which come back as they were generated, so that the next turn finds them cached.
-        special: Names of special tokens that a template may use, such as ``bos_token``.
+        template: Jinja source. None: the plain format of ``hybrid-prefix generate --conversation``. Answers are
+            inserted as they were generated, so that the next turn finds them in the cache.
+        special: Special tokens that a template may use by name, such as ``bos_token``.
     """
 
     def __init__(self, template: str | None = None, special: dict[str, str] | None = None) -> None:
@@ -38,18 +38,18 @@ class ChatForm:
             except TemplateSyntaxError as error:
                 raise InputError(f"the chat template cannot be read: {error}") from None
             except (TemplateError, TypeError):
-                pass  # it wants messages
+                pass  # the template cannot render an empty conversation
 
     @property
     def stop(self) -> list[str]:
-        """What ends an answer anyway: in the plain form the beginning of another turn."""
+        """Stop strings of every answer: in the plain format, the start of another turn."""
         return [] if self._template is not None else [PLAIN_STOP]
 
     def render(self, messages: Sequence[dict[str, str]], *, begin_answer: bool = True) -> str:
-        """The prompt of these messages.
+        """The prompt for these messages.
 
         Raises:
-            ValueError: The template does not take them.
+            ValueError: The template refuses them.
         """
         if self._template is None:
             return _plain(messages) + ("Assistant:" if begin_answer else "")
@@ -58,12 +58,12 @@ class ChatForm:
         try:
             return self._render(self._template, messages, begin_answer)
         except (TemplateError, TypeError) as error:
-            raise ValueError(f"the chat template does not take these messages: {error}") from None
+            raise ValueError(f"the chat template refuses these messages: {error}") from None
 
     def _render(self, template: str, messages: Sequence[dict[str, str]], begin_answer: bool) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        render: Any = render_jinja_template  # its annotations are not what it takes and returns
+        render: Any = render_jinja_template  # its annotations are wrong
         (text,), _ = render(
             [list(messages)], chat_template=template, add_generation_prompt=begin_answer, **self._special
         )
@@ -76,7 +76,14 @@ class ChatForm:
         tokenize: Callable[[str], list[int]],
         wanted: Sequence[int] | None = None,
     ) -> list[int]:
-        """Tokens of the prompt that end with a message or before, one for each of ``wanted`` (by default every message)."""
+        """Lengths, in tokens, of the prompt's prefixes that end with a message, ascending.
+
+        Args:
+            messages: The conversation.
+            tokens: The prompt's tokens.
+            tokenize: Text to tokens.
+            wanted: Indices of the messages. None: all messages (of a long conversation, the first and the last ones).
+        """
         if wanted is None:
             wanted = range(len(messages))
             if len(wanted) > _MOST_ENDS:
@@ -86,7 +93,7 @@ class ChatForm:
             try:
                 begin = self.render(messages[: number + 1], begin_answer=False)
             except ValueError:
-                continue  # a template may refuse a conversation that ends here: then nothing is shared up to here
+                continue  # a template may refuse a conversation that ends here
             found.add(common_tokens(tokens, tokenize(begin)))
         return sorted(end for end in found if 0 < end < len(tokens))
 
@@ -97,7 +104,7 @@ def _plain(messages: Sequence[dict[str, str]]) -> str:
 
 
 def load_chat_form(template: Path | None, tokenizer: Path | None) -> ChatForm:
-    """The template in a file, or that of a Hugging Face tokenizer folder, or else the plain form.
+    """Loads the template from a file, or from a Hugging Face tokenizer folder. Without one: the plain format.
 
     Raises:
         InputError: A file cannot be read.

@@ -1,6 +1,6 @@
-"""`TextStream`: tokens to text as they come, ending at stop strings.
+"""`TextStream`: turns tokens into text as they arrive, and ends at stop strings.
 
-What is shown depends on the tokens alone, not on how many came at a time: a streamed answer is the unstreamed one.
+The text depends on the tokens alone, not on how many arrive at a time. So a streamed answer equals the unstreamed one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron_hybrid_prefix.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenNote:
-    """A token for the ``logprobs`` of an answer; ``offset`` is where its text begins."""
+    """One token of ``logprobs``. ``offset`` is the position of its text in the answer, in characters."""
 
     text: str
     log_prob: float
@@ -23,24 +23,24 @@ class TokenNote:
 
 
 class TextStream:
-    """Text of one answer.
+    """The text of one answer.
 
     Args:
-        tokenizer: Decodes.
-        stop: The answer ends before that of these which is complete first.
+        tokenizer: Decodes the tokens.
+        stop: Stop strings. The answer ends before the first one that is complete.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, stop
         self._decoder = tokenizer.decoder()
-        self._held = ""  # decoded, and maybe the beginning of a stop string
+        self._held = ""  # decoded, but may be the start of a stop string
         self._length = 0  # characters decoded in all
-        self._given = 0  # characters given out
+        self._given = 0  # characters returned
         self._notes: list[TokenNote] = []
         self.stopped = False
 
     def feed(self, token: int, log_prob: float | None = None, top: dict[str, float] | None = None) -> str:
-        """One more token; returns the text that is certain by now."""
+        """Adds a token. Returns the text that is final by now."""
         assert not self.stopped
         if log_prob is not None:
             text = self._tokenizer.detokenize([token])
@@ -48,7 +48,7 @@ class TextStream:
         return self._take(self._decoder.step(token))
 
     def finish(self) -> str:
-        """No more tokens come; returns the rest of the text."""
+        """Ends the answer. Returns the rest of its text."""
         if self.stopped:
             return ""
         rest = self._take(self._decoder.finish())
@@ -58,7 +58,7 @@ class TextStream:
         return rest
 
     def notes(self, *, last: bool = False) -> list[TokenNote]:
-        """Tokens whose text has been given out; with ``last`` also those without any text at its end."""
+        """Tokens whose text has been returned; with ``last`` also trailing tokens without text."""
         count = len(self._notes)
         if self.stopped or not last:
             count = next((i for i, note in enumerate(self._notes) if note.offset >= self._given), count)
@@ -80,7 +80,7 @@ class TextStream:
 
 
 def completion_logprobs(notes: Sequence[TokenNote], base_offset: int = 0) -> dict[str, Any]:
-    """In the form of ``/v1/completions``."""
+    """``logprobs`` in the format of ``/v1/completions``."""
     return {
         "tokens": [note.text for note in notes],
         "token_logprobs": [note.log_prob for note in notes],
@@ -90,7 +90,7 @@ def completion_logprobs(notes: Sequence[TokenNote], base_offset: int = 0) -> dic
 
 
 def chat_logprobs(notes: Sequence[TokenNote]) -> dict[str, Any]:
-    """In the form of ``/v1/chat/completions``."""
+    """``logprobs`` in the format of ``/v1/chat/completions``."""
 
     def entry(text: str, log_prob: float) -> dict[str, Any]:
         return {"token": text, "logprob": log_prob, "bytes": list(text.encode("utf-8"))}
@@ -103,5 +103,5 @@ def chat_logprobs(notes: Sequence[TokenNote]) -> dict[str, Any]:
 
 
 def _overlap(text: str, word: str) -> int:
-    """Length of the longest end of ``text`` that ``word`` begins with."""
+    """Length of the longest suffix of ``text`` that is a prefix of ``word``."""
     return next((size for size in range(min(len(text), len(word) - 1), 0, -1) if word.startswith(text[-size:])), 0)

@@ -1,7 +1,7 @@
-"""`EngineLoop`: the `Backend` that is one engine in this process.
+"""`EngineLoop`: a `Backend` for one engine in this process.
 
-Tasks go in, their tokens come out after every step. The engine is touched by one thread alone, between two steps. The
-asyncio side submits, aborts and asks; what the thread has to say reaches it once a step, in one callback.
+Tasks go in; new tokens come out after every step. Only one thread touches the engine, between two steps. The asyncio
+side sends it commands. The thread answers with one callback per step.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from megatron_hybrid_prefix.serve.metrics import engine_snapshot
 
 logger = logging.getLogger(__name__)
 
-# An engine that schedules nothing in this many steps in a row never will.
+# Give up after this many steps in a row in which the engine schedules nothing.
 _MAX_IDLE_STEPS = 100
 
 
 class EngineLoop(Backend):
-    """One engine, and the thread that steps it.
+    """One engine and the thread that steps it.
 
     Args:
         engine: An engine of ``build_engine`` with this package's cache, without requests.
-        on_first_token: Called in the engine's thread with seconds since arrival and whether the cache was hit.
+        on_first_token: Called in the engine's thread with the seconds since arrival and whether the cache was hit.
     """
 
     def __init__(self, engine: Any, on_first_token: Callable[[float, bool], None] = lambda seconds, hit: None) -> None:
@@ -58,7 +58,7 @@ class EngineLoop(Backend):
         self._thread.start()
 
     async def stop(self, timeout_s: float = 60.0) -> None:
-        """Ends the thread after the step it is in."""
+        """Ends the thread after its current step."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -84,7 +84,7 @@ class EngineLoop(Backend):
         await self.call(self.engine.invalidate)
 
     async def call(self, function: Callable[[], Any]) -> Any:
-        """What ``function`` returns, called in the engine's thread between two steps.
+        """Calls ``function`` in the engine's thread, between two steps. Returns its result.
 
         Raises:
             RuntimeError: The engine's thread is not running.
@@ -96,7 +96,7 @@ class EngineLoop(Backend):
 
         def settle(value: Any, error: Exception | None) -> None:
             if future.done():
-                return  # the caller went away
+                return  # the caller was cancelled
             if error is None:
                 future.set_result(value)
             else:
@@ -106,7 +106,7 @@ class EngineLoop(Backend):
             value, problem = None, None
             try:
                 value = function()
-            except Exception as error:  # the caller's to handle
+            except Exception as error:  # re-raised in the caller
                 problem = error
             loop.call_soon_threadsafe(settle, value, problem)
 
@@ -154,7 +154,7 @@ class EngineLoop(Backend):
                         f"the engine cannot schedule {len(self.engine.waiting_request_ids)} waiting request(s)"
                     )
             except Exception as error:
-                logger.exception("a step failed; its requests get an error, and the engine starts over, empty")
+                logger.exception("a step failed: its requests get an error, and the engine is reset")
                 idle_steps = 0
                 updates = self._start_over(error)
             self._deliver(updates)
@@ -179,7 +179,7 @@ class EngineLoop(Backend):
         from megatron_hybrid_prefix.upstream.names import SamplingParams
 
         if task.closed:
-            return  # gave up before it got here
+            return  # aborted before it was added
         if self._broken is not None:
             self._deliver([(task, Update(finished=True, error=self._broken))])
             return
@@ -187,7 +187,7 @@ class EngineLoop(Backend):
         try:
             self.engine.add_request(request_id, task.prompt, SamplingParams.deserialize(task.sampling))
         except Exception as error:
-            logger.exception("a request was not taken")
+            logger.exception("the engine refused a request")
             self.engine.requests.pop(request_id, None)
             self._deliver([(task, Update(finished=True, error=f"{type(error).__name__}: {error}"))])
             return
@@ -208,12 +208,12 @@ class EngineLoop(Backend):
         try:
             self.engine.reset()
         except Exception as second:
-            logger.exception("the engine could not start over")
-            self._broken = f"the engine could not start over: {type(second).__name__}: {second}"
+            logger.exception("the engine could not be reset")
+            self._broken = f"the engine could not be reset: {type(second).__name__}: {second}"
         return updates
 
     def _collect(self, finished: Sequence[Any]) -> Iterator[tuple[GenerationTask, Update]]:
-        """What the step that just ended gave to whom."""
+        """New output of the step that just ended, by task."""
         records = {record.request_id: record for record in finished}
         for request_id, task in list(self._live.items()):
             record = records.get(request_id)
@@ -245,7 +245,7 @@ class EngineLoop(Backend):
 
 
 def _since(parts: Sequence[Any], name: str, start: int) -> list[Any]:
-    """Items of a list that goes on over the parts of a preempted request, from ``start`` on."""
+    """Items from ``start`` on of a list that is split over the parts of a preempted request."""
     found: list[Any] = []
     for part in parts:
         items = getattr(part, name) or ()

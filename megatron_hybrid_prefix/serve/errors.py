@@ -1,4 +1,4 @@
-"""Errors as users of the OpenAI API expect them."""
+"""Errors in the format of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class ApiError(Exception):
-    """An answer other than 200."""
+    """An error response."""
 
     def __init__(
         self,
@@ -25,12 +25,12 @@ class ApiError(Exception):
 
 
 def bad(message: str, param: str | None = None, code: str | None = "invalid_value") -> ApiError:
-    """A request that cannot be met as it is."""
+    """Status 400: the request is invalid."""
     return ApiError(400, message, param=param, code=code)
 
 
 def wrong_type(param: str, wanted: str, value: Any) -> ApiError:
-    """A field of another type than ``wanted``, which is in words."""
+    """Status 400: a field has the wrong type. ``wanted`` describes the right one."""
     kinds = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "an array"}
     got = "null" if value is None else kinds.get(type(value), "an object")
     if isinstance(value, float) and not math.isfinite(value):
@@ -39,12 +39,12 @@ def wrong_type(param: str, wanted: str, value: Any) -> ApiError:
 
 
 def model_not_found(model: str) -> ApiError:
-    """No model has this name."""
+    """Status 404: there is no model with this name."""
     message = f"The model '{short(model)}' does not exist or you do not have access to it."
     return ApiError(404, message, param="model", code="model_not_found")
 
 
 def short(value: Any) -> str:
-    """The value as text, cut where it is long."""
+    """The value as text, at most 60 characters."""
     text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

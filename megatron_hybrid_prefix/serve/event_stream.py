@@ -1,4 +1,4 @@
-"""A streamed answer, and what ends one: its last token, or a client that goes away."""
+"""Streamed responses. A stream ends at its last token, or when the client disconnects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_hybrid_prefix.serve.generation import Generation
 
 
 class EventStream(Response):
-    """Server-sent events of a generation; it is given up when the client goes away."""
+    """Server-sent events of a generation. The generation is aborted when the client disconnects."""
 
     media_type = "text/event-stream"
 
@@ -25,7 +25,7 @@ class EventStream(Response):
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     def init_headers(self, headers: Any = None) -> None:
-        """Without a content length."""
+        """Sets the headers, without a content length."""
         self.body = b""
         super().init_headers(headers)
         self.raw_headers = [item for item in self.raw_headers if item[0] != b"content-length"]
@@ -42,7 +42,7 @@ class EventStream(Response):
             async for chunk in self._generation.chunks():
                 await self._send_event(send, json.dumps(chunk))
             await self._send_event(send, "[DONE]")
-        except ApiError as error:  # too late for a status
+        except ApiError as error:  # the status has been sent already
             await self._send_event(send, json.dumps(error.body))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -52,7 +52,7 @@ class EventStream(Response):
 
 
 async def unless_gone(receive: Receive, work: Awaitable[Any]) -> bool:
-    """Waits for ``work`` (and raises what it raises), or until the client goes away; returns whether it did."""
+    """Waits for ``work``, or until the client disconnects. Returns whether it did. Raises what ``work`` raises."""
 
     async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -65,7 +65,7 @@ async def unless_gone(receive: Receive, work: Awaitable[Any]) -> bool:
             return True
         tasks[0].result()
         return False
-    except OSError:  # starlette's and uvicorn's word for a client that went away while being sent to
+    except OSError:  # starlette and uvicorn raise it when the client disconnects during a send
         return True
     finally:
         for task in tasks:

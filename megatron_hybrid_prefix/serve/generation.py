@@ -1,4 +1,4 @@
-"""`Generation`: the answers to one request, from its prompts to their last tokens, in the forms of the API."""
+"""`Generation`: runs one request's answers, and formats them for the API."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Choice:
         self.finish_reason: str | None = None
 
     def take(self, update: Update) -> tuple[str, list[TokenNote]]:
-        """Text and tokens to show of an update; sets ``finish_reason`` where the answer ends.
+        """Adds an update. Returns its text and tokens. Sets ``finish_reason`` when the answer ends.
 
         Raises:
-            ApiError: The engine gave it up.
+            ApiError: The engine failed.
         """
         if update.error is not None:
             raise ApiError(500, f"The engine failed: {update.error}", type="server_error", code="engine_failed")
@@ -49,7 +49,7 @@ class Choice:
 
 
 class Generation:
-    """A request's answers. Leave it as a context, so that what is unfinished is given up."""
+    """The answers of one request. A context manager: leaving it aborts unfinished answers."""
 
     def __init__(self, request: GenerationRequest, engine: Backend, served: ServedModel, arrived_s: float) -> None:
         self.request, self._engine = request, engine
@@ -86,10 +86,10 @@ class Generation:
             self._engine.abort(choice.task)
 
     async def pieces(self) -> AsyncIterator[tuple[Choice, str, list[TokenNote]]]:
-        """Text and tokens as they come, until every answer has its ``finish_reason``.
+        """Text and tokens as they arrive, until every answer has a ``finish_reason``.
 
         Raises:
-            ApiError: The engine gave one up.
+            ApiError: The engine failed.
         """
         left = set(self.choices)
         while left:
@@ -103,10 +103,10 @@ class Generation:
             if text or notes or choice not in left:
                 yield choice, text, notes
 
-    # -- in the forms of the API ---------------------------------------------------------------------------------------
+    # -- format for the API --------------------------------------------------------------------------------------------
 
     def usage(self) -> dict[str, Any]:
-        """Tokens so far. Prompts count once, whatever ``n`` is, and as the first answer found them."""
+        """Tokens so far. Each prompt counts once for any ``n``, with the cached tokens of its first answer."""
         prompt = sum(len(item.tokens) for item in self.request.prompts)
         completion = sum(choice.tokens for choice in self.choices)
         return {
@@ -119,10 +119,10 @@ class Generation:
         }
 
     async def response(self) -> dict[str, Any]:
-        """The whole answer.
+        """The response of an unstreamed request.
 
         Raises:
-            ApiError: The engine gave it up.
+            ApiError: The engine failed.
         """
         texts = [choice.prompt.text if self.request.echo else "" for choice in self.choices]
         notes: list[list[TokenNote]] = [[] for _ in self.choices]
@@ -144,10 +144,10 @@ class Generation:
         return self._envelope("", choices) | {"usage": self.usage()}
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """The answer piece by piece.
+        """The chunks of a streamed response.
 
         Raises:
-            ApiError: The engine gave it up.
+            ApiError: The engine failed.
         """
         for choice in self.choices:
             if self.request.chat:

@@ -1,6 +1,6 @@
-"""What `/metrics` shows: the cache's counters, the engine's queues, and the server's own.
+"""The metrics of ``/metrics``: the cache's statistics, the engine's queues, and the server's counters.
 
-The cache's statistics are turned into metrics field by field, so that a new field appears by itself.
+Each field of the cache's statistics becomes a metric, so new fields appear without a change here.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 PREFIX = "hybrid_prefix"
 _FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
-# Fields that are one metric with a label: the beginning of their names -> metric, label, what it counts.
+# Fields that share one metric with a label: prefix of their names -> metric, label, help text.
 _LABELLED = {
-    "reused_tokens_": ("reused_tokens", "tier", "Prompt tokens that were skipped, by where their state was"),
-    "lost_tokens_": ("lost_tokens", "reason", "Prompt tokens that were cached and computed again, by why"),
-    "checkpoints_by_": ("checkpoints", "reason", "States that were kept, by why they were wanted"),
-    "fallbacks": ("fallbacks", "reason", "Times that the cache gave less than it had promised, by why"),
+    "reused_tokens_": ("reused_tokens", "tier", "Prompt tokens skipped, by the tier of their state"),
+    "lost_tokens_": ("lost_tokens", "reason", "Prompt tokens recomputed though their KV was cached, by reason"),
+    "checkpoints_by_": ("checkpoints", "reason", "States published, by reason"),
+    "fallbacks": ("fallbacks", "reason", "Times the cache reused or kept less than planned, by reason"),
 }
-# Sums of labelled ones.
+# Fields that are the sum of a labelled metric.
 _SUMS = ("reused_tokens",)
 _TIER_LEVELS = ("kv_blocks", "states", "bytes_budget")
 _LEVELS = ("_total", "_used", "_budget", "_available", "_resident", "_capacity")
 
 
 class ServerMetrics:
-    """Counters of the server, and what it last heard of the engines: set both before the registry is read.
+    """The server's counters, and the latest gauges and engine snapshots. Set both before the registry is read.
 
     Args:
-        replicas: How many there are; with several, their metrics have the label "replica".
+        replicas: Number of replicas. With more than one, their metrics have the label "replica".
 
     Attributes:
-        gauges: Of the server, by name.
-        snapshots: What `engine_snapshot` said of each replica, by name.
+        gauges: Gauges of the server, by name.
+        snapshots: Latest `engine_snapshot` of each replica, by name.
     """
 
     def __init__(self, replicas: int = 1) -> None:
@@ -44,25 +44,25 @@ class ServerMetrics:
         self.gauges: dict[str, float] = {}
         self.snapshots: dict[str, dict[str, Any]] = {}
         self.http = Counter(
-            f"{PREFIX}_http_requests", "Requests that were answered", ["path", "status"], registry=self.registry
+            f"{PREFIX}_http_requests", "HTTP requests answered", ["path", "status"], registry=self.registry
         )
         self.cancelled = Counter(
-            f"{PREFIX}_cancelled_requests", "Requests whose client went away", registry=self.registry
+            f"{PREFIX}_cancelled_requests", "Requests whose client disconnected", registry=self.registry
         )
-        self.generated = Counter(f"{PREFIX}_generated_tokens", "Tokens that were generated", registry=self.registry)
+        self.generated = Counter(f"{PREFIX}_generated_tokens", "Tokens generated", registry=self.registry)
         self._first_token = Histogram(
             f"{PREFIX}_time_to_first_token_seconds",
-            "Seconds from a request's arrival to its first token, with and without a hit",
+            "Seconds from a request's arrival to its first token, by cache hit or miss",
             ["cache"],
             buckets=_FIRST_TOKEN_S,
             registry=self.registry,
         )
-        for cache in ("hit", "miss"):  # both are there from the start
+        for cache in ("hit", "miss"):  # both labels exist from the start
             self._first_token.labels(cache)
         self.registry.register(self)
 
     def first_token(self, seconds: float, hit: bool) -> None:
-        """A sequence got its first token; called in the engine's thread."""
+        """Records a first token. Called in the engine's thread."""
         self._first_token.labels("hit" if hit else "miss").observe(seconds)
 
     def collect(self) -> Iterator[Metric]:
@@ -79,7 +79,7 @@ class ServerMetrics:
 
 
 class Families:
-    """Metrics by name, with their samples."""
+    """Metric families by name, with their samples."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, Any] = {}
@@ -87,7 +87,7 @@ class Families:
     def add(
         self, kind: type[Metric], name: str, value: float, labels: dict[str, str] | None = None, text: str | None = None
     ) -> None:
-        """One sample; all of one name have the same labels."""
+        """Adds a sample. All samples of one name have the same label names."""
         labels = labels or {}
         if name not in self._by_name:
             family: Any = kind
@@ -99,12 +99,12 @@ class Families:
 
 
 def add_prefix_metrics(families: Families, stats: dict[str, Any], labels: dict[str, str] | None = None) -> None:
-    """Adds ``prefix_stats().as_dict()``.
+    """Adds the metrics of ``prefix_stats().as_dict()``.
 
     Args:
-        families: Where to.
-        stats: Numbers, and numbers by reason.
-        labels: That all get.
+        families: Receives the metrics.
+        stats: Numbers, and dicts of numbers by reason or tier.
+        labels: Labels of every sample.
     """
     labels = labels or {}
     for name, value in stats.items():
@@ -131,7 +131,7 @@ def add_prefix_metrics(families: Families, stats: dict[str, Any], labels: dict[s
 
 
 def engine_snapshot(engine: Any) -> dict[str, Any]:
-    """What `ServerMetrics` shows of an engine; call it in the engine's thread."""
+    """Statistics and gauges of an engine, for `ServerMetrics`. Call it in the engine's thread."""
     from megatron_hybrid_prefix.upstream.blocks import available_blocks, block_counts  # imports megatron
 
     context = engine.context
@@ -143,7 +143,7 @@ def engine_snapshot(engine: Any) -> dict[str, Any]:
         "gauges": {
             "running_requests": int(context.total_request_count),
             "waiting_requests": len(engine.waiting_request_ids),
-            "kv_blocks": block_counts(allocator).total - 1,  # one is a dummy
+            "kv_blocks": block_counts(allocator).total - 1,  # without megatron's dummy block
             "kv_blocks_available": available_blocks(allocator),
             "bytes_used": stats["slots_used"] * slot_bytes,
         },

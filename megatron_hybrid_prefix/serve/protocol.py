@@ -1,4 +1,4 @@
-"""Checked bodies, against the model that is served: to a `GenerationRequest`."""
+"""Request bodies to `GenerationRequest`: the checks that depend on the served model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_hybrid_prefix.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One prompt: its tokens, its text (where ``echo`` wants it), and up to where others share it."""
+    """One prompt: its tokens, its text (for ``echo``), and its cache breakpoints."""
 
     tokens: list[int]
     text: str
@@ -24,7 +24,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """What one HTTP request asks for. ``logprobs``: tokens to name at each position; None: none, not even the chosen."""
+    """A parsed HTTP request. ``logprobs``: likeliest tokens to return per position; None: no log-probs."""
 
     chat: bool
     prompts: list[Prompt]
@@ -40,16 +40,16 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """What requests are read against.
+    """The model, as requests are checked against it.
 
     Attributes:
-        model: Name.
-        tokenizer: Of the model.
-        vocab_size: Ids are below it.
-        chat: Form of conversations.
-        add_bos: Whether text begins with the tokenizer's first token.
-        check_fits: Raises ValueError if so many prompt tokens and tokens to generate never fit.
-        most_tokens: Tokens that can be generated after so many prompt tokens.
+        model: Model name in the API.
+        tokenizer: The model's tokenizer.
+        vocab_size: Vocabulary size.
+        chat: Turns messages into a prompt.
+        add_bos: Whether text prompts start with the tokenizer's first token.
+        check_fits: Raises ValueError if this many prompt tokens and generated tokens never fit.
+        most_tokens: Most tokens that can be generated after this many prompt tokens.
         limit_tokens: Longest prompt and answer together.
     """
 
@@ -64,16 +64,16 @@ class ServedModel:
 
 
 def read_request(values: dict[str, Any], kind: str, served: ServedModel, tenant: str | None) -> GenerationRequest:
-    """A request body, checked; tokenizes, so call it off the event loop.
+    """Checks a request body and tokenizes its prompts. Slow, so call it off the event loop.
 
     Args:
-        values: The body.
+        values: The JSON object.
         kind: "completions" or "chat".
-        served: What is served.
-        tenant: Whose key the request came with; it goes into the salt. None where there are no keys.
+        served: The served model.
+        tenant: Tenant of the request's API key, which becomes part of the salt. None: the server has no keys.
 
     Raises:
-        ApiError: It cannot be met.
+        ApiError: The request is invalid.
     """
     body = read_body(values, kind)
     if body.model != served.model:
@@ -85,7 +85,7 @@ def read_request(values: dict[str, Any], kind: str, served: ServedModel, tenant:
         chat, echo, param = False, body.echo, "prompt"
         prompts = [_prompt(item, body.cache_breakpoints or [], served) for item in body.prompt]
     if len(prompts) * body.n > MOST_SEQUENCES:
-        raise bad(f"{len(prompts)} prompts with n={body.n}: there may be {MOST_SEQUENCES} answers at most.", "n")
+        raise bad(f"{len(prompts)} prompts with n={body.n}: a request may have at most {MOST_SEQUENCES} answers.", "n")
     return GenerationRequest(
         chat=chat,
         prompts=prompts,
@@ -120,7 +120,7 @@ def _sampling(body: Body, served: ServedModel, tenant: str | None) -> dict[str, 
 
 
 def _most_tokens(asked: int | None, prompt: Prompt, param: str, served: ServedModel) -> int:
-    """Tokens to generate after a prompt."""
+    """Most tokens to generate after a prompt."""
     tokens = len(prompt.tokens)
     wanted = max(1, served.most_tokens(tokens)) if asked is None else asked
     if tokens + wanted > served.limit_tokens:
@@ -143,13 +143,13 @@ def _prompt(item: str | list[int], breakpoints: list[int], served: ServedModel) 
     elif all(0 <= token < served.vocab_size for token in item):
         text, tokens = served.tokenizer.detokenize(item, skip_special_tokens=True), item
     else:
-        raise bad(f"'prompt' holds token ids outside the vocabulary of {served.vocab_size}.", "prompt")
+        raise bad(f"'prompt' has token ids outside the vocabulary of {served.vocab_size} tokens.", "prompt")
     if not tokens:
         raise bad("'prompt' must not be empty.", "prompt")
     for position in breakpoints:
         if not 0 < position <= len(tokens):
             raise bad(
-                f"'cache_breakpoints': {short(position)} is no length from 1 to {len(tokens)} tokens.",
+                f"'cache_breakpoints': {short(position)} is not between 1 and the prompt's {len(tokens)} tokens.",
                 "cache_breakpoints",
             )
     return Prompt(tokens=tokens, text=text, breakpoints=breakpoints)
@@ -168,7 +168,7 @@ def _chat_prompt(body: ChatBody, served: ServedModel) -> Prompt:
     tokens = tokenize(text)
     if not tokens:
         raise bad("'messages' must not be empty.", "messages")
-    # What can never run is not worth finding the ends of its messages.
+    # A prompt that is too long is refused later, so skip the search for message ends.
     is_too_long = len(tokens) > served.limit_tokens
     ends = [] if is_too_long else served.chat.ends(messages, tokens, tokenize, body.cache_breakpoints)
     return Prompt(tokens=tokens, text=text, breakpoints=ends)

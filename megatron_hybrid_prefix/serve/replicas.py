@@ -1,8 +1,8 @@
-"""Replicas behind megatron's data-parallel coordinator: `ReplicaLoop` for the routes, on rank 0; `RankEngine` on every rank.
+"""Data-parallel replicas: `ReplicaLoop` is the `Backend` on rank 0, `RankEngine` is the engine on every rank.
 
-Rank 0 has the routes, the coordinator (a process of its own), megatron's client, and the first rank of the first replica.
-The coordinator's protocol knows whole answers only: a stream comes in one piece, and what a client no longer wants is
-generated to its end.
+Rank 0 has the routes, megatron's coordinator (a separate process), megatron's client, and the first rank of the first
+replica. The coordinator's protocol only carries whole answers. So a stream arrives in one piece, and an aborted answer
+is generated to its end.
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ from megatron_hybrid_prefix.upstream.names import EngineState, InferenceClient, 
 
 logger = logging.getLogger(__name__)
 
-_SNAPSHOT_S = 1.0  # between two of a replica
+_SNAPSHOT_S = 1.0  # between two snapshots of a replica
 _WATCH_S = 0.5
 _START_S = 120.0
-_END_S = 10.0  # for all replicas to end
-_LEAVE_S = 25.0  # after which a process that was told to end does, whatever it waits for; torchrun kills it after 30
+_END_S = 10.0  # for all replicas to stop
+_LEAVE_S = 25.0  # from a signal to a forced exit; torchrun kills the process after 30 s
 
 
 def leave_in_time(*_: Any) -> None:
-    """From now on the process ends soon, whatever it waits for. Also a signal handler."""
+    """Forces the process to exit after a while, even if it hangs. Also a signal handler."""
     timer = threading.Timer(_LEAVE_S, os._exit, (1,))
     timer.daemon = True
     timer.start()
 
 
 def own_address() -> str:
-    """What other ranks reach this process by.
+    """The address at which other ranks reach this process.
 
     Raises:
-        InputError: There are several hosts, and all that is known is a loopback address.
+        InputError: There are several hosts, but only a loopback address is known.
     """
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         return "127.0.0.1"
     master = os.environ["MASTER_ADDR"]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master, 9))  # sends nothing, finds the way
+        probe.connect((master, 9))  # sends nothing, only selects the network interface
         address = str(probe.getsockname()[0])
     if address.startswith("127."):
-        raise InputError(f"several hosts: MASTER_ADDR={master} is a loopback address here; give one that all reach")
+        raise InputError(f"MASTER_ADDR={master} is a loopback address; set it to an address that all hosts can reach")
     return address
 
 
 class SnapshotBoard:
-    """What each replica last said of itself; collective to make.
+    """The latest snapshot of each replica, in a store on rank 0. Creating it is a collective call.
 
     Args:
-        platform: Running.
+        platform: The running platform.
     """
 
     def __init__(self, platform: Any) -> None:
@@ -82,19 +82,19 @@ class SnapshotBoard:
 
     @property
     def is_there(self) -> bool:
-        """Whether rank 0, which has it, lives."""
+        """Whether rank 0, which has the store, is alive."""
         try:
             self._store.check(["0"])
-        except RuntimeError:  # torch's errors of a connection
+        except RuntimeError:  # torch's connection errors
             return False
         return True
 
     def write(self, replica: int, snapshot: dict[str, Any]) -> None:
-        """In a replica."""
+        """Stores a replica's snapshot."""
         self._store.set(str(replica), json.dumps(snapshot))
 
     def read(self) -> dict[str, dict[str, Any]]:
-        """By replica; those that said nothing so far are not there."""
+        """Snapshots by replica. Replicas without one are missing."""
         names = [str(number) for number in range(self._replicas)]
         return {name: json.loads(self._store.get(name)) for name in names if self._store.check([name])}
 
@@ -103,12 +103,12 @@ class RankEngine:
     """The engine of one rank, and the thread in which it serves the coordinator.
 
     Args:
-        engine: Of ``build_engine``, without requests.
-        board: Where the replica says how it is.
-        port: Of the coordinator; only rank 0 has to know it.
+        engine: An engine of ``build_engine``, without requests.
+        board: Receives the replica's snapshots.
+        port: Port of the coordinator. Only rank 0 needs it.
 
     Attributes:
-        error: Why the thread ended before it was told to.
+        error: Why the thread ended early.
     """
 
     def __init__(self, engine: Any, board: SnapshotBoard, port: int = 0) -> None:
@@ -122,24 +122,24 @@ class RankEngine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it serves."""
+        """Whether the thread is running."""
         return self._thread.is_alive()
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Waits for its end."""
+        """Waits for the thread to end."""
         self._thread.join(timeout_s)
 
     def wait_until_connected(self, timeout_s: float = _START_S) -> None:
-        """Returns once the ranks hear each other.
+        """Returns once all ranks are connected.
 
         Raises:
-            RuntimeError: They do not.
+            RuntimeError: They did not connect in time, or the engine failed.
         """
         if not self._connected.wait(timeout_s) or self.error is not None:
-            raise RuntimeError(self.error or f"the ranks did not find each other in {timeout_s:g} s")
+            raise RuntimeError(self.error or f"the ranks did not connect within {timeout_s:g} s")
 
     async def wait_until_paused(self) -> None:
-        """Returns once all replicas are; call it in any asyncio loop."""
+        """Returns once all replicas are paused. Can be awaited in any asyncio loop."""
         assert self._loop is not None
         waiting = asyncio.run_coroutine_threadsafe(self.engine.wait_until(EngineState.PAUSED), self._loop)
         await asyncio.wrap_future(waiting)
@@ -175,14 +175,14 @@ class RankEngine:
 
 
 class ReplicaLoop(Backend):
-    """All replicas, on rank 0.
+    """All replicas, as a `Backend` on rank 0.
 
     Args:
-        rank: Of this process; connected.
-        coordinator: Ready.
-        board: Of all replicas.
-        on_first_token: Called with seconds since arrival and whether the cache was hit.
-        on_failure: Called once nothing can be generated any more.
+        rank: The engine of this process, connected.
+        coordinator: The coordinator's process, ready.
+        board: Snapshots of all replicas.
+        on_first_token: Called with the seconds since arrival and whether the cache was hit.
+        on_failure: Called once the backend cannot generate any more.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class ReplicaLoop(Backend):
         super().__init__()
         self._rank, self._coordinator, self._board = rank, coordinator, board
         self._on_first_token, self._on_failure = on_first_token, on_failure
-        self._live: set[GenerationTask] = set()  # aborted ones, too: they are generated to their end
+        self._live: set[GenerationTask] = set()  # including aborted tasks, which are generated to their end
         self._epoch = 0
         self._broken: str | None = None
         self._client: Any = None
@@ -210,15 +210,13 @@ class ReplicaLoop(Backend):
     def start(self) -> None:
         """See `Backend`."""
         self._client = InferenceClient(self._coordinator.address, deserialize=True)
-        self._client.socket.setsockopt(
-            zmq.RCVTIMEO, int(_END_S * 1000)
-        )  # of the coordinator's answer to the first message
+        self._client.socket.setsockopt(zmq.RCVTIMEO, int(_END_S * 1000))  # timeout of the coordinator's first reply
         self._client.start()
         self._client.socket.setsockopt(zmq.RCVTIMEO, -1)
         self._watching = asyncio.create_task(self._watch())
 
     async def stop(self) -> None:
-        """Ends all replicas, on all ranks."""
+        """Stops all replicas on all ranks."""
         assert self._watching is not None
         self._watching.cancel()
         try:
@@ -230,8 +228,8 @@ class ReplicaLoop(Backend):
                     await asyncio.to_thread(self._rank.join, _END_S)
                 self._client.shutdown_coordinator()
         except TimeoutError:
-            self._broken = f"the replicas did not end in {_END_S:g} s"
-        except (RuntimeError, asyncio.CancelledError):  # the engine's loop ended meanwhile, or was closed before
+            self._broken = f"the replicas did not stop within {_END_S:g} s"
+        except (RuntimeError, asyncio.CancelledError):  # the engine's loop has ended or was closed
             self._broken = self._rank.error or "the engine of rank 0 ended"
         finally:
             await asyncio.to_thread(self._coordinator.stop, 0.0 if self._broken else _END_S)
@@ -242,7 +240,7 @@ class ReplicaLoop(Backend):
         if self._broken is not None:
             task.deliver(Update(finished=True, error=self._broken))
             return
-        # Whoever gets the answer looks for stop strings in its text; an engine that finds one in the tokens ends earlier.
+        # `TextStream` finds all stop strings in the text. The engine also stops at those it can find in the tokens.
         words = [word for word in task.stop if self._is_exact(word)]
         fields = task.sampling | {"stop_words": words, "detokenize_stop_sequence": True}
         sent_s = (time.perf_counter(), time.time())
@@ -252,20 +250,20 @@ class ReplicaLoop(Backend):
         future.add_done_callback(partial(self._finish, task, sent_s))
 
     def abort(self, task: GenerationTask) -> None:
-        """See `Backend`; the coordinator's protocol has no word for it: it is generated to its end, for nobody."""
+        """See `Backend`. The coordinator has no abort, so the task is generated to its end and dropped."""
         task.closed = True
 
     async def snapshots(self) -> dict[str, dict[str, Any]]:
-        """See `Backend`; at most about a second old, but for a replica that is in a long step."""
+        """See `Backend`. Snapshots are about a second old, or older if a replica is in a long step."""
         return await asyncio.to_thread(self._board.read)
 
     async def reset_cache(self) -> None:
         """See `Backend`."""
         self._epoch += 1
-        self._client.set_generation_epoch(self._epoch)  # reaches the replicas before what is submitted next
+        self._client.set_generation_epoch(self._epoch)  # reaches the replicas before the next task does
 
     def _is_exact(self, text: str) -> bool:
-        """Whether its tokens mean this text, and no other."""
+        """Whether tokenizing and detokenizing gives back the same text."""
         tokenizer = self._rank.engine.controller.tokenizer
         tokens = tokenizer.tokenize(text)
         return bool(tokens) and tokenizer.detokenize(tokens) == text
@@ -278,7 +276,7 @@ class ReplicaLoop(Backend):
         request = future.result()
         cached_tokens = int(request.num_cached_tokens)
         if request.ttft is not None:
-            # The engine counts from when it took the request; on other hosts this is as right as their clocks.
+            # The engine counts from its own arrival time. On another host this is as accurate as the clocks of both.
             taken_s = next(event.timestamp for event in request.events if event.type.name == "ADD_ENGINE")
             waited_s = sent_s[0] - task.arrived_s + max(0.0, taken_s - sent_s[1])
             self._on_first_token(waited_s + request.ttft, cached_tokens > 0)
@@ -302,7 +300,7 @@ class ReplicaLoop(Backend):
         while self._rank.is_alive and self._coordinator.is_alive:
             await asyncio.sleep(_WATCH_S)
         what = "the coordinator" if self._rank.is_alive else "the engine of rank 0"
-        self._broken = self._rank.error or f"{what} ended"
+        self._broken = self._rank.error or f"{what} ended unexpectedly"
         self.failures += 1
         logger.error("%s", self._broken)
         for task in self._live:
@@ -311,7 +309,7 @@ class ReplicaLoop(Backend):
 
 
 def serve_with_others(engine: Any, platform: Any) -> int:
-    """What ranks other than 0 do: serves until rank 0 ends it; returns the exit code."""
+    """Serves on a rank other than 0, until rank 0 ends it. Returns the exit code."""
     board = SnapshotBoard(platform)
     rank = RankEngine(engine, board)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -320,6 +318,6 @@ def serve_with_others(engine: Any, platform: Any) -> int:
         rank.join(_SNAPSHOT_S)
         if rank.is_alive and not board.is_there:
             logger.error("rank 0 is gone")
-            os._exit(1)  # the engine may wait for others forever
-    leave_in_time()  # where it failed, the others may be in the middle of anything
+            os._exit(1)  # the engine may wait for other ranks forever
+    leave_in_time()  # after a failure, other ranks may hang
     return 0 if rank.error is None else 1

@@ -1,4 +1,4 @@
-"""The command `tools/bench.py`: its arithmetic, bad input, and that each scenario measures what it says it does."""
+"""The command `tools/bench.py`: its arithmetic, bad input, and that each scenario measures what it claims."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ SMALL = {
 
 @pytest.fixture(scope="module", autouse=True)
 def engine_imported(platform: Any) -> None:
-    """Import the engine before a test captures stderr: upstream wants its file number at import."""
+    """Imports the engine before a test captures stderr, because megatron uses stderr's file number at import."""
     import megatron.core.inference.engines  # noqa: F401
 
 
 @pytest.fixture
 def measure(tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """A function that runs the command with small sizes in this process and reads what it saved."""
+    """A function that runs the command with small sizes in this process, and returns the JSON it saved."""
 
     def run(scenario: str, *argv: object, code: int = 0) -> dict[str, Any]:
         path = tmp_path / "result.json"
@@ -64,7 +64,7 @@ def measure(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 
 def assert_consistent(metric: dict[str, Any]) -> None:
-    """Medians are those of the samples, ratios are quotients of the medians."""
+    """Checks that medians are those of the samples, and ratios are quotients of the medians."""
     for engine, value in metric["median"].items():
         known = sorted(sample for sample in metric["samples"][engine] if sample is not None)
         if value is not None:
@@ -143,22 +143,28 @@ BAD_OPTIONS = {
     "another scenario's size": (["no_reuse", "--shared-tokens", "8"], "unrecognized arguments: --shared-tokens 8"),
     "no repeats": (["index", "--repeats", "0"], "argument --repeats: '0' is not a whole number above 0"),
     "bad fraction": (["pressure", "--budget-fraction", "half"], "'half' is not a number above 0"),
-    "no pressure": (["pressure", "--budget-fraction", "1.5"], "1.5 leaves no pressure"),
+    "no pressure": (["pressure", "--budget-fraction", "1.5"], "1.5 must be below 1"),
     "too few prefixes": (["pressure", "--prefixes", "4"], "4 running requests need as many KV blocks as all prefixes"),
     "prefix below a block": (["pressure", "--shared-tokens", "200"], "200 is less than a block of 256 tokens"),
-    "no turn with a history": (["multi_turn", "--turns", "1"], "--turns 1: no turn has a history"),
+    "no turn with a history": (["multi_turn", "--turns", "1"], "--turns must be at least 2"),
     "turns longer than the model": (
         ["multi_turn", "--turns", "99"],
-        "25680 + 60 tokens are more than tiny takes: 16896",
+        "25680 prompt + 60 generated tokens exceed the 16896 of tiny",
     ),
     "shared part below a block": (["first_sighting", "--shared-tokens", "9"], "9 is less than a block of 256 tokens"),
     "too large a herd": (["herd", "--max-requests", "3"], "--requests 4 cannot run at once with --max-requests 3"),
     "too many samples": (["samples", "--max-requests", "3"], "--samples 4 cannot run at once with --max-requests 3"),
-    "samples of a block": (["samples", "--prompt-tokens", "256"], "256 does not go beyond a block of 256 tokens"),
-    "too small an index": (["index", "--index-blocks", "9"], "--index-blocks 9 is too few"),
-    "too long a prompt": (["index", "--index-blocks", "2000", "--long-prompt-tokens", "600000"], "more than the index"),
+    "samples of a block": (["samples", "--prompt-tokens", "256"], "256 must be longer than a block of 256 tokens"),
+    "too small an index": (["index", "--index-blocks", "9"], "--index-blocks 9 must be at least 2000"),
+    "too long a prompt": (
+        ["index", "--index-blocks", "2000", "--long-prompt-tokens", "600000"],
+        "more than --index-blocks",
+    ),
     "too many at once": (["index", "--requests", "5", "--max-requests", "4"], "cannot run at once"),
-    "longer than the model": (["no_reuse", "--prompt-tokens", "16890"], "16890 + 16 tokens are more than tiny takes"),
+    "longer than the model": (
+        ["no_reuse", "--prompt-tokens", "16890"],
+        "16890 prompt + 16 generated tokens exceed the 16896",
+    ),
     "longer than a step": (["no_reuse", "--max-tokens", "64"], "512 tokens are more than --max-tokens 64"),
     "unaligned step": (["no_reuse", "--max-tokens", "65"], "--max-tokens 65 is not a multiple of 64"),
     "tp does not divide": (["no_reuse", "--tp", "3"], "tp=3 does not divide"),
@@ -218,11 +224,11 @@ def test_shared_prefix(measure: Any, capsys: pytest.CaptureFixture[str]) -> None
     assert (data["options"]["repeats"], data["options"]["preset"], data["options"]["cuda_graphs"]) == (2, "tiny", 0)
     output = capsys.readouterr().out
     assert "sighting 3: tokens reused" in output and "ours/upstream" in output
-    assert "rounds: 1 to warm up, 2 timed" in output and "wrote" in output
+    assert "rounds: 1 warm-up, 2 timed" in output and "wrote" in output
 
 
 def test_cold_prompts_are_as_long_as_what_a_hit_computed(measure: Any) -> None:
-    """500 shared tokens are one block and 244 more that a hit computes with its own 300."""
+    """A hit reuses one block of the 500 shared tokens. It computes the other 244 and its own 300."""
     data = measure("shared_prefix", "--repeats", 1, "--shared-tokens", 500, "--engine", "off,ours")
     assert samples(data, "computed_tokens_4", "ours") == samples(data, "cold_tokens", "ours") == [544]
     assert samples(data, "cold_tokens", "off") == [300]
@@ -304,7 +310,7 @@ def test_herd(measure: Any) -> None:
 
 
 def test_samples(measure: Any) -> None:
-    """Prompts of 2 blocks of 256 and 88 more: what is computed once is 600, the others need 88 each."""
+    """A prompt has 2 blocks of 256 tokens and 88 more. The first request computes 600 tokens, the others 88 each."""
     data = measure("samples", "--repeats", 1)
     assert samples(data, "computed_tokens", "off") == [3 * 600]
     assert samples(data, "reused_tokens", "off") == [0]
@@ -356,7 +362,7 @@ def test_pressure(measure: Any, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_host_tier(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All come to the end, also after what capturing CUDA graphs leaves: a reset in inference mode."""
+    """All requests complete, also after capturing CUDA graphs, which resets the engine in inference mode."""
     import torch
 
     from megatron_hybrid_prefix import mcore
@@ -380,7 +386,7 @@ def test_host_tier(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_engines_run_in_inference_mode(platform: Any, tiny: Any) -> None:
-    """Also where a scenario steps them itself, and where a batch is run without the bench."""
+    """Also if a scenario steps the engines itself, and if a batch runs without the bench."""
     import torch
 
     from megatron_hybrid_prefix.mcore import build_engine
@@ -401,7 +407,7 @@ def test_engines_run_in_inference_mode(platform: Any, tiny: Any) -> None:
 
 
 def test_a_budget_too_small_for_upstream_is_a_result(measure: Any) -> None:
-    """Its scratch alone takes 3 slots."""
+    """Upstream's scratch alone takes 3 slots."""
     data = measure("pressure", "--repeats", 1, "--budget-fraction", 0.3, "--engine", "upstream,ours")
     assert data["engines"]["upstream"]["error"].startswith("ValueError: Mamba prefix cache budget")
     assert "kv_blocks" not in data["engines"]["upstream"]
@@ -463,7 +469,7 @@ FORCED_FIELDS = {
 @pytest.mark.parametrize("kind", mostly_slow(["off", "ours"], "ours"))
 @pytest.mark.parametrize("case", FORCED_FIELDS)
 def test_forced_answers(case: str, kind: str, tiny: Any) -> None:
-    """What was forced is the answer, and what the next forward was given: its log-prob is that behind a longer prompt."""
+    """The forced tokens are the answer, and the input of the next forward."""
     from megatron.core.inference.config import AsyncScheduleMode
     from megatron.core.inference.sampling_params import SamplingParams
 
@@ -501,16 +507,16 @@ def test_forced_answers(case: str, kind: str, tiny: Any) -> None:
 
 def test_forced_answers_go_without_drafts() -> None:
     engine = SimpleNamespace(controller=SimpleNamespace(num_speculative_tokens=2), context=None)
-    with pytest.raises(InputError, match="not with speculative tokens"), forced_answers(engine, []):
+    with pytest.raises(InputError, match="not supported with speculative tokens"), forced_answers(engine, []):
         raise AssertionError("not reached")
 
 
-def test_an_answer_that_was_not_forced_is_no_result(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_differs_from_the_forced_one_is_an_error(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from contextlib import nullcontext
 
     monkeypatch.setattr(engines, "forced_answers", lambda engine, answers: nullcontext())
     data = measure("multi_turn", "--engine", "off", "--repeats", 1, code=1)
-    assert data["engines"]["off"]["error"] == "RuntimeError: an answer is not the one that was forced"
+    assert data["engines"]["off"]["error"] == "RuntimeError: an answer differs from the forced one"
     assert samples(data, "wall_s", "off") == []
 
 
@@ -571,7 +577,7 @@ def test_an_engine_that_raises_does_not_end_the_others(
 
 
 def test_each_engine_captures_graphs_as_if_alone(platform: Any) -> None:
-    """What is captured for one engine is not seen by the next, and all is known again at the end."""
+    """The graphs of one engine are hidden from the next one. At the end all graphs are known again."""
     from megatron.core.transformer.cuda_graphs import CudaGraphManager, _CudagraphGlobalRecord
 
     before = _CudagraphGlobalRecord.cudagraph_inference_record, CudaGraphManager.global_mempool
@@ -604,14 +610,14 @@ def test_ctrl_c_writes_nothing(
 # --- Processes -------------------------------------------------------------------------------------------------------
 
 
-def test_help_shows_sizes_and_goes_without_torch(tmp_path: Path) -> None:
+def test_help_shows_sizes_and_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')\n")
     environment = ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     command = [sys.executable, str(TOOL)]
     shown = subprocess.run([*command, "shared_prefix", "--help"], capture_output=True, text=True, env=environment)
     assert shown.returncode == 0, shown.stderr
     text = " ".join(shown.stdout.split())
-    assert "--shared-tokens N tokens that they share (default: 1,024 on CPU, 8,192 on GPU)" in text
+    assert "--shared-tokens N tokens of the shared prefix (default: 1,024 on CPU, 8,192 on GPU)" in text
     wrong = subprocess.run([*command, "no_reuse", "--engine", "x"], capture_output=True, text=True, env=environment)
     assert (wrong.returncode, wrong.stderr) == (
         2,

@@ -1,4 +1,4 @@
-"""`tools/bench.py all` and `report`: every scenario into one JSON, and what is made of it."""
+"""`tools/bench.py all` and `report`: all scenarios into one JSON, and the report of it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes that are started find this package, one thread is enough, and the command has a name."""
+    """Child processes find this package and use one thread, and the command has a fixed name."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(sys, "argv", ["bench.py"])
 
 
 def metric(label: str, *, goal: str | None = None, **samples: list[float | None]) -> dict[str, Any]:
-    """A metric as a scenario's JSON has it; the median is the first sample."""
+    """A metric as in a scenario's JSON. The median is the first sample."""
     median = {engine: values[0] for engine, values in samples.items()}
     pairs = {"ours/off": median["ours"] / median["off"]} if "off" in median and median["ours"] is not None else {}
     return {"label": label, "goal": goal, "samples": samples, "median": median, "ratio": pairs}
@@ -37,7 +37,7 @@ def metric(label: str, *, goal: str | None = None, **samples: list[float | None]
 
 @pytest.fixture
 def measured() -> dict[str, Any]:
-    """What `all` might write: one scenario with figures and a crashed engine, and one that failed."""
+    """Possible output of `all`: a scenario with figures and a crashed engine, and a scenario that failed."""
     result = {
         "workload": "3 requests",
         "command": "bench.py herd --seed 0",
@@ -209,7 +209,7 @@ def test_a_scenario_that_fails_does_not_end_the_others(
     assert list(data["scenarios"]) == ["samples", "no_reuse"]
     failed, completed = data["scenarios"]["samples"], data["scenarios"]["no_reuse"]
     assert (failed["status"], failed["exit_code"], failed["result"]) == ("failed", 2, {})
-    assert re.search(r"^error: 16890 \+ \d+ tokens are more than tiny takes", failed["error"])
+    assert re.search(r"^error: 16890 prompt \+ \d+ generated tokens exceed the 16896", failed["error"])
     assert (completed["status"], completed["error"]) == ("completed", None)
     result = completed["result"]
     assert result["scenario"] == "no_reuse" and result["options"]["requests"] == 4
@@ -230,7 +230,7 @@ def fake_run(status: str, error: str | None = None, **result: Any) -> dict[str, 
     return {"status": status, "error": error, "exit_code": 0, "result": result}
 
 
-def test_what_is_there_is_kept_after_ctrl_c(
+def test_results_so_far_are_kept_after_ctrl_c(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = {"herd": fake_run("completed", versions={"python": "3.12"}), "samples": fake_run("interrupted")}
@@ -245,7 +245,7 @@ def test_what_is_there_is_kept_after_ctrl_c(
 def test_several_at_a_time_have_a_gpu_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The fake scenario writes which it sees, and that it is there until both are."""
+    """The fake scenario writes which GPU it sees, and waits until both scenarios run."""
     script = """import json, os, pathlib, sys, time
 gpu, folder = os.environ["CUDA_VISIBLE_DEVICES"], pathlib.Path(os.environ["SEEN"])
 (folder / gpu).touch()

@@ -1,4 +1,4 @@
-"""The command `hybrid-prefix`: its verbs, what it says where it cannot run one, and the scripts that call the same."""
+"""The command `hybrid-prefix`: its verbs, its errors, and the scripts that call the same code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*argv: object, lacking: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """The command as a process that cannot import some modules."""
+    """Runs the command in a process that cannot import some modules."""
     code = f"import sys; sys.modules.update(dict.fromkeys({lacking!r})); sys.argv = ['x', *{[*map(str, argv)]!r}]\n"
     code += "from megatron_hybrid_prefix.cli.main import main\nsys.exit(main())"
     return subprocess.run(
@@ -33,7 +33,7 @@ def run(*argv: object, lacking: tuple[str, ...] = ()) -> subprocess.CompletedPro
 
 
 def python_files() -> list[Path]:
-    """Of the tools and the tests."""
+    """Python files of the tools and the tests."""
     return [*ROOT.glob("tools/*.py"), *ROOT.glob("tests/**/*.py")]
 
 
@@ -61,7 +61,7 @@ def test_a_wrong_verb_is_one_line(argv, problem, capsys):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_what_an_extra_would_bring_is_one_line(verb):
+def test_a_missing_extra_is_one_line(verb):
     if verb == "serve":
         pytest.importorskip("megatron_hybrid_prefix.cli.serve")
     result = run(verb, lacking=("rich",))
@@ -77,8 +77,8 @@ def test_the_extras_that_are_named_are_there():
     assert all("rich" in extras[verb.extra] for verb in VERBS.values())
 
 
-def test_what_is_missing_of_this_package_is_no_extra():
-    """It is a broken installation."""
+def test_a_missing_module_of_this_package_is_not_a_missing_extra():
+    """A missing module of this package is a broken installation, not a missing extra."""
     result = run("replay", lacking=("megatron_hybrid_prefix.lab.replay",))
     assert result.returncode == 1 and "ModuleNotFoundError" in result.stderr
 

@@ -30,14 +30,14 @@ CONTEXT = "The cache holds keys and values in blocks, and a recurrent state at s
 
 
 def run_json(tmp_path: Path, *argv: object) -> dict[str, Any]:
-    """Run the command in this process, which must succeed, and read what it saved."""
+    """Runs the command in this process, which must succeed, and returns the JSON it saved."""
     path = tmp_path / "result.json"
     assert generate.main([*map(str, argv), "--json", str(path)]) == 0
     return json.loads(path.read_text())
 
 
 def write(path: Path, *lines: object) -> Path:
-    """A file of lines; those that are no text as JSON."""
+    """Writes a file of lines. Lines that are not text are written as JSON."""
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     return path
 
@@ -52,19 +52,19 @@ def requests_of(data: dict[str, Any], engine: str = "off") -> list[dict[str, Any
 
 @pytest.fixture(scope="module", autouse=True)
 def engine_imported(platform: Any) -> None:
-    """Import the engine before a test captures stderr: upstream wants its file number at import."""
+    """Imports the engine before a test captures stderr, because megatron uses stderr's file number at import."""
     import megatron.core.inference.engines  # noqa: F401
 
 
 # --- Bad input: one line, exit code 2, nothing written ---------------------------------------------------------------
 
 BAD_OPTIONS = {
-    "no input": ([], "give prompts (as text, --text-file or --jsonl) or a --conversation"),
-    "two kinds of input": (["x", "--conversation", "ok.json"], "not both"),
+    "no input": ([], "give prompts (as text, --text-file or --jsonl), or --conversation"),
+    "two kinds of input": (["x", "--conversation", "ok.json"], "but only one of them"),
     "missing text file": (["--text-file", "absent.txt"], "cannot read absent.txt: No such file"),
     "binary text file": (["--text-file", "binary.txt"], "binary.txt: not UTF-8 text (byte 1)"),
     "missing JSON lines": (["--jsonl", "absent.jsonl"], "cannot read absent.jsonl"),
-    "prompts and sessions": (["x", "--sessions", "ok.jsonl"], "or a --conversation or --sessions, not both"),
+    "prompts and sessions": (["x", "--sessions", "ok.jsonl"], "or --conversation, or --sessions, but only one of them"),
     "missing sessions": (["--sessions", "absent.jsonl"], "cannot read absent.jsonl"),
     "empty sessions": (["--sessions", "empty.jsonl"], "empty.jsonl: no requests in it"),
     "too long a session": (
@@ -109,15 +109,15 @@ BAD_LINES = {
 }
 BAD_LINES |= {
     '{"prompt": "abc", "cache_breakpoints": 3}': "bad.jsonl:3: cache_breakpoints=3 is not of type list",
-    '{"prompt": "abc", "cache_breakpoints": [1, 4]}': "bad.jsonl:3: cache_breakpoints: 4 is no length from 1 to 3 tokens",
-    '{"prompt": "abc", "cache_breakpoints": [0]}': "bad.jsonl:3: cache_breakpoints: 0 is no length",
-    '{"tokens": [1, 2], "cache_breakpoints": [true]}': "bad.jsonl:3: cache_breakpoints: True is no length",
-    '{"tokens": [1, 2], "cache_breakpoints": ["1"]}': "bad.jsonl:3: cache_breakpoints: '1' is no length",
+    '{"prompt": "abc", "cache_breakpoints": [1, 4]}': "bad.jsonl:3: cache_breakpoints: 4 is not between 1 and the prompt's 3 tokens",
+    '{"prompt": "abc", "cache_breakpoints": [0]}': "bad.jsonl:3: cache_breakpoints: 0 is not between 1 and",
+    '{"tokens": [1, 2], "cache_breakpoints": [true]}': "bad.jsonl:3: cache_breakpoints: True is not between 1 and",
+    '{"tokens": [1, 2], "cache_breakpoints": ["1"]}': "bad.jsonl:3: cache_breakpoints: '1' is not between 1 and",
 }
 BAD_SESSIONS = {
     '{"timestamp": ': "bad.jsonl:3: not JSON",
-    "[" * 100_000: "bad.jsonl:3: not JSON",
-    '{"timestamp": 1' + "0" * 5000 + "}": "bad.jsonl:3: not JSON that can be read",
+    "[" * 100_000: "bad.jsonl:3: cannot read the JSON",
+    '{"timestamp": 1' + "0" * 5000 + "}": "bad.jsonl:3: cannot read the JSON",
     "[1]": 'bad.jsonl:3: expected an object with "timestamp" and "input"',
     '{"input": "x"}': 'bad.jsonl:3: expected an object with "timestamp" and "input"',
     '{"timestamp": 3}': 'bad.jsonl:3: expected an object with "timestamp" and "input"',
@@ -134,13 +134,13 @@ BAD_CONVERSATIONS = {
     '{"turns": [{"regenerate": true}]}': "turn 1 must be text",
     '{"turns": ["x"], "context": 3}': "must be text",
     '{"messages": [{"role": "user"}]}': "message 1 must be an object",
-    '{"messages": [{"role": "assistant", "content": "x"}]}': "message 1: the role 'assistant' cannot stand here",
+    '{"messages": [{"role": "assistant", "content": "x"}]}': "message 1: the role 'assistant' is not allowed here",
 }
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with a good conversation and a file that is no text."""
+    """The working directory, with a valid conversation and a binary file."""
     write(tmp_path / "ok.json", {"turns": ["What is it?", "Why?"]})
     (tmp_path / "binary.txt").write_bytes(b"a\xff")
     write(tmp_path / "ok.jsonl", {"timestamp": 1, "input": "A session"})
@@ -294,7 +294,7 @@ def test_conversation_off_against_upstream(folder: Path, capsys: pytest.CaptureF
 
 
 def test_a_difference_is_shown_and_is_no_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Upstream restores a wrong convolution window where 2 tokens follow a cached boundary."""
+    """Upstream restores a wrong convolution state if 2 tokens follow a cached boundary."""
     lines = write(folder / "same.jsonl", *[{"tokens": [7 * i % 251 for i in range(514)]}] * 2)
     data = run_json(folder, "--jsonl", lines, "--concurrency", "sequential", "--compare", "off,upstream")
     assert [r["computed_tokens"] for r in requests_of(data, "upstream")] == [514, 2]
@@ -359,7 +359,7 @@ def test_messages_name_their_ends_too(folder: Path) -> None:
 
 
 def test_an_end_inside_a_token_is_named_before_it() -> None:
-    """With two characters a token, a part of odd length ends in the middle of one."""
+    """With two characters per token, a part of odd length ends in the middle of a token."""
 
     class Pairs:
         bos, eod, vocab_size = 1, None, 1 << 16
@@ -397,7 +397,7 @@ def test_other_engines_ignore_breakpoints(folder: Path) -> None:
 
 
 def test_a_json_line_ends_where_json_says(folder: Path) -> None:
-    """What some libraries take for the end of a line may stand in a text."""
+    """JSON text may contain characters that str.splitlines() takes for line ends."""
     text = '{"prompt": "a\u2028b\x85c"}'
     requests = requests_of(run_json(folder, "--jsonl", write(folder / "lines.jsonl", text, text)))
     assert [request["prompt_tokens"] for request in requests] == [3 + 3 + 2] * 2

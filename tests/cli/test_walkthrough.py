@@ -1,4 +1,4 @@
-"""The walkthrough: the conversation goes the way that the document tells."""
+"""The walkthrough: the conversation does what the document says."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOG_PROBS = re.compile(r"within \de[+-]\d\d")  # depends on the machine
 
 @pytest.fixture(scope="module")
 def told(platform, tmp_path_factory):
-    """Turns as data, and what was printed."""
+    """The turns as data, and the printed text."""
     import contextlib
     import io
 

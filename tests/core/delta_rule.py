@@ -1,9 +1,9 @@
-"""A second recurrent layer kind, for tests only: a delta rule with a key window and a memory matrix; in float64.
+"""A second recurrent layer kind, for tests only: a delta rule with a key window and a memory matrix, in float64.
 
-Nothing of the package knows it. Its state has other components than Mamba2's, of other shapes and types:
+The package does not know this kind. Its state has other components than Mamba2's, with other shapes and dtypes:
 
 - ``key_window``: the last inputs of a short convolution over keys, newest first, in float32;
-- ``memory``: one matrix a head, in float64, corrected at every token towards the token's value.
+- ``memory``: one matrix per head, in float64. Each token corrects it towards the token's value.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DeltaRule:
         self.out = _random(generator, HEADS * VALUE_DIM, HIDDEN)
 
     def step(self, x, key_window, memory):
-        """One token: (HIDDEN,), and the state before it; returns the output and the state after it."""
+        """One token, (HIDDEN,), and the state before it. Returns the output and the state after it."""
         raw = (x @ self.key).float()  # the window is float32, so its inputs are, wherever they are read
         taps = torch.cat([raw[None], key_window]).double()
         key = F.normalize((taps * self.taps).sum(0).view(HEADS, KEY_DIM), dim=-1)
@@ -54,7 +54,7 @@ class DeltaRule:
         return y.reshape(-1) @ self.out, torch.cat([raw[None], key_window[:-1]]), memory
 
     def whole(self, x):
-        """All tokens (tokens, HIDDEN) from the start, written down again without a state that could be resumed."""
+        """All tokens, (tokens, HIDDEN), from the start. Written without a state, as an independent check of `step`."""
         raw = F.pad((x @ self.key).float().double(), (0, 0, WINDOW, 0))
         keys = sum(raw[WINDOW - lag : WINDOW - lag + len(x)] * self.taps[lag] for lag in range(1 + WINDOW))
         keys = F.normalize(keys.view(len(x), HEADS, KEY_DIM), dim=-1)
@@ -69,13 +69,13 @@ class DeltaRule:
 
 
 class Attention:
-    """One layer with one head; its KV: (2, HIDDEN) a token."""
+    """One layer with one head. Its KV is (2, HIDDEN) per token."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.qkv = _random(generator, HIDDEN, 3 * HIDDEN)
 
     def step(self, x, kv):
-        """One token: (HIDDEN,), and (tokens, 2, HIDDEN), its own the last, which is filled in here."""
+        """One token, (HIDDEN,), and the KV, (tokens, 2, HIDDEN). Fills in the last KV, which is its own."""
         query, kv[-1, 0], kv[-1, 1] = (x @ self.qkv).split(HIDDEN)
         return torch.softmax(kv[:, 0] @ query * HIDDEN**-0.5, 0) @ kv[:, 1]
 
@@ -96,7 +96,7 @@ class DeltaHybrid:
         self.head = _random(generator, HIDDEN, VOCABULARY, scale=1.0)
 
     def step(self, token, kv, states):
-        """One token. ``states``: [key_window, memory] of each recurrent layer, replaced here by those after it."""
+        """One token. Replaces ``states`` ([key_window, memory] of each recurrent layer) by the states after the token."""
         x, recurrent = self.embedding[token], 0
         for layer in self.layers:
             if isinstance(layer, Attention):

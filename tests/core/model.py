@@ -1,8 +1,8 @@
-"""A pretend engine around the facade that remembers what every block and slot was last written with.
+"""A pretend engine around the cache. It remembers what was last written to every block and slot.
 
-Content is exact: the salt, and for every token up to there its id and the weights it was computed under. So whatever
-goes wrong (a block given to two, a state of another depth, something stale, something of other weights), what a
-request reads differs from its own history, and an assertion says so.
+Contents are exact: the salt, and for every token so far its id and its weights epoch. So if anything goes wrong (a
+block given to two requests, a state of another depth, stale data, data of other weights), a request reads something
+else than its own history, and an assertion fails.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Request:
 
 @dataclass(eq=False)
 class Kept:
-    """A published state, in the order in which states are lost."""
+    """A published state. The list is in the order of eviction."""
 
     slot: int
     probationary: bool  # kept on a guess, and nobody resumed from it
@@ -93,7 +93,7 @@ class ModelEngine:
         return held.union(*(inspect.block_ids(request_id) for request_id in inspect.loading_requests()))
 
     def carry_out(self) -> None:
-        """The moves between device and host, in their order, as late as they may be: before anything else is written."""
+        """Carries out the queued copies, as late as allowed: just before anything else is written."""
         for unit in self.cache.loads.take_transfers():
             device = self.blocks if unit.tag.kind == EntryKind.KV else self.slots
             if unit.source == DEVICE:
@@ -122,7 +122,7 @@ class ModelEngine:
         return self.cache.inspect.block_ids(request.request_id)
 
     def oracle_match(self, salt: Salt, tokens: list[int], limit_tokens: int) -> tuple[int, int]:
-        """(KV depth in either tier, resume depth on the device) in blocks: compares contents, not keys; slow and obvious."""
+        """(KV depth on any tier, resume depth on the device), in blocks. Compares contents instead of keys."""
         cached, states = self.on_device()
         _, depth = self.deepest(salt, tokens, limit_tokens, cached, states)
         cached |= self.on_host(EntryKind.KV) | self.is_behind(EntryKind.KV)
@@ -130,28 +130,28 @@ class ModelEngine:
         return kv_depth, depth
 
     def device_depth(self, salt: Salt, tokens: list[int]) -> int:
-        """Blocks whose KV is on the device."""
+        """Number of leading blocks whose KV is on the device."""
         return self.deepest(salt, tokens, len(tokens), *self.on_device())[0]
 
     def oracle_loadable(self, salt: Salt, tokens: list[int], limit_tokens: int) -> int:
-        """Depth in blocks from which the request could resume with what is on the host, too."""
+        """Depth in blocks at which the request could resume with the host's help."""
         cached, states = self.on_device()
         cached |= self.on_host(EntryKind.KV) | self.is_behind(EntryKind.KV)
         states |= self.on_host(EntryKind.STATE) | self.is_behind(EntryKind.STATE)
         return self.deepest(salt, tokens, limit_tokens, cached, states)[1]
 
     def on_device(self) -> tuple[set[Content], set[Content]]:
-        """KV and states there."""
+        """KV and states on the device."""
         nodes = list(self.cache.inspect.nodes())
         cached = {self.blocks[node.block_id] for node in nodes if node.block_id != NO_BLOCK}
         return cached, {self.slots[node.slot] for node in nodes if node.slot != NO_SLOT}
 
     def kept_slots(self) -> set[int]:
-        """Slots whose state can be resumed from."""
+        """Slots with a state that can be resumed from."""
         return {node.slot for node in self.cache.inspect.nodes_with_state()}
 
     def on_host(self, kind: EntryKind) -> set[Content]:
-        """What the entries on the host should hold, by their tags (what they do hold may be garbage)."""
+        """What the entries on the host should hold, by tag. (Their real contents may be garbage.)"""
         tier = self.cache.inspect.host_tier
         if tier is None:
             return set()
@@ -182,7 +182,7 @@ class ModelEngine:
     def oracle_boundaries(
         self, prompt_tokens: int, resume_tokens: int, kv_depth: int, breakpoints: Sequence[int]
     ) -> list[tuple[int, CheckpointReason]]:
-        """Position by position: the first reason that there is to keep it."""
+        """For each position, the first reason to keep a state there."""
         block, interval = self.block_tokens, self.cache.retention_interval_tokens
         if interval is None:
             interval = next(tokens for tokens in count(block, block) if 16 * tokens >= prompt_tokens)
@@ -209,7 +209,7 @@ class ModelEngine:
         return next(live for live in self.cache._requests.ending if request.plans[0].plan_id in live.plans)
 
     def forget_lost(self) -> None:
-        """States may go with their KV, or with the weights."""
+        """Forgets states that were dropped with their KV or with the weights."""
         kept_slots = self.kept_slots()
         self.order = [kept for kept in self.order if kept.slot in kept_slots]
         assert {kept.slot for kept in self.order} == kept_slots, "a state appeared from nowhere"
@@ -222,7 +222,10 @@ class ModelEngine:
         kept.probationary = False
 
     def victim(self, guess: bool, request: Request) -> Kept | None:
-        """What goes when there is no free slot: a probationary state first. For a guess only a probationary one, none of its own."""
+        """The state to evict when no slot is free.
+
+        Probationary states go first. For an interval state only probationary ones may go, and none of the same request.
+        """
         probationary = [kept for kept in self.order if kept.probationary]
         if guess:
             salt, history = request.salt, request.history
@@ -234,7 +237,7 @@ class ModelEngine:
         return next(iter(probationary if guess else probationary + others), None)
 
     def oracle_plan(self, request: Request, start: int, end: int) -> tuple[list[tuple[int, CheckpointReason]], int]:
-        """What will be kept of positions (start, end], and how much that was asked for will not; evicts from the order."""
+        """Returns the states of (start, end] that will be kept, and how many requested ones will not. Evicts."""
         if not self.live(request).write:
             return [], 0
         kept = {self.slots[kept.slot]: kept for kept in self.order}
@@ -283,7 +286,7 @@ class ModelEngine:
         breakpoints: Sequence[int] = (),
         meanwhile: Callable[[], None] | None = None,
     ) -> Request | None:
-        """Matches and admits; ``meanwhile`` is called between the two."""
+        """Matches and admits. Calls ``meanwhile`` between the two."""
         if self.behind is not None:
             self.carry_out()  # what it holds changes with the moves, which the cache does not see
         chain = self.cache.chain(tokens, salt=salt[0], adapter=salt[1])
@@ -350,7 +353,7 @@ class ModelEngine:
         preempted: Request | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> Request | None:
-        """Admits with a load, of a prefix or of what a preempted request left; None where there is nothing to load."""
+        """Admits with a load, of a prefix or of a swapped-out request. None if there is nothing to load."""
         cache, block = self.cache, self.block_tokens
         request_id, self.next_id = self.next_id, self.next_id + 1
         if preempted is not None:
@@ -397,7 +400,7 @@ class ModelEngine:
         return request
 
     def swap_out(self, request: Request) -> bool:
-        """Preempts the request; whether it can go on later."""
+        """Preempts the request. Returns whether it can continue later."""
         live_slot = LIVE_SLOTS + request.request_id
         kept = False
         if not request.plans and not request.broken and request.live_state not in (None, GARBAGE):
@@ -408,7 +411,7 @@ class ModelEngine:
         return kept
 
     def plan(self, request: Request, tokens: int) -> StepPlan | None:
-        """Plans up to ``tokens`` more of the prompt; None when KV blocks are wanting."""
+        """Plans up to ``tokens`` more tokens of the prompt. None if there are too few KV blocks."""
         start = request.planned_tokens
         end = min(start + tokens, request.prompt_tokens)
         if self.cache.grow(request.request_id, end) is None:
@@ -434,12 +437,12 @@ class ModelEngine:
         return plan
 
     def is_bad(self, request: Request) -> bool:
-        """Whether garbage was loaded for it."""
+        """Whether garbage was loaded for the request."""
         live = self.live(request)
         return live.load is not None and live.load.load_id in self.bad_loads
 
     def check_displaced(self, plan: StepPlan, before: dict[int, bool]) -> None:
-        """Just the states that should go went; no guess cost a state that was more than one."""
+        """Checks which states were evicted. An interval state may only displace probationary ones."""
         left = self.kept_slots()
         assert {kept.slot for kept in self.order} == left
         asked_for = sum(checkpoint.reason != CheckpointReason.INTERVAL for checkpoint in plan.checkpoints)
@@ -448,7 +451,7 @@ class ModelEngine:
         assert not lost or not [kept for kept in self.order if kept.probationary], "probationary ones go first"
 
     def settle(self, plan: StepPlan, request: Request, *, succeeds: bool) -> None:
-        """Runs the plan's forward, its reads checked once more, and publishes or abandons it."""
+        """Runs the plan's forward, checks its reads again, and publishes or abandons it."""
         succeeds = succeeds and not request.broken
         if not request.broken:
             self.check_reads(request, plan)
@@ -486,7 +489,7 @@ class ModelEngine:
             self.requests.remove(request)
 
     def decode(self, request: Request, tokens: list[int], *, by_id: bool = False, at_once: bool = False) -> bool:
-        """Generates ``tokens`` one by one; False when it was preempted for want of KV blocks."""
+        """Generates ``tokens`` one by one. Returns False if the request was preempted (too few KV blocks)."""
         appended = len(request.tokens)
         if len(request.history) == len(request.tokens):  # the prompt's own forward samples the first
             request.tokens.append(tokens[0])
@@ -530,7 +533,7 @@ class ModelEngine:
         self.cache.reset()
 
     def drain(self) -> None:
-        """Ends everything, and checks that nothing leaked."""
+        """Ends all requests, and checks that nothing leaked."""
         for request in list(self.requests):
             for plan in list(request.plans):
                 self.settle(plan, request, succeeds=True)
@@ -546,7 +549,7 @@ class ModelEngine:
     # -- contents ------------------------------------------------------------------------------------------------------
 
     def check_reads(self, request: Request, plan: StepPlan) -> None:
-        """What the forward reads is the request's own history: KV before the span, and the state it starts from."""
+        """Checks that the forward reads the request's own history: the KV before the span, and the source state."""
         self.carry_out()
         if self.is_bad(request):
             return
@@ -588,7 +591,7 @@ class ModelEngine:
         self.blocks[block_id] = content
 
     def check(self) -> None:
-        """The facade's own check, and: whatever can be matched holds exactly what its place in the tree says."""
+        """Runs `check_integrity`, and checks that every matchable entry holds what its place in the tree says."""
         self.cache.check_integrity()
         self.forget_lost()
         self.carry_out()
@@ -610,7 +613,7 @@ class ModelEngine:
         assert stats.computed_prompt_tokens == self.expected_computed
 
     def check_host(self) -> None:
-        """What is on the host is of its node's depth, and goes on from its parent's, but for what was spoilt on purpose."""
+        """Checks depth and content of each entry on the host. Skips entries spoiled on purpose."""
         tier = self.cache.inspect.host_tier
         for node in self.cache.inspect.nodes() if tier is not None else ():
             content = self.expected.get(node.key)
@@ -621,7 +624,7 @@ class ModelEngine:
                 assert parent is None or parent == (content[0], content[1][: -self.block_tokens]), node
 
     def spoil(self, index: int) -> None:
-        """Something on the host goes bad."""
+        """Corrupts an entry on the host."""
         if self.host:
             pages = sorted(self.host)[index % len(self.host)]
             self.host[pages] = GARBAGE

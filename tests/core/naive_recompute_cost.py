@@ -1,4 +1,4 @@
-"""`recompute_cost` the slow and obvious way: every number worked out from all states at every call."""
+"""`recompute_cost` in a slow and obvious way: every number is computed from all states at every call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 
 @dataclass(eq=False)
 class Known:
-    """A state that is kept, or remembered (``node`` None)."""
+    """A state that is kept, or remembered (``node`` is None)."""
 
     node: Node | None
     key: bytes
@@ -26,7 +26,7 @@ class Known:
 
 
 class NaiveRecomputeCost:
-    """As `RecomputeCostEviction`, in O(n) and more."""
+    """Decides as `RecomputeCostEviction` does, in O(n) or slower."""
 
     def __init__(self) -> None:
         self.known: list[Known] = []  # kept ones in the order of publication, then remembered ones as they were lost

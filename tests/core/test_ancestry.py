@@ -1,4 +1,4 @@
-"""Which kept states lie above and below each other, against walking the tree."""
+"""Which kept states are above and below each other, compared with a walk over the tree."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_hybrid_prefix.policy.ancestry import Ancestry
 
 
 def grown(parents: list[int]) -> list[Node]:
-    """A forest: each node's parent is an earlier node, or none."""
+    """A forest. Each node's parent is an earlier node or None."""
     nodes: list[Node] = []
     for number, choice in enumerate(parents):
         at = choice % (number + 1)

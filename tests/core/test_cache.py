@@ -1,4 +1,4 @@
-"""The facade, step by step."""
+"""The cache (`cache.py`), step by step."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def engine(kv_blocks: int = 100, state_slots: int = 100, **options) -> ModelEngi
 
 
 def tokens(*runs: int, rest: int = 0) -> list[int]:
-    """A block of each number, and ``rest`` more tokens."""
+    """One block of each given number, and ``rest`` more tokens."""
     return [run for run in runs for _ in range(BLOCK)] + [99] * rest
 
 
 def run(model: ModelEngine, prompt: list[int], *, chunk: int = 10**6, release: bool = True, **options) -> Request:
-    """Admits and computes a prompt in chunks, checking everything after each."""
+    """Admits a prompt and computes it in chunks. Checks everything after each chunk."""
     request = model.admit(prompt, **options)
     assert request is not None
     while request.planned_tokens < len(prompt):
@@ -277,7 +277,7 @@ def test_the_more_wanted_boundary_gets_the_last_slot():
     assert states(model) == {2: [CheckpointReason.JUNCTION]}
 
 
-def test_a_state_goes_with_its_kv_and_not_the_other_way_round():
+def test_evicting_kv_evicts_its_state_but_not_the_reverse():
     model = engine(kv_blocks=6, state_slots=6)
     run(model, tokens(1, 2, 3))
     run(model, tokens(4, 5, rest=1))
@@ -349,7 +349,7 @@ def test_no_state_is_kept_where_the_blocks_are_not_known():
     assert cache.match(cache.chain(prompt)).kv_depth_blocks == 1 and cache.stats().slots_used == 0
 
 
-def test_requests_admitted_with_one_chain_go_their_own_ways():
+def test_requests_admitted_with_one_chain_are_independent():
     cache = engine().cache
     match = cache.match(cache.chain(tokens(1)))
     for request_id in (1, 2):
@@ -478,7 +478,7 @@ def test_keys_of_other_weights_neither_read_nor_write():
     assert cache.plan(1, 0, 5).checkpoints == ()
 
 
-def test_back_to_an_epoch_of_before():
+def test_back_to_an_earlier_epoch():
     model = engine()
     old = model.admit(tokens(1, rest=1))
     old_plan = model.plan(old, 100)

@@ -1,4 +1,4 @@
-"""States that a request reaches while it generates, and states that others wait for."""
+"""States that a request reaches while it decodes, and states that other requests wait for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BLOCK = 4
 
 
 class Generating:
-    """A request of one token and so many blocks of room, on a cache of its own."""
+    """A request with a prompt of one token, in a cache with room for so many blocks."""
 
     def __init__(self, *, state_slots: int = 10, write: bool = True, blocks: int = 12, prompt: int = 1) -> None:
         self.cache = HybridPrefixCache(
@@ -27,7 +27,7 @@ class Generating:
         self.cache.publish(self.cache.plan(1, 0, prompt))
 
     def fill(self, blocks: int) -> list[int | None]:
-        """Generates to the end of so many more blocks; the slots that the states at their ends go to."""
+        """Decodes to the end of so many more blocks. Returns the slots of the states at their ends."""
         slots = []
         for _ in range(blocks):
             end = (len(self.tokens) // BLOCK + 1) * BLOCK
@@ -39,11 +39,11 @@ class Generating:
         return slots
 
     def depths(self) -> list[int]:
-        """Blocks at whose ends a state is kept."""
+        """Depths in blocks at which a state is kept."""
         return sorted(node.depth_blocks for node in self.cache.inspect.nodes_with_state())
 
     def resume(self, blocks: int) -> int:
-        """Another prompt, of the first ``blocks`` blocks and one token; the tokens it skips."""
+        """Admits another prompt of the first ``blocks`` blocks and one token. Returns the skipped tokens."""
         chain = self.cache.chain([*self.tokens[: blocks * BLOCK], 7])
         admission = self.cache.admit(2, self.cache.match(chain), write=False)
         assert admission is not None
@@ -71,7 +71,7 @@ def test_one_that_was_used_stays():
     assert one.depths() == [1, 5, 6]
 
 
-def test_one_that_was_evicted_meanwhile_is_not_dropped_again():
+def test_an_evicted_state_is_not_dropped_again():
     one = Generating(state_slots=2)
     one.fill(2)
     other = one.cache.chain([50] * BLOCK + [51] * BLOCK + [1])
@@ -84,13 +84,13 @@ def test_one_that_was_evicted_meanwhile_is_not_dropped_again():
 
 
 @pytest.mark.parametrize("options", [{"state_slots": 0}, {"write": False}])
-def test_nothing_is_kept_where_nothing_may_be(options):
+def test_nothing_is_kept_without_slots_or_permission(options):
     one = Generating(**options)
     assert one.fill(3) == [None, None, None]
     assert one.depths() == []
 
 
-def test_what_is_kept_already_is_not_kept_twice():
+def test_a_kept_state_is_not_kept_twice():
     one = Generating()
     one.fill(1)
     assert one.cache.checkpoint_decoded(1, BLOCK) is None

@@ -1,6 +1,8 @@
-"""Defects of megatron-core 0.19 that have to be impossible in the facade already; numbers as in `test_upstream_defects.py`.
+"""Defects of megatron-core 0.19 that this cache must make impossible. The numbers are those of
+`test_upstream_defects.py`.
 
-The tests against upstream's own classes are the engine's; these show that nothing the engine could ask leads there.
+The tests against upstream's own classes are in `tests/upstream`. These tests show that no sequence of calls leads to a
+defect.
 """
 
 from __future__ import annotations

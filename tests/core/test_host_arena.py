@@ -1,4 +1,4 @@
-"""The arena alone: what is stored comes back bit by bit, whatever is written meanwhile; on a GPU beside a busy stream."""
+"""The arena alone: what is stored comes back bit by bit, whatever is written in between. On a GPU beside a busy stream."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCKS, SLOTS, PAGES = 12, 10, 60
 
 
 class Pools:
-    """KV and two components of a state on a device, with an arena behind them."""
+    """KV and two components of a state on a device, and an arena for them."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Pools:
     ) -> BlockTransfer:
         count = max(self.pages_of.values())
         pages = range(entry * count, entry * count + self.pages_of[kind])
-        # Not in a row where there are several: an entry lies where there was room.
+        # Several pages are not contiguous: an entry is stored wherever there is room.
         tag = Tag(kind=kind, key=key, depth_tokens=1, epoch=0)
         return BlockTransfer(
             source=DEVICE if load_id is None else HOST,
@@ -73,16 +73,16 @@ class Pools:
         )
 
     def behind_unit(self, kind: EntryKind, entry: int, key: bytes, *, take: bool) -> BlockTransfer:
-        """From the host to the tier behind it, or back."""
+        """A transfer from the host to the tier behind it, or back."""
         unit = self.unit(kind, 0, entry, key=key)
         source, target = (HOST, "behind") if take else ("behind", HOST)
         return dataclasses.replace(unit, source=source, target=target, device_id=None)
 
 
 class AnyOrder:
-    """Moves and writes by chance, over streams that are late, and what each place on the device has to hold.
+    """Random moves and writes over slow streams, and what each place on the device must hold.
 
-    Staging buffers are small, so that they are used again and again.
+    Staging buffers are small, so that they are reused often.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class AnyOrder:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", range(6))
 def test_any_order_of_moves_and_writes(device, seed, monkeypatch):
-    """Against a dictionary."""
+    """Compared with a dictionary."""
     world = AnyOrder(device, seed, monkeypatch)
     pools, dice, places, on_device = world.pools, world.dice, world.places, world.on_device
     on_host: dict[int, tuple[EntryKind, float]] = {}
@@ -159,7 +159,7 @@ def test_any_order_of_moves_and_writes(device, seed, monkeypatch):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_of_moves_with_a_tier_behind(device, seed, monkeypatch):
-    """The same with entries that go from the host to a dictionary and come back into other pages."""
+    """The same, with entries that move from the host to a dictionary and come back into other pages."""
     world = AnyOrder(device, seed, monkeypatch, behind=DictionaryTier())
     pools, dice, places, on_device = world.pools, world.dice, world.places, world.on_device
     on_host: dict[int, tuple[EntryKind, float]] = {}
@@ -210,8 +210,8 @@ def test_a_wrong_bit_behind_the_host_is_noticed(device, kind):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_of_two_into_one_place_the_later_is_there(device):
-    """An entry that is dropped at once for another one, in its pages; a block that is loaded twice."""
+def test_the_later_of_two_moves_to_one_place_wins(device):
+    """An entry replaced at once by another one in the same pages; a block that is loaded twice."""
     pools = Pools(device)
     for index in range(BLOCKS):
         pools.write(EntryKind.KV, index, index)
@@ -267,7 +267,7 @@ def test_a_stage_without_recurrent_layers_moves_nothing_of_states():
 
 
 class Marks(HostQueue):
-    """A queue that makes marks, and notes which ones are waited for."""
+    """A queue that creates events, and records which ones are waited for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,8 +282,8 @@ class Marks(HostQueue):
         self.waited.append(mark)
 
 
-def test_the_model_waits_until_what_it_may_write_to_was_read(monkeypatch):
-    """For the last gathering of a round, not for the copies to the host; and once."""
+def test_the_model_waits_until_its_targets_were_read(monkeypatch):
+    """It waits once, for the last gather of a round, and not for the copies to the host."""
     monkeypatch.setattr(arenas, "STORE_STAGING_BYTES", 1)  # a batch each
     pools = Pools("cpu")
     pools.arena.stores = marks = Marks()
@@ -301,7 +301,7 @@ def test_the_model_waits_until_what_it_may_write_to_was_read(monkeypatch):
 
 @pytest.mark.gpu
 def test_a_write_right_after_a_store_does_not_spoil_it():
-    """The stream of the stores is late: what the model writes meanwhile has to wait for it."""
+    """The stream of the stores is slow. A write by the model must wait for it."""
     pools = Pools("cuda", 1000)
     for kind, index in ((EntryKind.KV, 1), (EntryKind.STATE, 2)):
         pools.write(kind, index, 3.0)

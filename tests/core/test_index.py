@@ -16,7 +16,7 @@ MAKER = KeyMaker(4, b"of the tests")
 
 
 def chain_of(*blocks: int, rest: int = 0) -> KeyChain:
-    """Blocks of one repeated token each, and ``rest`` more tokens."""
+    """The chain of blocks of one repeated token each, and ``rest`` more tokens."""
     return MAKER.chain([token for token in blocks for _ in range(4)] + [99] * rest)
 
 
@@ -134,7 +134,7 @@ def test_the_block_let_go_longest_ago_goes_first_and_never_before_its_children()
     other = keyed(blocks, tree, chain_of(4))
     blocks.release(*one)
     blocks.release(*other)
-    blocks.share(one[1][:2])  # used again, but for its last block
+    blocks.share(one[1][:2])  # used again, except for its last block
     blocks.release(one[0][:2], one[1][:2])
     assert [node.block_id for node in blocks.queue()] == [2, 3, 1, 0]
     blocks.check()

@@ -60,7 +60,7 @@ def test_every_part_of_the_salt_counts():
     ]
     firsts = {maker.chain([1, 2], **salt).keys[0] for salt in salts}
     firsts |= {KeyMaker(2, b"another").chain([1, 2]).keys[0], KeyMaker(2).chain([1, 2]).keys[0]}
-    firsts.add(KeyMaker(2).chain([1, 2]).keys[0])  # a random secret of its own
+    firsts.add(KeyMaker(2).chain([1, 2]).keys[0])  # another random secret
     assert len(firsts) == len(salts) + 3
 
 

@@ -1,4 +1,4 @@
-"""One file outside the package adds an eviction rule: to the settings, the cache, the flags and the tools."""
+"""One file outside the package adds an eviction policy to the settings, the cache, the flags and the tools."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def run_tool(folder: Path, tool: str, *argv: str, plugins: str = "newest_first_r
 
 
 def resumes(eviction_policy: str) -> list[int]:
-    """Resume depths, in tokens, of three prompts: two into two slots, another one, and the first two again."""
+    """Resume depths, in tokens: two prompts fill two slots, a third one evicts, then the first two come again."""
     cache = HybridPrefixCache(
         block_tokens=BLOCK,
         kv_blocks=100,

@@ -1,4 +1,4 @@
-"""What is kept, and what goes."""
+"""Policies: which states are kept, and which are evicted."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_lru_forgets_what_was_used_longest_ago():
     assert order == [1, 3, 0] and len(policy) == 0
 
 
-def test_lru_steps_over_what_is_pinned():
+def test_lru_skips_pinned_states():
     policy = make_eviction_policy("lru")
     nodes = [Node(bytes([index]), None, index) for index in range(3)]
     for node in nodes:
@@ -186,7 +186,7 @@ def test_lru_steps_over_what_is_pinned():
 
 
 def guessed_and_asked_for(reasons: str) -> tuple[list[Node], LruEviction[Node]]:
-    """A state for each letter, g: kept on a guess, t: a tail."""
+    """One state per letter. g: an interval state; t: a tail."""
     policy = make_eviction_policy("lru")
     nodes = [Node(bytes([index]), None, index) for index in range(len(reasons))]
     for node, letter in zip(nodes, reasons, strict=True):

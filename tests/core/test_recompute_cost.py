@@ -1,4 +1,4 @@
-"""Eviction by what a state is expected to save."""
+"""The eviction policy `recompute_cost`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LRU = Policy(name="lru", eviction="lru")
 
 @pytest.fixture
 def fast_clock(monkeypatch):
-    """Everything that takes hundreds of calls takes a few."""
+    """Shortens everything that takes hundreds of calls to a few."""
     monkeypatch.setattr(likelihood, "YOUNGEST_BITS", 1)
     monkeypatch.setattr(recompute_cost, "_REFRESH_AT_LEAST", 7)
     monkeypatch.setattr(recompute_cost, "_FADE_REFRESHES", 3)
@@ -36,7 +36,7 @@ def fast_clock(monkeypatch):
 
 
 def chain(depth_blocks: int, above: Node | None = None, name: int = 0) -> Node:
-    """The last of so many new nodes below ``above``."""
+    """Adds so many nodes below ``above``. Returns the last one."""
     for number in range(depth_blocks):
         above = Node(b"%d.%d" % (name, number), above, number)
     assert above is not None
@@ -59,7 +59,7 @@ def lost_in_order(policy, **options) -> list[Node]:
 
 
 def compare(rng: random.Random, calls: int, most: int) -> int:
-    """The policy and its naive twin through the same random calls; returns how many victims were compared."""
+    """Makes the same random calls to the policy and its naive twin. Returns how many victims were compared."""
     mine, naive = make_eviction_policy("recompute_cost"), NaiveRecomputeCost()
     nodes: list[Node] = []
     kept: list[Node] = []
@@ -127,7 +127,7 @@ def test_short_histories(rng, calls):
 # -- what it keeps -----------------------------------------------------------------------------------------------------
 
 
-def test_what_would_be_dearest_to_compute_again_is_kept():
+def test_the_most_expensive_state_is_kept():
     policy = make_eviction_policy("recompute_cost")
     nodes = [publish(policy, chain(depth, name=depth)) for depth in (5, 40, 11, 20)]
     assert lost_in_order(policy) == [nodes[0], nodes[2], nodes[3], nodes[1]]
@@ -156,7 +156,7 @@ def test_what_was_used_is_kept_longer():
     assert lost_in_order(policy) == [never, often]
 
 
-def test_a_state_that_is_made_again_was_wanted():
+def test_computing_a_lost_state_again_counts_as_a_use():
     policy = make_eviction_policy("recompute_cost")
     node = publish(policy, chain(10))
     policy.removed(node)

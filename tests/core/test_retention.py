@@ -1,4 +1,4 @@
-"""The facade: states at breakpoints and at intervals, and what may go for them."""
+"""Breakpoint and interval checkpoints, and which states may be evicted for them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ INTERVAL, TAIL = CheckpointReason.INTERVAL, CheckpointReason.TAIL
 
 
 def guessing(**options) -> ModelEngine:
-    """An engine that keeps the state after every block of a prompt, where it can."""
+    """An engine that keeps the state after every block of a prompt, if there is room."""
     return engine(retention_interval_tokens=BLOCK, **options)
 
 
 def resume(model: ModelEngine, prompt: list[int]) -> int:
-    """Blocks that a prompt would resume after."""
+    """Depth in blocks at which a prompt would resume."""
     return model.cache.match(model.cache.chain(prompt)).resume_tokens // BLOCK
 
 
@@ -56,11 +56,13 @@ def test_no_intervals():
 
 @pytest.mark.parametrize("interval", [-BLOCK, -1, 1, BLOCK + 1])
 def test_an_interval_that_is_no_multiple_of_the_block_is_refused(interval):
-    with pytest.raises(ValueError, match=rf"^retention_interval_tokens={interval}: must be 0, or a multiple of the 4 "):
+    with pytest.raises(
+        ValueError, match=rf"^retention_interval_tokens={interval}: must be 0 or a multiple of block_tokens=4"
+    ):
         HybridPrefixCache(block_tokens=BLOCK, kv_blocks=9, state_slots=1, retention_interval_tokens=interval)
 
 
-def test_guesses_get_what_is_left_over():
+def test_interval_states_only_get_free_slots():
     model = guessing(state_slots=3)
     run(model, tokens(1, 2, 3, 4, 5, rest=1))
     assert states(model) == {1: [INTERVAL], 2: [INTERVAL], 5: [TAIL]}
@@ -68,7 +70,7 @@ def test_guesses_get_what_is_left_over():
     assert model.cache.stats().checkpoints_by_reason["interval"] == 2
 
 
-def test_a_guess_costs_nothing_that_was_asked_for_or_used():
+def test_interval_states_evict_no_requested_or_used_state():
     model = guessing(state_slots=4)
     for number in range(4):
         run(model, tokens(number, rest=1))  # four tails, never used
@@ -114,14 +116,14 @@ def test_a_guess_takes_the_place_of_an_older_one():
 
 
 @pytest.mark.parametrize("chunk", [3, BLOCK, 2 * BLOCK, 100])
-def test_a_prompt_does_not_push_out_its_own_guesses(chunk):
+def test_a_prompt_does_not_evict_its_own_interval_states(chunk):
     model = guessing(state_slots=3)
     run(model, tokens(*range(10, 18), rest=1), chunk=chunk)
     assert sorted(states(model)) == ([1, 2, 8] if chunk == 100 else [2, 3, 8])
     assert model.cache.stats().evictions == (0 if chunk == 100 else 1), "only for its tail"
 
 
-def test_a_guess_where_another_prompt_ends_is_more_than_a_guess():
+def test_an_interval_state_becomes_the_tail_of_another_prompt():
     model = guessing(state_slots=3)
     run(model, tokens(1, 2, 3, rest=1))
     second = run(model, tokens(1, 2))  # resumes at 1; its tail is kept already

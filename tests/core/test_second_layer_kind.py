@@ -1,7 +1,7 @@
-"""A layer kind that the package does not know uses its pool, slots and facade as they are.
+"""A layer kind that the package does not know works with its pool, slots and cache unchanged.
 
-A tiny engine around a tiny model: requests run interleaved, resume from checkpoint slots, write planned states straight
-to their slots, fail now and then, and lose what is cached under pressure. All memory is NaN before it is written.
+A tiny engine runs a tiny model. Requests run interleaved, resume from checkpoint slots, write planned states straight
+to their slots, fail now and then, and lose cached entries under pressure. All memory is NaN before it is written.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ MUTANTS = ("key_window", "memory")
 
 
 class TinyEngine:
-    """Admit, resume, run chunk by chunk, publish, decode, release.
+    """Admits, resumes, runs chunk by chunk, publishes, decodes, releases.
 
     Args:
         kv_blocks: KV blocks.
         rows: Live slots.
-        checkpoint_slots: Slots of kept states.
-        copies: Whether a request copies its source into its live slot first, or reads it where it is.
-        mutant: Component that is zeroed wherever a request resumes.
+        checkpoint_slots: Checkpoint slots.
+        copies: True: a request first copies its source into its live slot. False: it reads the source in place.
+        mutant: Component that is zeroed at every resume.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class TinyEngine:
         ]
 
     def write(self, states: list[list[torch.Tensor]], slot: int) -> None:
-        """Straight to where it shall be."""
+        """Writes a state straight to its target slot."""
         for i, (key_window, memory) in enumerate(states):
             self.pool.tensors["key_window"][i, slot] = key_window
             self.pool.tensors["memory"][i, slot] = memory
 
     def forward(self, request_id: int, token: int, position: int, states: list[list[torch.Tensor]]) -> torch.Tensor:
-        """One token; its KV goes to the request's last block so far."""
+        """Runs one token. Its KV goes to the request's last block."""
         table = list(self.cache.inspect.block_ids(request_id))
         context = self.kv[table].flatten(0, 1)[: position + 1]
         context[-1] = float("nan")
@@ -79,9 +79,9 @@ class TinyEngine:
         return logits
 
     def run(self, request_id: int, prompt: list[int], salt: str, chunk: int, fails: list[bool]) -> Iterator[Any]:
-        """Steps of one request; its value is the tokens, and the logits after each computed one by position.
+        """Runs the steps of one request. Its value: the tokens, and the logits after each computed token, by position.
 
-        ``fails`` says, popped from the end, whether a prefill step fails after it has written everything.
+        ``fails`` is popped from the end: whether a prefill step fails after it has written everything.
         """
         admission = row = None
         while admission is None:
@@ -140,14 +140,14 @@ class TinyEngine:
 
 
 class Oracle:
-    """What an uninterrupted run gives."""
+    """The results of an uninterrupted run."""
 
     def __init__(self) -> None:
         self.model = DeltaHybrid()
         self._states: dict[tuple[int, ...], list[list[torch.Tensor]]] = {}
 
     def check(self, tokens: list[int], logits: dict[int, torch.Tensor]) -> None:
-        """Logits of the computed positions are right, and generated tokens the greedy ones."""
+        """Checks the logits of the computed positions, and that generated tokens are the greedy ones."""
         whole = self.model.whole(tokens)
         for position, row in logits.items():
             torch.testing.assert_close(row, whole[position], rtol=0, atol=1e-6)
@@ -164,7 +164,7 @@ class Oracle:
         return self._states[tokens]
 
     def check_slots(self, engine: TinyEngine) -> None:
-        """Every published state is bit-equal to the one of its tokens."""
+        """Checks that every published state is bit-equal to the state of its tokens."""
         for slot in sorted(node.slot for node in engine.cache.inspect.nodes_with_state()):
             for layer, right in zip(engine.state(slot), self.state(engine.content[slot]), strict=True):
                 for tensor, expected in zip(layer, right, strict=True):
@@ -217,7 +217,7 @@ def oracle() -> Oracle:
 
 @pytest.mark.parametrize("copies", [False, True], ids=["reads_the_source", "copies_the_source"])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_interrupted_runs_say_what_an_uninterrupted_one_says(oracle, seed, copies):
+def test_interrupted_runs_equal_an_uninterrupted_one(oracle, seed, copies):
     engine = TinyEngine(kv_blocks=30, rows=3, checkpoint_slots=4, copies=copies)
     for tokens, logits in serve(engine, oracle, seed):
         oracle.check(tokens, logits)
@@ -242,14 +242,14 @@ def test_a_wrong_state_is_noticed(oracle, mutant):
     assert sum(map(bool, engine.resumed.values())) > 5
 
 
-def test_no_slots_keep_nothing_and_say_the_same(oracle):
+def test_without_slots_nothing_is_kept_and_answers_are_the_same(oracle):
     engine = TinyEngine(kv_blocks=30, rows=2, checkpoint_slots=0)
     for tokens, logits in serve(engine, oracle, 1, count=8):
         oracle.check(tokens, logits)
     assert not any(engine.resumed.values())
 
 
-def test_the_naive_layer_is_two_things_that_agree(oracle):
+def test_both_forms_of_the_naive_layer_agree(oracle):
     """Token by token, and the whole sequence in one expression."""
     tokens = [(7 * i + i * i) % VOCABULARY for i in range(40)]
     states = [[torch.zeros(c.shape, dtype=getattr(torch, c.dtype)) for c in LAYOUT.components] for _ in range(2)]

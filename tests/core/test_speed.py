@@ -1,4 +1,4 @@
-"""Work and memory of the control plane: in steps of Python, which no other process and no faster machine changes."""
+"""Work and memory of the control plane, counted in Python steps, which do not depend on the machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_memory_of_a_block():
 
 
 def steps_of_a_request(requests: int, **sizes: int) -> float:
-    """Steps from match to release; making the requests up is a part of it."""
+    """Python steps from match to release, including those that make up the requests."""
     return steps(lambda: control_plane.requests_per_second(requests, **sizes)) / requests
 
 

@@ -1,4 +1,4 @@
-"""Layouts of states, the pool that holds them, and the agreement of one rank with itself."""
+"""Layouts of states, the pool that holds them, and the agreement of a single rank with itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def slots_of(*kinds):
 
 
 def numbered(pool):
-    """Every element another number (bit patterns for what is small); returns clones of the tensors."""
+    """Gives every element another number (a bit pattern for small dtypes). Returns clones of the tensors."""
     for tensor in pool.tensors.values():
         tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape))
     return {name: tensor.clone() for name, tensor in pool.tensors.items()}
@@ -61,7 +61,7 @@ def test_slots_within_a_budget():
         assert slots_of(layout()).slots_within((slots + 1) * 3 * BYTES - 1) == slots
 
 
-def test_a_rank_without_such_layers_has_no_say():
+def test_a_rank_without_recurrent_layers_does_not_vote():
     assert layout(layers=0).slot_bytes == 0
     assert slots_of(layout(layers=0)).slots_within(0) is None
     assert slots_of(layout(layers=0)).slots_within(2**40) is None
@@ -135,7 +135,7 @@ def test_copies_are_bit_equal(sources, targets):
 
 
 def test_copies_keep_every_bit():
-    """NaNs with a payload, signed zeros, subnormals: states are copied, not computed."""
+    """NaNs with a payload, signed zeros, subnormals: a copy changes no bit."""
     pool = StatePool(layout(1, (SSM,)), live_slots=1, checkpoint_slots=1, device="cpu")
     bits = pool.tensors["ssm"].view(torch.int32)
     odd = torch.tensor([0x7FC12345, -(2**31), 1, 0x7F800000, -1, 0x00800000], dtype=torch.int32)
@@ -166,7 +166,7 @@ def test_impossible_copies_are_refused_before_anything_is_written(sources, targe
 
 @pytest.mark.parametrize("slot", [-1, 5])
 def test_no_other_slot_is_zeroed(slot):
-    """-1 is what "no slot" is written as; it must not mean the last one."""
+    """-1 means "no slot"; it must not mean the last one."""
     pool = StatePool(layout(), live_slots=2, checkpoint_slots=3, device="cpu")
     before = numbered(pool)
     with pytest.raises(ValueError, match=f"slot {slot}"):
@@ -176,7 +176,7 @@ def test_no_other_slot_is_zeroed(slot):
 
 @pytest.mark.parametrize(("layers", "checkpoint_slots"), [(0, 3), (2, 0)])
 def test_pools_of_nothing(layers, checkpoint_slots):
-    """A pipeline stage without such layers; a budget below one state."""
+    """A pipeline stage without recurrent layers; a budget below one state."""
     pool = StatePool(layout(layers), live_slots=2, checkpoint_slots=checkpoint_slots, device="cpu")
     pool.zero([0, 1])
     pool.copy([0], [1])

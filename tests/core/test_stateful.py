@@ -1,4 +1,4 @@
-"""Hypothesis drives the facade through arbitrary orders of everything an engine does, checked after every step."""
+"""Hypothesis runs the cache through arbitrary orders of engine calls. Everything is checked after each step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ token_lists = st.lists(st.integers(0, 1), min_size=1, max_size=24)
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Few token ids and small blocks, so that prefixes coincide; budgets from nothing to plenty."""
+    """Few token ids and small blocks, so that prefixes coincide. Budgets range from nothing to plenty."""
 
     @initialize(
         block_tokens=st.sampled_from([2, 1, 3, 4]),
@@ -170,7 +170,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def rewind(self) -> None:
-        """Blocks for speculative tokens, attached to a request or to nobody, and given back."""
+        """Blocks for speculative tokens are attached to a request or to none, and freed."""
         block_ids = self.engine.cache.blocks.allocate(2)
         if block_ids is None:
             return
@@ -201,7 +201,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.engine.cache.publish(plan) if succeeds else self.engine.cache.abandon(plan)
 
     def admit_with_earlier_prefix_request(self, tokens: list[int]) -> None:
-        """A request that waited through a change of the weights has keys of the old ones: it runs without the cache."""
+        """A request that waited through a change of weights has keys of the old ones. It runs without the cache."""
         engine = self.engine
         chain = engine.cache.chain(tokens)
         match = engine.cache.match(chain)
@@ -253,7 +253,9 @@ def run_seed(seed: int, steps: int, behind: list[str] | None = None) -> None:
     rng = random.Random(seed)
     kv_blocks, state_slots = rng.choice([8, 16, 24, 40, 60, 300]), rng.choice([0, 1, 2, 3, 8, 100])
     block_tokens = rng.choice([1, 2, 3, 4])
-    retention = random.Random(f"retention {seed}")  # of its own, so that seeds mean the traffic they meant before
+    retention = random.Random(
+        f"retention {seed}"
+    )  # a separate generator, so that seeds give the same traffic as before
     interval_blocks = retention.choice([None, None, 0, 1, 3])
     tier = random.Random(f"host {seed}")
     host = tier.choice([HOSTS[0], *HOSTS])

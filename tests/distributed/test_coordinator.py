@@ -1,7 +1,7 @@
-"""Through megatron's data-parallel coordinator: salts keep tenants apart, and replies come back whole.
+"""Requests through megatron's data-parallel coordinator: salts separate tenants, and replies are complete.
 
-One engine on one rank; the coordinator is a process of its own, reached over ZeroMQ. (On two tensor-parallel ranks of a
-busy machine, megatron 0.19's engine hangs behind its coordinator now and then, with caching off too.)
+One engine on one rank. The coordinator is a separate process, reached over ZeroMQ. (On two tensor-parallel ranks of a
+busy machine, megatron 0.19's engine sometimes hangs behind its coordinator, also with caching off.)
 """
 
 from __future__ import annotations

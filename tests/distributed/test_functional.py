@@ -1,4 +1,4 @@
-"""`scripts/functional_tests.sh` on two ranks of the CPU; and that its judges notice what they are for."""
+"""`scripts/functional_tests.sh` on two CPU ranks; and that its checks find wrong results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCRIPT = ROOT / "scripts" / "functional_tests.sh"
 
 
 def start(*argv):
-    """Run the script with this Python."""
+    """Runs the script with this Python."""
     return subprocess.run(
         ["bash", str(SCRIPT), *map(str, argv)],
         env=os.environ | {"PYTHON": sys.executable},
@@ -79,7 +79,7 @@ def answer(*, reused, log_prob=-1.0):
 
 
 def layout_findings():
-    """Two ranks that do everything right."""
+    """Findings of two ranks without any mistake."""
     stats = {"reused_tokens": 64, "host_loads": 2, "fallbacks": {"host_load_failed": 1}, "bytes_budget": 5}
     on = {"answers": [answer(reused=64)], "stats": stats, "present": {"waiting": []}, "decisions": [7], "preempted": 0}
     run = {"off": {"answers": [answer(reused=0)]}, "on": on}
@@ -88,7 +88,7 @@ def layout_findings():
     return [copy.deepcopy(rank) for _ in range(2)]
 
 
-def test_what_is_right_passes():
+def test_right_findings_pass():
     text = functional.judge_layout(CASES["tp2"], layout_findings(), 1e-5)
     assert text == "128 tokens reused, 2 loads from the host, log-probs within 0.0e+00, equal decisions"
 
@@ -112,7 +112,7 @@ LAYOUT_DEFECTS = {
 
 
 @pytest.mark.parametrize("message", LAYOUT_DEFECTS)
-def test_what_is_wrong_on_one_rank_fails(message):
+def test_wrong_findings_of_one_rank_fail(message):
     ranks = layout_findings()
     LAYOUT_DEFECTS[message](ranks[1]["runs"]["host, legacy"]["on"], ranks[1])
     with pytest.raises(Failure, match=message):
@@ -136,7 +136,7 @@ def test_what_did_not_happen_fails(message, stats):
 
 
 def replica_findings():
-    """Two replicas and the prefixes of each: four prompts, of which the last two find theirs."""
+    """Two replicas and their prefixes: four prompts; the last two find their prefix."""
     answers = [answer(reused=reused) for reused in (0, 0, 0, 0, 64, 64)]
     run = {"off": {"answers": [answer(reused=0) for _ in answers]}, "on": {"answers": answers}}
     idle = {"off": {"answers": []}, "on": {"answers": []}}
@@ -182,7 +182,7 @@ DIE = "os.environ['RANK'] == '1' and os.kill(os.getpid(), 9); "
 
 @pytest.fixture
 def worker(tmp_path, monkeypatch):
-    """Runs this program as each rank of a case; returns what the case says."""
+    """Runs this program as each rank of a case. Returns the case's result."""
 
     def run(name, program, end_timeout_s=HANG_S):
         script = tmp_path / "worker.py"
@@ -227,6 +227,6 @@ def test_a_rank_that_ends_with_an_error_passes(worker):
         (RAN + "1 / 0", "not ended by the death of a rank: ZeroDivisionError"),
     ],
 )
-def test_torchrun_that_does_not_end_of_a_death_fails(program, message, worker):
+def test_torchrun_that_survives_a_death_fails(program, message, worker):
     with pytest.raises(Failure, match=message):
         worker("killed", program)

@@ -1,4 +1,4 @@
-"""Two ranks say what one says: tensor parallel, pipeline parallel, and layouts that cannot be."""
+"""Two ranks give the answers of one: tensor parallel, pipeline parallel, and invalid layouts."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_ranks_that_fail_are_an_error(tmp_path, program, timeout_s, message):
 
 
 @pytest.mark.multi
-def test_what_a_rank_started_ends_with_it(tmp_path):
+def test_processes_of_a_rank_end_with_it(tmp_path):
     script, told = tmp_path / "worker.py", tmp_path / "child"
     script.write_text(
         "import subprocess, sys\n"

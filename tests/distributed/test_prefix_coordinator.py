@@ -1,4 +1,4 @@
-"""`PrefixCoordinator` alone: what it remembers of which replica has what."""
+"""`PrefixCoordinator` alone: its record of which replica has which prefix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ RANKS = [b"first", b"second"]
 
 
 def coordinator(most_blocks: int) -> PrefixCoordinator:
-    """One without sockets."""
+    """A coordinator without sockets."""
     made = PrefixCoordinator.__new__(PrefixCoordinator)
     made.identity_to_rank_index = {name: number for number, name in enumerate(RANKS)}
     made._identities_list, made._pending_counts = list(RANKS), np.zeros(len(RANKS), dtype=np.int32)
@@ -18,7 +18,7 @@ def coordinator(most_blocks: int) -> PrefixCoordinator:
     return made
 
 
-def test_it_forgets_what_was_not_asked_for_longest():
+def test_it_forgets_the_least_recently_used_prefix():
     made = coordinator(most_blocks=100)
     made._update_rank_hashes(RANKS[1], [1, 2, 3])
     for number in range(1000):
@@ -31,7 +31,7 @@ def test_it_forgets_what_was_not_asked_for_longest():
     assert made._match_vector([1000])[0].tolist() == [0, 0]
 
 
-def test_within_its_limits_it_is_megatrons():
+def test_within_its_limits_it_decides_as_megatron():
     from megatron.core.inference.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
 
     made, upstream = coordinator(most_blocks=1000), coordinator(most_blocks=1000)

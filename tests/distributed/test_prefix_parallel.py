@@ -1,6 +1,6 @@
-"""With the cache on, several ranks say what one says without, and decide alike at every step.
+"""With the cache on, several ranks give the answers of one rank without it, and decide alike at every step.
 
-Stages of a pipeline may hold different numbers of layers that recur, or none.
+Pipeline stages may have different numbers of recurrent layers, or none.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def name_of(layout):
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory):
-    """Starts a layout's ranks, once a pattern; returns the findings of each, and what each says to an impossible budget."""
+    """Starts a layout's ranks, once per pattern. Returns each rank's findings, and its error for an impossible budget."""
 
     outcomes: dict[Any, Any] = {}
 
@@ -66,7 +66,7 @@ def launch(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(platform):
-    """Findings of one process by pattern, mode, scenario, and whether it caches."""
+    """Findings of one process, by pattern, mode, scenario, and with or without the cache."""
 
     @cache
     def model(pattern: str) -> Any:
@@ -82,7 +82,7 @@ def alone(platform):
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{name_of(case[0])}-{case[1]}")
 def case(request, launch):
-    """Layout, pattern, and each rank's findings about it."""
+    """Layout, pattern, and each rank's findings."""
     layout, pattern = request.param
     return layout, pattern, [found["runs"] for found in launch(layout, pattern)[0]]
 
@@ -149,7 +149,7 @@ def test_as_many_slots_as_the_tightest_rank_can_hold(case):
 
 
 def test_a_wrong_state_on_one_rank_shows(case, alone):
-    """Or else the answers would say nothing about the states of every rank."""
+    """Otherwise equal answers would not show that every rank's states are right."""
     _, pattern, ranks = case
     right = alone(pattern, "legacy", "tails", cached=False)["answers"]
     for rank in ranks:

@@ -1,4 +1,4 @@
-"""Processes that tests start with everything imported (`harness/workers/launch.py`): they are as if started anew."""
+"""Processes that tests fork with everything imported (`harness/workers/launch.py`) behave like new processes."""
 
 from __future__ import annotations
 

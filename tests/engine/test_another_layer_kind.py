@@ -1,4 +1,4 @@
-"""One file outside the package adds a kind of recurrent layer, in an engine of megatron's, beside Mamba2 or alone."""
+"""One file outside the package adds a recurrent layer kind to megatron's engine, beside Mamba2 or alone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def model(kind, request):
 
 
 class Reference(NaiveHybridModel):
-    """In float64, every position from all before it: no chunks, and no state."""
+    """A float64 reference. Each position is computed from all before it, without chunks and without a state."""
 
     def _mamba(self, x, prefix, zero_ssm_at, zero_conv_at):
         if prefix + "trace_in" not in self.weights:
@@ -105,7 +105,7 @@ def test_a_wrong_component_is_noticed(model, component):
 
 
 def test_states_of_decodes_and_of_preempted_requests(model):
-    """Blocks that an answer fills; few KV blocks, so that requests are preempted and go on from the host."""
+    """Blocks that are filled by decoding; few KV blocks, so that requests are preempted and continue from the host."""
     served = serve(model, blocks=9, paused_blocks=2, host_gb=0.01, max_requests=4)
     prompts = [random_tokens(BLOCK + 20 * n, seed=50 + n) for n in range(4)]
     served.send(*prompts, count=2 * BLOCK)
@@ -191,7 +191,7 @@ def test_layers_of_one_kind_with_different_states_are_refused(kind, monkeypatch)
         EngineHarness(model)
 
 
-def test_of_two_kinds_that_match_the_last_one_counts(kind, model, monkeypatch):
+def test_the_last_registered_matching_kind_wins(kind, model, monkeypatch):
     from megatron_hybrid_prefix.layers.base import KINDS
     from megatron_hybrid_prefix.layers.kinds import kind_of, restore_mixers, use_slot_mixers
 

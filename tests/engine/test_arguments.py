@@ -39,7 +39,7 @@ def megatron_parser(platform):
 
 @pytest.fixture(params=["megatron's parser", "a parser of one's own"])
 def config_of(request, megatron_parser):
-    """Settings that a command line means."""
+    """The settings of a command line."""
     parser = megatron_parser if request.param == "megatron's parser" else add_hybrid_prefix_args(own_parser())
     return lambda *argv: hybrid_prefix_config_from_args(parser.parse_args(argv))
 
@@ -74,7 +74,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
 
 
 def flag_and_value(field: dataclasses.Field[Any]) -> tuple[list[str], Any]:
-    """Of any field: from the table, or from its type, so that new fields are tried, too."""
+    """Flag and value for any field: from the table, or from its type, so that new fields are tested, too."""
     flag = arguments.flag_of(field.name)
     kind = get_type_hints(HybridPrefixConfig)[field.name]
     if kind is bool:
@@ -101,11 +101,11 @@ def test_every_other_field_has_a_flag_with_help(config_of, megatron_parser, fiel
 
 
 def test_help_can_be_printed():
-    """On a parser of one's own: megatron 0.19's cannot print its help, for a % in it."""
+    """On a plain parser, because megatron 0.19's parser cannot print its help (it has an unescaped %)."""
     text = " ".join(add_hybrid_prefix_args(own_parser()).format_help().split())
     for field in dataclasses.fields(HybridPrefixConfig)[1:]:
         assert arguments.flag_of(field.name) in text
-    assert "0 to 1, that are computed as if nothing were cached" in text
+    assert "0 to 1, to compute without the cache and compare" in text
 
 
 def test_auto_stands_for_none(config_of):
@@ -237,7 +237,7 @@ def test_an_engine_from_arguments(tiny, megatron_parser):
 
 
 def run_process(*argv: object, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    """The tool as a user starts it, under torchrun for several ranks."""
+    """Runs the tool as a user does, under torchrun for several ranks."""
     launcher = torchrun(ranks) if ranks > 1 else [sys.executable]
     return subprocess.run(
         [*launcher, str(TOOL), *map(str, argv)],
@@ -251,7 +251,7 @@ def run_process(*argv: object, ranks: int = 1) -> subprocess.CompletedProcess[st
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
-    """A checkpoint of ``megatron.training``, and what its model says to the prompts with caching off."""
+    """A checkpoint of ``megatron.training``, and its model's answers to the prompts with caching off."""
     return save_checkpoint(tmp_path_factory.mktemp("checkpoint"), MODEL)
 
 
@@ -266,7 +266,7 @@ def save_checkpoint(folder: Path, model: list[str]) -> tuple[Path, list[dict[str
 @pytest.mark.multi
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_checkpoint_of_megatron_training(checkpoint, tmp_path, tp):
-    """Its model is described by the checkpoint; one flag switches the cache on; also in another layout."""
+    """The checkpoint describes its model, and one flag turns the cache on. Also in another layout."""
     check_checkpoint(*checkpoint, tmp_path, tp, [])
 
 
@@ -306,7 +306,7 @@ BAD = {
 
 
 def test_bad_arguments_are_one_line(tmp_path):
-    """Each in a process of its own, as megatron keeps its arguments in globals."""
+    """One process each, because megatron keeps its arguments in globals."""
     for name, (argv, problem) in BAD.items():
         (result,) = run_prepared(TOOL, *MODEL, *(word.format(empty=tmp_path) for word in argv), *INFERENCE)
         lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]

@@ -1,4 +1,4 @@
-"""The block allocator where somebody puts it in the place of megatron's: without a context or a cache of ours."""
+"""The block allocator when it replaces megatron's without this package's context or cache."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def test_ends_are_the_multiples_and_the_last_token(chunk_grid, sizes, start, tok
 
 @given(sizes=SIZES, start=st.integers(0, 1000), cuts=st.lists(st.integers(1, 90), min_size=1, max_size=6))
 def test_a_scan_cut_anywhere_splits_where_an_uncut_one_does(chunk_grid, sizes, start, cuts):
-    """Every chunk of the whole is a chunk, or several, of the parts; nothing is cut but at the cuts."""
+    """Each chunk of the whole is one or more chunks of the parts. Parts are split only at the cuts."""
     grid = chunk_grid(sizes)
     whole, parts, position = grid.ends(start, start + sum(cuts)), [], start
     for tokens in cuts:
@@ -57,7 +57,7 @@ def test_max_chunks_is_enough_for_any_spans(chunk_grid, sizes, spans):
 
 @given(sizes=SIZES, tokens=st.integers(0, 300), sequences=st.integers(0, 8))
 def test_max_chunks_grows_with_both(chunk_grid, sizes, tokens, sequences):
-    """So that what is sized for the most is enough for less (a step pads only up to its own size)."""
+    """So a buffer that is sized for the maximum is large enough for less (a step pads only up to its own size)."""
     grid = chunk_grid(sizes)
     most = grid.max_chunks(tokens, sequences)
     assert most <= grid.max_chunks(tokens + 1, sequences)
@@ -66,7 +66,7 @@ def test_max_chunks_grows_with_both(chunk_grid, sizes, tokens, sequences):
 
 @given(sizes=SIZES, tokens=st.integers(1, 400), sequences=st.integers(1, 6))
 def test_max_chunks_is_not_wasteful(chunk_grid, sizes, tokens, sequences):
-    """Within three chunks a sequence of what spans that start just before an end need."""
+    """The bound is within three chunks per sequence of the worst case: spans that start just before a chunk's end."""
     chunk_tokens, block_tokens = sizes
     needed = tokens // chunk_tokens + (tokens // block_tokens if block_tokens % chunk_tokens else 0)
     assert chunk_grid(sizes).max_chunks(tokens, sequences) <= needed + 3 * sequences

@@ -1,4 +1,4 @@
-"""`gpu/chunked_error.py` on the host: what it reports of engines that are right, and of some that are not."""
+"""`gpu/chunked_error.py` on the CPU: its report on correct engines and on wrong ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def report(models, **fields):
 
 
 def test_ours_is_right_in_chunks_and_megatron_is_not_in_a_short_one(models):
-    """In float32 nothing but a mistake is seen: megatron's window of a two-token chunk (defect 4)."""
+    """In float32 only mistakes are visible: megatron's convolution state after a chunk of two tokens (defect 4)."""
     found = report(models)
     engines = found["engines"]
     assert engines["bfloat16, ours, chunked"]["chunked_prompts"] == 2

@@ -1,4 +1,4 @@
-"""With caching off the engine says what the model says: against a float64 token-by-token recompute."""
+"""With caching off the engine's answers equal the model's: compared with a float64 token-by-token recompute."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_other_dimensions(platform, changes):
 
 
 def test_upstream_caching_agrees_where_it_is_right(tiny, reference):
-    """Long tails after a block boundary: the cases that megatron-core's own prefix cache gets right."""
+    """Long tails after a block boundary, where megatron-core's own prefix cache is right."""
     engine = build_engine(tiny, max_sequence_length=2048, enable_prefix_caching=True, prefix_caching_mamba_gb=0.05)
     shared = random_tokens(768, seed=1)
     finished: dict = {}
@@ -81,7 +81,7 @@ class Operators(TorchDispatchMode):
 
 
 def test_a_prompt_is_computed_in_one_step_and_in_chunks(tiny):
-    """Not token by token: that takes several operators a token and recurrent layer."""
+    """Not token by token, which would take several operators per token and recurrent layer."""
     engine = build_engine(tiny, max_sequence_length=1024)
     counts = {}
     for number, length in enumerate((1, 600)):

@@ -1,6 +1,6 @@
-"""`install`: scripts in megatron's own words get this cache, and lose it again. CPU, `tiny`.
+"""`install`: scripts that only use megatron get this cache, and `uninstall` removes it. On the CPU with `tiny`.
 
-The functions in capitals below stand for users' scripts: they import and call nothing but megatron.
+The functions with capital names are users' scripts: they import and call only megatron.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def TOKENS(engine: Any, times: int = 2) -> list[list[int]]:
 
 
 def skipped(engine: Any) -> int:
-    """Prompt tokens that were not computed, by megatron's own counter."""
+    """Prompt tokens that were skipped, by megatron's own counter."""
     return 2 * len(PROMPT) - engine.context.lifetime_prefill_token_count
 
 
@@ -208,7 +208,7 @@ def test_a_constructor_that_changed_is_an_error_that_names_it(monkeypatch, numbe
     assert not installation.installed_rebindings()
 
 
-def test_what_is_replaced_is_listed():
+def test_replacements_are_listed():
     install(PREFIX)
     listed = installation.installed_rebindings()
     assert all(isinstance(item, Rebinding) and item.why for item in listed)

@@ -1,4 +1,4 @@
-"""States are kept and restored bit by bit, and the scan gives the same bits whichever boundary it starts from."""
+"""States are kept and restored bit by bit. The scan gives the same bits from whichever boundary it starts."""
 
 from __future__ import annotations
 

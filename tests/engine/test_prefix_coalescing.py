@@ -1,4 +1,4 @@
-"""Requests that come together: a common prefix is computed once, and little requests do not wait for a long one."""
+"""Concurrent requests: a shared prefix is computed once, and short requests do not wait for a long one."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_samples_of_one_prompt(model, mode, chunks, tail):
 
 @each_mode
 def test_branches_of_branches(model, mode):
-    """Groups share more with each other than all do."""
+    """Groups share more with each other than all requests do."""
     served = herd(model, mode)
     trunk = tokens(5, 0, seed=1)
     total = len(trunk)
@@ -91,7 +91,7 @@ def test_requests_that_come_while_a_long_prompt_is_computed_in_chunks(model, mod
 
 @each_mode
 @pytest.mark.parametrize("how", ["aborted", "switch", "salt", "too little"])
-def test_nobody_waits_for_what_will_not_come(model, mode, how):
+def test_no_request_waits_for_a_prefix_that_will_not_come(model, mode, how):
     fields = {"coalesce_prefixes": False} if how == "switch" else {}
     served = herd(model, mode, enable_chunked_prefill=True, max_tokens=128, **fields)
     prompt = tokens(3 if how == "too little" else 20, 3, seed=1)

@@ -1,4 +1,4 @@
-"""Corners that a review found: each raised, hung or lost something before."""
+"""Edge cases found in reviews. Each one used to raise, hang or lose something."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def test_a_chunked_prefill_waits_for_blocks_that_decodes_took(tiny, mode, new_to
 
 @pytest.mark.parametrize("slots", [None, 8])
 def test_what_can_never_be_active_is_refused(tiny, slots):
-    """More blocks than the active ones, though fewer than all: megatron would pause it for good, and assert."""
+    """The request needs more blocks than the active ones, but not more than all. Megatron would pause it forever, and
+    assert.
+    """
     served = EngineHarness(tiny, slots=slots, blocks=7, paused_blocks=3)
     if slots is None:
         from megatron_hybrid_prefix.mcore.runner import run_batch
@@ -81,7 +83,7 @@ def test_a_chunk_that_runs_in_the_last_row_is_left_alone(tiny):
 
 
 def test_a_caller_may_write_to_its_prompt_after_adding_it(tiny):
-    """Keys are made on arrival, tokens are read at admission: both of what was added."""
+    """Keys are made at arrival and tokens are read at admission; both must see the prompt as it was added."""
     served = EngineHarness(tiny)
     first, second = tokens(2, 9, seed=71), tokens(2, 9, seed=72)
     prompt = torch.tensor(first)

@@ -1,7 +1,8 @@
-"""With the cache on, a request says what it says without: greedy tokens and log-probs against a float64 recompute.
+"""Answers with the cache equal those without it: greedy tokens and log-probs against a float64 recompute.
 
-Every scenario also runs with the restored SSM state zeroed, the window of the convolution zeroed, and a state of another
-depth in its place; each request that resumed must then be off. So a scenario that compares nothing cannot pass.
+Every scenario also runs with mutants: the restored SSM state is zeroed, the restored convolution state is zeroed, or a
+state of another depth is used. Then each request that resumed must be wrong. So a scenario that compares nothing cannot
+pass.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ MODES = ("legacy", "async")
 
 
 class Session:
-    """One engine, its answers, and what they should be.
+    """One engine, its answers, and the right answers.
 
-    Requests that resumed from the cache are kept apart: those must be wrong under a mutant, the others right.
+    Requests that resumed from the cache are kept separately. Under a mutant they must be wrong, and all others right.
     """
 
     def __init__(self, model: Any, reference: NaiveHybridModel, **fields: Any) -> None:
@@ -38,7 +39,7 @@ class Session:
         self.send(random_tokens(5 * self.block + 1, seed=999), cache_salt="a state of another depth, for the mutant")
 
     def send(self, *prompts: list[int], new_tokens: int = NEW_TOKENS, **attributes: Any) -> list[Any]:
-        """Add prompts together and run to the end, checking the cache after every step."""
+        """Adds prompts together and runs to the end. Checks the cache after every step."""
         first = self._next_id
         for prompt in prompts:
             self.add(prompt, new_tokens, **attributes)
@@ -46,7 +47,7 @@ class Session:
         return [self.finished[number] for number in range(first, self._next_id)]
 
     def add(self, prompt: list[int], new_tokens: int = NEW_TOKENS, **attributes: Any) -> int:
-        """Add one prompt; returns its id."""
+        """Adds one prompt. Returns its id."""
         params = greedy(new_tokens)
         params.add_attributes(attributes)
         self.engine.add_request(self._next_id, prompt, params)
@@ -54,14 +55,14 @@ class Session:
         return self._next_id - 1
 
     def run(self, steps: int | None = None) -> None:
-        """Step to the end, or so many times."""
+        """Steps to the end, or a number of steps."""
         while self.engine.has_unfinished_requests() and steps != 0:
             run_to_end(self.engine, self.finished, steps=1)
             self.engine.context.check_integrity()
             steps = None if steps is None else steps - 1
 
     def check(self, mutant: str | None) -> None:
-        """All answers are right; under a mutant, none of those that resumed is."""
+        """Checks that all answers are right. Under a mutant, all answers of requests that resumed must be wrong."""
         hits = 0
         for request in self.finished.values():
             resumed = request.num_cached_tokens > 0
@@ -85,7 +86,7 @@ def tails(session: Session) -> None:
 
 
 def lengths_around_blocks(session: Session) -> None:
-    """Prompts of n blocks and -1 .. 3 tokens: sent, sent again, and gone on from."""
+    """Prompts of n blocks and -1 .. 3 tokens: sent, sent again, and continued."""
     block = session.block
     for own in (-1, 0, 1, 2, 3):
         prompt = random_tokens(2 * block + own, seed=20 + own)
@@ -93,12 +94,12 @@ def lengths_around_blocks(session: Session) -> None:
         (again,) = session.send(prompt)
         (turn,) = session.send(prompt + list(first.generated_tokens) + random_tokens(9, seed=own))
         assert again.num_cached_tokens == (2 * block + own - 1) // block * block
-        # The answer was computed but for its last token.
+        # The answer was computed except for its last token.
         assert turn.num_cached_tokens == (2 * block + own + NEW_TOKENS - 1) // block * block
 
 
 def junctions(session: Session) -> None:
-    """Prompts that share a prefix which is no tail of any; the state there is kept when the second one comes."""
+    """Prompts that share a prefix that is no prompt's tail. The second prompt checkpoints the junction."""
     block = session.block
     shared = random_tokens(2 * block, seed=3)
     for number in range(4):
@@ -121,7 +122,7 @@ def mixed_batches(session: Session) -> None:
 
 
 def preempted(session: Session) -> None:
-    """Few KV blocks: requests are evicted in decode, and resume from what is still cached."""
+    """Few KV blocks: requests are preempted in decode, and resume from what is still cached."""
     block = session.block
     prompts = [random_tokens(block + 20 + number, seed=50 + number) for number in range(4)]
     session.send(prompts[0][: block + 1], prompts[1][: block + 1])
@@ -134,7 +135,7 @@ SCENARIOS = (tails, lengths_around_blocks, junctions, mixed_batches)
 
 @pytest.fixture(scope="module", params=mostly_slow([4, 2], 4), ids=["d_conv4", "d_conv2"])
 def model_and_reference(request: Any, platform: Any) -> tuple[Any, NaiveHybridModel]:
-    """``tiny`` with either width of the convolution; its SSM chunk is 128 tokens."""
+    """``tiny`` with either convolution width. Its SSM chunk is 128 tokens."""
     config = get_preset("tiny", d_conv=request.param)
     assert config.chunk_size == 128
     model = build_hybrid_model(config, seed=0, platform=platform)
@@ -202,7 +203,7 @@ def _run(model_and_reference, scenario, mutant, **fields) -> None:
 
 
 def chunked_session(model: Any, reference: NaiveHybridModel, block_size_tokens: int, mode: str) -> Session:
-    """Prompts are cut into chunks of what `set_cut` says."""
+    """Prompts are cut into chunks of the size set by `set_cut`."""
     return Session(
         model,
         reference,
@@ -215,7 +216,7 @@ def chunked_session(model: Any, reference: NaiveHybridModel, block_size_tokens: 
 
 
 def cut_prompts(session: Session, cut_tokens: int) -> Iterator[Any]:
-    """A prompt computed in chunks of ``cut_tokens``, then others that resume from what its chunks left."""
+    """A prompt computed in chunks of ``cut_tokens``, then others that resume from the states of its chunks."""
     session.engine.context.max_tokens = cut_tokens  # the scheduler's budget; the buffers are for 512
     block = session.block
     salt = str(cut_tokens)
@@ -277,7 +278,7 @@ def test_chunked_prefill_notices_wrong_states(tiny, tiny_reference, mode, mutant
 @pytest.mark.parametrize("mutant", [None, *MUTANTS])
 @pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
 def test_chunked_prefill_beside_decodes_and_other_prompts(tiny, tiny_reference, mode, mutant):
-    """The budget left by decodes cuts chunks anywhere; a continuation finds KV that another request left meanwhile."""
+    """Decodes leave a varying token budget, so chunks end anywhere. A later chunk finds KV that another request cached."""
     session = chunked_session(tiny, tiny_reference, 64, mode)
     session.engine.context.max_tokens = 192
     prefix = random_tokens(448, seed=9)

@@ -1,4 +1,4 @@
-"""A prefix is resumed from the second time it is seen: where the caller named it, and where nobody did."""
+"""The second request with a prefix already resumes from it, with a breakpoint of the caller and without."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model(tiny: Any) -> Iterator[Any]:
 
 
 def computed(served: EngineHarness, prompt: list[int], **attributes: Any) -> int:
-    """Sends a prompt; returns how many of its tokens were computed."""
+    """Sends a prompt. Returns how many of its tokens were computed."""
     before = served.cache.stats().computed_prompt_tokens
     request = served.send(prompt, **attributes)
     count = served.cache.stats().computed_prompt_tokens - before
@@ -34,7 +34,7 @@ def computed(served: EngineHarness, prompt: list[int], **attributes: Any) -> int
 
 
 def kept(served: EngineHarness) -> list[tuple[int, CheckpointReason]]:
-    """Depths in blocks of all kept states, and why they are kept."""
+    """Depths in blocks of all kept states, and their reasons."""
     nodes = (node for node in served.cache.inspect.nodes() if node.reason is not None)
     return sorted((node.depth_blocks, node.reason) for node in nodes)
 
@@ -101,7 +101,7 @@ def test_wrong_states_would_be_noticed(model, mutant):
 
 
 @each_mode
-def test_requests_beside_each_other_share_what_the_first_of_them_kept(model, mode):
+def test_concurrent_requests_share_the_first_ones_states(model, mode):
     served = EngineHarness(model, async_sched_mode=mode, retention_interval_tokens=None)
     shared = tokens(4, 9, seed=1)
     served.send(*(shared + tokens(0, 40 + number, seed=number) for number in range(4)), count=9)
@@ -176,7 +176,7 @@ def test_breakpoints_survive_a_preemption(model, mode):
     [64, "64", b"64", [64.0], [64, None], ["64"], [True], {64}, {64: 1}, [[64]], "a\nb", [1.5] * 100],
     ids=lambda wrong: str(wrong)[:9],
 )
-def test_what_is_no_sequence_of_ints_is_refused_and_nothing_stays_behind(model, wrong):
+def test_breakpoints_of_another_type_are_refused(model, wrong):
     served = EngineHarness(model)
     running = served.add(tokens(1, 20, seed=1), 6)
     served.step(2)

@@ -1,4 +1,4 @@
-"""Random traffic on engines with random budgets: nothing raises, nothing leaks, every answer is that of caching off."""
+"""Random traffic on engines with random budgets: nothing raises, nothing leaks, every answer equals caching off."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ MANAGEMENT = (KVCacheManagementMode.PERSIST, KVCacheManagementMode.OFFLOAD, KVCa
 
 
 class Traffic:
-    """An engine and a seed's worth of requests, which share prefixes of a few trunks.
+    """An engine and random requests, which share prefixes of a few trunks.
 
     Args:
         model: A model of ``build_hybrid_model``.
-        seed: Of everything.
-        drafts: Tokens drafted for speculative decoding; a random number of them is right each time.
+        seed: Seed of everything random.
+        drafts: Draft tokens of speculative decoding. A random number of them is right each time.
     """
 
     def __init__(self, model: Any, seed: int, drafts: int = 0) -> None:
@@ -41,7 +41,7 @@ class Traffic:
         self.longest = 6 * block  # 7 blocks hold any one request
         self.retention = random.Random(
             f"retention {seed}"
-        )  # of its own, so that seeds mean the traffic they meant before
+        )  # a separate generator, so that seeds give the same traffic as before
         interval = self.retention.choice((None, None, 0, block, 2 * block))
         self.tier = random.Random(f"host {seed}")
         host = {"host_gb": self.tier.choice(HOST_GB), "host_write_through": self.tier.random() < 0.3}
@@ -108,7 +108,7 @@ class Traffic:
             self.engine.context.check_integrity()
 
     def spoil(self) -> None:
-        """A bit of what is on the host is wrong."""
+        """Flips a bit of an entry on the host."""
         moves, tier = self.engine.context.host_moves, self.engine.context.prefix_cache.inspect.host_tier
         nodes = sorted(
             self.engine.context.prefix_cache.inspect.nodes(), key=lambda node: (node.depth_blocks, node.host_slot)
@@ -148,7 +148,7 @@ class Traffic:
 
 @pytest.fixture(scope="module")
 def ended(tiny) -> Callable[[int], Traffic]:
-    """Traffic of a seed after its end, run once."""
+    """The finished traffic of a seed, run once."""
 
     @cache
     def run(seed: int) -> Traffic:
@@ -188,7 +188,7 @@ def test_random_traffic_with_drafts(tiny_mtp, seed):
 
 
 def _check(traffic: Traffic, reference: NaiveHybridModel) -> None:
-    """All of it ended, with what the model says, and left nothing behind."""
+    """Checks that all requests ended with the model's answers, and that nothing leaked."""
     assert not traffic.engine.has_unfinished_requests()
     assert sorted(traffic.finished) == list(range(traffic.sent))
     for request in traffic.finished.values():
@@ -207,8 +207,8 @@ def _check(traffic: Traffic, reference: NaiveHybridModel) -> None:
 
 
 @pytest.mark.slow
-def test_the_traffic_is_worth_it(ended):
-    """Over some seeds there are hits, evictions of both kinds, preemptions, skipped checkpoints, and most kinds of them."""
+def test_the_traffic_covers_all_events(ended):
+    """Over a few seeds there are hits, both kinds of evictions, preemptions, skipped checkpoints, and most reasons."""
     total: dict[str, int] = {}
     for seed in range(6):
         traffic = ended(seed)

@@ -1,4 +1,4 @@
-"""The host tier in the engine: what left the device comes back bit by bit, and what goes wrong there costs only time."""
+"""The host tier in the engine: evicted entries come back bit by bit, and failures only cost time."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def model(tiny: Any) -> Iterator[Any]:
 
 
 def small(model: Any, **fields: Any) -> EngineHarness:
-    """Room for one request of seven blocks at a time on the device, and for two states."""
+    """On the device there is room for one request of seven blocks, and for two states."""
     return EngineHarness(model, **({"slots": 2, "blocks": 9, "host_gb": HOST_GB, "max_requests": 2} | fields))
 
 
 def push_out(served: EngineHarness, seed: int = 900, count: int = 3) -> None:
-    """Other prompts, until nothing of before is left on the device."""
+    """Sends other prompts until the device has nothing of the earlier ones."""
     for number in range(count):
         served.send(tokens(6, 7, seed=seed + number), count=1)
 
 
 def on_device(served: EngineHarness, prompt: list[int]) -> int:
-    """Blocks of the prompt on the device."""
+    """Number of the prompt's blocks on the device."""
     return sum(served.cache.blocks.cached_block(key) is not None for key in served.cache.chain(prompt).keys)
 
 
 def state_of(served: EngineHarness, prompt: list[int]) -> dict[str, torch.Tensor]:
-    """The state kept on the device after the prompt's last full block."""
+    """The state on the device after the prompt's last full block."""
     slot = served.cache.inspect.cached_slot(served.cache.chain(prompt).keys[-1])
     return {name: tensor[:, slot].clone() for name, tensor in served.context.state_pool.tensors.items()}
 
@@ -147,7 +147,7 @@ def test_a_load_takes_place_while_others_run(model, mode):
     served.check_drained()
 
 
-def test_two_that_need_the_same_load_it_once(model):
+def test_two_requests_with_the_same_prefix_load_it_once(model):
     served = small(model, blocks=20)
     prompt = tokens(4, 9, seed=1)
     served.send(prompt)
@@ -184,7 +184,7 @@ def test_an_aborted_request_gives_back_what_it_loaded(model):
 @pytest.mark.slow
 @pytest.mark.parametrize("write_through", [False, True])
 def test_a_working_set_four_times_the_device(model, write_through):
-    """Sessions take turns; with the tier as much is reused as with a device that holds them all."""
+    """Sessions take turns. With the host tier as much is reused as with a device that holds all sessions."""
     sessions, turns = 8, 5
     reused = {}
     for name, fields in {
@@ -213,7 +213,7 @@ def test_a_working_set_four_times_the_device(model, write_through):
 
 
 def spoil(served: EngineHarness, prompt: list[int], what: EntryKind) -> None:
-    """One bit of an entry on the host is wrong."""
+    """Flips one bit of an entry on the host."""
     arena, tier = served.context.host_moves.arena, served.cache.inspect.host_tier
     node = served.cache.inspect.node(served.cache.chain(prompt).keys[-1])
     entry = node.host_block if what == EntryKind.KV else node.host_slot
@@ -320,7 +320,7 @@ def test_without_host_memory_there_is_nothing(model, monkeypatch):
 
 
 def four_at_once(model: Any, **fields: Any) -> tuple[EngineHarness, list[int]]:
-    """Requests that need twelve blocks in the end, and have ten."""
+    """Requests that need twelve blocks in the end, with only ten blocks."""
     served = EngineHarness(model, slots=8, blocks=10, **fields)
     return served, [served.add(tokens(1, 20 + number, seed=60 + number), BLOCK) for number in range(4)]
 
@@ -350,7 +350,7 @@ def test_a_preempted_request_goes_on_where_it_was(model, mode, decode_checkpoint
     assert computed[0.0] > computed[HOST_GB]
 
 
-def test_what_a_preempted_request_left_is_nobody_elses(model):
+def test_swapped_out_data_is_private_to_its_request(model):
     served, ids = four_at_once(model, host_gb=HOST_GB)
     while not served.context.prefix_stats().host_preempted:
         served.step()

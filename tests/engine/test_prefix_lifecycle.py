@@ -1,4 +1,4 @@
-"""Around the cache: suspend and resume, new weights, resets, forwards that fail. Requests come in their own file."""
+"""Suspend and resume, new weights, resets, and forwards that fail. (`test_prefix_requests.py` has the requests.)"""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def model(tiny: Any) -> Iterator[Any]:
 
 @pytest.fixture(autouse=True, scope="module")
 def collected_quickly() -> Iterator[None]:
-    """Megatron collects garbage when it suspends; all that was imported need not be looked at each time."""
+    """Makes megatron's garbage collection on suspend fast, by excluding all imported objects."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -44,7 +44,7 @@ def collected_quickly() -> Iterator[None]:
 
 @pytest.fixture
 def own_model(platform: Any) -> Any:
-    """A model that a test may change."""
+    """A model that a test may modify."""
     return build_hybrid_model("tiny", seed=5, platform=platform)
 
 
@@ -90,7 +90,7 @@ def test_what_an_idle_engine_keeps_while_suspended(model, management, mode):
 @each_mode
 @pytest.mark.parametrize("running", [False, True], ids=["idle", "running"])
 def test_recompute_lets_go_of_all_memory(model, running, mode):
-    """The storages themselves, not just the tensors: a forgotten view would keep them as well."""
+    """Checks the storages, because a forgotten view would keep a storage alive."""
     served = EngineHarness(model, kv_cache_management_mode=RECOMPUTE, async_sched_mode=mode)
     prompt = tokens(2, 30, seed=1)
     served.send(prompt)
@@ -156,7 +156,7 @@ def test_requests_in_every_state_live_through_a_suspension(model, management, mo
 
 @each_mode
 def test_a_capture_on_resume_starts_running_requests_over_and_says_so(model, mode, monkeypatch, caplog):
-    """CUDA graphs are captured again where offloaded buffers may come back elsewhere; that resets the context."""
+    """If offloaded buffers may move, CUDA graphs are captured again, which resets the context."""
     served = served_in_chunks(model, OFFLOAD, mode, max_requests=3)
     prefix = tokens(2, 0, seed=1)
     served.send(prefix + tokens(0, 9, seed=2))
@@ -183,7 +183,7 @@ def test_a_capture_on_resume_starts_running_requests_over_and_says_so(model, mod
 
 @each_mode
 def test_a_chunked_prefill_that_starts_over_reports_its_prompt_once(model, mode):
-    """Its first chunks had left log-probs of the prompt behind."""
+    """Its first chunks had already returned log-probs of the prompt."""
     fields = {"enable_chunked_prefill": True, "max_tokens": BLOCK, "materialize_only_last_token_logits": False}
     served = EngineHarness(model, kv_cache_management_mode=RECOMPUTE, async_sched_mode=mode, **fields)
     prompt = tokens(4, 20, seed=1)
@@ -248,7 +248,7 @@ def test_aborted_and_refused_requests_stay_so(model, management, mode, when):
 
 
 def change_weights(model: Any) -> None:
-    """In place, as a trainer does; decay rates too, of which mixers keep an exponential."""
+    """Changes weights in place, as a trainer does, including decay rates, whose exponential is cached by mixers."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "A_log" in name:
@@ -283,7 +283,7 @@ def test_nothing_of_other_weights_is_reused(own_model, mode):
 @each_mode
 @pytest.mark.parametrize("phase", ["decode", "between chunks", "first forward"])
 def test_a_request_that_spans_the_change_caches_nothing(own_model, phase, mode):
-    """Not what it had computed, not what it computes later; one that still waits is of the new weights alone."""
+    """Neither what it computed before nor what it computes later. A request that still waits uses only the new weights."""
     chunked = phase == "between chunks"
     served = EngineHarness(
         own_model, async_sched_mode=mode, enable_chunked_prefill=chunked, max_tokens=(3 if chunked else 16) * BLOCK
@@ -313,7 +313,7 @@ def test_a_request_that_spans_the_change_caches_nothing(own_model, phase, mode):
 @each_mode
 @each_management
 def test_weights_change_while_suspended(own_model, management, mode):
-    """The way of a trainer: suspend, train, announce, resume."""
+    """The order of a trainer: suspend, train, announce, resume."""
     served = EngineHarness(own_model, kv_cache_management_mode=management, async_sched_mode=mode)
     prompt = tokens(2, 30, seed=1)
     served.send(prompt)
@@ -372,7 +372,7 @@ def test_forgetting_forgets_kv_and_states_together(model, how, mode):
 @each_mode
 @pytest.mark.parametrize("how", KEEP)
 def test_a_reset_may_keep_the_cache(model, how, mode):
-    """What megatron's idle dummy step of expert parallelism does."""
+    """As in megatron's dummy step of an idle expert-parallel rank."""
     served = EngineHarness(model, async_sched_mode=mode)
     prompt = tokens(2, 20, seed=1)
     served.send(prompt)

@@ -1,4 +1,4 @@
-"""What is said about requests and the cache: log-probs, cached tokens, counters, logs, expert routing; budgets; mixers."""
+"""Reports about requests and the cache: log-probs, cached tokens, counters, logs, expert routing, budgets, mixers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model(tiny: Any) -> Iterator[Any]:
 
 
 def all_log_probs(request: Any) -> dict[str, list[Any]]:
-    """Every list of log-probs that a request comes back with."""
+    """Every list of log-probs that a request returns."""
     kinds = ("prompt_log_probs", "generated_log_probs", "prompt_top_n_logprobs", "generated_top_n_logprobs")
     return {kind: getattr(request, kind) or [] for kind in kinds}
 
@@ -150,7 +150,7 @@ def test_console_and_metrics_say_what_was_skipped(model, mode, caplog, monkeypat
 
 
 def test_counters_start_again_with_the_engine(model):
-    """A request that was admitted, and whose step never came to its end, is none of the next ones' hits."""
+    """A request whose step never finished must not count as a hit later."""
     served = EngineHarness(model)
     prompt = tokens(2, 20, seed=1)
     served.send(prompt)
@@ -167,13 +167,13 @@ def test_counters_start_again_with_the_engine(model):
 
 
 def routing_of(token_ids: Any, positions: Any) -> np.ndarray:
-    """What a router is made to say of tokens at positions: (tokens, 2 layers, top 3)."""
+    """The forced routing of tokens at these positions: (tokens, 2 layers, top 3)."""
     values = np.asarray(token_ids)[:, None] * 7 + np.asarray(positions)[:, None] * 13
     return (values + np.arange(6)).reshape(-1, 2, 3).astype(np.int16)
 
 
 def test_routing_is_complete_after_a_hit(model, monkeypatch):
-    """Megatron keeps it by KV block; tokens that were skipped have it from the request that computed them."""
+    """Megatron keeps routing by KV block. Skipped tokens have the routing of the request that computed them."""
     served = EngineHarness(model, blocks=12, enable_chunked_prefill=True, max_tokens=2 * BLOCK)
     context = served.context
 
@@ -285,7 +285,7 @@ def test_prompts_that_are_all_shorter_than_a_block_are_warned_of_once(model, cap
     assert sum("none fills a block" in record.message for record in caplog.records) == 1
 
 
-def test_a_request_says_what_it_lost_for_want_of_a_state(model):
+def test_a_request_reports_tokens_lost_without_a_state(model):
     served = EngineHarness(model, slots=1)
     prompt = tokens(3, 5, seed=1)
     served.send(prompt)
@@ -306,7 +306,7 @@ def test_both_caches_at_once_is_one_line(model):
 
 
 def mixers_of(model: Any) -> list[Any]:
-    """Its Mamba mixers."""
+    """The engine's Mamba mixers."""
     from megatron.core.ssm.mamba_mixer import MambaMixer
 
     return [module for module in model.modules() if isinstance(module, MambaMixer)]
@@ -350,7 +350,7 @@ def test_a_built_model_is_served_and_given_back(model, mode):
 
 
 def training_kernel(settings: list[Any]) -> Any:
-    """In place of the fused kernel of training, which needs a GPU: no scan, but of every input and its gradient."""
+    """Replaces the fused training kernel, which needs a GPU. Not a scan, but it uses every input and its gradient."""
 
     def kernel(zxBCdt: Any, weight: Any, bias: Any, dt_bias: Any, A: Any, *, D: Any, **others: Any) -> torch.Tensor:
         settings.append(others)

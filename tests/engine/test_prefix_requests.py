@@ -1,4 +1,4 @@
-"""Requests that end early, are pushed out and come back, or say what may be cached of them."""
+"""Requests that are aborted, preempted, or limit what may be cached of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model(tiny: Any) -> Iterator[Any]:
 
 
 def check_aborted(served: EngineHarness, number: int, count: range) -> None:
-    """It came back once, as finished, its future done, with so many tokens, and those are right."""
+    """Checks that the request came back once, as finished, with this many right tokens, and that its future is done."""
     record, request = served.records[number], served.finished[number]
     assert request.status.name == "COMPLETED" and not request.failed()
     assert len(request.generated_tokens) == request.generated_length
@@ -58,7 +58,7 @@ def test_abort_a_waiting_request(model, mode):
 
 
 @each_mode
-def test_abort_what_nobody_knows_and_what_is_over(model, mode):
+def test_abort_of_unknown_and_finished_requests(model, mode):
     served = EngineHarness(model, async_sched_mode=mode)
     assert not served.engine.abort_request(99)
     served.send(tokens(1, 20, seed=1))
@@ -95,7 +95,9 @@ def test_abort_during_decode(model, mode):
 
 @each_mode
 def test_abort_during_prefill(model, mode):
-    """With async scheduling its forward is running; otherwise it is about to be admitted. No token of it appears."""
+    """With async scheduling its forward is running; otherwise it is about to be admitted. None of its tokens is
+    returned.
+    """
     served = EngineHarness(model, async_sched_mode=mode)
     other = served.add(tokens(1, 20, seed=1), 8)
     served.step(3)
@@ -140,7 +142,7 @@ def test_abort_between_two_chunks(model, mode, max_requests):
 
 @each_mode
 @pytest.mark.parametrize("victims", [(0,), (1,), (0, 1), (1, 2), (0, 1, 2)], ids=str)
-def test_abort_while_paused_for_want_of_blocks(model, mode, victims):
+def test_abort_while_paused_without_free_blocks(model, mode, victims):
     """Rows 0 and 1 are paused, 2 runs: where that goes too, its blocks must not wake one that was given up."""
     served = EngineHarness(model, blocks=8, paused_blocks=4, async_sched_mode=mode)
     served.send(tokens(0, 9, seed=4))
@@ -195,7 +197,7 @@ def test_ids_may_come_again(model, mode):
 
 @each_mode
 def test_abort_around_the_context_of_megatron(model, mode):
-    """The engine alone, without a cache: aborting works there, too."""
+    """The engine with megatron's context, without a cache: aborts work there, too."""
     from megatron_hybrid_prefix.mcore import HybridPrefixEngine
 
     served = EngineHarness(model, slots=None, async_sched_mode=mode)
@@ -214,22 +216,22 @@ def test_abort_around_the_context_of_megatron(model, mode):
 
 
 def preempting(model: Any, mode: str, **fields: Any) -> EngineHarness:
-    """Four requests of its queue do not fit at their full length."""
+    """Four of the engine's requests do not fit at full length."""
     return EngineHarness(model, blocks=10, async_sched_mode=mode, tokenizer=IdTokenizer(), **fields)
 
 
 def crowd(served: EngineHarness, params: dict[str, Any] | None = None, **attributes: Any) -> list[int]:
-    """Four requests that fill ten blocks before they are done."""
+    """Four requests that fill ten blocks before they finish."""
     return [served.add(tokens(1, 50 + seed, seed=seed), 40, params=params, **attributes) for seed in range(4)]
 
 
 def preempted(served: EngineHarness) -> list[int]:
-    """Requests that were evicted after their first token."""
+    """Requests that were preempted after their first token."""
     return [number for number, record in served.records.items() if len(record.requests) > 1]
 
 
 @each_mode
-def test_preempted_requests_keep_what_was_said_about_them(model, mode):
+def test_preempted_requests_keep_their_attributes(model, mode):
     served = preempting(model, mode)
     crowd(served, {"top_n_logprobs": 3}, cache_salt="one")
     served.run()
@@ -288,7 +290,7 @@ def test_prompt_log_probs_of_preempted_requests(model, mode):
 @pytest.mark.parametrize("place", ["after", "across"])
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "cut off"])
 def test_stop_words_of_preempted_requests(model, mode, place, keep):
-    """A stop word that comes after the preemption, or began before it."""
+    """A stop word that comes after the preemption, or that started before it."""
     first = preempting(model, mode)
     crowd(first)
     first.run()
@@ -338,7 +340,7 @@ def test_a_stop_word_that_is_the_whole_answer(model, mode, params):
 
 @each_mode
 def test_a_chunked_prefill_that_finds_no_room_for_its_next_chunk(model, mode):
-    """A running request takes a block between two chunks. Megatron fails here with async scheduling, also uncached."""
+    """A running request takes a block between two chunks. With async scheduling megatron fails here, even uncached."""
     served = EngineHarness(
         model,
         blocks=8,
@@ -388,7 +390,7 @@ def test_salts_and_adapters_keep_requests_apart(model, mode):
 
 @each_mode
 def test_requests_with_other_salts_beside_each_other(model, mode):
-    """Admitted in one step, running at once, with one prompt; then again."""
+    """The same prompt, admitted in one step and running at once; then again."""
     served = EngineHarness(model, async_sched_mode=mode)
     prompt = tokens(2, 20, seed=1)
     first = [served.add(prompt, 6, cache_salt=salt) for salt in "abab"]

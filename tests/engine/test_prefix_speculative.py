@@ -1,6 +1,6 @@
-"""Speculative decoding with the cache on: answers as without, and nothing of a rejected token is ever resumed from.
+"""Speculative decoding with the cache: answers are as without drafts, and no rejected token is ever resumed from.
 
-Drafts are forced, so that 0 to k of them are accepted where the test wants it, also across a block's end.
+Drafts are forced, so that the test decides how many of them (0 to k) are accepted, also across a block boundary.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ NEW_TOKENS = 12
 
 
 class Speculating(EngineHarness):
-    """An engine that drafts; `drafting` says how many drafts are right."""
+    """An engine with drafts. `drafting` decides how many drafts are right."""
 
     def __init__(self, model, drafts: int, **fields) -> None:
         super().__init__(model, num_speculative_tokens=drafts, **fields)
         self.plain = EngineHarness(model, slots=None)
 
     def drafting(self, accepted):
-        """Forced drafts while this is open; what is right is looked up when a request is added by `ask`."""
+        """A context with forced drafts. The right answers are those of requests added by `ask`."""
         self.truth: dict[int, list[int]] = {}
         return forced_drafts(self.engine, self.truth, accepted)
 
     def ask(self, prompt: list[int], count: int = NEW_TOKENS, **attributes) -> int:
-        """Add a request whose right answer the drafts are made of."""
+        """Adds a request. The drafts are made from its right answer."""
         answer = list(self.plain.send(prompt, count=count).generated_tokens)
         number = self.add(prompt, count, **attributes)
         self.truth[number] = prompt + answer
@@ -119,7 +119,7 @@ def test_preempted_while_drafts_cross_blocks(tiny_mtp, mode):
 
 
 def test_rejected_tokens_are_never_matched(tiny_mtp):
-    """A prompt that goes on with what was drafted and rejected shares only what was computed for real."""
+    """A prompt that continues with rejected drafts only shares what was really computed."""
     served = Speculating(tiny_mtp, 3)
     prompt = tokens(2, -2, seed=3)
     with served.drafting(lambda request_id, position: 0):
@@ -139,7 +139,7 @@ def side(request, tiny_mtp):
 
 @defect(29, "async scheduling gives a prefill the drafts that another request had accepted", raises=WrongAnswer)
 def test_29_prefill_in_a_row_whose_drafts_were_accepted(side):
-    """With caching off, too: the rows of accepted drafts are cleared in legacy scheduling only."""
+    """Also with caching off: only legacy scheduling clears the rows of accepted drafts."""
     plain = EngineHarness(side.model, slots=None)
     prompts = {number: random_tokens(40 + number, seed=number) for number in (1, 2, 3)}
     counts = {1: 60, 2: 8, 3: 8}
@@ -159,10 +159,10 @@ def test_29_prefill_in_a_row_whose_drafts_were_accepted(side):
 @pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
 @defect(30, "a resumed request writes KV into the block of one that was evicted", raises=WrongAnswer)
 def test_30_resumed_where_another_one_is_evicted(side, mode):
-    """With caching off, too. Both need a block in the same step, and one block is left.
+    """Also with caching off. Both requests need a block in the same step, and one block is left.
 
-    Megatron remembers the last block of each row, to which tokens before a block's end belong; then it evicts the first
-    row, the second one moves there, and its tokens go into the first one's block.
+    Megatron remembers the last block of each row, for tokens before a block boundary. Then it evicts the first row, and
+    the second request moves into that row. Its tokens are written into the first request's block.
     """
     plain = EngineHarness(side.model, slots=None)
     prompts = {number: random_tokens(BLOCK - 2, seed=number) for number in (1, 2)}
@@ -180,7 +180,7 @@ def test_30_resumed_where_another_one_is_evicted(side, mode):
 
 
 def check_tokens(side, finished, truth):
-    """Requests said what they say without drafts; log-probs are the reference's."""
+    """Checks that answers equal those without drafts, with the reference's log-probs."""
     for number, request in finished.items():
         if [int(token) for token in request.prompt_tokens] + list(request.generated_tokens) != truth[number]:
             raise WrongAnswer(f"request {number}")

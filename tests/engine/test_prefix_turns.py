@@ -1,4 +1,4 @@
-"""Conversations: what a request generated is not computed again by the next turn."""
+"""Conversations: the next turn does not recompute what a request generated."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Chat:
 
     Args:
         served: The engine.
-        drafts: Right drafts of each forward, by request id and position, where the engine drafts.
+        drafts: Number of right drafts per forward, by request id and position, if the engine uses drafts.
     """
 
     def __init__(self, served: EngineHarness, drafts=None) -> None:
@@ -40,7 +40,7 @@ class Chat:
         self.computed: list[int] = []
 
     def turn(self, own: list[int], count: int):
-        """``own`` new tokens and an answer of ``count``; returns the request."""
+        """Sends ``own`` new tokens, and generates ``count``. Returns the request."""
         served = self.served
         self.history += own
         truth = {}
@@ -177,7 +177,7 @@ def test_the_switch(model, mode):
 @each_mode
 @pytest.mark.parametrize("slots", [1, 2])
 def test_few_slots(model, mode, slots):
-    """Concurrent answers take each other's slots; nothing else happens."""
+    """Concurrent answers evict each other's states. Nothing else happens."""
     served = EngineHarness(model, async_sched_mode=mode, slots=slots)
     for number in range(4):
         served.add(tokens(0, 30 + 7 * number, seed=number), 3 * BLOCK)

@@ -1,4 +1,4 @@
-"""``verify_hits``: a share of the hits is computed and compared; a cache that is wrong does not stay unnoticed."""
+"""``verify_hits``: a share of the hits is computed again and compared. A wrong cache is noticed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.harness.naive_model import NaiveHybridModel
 
 
 def send_sharing(engine, count: int, seed: int = 1) -> dict:
-    """A prompt of two blocks, then ``count`` that go on from it."""
+    """Sends a prompt of two blocks, then ``count`` prompts that continue it."""
     finished: dict = {}
     prefix = random_tokens(512, seed=seed)
     for number in range(count + 1):

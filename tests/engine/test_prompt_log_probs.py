@@ -1,7 +1,7 @@
-"""Log-probs of prompts and answers, and the likeliest tokens, at every position: against a float64 recompute.
+"""Log-probs of prompts and answers, and the likeliest tokens, at every position, against a float64 recompute.
 
-Each scenario runs on this package's engine, caching off and on, with legacy and async scheduling. Those that show a defect of
-megatron-core's run on its classes too, and have to fail there.
+Each scenario runs on this package's engine, with caching off and on, with legacy and async scheduling. Scenarios with a
+defect of megatron-core also run on its classes, and must fail there.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ SEEDS = (128, 136, 118, 139, 102, 115)
 
 
 class WrongLogProb(Exception):
-    """Not an AssertionError, so that one defect cannot pass for another."""
+    """Not an AssertionError, so that another failure cannot count as the defect."""
 
 
 class Traffic:
-    """An engine, what its requests asked for, and what they should have been given.
+    """An engine, its requests, and the right results.
 
     Args:
         model: A model of ``build_hybrid_model``.
-        side: "off" or "on" (the cache), or "upstream": megatron's classes, caching off.
-        tokenizer: By default one with another text for each token.
+        side: "off" or "on" (the cache), or "upstream": megatron's classes with caching off.
+        tokenizer: By default one with a different text for each token.
         blocks: KV blocks; by default many.
-        paused_blocks: Those of them in the buffer of paused requests.
-        **fields: Of megatron's ``InferenceConfig``, and ``host_gb``.
+        paused_blocks: How many of them are for paused requests.
+        **fields: Fields of megatron's ``InferenceConfig``, and ``host_gb``.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Traffic:
         self.asked: dict[int, Any] = {}
 
     def add(self, prompt: list[int], count: int = 4, **params: Any) -> int:
-        """A greedy request for log-probs of prompt and answer; ``params`` are fields of its sampling parameters."""
+        """Adds a greedy request for log-probs of prompt and answer. ``params`` are fields of its sampling parameters."""
         number = len(self.asked) + 1
         params = {"skip_prompt_log_probs": False} | params
         self.asked[number] = greedy(count, **params)
@@ -109,14 +109,14 @@ class Traffic:
         return number
 
     def run(self, steps: int | None = None) -> None:
-        """So many steps, or to the end."""
+        """Runs a number of steps, or to the end."""
         run_to_end(self.engine, self.finished, steps)
 
     def check(self, reference: Reference) -> None:
-        """All requests are over and were given what they asked for.
+        """Checks that all requests are finished with the right results.
 
         Raises:
-            WrongLogProb: One was not.
+            WrongLogProb: One is not.
         """
         assert set(self.finished) == set(self.asked)
         for number, request in self.finished.items():
@@ -126,15 +126,15 @@ class Traffic:
 
 
 class Reference:
-    """What a model says, computed once for each sequence.
+    """The model's results, computed once per sequence.
 
     Args:
         model: A model of ``build_hybrid_model``.
 
     Attributes:
-        log_probs: Given token ids: log-probs after each of them in float64, token by token.
-        noise: Given token ids: how far rounding to float32 takes each of these.
-        answer: Given a prompt and a count: the engine's greedy answer, without chunks, drafts and cache.
+        log_probs: Function of token ids: log-probs after each of them, in float64, token by token.
+        noise: Function of token ids: the effect of float32 rounding on each of these.
+        answer: Function of a prompt and a count: the engine's greedy answer, without chunks, drafts and cache.
     """
 
     def __init__(self, model: Any) -> None:
@@ -152,7 +152,7 @@ def _answer(model: Any, prompt: tuple[int, ...], count: int) -> list[int]:
 
 
 def too_far(reference: Reference, tokens: list[int], row: int, off: float, token_ids: list[int]) -> bool:
-    """Whether rounding does not explain a difference in the log-probs of these tokens after position ``row``."""
+    """Whether these tokens' log-probs after position ``row`` differ by more than rounding explains."""
     if off <= TOLERANCE:
         return False
     if not off <= LOG_PROB_NOISE:  # or not a number
@@ -161,7 +161,7 @@ def too_far(reference: Reference, tokens: list[int], row: int, off: float, token
 
 
 def wrong(reference: Reference, request: Any, params: Any) -> list[str]:
-    """What of a finished request's log-probs is not as its sampling parameters ask."""
+    """Which of a finished request's log-probs differ from what its sampling parameters ask for."""
     prompt, answer = [int(t) for t in request.prompt_tokens], list(request.generated_tokens)
     tokens = prompt + answer
     rows = reference.log_probs(tuple(tokens))
@@ -191,7 +191,7 @@ def wrong(reference: Reference, request: Any, params: Any) -> list[str]:
 
 
 def _wrong_top_n(reference: Reference, tokens: list[int], row: int, entry: dict[str, float], count: int) -> list[str]:
-    """Names are token ids. Where two are as likely, either may be named: each has its own value."""
+    """Names are token ids. If two tokens are equally likely, either is right; each has its own value."""
     log_probs = reference.log_probs(tuple(tokens))[row]
     values = sorted(entry.values(), reverse=True)
     if len(values) != count:
@@ -231,12 +231,12 @@ def test_no_number_and_a_wrong_one_are_too_far(reference, value):
 
 
 def each_side(test: Callable[..., None]) -> Callable[..., None]:
-    """Caching off and on, both ways of scheduling."""
+    """Caching off and on, with legacy and async scheduling."""
     return pytest.mark.parametrize("mode", MODES)(pytest.mark.parametrize("side", SIDES)(test))
 
 
 def defect(what: str, modes: tuple[str, ...] = MODES, raises: type[Exception] = WrongLogProb) -> Any:
-    """`each_side`, and megatron's classes, which have to fail, with ``raises``, in ``modes``."""
+    """`each_side`, and megatron's classes, which must fail with ``raises`` in ``modes``."""
     fails = pytest.mark.xfail(strict=True, reason=f"megatron-core: {what}", raises=raises)
     cases = [pytest.param("upstream", mode, marks=fails) for mode in modes]
     return pytest.mark.parametrize(("side", "mode"), cases + [(side, mode) for side in SIDES for mode in MODES])
@@ -287,7 +287,7 @@ def test_the_last_chunk_has_any_length(tiny, reference, side, mode):
 @pytest.mark.parametrize("seed", [1, 2])
 @each_side
 def test_random_traffic(tiny, reference, side, mode, seed):
-    """Chunks end anywhere beside decodes; requests that ask for different things share steps."""
+    """Chunks end anywhere beside decodes. Requests with different parameters share steps."""
     dice = random.Random(seed)
     traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64)
     for _ in range(10):
@@ -310,7 +310,7 @@ def test_random_traffic(tiny, reference, side, mode, seed):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_model_of_attention_alone(platform, mode):
-    """It cannot have the cache; `build_engine` gives it the same classes, and it can be aborted between two chunks."""
+    """It cannot be cached. `build_engine` uses the same classes, and it can be aborted between two chunks."""
     model = build_hybrid_model(get_preset("tiny", layer_pattern="*-*-"), seed=0, platform=platform)
     traffic = Traffic(model, "off", async_sched_mode=mode, max_tokens=64)
     traffic.add(prompt(0, 200), 5, top_n_logprobs=2)
@@ -329,7 +329,7 @@ def test_a_model_of_attention_alone(platform, mode):
 
 
 def test_only_a_chunks_end_depends_on_the_token_that_follows_it(tiny, reference, monkeypatch):
-    """The mutant: without the prompt's next token the checks of this file see these positions, and no other."""
+    """A mutant: without the prompt's next token, the checks of this file fail at these positions and at no other."""
     monkeypatch.setattr(HybridPrefixController, "tokens_sampled", lambda self: None)
     traffic = Traffic(tiny, "on", max_tokens=64)
     traffic.add(prompt(0, 200), top_n_logprobs=3)
@@ -370,7 +370,7 @@ def test_beside_a_request_that_asks_for_nothing(tiny, reference, side, mode):
 
 @defect("what was asked for does not move with the rows of the requests that go on", modes=("async",))
 def test_the_step_after_another_request_ended(tiny, reference, side, mode):
-    """Async: a step is sampled after its rows moved up; the first of them does not ask, and ends."""
+    """Async: a step is sampled after its rows moved up. The first request asks for no log-probs, and ends."""
     traffic = Traffic(tiny, side, async_sched_mode=mode, max_requests=3)
     traffic.add(prompt(1, 30), 5, return_log_probs=False)
     traffic.add(prompt(2, 40), 9)
@@ -392,7 +392,7 @@ def test_an_answer_of_no_tokens(tiny, reference, side, mode):
 @pytest.mark.parametrize("left", [0, 1, 3])
 @defect("a stop word that is cut off leaves the log-probs of its earlier tokens")
 def test_stop_words(tiny, reference, side, mode, left):
-    """Of two tokens; one that would come now or never, and one that comes with tokens left."""
+    """Of two tokens: one that would come now or never, and one that comes with tokens left."""
     tokens = prompt(2, 100)
     answer = reference.answer(tuple(tokens), 6)
     traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64)
@@ -428,7 +428,7 @@ def test_tokens_of_the_same_text(tiny, reference, side, mode):
 
 @defect("rows that only pad a step have no request, and FlashInfer looks up each row's", raises=AssertionError)
 def test_processed_log_probs(tiny, reference, side, mode):
-    """Of the distribution that is sampled from: each request's own temperature, at every position."""
+    """Log-probs of the distribution that is sampled from: with each request's temperature, at every position."""
     traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=128, logprobs_mode="processed_logprobs")
     sampling = traffic.engine.controller._sampling
     log_probs_of = sampling.log_probs_kernel
@@ -466,7 +466,7 @@ def test_preempted_requests(tiny, reference, side, mode, host_gb):
 
 @each_side
 def test_a_chunk_that_waits_for_blocks(tiny, reference, side, mode):
-    """A running request takes, between two chunks, a block that the next one needs."""
+    """Between two chunks, a running request takes a block that the next chunk needs."""
     traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=128, blocks=5)
     traffic.add(prompt(0, 62), 20, top_n_logprobs=1)
     traffic.run(steps=2)
@@ -482,7 +482,7 @@ def test_a_chunk_that_waits_for_blocks(tiny, reference, side, mode):
 
 @each_side
 def test_a_chunk_beside_a_paused_request(tiny, reference, side, mode, monkeypatch):
-    """Its row among the active ones is not its row among all."""
+    """Its row among the active requests is not its row among all requests."""
     paused = []
     original = HybridPrefixController.tokens_sampled
 
@@ -508,7 +508,7 @@ def test_a_chunk_beside_a_paused_request(tiny, reference, side, mode, monkeypatc
 @pytest.mark.parametrize("blocks", [None, 6])
 @each_side
 def test_drafts(tiny_mtp, mtp_reference, side, mode, blocks):
-    """Accepted drafts have log-probs, rejected ones none, and chunks end as without drafts."""
+    """Accepted drafts have log-probs, rejected ones do not. Chunks end as without drafts."""
     asked = []
     for number, length in enumerate((200, 1, 66, 121)):
         fields = ({"top_n_logprobs": 2}, {}, {"skip_prompt_log_probs": True, "top_n_logprobs": 1}, {})[number]
@@ -529,7 +529,7 @@ def test_drafts(tiny_mtp, mtp_reference, side, mode, blocks):
 
 @each_side
 def test_drafts_of_a_request_that_moves_up_when_another_is_preempted(tiny_mtp, mtp_reference, side, mode):
-    """Both need a block in the same step, and one is left; the tokens before its end go into the old one."""
+    """Both need a block in the same step, and one is left. Tokens before its end go into the old block."""
     prompts = {number: prompt(number, BLOCK - 2) for number in (1, 2)}
     truth = {number: tokens + mtp_reference.answer(tuple(tokens), 12) for number, tokens in prompts.items()}
     traffic = Traffic(tiny_mtp, side, async_sched_mode=mode, num_speculative_tokens=2, blocks=3, max_requests=2)

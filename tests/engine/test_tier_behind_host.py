@@ -1,4 +1,4 @@
-"""One file outside the package puts a tier behind the host tier: what the host evicts goes there and comes back."""
+"""One file outside the package adds a tier behind the host tier. It takes what the host evicts, and gives it back."""
 
 from __future__ import annotations
 
@@ -53,18 +53,18 @@ def model(tiny: Any) -> Iterator[Any]:
 
 
 def small(model: Any, **fields: Any) -> EngineHarness:
-    """Room for one request of seven blocks at a time on the device, for a little more on the host."""
+    """Room for one request of seven blocks on the device, and for a little more on the host."""
     defaults = {"slots": 2, "blocks": 9, "host_gb": HOST_GB, "max_requests": 2, "tier_behind_host": NAME}
     return EngineHarness(model, **(defaults | fields))
 
 
 def dictionary(served: EngineHarness) -> dict[tuple[EntryKind, bytes], tuple[Tag, bytearray, int]]:
-    """What is in the tier behind the host."""
+    """The content of the tier behind the host."""
     return served.cache.inspect.host_tier.behind.tier.entries
 
 
 def push_out(served: EngineHarness, prompt: list[int], seed: int = 900) -> None:
-    """Other prompts, until nothing of the prompt is left on the device or on the host."""
+    """Sends other prompts until neither the device nor the host has anything of the prompt."""
     keys = served.cache.chain(prompt).keys
     for number in range(30):
         if all(served.cache.inspect.node(key) is None for key in keys):
@@ -96,7 +96,7 @@ def test_what_the_host_evicted_comes_back_bit_by_bit(model, mode):
 
 
 def test_some_from_the_device_some_from_the_host_some_from_behind(model):
-    """Sessions take turns on too little memory everywhere; the tier behind makes up for all of it."""
+    """Sessions take turns with too little memory on the device and the host. The tier behind has the rest."""
     reused = {}
     for name, fields in {"unlimited": {"slots": 99, "blocks": 99, "host_gb": 0.0}, "behind": {}, "alone": {}}.items():
         served = small(model, **({"tier_behind_host": NAME if name == "behind" else None} | fields))
@@ -151,7 +151,7 @@ def test_a_fault_behind_the_host_costs_time_only(model, fault, caplog, monkeypat
 
 
 @pytest.mark.parametrize("fault", ["refuses", "raises"])
-def test_a_tier_that_takes_nothing_is_as_none(model, fault, monkeypatch):
+def test_a_tier_that_takes_nothing_equals_no_tier(model, fault, monkeypatch):
     served = small(model)
 
     def put(entries: list[Entry]) -> list[bool]:
@@ -171,7 +171,7 @@ def test_a_tier_that_takes_nothing_is_as_none(model, fault, monkeypatch):
     served.check_drained()
 
 
-def test_a_tier_that_raises_whatever_it_is_asked_is_as_none(model, monkeypatch, caplog):
+def test_a_tier_that_always_raises_equals_no_tier(model, monkeypatch, caplog):
     served = small(model)
     tier = served.cache.inspect.host_tier.behind.tier
     for name in ("contains", "kv_depth", "state_depth", "put", "get", "remove", "clear", "invalidate"):
@@ -194,7 +194,7 @@ def test_a_tier_that_raises_whatever_it_is_asked_is_as_none(model, monkeypatch, 
     served.check_drained()
 
 
-def test_new_weights_forget_what_is_behind_the_host(model):
+def test_new_weights_invalidate_the_tier_behind_the_host(model):
     served = small(model)
     prompt = tokens(4, 9, seed=1)
     served.send(prompt)
@@ -206,8 +206,8 @@ def test_new_weights_forget_what_is_behind_the_host(model):
 
 
 @pytest.mark.parametrize("pages", [1, 2, 3, 4])
-def test_a_host_without_room_for_what_is_behind_it(pages):
-    """Four blocks and a state need five pages. What was fetched stays on the host; nothing else is left."""
+def test_a_host_without_room_for_entries_from_behind(pages):
+    """Four blocks and a state need five pages. What was fetched stays on the host; everything else is undone."""
     tier = make_tier(NAME)
     cache = HybridPrefixCache(
         block_tokens=4, kv_blocks=9, state_slots=2, host_pages=pages, behind=TierBehind(NAME, tier), secret=b"test"
@@ -241,7 +241,7 @@ def test_settings_and_flags_name_the_tier():
 def test_settings_that_cannot_be():
     with pytest.raises(ValueError, match=r"tier_behind_host='disk': must be .*'outside'"):
         HybridPrefixConfig(mamba_gb=1, host_gb=1, tier_behind_host="disk:/tmp")
-    with pytest.raises(ValueError, match="needs host_gb"):
+    with pytest.raises(ValueError, match="set host_gb above 0"):
         HybridPrefixConfig(mamba_gb=1, tier_behind_host=NAME)
     with pytest.raises(ValueError, match="and no host tier"):
         HybridPrefixCache(block_tokens=4, kv_blocks=4, state_slots=1, behind=TierBehind("x", make_tier(NAME)))
@@ -279,7 +279,7 @@ def test_ranks_agree_on_the_depth_that_all_of_them_hold():
 
 @pytest.mark.multi
 def test_ranks_whose_tiers_differ_decide_alike(tmp_path, monkeypatch):
-    """One rank's tier refuses entries that the other's keeps. Ranks that decided differently would raise."""
+    """One rank's tier refuses entries that the other's keeps. If the ranks decided differently, the engine would raise."""
     monkeypatch.setenv(PLUGINS_VARIABLE, "tests.harness.plugins.dictionary_tier")
     ranks = run_ranks("tier_behind.py", tmp_path / "found.json")
     assert ranks[0]["kept"] > ranks[1]["kept"] > 0

@@ -1,7 +1,7 @@
-"""What keeping states costs, and what is copied for it. Usage: ``checkpoint_cost.py PRESET TOKENS REPEATS``.
+"""Cost of keeping states, and copies made for them. Usage: ``checkpoint_cost.py PRESET TOKENS REPEATS``.
 
-Prefills of TOKENS new tokens, keeping no state and keeping four, in turns; medians of CUDA event times. Then a prompt
-that resumes under the profiler: operators and copies that move as much as a layer's state. Prints JSON.
+Prefills TOKENS new tokens with no state kept and with four states kept, in turns; reports medians of CUDA event times.
+Then a prompt resumes under the profiler: operators and copies that move as much as a layer's state. Prints JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOVING = ("copy_", "index", "gather", "scatter", "clone", "cat", "contiguous")
 
 
 def keep_four(cache):
-    """Whatever the policy says, prompts keep four states, evenly spread; while `wanted` is off, none."""
+    """Prompts keep four evenly spaced states, whatever the policy says; none while `wanted` is off."""
     wanted = {"on": True}
 
     def boundaries(match, breakpoints):
@@ -52,7 +52,7 @@ def first_step_ms(engine, request_id, prompt):
 
 
 def moved(engine, request_id, prompt):
-    """Of the first step: operators that move whole states, and the largest device-to-device copy in bytes."""
+    """Of the first step: operators that move whole states, and the largest device-to-device copy, in bytes."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     engine.add_request(request_id, prompt, greedy(2, return_log_probs=False))
     with torch.profiler.profile(activities=activities, record_shapes=True) as profile:

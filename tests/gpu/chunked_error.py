@@ -1,4 +1,4 @@
-"""How far whole and chunked prefill in bfloat16 are from the truth, megatron's engine beside this package's, teacher-forced.
+"""Error of whole and chunked prefill in bfloat16, of megatron's engine and this package's, teacher-forced.
 
     python tests/gpu/chunked_error.py --prompts 200 --json /tmp/chunked.json
 
@@ -115,7 +115,7 @@ class Forced:
 
 
 def play(model, side, kind, prefill, prompts, forced, truth, *, max_tokens, max_requests, block_tokens, buffer_gb):
-    """One engine's `Forced` over all prompts."""
+    """Runs one engine over all prompts. Returns its `Forced`."""
     from megatron_hybrid_prefix.mcore import restore_mixers  # needs a platform that runs
 
     restore_mixers(model)
@@ -145,7 +145,7 @@ def play(model, side, kind, prefill, prompts, forced, truth, *, max_tokens, max_
 
 
 def summary(found, truth_best, in_chunks):
-    """Figures of one engine against the truth."""
+    """Errors of one engine against the truth."""
     wrong = found.choices != truth_best.indices[..., 0]
     margins = truth_best.values[..., 0] - truth_best.values[..., 1]
     errors = found.errors.abs()
@@ -164,7 +164,7 @@ def summary(found, truth_best, in_chunks):
 
 
 def disagreement(one, other, truth_best):
-    """Two engines, or two ways of prefill, beside each other."""
+    """Differences between two engines, or between two ways of prefill."""
     margins = truth_best.values[..., 0] - truth_best.values[..., 1]
     differ = one.choices != other.choices
     apart = (one.log_probs - other.log_probs).abs()
@@ -179,7 +179,7 @@ def disagreement(one, other, truth_best):
 
 
 def ratio(ours, theirs):
-    """Mean |error| of ours over theirs, and its standard error over prompts (each is computed by both)."""
+    """Mean |error| of ours over theirs, and its standard error over the prompts."""
     one, other = ours.errors.abs().mean(1), theirs.errors.abs().mean(1)
     value = float(one.mean() / other.mean())
     residual = one - value * other
@@ -187,7 +187,7 @@ def ratio(ours, theirs):
 
 
 def further_off(report):
-    """Where this package's engine is further from the truth than megatron's, by more than four standard errors."""
+    """Cases in which this package's engine is further from the truth than megatron's by more than four standard errors."""
     return [
         name for name, d in report["ours_against_megatron"].items() if d["ratio"] > 1 + 4 * d["standard_error"] + 1e-12
     ]
@@ -248,7 +248,7 @@ def measure(models, truth_model, prompts, forced, *, kinds=KINDS, say=print, **f
 
 
 def autotuned():
-    """The blocks that Triton chose, by speed, for megatron's scan in this process: they decide the order of sums."""
+    """Block sizes that Triton's autotuner chose for megatron's scan in this process. They decide the order of sums."""
     from megatron.core.ssm.ops import ssd_bmm, ssd_chunk_scan, ssd_chunk_state
 
     kernels = [kernel for module in (ssd_bmm, ssd_chunk_scan, ssd_chunk_state) for kernel in vars(module).items()]
@@ -260,7 +260,7 @@ def autotuned():
 
 
 def table(report):
-    """The report for people."""
+    """The report as text."""
     low, tenth, middle = report["truth_margin_quantiles"]
     yield f"{report['positions']} positions; truth's margin, best to second: 1% {low:.1e}, 10% {tenth:.1e}, median {middle:.1e}"
     yield f"{'against the truth':34} {'mean':>9} {'rms':>9} {'max':>9} {'of chunked':>10} {'vocab.':>9} other largest margin ties"
@@ -293,7 +293,7 @@ def table(report):
 
 
 def build_models(preset, seed=0):
-    """The model in both types, with the same weights, and the truth's."""
+    """The model in both dtypes with the same weights, and the reference model."""
     base = UPSTREAM_TEST if preset == "upstream-test" else get_preset(preset)
     models = {}
     for dtype in ("bfloat16", "float32"):
@@ -309,7 +309,7 @@ def build_models(preset, seed=0):
 
 @torch.no_grad()
 def initialise_as_megatron(model, config, seed):
-    """Matrices get megatron's defaults: 0.02, and 0.02 / sqrt(2 layers) where a layer ends."""
+    """Initialises matrices as megatron does: std 0.02, and 0.02 / sqrt(2 layers) for a layer's output."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         if weight.dim() == 2:

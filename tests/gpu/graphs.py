@@ -21,7 +21,7 @@ PREFIX_TOKENS = 512
 
 
 def prompts(vocab_size):
-    """Groups that are sent together while the group before still decodes; most share a prefix."""
+    """Groups of prompts. Each group is sent while the previous one still decodes. Most prompts share a prefix."""
     prefix = random_tokens(PREFIX_TOKENS, seed=1, vocabulary=vocab_size)
     tails = ((3,), (1, 40), (2, 7, 100), (5, 64), (130,), (1, 2, 3, 4))
     groups = []
@@ -84,7 +84,7 @@ def run(preset, *, graphs, mode="legacy", together=True, **fields):
 
 
 def steps(engine, finished, count=None):
-    """Step to the end, or so many times."""
+    """Runs a number of steps, or to the end."""
     while engine.has_unfinished_requests() and count != 0:
         for record in engine.step_modern()["finished_request_records"]:
             request = record.merge()

@@ -1,8 +1,8 @@
-"""How far hits and misses in bfloat16 are from a float32 run, teacher-forced. Usage: ``hit_error.py PRESET PROMPTS``.
+"""Error of hits and misses in bfloat16 against a float32 run, teacher-forced. Usage: ``hit_error.py PRESET PROMPTS``.
 
-Every prompt shares 1024 tokens and has 40 of its own; then 32 given tokens are decoded, and the log-prob of each is
-compared with that of a float32 model with the same weights and plain attention, which computes the whole at once.
-Prints JSON: mean |log-prob difference| of hits, of misses (caching off), and of misses computed in two chunks.
+Every prompt has 1024 shared tokens and 40 others. Then 32 given tokens are decoded. The log-prob of each is compared
+with a float32 model with the same weights and plain attention, which computes everything at once. Prints JSON: mean
+|log-prob difference| of hits, of misses (caching off), and of misses computed in two chunks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PREFIX_TOKENS, OWN_TOKENS, FORCED_TOKENS, BATCH = 1024, 40, 32, 8
 
 
 def force_tokens(engine, wanted):
-    """The engine samples what ``wanted`` says next for each request, and notes the log-prob it gives it."""
+    """The engine samples the tokens of ``wanted`` for each request, and records their log-probs."""
     controller, context = engine.controller, engine.context
     original = controller._dynamic_step_sample_logits
     found = {request_id: [] for request_id in wanted}
@@ -61,13 +61,13 @@ def decoded(model, prompts, forced, prefix, **fields):
 
 
 def steps(engine):
-    """Step to the end."""
+    """Steps to the end."""
     while engine.has_unfinished_requests():
         engine.step_modern()
 
 
 def whole(model, prompts, forced):
-    """The same log-probs from one prefill of each prompt with its forced tokens."""
+    """The same log-probs, from one prefill of each prompt with its forced tokens."""
     fields = {"max_sequence_length": 2048, "max_requests": 4, "buffer_size_gb": 2}
     engine = build_engine(model, materialize_only_last_token_logits=False, **fields)
     rows = []

@@ -1,4 +1,4 @@
-"""Start a script on this machine's GPUs, in a process of its own: the tests' own process has started the host platform."""
+"""Runs a script on this machine's GPUs in a new process, because the tests' process has started the CPU platform."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parent
 
 
 def run_script(script: str, *arguments: Any, ranks: int = 1, timeout_s: float = 550.0, **env: str) -> str:
-    """Run ``tests/gpu/SCRIPT ARGUMENTS...`` (under torchrun on several ranks); returns what it printed."""
+    """Runs ``tests/gpu/SCRIPT ARGUMENTS...``, under torchrun for several ranks. Returns its output."""
     launcher = torchrun(ranks) if ranks > 1 else [sys.executable]
     path = os.pathsep.join(filter(None, (str(FOLDER.parents[1]), os.environ.get("PYTHONPATH"))))
     result = subprocess.run(

@@ -1,6 +1,6 @@
-"""Counts what makes the CPU wait for the GPU in steps of each engine, and runs the cache's own part where that is an error.
+"""Counts calls that make the CPU wait for the GPU, in steps of each engine; and forbids them in the cache's own code.
 
-Prints JSON: by engine and kind of step, how many synchronising calls torch warned of.
+Prints JSON: synchronising calls that torch warned of, by engine and kind of step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PREFIX_TOKENS = 1024
 
 @contextmanager
 def mode(name):
-    """``torch.cuda.set_sync_debug_mode`` while this is open."""
+    """A context with ``torch.cuda.set_sync_debug_mode``."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode(name)
     try:
@@ -33,7 +33,7 @@ def mode(name):
 
 
 def forbid_syncs(engine):
-    """Plan, publish, and every part of a forward that this package runs: waiting for the GPU raises."""
+    """Waiting for the GPU raises in plan, publish, and all parts of a forward that this package runs."""
     from megatron_hybrid_prefix.layers.mamba2 import HybridPrefixPrefill  # needs a platform that runs
 
     context = engine.context
@@ -65,7 +65,7 @@ def forbid_syncs(engine):
 
 
 def counted(engine, prompt, request_id):
-    """Synchronising calls of a request: its admission and first step, and each decode step after it (the least)."""
+    """Synchronising calls of a request: of its admission and first step, and the least of the decode steps after it."""
     found = []
     engine.add_request(request_id, prompt, greedy(6, return_log_probs=False))
     while engine.has_unfinished_requests():

@@ -15,7 +15,7 @@ NEMOTRON_BYTES = 40 << 30
 
 
 def run(tmp_path_factory, preset: str, tp: int = 1, pp: int = 1):
-    """What the worker saved for this preset and layout."""
+    """The worker's saved results for this preset and layout."""
     out = tmp_path_factory.mktemp("agreement") / f"{preset}-{tp}-{pp}.pt"
     printed = run_script("agreement.py", "--preset", preset, "--tp", tp, "--pp", pp, "--out", out, ranks=tp * pp)
     print(printed.strip().splitlines()[-1])

@@ -14,7 +14,9 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("preset", ["upstream-test", "small"])
 def test_no_further_from_the_truth_than_megatron(tmp_path, preset):
-    """Nor are chunks further than whole prompts; greedy choices change only where the best two are as near as the noise."""
+    """Chunks are not less exact than whole prompts, either. Greedy choices change only where the best two are within
+    noise.
+    """
     path = tmp_path / "report.json"
     print(
         run_script("chunked_error.py", "--preset", preset, "--prompts", 40, "--json", path, TRITON_F32_DEFAULT="ieee")

@@ -1,4 +1,4 @@
-"""What the cache costs in accuracy on a GPU, and what it moves there. The time it costs: ``checkpoint_cost.py`` prints it."""
+"""Accuracy of the cache on a GPU, and the copies it makes there. (``checkpoint_cost.py`` prints the time it costs.)"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 
 def report(script, *arguments, **env):
-    """The JSON that a script prints last."""
+    """The last JSON that a script prints."""
     line = run_script(script, *arguments, **env).strip().splitlines()[-1]
     print(line)
     return json.loads(line)

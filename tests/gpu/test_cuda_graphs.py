@@ -1,4 +1,4 @@
-"""CUDA graphs, decode and mixed prefill: answers as without, with the cache on."""
+"""CUDA graphs in decode and mixed prefill: with the cache on, answers equal those without graphs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(tmp_path, preset):
 
 
 def check_counts(found):
-    """Graphs were replayed, in decode and in steps with prefills; prefixes were reused."""
+    """Checks that graphs were replayed in decode and in steps with prefills, and that prefixes were reused."""
     for name, run in found.items():
         counts = run["counts"]
         if name.startswith("graphs"):

@@ -1,4 +1,4 @@
-"""The host tier on a GPU: three ways to the same bits, with copies on their own streams beside running requests."""
+"""The host tier on a GPU: three ways give the same bits, with copies on separate streams beside running requests."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ LENGTHS = (2, 65, 129, 200)
 
 
 def prompts_in_chunks(model, prefix, mode):
-    """Finished requests that asked for log-probs of all of their prompt and of the two likeliest tokens."""
+    """Finished requests for log-probs of the whole prompt and the two likeliest tokens."""
     fields = {"max_sequence_length": 512, "buffer_size_gb": 0.25, "max_requests": 8, "block_size_tokens": 64}
     fields |= {"enable_chunked_prefill": True, "max_tokens": 64, "materialize_only_last_token_logits": False}
     engine, finished = build_engine(model, prefix, async_sched_mode=mode, **fields), {}
@@ -32,10 +32,7 @@ def prompts_in_chunks(model, prefix, mode):
 
 
 def assert_prompt_matches(reference, request, tolerance):
-    """Every position of the prompt: its next token's log-prob, and the likeliest ones'.
-
-    Tokens of a random prompt are unlikely, and their log-probs badly conditioned: `NaiveHybridModel.noise` says how much.
-    """
+    """Checks each position of the prompt: the log-prob of the next token, and the likeliest tokens."""
     tokens = request.prompt_tokens.tolist()
     rows, following = reference.log_probs(tokens)[:-1], torch.tensor(tokens[1:])[:, None]
     roundoff = 2.0**-11 if os.environ.get("TRITON_F32_DEFAULT") == "tf32" else UNIT_ROUNDOFF

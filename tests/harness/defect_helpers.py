@@ -1,4 +1,4 @@
-"""One scenario on two engines: megatron-core's own prefix cache, where it must fail, and this package's."""
+"""Runs one scenario on two engines: megatron-core's own prefix cache, where it must fail, and this package's cache."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ BLOCK = 256  # tokens of a KV block, megatron's default
 
 
 class WrongAnswer(Exception):
-    """A request did not say what the model says. Not an AssertionError, so that a defect cannot pass for another."""
+    """An answer differs from the model's. Not an AssertionError, so that other failures cannot count as the defect."""
 
 
 def defect(number: int, what: str, raises: type[Exception] = AssertionError) -> pytest.MarkDecorator:
-    """Run a test with a ``side`` of each kind; on megatron's it has to fail, and with ``raises``.
+    """Runs a test with a ``side`` of each kind. On megatron's side it must fail with ``raises``.
 
     Args:
-        number: Of the defect in megatron-core 0.19.
-        what: It, in a few words.
-        raises: How the failure shows: `WrongAnswer`; what megatron raises; AssertionError where a test counts.
+        number: Number of the defect in megatron-core 0.19.
+        what: The defect in a few words.
+        raises: How it shows: `WrongAnswer`; what megatron raises; AssertionError if the test counts something.
     """
     fails = pytest.mark.xfail(strict=True, reason=f"defect {number}: {what}", raises=raises)
     return pytest.mark.parametrize("side", [pytest.param("upstream", marks=fails), "ours"], indirect=True)
 
 
 def make_side(request: pytest.FixtureRequest, model: Any) -> Iterator[Side]:
-    """What the fixture ``side`` of a test module does: a `Side` of the kind that `defect` asks for."""
+    """The body of a test module's fixture ``side``: a `Side` of the kind that `defect` sets."""
     from megatron_hybrid_prefix.mcore import restore_mixers
 
     threads = torch.get_num_threads()
@@ -48,7 +48,7 @@ def make_side(request: pytest.FixtureRequest, model: Any) -> Iterator[Side]:
 
 
 class Side:
-    """Builds engines of one kind around a model, and knows what its requests should have said.
+    """Builds engines of one kind for a model, and knows the right answers.
 
     Args:
         kind: "upstream" or "ours".
@@ -84,14 +84,14 @@ class Side:
         state_dtype: str | None = None,
         **fields: Any,
     ) -> Any:
-        """An engine that can keep ``slots`` states, on either side: megatron's is given its scratch on top.
+        """An engine with room for ``slots`` states. Megatron's gets its scratch in addition.
 
         Args:
-            slots: Checkpoints that fit; 0: none.
-            gb: Instead of ``slots``, the memory for them.
+            slots: Number of checkpoints; 0: none.
+            gb: Memory for checkpoints, instead of ``slots``.
             blocks: KV blocks; by default as many as fit into ``buffer_size_gb``.
-            state_dtype: For this package's engine; megatron's has no such setting.
-            **fields: Of megatron's ``InferenceConfig``.
+            state_dtype: For this package's engine only; megatron's has no such setting.
+            **fields: Fields of megatron's ``InferenceConfig``.
         """
         from megatron_hybrid_prefix.mcore import restore_mixers
 
@@ -119,16 +119,16 @@ class Side:
         return engine
 
     def add(self, engine: Any, prompt: list[int], count: int = 4, **attributes: Any) -> int:
-        """Put a greedy request of ``count`` tokens into the queue.
+        """Queues a greedy request.
 
         Args:
-            engine: Of this side.
-            prompt: Its tokens.
+            engine: An engine of this side.
+            prompt: Token ids.
             count: Tokens to generate.
-            **attributes: Set on the sampling parameters.
+            **attributes: Attributes to set on the sampling parameters.
 
         Returns:
-            Its id.
+            The request's id.
         """
         self._next_id += 1
         params = greedy(count)
@@ -137,10 +137,10 @@ class Side:
         return self._next_id
 
     def serve(self, engine: Any, prompt: list[int], count: int = 4, **attributes: Any) -> tuple[Any, int]:
-        """Run one request to its end, alone.
+        """Runs one request alone, to its end.
 
         Returns:
-            It, and how many tokens of its prompt were computed.
+            The request, and how many tokens of its prompt were computed.
         """
         before = computed_tokens(engine)
         request_id = self.add(engine, prompt, count, **attributes)
@@ -149,7 +149,7 @@ class Side:
         return finished[request_id], computed_tokens(engine) - before
 
     def check(self, *requests: Any) -> None:
-        """Raises `WrongAnswer` if one of them did not say what the reference says, to 1e-5 in log-probs."""
+        """Raises `WrongAnswer` if an answer differs from the reference's, with 1e-5 for log-probs."""
         reference = self.reference
         for request in requests:
             try:
@@ -158,7 +158,7 @@ class Side:
                 raise WrongAnswer(f"request {request.request_id}: {error}") from None
 
     def check_drained(self, engine: Any) -> None:
-        """All requests are gone, and nothing that they held is lost."""
+        """Checks that all requests are gone and nothing leaked."""
         context, allocator = engine.context, engine.context.kv_block_allocator
         assert not engine.has_unfinished_requests()
         assert self.available_blocks(engine) == allocator.total_count - 1
@@ -178,9 +178,9 @@ def computed_tokens(engine: Any) -> int:
 
 
 class Work(TorchFunctionMode):
-    """Counts what the code inside does: Python lines run, and elements of the tensors and lists that torch returns.
+    """Counts the work inside: Python lines that run, and elements of the tensors and lists that torch returns.
 
-    A measure of growth that does not depend on the machine. Loops inside built-in functions are not seen.
+    This measures growth independently of the machine. Loops inside built-in functions are not counted.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Forced drafts: speculative decoding whose drafts are right as often as a test wants, wherever it wants."""
+"""Forced drafts: speculative decoding in which a test decides how many drafts are right."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 @contextmanager
 def forced_drafts(engine: Any, truth: dict[int, list[int]], accepted: Callable[[int, int], int]) -> Iterator[list[int]]:
-    """While this is open, drafts come from ``truth`` in place of the model's.
+    """A context in which drafts come from ``truth`` instead of the model.
 
     Args:
         engine: An engine with speculative tokens.
-        truth: By request id, prompt and answer as they are without speculation.
-        accepted: Given a request's id and the position of the first drafted token: how many drafts shall be right.
+        truth: By request id, prompt and answer as without speculation.
+        accepted: Function of a request's id and the position of the first draft: how many drafts to make right.
 
     Yields:
-        A list that collects how many right drafts were put before each forward of each request.
+        A list that collects the number of right drafts before each forward of each request.
     """
     controller, context = engine.controller, engine.context
     original = controller._compute_serial_mtp_and_sample

@@ -1,6 +1,7 @@
-"""Seconds of tests by folder, as the table in CONTRIBUTING.md.
+"""Seconds of tests by folder: the table in CONTRIBUTING.md.
 
-Usage: ``python -m tests.harness.durations DEFAULT.xml [ALL.xml]``, with files that pytest's ``--junitxml`` wrote; a column each.
+Usage: ``python -m tests.harness.durations DEFAULT.xml [ALL.xml]``, with files of pytest's ``--junitxml``. One column
+per file.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ def by_folder(path: str) -> Counter[str]:
     """Seconds of set-up, test and clean-up, by folder of ``tests/``.
 
     Raises:
-        ValueError: A test lies elsewhere.
+        ValueError: A test is outside of these folders.
     """
     seconds: Counter[str] = Counter()
     for case in ElementTree.parse(path).getroot().iter("testcase"):
@@ -28,7 +29,7 @@ def by_folder(path: str) -> Counter[str]:
 
 
 def table(columns: Sequence[Counter[str]], names: Sequence[str]) -> str:
-    """A row a folder, with the longest in the first column first, and their sums."""
+    """One row per folder, the slowest of the first column first, and the sums."""
     folders = sorted(set().union(*columns), key=lambda folder: (-columns[0][folder], folder))
     rows = [["part", *names], ["---"] * (1 + len(names))]
     rows += [[f"`tests/{folder}`", *(f"{column[folder]:,.0f}" for column in columns)] for folder in folders]

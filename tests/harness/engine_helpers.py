@@ -1,4 +1,4 @@
-"""Drive an engine and recompute what it should have said."""
+"""Helpers that run an engine and compute the right answers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def kv_budget(
     paused_blocks: int = 0,
     speculative_tokens: int = 0,
 ) -> dict[str, float]:
-    """Budgets for so many KV blocks, the dummy one not counted, ``paused_blocks`` of them for paused requests."""
+    """Budgets for this many KV blocks, without the dummy block. ``paused_blocks`` of them are for paused requests."""
     config = model.hybrid_config
     values = 2 * config.count("*") * config.num_query_groups * config.kv_channels
     block_bytes = block_tokens * values * getattr(torch, config.dtype).itemsize
@@ -57,7 +57,7 @@ def kv_budget(
 
 
 def run_to_end(engine: Any, finished: dict[int, Any], steps: int | None = None) -> None:
-    """Step until nothing is left (or ``steps`` times); finished requests go into ``finished`` by id."""
+    """Steps until nothing is left, or ``steps`` times. Finished requests go into ``finished``, by id."""
     while engine.has_unfinished_requests() and steps != 0:
         for record in engine.step_modern()["finished_request_records"]:
             request = record.merge()
@@ -73,11 +73,11 @@ NOISES = 4
 
 
 def assert_matches(reference: Any, request: Any, tolerance: float = 1e-5) -> None:
-    """Tokens are the reference's greedy choice, and log-probs its log-probs, at every generated position.
+    """Checks that each generated token is the reference's greedy choice, with the reference's log-prob.
 
-    A choice whose two best are within 1e-4 of each other is not compared (rounding may flip it); its log-prob is. Where a
-    log-prob is badly conditioned, it may be off by more than ``tolerance``: by `NOISES` times its noise, which is computed
-    only then, and never by more than `LOG_PROB_NOISE`.
+    If the two best tokens are within 1e-4 of each other, only the log-prob is compared, because rounding may flip the
+    choice. A badly conditioned log-prob may differ by more than ``tolerance``: by up to `NOISES` times its noise, which
+    is computed only then, and never by more than `LOG_PROB_NOISE`.
     """
     prompt, generated = [int(t) for t in request.prompt_tokens], list(request.generated_tokens)
     rows = reference.log_probs(prompt + generated)[len(prompt) - 1 : -1]

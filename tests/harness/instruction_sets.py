@@ -1,4 +1,4 @@
-"""Runs tests under every choice of instructions that the numeric libraries offer: see scripts/instruction_sets.sh."""
+"""Runs tests with every choice of instruction sets of the numeric libraries; see scripts/instruction_sets.sh."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def instructions(environment: dict[str, str]) -> str:
 
 
 def run(environment: dict[str, str], arguments: list[str]) -> tuple[dict[str, int], list[str]]:
-    """Runs pytest; returns counts by outcome, and the ids of failed tests. It says nothing unless something is wrong."""
+    """Runs pytest. Returns counts by outcome, and the ids of failed tests. Prints only if something is wrong."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]

@@ -1,4 +1,4 @@
-"""An engine with this package's cache, checked after every step, and what its requests should say."""
+"""An engine with this package's cache that is checked after every step, and the right answers of its requests."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class IdTokenizer:
 
 
 class EngineHarness:
-    """An engine, what it finished, and what that should have been.
+    """An engine, its finished requests, and their right answers.
 
     Args:
         model: A model of ``build_hybrid_model``.
-        slots: Checkpoints that fit; None: caching off.
+        slots: Number of checkpoints; None: caching off.
         blocks: KV blocks; by default many.
-        paused_blocks: Those of them in the buffer of paused requests.
-        **fields: Of megatron's ``InferenceConfig``, of `HybridPrefixConfig` (no interval checkpoints by default), and
-            ``tokenizer``.
+        paused_blocks: How many of them are for paused requests.
+        **fields: Fields of megatron's ``InferenceConfig`` and of `HybridPrefixConfig` (no interval checkpoints by
+        default), and ``tokenizer``.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class EngineHarness:
 
     @property
     def reference(self) -> NaiveHybridModel:
-        """The model as it is now, in float64."""
+        """The model with its current weights, in float64."""
         return NaiveHybridModel(self.model, self.model.hybrid_config)
 
     def add(self, prompt: list[int], count: int = 4, *, params: dict[str, Any] | None = None, **attributes: Any) -> int:
-        """Put a greedy request of ``count`` tokens into the queue; ``attributes`` go onto its sampling parameters."""
+        """Queues a greedy request of ``count`` tokens. ``attributes`` are set on its sampling parameters."""
         self.next_id += 1
         sampling = greedy(count, **(params or {}))
         sampling.add_attributes(attributes)
@@ -93,7 +93,7 @@ class EngineHarness:
         return self.next_id
 
     def step(self, count: int = 1) -> list[int]:
-        """So many steps; returns the ids of requests that finished in them."""
+        """Runs a number of steps. Returns the ids of requests that finished."""
         ids = []
         for _ in range(count):
             records = self.engine.step_modern()["finished_request_records"]
@@ -112,19 +112,19 @@ class EngineHarness:
         raise AssertionError("does not come to an end")
 
     def send(self, *prompts: list[int], count: int = 4, **attributes: Any) -> Any:
-        """Prompts, added together, to their end; returns the last one's request."""
+        """Adds prompts together and runs them to the end. Returns the last one's request."""
         ids = [self.add(prompt, count, **attributes) for prompt in prompts]
         self.run()
         return self.finished[ids[-1]]
 
     def suspend_and_resume(self) -> None:
-        """What a trainer does between two phases."""
+        """Suspends and resumes, as a trainer does between two phases."""
         self.engine.suspend()
         self.engine.resume()
         self.check_integrity()
 
     def check(self, *ids: int, tolerance: float = 1e-5) -> None:
-        """Finished requests (all by default) are complete, and say what the model as it is now says."""
+        """Checks that finished requests (default: all) are complete, with the answers of the current weights."""
         reference = self.reference
         for request in [self.finished[number] for number in ids] or self.finished.values():
             assert len(request.generated_tokens) == request.sampling_params.num_tokens_to_generate
@@ -136,7 +136,7 @@ class EngineHarness:
             self.context.check_integrity()
 
     def check_drained(self) -> None:
-        """Nothing is running, and nothing that ran holds a block, a slot or an entry."""
+        """Checks that nothing runs, and that no block, slot or entry is held."""
         engine, context = self.engine, self.context
         assert not engine.has_unfinished_requests()
         assert not engine.requests
@@ -165,5 +165,5 @@ class EngineHarness:
 
 
 def tokens(blocks: int, own: int, seed: int) -> list[int]:
-    """A prompt of so many blocks and ``own`` tokens more."""
+    """A prompt of this many blocks and ``own`` more tokens."""
     return random_tokens(blocks * BLOCK + own, seed=seed)

@@ -1,4 +1,4 @@
-"""What every test keeps to: threads, and how long anything may take before it counts as hung."""
+"""Limits of all tests: threads, and how long anything may take before it counts as hung."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def wait_until(holds: Callable[[], object], what: str, *, pause_s: float = 0.05)
     Args:
         holds: The condition.
         what: Its name, for the message.
-        pause_s: Seconds between two looks.
+        pause_s: Seconds between two polls.
 
     Raises:
-        AssertionError: It does not come to hold.
+        AssertionError: The condition did not hold in time.
     """
     end_s = time.monotonic() + HANG_S
     while not holds():

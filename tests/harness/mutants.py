@@ -1,4 +1,4 @@
-"""Wrong states on purpose. A parity test that does not notice one of these is no test."""
+"""Mutants: wrong states on purpose. A parity test must notice each of them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ ZEROED = {"ssm_zeroed": ("ssm", "gdn_state"), "conv_zeroed": ("conv", "gdn_conv"
 
 @contextmanager
 def mutated_resume(engine: Any, mutant: str | None) -> Iterator[None]:
-    """While this is open, every state that a request resumes from is wrong, just before the forward that reads it.
+    """A context in which every state that a request resumes from is made wrong just before the forward that reads it.
 
-    "other_depth" takes the deepest state that the engine keeps when this opens; no request may resume at its depth.
+    "other_depth" uses the deepest state that the engine has when the context opens. No request may resume at that
+    depth.
     """
     context = engine.context
     original = context.initialize_attention_state

@@ -1,4 +1,6 @@
-"""The whole hybrid model in float64, token by token where it recurs: short, and independent of every kernel."""
+"""The whole hybrid model in float64, with a loop over tokens in recurrent layers. Short, and independent of all
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ PIECE = 32  # tokens whose states and scores stay in a processor's cache
 
 
 class NaiveHybridModel:
-    """Reference of a tp=1, pp=1 model built with local layers.
+    """Reference for a model with tp=1, pp=1 and local layers.
 
     Args:
         model: The ``HybridModel``.
@@ -51,12 +53,12 @@ class NaiveHybridModel:
         return torch.log_softmax(logits, dim=-1)
 
     def noise(self, tokens: list[int], seeds: int = 4) -> torch.Tensor:
-        """How far rounding to float32 takes each log-prob: (tokens, vocabulary), float64; for one machine or another.
+        """Effect of float32 rounding on each log-prob, for any machine: (tokens, vocabulary), float64.
 
-        A float32 product of n terms is, to the bit, an exact one whose weights are off by at most gamma_n = n u / (1 - n u)
-        (N. Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., section 3.5), and in practice by sqrt(n) u.
-        So this is the change of each log-prob (root of the mean square over seeds) when every weight is off by
-        sqrt(n) u times a normal number: its condition, whatever path of whatever library computes it.
+        A float32 product of n terms equals an exact one whose weights are off by at most gamma_n = n u / (1 - n u) (N.
+        Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., section 3.5), and in practice by sqrt(n) u.
+        So this is the change of each log-prob (root mean square over seeds) when every weight is off by sqrt(n) u times
+        a normal number. It is the condition of the log-prob, whichever library computes it.
         """
         exact, total = self.log_probs(tokens), 0.0
         off = object.__new__(type(self))
@@ -169,7 +171,7 @@ class NaiveHybridModel:
         return (y * F.silu(z.view_as(y))).flatten(1) @ w["out_proj.weight"].T
 
     def _convolution(self, xbc, w, zero_at):
-        """Over the last ``d_conv`` tokens; from position ``zero_at`` on, none before it count."""
+        """Convolution over the last ``d_conv`` tokens. From position ``zero_at`` on, earlier tokens count as zero."""
         width = self.config.d_conv
         windows = F.pad(xbc, (0, 0, width - 1, 0)).unfold(0, width, 1)  # (tokens, channels, width)
         if zero_at is not None:

@@ -1,4 +1,4 @@
-"""The model of `naive_model` with its recurrence as one masked product: fast enough for hundreds of prompts, on any device."""
+"""The model of `naive_model` with the recurrence as one masked product. Fast enough for hundreds of prompts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tests.harness.naive_model import NaiveHybridModel
 
 
 class QuadraticHybridModel(NaiveHybridModel):
-    """`NaiveHybridModel` without a loop over tokens, and so without ``zero_ssm_at`` and ``zero_conv_at``.
+    """`NaiveHybridModel` without a loop over tokens, and without ``zero_ssm_at`` and ``zero_conv_at``.
 
-    A Mamba2 layer is attention with decaying weights (SSD, https://arxiv.org/abs/2405.21060, section 3): with the running sum
-    of the log-decays L, token t gets sum over s <= t of (C_t . B_s) exp(L_t - L_s) dt_s x_s. Memory grows with the
-    square of the length; there are no chunks, and no state.
+    A Mamba2 layer is attention with decaying weights (SSD, https://arxiv.org/abs/2405.21060, section 3). With L the
+    running sum of the log-decays, the output of token t is the sum over s <= t of (C_t . B_s) exp(L_t - L_s) dt_s x_s.
+    Memory grows with the square of the length. There are no chunks and no state.
     """
 
     def _mamba(self, x, prefix, zero_ssm_at, zero_conv_at):

@@ -1,4 +1,4 @@
-"""`tools/serve.py` as a process, under torchrun: how to start it, ask it, and see that nothing of it is left."""
+"""`tools/serve.py` as a process under torchrun: starting it, sending requests, and checking that nothing is left of it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ HIT = len(PROMPT) // BLOCK * BLOCK
 
 
 class Endpoint:
-    """A server that answers.
+    """A running server.
 
     Attributes:
-        url: Of it.
+        url: Its URL.
     """
 
     url: str
@@ -41,7 +41,7 @@ class Endpoint:
         return kind(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=HANG_S, **options)
 
     def send(self, path: str, body: Any = None, token: str | None = None) -> tuple[int, Any]:
-        """Status and JSON of a request: GET without a body, POST with one (bytes, or JSON)."""
+        """Status and JSON of a request: GET without a body, POST with one (bytes or JSON)."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
         try:
@@ -53,7 +53,7 @@ class Endpoint:
             return error.code, json.load(error)
 
     def metrics(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-        """Samples by name (without the prefix that all have) and labels."""
+        """Samples by name (without the common prefix) and labels."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=HANG_S) as answer:
             families = list(text_string_to_metric_families(answer.read().decode()))
         return {
@@ -64,7 +64,7 @@ class Endpoint:
 
 
 class Server(Endpoint):
-    """A server under torchrun, and all processes of it."""
+    """A server under torchrun, and all its processes."""
 
     def __init__(self, process: subprocess.Popen[str], url: str, errors: Path) -> None:
         self.process, self.url, self._errors = process, url, errors
@@ -81,7 +81,7 @@ class Server(Endpoint):
         return [value for _, value in sorted(found)]
 
     def wait_until_drained(self) -> None:
-        """Nothing runs, and nothing that ran holds a block."""
+        """Waits until nothing runs and no block is held."""
         wait_until(
             lambda: (
                 not any(
@@ -121,7 +121,7 @@ def _rank(pid: int) -> int:
 
 @contextmanager
 def started(folder: Path, *argv: str, ranks: int = 2, device: str = "cpu") -> Iterator[Server]:
-    """A server on so many ranks; ends with what is left of it."""
+    """A server on this many ranks. All its processes are ended at the end."""
     options = ["--port", "0", "--block-size-tokens", str(BLOCK), "--max-sequence-length", str(LIMIT_TOKENS)]
     options += ["--max-requests", "4", "--max-waiting", "200", "--admin-token", ADMIN, *argv]
     errors = folder / "errors"

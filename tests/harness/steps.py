@@ -1,4 +1,4 @@
-"""Counts what Python does: a measure of work that no other process, and no faster machine, changes."""
+"""Counts Python steps: a measure of work that does not depend on the machine or its load."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _TOOL = 4  # of sys.monitoring: none that Python names
 
 
 def steps(function: Callable[[], object]) -> int:
-    """Returns how many calls and jumps (so rounds of loops) Python makes while ``function`` runs.
+    """Returns how many calls and jumps (so loop iterations) Python makes while ``function`` runs.
 
-    A loop inside a function written in C counts as one call, whatever it goes through.
+    A loop inside a C function counts as one call.
     """
     count = 0
 

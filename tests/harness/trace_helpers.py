@@ -1,4 +1,4 @@
-"""Made-up requests of several kinds, as tokens or as keys of blocks."""
+"""Synthetic requests of several kinds, as tokens or as block keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCK = 512  # tokens of a block where only keys matter
 def token_prompts(
     count: int, *, block_tokens: int, most_blocks: int, seed: int, vocabulary: int = 512
 ) -> list[list[int]]:
-    """Prompts that begin like earlier ones: the same again, turns of chats, common prefixes, new ones; all lengths."""
+    """Prompts that start like earlier ones: repeats, turns of chats, shared prefixes, and new ones, in all lengths."""
     rng = random.Random(seed)
     prompts: list[list[int]] = []
     while len(prompts) < count:
@@ -28,7 +28,7 @@ def token_prompts(
 
 
 def as_trace(prompts: list[list[int]], block_tokens: int) -> Trace:
-    """The same as recorded requests."""
+    """The same prompts as a recorded trace."""
     keys = KeyMaker(block_tokens, secret=b"test")
     requests = [
         TraceRequest(keys=keys.chain(prompt).keys, prompt_tokens=len(prompt), timestamp=number)
@@ -38,7 +38,7 @@ def as_trace(prompts: list[list[int]], block_tokens: int) -> Trace:
 
 
 class _Keys:
-    """A key for each way to a block."""
+    """One key per path to a block."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[object, ...], int] = {}
@@ -48,7 +48,7 @@ class _Keys:
 
 
 def _chat(rng: random.Random, count: int, sessions: int) -> Iterator[list[bytes]]:
-    """Conversations that go on after a while, each turn with the whole history; a common system prompt."""
+    """Conversations that continue after a while. Each turn has the whole history; all share a system prompt."""
     key, live, started = _Keys(), [], 0
     for _ in range(count):
         while len(live) < sessions:
@@ -65,7 +65,7 @@ def _chat(rng: random.Random, count: int, sessions: int) -> Iterator[list[bytes]
 
 
 def _scan(rng: random.Random, count: int, documents: int) -> Iterator[list[bytes]]:
-    """The same documents, one after another, again and again, each with another question."""
+    """The same documents over and over, each time with another question."""
     key = _Keys()
     for number in range(count):
         document = number % documents
@@ -73,7 +73,7 @@ def _scan(rng: random.Random, count: int, documents: int) -> Iterator[list[bytes
 
 
 def _popular(rng: random.Random, count: int, documents: int) -> Iterator[list[bytes]]:
-    """Documents of different length, some far more popular, with questions of different length."""
+    """Documents of different lengths with questions of different lengths. Some documents are far more popular."""
     key = _Keys()
     lengths = [rng.randint(1, 40) for _ in range(documents)]
     weights = [1 / (rank + 1) for rank in range(documents)]
@@ -84,7 +84,7 @@ def _popular(rng: random.Random, count: int, documents: int) -> Iterator[list[by
 
 
 def _agents(rng: random.Random, count: int, agents: int) -> Iterator[list[bytes]]:
-    """Agents whose every step adds a little to a long history; they take turns, and end."""
+    """Agents that add a little to a long history at every step. They take turns, and end."""
     key, live, started = _Keys(), [], 0
     for _ in range(count):
         while len(live) < agents:

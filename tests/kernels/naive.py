@@ -1,7 +1,4 @@
-"""The operations of `megatron_hybrid_prefix.platform.kernels`, written as what they mean: one token at a time, loops.
-
-Everything is float64. Nothing here shares code with the kernels. How far rounding may take a kernel from it: `rounding`.
-"""
+"""The operations of `megatron_hybrid_prefix.platform.kernels` as plain loops, one token at a time."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""How far rounding may take a kernel's result from the float64 reference, on any processor.
+"""Bounds on the rounding error of a kernel against the float64 reference, for any processor.
 
 The bound is the forward error bound of numerical analysis (N. Higham, "Accuracy and Stability of Numerical Algorithms",
 2nd ed., chapter 3): a result that sums terms, each of which went through n roundings on its way, is off by at most

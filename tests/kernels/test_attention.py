@@ -130,7 +130,7 @@ def test_without_log_sum_exp_only_the_output_is_returned():
 
 
 def check_rounding(dtype, seed):
-    """Raises AssertionError if outputs or log-sum-exps are further off than rounding takes them; returns the latter."""
+    """Raises AssertionError if outputs or log-sum-exps exceed their rounding bounds. Returns the log-sum-exps."""
     q, k, v, table = make(seed, [6], [40], 4, 2, dtype=dtype, dim=16, page=8)
     out, lse, _ = varlen(q, k, v, table, [6], [40], causal=True, return_attn_probs=True)
     assert out.dtype == dtype
@@ -180,7 +180,7 @@ def test_other_requests_do_not_change_the_bits():
 
 
 def test_a_long_prompt_needs_no_square_matrix(monkeypatch):
-    """Peak scores stay below the limit: 3000 rows over 3000 keys and 2 heads would be 18 million."""
+    """The peak number of scores stays below the limit. 3000 rows over 3000 keys and 2 heads would be 18 million."""
     sizes = []
     exp_ = torch.Tensor.exp_
     monkeypatch.setattr(torch.Tensor, "exp_", lambda self: sizes.append(self.numel()) or exp_(self))

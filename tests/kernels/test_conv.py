@@ -72,7 +72,7 @@ def test_prefill_matches_the_loops(lengths, d_conv, seed, with_states, with_maps
 
 
 def test_padding_rows_read_what_their_maps_say():
-    """Upstream computes them too: as tokens of sequence 0, at their own row."""
+    """Upstream computes padding rows, too: as tokens of sequence 0, at their own row."""
     x, weight, bias, states = make(3, 4, 6, 1)
     seq, start = maps([2], 4)
     out = causal_conv1d_varlen_fn(x, weight, bias, cumulative([2]), states, "silu", seq, start)
@@ -87,7 +87,7 @@ def test_a_batch_of_padding_only():
 
 
 def check_rounding(dtype, seed):
-    """Raises AssertionError if a prefill is further off than rounding takes it."""
+    """Raises AssertionError if a prefill exceeds its rounding bound."""
     x, weight, bias, states = make(seed, 4, 50, 1, dtype=dtype)
     out = causal_conv1d_varlen_fn(x, weight, bias, cumulative([50]), states)
     assert out.dtype == dtype

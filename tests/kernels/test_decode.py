@@ -169,7 +169,7 @@ def test_every_argument_matters(changed):
 
 
 def check_rounding(dtype, seed, update=selective_state_update):
-    """Raises AssertionError if outputs or the state of a call of four steps are further off than rounding takes them."""
+    """Raises AssertionError if outputs or the state of a call of four steps exceed their rounding bounds."""
     state, a = make(seed, 1, 4, 2, dtype=dtype)
     a["dt"] = a["dt"] - 2.0  # so that the first steps still matter at the end
     sequence = sequence_of(state[2], a, 0)

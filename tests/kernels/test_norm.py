@@ -30,7 +30,7 @@ def test_matches_the_loops(group_size, norm_before_gate, gate, bias):
 
 
 def check_rounding(dtype, seed):
-    """Raises AssertionError if the norm is further off than rounding takes it."""
+    """Raises AssertionError if the norm exceeds its rounding bound."""
     x, weight, _, z = make(seed, dtype)
     out = rmsnorm_fn(x, weight, None, z, 1e-5, 4, False)
     assert out.dtype == dtype

@@ -85,7 +85,7 @@ def test_the_bound_sees(mutant, dtype):
 
 
 def check_state_passing(device, dtype, seeds, pass_states=pass_states):
-    """Raises AssertionError if a state is further off than rounding takes it, or one that nothing names was written."""
+    """Raises AssertionError if a state exceeds its rounding bound, or if a slot that is no target was written."""
     heads, headdim, d_state = 3, 40, 48  # 1920 values a head: more than one program, and no multiple of one
     for seed in seeds:
         step = Step.draw(seed)
@@ -124,7 +124,7 @@ def check_state_passing(device, dtype, seeds, pass_states=pass_states):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_resuming_has_the_same_bits(device, dtype):
-    """A sequence that starts from a kept float32 state goes on exactly as one that did not stop."""
+    """A sequence that starts from a kept float32 state continues exactly like one that did not stop."""
     heads, headdim, d_state, chunks = 2, 16, 32, 9
     generator = torch.Generator().manual_seed(0)
     added = torch.randn(chunks, heads, headdim * d_state, generator=generator).to(device)
@@ -152,7 +152,7 @@ def test_resuming_has_the_same_bits(device, dtype):
     assert torch.equal(resumed, again) and torch.equal(pool[2], pool[4])
     if dtype == torch.float32:
         assert torch.equal(whole[6:], resumed) and torch.equal(pool[1], pool[2])
-    unkept = run(0, source=0, live=3, keep=None)  # what is kept has no influence on what is computed
+    unkept = run(0, source=0, live=3, keep=None)  # keeping states does not change the results
     assert torch.equal(whole, unkept) and torch.equal(pool[1], pool[3])
 
 

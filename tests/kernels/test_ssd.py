@@ -134,7 +134,7 @@ def rounding_case(dtype, seed, dt_shift):
 
 
 def check_rounding(dtype, seed, dt_shift):
-    """Raises AssertionError if outputs or states are further off than rounding takes them."""
+    """Raises AssertionError if outputs or states exceed their rounding bounds."""
     args, outputs, final_states = rounding_case(dtype, seed, dt_shift)
     out, states, _, _ = scan(args, ROUNDING_LENGTHS, ROUNDING_CHUNK, state_dtype=dtype)
     assert out.dtype == states.dtype == dtype
@@ -222,7 +222,7 @@ def spoil_accumulation(monkeypatch):
 
 
 def spoil_carried_state(monkeypatch):
-    """The recurrence goes on from a state that was rounded to bfloat16."""
+    """The recurrence continues from a state that was rounded to bfloat16."""
     chunk = ssd._scan_chunk
     monkeypatch.setattr(
         ssd, "_scan_chunk", lambda tokens, A, carried, previous: chunk(tokens, A, carried.bfloat16().float(), previous)
@@ -241,7 +241,7 @@ def spoil_chunk(monkeypatch):
 
 
 def spoil_previous(monkeypatch):
-    """Outputs of the last full chunk read the state of the chunk before the one that they should."""
+    """Outputs of the last full chunk read the state one chunk too early."""
     chunk, seen = ssd._scan_chunk, []
 
     def stale(tokens, A, carried, previous):

@@ -1,4 +1,4 @@
-"""`tools/plan_capacity.py`: bytes of a model, what a budget holds, what to raise first."""
+"""`tools/plan_capacity.py`: bytes of a model, what a budget holds, which budget to raise first."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_bytes_are_those_that_megatron_allocates(request, monkeypatch, preset, d
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2' is none of nemotron_h, bamba"),
         ({"hybrid_override_pattern": None}, "hybrid_override_pattern is missing"),
-        ({"hybrid_override_pattern": "M-M-"}, "attention_layers is 0; the model has to be a hybrid"),
+        ({"hybrid_override_pattern": "M-M-"}, "attention_layers is 0; the model must be a hybrid"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "4096"}, "hidden_size is '4096', not a whole number"),
         ({"ssm_state_size": True}, "ssm_state_size is True, not a whole number"),
@@ -206,7 +206,7 @@ def test_files_that_are_no_configuration(tmp_path):
     for name, text, message in (
         ("a.json", "{", "not JSON"),
         ("a.yaml", "a: [", "neither JSON nor YAML"),
-        ("b.yaml", "- 1", "expected names and values"),
+        ("b.yaml", "- 1", "expected a mapping of names to values"),
         ("c.yaml", "hidden_size: 5", "hybrid_layer_pattern is missing"),
     ):
         with pytest.raises(InputError, match=message):
@@ -243,11 +243,11 @@ def test_what_a_budget_holds(tmp_path, capsys):
     drafting = plan(tmp_path, "--mamba-gb", 10, "--buffer-gb", 20, "--max-requests", 16, "--speculative-tokens", 3)
     assert drafting["live_request_bytes"] == 5 * STATE_BYTES
     assert drafting["kv_blocks"] == (20 * 2**30 - 16 * 5 * STATE_BYTES) // block - 1
-    assert "states of a running request and 3 drafts" in capsys.readouterr().out
+    assert "states of one running request and 3 drafts" in capsys.readouterr().out
 
 
 def test_the_budgets_are_those_of_the_engine(tiny):
-    """KV blocks that megatron makes of the same memory."""
+    """Megatron makes as many KV blocks of the same memory."""
     import argparse
 
     from megatron_hybrid_prefix.mcore.entrypoints.build import build_engine
@@ -267,7 +267,7 @@ def test_the_budgets_are_those_of_the_engine(tiny):
     assert command.plan_of(budget, sizes_of("tiny"), args).kv_blocks == theirs
 
 
-def test_the_budget_that_gains_most_is_to_be_raised(tmp_path, trace_file):
+def test_the_advice_names_the_budget_that_gains_most(tmp_path, trace_file):
     block_gb, state_gb = 512 * TOKEN_BYTES / 2**30, STATE_BYTES / 2**30
     room_gb = 4 * state_gb  # of the running requests
     options = ("--max-requests", 4, "--trace", trace_file)
@@ -281,10 +281,10 @@ def test_the_budget_that_gains_most_is_to_be_raised(tmp_path, trace_file):
     assert max(reuse[:2]) < reuse[2] <= enough["expected_reuse"]["ceiling_fraction"]
 
 
-def test_without_a_trace_only_what_is_sure_is_said(tmp_path):
-    assert "not one checkpoint" in plan(tmp_path, "--mamba-gb", 0.01, "--buffer-gb", 20)["advice"]
+def test_advice_without_a_trace(tmp_path):
+    assert "less than one checkpoint" in plan(tmp_path, "--mamba-gb", 0.01, "--buffer-gb", 20)["advice"]
     assert "fewer KV blocks" in plan(tmp_path, "--mamba-gb", 50, "--buffer-gb", 4)["advice"]
-    assert "give a --trace" in plan(tmp_path, "--mamba-gb", 5, "--buffer-gb", 20)["advice"]
+    assert "add --trace" in plan(tmp_path, "--mamba-gb", 5, "--buffer-gb", 20)["advice"]
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,10 @@ def test_without_a_trace_only_what_is_sure_is_said(tmp_path):
     [
         (["--mamba-gb", "1"], "the following arguments are required: --buffer-gb"),
         (["--mamba-gb", "x", "--buffer-gb", "1"], "argument --mamba-gb: 'x' is not a number above 0"),
-        (["--mamba-gb", "1", "--buffer-gb", "1"], "--buffer-gb 1: states of 64 running requests take 3.12 GiB"),
+        (
+            ["--mamba-gb", "1", "--buffer-gb", "1"],
+            "--buffer-gb 1: too small. States of 64 running requests take 3.12 GiB",
+        ),
         (["--mamba-gb", "1", "--buffer-gb", "9", "--trace", "/nowhere/t"], "cannot read /nowhere/t"),
         (["--mamba-gb", "1", "--buffer-gb", "9", "--json", "/nowhere/t"], "cannot write /nowhere/t"),
     ],

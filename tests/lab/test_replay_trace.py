@@ -132,7 +132,7 @@ GOOD = {
     [
         ("mooncake", "{", "not JSON: Expecting property name"),
         ("mooncake", "[1]", "expected a JSON object"),
-        ("mooncake", "[" * 100_000, "not JSON that can be read"),
+        ("mooncake", "[" * 100_000, "cannot read the JSON"),
         ("mooncake", mooncake([1, 2], 1300, timestamp="now"), '"timestamp" must be a number'),
         (
             "mooncake",
@@ -149,7 +149,7 @@ GOOD = {
         ("mooncake", mooncake([1], 1300), '"hash_ids" has 1 ids for 1300 tokens in blocks of 512'),
         ("mooncake", mooncake([1, 2, 3, 4], 1300), '"hash_ids" has 4 ids for 1300 tokens in blocks of 512'),
         ("mooncake", {"timestamp": 1, "hash_ids": []}, '"input_length" is missing'),
-        ("session", session(step(0, 130, [1, 2, 3]), block_size=32), "blocks of 32 tokens, where 64 were expected"),
+        ("session", session(step(0, 130, [1, 2, 3]), block_size=32), "blocks of 32 tokens; expected 64"),
         ("session", session(block_size=0), '"block_size" must be a whole number, 1 or more'),
         ("session", session(requests=[3]), '"requests" must be a list of objects'),
         ("session", session(step(0, 130, [1])), 'request 1: "hash_ids" has 1 ids for 130 tokens'),
@@ -175,11 +175,11 @@ def test_a_malformed_line_is_named(tmp_path, capsys, kind, line, message):
         (["--state-slots", "64,x"], "--state-slots: 'x' is not a whole number"),
         (["--state-slots", "64,64"], "--state-slots: 64,64 has a number twice"),
         (["--kv-blocks", "0"], "--kv-blocks: '0' is not a whole number above 0"),
-        (["--interval", "100"], "--interval: 100 is not a multiple of the 512 tokens of a block"),
+        (["--interval", "100"], "--interval: 100 is not a multiple of the block of 512 tokens"),
         (["--interval", "512", "--admission", "tail"], "--interval 512: --admission tail keeps no states at intervals"),
         (["--baselines", "lru,best"], "--baselines: no 'best'; there are: lru, upstream, align, interval:TOKENS, none"),
-        (["--baselines", "interval:1000"], "--baselines interval: 1000 is not a multiple of the 512 tokens"),
-        (["--preset", "huge"], "huge: neither a file nor a preset; presets are: tiny"),
+        (["--baselines", "interval:1000"], "--baselines interval: 1000 is not a multiple of the block of 512 tokens"),
+        (["--preset", "huge"], "huge: neither a file nor a preset; presets: tiny"),
         (["--json", "/nowhere/x.json"], "cannot write /nowhere/x.json: there is no folder /nowhere"),
         (["--block-tokens", "0"], "argument --block-tokens: '0' is not a whole number above 0"),
         (["--eviction", "best"], "argument --eviction: invalid choice: 'best'"),
@@ -295,7 +295,7 @@ def test_neither_torch_nor_megatron_is_imported(trace_file):
 
 
 def mooncake_like(requests: int) -> Trace:
-    """Prompts of 24 blocks on average; half of their blocks were seen before."""
+    """Prompts of 24 blocks on average. Half of their blocks were seen before."""
     rng = random.Random(1)
     found: list[list[bytes]] = []
     for _ in range(requests):
@@ -327,7 +327,7 @@ def test_a_request_takes_no_more_steps_in_a_longer_trace_or_beside_more_states()
 @pytest.mark.parametrize("eviction", ["lru", "recompute_cost"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_large_host_gives_what_a_large_device_gives(kind, eviction):
-    """States that anybody asked for are never lost then; guesses may be."""
+    """Then no requested state is ever lost; interval states may be."""
     trace = made_up(kind, 400, seed=3)
     host = {"host_pages": 20_000}
     few = Policy(name="few", eviction=eviction, admission="asked", options=host)

@@ -1,4 +1,4 @@
-"""The replay's copy of megatron-core's rule decides as megatron-core's classes do, request by request."""
+"""The replay's copy of megatron-core's rules decides as megatron-core's classes do, request by request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def side(tiny):
 
 
 def build(side: Side, *, slots: int, blocks: int, most_blocks: int, block_tokens: int = BLOCK) -> Any:
-    """Megatron's engine with its LRU policy, and room for exactly so much."""
+    """Megatron's engine with its LRU policy, and room for exactly this many blocks and states."""
     from megatron.core.inference.config import PrefixCachingEvictionPolicy
 
     engine = side.build(
@@ -42,7 +42,7 @@ def build(side: Side, *, slots: int, blocks: int, most_blocks: int, block_tokens
 
 
 def bookkeeping_of(engine: Any, request_id: int, prompt: list[int]) -> int:
-    """All that megatron's classes do for a request that generates one token, without a forward; tokens skipped."""
+    """Does what megatron does for a request of one generated token, without a forward. Returns the skipped tokens."""
     from megatron.core.inference.inference_request import DynamicInferenceRequest
 
     context = engine.context

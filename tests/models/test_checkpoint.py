@@ -1,4 +1,4 @@
-"""Checkpoints: what is loaded is what was saved, in any layout, and half a save is none."""
+"""Checkpoints: a load gives what was saved, in any layout, and an incomplete save is not a checkpoint."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_save_that_fails_leaves_nothing(saved, tmp_path, monkeypatch):
 
 
 def test_the_folder_appears_whole(saved, tmp_path, monkeypatch):
-    """Nothing is written under the final name: it appears by renaming, when all files are there."""
+    """A save writes to another name, and renames the folder when all files are there."""
     target = tmp_path / "checkpoint"
     target.mkdir()  # an empty folder may be there already
     renamed = []
@@ -138,7 +138,7 @@ def test_where_nothing_can_be_saved(saved, checkpoint, tmp_path):
     assert not (tmp_path / "linear").exists()
 
 
-def test_what_is_no_checkpoint_changes_nothing(saved, checkpoint, tmp_path):
+def test_an_invalid_checkpoint_changes_nothing(saved, checkpoint, tmp_path):
     other, untouched = build_hybrid_model("tiny", seed=2), build_hybrid_model("tiny", seed=2)
     (tmp_path / "empty").mkdir()
     for path, message in ((tmp_path / "nowhere", "there is no checkpoint"), (tmp_path / "empty", "not a complete")):
@@ -174,7 +174,7 @@ def test_other_dimensions_are_one_clear_line(checkpoint, changes, message):
 
 @pytest.mark.parametrize(("pattern", "message"), [("M*-", "Unexpected keys"), ("M*-M*-M", "missing")])
 def test_weights_too_few_or_too_many_are_an_error(checkpoint, tmp_path, pattern, message):
-    """The dimensions file claims what the tensors do not hold."""
+    """The dimensions file does not match the tensors."""
     path = tmp_path / "other"
     save_checkpoint(build_hybrid_model(get_preset("tiny", layer_pattern=pattern)), path)
     (path / "hybrid_model.json").write_text((checkpoint / "hybrid_model.json").read_text())

@@ -1,4 +1,4 @@
-"""Megatron's engine on a Hugging Face Nemotron-H's weights says what Hugging Face says (fp32, random weights)."""
+"""Megatron's engine with the weights of a Hugging Face Nemotron-H gives Hugging Face's answers (fp32, random weights)."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_generation_and_prompt_log_probs_of_a_batch(model, reference):
 
 
 def test_a_perturbation_of_any_weight_shows(platform, reference):
-    """One weight at a time, off by a few percent, breaks the parity: none of them is ignored or always alike."""
+    """Changing any one weight by a few percent breaks the parity. So no weight is ignored, or constant."""
     model = build_hybrid_model(CONFIG, seed=9, platform=platform)
     case = reference["cases"][LENGTHS.index(64)]
     for name, weight in reference["state_dict"].items():

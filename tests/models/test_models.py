@@ -1,4 +1,4 @@
-"""Presets, layouts, and the long memory of ``tiny`` without which no exactness test sees a wrong state."""
+"""Presets, layouts, and the long memory of ``tiny``, which the exactness tests need to notice a wrong state."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_first_boundary_of_a_prompt_matters_to_its_last_token_in_tiny_gdn(ti
 
 @pytest.mark.parametrize("preset", ["tiny", "tiny-gdn", pytest.param("tiny-moe", marks=pytest.mark.slow)])
 def test_rounding_is_far_below_what_a_wrong_state_changes(platform, preset):
-    """The other half of the test above: what tests allow between two float32 runs is noise, and all noise is allowed."""
+    """The counterpart of the test above: the tolerance between two float32 runs covers noise, and nothing but noise."""
     model = build_hybrid_model(preset, seed=0, platform=platform)
     reference, most = NaiveHybridModel(model, model.hybrid_config), 0.0
     for seed, length in enumerate((3, 129, 600)):

@@ -1,4 +1,4 @@
-"""What `ensure_platform` replaces, that it checks it, and that it can be undone."""
+"""`ensure_platform`: what it replaces, that it checks it, and that it can be undone."""
 
 from __future__ import annotations
 

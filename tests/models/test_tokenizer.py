@@ -106,14 +106,14 @@ def test_errors_say_what_is_wrong(folder: Path, tmp_path: Path) -> None:
 
 
 def decoded(tokenizer: Any, tokens: list[int]) -> list[str]:
-    """What a decoder says at each token, and at the end."""
+    """Output of a decoder for each token, and at the end."""
     decoder = tokenizer.decoder()
     return [*(decoder.step(token) for token in tokens), decoder.finish()]
 
 
 @pytest.fixture(scope="module")
 def fallback(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTokenizer:
-    """As SentencePiece makes them: a space is a part of the word, and characters that are no token are tokens of bytes."""
+    """As in SentencePiece: a space is part of the word, and characters without a token become byte tokens."""
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "\u2581a", "€"]
     vocab = {name: number for number, name in enumerate(names)}
     merges = [("\u2581", "a")]

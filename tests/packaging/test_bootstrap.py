@@ -1,4 +1,4 @@
-"""`scripts/bootstrap.sh` where it must answer at once. (A full set-up is what brought this test here.)"""
+"""`scripts/bootstrap.sh` in the cases where it answers at once. (Running these tests needs a full set-up already.)"""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ READY = ROOT / ".venv" / ".mhp-ready"
 
 
 def run(script: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a script with exactly this environment."""
+    """Runs a script with exactly this environment."""
     bash = shutil.which("bash")
     assert bash is not None
     return subprocess.run([bash, str(script)], env=environment, capture_output=True, text=True, timeout=HANG_S)
 
 
 def copy_of_the_project(folder: Path) -> Path:
-    """What bootstrap.sh reads, without an environment; returns the script."""
+    """Copies the files that bootstrap.sh reads, without an environment. Returns the script."""
     (folder / "scripts").mkdir()
     for name in ("scripts/bootstrap.sh", "setup.py", "constraints.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)
@@ -33,7 +33,7 @@ def copy_of_the_project(folder: Path) -> Path:
 
 
 def folder_with_tools(folder: Path) -> str:
-    """A PATH with the usual tools and no Python."""
+    """A PATH folder with the usual tools but no Python."""
     folder.mkdir()
     for name in (
         "bash",

@@ -1,4 +1,4 @@
-"""Documents: the files that they name exist, links lead somewhere, and what `docs/extending.md` shows runs as it stands there."""
+"""Documents: named files exist, links have a target, and the examples in `docs/extending.md` run as they are."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TRACE = "".join(
 
 
 def named_files(text: str) -> list[str]:
-    """What stands in backticks outside of code blocks and looks like a file, a folder or a pattern of files."""
+    """Names in backticks, outside code blocks, that look like a file, a folder or a pattern of files."""
     spans = re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
     return [span for span in spans if re.fullmatch(r"[\w.*/-]+", span) and ("/" in span or span.endswith(ENDINGS))]
 
@@ -69,7 +69,7 @@ def sections() -> dict[str, list[tuple[str, str]]]:
 
 
 def run_section(blocks: list[tuple[str, str]], folder: Path) -> str:
-    """Writes the Python blocks to the files that their first lines name, runs the commands; returns what they print."""
+    """Writes the Python blocks to the files named in their first lines, and runs the commands. Returns their output."""
     for language, text in blocks:
         if language == "python":
             (folder / text.splitlines()[0].removeprefix("# ")).write_text(text)

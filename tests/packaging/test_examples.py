@@ -1,4 +1,4 @@
-"""The examples: each runs on the CPU and shows what it is there for; the first has ten lines."""
+"""The examples: each one runs on the CPU and shows its feature. The first one has ten lines."""
 
 from __future__ import annotations
 

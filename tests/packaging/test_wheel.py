@@ -1,4 +1,4 @@
-"""The wheel, in an empty environment, from the index alone: nothing is compiled, and what needs no GPU runs."""
+"""The wheel in an empty environment, from the index alone. Nothing is compiled; everything that needs no GPU runs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*command: object, folder: Path, code: int = 0, path: Path | None = None) -> str:
-    """What a command prints; outside the repository, with nothing of this environment.
+    """Runs a command outside the repository, without this environment. Returns its output.
 
     Args:
-        command: Words.
-        folder: Where it runs.
-        code: Its exit code; where it is not 0, what it prints is what it says on stderr.
-        path: Where else it finds modules.
+        command: The words of the command.
+        folder: Working directory.
+        code: Expected exit code. If it is not 0, stderr is returned.
+        path: Additional folder for modules.
     """
     unwanted = ("PYTHONPATH", "PIP_CONSTRAINT", "PIP_USER", "PIP_TARGET", "PIP_NO_BINARY", "VIRTUAL_ENV")
     environment = {name: value for name, value in os.environ.items() if name not in unwanted and "MAMBA" not in name}
@@ -46,7 +46,7 @@ def run(*command: object, folder: Path, code: int = 0, path: Path | None = None)
 
 
 def copy_of_the_sources(folder: Path) -> Path:
-    """What a wheel is built of: setuptools leaves its build folder beside it."""
+    """The sources of the wheel, copied because setuptools leaves its build folder beside them."""
     folder.mkdir()
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / name)
@@ -56,7 +56,7 @@ def copy_of_the_sources(folder: Path) -> Path:
 
 
 def every_other_verb(command: Path, folder: Path, path: Path | None = None) -> None:
-    """All verbs but ``serve``, each with something small to do."""
+    """All verbs except ``serve``, each with a small task."""
     trace, out = folder / "trace.jsonl", folder / "out"
     trace.write_text("".join(json.dumps({"timestamp": at, "input": "the same text " * 60}) + "\n" for at in range(3)))
     run(command, "replay", trace, "--json", folder / "replay.json", folder=folder, path=path)
@@ -94,7 +94,7 @@ def reaches_an_index(pip: tuple[object, ...], folder: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """The wheel in a folder of its own; what it needs is this environment's."""
+    """The wheel in a separate folder. Its dependencies are those of this environment."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = (sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check")
     built = ("--no-deps", "--no-build-isolation", "--no-cache-dir", "--wheel-dir", folder)

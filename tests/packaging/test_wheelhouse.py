@@ -1,4 +1,4 @@
-"""`scripts/wheelhouse.sh`, without the network: what it says, how it splits, and that its install line works."""
+"""`scripts/wheelhouse.sh` without the network: its messages, its splitting, and its install line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(*argv: object, python: str = sys.executable) -> subprocess.CompletedProc
 
 
 def make_wheel(folder: Path, name: str, *, tag: str = "py3-none-any", files: dict[str, bytes] | None = None) -> Path:
-    """A wheel of one module, and other files."""
+    """A wheel with one module and other files."""
     info = f"{name}-1.0.dist-info"
     content = {f"{name}.py": b"VALUE = 7\n"} | (files or {})
     content[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n".encode()
@@ -93,7 +93,7 @@ def test_a_dry_run_names_every_wheel_and_does_nothing(tmp_path):
 
 
 def test_split_wheels_join_and_the_install_line_works(tmp_path):
-    """With parts carried to another folder, and a package that only the second entry of PYTHONPATH finds."""
+    """The parts are moved to another folder, and one package is found only through the second entry of PYTHONPATH."""
     made, carried, target = tmp_path / "made here", tmp_path / "carried there", tmp_path / "target"
     made.mkdir()
     large = make_wheel(made, "large_one", files={"large_one_data.bin": os.urandom(2_500_000)})

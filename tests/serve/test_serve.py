@@ -1,4 +1,4 @@
-"""`tools/serve.py`: the `openai` client, what the cache reports, tenants, errors, load, failures. CPU, `tiny`."""
+"""`tools/serve.py`: the `openai` client, cache statistics, tenants, errors, load, failures. On the CPU with `tiny`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ LIMIT_TOKENS = 1024
 
 
 class Server(Endpoint):
-    """A server in a thread of this process, and the engine behind it."""
+    """A server in a thread of this process, and its engine."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Server(Endpoint):
         assert not self._thread.is_alive() and not self.loop._thread.is_alive()
 
     def check_drained(self) -> None:
-        """Nothing runs, and nothing that ran holds a block, a slot or an entry. Only where the server has stopped."""
+        """Checks that nothing runs and nothing is held. Call it only after the server has stopped."""
         engine, context = self.engine, self.engine.context
         assert not engine.has_unfinished_requests()
         assert not engine.requests and not self.loop._live and self.loop.open_sequences == 0
@@ -141,7 +141,7 @@ def server(tiny: Any) -> Iterator[Server]:
 
 @pytest.fixture
 def salt(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """So that tests on one server do not hit what others left."""
+    """A salt per test, so that tests on one server do not hit each other's prefixes."""
     return {"cache_salt": request.node.name}
 
 
@@ -178,7 +178,7 @@ def test_the_second_call_is_cached_and_says_the_same(server, salt):
 
 
 def test_the_answer_is_the_engines(server, salt, tiny):
-    """Against an engine without a cache."""
+    """Compared with an engine without a cache."""
     from megatron.core.inference.sampling_params import SamplingParams
 
     from megatron_hybrid_prefix.mcore.runner import run_batch
@@ -673,7 +673,7 @@ def _post(path: str, body: bytes) -> bytes:
 
 
 async def _raw(port: int, path: str, body: bytes, *, send_bytes: int | None = None) -> tuple[int, bytes]:
-    """Status and body of an answer; or send only so many bytes of the request, and go."""
+    """Status and body of a response; or sends only part of the request and disconnects."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(_post(path, body)[:send_bytes])
@@ -689,7 +689,7 @@ async def _raw(port: int, path: str, body: bytes, *, send_bytes: int | None = No
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["legacy", "async, in chunks"])
 def test_many_clients_at_once(tiny, mode):
-    """64 at a time, on a server with room for few of them: streams, answers, cancellations, and all kinds of nonsense."""
+    """64 at a time, on a server with room for few: streams, whole answers, cancellations, and invalid requests."""
     rng = random.Random(0)
     seen: Counter[str] = Counter()
     bodies = [name for name in BAD if name != "too deep"]
@@ -746,7 +746,7 @@ def test_many_clients_at_once(tiny, mode):
                 seen["429"] += 1
 
     async def load(server: Server) -> None:
-        # The client's own types say that a streamed completion always has a finish_reason; it is null but for the last.
+        # The client's types say that every streamed chunk has a finish_reason; it is null except in the last one.
         api, strict = (
             openai.AsyncOpenAI(
                 base_url=f"{server.url}/v1",
@@ -851,7 +851,7 @@ def test_a_chat_template_may_use_what_transformers_offers(template, text):
     "template", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ namespace.__init__.__globals__ }}"]
 )
 def test_a_chat_template_cannot_leave_its_sandbox(template):
-    with pytest.raises(ValueError, match="does not take these messages"):
+    with pytest.raises(ValueError, match="refuses these messages"):
         ChatForm(template).render([{"role": "user", "content": "x"}])
 
 
@@ -876,7 +876,7 @@ def test_bad_options_are_one_line(capsys, argv, problem):
 
 
 def test_the_command(tmp_path):
-    """As a person starts it: on any port, asked once, ended with Ctrl-C."""
+    """As a user runs it: on any free port, one request, then Ctrl-C."""
     process = subprocess.Popen(
         [sys.executable, str(TOOL), "--port", "0", "--max-sequence-length", "1024", "--served-model-name", "m"],
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},

@@ -1,4 +1,4 @@
-"""`tools/serve.py` on two ranks, behind megatron's data-parallel coordinator: replicas, and one replica of two ranks. CPU."""
+"""`tools/serve.py` on two ranks behind megatron's coordinator: two replicas, and one replica of two ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def complete(client: Any, prompt: str = PROMPT, *, extra: dict[str, Any] | None 
 
 
 def expected(model: Any) -> tuple[str, list[float]]:
-    """Text and log-probs of `PROMPT` without a cache, in this process."""
+    """Text and log-probs of `PROMPT` without a cache, computed in this process."""
     from megatron.core.inference.sampling_params import SamplingParams
 
     from megatron_hybrid_prefix.mcore.runner import run_batch
@@ -124,7 +124,7 @@ def test_streams_say_the_same_in_one_piece(server, stop):
 
 
 def test_an_engine_ends_at_a_stop_string(server):
-    """And does not go on for nobody: the protocol has no word to end it."""
+    """It must stop by itself, because the protocol has no abort."""
     extra = {"ignore_eos": True}
     text = complete(server.client(), max_tokens=60, extra=extra).choices[0].text
     word = next(char for at, char in enumerate(text) if at >= 4 and char.isascii() and char not in text[:at])
@@ -152,7 +152,7 @@ def test_the_cache_can_be_reset(server):
 
 
 def test_many_clients_at_once(server):
-    """64 at a time: answers, streams, clients that go away, and nonsense."""
+    """64 at a time: whole answers, streams, clients that disconnect, and invalid requests."""
     rng = random.Random(0)
 
     async def ask(client: Any, number: int) -> None:
@@ -192,7 +192,7 @@ def test_many_clients_at_once(server):
 
 
 def test_the_end_lets_answers_end(server):
-    """The last test of this server: told to end while it answers, as torchrun and the terminal tell all its processes."""
+    """The last test of this server: it is told to stop while it answers."""
     client = server.client()
     answers: list[Any] = []
 

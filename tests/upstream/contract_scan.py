@@ -1,9 +1,9 @@
-"""What our sources use of megatron, found by reading them: the other side of `upstream/contract.py`.
+"""Finds what our sources use of megatron, by reading them. `upstream/contract.py` is compared with it.
 
-Overrides are found on the classes themselves. Names that are read, written or called are found in the syntax tree: those of
-``self`` and ``super()`` where the class derives from one of megatron's, and those of variables whose name says what they are
-(`RECEIVERS`). Private names are found on any variable. What it cannot see: names that are put together at run time, and
-objects of megatron under another name.
+Overrides are found on the classes. Names that are read, written or called are found in the syntax tree: those of
+``self`` and ``super()`` in classes derived from megatron's, and those of variables whose name tells their class
+(`RECEIVERS`). Private names are found on any variable. Not found: names that are built at run time, and objects of
+megatron under another variable name.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class Use(NamedTuple):
     """One name in our sources.
 
     Attributes:
-        owner: Class of megatron that it belongs to; None: it is private, and nobody knows whose.
+        owner: Class of megatron that has the name. None: the name is private, and its class is unknown.
         name: The name.
         where: File and line.
-        known: Whether the owner has it, in the installed version.
+        known: Whether the owner has it in the installed version.
     """
 
     owner: type | None
@@ -82,7 +82,7 @@ class Use(NamedTuple):
 
 
 def sources() -> list[Path]:
-    """Of the package and the tools."""
+    """Sources of the package and the tools."""
     return [*sorted((ROOT / "megatron_hybrid_prefix").rglob("*.py")), *sorted((ROOT / "tools").glob("*.py"))]
 
 
@@ -92,7 +92,7 @@ def is_upstream(cls: type) -> bool:
 
 
 def bases_of(cls: type) -> list[type]:
-    """Megatron's classes that it derives from."""
+    """Megatron's classes that the class derives from."""
     return [base for base in inspect.getmro(cls) if is_upstream(base)]
 
 
@@ -107,7 +107,7 @@ def our_classes() -> list[type]:
 
 
 def own_names(cls: type) -> set[str]:
-    """What our part of the class defines."""
+    """Names that our part of the class defines."""
     ours = [base for base in inspect.getmro(cls) if base.__module__.partition(".")[0] != "builtins"]
     ours = ours[: next(index for index, base in enumerate(ours) if is_upstream(base))]
     return set().union(*(vars(base) for base in ours)) - _OF_EVERY_CLASS
@@ -119,13 +119,13 @@ def has(base: type, name: str) -> bool:
 
 
 def overridden(cls: type) -> list[str]:
-    """Names of megatron's that our class defines again."""
+    """Names of megatron's class that our class defines again."""
     base = bases_of(cls)[0]
     return sorted(name for name in own_names(cls) if has(base, name))
 
 
 def nested_classes() -> Iterator[tuple[str, str, type, set[str]]]:
-    """Classes that `our_classes` does not see, in functions and tools: file, name, megatron's class, what they define."""
+    """Classes in functions and tools, which `our_classes` does not see: file, name, megatron's class, and their names."""
     for path in sources():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         in_package = path.is_relative_to(ROOT / "megatron_hybrid_prefix")
@@ -147,8 +147,8 @@ def uses(text: str, where: str, base_of: dict[str, type]) -> Iterator[Use]:
     """Names of megatron's objects in a source.
 
     Args:
-        text: Of a module.
-        where: Its name.
+        text: Source text of a module.
+        where: The module's name.
         base_of: Megatron's class of each of our classes, by name.
     """
     classes = {name: resolve(owner) for name, owner in RECEIVERS.items()}
@@ -181,7 +181,7 @@ def uses(text: str, where: str, base_of: dict[str, type]) -> Iterator[Use]:
 
 
 def imports(text: str) -> Iterator[tuple[str, str]]:
-    """(module, name) of what a source takes from megatron's modules, when it runs."""
+    """(module, name) of what a source imports from megatron at run time."""
     tree = ast.parse(text)
     imported = _imported(tree)
     for node in ast.walk(tree):
@@ -247,7 +247,7 @@ def _last(node: ast.expr) -> str | None:
 
 
 def _defined_in(node: ast.ClassDef) -> set[str]:
-    """Methods of a class, and what it assigns to itself or to ``self``."""
+    """Methods of a class, and names it assigns on the class or on ``self``."""
     found = {item.name for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)}
     for item in ast.walk(node):
         if isinstance(item, ast.Attribute) and isinstance(item.ctx, ast.Store) and _is_self(item.value):

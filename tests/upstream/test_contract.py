@@ -1,4 +1,4 @@
-"""`upstream/contract.py`: every row holds, what changes upstream is noticed, and our sources use nothing beside it."""
+"""`upstream/contract.py`: every row holds, changes of megatron are noticed, and our sources use nothing else."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ def name_of(entry: Entry) -> str:
 
 @pytest.fixture(autouse=True)
 def started(platform):
-    """Megatron's modules are imported, and what they lack replaced."""
+    """Megatron's modules are imported, and missing ones replaced."""
 
 
 @pytest.fixture
 def fresh():
-    """What was found out about megatron is forgotten, before and after."""
+    """Clears the results of earlier checks, before and after the test."""
 
     def forget() -> None:
         check._assigned_in.cache_clear()
@@ -148,7 +148,7 @@ def test_a_missing_name_is_noticed(entry, monkeypatch):
     "owner", dict.fromkeys(e.owner for e in CONTRACT if e.kind in IN_SOURCE), ids=lambda o: o[-40:]
 )
 def test_missing_attributes_and_keys_are_noticed(owner, monkeypatch, fresh):
-    """As if every line of megatron's sources that has the name were gone."""
+    """As if all lines with the name were missing from megatron's sources."""
     entries = [entry for entry in CONTRACT if entry.owner == owner and entry.kind in IN_SOURCE]
     assert [problem_of(entry) for entry in entries] == [None] * len(entries)
     fresh()
@@ -162,7 +162,7 @@ def test_missing_attributes_and_keys_are_noticed(owner, monkeypatch, fresh):
 
 
 def take_away(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a module, or from a class and all that it derives from."""
+    """Removes a name from a module, or from a class and all its bases."""
     for holder in [owner] if inspect.ismodule(owner) else inspect.getmro(owner)[:-1]:
         if name in vars(holder):
             monkeypatch.delattr(holder, name)
@@ -201,7 +201,7 @@ def test_a_changed_signature_is_noticed(entry, monkeypatch):
 
 
 def give(entry: Entry, parameters: list[Any], monkeypatch: pytest.MonkeyPatch, is_async: bool | None = None) -> None:
-    """As if upstream's took these parameters."""
+    """Gives megatron's function these parameters."""
 
     async def coroutine(*args: Any, **kwargs: Any) -> None: ...
 
@@ -318,7 +318,7 @@ def lacking_overrides(cls: type) -> list[str]:
 
 
 def test_an_editable_installation_is_found(monkeypatch):
-    """Its namespace package names a hook in place of a folder."""
+    """Its namespace package has a hook instead of a folder."""
     installed = megatron_version.find_megatron()
     monkeypatch.setattr(megatron_version, "_namespace", lambda: ["__editable__.megatron_core.finder.__path_hook__"])
     assert megatron_version.find_megatron() == installed
@@ -461,7 +461,7 @@ def is_documented(module: str) -> bool:
 
 
 def package(folder: Path, version: str | None, metadata: str | None) -> Path:
-    """A megatron-core without contents; ``version`` is what its sources say, ``metadata`` what pip knows."""
+    """An empty megatron-core. ``version`` is that of its sources, ``metadata`` that of pip."""
     core = folder / "megatron" / "core"
     core.mkdir(parents=True)
     if version is not None:
@@ -479,7 +479,7 @@ def package(folder: Path, version: str | None, metadata: str | None) -> Path:
 
 @pytest.fixture
 def only_this(monkeypatch, fresh):
-    """Python finds no other megatron than that in a folder."""
+    """Makes Python find only the megatron in this folder."""
 
     def use(folder: Path) -> None:
         monkeypatch.setitem(sys.modules, "megatron", types.SimpleNamespace(__path__=[str(folder / "megatron")]))
@@ -508,7 +508,7 @@ def test_unsupported_versions(version, tmp_path, only_this):
 
 
 def refusal() -> str:
-    """What is said, in one line, by the two that start everything."""
+    """The one-line error of the two functions that start everything."""
     from megatron_hybrid_prefix import build_engine
     from megatron_hybrid_prefix.platform import ensure_platform
 

@@ -1,4 +1,4 @@
-"""This package's engine and controller where megatron's own context, or its own cache, is in use; and what ends a request."""
+"""This package's engine and controller with megatron's own context or cache; and how requests end there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODES = ("legacy", "async")
 
 
 def engine_over(context_class: type, model: Any, **fields: Any) -> HybridPrefixEngine:
-    """Our engine and controller around a context of this class, without our cache."""
+    """Our engine and controller with a context of this class, without our cache."""
     config = build._checked_config(model, None, {"max_sequence_length": 1024} | fields)
     context = context_class(model_config=model.config, inference_config=config)
     return HybridPrefixEngine(build._controller(HybridPrefixController, model, context, None), context)
@@ -40,7 +40,7 @@ def test_chunks_over_megatrons_context(tiny, mode):
 
 
 def test_megatrons_own_cache_of_a_model_without_recurrent_layers(platform):
-    """It computes as little of a prompt's second sighting as around megatron's context."""
+    """On a prompt's second sighting it computes as few tokens as with megatron's engine."""
     from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 
     model = build_hybrid_model(get_preset("tiny", layer_pattern="*-*-"), seed=0, platform=platform)

@@ -1,7 +1,7 @@
-"""A second megatron-core is a second `upstream/`: no other folder of this package knows megatron's internals.
+"""Another megatron-core needs another `upstream/` only: no other folder of this package knows megatron's internals.
 
-Shown with what the newest main of Megatron-LM has changed (`megatron_main.py`): every name of it that our sources cannot go
-on using as they do is used in `upstream/` alone.
+Tested with the changes of Megatron-LM's newest main (`megatron_main.py`): every name that our sources would have to use
+differently is used in `upstream/` alone.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def started(platform):
-    """Megatron's modules are imported, and what they lack replaced."""
+    """Megatron's modules are imported, and missing ones replaced."""
 
 
 def sources_outside() -> dict[str, str]:
-    """Our sources without `upstream/`: texts by name, as rows of the table name them."""
+    """Our sources without `upstream/`: texts by module name."""
     texts = {
         path.relative_to(ROOT).with_suffix("").as_posix().removeprefix("megatron_hybrid_prefix/"): path.read_text(
             "utf-8"
@@ -84,7 +84,7 @@ def test_only_upstream_imports_internals():
 
 
 def test_only_upstream_names_modules_of_megatron():
-    """In strings, from which names are looked up when something is replaced."""
+    """Also in strings, which name the objects to replace."""
     found = [
         f"{name}:{node.lineno}: {node.value}"
         for name, text in sources_outside().items()
@@ -119,7 +119,9 @@ def row_of(symbol: str) -> Entry | None:
 
 
 def has_to_change(entry: Entry, what: str, now: str) -> list[str]:
-    """Modules of ours whose code has to change with the name. (A call goes on where parameters with a default were added.)"""
+    """Our modules whose code must change with the name. (A call need not change if only optional parameters were
+    added.)
+    """
     users = entry.where.split()
     if what != "signature":
         return users
@@ -144,7 +146,7 @@ def test_what_main_has_changed_is_used_in_upstream_alone(symbol, what, now):
 
 
 def test_what_main_has_renamed_is_read_in_upstream_alone():
-    """Whatever the rows say: in the sources themselves."""
+    """Checked in the sources themselves, whatever the rows say."""
     gone = {symbol for symbol, what, _ in RENAMED if what != "signature"}
     base_of = {base.__name__: scan.bases_of(cls)[0] for cls in scan.our_classes() for base in ours_in(cls)}
 

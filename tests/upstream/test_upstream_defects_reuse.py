@@ -94,7 +94,7 @@ def test_17_ancestors_of_a_used_state_are_not_used(side):
     other = random_tokens(BLOCK + 40, seed=3)
     side.serve(engine, short + random_tokens(40, seed=4))  # a state after block 1
     side.serve(engine, long)  # one after block 4
-    side.serve(engine, other)  # one of its own: the slots are full
+    side.serve(engine, other)  # another state: the slots are full
     _, computed = side.serve(engine, long)  # uses the one after block 4
     assert computed == 40
     side.serve(engine, random_tokens(BLOCK + 40, seed=5))  # needs a slot

@@ -1,6 +1,7 @@
-"""The scenarios, each a class: its sizes, the prompts of a repeat, what an engine's round gives.
+"""The scenarios, one class each.
 
-A new one is a subclass of `Scenario` in `SCENARIOS`: its fields become options, its `metrics` rows of the table.
+To add one, write a subclass of `Scenario` and add it to `SCENARIOS`. Its fields become options, its `metrics` become
+rows of the table.
 """
 
 from __future__ import annotations

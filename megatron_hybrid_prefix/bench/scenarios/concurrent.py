@@ -1,4 +1,4 @@
-"""Scenarios of requests that come at once and have a beginning in common: a `herd` of cold ones, `samples` of a prompt."""
+"""Scenarios of concurrent requests: a `herd` with a shared prefix, and several `samples` of one prompt."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def _common_metrics() -> list[Metric]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Herd(Scenario):
-    """Cold requests that share a prefix, all at once: how many times is it computed?"""
+    """Cold requests with a shared prefix, all at once. Counts how often the prefix is computed."""
 
     name: ClassVar[str] = "herd"
     requests: int = size(4, 8, "requests at once")
-    prefix_blocks: int = size(4, 10, "KV blocks of the prefix that they share")
-    own_tokens: int = size(300, 300, "tokens that each has for itself")
-    generate: int = size(4, 32, "tokens generated for each")
+    prefix_blocks: int = size(4, 10, "KV blocks of the shared prefix")
+    own_tokens: int = size(300, 300, "tokens of each prompt after the prefix")
+    generate: int = size(4, 32, "tokens to generate per request")
 
     @property
     def prefix_tokens(self) -> int:
@@ -103,15 +103,16 @@ class Herd(Scenario):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples(Scenario):
-    """One cold prompt, several times at once: all but the first need only what follows the last block boundary.
+    """The same cold prompt several times, all at once. Only the first request has to compute all of it.
 
-    All are greedy: what is measured is the prompt.
+    The others only need the tokens after the last block boundary. Sampling is greedy, since only the prompt is
+    measured.
     """
 
     name: ClassVar[str] = "samples"
-    samples: int = size(4, 8, "requests with the same prompt, at once")
+    samples: int = size(4, 8, "requests with the same prompt")
     prompt_tokens: int = size(1000, 8000, "tokens of the prompt")
-    generate: int = size(16, 128, "tokens generated for each")
+    generate: int = size(16, 128, "tokens to generate per request")
 
     @property
     def longest_tokens(self) -> int:
@@ -125,14 +126,14 @@ class Samples(Scenario):
 
     @property
     def bound_tokens(self) -> int:
-        """Tokens to compute if the prompt is computed once, and what follows its last boundary by each other request."""
+        """Least tokens to compute: the prompt once, and the tokens after its last boundary for each other request."""
         last_boundary_tokens = (self.prompt_tokens - 1) // self.block_tokens * self.block_tokens
         return self.prompt_tokens + (self.samples - 1) * (self.prompt_tokens - last_boundary_tokens)
 
     def problem(self, block_tokens: int, max_requests: int) -> str | None:
         """See Scenario."""
         if self.prompt_tokens <= block_tokens:
-            return f"--prompt-tokens {self.prompt_tokens} does not go beyond a block of {block_tokens} tokens"
+            return f"--prompt-tokens {self.prompt_tokens} must be longer than a block of {block_tokens} tokens"
         return _too_many_at_once("samples", self.samples, max_requests)
 
     def describe(self) -> str:

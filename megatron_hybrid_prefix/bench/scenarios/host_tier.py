@@ -1,4 +1,4 @@
-"""The scenario `host_tier`: prompts that come back after the device had to let them go."""
+"""The scenario `host_tier`: prompts that come back after they were evicted from the device."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from megatron_hybrid_prefix.bench.engines import Contestant, synchronize
 from megatron_hybrid_prefix.bench.scenario import MS, Machine, Scenario, size, tokens
 from megatron_hybrid_prefix.bench.stats import Metric, Sample, ratio
 
-_COPIES = 10  # of which the median is taken
+_COPIES = 10  # timed copies; the median is reported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTier(Scenario):
-    """Conversations in turn, of which the device holds a part: a first turn each, cold; then the next turn, back from the host;
-    then another one, while it is on the device.
+    """Prompts that come back after eviction. The device has room for only a few of them.
 
-    This cache gets host memory for all of them, the others have nothing like it. The working set is the prompts' KV blocks.
-    A first turn generates one token, which takes no decode step: with the device full of cached blocks megatron's engine stops
-    where decoding needs another one.
+    First, each prompt is sent once, cold. Then each one is sent twice more, with new tokens at its end: the first time
+    it loads back from the host, the second time it is still on the device. This package's cache gets enough host memory
+    for all prompts; the other engines have no host tier. The first round generates one token only, which needs no
+    decode step, because megatron-core's engine stops if decoding needs a block and the device is full of cached blocks.
     """
 
     name: ClassVar[str] = "host_tier"
     crash_is_a_result: ClassVar[bool] = True
     prompts: int = size(8, 8, "prompts")
-    shared_tokens: int = size(512, 8192, "tokens of each first turn")
-    own_tokens: int = size(60, 300, "tokens that are new in each later one")
-    generate: int = size(4, 4, "tokens generated for each later one")
-    on_device: int = size(2, 2, "prompts that the device has room for")
-    states: int = size(16, 32, "states that it has room for, for each of those")
+    shared_tokens: int = size(512, 8192, "tokens of each prompt")
+    own_tokens: int = size(60, 300, "new tokens each time a prompt comes back")
+    generate: int = size(4, 4, "tokens to generate when a prompt comes back")
+    on_device: int = size(2, 2, "prompts that fit on the device")
+    states: int = size(16, 32, "states that fit on the device, per such prompt")
 
     @property
     def longest_tokens(self) -> int:
@@ -49,7 +49,7 @@ class HostTier(Scenario):
     def problem(self, block_tokens: int, max_requests: int) -> str | None:
         """See Scenario."""
         if self.on_device >= self.prompts:
-            return f"--on-device {self.on_device} of --prompts {self.prompts}: nothing would have to go"
+            return f"--on-device {self.on_device} must be less than --prompts {self.prompts}, or nothing is evicted"
         return None
 
     def budgets(self, machine: Machine) -> dict[str, float]:
@@ -88,7 +88,7 @@ class HostTier(Scenario):
         ]
 
     def workload(self, rng: random.Random, vocab_size: int) -> Any:
-        """See Scenario: first turns, and what two later ones add to each."""
+        """See Scenario: the prompts, and the new tokens of both times that each comes back."""
         shared = [tokens(rng, vocab_size, self.shared_tokens) for _ in range(self.prompts)]
         return shared, [[tokens(rng, vocab_size, self.own_tokens) for _ in range(2)] for _ in shared]
 
@@ -127,7 +127,7 @@ class HostTier(Scenario):
 
 
 def _speeds(context: Any) -> dict[str, float]:
-    """GB/s of loads and stores of what is in both tiers (so nothing changes), and of a plain copy of as many bytes."""
+    """GB/s of loads and stores of blocks that are on both tiers (so nothing changes), and of a plain copy."""
     import torch
 
     from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind

@@ -1,4 +1,4 @@
-"""The scenario `index`: the control plane alone, and what it costs the processor in a decode step."""
+"""The scenario `index`: speed and memory of the control plane, and CPU time of a decode step."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from megatron_hybrid_prefix.console.terminal import Stopped
 class Index(Scenario):
     """The control plane: matching and evicting in a large index, and CPU time of a decode step.
 
-    The first part needs no engine. In the second the engines take turns step by step, with nothing to admit; the time is
-    that of the calling thread, which on a GPU includes waiting for it.
+    The first part needs no engine. In the second part the engines take turns step by step, with nothing to admit. The
+    time is the CPU time of the calling thread. On a GPU that includes waiting for it.
     """
 
     name: ClassVar[str] = "index"
     index_blocks: int = size(1_000_000, 1_000_000, "blocks in the index")
-    long_prompt_tokens: int = size(100_000, 100_000, "tokens of the prompt that is matched and planned")
-    requests: int = size(8, 8, "running requests of the decode steps")
+    long_prompt_tokens: int = size(100_000, 100_000, "tokens of the prompt to match and plan")
+    requests: int = size(8, 8, "running requests in the decode steps")
     prompt_tokens: int = size(300, 300, "tokens of their prompts")
-    steps: int = size(100, 200, "decode steps that are measured, in each repeat")
+    steps: int = size(100, 200, "decode steps to measure, per repeat")
 
     WARM_STEPS: ClassVar[int] = 10
 
@@ -39,7 +39,7 @@ class Index(Scenario):
 
     @property
     def generated_tokens(self) -> int:
-        """See Scenario: so many that all still run when the last step is measured."""
+        """See Scenario: enough to keep all requests running until the last measured step."""
         return self.WARM_STEPS + self.steps + 8
 
     @property
@@ -50,9 +50,9 @@ class Index(Scenario):
     def problem(self, block_tokens: int, max_requests: int) -> str | None:
         """See Scenario."""
         if self.index_blocks < control_plane.LEAST_BLOCKS:
-            return f"--index-blocks {self.index_blocks} is too few: {control_plane.LEAST_BLOCKS} or more"
+            return f"--index-blocks {self.index_blocks} must be at least {control_plane.LEAST_BLOCKS}"
         if self.long_prompt_tokens > self.index_blocks * control_plane.BLOCK_TOKENS:
-            return f"--long-prompt-tokens {self.long_prompt_tokens} is more than the index holds"
+            return f"--long-prompt-tokens {self.long_prompt_tokens} is more than --index-blocks can hold"
         if self.requests > max_requests:
             return f"--requests {self.requests} cannot run at once with --max-requests {max_requests}"
         return None
@@ -85,7 +85,7 @@ class Index(Scenario):
         return [tokens(rng, vocab_size, self.prompt_tokens) for _ in range(self.requests)]
 
     def repeat(self, order: Sequence[Contestant], workload: list[list[int]]) -> dict[str, Sample]:
-        """See Scenario; step by step, each engine first in turn."""
+        """See Scenario. The engines take turns at every step, and rotate who is first."""
         spent = {contestant.name: _StepTimes() for contestant in order}
         for contestant in order:
             with contestant.attempt():
@@ -110,14 +110,14 @@ class Index(Scenario):
 
 
 class _StepTimes:
-    """Times of an engine's counted steps, in milliseconds."""
+    """Times of an engine's measured steps, in milliseconds."""
 
     def __init__(self) -> None:
         self.cpu_ms: list[float] = []
         self.wall_ms: list[float] = []
 
     def step(self, engine: Any, *, counted: bool) -> None:
-        """One step of the engine."""
+        """Runs one step of the engine."""
         wall_s, cpu_s = time.perf_counter(), time.thread_time()
         engine.step_modern()
         cpu_s, wall_s = time.thread_time() - cpu_s, time.perf_counter() - wall_s
@@ -126,7 +126,7 @@ class _StepTimes:
             self.wall_ms.append(MS * wall_s)
 
     def sample(self, off: _StepTimes | None) -> Sample:
-        """Figures of the repeat; the difference to ``off`` is taken step by step."""
+        """Figures of the repeat. The difference to ``off`` is taken step by step."""
         pairs = zip(self.cpu_ms, off.cpu_ms, strict=False) if off is not None and off is not self else ()
         return {
             "decode_cpu_ms": median(self.cpu_ms),

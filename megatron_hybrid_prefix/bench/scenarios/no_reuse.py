@@ -1,4 +1,4 @@
-"""The scenario `no_reuse`: what caching costs where there is nothing to reuse."""
+"""The scenario `no_reuse`: the overhead of caching when nothing can be reused."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron_hybrid_prefix.bench.stats import Metric, Sample, ratio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoReuse(Scenario):
-    """Requests that share nothing, all at once: what caching costs where it is of no use."""
+    """Requests that share nothing, all at once. Measures the overhead of caching."""
 
     name: ClassVar[str] = "no_reuse"
-    requests: int = size(8, 32, "requests, all different, at once")
-    prompt_tokens: int = size(512, 512, "tokens of each")
-    generate: int = size(16, 128, "tokens generated for each")
+    requests: int = size(8, 32, "requests, all with different prompts")
+    prompt_tokens: int = size(512, 512, "tokens of each prompt")
+    generate: int = size(16, 128, "tokens to generate per request")
 
     @property
     def longest_tokens(self) -> int:

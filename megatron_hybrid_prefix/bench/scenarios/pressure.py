@@ -1,4 +1,4 @@
-"""The scenario `pressure`: less memory than the working set."""
+"""The scenario `pressure`: the cache is smaller than the working set."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from megatron_hybrid_prefix.console.engine_options import step_tokens
 class Pressure(Scenario):
     """Shared prefixes in a skewed random order, with memory for only a part of them.
 
-    The working set is all prefixes' KV blocks and one state each. Every engine gets the same bytes; megatron-core takes
-    scratch for min(step tokens / block tokens, 3 x running requests) states out of them. A step holds one prompt.
+    The working set is the KV blocks of all prefixes, and one state per prefix. Every engine gets the same bytes.
+    megatron-core uses some of them as scratch, for min(step tokens / block tokens, 3 x running requests) states. A step
+    has room for one prompt.
     """
 
     name: ClassVar[str] = "pressure"
     crash_is_a_result: ClassVar[bool] = True
     prefixes: int = size(12, 32, "shared prefixes")
     shared_tokens: int = size(512, 2048, "tokens of each prefix")
-    own_tokens: int = size(100, 100, "tokens that each request has for itself")
-    requests: int = size(32, 128, "requests, sent at once and run some at a time")
-    generate: int = size(4, 32, "tokens generated for each")
-    running: int = size(4, 8, "requests that run at a time (--max-requests has the last word)")
-    skew: float = size(1.0, 1.0, "prefix number n is asked for in proportion to 1 / n ** SKEW")
-    budget_fraction: float = size(0.5, 0.5, "share of the working set that there is memory for")
+    own_tokens: int = size(100, 100, "tokens of each prompt after the prefix")
+    requests: int = size(32, 128, "requests, all sent at once")
+    generate: int = size(4, 32, "tokens to generate per request")
+    running: int = size(4, 8, "requests that run at a time (--max-requests overrides it)")
+    skew: float = size(1.0, 1.0, "how unequal the prefixes are: the n-th is used in proportion to 1 / n ** SKEW")
+    budget_fraction: float = size(0.5, 0.5, "memory as a share of the working set, below 1")
 
     @property
     def longest_tokens(self) -> int:
@@ -49,7 +50,7 @@ class Pressure(Scenario):
         return step_tokens(self.longest_tokens)
 
     def kv_blocks(self, block_tokens: int, max_requests: int) -> int:
-        """KV blocks that there are: the fraction of the prefixes' own, but as many as the running requests need."""
+        """KV blocks: the budget's share of the prefixes' blocks, but at least what the running requests need."""
         request_blocks = ceil_div(self.longest_tokens + self.generate, block_tokens)
         wanted = round(self.budget_fraction * self.prefixes * (self.shared_tokens // block_tokens))
         return max(wanted, max_requests * request_blocks)
@@ -62,7 +63,7 @@ class Pressure(Scenario):
     def problem(self, block_tokens: int, max_requests: int) -> str | None:
         """See Scenario."""
         if self.budget_fraction >= 1:
-            return f"--budget-fraction {self.budget_fraction} leaves no pressure: it must be below 1"
+            return f"--budget-fraction {self.budget_fraction} must be below 1, or nothing is evicted"
         if self.shared_tokens < block_tokens:
             return f"--shared-tokens {self.shared_tokens} is less than a block of {block_tokens} tokens"
         working_set = self.prefixes * (self.shared_tokens // block_tokens)
@@ -74,7 +75,7 @@ class Pressure(Scenario):
         return None
 
     def budgets(self, machine: Machine) -> dict[str, float]:
-        """See Scenario. Half a block and half a state more, so that rounding takes none away."""
+        """See Scenario. Adds half a block and half a state, so that rounding loses none."""
         blocks = self.kv_blocks(machine.block_tokens, machine.max_requests) + 1  # and megatron's dummy block
         live_bytes = machine.max_requests * machine.state_bytes
         return {
@@ -102,13 +103,13 @@ class Pressure(Scenario):
             count(name="evictions", label="states evicted"),
             count(name="kv_evictions", label="KV blocks evicted"),
             count(name="checkpoints_published", label="checkpoints kept"),
-            count(name="checkpoints_skipped", label="checkpoints skipped for want of a slot"),
+            count(name="checkpoints_skipped", label="checkpoints skipped (no slot)"),
             count(name="generated_tokens", label="tokens generated"),
             count(name="failed_requests", label="failed requests", goal="0"),
         ]
 
     def workload(self, rng: random.Random, vocab_size: int) -> tuple[list[list[int]], int]:
-        """See Scenario: prompts, and how many of their prefix tokens were sent before in the same repeat."""
+        """See Scenario: the prompts, and how many of their prefix tokens were sent before in the same repeat."""
         prefixes = [tokens(rng, vocab_size, self.shared_tokens) for _ in range(self.prefixes)]
         weights = [1 / number**self.skew for number in range(1, self.prefixes + 1)]
         chosen = rng.choices(range(self.prefixes), weights, k=self.requests)

@@ -1,4 +1,4 @@
-"""Scenarios of what comes back: `multi_turn` conversations, and the `first_sighting` of a shared system message."""
+"""Scenarios of chats: `multi_turn` conversations, and the `first_sighting` of a shared system message."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from megatron_hybrid_prefix.bench.stats import Metric, Sample, median, percentil
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultiTurn(Scenario):
-    """Conversations, side by side, turn by turn: each turn sends the whole history and some new tokens.
+    """Conversations side by side. Each turn sends the whole history and some new tokens.
 
-    The answers are forced: every engine does all the work of generating, and is then told which token it sampled, so that
-    the histories are the same for all. The turns of all conversations are sent at once, and the next ones when all have
-    their answer.
+    The answers are forced: every engine does all the work of decoding, then its sampled tokens are replaced, so that
+    the histories are the same for all engines. A turn of all conversations is sent at once; the next turn follows when
+    all have their answer.
     """
 
     name: ClassVar[str] = "multi_turn"
     repeats: ClassVar[Mapping[str, int]] = {"cpu": 2, "cuda": 3}
     sessions: int = size(2, 4, "conversations side by side")
-    turns: int = size(4, 8, "turns of each")
-    new_tokens: int = size(200, 50, "tokens that a turn adds to the history")
+    turns: int = size(4, 8, "turns per conversation")
+    new_tokens: int = size(200, 50, "new prompt tokens per turn")
     generate: int = size(60, 600, "tokens of each answer")
 
     @property
@@ -43,12 +43,12 @@ class MultiTurn(Scenario):
 
     @property
     def bound_tokens(self) -> int:
-        """Tokens that a turn after the first should compute at most: its own, and what a block leaves over."""
+        """Most tokens that a turn after the first should compute: its new tokens and one block."""
         return self.new_tokens + self.block_tokens
 
     def problem(self, block_tokens: int, max_requests: int) -> str | None:
         """See Scenario."""
-        return "--turns 1: no turn has a history" if self.turns < 2 else None
+        return "--turns must be at least 2: the first turn has no history" if self.turns < 2 else None
 
     def describe(self) -> str:
         """See Scenario."""
@@ -81,7 +81,7 @@ class MultiTurn(Scenario):
         ]
 
     def workload(self, rng: random.Random, vocab_size: int) -> list[list[int]]:
-        """See Scenario: whole conversations, the last answer included; a prompt is the beginning of one."""
+        """See Scenario: whole conversations with their last answer. Each prompt is a prefix of one."""
         length = self.longest_tokens + self.generate
         return [tokens(rng, vocab_size, length) for _ in range(self.sessions)]
 
@@ -116,16 +116,16 @@ class MultiTurn(Scenario):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstSighting(Scenario):
-    """Three requests behind one system message: is the second already as fast as the third?
+    """Three requests behind one system message. Is the second one already as fast as the third?
 
-    Twice, each time with a system message of its own, in turns: once every request names the message's end (the attribute
-    `cache_breakpoints`, which other engines ignore), and once none does.
+    Two variants run in turn, with a different system message each. In one, every request names the end of the message
+    (the attribute `cache_breakpoints`, which other engines ignore). In the other there is no hint.
     """
 
     name: ClassVar[str] = "first_sighting"
     shared_tokens: int = size(1024, 8192, "tokens of the system message")
-    own_tokens: int = size(300, 300, "tokens that each request has for itself")
-    generate: int = size(4, 4, "tokens generated for each")
+    own_tokens: int = size(300, 300, "tokens of each prompt after the system message")
+    generate: int = size(4, 4, "tokens to generate per request")
 
     REQUESTS: ClassVar[int] = 3
     VARIANTS: ClassVar[dict[str, str]] = {"named": "breakpoint named", "plain": "no hint"}
@@ -145,7 +145,7 @@ class FirstSighting(Scenario):
         """See Scenario."""
         return (
             f"{self.REQUESTS} requests of {self.shared_tokens} shared + {self.own_tokens} own tokens one after another, "
-            f"{self.generate} tokens generated each; with the end of the shared part named, and without"
+            f"{self.generate} tokens generated each; with and without a breakpoint at the end of the shared part"
         )
 
     def metrics(self) -> list[Metric]:
@@ -173,7 +173,7 @@ class FirstSighting(Scenario):
         return found
 
     def workload(self, rng: random.Random, vocab_size: int) -> dict[str, list[list[int]]]:
-        """See Scenario: prompts of each variant."""
+        """See Scenario: the prompts of each variant."""
         found: dict[str, list[list[int]]] = {}
         for variant in self.VARIANTS:
             shared = tokens(rng, vocab_size, self.shared_tokens)

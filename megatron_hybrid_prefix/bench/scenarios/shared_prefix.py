@@ -1,4 +1,4 @@
-"""The scenario `shared_prefix`: requests with a common beginning, one after another."""
+"""The scenario `shared_prefix`: requests with a shared prefix, one after another."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from megatron_hybrid_prefix.bench.stats import Metric, Sample, median, ratio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPrefix(Scenario):
-    """Requests that share a prefix, one after another: time to first token of each sighting.
+    """Requests with a shared prefix, one after another: time to first token of each sighting.
 
-    Then prompts of as many tokens as the engine's last hit computed (where there was none: as the own part), that share
-    nothing: what a hit would cost if nothing had to be found, restored and kept.
+    Then short cold prompts that share nothing. They have as many tokens as the engine's last hit computed (without a
+    hit: ``own_tokens``). They show the time of a hit without any cost of matching, restoring and publishing.
     """
 
     name: ClassVar[str] = "shared_prefix"
-    requests: int = size(4, 4, "requests that share the prefix")
-    shared_tokens: int = size(1024, 8192, "tokens that they share")
-    own_tokens: int = size(300, 300, "tokens that each has for itself")
-    generate: int = size(4, 4, "tokens generated for each")
-    cold_prompts: int = size(3, 3, "short prompts without a shared part, after them")
+    requests: int = size(4, 4, "requests with the shared prefix")
+    shared_tokens: int = size(1024, 8192, "tokens of the shared prefix")
+    own_tokens: int = size(300, 300, "tokens of each prompt after the prefix")
+    generate: int = size(4, 4, "tokens to generate per request")
+    cold_prompts: int = size(3, 3, "short cold prompts, sent afterwards")
 
     @property
     def longest_tokens(self) -> int:
@@ -54,7 +54,7 @@ class SharedPrefix(Scenario):
         ]
 
     def workload(self, rng: random.Random, vocab_size: int) -> Any:
-        """See Scenario: the prompts that share, and cold ones of full length, to be cut."""
+        """See Scenario: the prompts with the prefix, and cold prompts of full length, which are cut later."""
         shared = tokens(rng, vocab_size, self.shared_tokens)
         sharing = [shared + tokens(rng, vocab_size, self.own_tokens) for _ in range(self.requests)]
         return sharing, [tokens(rng, vocab_size, self.longest_tokens) for _ in range(self.cold_prompts)]

@@ -1,7 +1,7 @@
-"""What one rank of a functional test does. Usage: ``torchrun ranks.py OUT.json CASE DEVICE``.
+"""One rank of a functional test. Usage: ``torchrun ranks.py OUT.json CASE DEVICE``.
 
-``OUT.json`` gets what each rank found, a list; `run.py` judges it. Everything runs with caching off, too, on the same
-ranks. The data-parallel coordinator is a process that imports this file: so the main guard.
+Writes a list with the findings of each rank to ``OUT.json``, which `run.py` judges. Everything also runs with caching
+off on the same ranks. The data-parallel coordinator is a process that imports this file, hence the main guard.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def layout(case: Case, platform: Any) -> dict[str, Any]:
 
 
 def experts(case: Case, platform: Any) -> dict[str, Any]:
-    """Findings of ``tiny-moe``: each data-parallel rank has requests of its own, and decides for itself."""
+    """Findings of ``tiny-moe``. Each data-parallel rank has different requests, and decides alone."""
     model = build_hybrid_model("tiny-moe", seed=0, platform=platform)
     settings = {"off": None, "on": HybridPrefixConfig(mamba_gb=0.002, check_ranks=True)}
     return {
@@ -90,7 +90,7 @@ def experts(case: Case, platform: Any) -> dict[str, Any]:
 
 
 def replicas(case: Case, platform: Any) -> dict[str, Any]:
-    """Findings of requests through the coordinator: rank 0 has the client, and compares with an engine of its own."""
+    """Findings of requests through the coordinator. Rank 0 has the client, and compares with a local engine."""
     model = build_hybrid_model("tiny", seed=0, platform=platform)
     fields = {"max_sequence_length": 512, "block_size_tokens": BLOCK_TOKENS, "buffer_size_gb": 0.05}
     engine = build_engine(model, HybridPrefixConfig(mamba_gb=0.01, check_ranks=True), **fields)
@@ -114,7 +114,7 @@ def replicas(case: Case, platform: Any) -> dict[str, Any]:
 
 
 async def _serve(engine: Any, rounds: Sequence[Sequence[list[int]]], *, is_client: bool) -> list[dict[str, Any]]:
-    """Serves until the client says stop; on the client's rank returns its replies."""
+    """Serves until the client says stop. The client's rank returns its replies."""
     if not is_client:
         await engine.start_listening_to_data_parallel_coordinator(hostname="127.0.0.1")
         await asyncio.wait_for(engine.engine_loop_task, timeout=HANG_S)
@@ -133,9 +133,9 @@ async def _serve(engine: Any, rounds: Sequence[Sequence[list[int]]], *, is_clien
 
 
 def killed(case: Case, platform: Any, out: str) -> dict[str, Any]:
-    """The last rank kills itself between two steps; the others go on, and must not come to the end.
+    """The last rank kills itself between two steps. The others continue, and must not complete.
 
-    Each leaves its process id in ``OUT.rankN`` once it has run so far.
+    Each rank writes its process id to ``OUT.rankN`` when it gets this far.
     """
     pattern = PATTERNS[case.pp]
     model = prefix_parallel.build(pattern, case.tp, case.pp, platform)

@@ -1,8 +1,8 @@
-"""Functional tests on several ranks, a line a case; started by `scripts/functional_tests.sh`, which says how.
+"""Functional tests on several ranks, one line per case. Started by `scripts/functional_tests.sh`.
 
-Each case has ranks of its own (`ranks.py`): under torchrun, but on a CPU those that nobody kills are forked from one
-process that has imported torch and megatron. Answers must be those of caching off on the same ranks, ranks that run
-the same requests must decide alike, and what is reused must matter: with wrong states the answers must differ.
+Each case has its own ranks (`ranks.py`). They run under torchrun. On a CPU, ranks that nobody kills are forked from one
+process that has imported torch and megatron. Each case checks three things: answers equal those of caching off on the
+same ranks; ranks with the same requests decide alike; with wrong states the answers differ.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Case:
     """One layout.
 
     Attributes:
-        kind: What `ranks.py` does, and how it is judged.
-        ranks: Processes.
-        torchrun: Whether torchrun starts them; else each is started alone, with the same environment.
-        forked: Whether they are forked on a CPU, from a process that has imported torch and megatron: faster.
+        kind: What `ranks.py` runs, and how it is judged.
+        ranks: Number of processes.
+        torchrun: True: torchrun starts them. False: each is started alone, with the same environment.
+        forked: Whether they are forked on a CPU from a process that has imported torch and megatron, which is faster.
         tp: Tensor-parallel size.
         pp: Pipeline stages, each with an attention layer.
         ep: Expert-parallel size.
@@ -75,7 +75,7 @@ CASES = {
 
 
 class Failure(Exception):
-    """A case failed; the message is one line, ``details`` what else there is to say."""
+    """A case failed. The message is one line; ``details`` has the rest."""
 
     def __init__(self, message: str, details: str = "") -> None:
         super().__init__(message)
@@ -83,7 +83,7 @@ class Failure(Exception):
 
 
 def expect(condition: bool, message: str) -> None:
-    """Fail the case unless the condition holds."""
+    """Fails the case unless the condition holds."""
     if not condition:
         raise Failure(message)
 
@@ -92,16 +92,17 @@ def expect(condition: bool, message: str) -> None:
 
 
 def log_prob_gap(answer: dict[str, Any], right: dict[str, Any]) -> float:
-    """The largest difference of two answers' log-probs."""
+    """The largest difference between the log-probs of two answers."""
     expect(len(answer["log_probs"]) == len(right["log_probs"]) == len(right["tokens"]) > 0, "an answer lacks log-probs")
     return max(abs(a - b) for a, b in zip(answer["log_probs"], right["log_probs"], strict=True))
 
 
 def judge_parity(ranks: Sequence[dict[str, Any]], tolerance: float) -> tuple[int, float]:
-    """Each rank's answers are those of caching off on it.
+    """Checks that each rank's answers equal those with caching off.
 
     Returns:
-        Prompt tokens reused by all answers (of one rank, where all have the same), and the largest gap of log-probs.
+        Reused prompt tokens of all answers (of one rank, if all ranks have the same requests), and the largest log-prob
+        gap.
     """
     reused, most = [], 0.0
     for number, found in enumerate(ranks):
@@ -119,7 +120,7 @@ def judge_parity(ranks: Sequence[dict[str, Any]], tolerance: float) -> tuple[int
 
 
 def judge_layout(case: Case, ranks: Sequence[dict[str, Any]], tolerance: float) -> str:
-    """Parity; equal decisions; loads from the host; wrong states show."""
+    """Checks parity, equal decisions and loads from the host, and that wrong states show."""
     reused, most = judge_parity(ranks, tolerance)
     expect(reused > 0, "nothing was reused")
     loads = 0
@@ -149,7 +150,7 @@ def judge_layout(case: Case, ranks: Sequence[dict[str, Any]], tolerance: float) 
 
 
 def judge_experts(case: Case, ranks: Sequence[dict[str, Any]], tolerance: float) -> str:
-    """Parity; each rank reuses; a rank without requests takes part in the others' forwards."""
+    """Checks parity, that each rank reuses, and that an idle rank takes part in the others' forwards."""
     reused, most = judge_parity(ranks, tolerance)
     for number, found in enumerate(ranks):
         for name, run in found["runs"].items():
@@ -161,7 +162,9 @@ def judge_experts(case: Case, ranks: Sequence[dict[str, Any]], tolerance: float)
 
 
 def judge_replicas(case: Case, ranks: Sequence[dict[str, Any]], tolerance: float) -> str:
-    """Parity; each replica got work; a prefix is found again, so the coordinator sent it where it is."""
+    """Checks parity, that each replica got work, and that the coordinator sent a known prefix to the replica that has
+    it.
+    """
     reused, most = judge_parity(ranks, tolerance)
     served = [found["own_stats"]["prompt_tokens"] for found in ranks]
     expect(min(served) > 0, f"a replica got nothing: {served} prompt tokens")
@@ -185,10 +188,10 @@ JUDGES: dict[str, Callable[[Case, Sequence[dict[str, Any]], float], str]] = {
 
 
 def run_case(name: str, device: str) -> str:
-    """Run one case; returns what can be said of it.
+    """Runs one case. Returns a line about it.
 
     Raises:
-        Failure: It failed.
+        Failure: The case failed.
     """
     case = CASES[name]
     with tempfile.TemporaryDirectory(prefix="functional-") as folder:
@@ -213,7 +216,7 @@ def run_case(name: str, device: str) -> str:
 
 
 def run_killed(name: str, case: Case, device: str, out: Path) -> str:
-    """The last rank is killed; torchrun must end with an error, and no rank may be left."""
+    """The last rank is killed. torchrun must end with an error, and no rank may survive."""
     timeout_s = CASE_TIMEOUT_S[device]
     try:
         run_torchrun(WORKER, out, name, device, ranks=case.ranks, timeout_s=timeout_s, device=device)
@@ -242,7 +245,7 @@ def is_running(pid: int) -> bool:
 
 
 def run_killed_alone(name: str, case: Case, device: str, out: Path) -> str:
-    """The last rank is killed; every other one must end with an error, by itself: no torchrun that would end it."""
+    """The last rank is killed. Every other rank must end with an error by itself, without torchrun."""
     folder = out.parent
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -288,7 +291,7 @@ def run_killed_alone(name: str, case: Case, device: str, out: Path) -> str:
 
 
 def last_error(text: str) -> str:
-    """The last error that a rank raised, on one line; one that only says that another rank went away, if there is none else."""
+    """The last error of a rank, in one line. Errors about another rank's exit count only if there is no other."""
     raised = [found[1] or found[2] for found in map(_RAISED.match, text.splitlines()) if found is not None]
     own = [line for line in raised if "closed by peer" not in line and "ChildFailedError" not in line]
     said = [line.strip() for line in text.splitlines() if line.strip()]
@@ -304,7 +307,7 @@ def gpus() -> int:
 
 
 def hardware(device: str) -> dict[str, Any]:
-    """This host, and what of it and of its packages matters here."""
+    """Hardware of this host, and versions of the relevant packages."""
     import torch
 
     found = {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
@@ -315,7 +318,7 @@ def hardware(device: str) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run the cases, each with its line; returns the outcomes."""
+    """Runs the cases, and prints a line for each. Returns the results."""
     outcomes = []
     for name in args.cases:
         case = CASES[name]
@@ -336,7 +339,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options; `scripts/functional_tests.sh --help` says what they are."""
+    """Parses the options; see `scripts/functional_tests.sh --help`."""
     parser = argparse.ArgumentParser(prog="functional_tests.sh", allow_abbrev=False)
     parser.add_argument("ranks", type=int, metavar="N")
     parser.add_argument("--device", choices=("cpu", "cuda"))
@@ -361,7 +364,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
+    """Runs the command. Returns its exit code."""
     args = parse(argv)
     if args.device == "cuda":
         os.environ["TRITON_F32_DEFAULT"] = "ieee"

@@ -1,4 +1,4 @@
-"""A tier behind the host as a user would write it, in one file: a dictionary. Tests copy it out of the repository, too."""
+"""A tier behind the host, as a user would write it in one file: a dictionary. Tests also copy it out of the repository."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 
 
 class DictionaryTier(Tier):
-    """Keeps entries in the memory of the process; the argument is how many, by default as many as come."""
+    """Keeps entries in the memory of the process. The argument is the most entries to keep; by default there is no
+    limit.
+    """
 
     def __init__(self, argument: str = "") -> None:
         self.most = int(argument or 10**9)

@@ -1,7 +1,7 @@
-"""A kind of recurrent layer that the package does not know, as one file outside of it; float32 models on the CPU.
+"""A recurrent layer kind that the package does not know, in one file outside of it. For float32 models on the CPU.
 
-It stands in a model in the place of a Mamba mixer, and is not its twin: no convolution, chunks of 24 tokens, and a state of
-two components in two types:
+It replaces a Mamba mixer in a model, and differs from it: no convolution, chunks of 24 tokens, and a state with two
+components of two dtypes:
 
 - ``trace``: a decaying sum of projections of all tokens, in float64;
 - ``memory``: a decaying sum of outer products of keys and values, in float32.
@@ -21,7 +21,7 @@ CHUNK = 24
 
 
 class LeakyRecall(torch.nn.Module):
-    """One layer: (tokens, 1, hidden) to (tokens, 1, hidden), and no bias."""
+    """One layer: (tokens, 1, hidden) to (tokens, 1, hidden). No bias."""
 
     def __init__(self, hidden: int, seed: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class LeakyRecall(torch.nn.Module):
 
 
 class LeakyRecallBySlots(SlotLayer):
-    """Forward by slots, chunk by chunk: inside one, all tokens at once, from the state before it."""
+    """Forward by slots, chunk by chunk. Within a chunk all tokens at once, from the state before it."""
 
     def slot_decode(self, inputs, states, slots):
         rows = slots >= 0

@@ -1,4 +1,4 @@
-"""Load a checkpoint in this layout, save it again, fail to save. Usage: ``torchrun ... OUT.json TP PP FROM TO``.
+"""Loads a checkpoint in this layout, saves it, and fails to save. Usage: ``torchrun ... OUT.json TP PP FROM TO``.
 
 The weights of `build_hybrid_model` are the same in every layout, so a model built with the saved one's seed is the
 reference for every rank's shard.

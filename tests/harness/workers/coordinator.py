@@ -26,7 +26,7 @@ async def ask(client, prompt, **attributes):
 
 
 async def talk(client, prompt):
-    """Every reply by name: what it says, and what its sampling parameters came back as."""
+    """All replies by name: the answer, and the returned sampling parameters."""
     replies = {}
 
     async def send(name, tokens=prompt, **attributes):
@@ -57,7 +57,9 @@ async def talk(client, prompt):
 
 
 async def serve(engine, conversation):
-    """Starts the coordinator, has ``conversation(client)`` with the engine through it, and stops both; returns the replies."""
+    """Starts the coordinator, runs ``conversation(client)`` with the engine behind it, and stops both. Returns the
+    replies.
+    """
     from megatron.core.inference.inference_client import InferenceClient
 
     address = await engine.start_listening_to_data_parallel_coordinator(hostname="127.0.0.1")
@@ -85,7 +87,7 @@ async def wait_for_state(engine, name):
 
 
 def described(reply):
-    """One deserialised reply as plain values."""
+    """A deserialised reply as plain values."""
     return {
         "type": type(reply).__name__,
         "status": reply.status.name,

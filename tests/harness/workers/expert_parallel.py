@@ -44,14 +44,14 @@ def build(layout, platform, seed=0):
 
 
 def prompts(rank):
-    """Prompts of one data-parallel rank, with a prefix of its own; rank 1 has fewer, and is idle when rank 0 goes on."""
+    """Prompts of one data-parallel rank, with a prefix per rank. Rank 1 has fewer, and is idle at the end."""
     prefix = random_tokens(3 * BLOCK_TOKENS, seed=rank)
     tails = (1, 2, 60, 130, 3) if rank == 0 else (2, 70)
     return [prefix + random_tokens(own, seed=10 * rank + own) for own in tails]
 
 
 def herd(rank):
-    """Prompts of rank 0 that come at once, with a long prefix that nobody has seen."""
+    """Prompts of rank 0 that arrive at once, with a long new prefix."""
     prefix = random_tokens(5 * BLOCK_TOKENS, seed=77)
     return [prefix + random_tokens(9 + number, seed=80 + number) for number in range(3)] if rank == 0 else []
 

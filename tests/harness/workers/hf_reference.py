@@ -1,4 +1,4 @@
-"""Write a random Nemotron-H of Hugging Face, prompts, its greedy continuations and its logits to a file.
+"""Writes a random Hugging Face Nemotron-H, prompts, its greedy continuations and its logits to a file.
 
 A process of its own: transformers must not see the mamba packages, whose compiled parts may be missing, and megatron
 must. Usage: ``python hf_reference.py CONFIG.json OUT.pt``; CONFIG holds "model" (fields of ``NemotronHConfig``),
@@ -18,7 +18,7 @@ from transformers import NemotronHConfig, NemotronHForCausalLM  # noqa: E402
 
 @torch.no_grad()
 def randomise(model, generator):
-    """Weights large enough that every one of them shows in the logits."""
+    """Sets weights large enough for each of them to show in the logits."""
 
     def uniform(value, low, high):
         value.copy_(torch.rand(value.shape, generator=generator) * (high - low) + low)

@@ -1,4 +1,4 @@
-"""Start a worker script on several ranks, and read what its rank 0 wrote."""
+"""Starts a worker script on several ranks, and reads the output of rank 0."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _numbers = count()
 
 
 def environment(device: str = "cpu") -> dict[str, str]:
-    """This process's, for ranks on ``device``."""
+    """This process's environment, changed for ranks on ``device``."""
     path = os.pathsep.join(filter(None, (str(WORKERS.parents[2]), os.environ.get("PYTHONPATH"))))
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     return os.environ | {"OMP_NUM_THREADS": str(THREADS), "PYTHONPATH": path} | hidden
 
 
 def torchrun(ranks: int) -> list[str]:
-    """The beginning of a command that runs a script on ``ranks`` ranks of this host."""
+    """The start of a command that runs a script on ``ranks`` ranks of this host."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
 
 
 def free_port() -> int:
-    """A port of this host that nobody listens on."""
+    """A free port of this host."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
@@ -41,7 +41,7 @@ def free_port() -> int:
 
 @cache
 def _prepared() -> subprocess.Popen[str]:
-    """The process of `prepared`, started once; it ends with this one."""
+    """The process of `prepared`. Started once, and ended with this process."""
     process = subprocess.Popen(
         [sys.executable, str(WORKERS / "prepared.py")],
         env=environment(),
@@ -94,7 +94,7 @@ def run_prepared(
 
 
 def environments_of(ranks: int) -> tuple[dict[str, str], ...]:
-    """What torchrun tells each of so many processes."""
+    """The environments that torchrun gives to this many processes."""
     common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return tuple(common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks))
 
@@ -131,7 +131,7 @@ def run_torchrun(
         process.terminate()
         raise AssertionError(f"{what} hung:\n{process.communicate(timeout=60)[1][-6000:]}") from None
     finally:
-        process.terminate()  # not kill: torchrun then ends its workers, which are in sessions of their own
+        process.terminate()  # not kill: torchrun must end its workers, which are in other sessions
     assert process.returncode == 0, f"{what}:\n{errors[-6000:]}"
     return json.loads(out.read_text())
 

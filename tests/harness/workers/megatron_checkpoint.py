@@ -1,4 +1,4 @@
-"""Save a checkpoint the way `megatron.training` does, of a model with random weights.
+"""Saves a checkpoint of a model with random weights, as `megatron.training` does.
 
 Usage: ``python megatron_checkpoint.py FOLDER OUT.json ARGUMENTS...``: megatron's arguments; OUT gets what the model says,
 with caching off, to each prompt of the arguments.

@@ -79,7 +79,7 @@ def hf_state_dict(config):
 
 
 def layout_answers(tp, pp):
-    """Everything that must not depend on the layout."""
+    """Everything that must be the same in all layouts."""
     platform = ensure_platform(tp=tp, pp=pp, device="cpu")
     model = build_hybrid_model("tiny", seed=0, platform=platform)
     found = {"platform": platform.describe(), "parameters": sum(p.numel() for p in model.parameters())}
@@ -93,7 +93,7 @@ def layout_answers(tp, pp):
 
 
 def refusals(tp, pp):
-    """Messages for layouts that cannot be: patterns while the platform runs, then sizes."""
+    """Error messages of invalid layouts: patterns while the platform runs, then sizes."""
     found = []
 
     def expect_refusal(call):

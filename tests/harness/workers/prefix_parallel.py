@@ -1,7 +1,8 @@
-"""What the prefix cache does in one layout, as JSON. Usage: ``torchrun prefix_parallel.py OUT.json TP PP PATTERN``.
+"""Decisions and answers of the prefix cache in one layout, as JSON. Usage: ``torchrun prefix_parallel.py OUT.json TP PP
+PATTERN``.
 
-Every budget is given in slots and blocks of the rank that needs most for one, so that all layouts get the same
-number of both, and must take the same decisions.
+Every budget is given in slots and blocks of the rank with the largest ones. So all layouts get the same number of both,
+and must make the same decisions.
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ def slot_bytes(config, stage, tp):
 
 
 def kv_block_bytes(config, layers, tp):
-    """Bytes of a KV block: float32, ``layers`` attention layers."""
+    """Bytes of a KV block of ``layers`` attention layers in float32."""
     return layers * 2 * BLOCK_TOKENS * config.num_query_groups * config.kv_channels // tp * 4
 
 
 def budgets(config, pattern, tp, pp, *, slots, blocks):
-    """Budgets in GiB (checkpoints, KV and live states) with which the ranks agree on so many."""
+    """Budgets in GiB (checkpoints; KV and live states) that give this many slots and blocks on all ranks."""
     most_slot = most_kv = 0
     for stage in stages(pattern, pp):
         slot = slot_bytes(config, stage, tp)
@@ -74,7 +75,7 @@ def budgets(config, pattern, tp, pp, *, slots, blocks):
 
 
 class Session:
-    """One engine, with or without the cache; notes after every step what was decided."""
+    """One engine, with or without the cache. Records the decisions after every step."""
 
     def __init__(
         self,
@@ -130,7 +131,7 @@ class Session:
             steps = None if steps is None else steps - 1
 
     def present(self):
-        """What all ranks must have alike. (Keys are of each process's own secret.)"""
+        """State that must be equal on all ranks. (Keys are not: each process has a different secret.)"""
         context = self.engine.context
         cache, nodes = context.prefix_cache, list(context.prefix_cache.inspect.nodes())
         rows = slice(0, context.total_request_count)
@@ -146,7 +147,7 @@ class Session:
         }
 
     def found(self):
-        """Answers; with the cache also decisions, and what this rank holds."""
+        """Answers; with the cache, also decisions and the entries of this rank."""
         found = {
             "answers": [
                 {
@@ -185,7 +186,7 @@ def tails(session):
 
 
 def chunked(session):
-    """Prefills cut by a budget of tokens that has no common divisor with blocks or chunks, and three slots."""
+    """Prefills cut by a token budget that has no common divisor with blocks or chunks; three slots."""
     session.engine.context.max_tokens = 101  # the scheduler's budget; the buffers are for 256
     prefixes = [random_tokens(4 * BLOCK_TOKENS, seed=seed) for seed in (2, 3)]
     for number in range(10):
@@ -197,7 +198,7 @@ def chunked(session):
 
 
 def preempted(session):
-    """Few KV blocks: what is cached is evicted, and requests are in decode; those resume from what is still cached."""
+    """Few KV blocks: cached blocks are evicted and decodes are preempted. They resume from what is still cached."""
     prompts = [random_tokens(BLOCK_TOKENS + 44 + number, seed=50 + number) for number in range(6)]
     session.send(prompts[0][: BLOCK_TOKENS + 1], prompts[1][: BLOCK_TOKENS + 2])
     session.send(*prompts[:4], new_tokens=30)
@@ -205,7 +206,7 @@ def preempted(session):
 
 
 def host(session):
-    """Prompts that come back from the host; then one of which the last rank, alone, has kept something else."""
+    """Prompts that come back from the host; then one for which the last rank alone has other data."""
     prompts = [random_tokens(3 * BLOCK_TOKENS + 9 + number, seed=60 + number) for number in range(5)]
     session.send(*prompts)
     session.send(*prompts, new_tokens=6)
@@ -220,7 +221,7 @@ def host(session):
 
 
 def damage_sources(context):
-    """Every state that a request resumes from becomes zero, just before the forward that reads it."""
+    """Zeroes every state that a request resumes from, just before the forward that reads it."""
     initialize = context.initialize_attention_state
 
     def damaging(**kwargs):
@@ -264,7 +265,7 @@ def layout_findings(pattern, tp, pp, platform):
 
 
 def agreements():
-    """What the ranks agree on, by what ranks 0 to 3 say; each without and with process groups given."""
+    """What the ranks agree on, given the inputs of ranks 0 to 3; each without and with process groups."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -273,7 +274,7 @@ def agreements():
 
 
 def disagreement(pattern, tp, pp, platform):
-    """What every rank says when the last one, alone, does not read the cache."""
+    """The error of every rank when the last rank alone does not read the cache."""
     model = build(pattern, tp, pp, platform)
     session = Session(model, pattern, tp, pp, mode="legacy", slots=8, check_ranks=True)
     prompt = random_tokens(BLOCK_TOKENS + 2, seed=1)
@@ -289,7 +290,7 @@ def disagreement(pattern, tp, pp, platform):
 
 
 def refusal(pattern, tp, pp, platform):
-    """What this rank says to live states that fit on some stages only; called last, as ranks may part here."""
+    """This rank's error for live states that only fit on some stages. Called last, because ranks may get out of step."""
     model = build(pattern, tp, pp, platform)
     most, *_ = sorted((slot_bytes(model.hybrid_config, stage, tp) for stage in stages(pattern, pp)), reverse=True)
     try:

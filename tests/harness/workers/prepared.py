@@ -1,9 +1,9 @@
-"""Processes that have torch and megatron imported already: importing takes a process longer than most tests.
+"""Forks processes that have torch and megatron imported already, because importing takes longer than most tests.
 
-This file is the process that is forked for each of them; `launch` talks to it. Usage: ``prepared.py``, with a job a line
-of JSON on stdin: "number", "script", "argv", "environments" (one for each process), "outputs" and "errors" (files of
-their stdout and stderr), "timeout_s". A line of JSON on stdout answers: "number", "codes" (exit codes, negative for
-signals), "hung". Where one fails the others are ended, as torchrun does.
+This file is the process that forks them; `launch` sends it jobs. Usage: ``prepared.py``, with one job per line of JSON
+on stdin: "number", "script", "argv", "environments" (one per process), "outputs" and "errors" (files for stdout and
+stderr), "timeout_s". It answers with one line of JSON on stdout: "number", "codes" (exit codes, negative for signals),
+"hung". If one process fails, the others are ended, as torchrun does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GRACE_S = 10.0  # from SIGTERM to SIGKILL
 
 
 def import_everything() -> None:
-    """What every rank imports, with the replacements of the CPU; they are undone, as each process makes its own."""
+    """Imports what every rank needs, with the CPU replacements. They are undone, because each process makes them again."""
     from megatron_hybrid_prefix.platform import start
 
     start.replace_what_is_missing(use_cuda=False)
@@ -31,7 +31,7 @@ def import_everything() -> None:
 
 
 def become(script: str, argv: Sequence[str], environment: dict[str, str], output: str, errors: str) -> NoReturn:
-    """In a new process: be ``python SCRIPT ARGV...``."""
+    """Turns a new process into ``python SCRIPT ARGV...``."""
     code = 1
     os.setpgid(0, 0)  # so that what the script starts can be ended with it
     try:
@@ -59,7 +59,7 @@ def become(script: str, argv: Sequence[str], environment: dict[str, str], output
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Fork the job's processes and wait for their ends."""
+    """Forks the job's processes and waits for them."""
     files = zip(job["environments"], job["outputs"], job["errors"], strict=True)
     pids = []
     for own in files:
@@ -77,7 +77,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def wait_for(pids: list[int], timeout_s: float) -> dict[str, Any]:
-    """Waits for the ends of processes; ends them all where one fails, or none comes to an end in time."""
+    """Waits for processes. Ends all of them if one fails, or if they do not end in time."""
     codes: dict[int, int] = {}
     end_s, told, hung = time.monotonic() + timeout_s, False, False
     while len(codes) < len(pids):
@@ -97,7 +97,7 @@ def wait_for(pids: list[int], timeout_s: float) -> dict[str, Any]:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what is printed while importing is no answer
+    os.dup2(2, 1)  # prints during imports must not go to stdout
     import_everything()
     sys.stdout.flush()  # not in every child again
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""A tier behind the host that holds something else on every rank, as JSON. Usage: ``torchrun tier_behind.py OUT.json``."""
+"""A tier behind the host with different entries on each rank, as JSON. Usage: ``torchrun tier_behind.py OUT.json``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPTS = [random_tokens((2 + number % 3) * BLOCK_TOKENS + 9, seed=70 + number) 
 
 
 def forgetful(behind):
-    """The last rank's tier refuses every third entry that it is offered."""
+    """The last rank's tier refuses every third entry."""
     put, offered = behind.put, iter(range(10**9))
 
     def puts(entries):
