@@ -91,11 +91,11 @@ def run_section(blocks: list[tuple[str, str]], folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("title", mostly_slow(sections(), "An eviction rule"))
+@pytest.mark.parametrize("title", mostly_slow(sections(), "An eviction policy"))
 def test_what_extending_shows_runs(title, tmp_path):
     blocks = sections()[title]
     printed = run_section(blocks, tmp_path)
-    if title == "An eviction rule":
+    if title == "An eviction policy":
         assert "oldest_first" in printed and "lru" in printed
     else:
         assert printed == "".join(text for language, text in blocks if language == "text")
@@ -103,7 +103,7 @@ def test_what_extending_shows_runs(title, tmp_path):
 
 def test_extending_has_its_four_parts():
     assert list(sections()) == [
-        "An eviction rule",
+        "An eviction policy",
         "A layer kind",
         "A tier behind the host",
         "Another megatron-core",
