@@ -8,10 +8,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md")),
+    *sorted(DOCS.glob("*.md")),
+]
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?:^ {4}\S.*\n?)+", re.MULTILINE)
 COMMANDS = ("hybrid-prefix ", "torchrun ", "scripts/", "python ", "pip ")
+
+
+def relative(path: Path) -> str:
+    """A file's name in the repository."""
+    return str(path.relative_to(ROOT))
 
 
 def fences(text: str) -> list[tuple[str, str]]:

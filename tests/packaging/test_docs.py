@@ -15,13 +15,14 @@ import pytest
 
 from tests.harness.limits import HANG_S
 from tests.harness.selection import mostly_slow
-from tests.packaging.documents import DOCS, DOCUMENTS, ROOT, anchors, fences, without_fences
+from tests.packaging.documents import DOCS, DOCUMENTS, ROOT, anchors, fences, relative, without_fences
 
 PACKAGE = ROOT / "megatron_hybrid_prefix"
 EXTENDING = DOCS / "extending.md"
 ENDINGS = (".py", ".sh", ".md", ".toml", ".txt", ".json", ".jsonl", ".png")
 # Named, and not of this repository: routes of the server, files of megatron's and of users, traces.
 ELSEWHERE = {
+    "/admin",
     "/admin/reset_cache",
     "/health",
     "/metrics",
@@ -53,13 +54,13 @@ def exists(name: str, folder: Path) -> bool:
     return any(any(base.glob(name)) for base in (ROOT, PACKAGE, folder))
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=relative)
 def test_every_file_that_is_named_exists(document):
     names = set(named_files(document.read_text(encoding="utf-8"))) - ELSEWHERE
     assert [name for name in sorted(names) if not exists(name, document.parent)] == []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=relative)
 def test_every_link_leads_somewhere(document):
     assert broken_links(document, document.read_text(encoding="utf-8")) == []
 

@@ -17,7 +17,7 @@ import pytest
 from megatron_hybrid_prefix.cli.main import VERBS
 from megatron_hybrid_prefix.console.terminal import InputError
 from tests.harness.limits import HANG_S
-from tests.packaging.documents import DOCS, DOCUMENTS, ROOT, commands, fences
+from tests.packaging.documents import DOCS, DOCUMENTS, ROOT, commands, fences, relative
 
 README = ROOT / "README.md"
 GUIDE = DOCS / "user-guide.md"
@@ -69,7 +69,7 @@ def test_the_guide_s_python_prints_what_it_says(tmp_path):
     assert re.search(r"^0\.\d\d of the prompt tokens were reused$", printed, re.MULTILINE)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=relative)
 def test_python_can_be_parsed(document):
     for language, body in fences(document.read_text(encoding="utf-8")):
         if language == "python":
@@ -82,7 +82,7 @@ def test_python_can_be_parsed(document):
 def problem_of(command: str) -> str | None:
     """What is wrong with a command that a document shows, as far as can be told without running it."""
     words = shlex.split(command, comments=True)
-    if words[0] == "torchrun":
+    if words[0] == "torchrun" and "-m" in words:
         words = words[words.index("-m") + 1 :]
         words = ["hybrid-prefix", *(words[0].split(".")[2:3]), *words[1:]]
     if words[0] == "hybrid-prefix":
@@ -113,7 +113,7 @@ def _refuse_words(verb: str, words: list[str]) -> None:
 
 
 # `docs/extending.md` has plugins: test_docs.py runs its commands.
-@pytest.mark.parametrize("document", sorted({*DOCUMENTS} - {DOCS / "extending.md"}), ids=lambda path: path.name)
+@pytest.mark.parametrize("document", sorted({*DOCUMENTS} - {DOCS / "extending.md"}), ids=relative)
 def test_commands_exist_and_take_these_options(document):
     found = commands(document.read_text(encoding="utf-8"))
     assert {command: problem for command in found if (problem := problem_of(command))} == {}
