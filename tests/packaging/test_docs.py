@@ -1,7 +1,10 @@
-"""Documents: named files exist, links have a target, and the examples in `docs/extending.md` run as they are."""
+"""Documents: the files that they name exist, links lead somewhere, drawings are those of their sources, and what
+`docs/extending.md` shows runs as it stands there."""
 
 from __future__ import annotations
 
+import hashlib
+import html
 import os
 import re
 import subprocess
@@ -12,29 +15,38 @@ import pytest
 
 from tests.harness.limits import HANG_S
 from tests.harness.selection import mostly_slow
+from tests.packaging.documents import DOCS, DOCUMENTS, ROOT, anchors, fences, relative, without_fences
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megatron_hybrid_prefix"
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-EXTENDING = ROOT / "docs" / "extending.md"
+EXTENDING = DOCS / "extending.md"
 ENDINGS = (".py", ".sh", ".md", ".toml", ".txt", ".json", ".jsonl", ".png")
-# Named, and not of this repository: a route of the server, a file of megatron's, traces.
+# Named, and not of this repository: routes of the server, files of megatron's and of users, traces.
 ELSEWHERE = {
+    "/admin",
+    "/admin/reset_cache",
+    "/health",
     "/metrics",
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/models",
     "megatron/core/package_info.py",
+    "config.json",
+    "session.json",
+    "agents.jsonl",
     "trace.jsonl",
     "FAST25-release/traces/conversation_trace.jsonl",
 }
+# Readable at the width of a page of GitHub; the README may have this many lines.
+README_LINES = 110
 
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TRACE = "".join(
     f'{{"timestamp": {n}, "input_length": 1024, "output_length": 1, "hash_ids": [{n % 3}, {n}]}}\n' for n in range(9)
 )
 
 
 def named_files(text: str) -> list[str]:
-    """Names in backticks, outside code blocks, that look like a file, a folder or a pattern of files."""
-    spans = re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
+    """What stands in backticks outside of code blocks and looks like a file, a folder or a pattern of files."""
+    spans = re.findall(r"`([^`\n]+)`", without_fences(text))
     return [span for span in spans if re.fullmatch(r"[\w.*/-]+", span) and ("/" in span or span.endswith(ENDINGS))]
 
 
@@ -42,17 +54,54 @@ def exists(name: str, folder: Path) -> bool:
     return any(any(base.glob(name)) for base in (ROOT, PACKAGE, folder))
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=relative)
 def test_every_file_that_is_named_exists(document):
     names = set(named_files(document.read_text(encoding="utf-8"))) - ELSEWHERE
     assert [name for name in sorted(names) if not exists(name, document.parent)] == []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_every_link_to_a_file_leads_somewhere(document):
-    targets = re.findall(r"\]\(([^)#\s]+)", FENCE.sub("", document.read_text(encoding="utf-8")))
-    inside = {target for target in targets if "://" not in target}
-    assert [target for target in sorted(inside) if not (document.parent / target).exists()] == []
+@pytest.mark.parametrize("document", DOCUMENTS, ids=relative)
+def test_every_link_leads_somewhere(document):
+    assert broken_links(document, document.read_text(encoding="utf-8")) == []
+
+
+def broken_links(document: Path, text: str) -> list[str]:
+    """Links of a document to files that do not exist, or to headings that these do not have."""
+    targets = set(re.findall(r"\]\(([^)\s]+)", without_fences(text)))
+    return [target for target in sorted(targets) if "://" not in target and not leads_somewhere(document, target)]
+
+
+def leads_somewhere(document: Path, target: str) -> bool:
+    name, _, anchor = target.partition("#")
+    file = document.parent / name if name else document
+    return file.exists() and (not anchor or anchor in anchors(file.read_text(encoding="utf-8")))
+
+
+def test_a_link_that_leads_nowhere_is_noticed():
+    text = (
+        "[a](user-guide.md#is-it-exact) [b](user-guide.md#no) ![c](images/no.png) [d](https://example.org/#x) [e](#no)"
+    )
+    assert broken_links(DOCS / "index.md", text) == ["#no", "images/no.png", "user-guide.md#no"]
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= README_LINES
+
+
+@pytest.mark.parametrize("source", sorted(DOCS.glob("images/*.dot")), ids=lambda path: path.name)
+def test_a_drawing_was_made_from_its_source(source):
+    svg = source.with_suffix(".svg").read_text(encoding="utf-8")
+    assert is_made_from(svg, source.read_text(encoding="utf-8")), "run scripts/draw.sh"
+    assert not is_made_from(svg, source.read_text(encoding="utf-8").replace("label", "Label", 1))
+
+
+def is_made_from(svg: str, source: str) -> bool:
+    """Whether the SVG has the digest of the source, and shows each of its labels."""
+    digest = hashlib.sha256(source.encode()).hexdigest()
+    shown = {html.unescape(text).strip() for text in re.findall(r"<text\b[^>]*>([^<]*)</text>", svg)}
+    labels = re.findall(r'label="([^"]*)"', source)
+    lines = {line.strip() for label in labels for line in re.split(r"\\[nlr]", label)} - {""}
+    return f"sha256 {digest} " in svg and len(lines) > 5 and lines <= shown
 
 
 def test_a_file_that_is_gone_is_noticed():
@@ -65,7 +114,7 @@ def test_a_file_that_is_gone_is_noticed():
 def sections() -> dict[str, list[tuple[str, str]]]:
     """Code blocks of `docs/extending.md` by heading: (language, text)."""
     parts = re.split(r"^## (.+)$", EXTENDING.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    return {title: FENCE.findall(body) for title, body in zip(parts[1::2], parts[2::2], strict=True)}
+    return {title: fences(body) for title, body in zip(parts[1::2], parts[2::2], strict=True)}
 
 
 def run_section(blocks: list[tuple[str, str]], folder: Path) -> str:
@@ -91,11 +140,11 @@ def run_section(blocks: list[tuple[str, str]], folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("title", mostly_slow(sections(), "An eviction rule"))
+@pytest.mark.parametrize("title", mostly_slow(sections(), "An eviction policy"))
 def test_what_extending_shows_runs(title, tmp_path):
     blocks = sections()[title]
     printed = run_section(blocks, tmp_path)
-    if title == "An eviction rule":
+    if title == "An eviction policy":
         assert "oldest_first" in printed and "lru" in printed
     else:
         assert printed == "".join(text for language, text in blocks if language == "text")
@@ -103,7 +152,7 @@ def test_what_extending_shows_runs(title, tmp_path):
 
 def test_extending_has_its_four_parts():
     assert list(sections()) == [
-        "An eviction rule",
+        "An eviction policy",
         "A layer kind",
         "A tier behind the host",
         "Another megatron-core",
