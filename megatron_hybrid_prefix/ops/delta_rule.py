@@ -20,6 +20,9 @@ from itertools import pairwise
 
 import torch
 
+from megatron_hybrid_prefix.ops.delta_rule_triton import scan_by_kernels, update_by_kernel
+from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel
+
 _EPSILON = 1e-6  # under the root of a norm, as everywhere in this family of layers
 
 
@@ -74,6 +77,7 @@ def scan_delta_rule(
     """All sequences of a step in one pass; updates ``states`` in place.
 
     A sequence may read and write the same slot. No slot may be written by one sequence and read or written by another.
+    Chunks are cut at multiples of 64: all chunks of a sequence but the first and the last hold 64 tokens.
 
     Args:
         q: (tokens, key heads, K), packed.
@@ -92,6 +96,22 @@ def scan_delta_rule(
     Returns:
         (tokens, value heads, V) in v's type; zero in rows of no sequence.
     """
+    if runs_kernel(v):
+        return scan_by_kernels(
+            q,
+            k,
+            v,
+            log_decay,
+            beta,
+            states,
+            normalise=normalise,
+            epsilon=_EPSILON,
+            chunk_bounds=chunk_bounds,
+            first_chunks=first_chunks,
+            source_slots=source_slots,
+            live_slots=live_slots,
+            chunk_slots=chunk_slots,
+        )
     outputs = torch.zeros_like(v)
     first, bounds = first_chunks.tolist(), chunk_bounds.tolist()
     sources, live, kept = source_slots.tolist(), live_slots.tolist(), chunk_slots.tolist()
@@ -139,6 +159,10 @@ def update_delta_rule(
     Returns:
         (rows, tokens, value heads, V) in v's type; zero in rows of padding.
     """
+    if runs_kernel(v):
+        return update_by_kernel(
+            q, k, v, log_decay, beta, states, slots, normalise=normalise, epsilon=_EPSILON, after=after
+        )
     outputs = torch.zeros_like(v)
     rows = torch.nonzero(slots >= 0).squeeze(1)
     own = slots[rows]

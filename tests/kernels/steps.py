@@ -21,8 +21,8 @@ class Step:
     chunk_slots: list[int]
 
     @classmethod
-    def draw(cls, seed: int, chunk_tokens: int = 8) -> Step:
-        """At most 20 chunks of at most ``chunk_tokens``."""
+    def draw(cls, seed: int, chunk_tokens: int = 8, *, full: bool = False) -> Step:
+        """At most 20 chunks of at most ``chunk_tokens``; ``full``: of exactly so many between the first and last of a sequence."""
         dice = random.Random(seed)
         free = list(range(SLOTS))
         dice.shuffle(free)
@@ -32,8 +32,10 @@ class Step:
             live = free.pop()
             step.source_slots.append(dice.choice((live, shared)))
             step.live_slots.append(live)
-            for _ in range(dice.randint(1, 4)):
-                step.lengths.append(dice.randint(1, chunk_tokens))
+            count = dice.randint(1, 4)
+            for number in range(count):
+                length = dice.randint(1, chunk_tokens)
+                step.lengths.append(chunk_tokens if full and 0 < number < count - 1 else length)
                 step.chunk_slots.append(free.pop() if dice.random() < 0.4 and len(free) > 4 else -1)
             step.first_chunks.append(len(step.lengths))
         for padding, field in ((0, "lengths"), (-1, "chunk_slots"), (-1, "live_slots")):
