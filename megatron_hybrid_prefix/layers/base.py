@@ -31,12 +31,14 @@ class LayerKind(ABC):
         slot_class: Mixin with which a module's forward reads and writes states by slot.
         drafts: Whether it can be decoded speculatively: `slot_class` then keeps the state after each drafted token, as
             `SlotLayer` does.
+        cuda_graphs: Whether CUDA graphs can capture what it does in a step: no waiting for the device, no loop over its data.
         whole_chunks: Whether a KV block has to consist of whole chunks. Else the last chunk of each may be shorter.
     """
 
     name: ClassVar[str]
     slot_class: ClassVar[type]
     drafts: ClassVar[bool] = False
+    cuda_graphs: ClassVar[bool] = True
     whole_chunks: ClassVar[bool] = False
 
     @abstractmethod

@@ -153,6 +153,7 @@ class GatedDeltaNetKind(LayerKind):
     name = "gated_delta_net"
     slot_class = GatedDeltaNetBySlots
     drafts = True
+    cuda_graphs = False  # the recurrence is in PyTorch, which waits for the device
     whole_chunks = True
 
     def is_layer(self, module: torch.nn.Module) -> bool:

@@ -72,8 +72,8 @@ class HybridPrefixContext(ContextSeam):
         next_prompt_token: What follows the last chunk that was not its prompt's last.
 
     Raises:
-        ValueError: The model has no recurrent layers, or some that cannot be decoded speculatively as asked, or that need
-            other KV blocks.
+        ValueError: The model has no recurrent layers, or some that cannot be decoded speculatively as asked, that need other
+            KV blocks, or that CUDA graphs cannot capture.
     """
 
     # Also what holds while megatron's constructor runs.
@@ -106,7 +106,9 @@ class HybridPrefixContext(ContextSeam):
         self.prefix_config = prefix
         self._model_states = None if state_config is None else states_of_config(state_config)
         if self._model_states is not None:
-            self._model_states.check_blocks(inference_config.block_size_tokens)
+            self._model_states.check(
+                block_tokens=inference_config.block_size_tokens, cuda_graph_impl=model_config.cuda_graph_impl
+            )
         self._requests = RequestBook(0.0 if prefix is None else prefix.verify_hits)
         if prefix is not None:
             # Megatron's own cache must not be allocated beside this one, nor its warnings appear.
