@@ -31,12 +31,14 @@ class LayerKind(ABC):
         slot_class: Mixin that makes a module's forward read and write states by slot.
         drafts: Whether it supports speculative decoding: `slot_class` then keeps the state after each drafted token, as
             `SlotLayer` does.
+        cuda_graphs: Whether CUDA graphs can capture its work in a step: it never waits for the GPU, nor loops over data there.
         whole_chunks: Whether a KV block must consist of whole chunks. Otherwise the last chunk of a block may be shorter.
     """
 
     name: ClassVar[str]
     slot_class: ClassVar[type]
     drafts: ClassVar[bool] = False
+    cuda_graphs: ClassVar[bool] = True
     whole_chunks: ClassVar[bool] = False
 
     @abstractmethod

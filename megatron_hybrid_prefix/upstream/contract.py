@@ -274,6 +274,11 @@ BLOCKS = rows_of(
     ),
 )
 
+GPU_VIEW = rows_of(
+    f"{_CONTEXTS}.gpu_view:ContextGPUView",
+    attributes("request_in_prefill_status", "upstream/controller", "whose states go back to the last accepted token"),
+)
+
 METADATA = rows_of(
     f"{_CONTEXTS}.attention_context.mamba_metadata:MambaMetadata",
     overrides(
@@ -304,7 +309,8 @@ METADATA = rows_of(
     calls("free_slots", "(self, request_indices)", "mcore/context/context", "live states of requests that ended"),
     attributes(
         "request_to_mamba_state_idx",
-        "mcore/context/context mcore/context/decode mcore/context/reports mcore/context/rows upstream/context",
+        "mcore/context/context mcore/context/decode mcore/context/reports mcore/context/rows upstream/context "
+        "upstream/controller",
         "the live state of each row",
     ),
     attributes(
@@ -930,6 +936,7 @@ CONTRACT: tuple[Entry, ...] = (
     *CONTEXT,
     *CONTEXT_PARTS,
     *BLOCKS,
+    *GPU_VIEW,
     *METADATA,
     *ATTENTION_METADATA,
     *BATCH,

@@ -638,3 +638,18 @@ def test_two_ranks_report_once(tmp_path: Path) -> None:
     data = json.loads(path.read_text())
     assert data["hardware"]["ranks"] == 2
     assert samples(data, "reused_tokens_3", "ours") == [512]
+
+
+def test_a_model_that_megatron_cannot_run(
+    measure: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Caching off is then this package's engine without its cache."""
+    data = measure("shared_prefix", "--preset", "tiny-gdn", "--engine", "off,ours", "--repeats", 1)
+    reused = {engine: samples(data, "reused_tokens_3", engine) for engine in ("off", "ours")}
+    assert reused == {"off": [0], "ours": [512]}
+    argv = ["shared_prefix", *map(str, SMALL["shared_prefix"]), "--preset", "tiny-gdn", "--engine", "upstream"]
+    assert bench.main(argv) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert (
+        said == "error: engine upstream: megatron's own engine cannot run a model with layers of kind gated_delta_net"
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -87,6 +89,17 @@ def test_blocks_have_to_be_whole_chunks(request, preset):
             build_engine(model, prefix, block_size_tokens=96)
         expected = "block_size_tokens=96: layers of kind gated_delta_net need a multiple of 64"
         assert str(error.value) == expected
+
+
+def test_a_kind_may_refuse_cuda_graphs(tiny_gdn, monkeypatch):
+    from megatron_hybrid_prefix.layers.gated_delta_net import GatedDeltaNetKind
+    from megatron_hybrid_prefix.mcore import HybridPrefixContext
+
+    monkeypatch.setattr(GatedDeltaNetKind, "cuda_graphs", False)
+    inference_config, model_config = EngineHarness(tiny_gdn).context.config, copy.copy(tiny_gdn.config)
+    model_config.cuda_graph_impl = "local"
+    with pytest.raises(ValueError, match="CUDA graphs cannot capture layers of kind gated_delta_net"):
+        HybridPrefixContext(model_config, inference_config)
 
 
 def test_megatrons_own_engine_is_refused(tiny_mixed):

@@ -76,8 +76,8 @@ class HybridPrefixContext(ContextSeam):
         next_prompt_token: The prompt token after the latest chunk that did not finish its prompt.
 
     Raises:
-        ValueError: The model has no recurrent layers, or has layers that do not support the requested speculative decoding
-            or block size.
+        ValueError: The model has no recurrent layers, or has layers that do not support the requested speculative decoding,
+            block size or CUDA graphs.
     """
 
     # These values hold while megatron's constructor runs, too.
@@ -110,7 +110,9 @@ class HybridPrefixContext(ContextSeam):
         self.prefix_config = prefix
         self._model_states = None if state_config is None else states_of_config(state_config)
         if self._model_states is not None:
-            self._model_states.check_blocks(inference_config.block_size_tokens)
+            self._model_states.check(
+                block_tokens=inference_config.block_size_tokens, cuda_graph_impl=model_config.cuda_graph_impl
+            )
         self._requests = RequestBook(0.0 if prefix is None else prefix.verify_hits)
         if prefix is not None:
             # Keep megatron from allocating its own cache, and from warning about it.

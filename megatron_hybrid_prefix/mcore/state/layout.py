@@ -29,6 +29,7 @@ class ModelStates:
         quanta: Chunk quantum of each kind, in tokens.
         kind_of_layer: Kind of each recurrent layer of this stage, in their order.
         without_drafts: Names of the kinds that cannot be decoded speculatively.
+        without_graphs: Names of the kinds that CUDA graphs cannot capture.
         of_whole_chunks: Names of the kinds that need KV blocks of whole chunks.
     """
 
@@ -36,10 +37,14 @@ class ModelStates:
     quanta: tuple[int, ...]
     kind_of_layer: tuple[str, ...]
     without_drafts: tuple[str, ...] = ()
+    without_graphs: tuple[str, ...] = ()
     of_whole_chunks: tuple[str, ...] = ()
 
-    def check_blocks(self, block_tokens: int) -> None:
-        """Raise ValueError, in one line, if KV blocks of so many tokens do not suit a kind."""
+    def check(self, *, block_tokens: int, cuda_graph_impl: str) -> None:
+        """Raise ValueError, in one line, if a kind cannot be run with such KV blocks, or in CUDA graphs."""
+        if cuda_graph_impl == "local" and self.without_graphs:
+            kinds = ", ".join(self.without_graphs)
+            raise ValueError(f"cuda_graph_impl={cuda_graph_impl!r}: CUDA graphs cannot capture layers of kind {kinds}")
         for layout, quantum in zip(self.slots.kinds, self.quanta, strict=True):
             if layout.kind in self.of_whole_chunks and block_tokens % quantum:
                 raise ValueError(
@@ -123,6 +128,7 @@ def mamba_state_config(
         quanta=tuple(found[kind.name][1] for kind in kinds),
         kind_of_layer=tuple(kind_of_layer),
         without_drafts=tuple(kind.name for kind in kinds if not kind.drafts),
+        without_graphs=tuple(kind.name for kind in kinds if not kind.cuda_graphs),
         of_whole_chunks=tuple(kind.name for kind in kinds if kind.whole_chunks),
     )
     return _for_megatron(symbols, states)
