@@ -1,24 +1,25 @@
-"""Writes a random Hugging Face Nemotron-H, prompts, its greedy continuations and its logits to a file.
+"""Write a random model of Hugging Face, prompts, its greedy continuations and its logits to a folder.
 
 A process of its own: transformers must not see the mamba packages, whose compiled parts may be missing, and megatron
-must. Usage: ``python hf_reference.py CONFIG.json OUT.pt``; CONFIG holds "model" (fields of ``NemotronHConfig``),
-"prompt_lengths", "new_tokens" and "seed".
+must. Usage: ``python hf_reference.py FOLDER``. FOLDER/asked.json holds "architecture" (such as "NemotronH"), "model" (fields
+of its config class), "prompt_lengths", "new_tokens" and "seed". FOLDER gets ``out.pt``, and what ``save_pretrained`` writes.
 """
 
 import json
 import sys
+from pathlib import Path
 
 # Makes `import` raise and `find_spec` find nothing, so transformers takes its own PyTorch path.
-for hidden in ("mamba_ssm", "causal_conv1d"):
+for hidden in ("mamba_ssm", "causal_conv1d", "fla"):
     sys.modules[hidden] = None
 
 import torch  # noqa: E402
-from transformers import NemotronHConfig, NemotronHForCausalLM  # noqa: E402
+import transformers  # noqa: E402
 
 
 @torch.no_grad()
 def randomise(model, generator):
-    """Sets weights large enough for each of them to show in the logits."""
+    """Weights large enough that every one of them shows in the logits; no two values are alike."""
 
     def uniform(value, low, high):
         value.copy_(torch.rand(value.shape, generator=generator) * (high - low) + low)
@@ -31,25 +32,41 @@ def randomise(model, generator):
         elif last == "dt_bias":
             uniform(value, -4.0, -1.0)
         elif value.dim() == 1 and "norm" in name:
-            uniform(value, 0.5, 1.5)
+            centre = float(value[0])  # 0 where the norm multiplies by 1 + weight
+            uniform(value, centre - 0.5, centre + 0.5)
         elif value.dim() == 1 or "conv1d" in name:  # D, the convolution and its bias
             uniform(value, -0.7, 0.7)
         else:
-            std = 1.0 if "embeddings" in name else value.shape[-1] ** -0.5
+            std = 1.0 if "embed" in name else value.shape[-1] ** -0.5
             value.copy_(torch.randn(value.shape, generator=generator) * std * (2.0 if "lm_head" in name else 1.0))
 
 
+def watch_routers(model):
+    """List that gets, at each forward of a router, the least by which an expert was chosen before another."""
+    margins = []
+
+    def hook(router, args, output):
+        best = output[0].float().topk(router.top_k + 1, dim=-1).values
+        margins.append(float((best[..., -2] - best[..., -1]).min()))
+
+    for module in model.modules():
+        if hasattr(module, "top_k") and hasattr(module, "num_experts"):
+            module.register_forward_hook(hook)
+    return margins
+
+
 @torch.no_grad()
-def main(config_path, out_path):
-    with open(config_path) as file:
-        asked = json.load(file)
+def main(folder):
+    folder = Path(folder)
+    asked = json.loads((folder / "asked.json").read_text())
     generator = torch.Generator().manual_seed(asked["seed"])
-    model = NemotronHForCausalLM(NemotronHConfig(**asked["model"])).float().eval()
+    config = getattr(transformers, f"{asked['architecture']}Config")(**asked["model"])
+    model = getattr(transformers, f"{asked['architecture']}ForCausalLM")(config).float().eval()
     randomise(model, generator)
     for module in model.modules():
         if hasattr(module, "time_step_limit"):
             module.time_step_limit = (0.0, float("inf"))  # megatron does not clamp dt
-    cases = []
+    cases, margins = [], watch_routers(model)
     for length in asked["prompt_lengths"]:
         tokens = torch.randint(0, model.config.vocab_size, (1, length), generator=generator)
         for _ in range(asked["new_tokens"]):  # no cache: every step is one forward of the whole sequence
@@ -58,7 +75,9 @@ def main(config_path, out_path):
         cases.append(
             {"length": length, "tokens": tokens[0].tolist(), "logits": model(tokens, use_cache=False).logits[0]}
         )
-    torch.save({"state_dict": model.state_dict(), "cases": cases}, out_path)
+    found = {"state_dict": model.state_dict(), "cases": cases, "router_margin": min(margins, default=None)}
+    torch.save(found, folder / "out.pt")
+    model.save_pretrained(folder)
 
 
 if __name__ == "__main__":
