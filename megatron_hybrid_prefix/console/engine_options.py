@@ -23,6 +23,7 @@ from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.console.terminal import InputError, Interrupt, Stopped, as_input_errors, split_names
 from megatron_hybrid_prefix.errors import PlatformError
+from megatron_hybrid_prefix.models.config import PRESETS
 
 # Engine name -> arguments of build_engine, given the cache's budgets in GiB (checkpoints on the device, host memory)
 # and the tier behind the host.
@@ -47,8 +48,8 @@ def add_model_options(add: Callable[..., Any], *, default_preset: str | None = "
     add(
         "--preset",
         default=default_preset,
-        help="model: tiny, tiny-gdn, tiny-qwen3-next, small, hybrid-4b, nemotron-h-8b or qwen3-next-80b-a3b "
-        f"(default: {shown})",
+        metavar="NAME",
+        help=f"model: {', '.join(PRESETS)} (default: {shown})",
     )
     add("--seed", type=int, default=0, metavar="N", help="seed of the random weights (default: %(default)s)")
     add("--tp", type=positive_int, default=1, metavar="N", help="tensor-parallel size (default: %(default)s)")

@@ -241,6 +241,21 @@ _TINY = HybridModelConfig(
     long_memory=True,
 )
 
+_SMALL = HybridModelConfig(
+    layer_pattern="M-M-M*-M-M-M*-M-M-",
+    hidden_size=1024,
+    vocab_size=32768,
+    max_sequence_length=65536,
+    mamba_num_heads=32,
+    mamba_head_dim=64,
+    mamba_state_dim=128,
+    mamba_num_groups=8,
+    num_attention_heads=16,
+    num_query_groups=8,
+    kv_channels=64,
+    ffn_hidden_size=4096,
+)
+
 # The 4.1B hybrid of the published figures: 13 Mamba2, 3 attention, 13 MLP layers.
 _HYBRID_4B = HybridModelConfig(
     layer_pattern="M-M-M-M*-M-M-M-M*-M-M-M-M*-M-",
@@ -294,21 +309,29 @@ PRESETS: dict[str, HybridModelConfig] = {
         moe_shared_expert_intermediate_size=32,
         moe_shared_expert_gate=True,
     ),
-    "small": HybridModelConfig(
-        layer_pattern="M-M-M*-M-M-M*-M-M-",
-        hidden_size=1024,
-        vocab_size=32768,
-        max_sequence_length=65536,
-        mamba_num_heads=32,
-        mamba_head_dim=64,
-        mamba_state_dim=128,
-        mamba_num_groups=8,
-        num_attention_heads=16,
-        num_query_groups=8,
-        kv_channels=64,
-        ffn_hidden_size=4096,
+    "small": _SMALL,
+    "small-gdn": replace(
+        _SMALL,
+        layer_pattern=_SMALL.layer_pattern.replace("M", "G"),
+        gdn_num_key_heads=8,
+        gdn_num_value_heads=16,
+        gdn_key_head_dim=128,
+        gdn_value_head_dim=128,
+        ffn_hidden_size=2816,
+        activation="swiglu",
     ),
     "hybrid-4b": _HYBRID_4B,
+    # The same with Gated DeltaNet in place of Mamba2, at the same inner width: 4.2B parameters.
+    "gdn-4b": replace(
+        _HYBRID_4B,
+        layer_pattern=_HYBRID_4B.layer_pattern.replace("M", "G"),
+        gdn_num_key_heads=16,
+        gdn_num_value_heads=64,
+        gdn_key_head_dim=128,
+        gdn_value_head_dim=128,
+        ffn_hidden_size=14336,
+        activation="swiglu",
+    ),
     # True dimensions of nvidia/Nemotron-H-8B-Base-8K; the weights are random.
     "nemotron-h-8b": replace(
         _HYBRID_4B,
