@@ -272,7 +272,8 @@ def prepare(args: argparse.Namespace) -> tuple[Session, Any]:
     longest = session.longest_tokens() + SHORT_ANSWER_TOKENS
     if longest > config.max_sequence_length:
         raise InputError(
-            f"--context: prompts of {longest:,} tokens; {args.preset} takes {config.max_sequence_length:,}"
+            f"prompts of {longest:,} tokens are too long for {args.preset}, which takes {config.max_sequence_length:,}: "
+            "give a shorter --context or fewer --answer-tokens"
         )
     return session, config
 

@@ -167,7 +167,7 @@ def test_bad_input_is_one_line(tmp_path, capsys):
             [*out, "--block-size-tokens", "64"],
             "--block-size-tokens 64 must be a multiple of 128, the SSM chunk of tiny",
         ),
-        ([*out, "--answer-tokens", "20000"], "--context: prompts of "),
+        ([*out, "--answer-tokens", "20000"], "prompts of "),
         ([*out, "--json", str(tmp_path / "absent" / "x.json")], "cannot write "),
     ):
         assert demo.main(argv) == 2
