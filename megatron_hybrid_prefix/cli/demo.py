@@ -10,14 +10,14 @@ prompts in the same order:
 
 1. A first question. Nothing is cached yet.
 2. The next turn. The answer before it is longer than a block, and the turn continues it.
-3. The same prompt again. The text is cut so that this prompt ends 2 tokens behind a block boundary.
+3. The same prompt again. The answer is as long as this prompt needs to end 2 tokens behind a block boundary.
 4. Another user asks about the same text. Nobody has shown before where the two prompts part.
 5. A herd: several users ask about one new text at once.
 6. With chunked prefill: a prompt whose beginning is cached, in the same steps as a prompt that is not.
 
 The model computes in float32, so that another answer is an error and no rounding. An answer is "exact" if it has the
-tokens of caching off, and log-probs within 0.0001 of its own. Questions that are shorter than a block may show less:
-megatron-core then sometimes keeps a state where the prompts part, by chance.
+tokens of caching off, and log-probs within 0.0001 of its own. The text is
+cut 8 tokens before a block boundary, so that every question crosses it, as one longer than a block does anyway.
 
 Exit code: 0; 1 if this cache gave a wrong answer; 2 for bad input; 130 after Ctrl-C.
 """
@@ -207,7 +207,7 @@ def make_parser() -> ArgumentParser:
         type=positive_int,
         default=600,
         metavar="N",
-        help="tokens of the first answer (default: %(default)s)",
+        help="tokens of the first answer, or up to a block more (default: %(default)s)",
     )
     add(
         "--rounds",

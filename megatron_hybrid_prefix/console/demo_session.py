@@ -22,6 +22,8 @@ HERD_SYSTEM = "You review the text that follows, one remark a line."
 SHORT_ANSWER_TOKENS = 8
 # The convolution of the models looks at 4 tokens. Of a prompt that goes on 2 tokens before its end it needs 1 from before.
 TAIL_TOKENS = 2
+# Texts end so many tokens before a block boundary: every question crosses it, as one longer than a block does anyway.
+GAP_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +66,7 @@ def make_session(
         questions: They are taken in turn.
         follow_up: What the first user asks next.
         users: Of the herd.
-        answer_tokens: Length of the first answer.
+        answer_tokens: Least length of the first answer; up to a block more is generated.
         block_tokens: Of a KV block.
 
     Raises:
@@ -73,16 +75,16 @@ def make_session(
     numbered = [f"User {n}: {questions[n % len(questions)]}" for n in range(users + 4)]
     asked = [_tokens(f"{question}\nAssistant:") for question in numbered]
     then_asked = _tokens(f"User 0: {follow_up}\nAssistant:")
-    text = _tokens(f"{SYSTEM}\n\n{context}")
-    whole = len(text) + len(asked[0]) + answer_tokens + 1 + len(then_asked)
-    text = text[: len(text) - (whole - TAIL_TOKENS) % block_tokens]
-    if len(text) < 5 * block_tokens:
-        need = 6 * block_tokens
+    text = _cut(_tokens(f"{SYSTEM}\n\n{context}"), block_tokens)
+    if len(text) < 5 * block_tokens - GAP_TOKENS:
+        need = 5 * block_tokens
         raise InputError(
             f"--context: {len(context.encode())} bytes are too few for blocks of {block_tokens}: give {need}"
         )
-    herd_text = _tokens(f"{HERD_SYSTEM}\n\n{context}")[: max(3 * block_tokens, len(text) // 2)]
-    start = text[: 5 * block_tokens]
+    whole = len(text) + len(asked[0]) + answer_tokens + 1 + len(then_asked)
+    answer_tokens += (TAIL_TOKENS - whole) % block_tokens
+    herd_text = _cut(_tokens(f"{HERD_SYSTEM}\n\n{context}")[: max(3 * block_tokens, len(text) // 2)], block_tokens)
+    start = _cut(text[: 5 * block_tokens], block_tokens)
     unrelated = _tokens(f"{context[::-1]}")[: 6 * block_tokens - 20]
     return Session(
         text=text,
@@ -107,6 +109,11 @@ def default_questions() -> list[str]:
         piece = (PACKAGE / name).read_text(encoding="utf-8")[: EXCERPT_CHARACTERS + 13 * number]
         asked.append(f"This is the beginning of {name}:\n{piece}\nHow does it fit into the text above?")
     return asked
+
+
+def _cut(tokens: list[int], block_tokens: int) -> list[int]:
+    """As many of them as end `GAP_TOKENS` before a block boundary."""
+    return tokens[: (len(tokens) + GAP_TOKENS) // block_tokens * block_tokens - GAP_TOKENS]
 
 
 def _tokens(text: str) -> list[int]:
@@ -157,7 +164,7 @@ def titles(session: Session) -> dict[str, tuple[str, str]]:
             "next turn, after a long answer",
         ),
         "same_prompt": (
-            f"The same prompt again; it ends {TAIL_TOKENS} tokens behind a block boundary (the text is cut to it)",
+            f"The same prompt again; it ends {TAIL_TOKENS} tokens behind a block boundary (chosen so)",
             "the same prompt again",
         ),
         "other_user": ("Another user asks about the same text, for the first time", "another user, same text"),
