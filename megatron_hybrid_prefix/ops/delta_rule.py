@@ -96,7 +96,7 @@ def scan_delta_rule(
     Returns:
         (tokens, value heads, V) in v's type; zero in rows of no sequence.
     """
-    if runs_kernel(v):
+    if v.dtype != torch.float64 and runs_kernel(v):
         return scan_by_kernels(
             q,
             k,
@@ -159,7 +159,7 @@ def update_delta_rule(
     Returns:
         (rows, tokens, value heads, V) in v's type; zero in rows of padding.
     """
-    if runs_kernel(v):
+    if v.dtype != torch.float64 and runs_kernel(v):
         return update_by_kernel(
             q, k, v, log_decay, beta, states, slots, normalise=normalise, epsilon=_EPSILON, after=after
         )
