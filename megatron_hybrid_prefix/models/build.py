@@ -65,6 +65,7 @@ def build_hybrid_model(
         share_embeddings_and_output_weights=config.tie_embeddings,
         position_embedding_type="none" if config.rotary_base is None else "rope",
         rotary_base=config.rotary_base or 10000,
+        rotary_percent=config.rotary_fraction,
     )
     model.hybrid_config = config
     model.requires_grad_(False)
@@ -99,6 +100,8 @@ def _transformer_config(config: HybridModelConfig, platform: Platform, overrides
         layernorm_epsilon=config.layernorm_epsilon,
         activation_func={"relu2": squared_relu, "gelu": F.gelu, "swiglu": F.silu}[config.activation],
         gated_linear_unit=config.activation == "swiglu",
+        attention_output_gate=config.attention_output_gate,
+        qk_layernorm=config.qk_norm,
         add_bias_linear=False,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -165,7 +168,7 @@ def _layer_specs(config: HybridModelConfig, platform: Platform) -> Any:
         spec = copy.deepcopy(hybrid_stack_spec)
         spec.submodules.moe_layer.submodules.mlp = _experts_spec(config.num_moe_experts, use_te=True)
     else:
-        spec = local_layer_specs(config.num_moe_experts)
+        spec = local_layer_specs(config.num_moe_experts, qk_norm=config.qk_norm)
     spec.submodules.mamba_layer.submodules.mixer.params |= {"chunk_size": config.chunk_size, "d_conv": config.d_conv}
     return spec
 
@@ -179,11 +182,12 @@ def _experts_spec(num_moe_experts: int, *, use_te: bool) -> Any:
     return partial(ExpertsLayer, submodules=dataclasses.replace(spec.keywords["submodules"], experts=build_experts))
 
 
-def local_layer_specs(num_moe_experts: int = 0) -> Any:
+def local_layer_specs(num_moe_experts: int = 0, *, qk_norm: bool = False) -> Any:
     """Layers from megatron-core's own linear layers and PyTorch norms, for machines without Transformer Engine.
 
     Args:
         num_moe_experts: Experts of a mixture-of-experts layer.
+        qk_norm: Whether attention layers normalise queries and keys.
     """
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
@@ -224,7 +228,11 @@ def local_layer_specs(num_moe_experts: int = 0) -> Any:
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear, core_attention=DotProductAttention, linear_proj=RowParallelLinear
+            linear_qkv=ColumnParallelLinear,
+            core_attention=DotProductAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=WrappedTorchNorm if qk_norm else None,
+            k_layernorm=WrappedTorchNorm if qk_norm else None,
         ),
     )
     mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)

@@ -35,6 +35,9 @@ class HybridModelConfig:
         ffn_hidden_size: Width of an MLP layer; of an expert, too, unless ``moe_ffn_hidden_size`` says another.
         activation: "relu2" (squared ReLU), "gelu", or "swiglu" (gated).
         rotary_base: Base of rotary embeddings; None for no position embedding (Nemotron-H).
+        rotary_fraction: Part of each head's channels that rotary embeddings turn, the first ones.
+        attention_output_gate: Multiply the output of each attention head by the sigmoid of a projection of its input.
+        qk_norm: RMS norm of each query and each key head before its rotary embedding.
         layernorm_epsilon: Epsilon of the RMS norms.
         dtype: Parameters' dtype: "float32" or "bfloat16".
         tie_embeddings: Share the embedding with the output layer.
@@ -70,6 +73,9 @@ class HybridModelConfig:
     chunk_size: int = 128
     activation: str = "relu2"
     rotary_base: int | None = None
+    rotary_fraction: float = 1.0
+    attention_output_gate: bool = False
+    qk_norm: bool = False
     layernorm_epsilon: float = 1e-5
     dtype: str = "bfloat16"
     tie_embeddings: bool = False
@@ -115,6 +121,7 @@ class HybridModelConfig:
         if self.moe_shared_expert_gate and not self.moe_shared_expert_intermediate_size:
             raise ValueError("moe_shared_expert_gate=True needs moe_shared_expert_intermediate_size")
         self._check_recurrent_layers()
+        self._check_rotary()
         if not 2 <= self.d_conv <= 4:
             raise ValueError(f"d_conv={self.d_conv}: megatron's decode kernel supports 2, 3 and 4 taps")
         for name, by in (
@@ -138,6 +145,16 @@ class HybridModelConfig:
             )
         if "G" in self.mtp_layer_pattern:
             raise ValueError(f"mtp_layer_pattern={self.mtp_layer_pattern!r}: G layers cannot predict drafts")
+
+    def _check_rotary(self) -> None:
+        if self.rotary_base is None and self.rotary_fraction != 1.0:
+            raise ValueError(f"rotary_fraction={self.rotary_fraction} needs rotary_base")
+        turned = self.rotary_fraction * self.kv_channels
+        if not 0 < self.rotary_fraction <= 1 or (self.rotary_base is not None and turned % 2):
+            raise ValueError(
+                f"rotary_fraction={self.rotary_fraction} of kv_channels={self.kv_channels}: "
+                f"must be an even number of channels, from 2 to all"
+            )
 
     @property
     def num_layers(self) -> int:
@@ -253,6 +270,30 @@ PRESETS: dict[str, HybridModelConfig] = {
         gdn_value_head_dim=16,
         activation="swiglu",
     ),
+    "tiny-qwen3-next": replace(
+        _TINY,
+        layer_pattern="GEGEGE*E",
+        mamba_num_heads=0,
+        mamba_head_dim=0,
+        mamba_state_dim=0,
+        mamba_num_groups=0,
+        gdn_num_key_heads=4,
+        gdn_num_value_heads=8,
+        gdn_key_head_dim=16,
+        gdn_value_head_dim=16,
+        num_query_groups=2,
+        activation="swiglu",
+        rotary_base=10_000_000,
+        rotary_fraction=0.25,
+        attention_output_gate=True,
+        qk_norm=True,
+        layernorm_epsilon=1e-6,
+        num_moe_experts=8,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=32,
+        moe_shared_expert_intermediate_size=32,
+        moe_shared_expert_gate=True,
+    ),
     "small": HybridModelConfig(
         layer_pattern="M-M-M*-M-M-M*-M-M-",
         hidden_size=1024,
@@ -273,6 +314,32 @@ PRESETS: dict[str, HybridModelConfig] = {
         _HYBRID_4B,
         layer_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
         vocab_size=131072,
+    ),
+    # True dimensions of Qwen/Qwen3-Next-80B-A3B; the weights are random.
+    "qwen3-next-80b-a3b": HybridModelConfig(
+        layer_pattern="GEGEGE*E" * 12,
+        hidden_size=2048,
+        vocab_size=151936,
+        max_sequence_length=262144,
+        gdn_num_key_heads=16,
+        gdn_num_value_heads=32,
+        gdn_key_head_dim=128,
+        gdn_value_head_dim=128,
+        num_attention_heads=16,
+        num_query_groups=2,
+        kv_channels=256,
+        ffn_hidden_size=5120,
+        activation="swiglu",
+        rotary_base=10_000_000,
+        rotary_fraction=0.25,
+        attention_output_gate=True,
+        qk_norm=True,
+        layernorm_epsilon=1e-6,
+        num_moe_experts=512,
+        moe_router_topk=10,
+        moe_ffn_hidden_size=512,
+        moe_shared_expert_intermediate_size=512,
+        moe_shared_expert_gate=True,
     ),
 }
 

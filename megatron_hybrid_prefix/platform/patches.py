@@ -180,6 +180,12 @@ NO_FLA = (
         )
     ),
 )
+
+
+def _not_compiled(original: Any) -> Any:
+    return getattr(original, "_torchdynamo_orig_callable", original)
+
+
 HOST_MEGATRON = (
     *(
         Rebinding(
@@ -228,6 +234,13 @@ HOST_MEGATRON = (
         name="maybe_move_tensor_to_cpu",
         make=_replace_by(host.move_to_host),
         why="makes arrays of the sizes of the expert exchange only if they come from a GPU",
+        same_signature=True,
+    ),
+    Rebinding(
+        owner=modules.ATTENTION_CLASS,
+        name="_apply_output_gate",
+        make=_not_compiled,
+        why="compiled at its first call: 20 s and a C++ compiler for a product of two tensors",
         same_signature=True,
     ),
     _triton(modules.DYNAMIC_CONTEXT, "triton_append_key_value_cache", "kv_append"),

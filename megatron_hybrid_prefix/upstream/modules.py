@@ -5,6 +5,7 @@ _INFERENCE = f"{_CORE}.inference"
 _CONTROLLERS = f"{_INFERENCE}.text_generation_controllers.text_generation_controller"
 
 ATTENTION = f"{_CORE}.transformer.attention"
+ATTENTION_CLASS = f"{ATTENTION}:Attention"
 CAUSAL_CONV1D = f"{_CORE}.ssm.ops.causal_conv1d_varlen"
 COMMUNICATION = f"{_INFERENCE}.communication_utils"
 CONTROLLER = _CONTROLLERS

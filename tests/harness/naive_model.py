@@ -103,8 +103,14 @@ class NaiveHybridModel:
     def _attention(self, x, prefix):
         c, w, n = self.config, self.weights, len(x)
         per_group = c.num_attention_heads // c.num_query_groups
-        qkv = (x @ w[prefix + "linear_qkv.weight"].T).view(n, c.num_query_groups, per_group + 2, c.kv_channels)
-        q, k, v = qkv[:, :, :per_group], qkv[:, :, per_group], qkv[:, :, per_group + 1]
+        heads = [per_group, per_group * c.attention_output_gate, 1, 1]
+        qkv = (x @ w[prefix + "linear_qkv.weight"].T).view(n, c.num_query_groups, sum(heads), c.kv_channels)
+        q, gate, k, v = qkv.split(heads, dim=2)
+        if c.qk_norm:
+            q, k = self._norm(q, prefix + "q_layernorm.weight"), self._norm(k, prefix + "k_layernorm.weight")
+        if c.rotary_base is not None:
+            q, k = self._turned(q), self._turned(k)
+        k, v = k[:, :, 0], v[:, :, 0]
         out = []
         for at in range(0, n, PIECE):
             end = min(at + PIECE, n)
@@ -113,8 +119,19 @@ class NaiveHybridModel:
                 torch.ones(end - at, end, dtype=torch.bool, device=x.device).triu(at + 1), float("-inf")
             )
             out.append(torch.einsum("gqts,sgd->tgqd", scores.softmax(-1), v[:end]))
-        out = torch.cat(out).reshape(n, -1)
-        return out @ w[prefix + "linear_proj.weight"].T
+        out = torch.cat(out)
+        if c.attention_output_gate:
+            out = out * gate.sigmoid()
+        return out.reshape(n, -1) @ w[prefix + "linear_proj.weight"].T
+
+    def _turned(self, x):
+        """Rotary embedding of (tokens, ..., channels): channel i and i + half of the turned part are a pair."""
+        half = int(x.shape[-1] * self.config.rotary_fraction) // 2
+        frequencies = self.config.rotary_base ** -(torch.arange(half, dtype=x.dtype) / half)
+        angles = torch.arange(len(x), dtype=x.dtype)[:, None] * frequencies
+        by = torch.polar(torch.ones_like(angles), angles).reshape(len(x), *[1] * (x.dim() - 2), half)
+        pairs = torch.complex(x[..., :half], x[..., half : 2 * half]) * by
+        return torch.cat([pairs.real, pairs.imag, x[..., 2 * half :]], dim=-1)
 
     def _mamba(self, x, prefix, zero_ssm_at, zero_conv_at):
         c = self.config
