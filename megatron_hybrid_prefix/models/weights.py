@@ -87,18 +87,29 @@ def shard_for_this_rank(
     Returns:
         A tensor of ``parameter``'s shape; ``full`` itself where nothing is partitioned.
     """
+    partitioned = ranges_of_this_rank(name, parameter, config)
+    if partitioned is None:
+        return full
+    dim, ranges = partitioned
+    return torch.cat([full.narrow(dim, start, stop - start) for start, stop in ranges], dim=dim)
+
+
+def ranges_of_this_rank(
+    name: str, parameter: torch.Tensor, config: HybridModelConfig
+) -> tuple[int, list[tuple[int, int]]] | None:
+    """Which part of the unsharded parameter ``name`` this tensor-parallel rank holds; arguments as of `shard_for_this_rank`.
+
+    Returns:
+        The dimension, and ranges (start, stop) of it, one after the other; None where nothing is partitioned.
+    """
     from megatron.core import parallel_state
 
     tp, tp_rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
-    components = _components(name, parameter, config, tp)
-    if not components:
-        return full
-    shards = []
-    start = 0
-    for rows in components:
-        shards.append(full.narrow(_partition_dim(parameter), start + tp_rank * rows, rows))
-        start += rows * tp
-    return torch.cat(shards, dim=_partition_dim(parameter))
+    ranges, begin = [], 0
+    for rows in _components(name, parameter, config, tp):
+        ranges.append((begin + tp_rank * rows, begin + (tp_rank + 1) * rows))
+        begin += rows * tp
+    return (_partition_dim(parameter), ranges) if ranges else None
 
 
 def _partition_dim(parameter: Any) -> int:

@@ -1,24 +1,25 @@
-"""Writes a random Hugging Face Nemotron-H, prompts, its greedy continuations and its logits to a file.
+"""Write a random model of Hugging Face, prompts, its greedy continuations and its logits to a folder.
 
 A process of its own: transformers must not see the mamba packages, whose compiled parts may be missing, and megatron
-must. Usage: ``python hf_reference.py CONFIG.json OUT.pt``; CONFIG holds "model" (fields of ``NemotronHConfig``),
-"prompt_lengths", "new_tokens" and "seed".
+must. Usage: ``python hf_reference.py FOLDER``. FOLDER/asked.json holds "architecture" (such as "NemotronH"), "model" (fields
+of its config class), "prompt_lengths", "new_tokens" and "seed". FOLDER gets ``out.pt``, and what ``save_pretrained`` writes.
 """
 
 import json
 import sys
+from pathlib import Path
 
 # Makes `import` raise and `find_spec` find nothing, so transformers takes its own PyTorch path.
-for hidden in ("mamba_ssm", "causal_conv1d"):
+for hidden in ("mamba_ssm", "causal_conv1d", "fla"):
     sys.modules[hidden] = None
 
 import torch  # noqa: E402
-from transformers import NemotronHConfig, NemotronHForCausalLM  # noqa: E402
+import transformers  # noqa: E402
 
 
 @torch.no_grad()
 def randomise(model, generator):
-    """Sets weights large enough for each of them to show in the logits."""
+    """Weights large enough that every one of them shows in the logits; no two values are alike."""
 
     def uniform(value, low, high):
         value.copy_(torch.rand(value.shape, generator=generator) * (high - low) + low)
@@ -35,16 +36,17 @@ def randomise(model, generator):
         elif value.dim() == 1 or "conv1d" in name:  # D, the convolution and its bias
             uniform(value, -0.7, 0.7)
         else:
-            std = 1.0 if "embeddings" in name else value.shape[-1] ** -0.5
+            std = 1.0 if "embed" in name else value.shape[-1] ** -0.5
             value.copy_(torch.randn(value.shape, generator=generator) * std * (2.0 if "lm_head" in name else 1.0))
 
 
 @torch.no_grad()
-def main(config_path, out_path):
-    with open(config_path) as file:
-        asked = json.load(file)
+def main(folder):
+    folder = Path(folder)
+    asked = json.loads((folder / "asked.json").read_text())
     generator = torch.Generator().manual_seed(asked["seed"])
-    model = NemotronHForCausalLM(NemotronHConfig(**asked["model"])).float().eval()
+    config = getattr(transformers, f"{asked['architecture']}Config")(**asked["model"])
+    model = getattr(transformers, f"{asked['architecture']}ForCausalLM")(config).float().eval()
     randomise(model, generator)
     for module in model.modules():
         if hasattr(module, "time_step_limit"):
@@ -58,7 +60,8 @@ def main(config_path, out_path):
         cases.append(
             {"length": length, "tokens": tokens[0].tolist(), "logits": model(tokens, use_cache=False).logits[0]}
         )
-    torch.save({"state_dict": model.state_dict(), "cases": cases}, out_path)
+    torch.save({"state_dict": model.state_dict(), "cases": cases}, folder / "out.pt")
+    model.save_pretrained(folder)
 
 
 if __name__ == "__main__":

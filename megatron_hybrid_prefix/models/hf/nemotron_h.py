@@ -1,0 +1,106 @@
+"""Nemotron-H: Mamba2, attention and MLP layers, one norm each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import torch
+
+from megatron_hybrid_prefix.models.config import HybridModelConfig
+from megatron_hybrid_prefix.models.hf.mapping import Family, Rule, Source, row_numbers
+
+# Nemotron-H's name of a layer's norm, then megatron's: with local layers, and where Transformer Engine fuses it.
+_NORMS = {
+    "M": ("norm.weight", "mixer.in_proj.layer_norm_weight"),
+    "*": ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+    "-": ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+}
+
+
+class NemotronH(Family):
+    """``NemotronHForCausalLM`` without experts.
+
+    Two things are not weights: Hugging Face clamps the step size dt from below at its ``time_step_min``, megatron does not
+    clamp it; and the gated norm of megatron's mixer has an epsilon of 1e-5 whatever the config says.
+    """
+
+    model_type = "nemotron_h"
+
+    def mismatch(self, config: HybridModelConfig) -> str | None:
+        """See Family."""
+        if config.activation != "relu2" or config.rotary_base is not None:
+            return (
+                f"squared ReLU and no position embedding, not activation={config.activation!r} "
+                f"and rotary_base={config.rotary_base}"
+            )
+        if other := set(config.layer_pattern) - set("M*-|"):
+            return f"layers M, * and -, not {min(other)}"
+        if config.attention_output_gate or config.qk_norm:
+            return "neither attention_output_gate nor qk_norm"
+        return None
+
+    def canonical(self, name: str) -> str | None:
+        """See Family. On the Hub names begin with ``backbone.``; ``mtp.`` is multi-token prediction."""
+        return None if name.startswith("mtp.") else name.replace("backbone.", "model.", 1)
+
+    def rules(self, config: HybridModelConfig, names: Collection[str] = ()) -> Iterator[Rule]:
+        """See Family."""
+        hidden = config.hidden_size
+        yield Rule(
+            target="embedding.word_embeddings.weight",
+            sources=(Source(name="model.embeddings.weight", shape=(config.vocab_size, hidden)),),
+        )
+        parts = {"M": _mamba(config), "*": _attention(config), "-": _mlp(config)}
+        for layer, symbol in enumerate(config.layer_pattern.replace("|", "")):
+            ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+            norm = Source(name=f"{theirs}norm.weight", shape=(hidden,))
+            for target in _NORMS[symbol]:
+                yield Rule(target=ours + target, sources=(norm,))
+            for target, (sources, order) in parts[symbol].items():
+                made_of = tuple(Source(name=f"{theirs}mixer.{name}", shape=shape) for name, shape in sources.items())
+                yield Rule(target=ours + target, sources=made_of, order=order)
+        yield Rule(
+            target="decoder.final_norm.weight", sources=(Source(name="model.norm_f.weight", shape=(hidden,)),)
+        )
+        yield Rule(
+            target="output_layer.weight",
+            sources=(Source(name="lm_head.weight", shape=(config.vocab_size, hidden)),),
+        )
+
+
+# Of a layer: megatron's name to Nemotron-H's names with their shapes, and the order of their rows.
+_Parts = dict[str, tuple[dict[str, tuple[int, ...]], torch.Tensor | None]]
+
+
+def _mamba(config: HybridModelConfig) -> _Parts:
+    heads, inner = config.mamba_num_heads, config.mamba_num_heads * config.mamba_head_dim
+    conv = inner + 2 * config.mamba_num_groups * config.mamba_state_dim
+    return {
+        # Both pack z (the gate), x, B, C, dt in this order.
+        "mixer.in_proj.weight": ({"in_proj.weight": (inner + conv + heads, config.hidden_size)}, None),
+        "mixer.conv1d_weight": ({"conv1d.weight": (conv, 1, config.d_conv)}, None),
+        "mixer.conv1d_bias": ({"conv1d.bias": (conv,)}, None),
+        "mixer.dt_bias": ({"dt_bias": (heads,)}, None),
+        "mixer.A_log": ({"A_log": (heads,)}, None),
+        "mixer.D": ({"D": (heads,)}, None),
+        "mixer.norm.weight": ({"norm.weight": (inner,)}, None),
+        "mixer.out_proj.weight": ({"out_proj.weight": (config.hidden_size, inner)}, None),
+    }
+
+
+def _attention(config: HybridModelConfig) -> _Parts:
+    heads, kv = config.num_attention_heads * config.kv_channels, config.num_query_groups * config.kv_channels
+    # Megatron's linear_qkv: for each query group its query heads, its key head, its value head.
+    groups = [rows.view(config.num_query_groups, -1) for rows in row_numbers(heads, kv, kv)]
+    sources = {f"{part}_proj.weight": (rows, config.hidden_size) for part, rows in zip("qkv", (heads, kv, kv), strict=True)}
+    return {
+        "self_attention.linear_qkv.weight": (sources, torch.cat(groups, dim=1).flatten()),
+        "self_attention.linear_proj.weight": ({"o_proj.weight": (config.hidden_size, heads)}, None),
+    }
+
+
+def _mlp(config: HybridModelConfig) -> _Parts:
+    return {
+        "mlp.linear_fc1.weight": ({"up_proj.weight": (config.ffn_hidden_size, config.hidden_size)}, None),
+        "mlp.linear_fc2.weight": ({"down_proj.weight": (config.hidden_size, config.ffn_hidden_size)}, None),
+    }
