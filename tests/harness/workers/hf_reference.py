@@ -32,12 +32,27 @@ def randomise(model, generator):
         elif last == "dt_bias":
             uniform(value, -4.0, -1.0)
         elif value.dim() == 1 and "norm" in name:
-            uniform(value, 0.5, 1.5)
+            centre = float(value[0])  # 0 where the norm multiplies by 1 + weight
+            uniform(value, centre - 0.5, centre + 0.5)
         elif value.dim() == 1 or "conv1d" in name:  # D, the convolution and its bias
             uniform(value, -0.7, 0.7)
         else:
             std = 1.0 if "embed" in name else value.shape[-1] ** -0.5
             value.copy_(torch.randn(value.shape, generator=generator) * std * (2.0 if "lm_head" in name else 1.0))
+
+
+def watch_routers(model):
+    """List that gets, at each forward of a router, the least by which an expert was chosen before another."""
+    margins = []
+
+    def hook(router, args, output):
+        best = output[0].float().topk(router.top_k + 1, dim=-1).values
+        margins.append(float((best[..., -2] - best[..., -1]).min()))
+
+    for module in model.modules():
+        if hasattr(module, "top_k") and hasattr(module, "num_experts"):
+            module.register_forward_hook(hook)
+    return margins
 
 
 @torch.no_grad()
@@ -51,7 +66,7 @@ def main(folder):
     for module in model.modules():
         if hasattr(module, "time_step_limit"):
             module.time_step_limit = (0.0, float("inf"))  # megatron does not clamp dt
-    cases = []
+    cases, margins = [], watch_routers(model)
     for length in asked["prompt_lengths"]:
         tokens = torch.randint(0, model.config.vocab_size, (1, length), generator=generator)
         for _ in range(asked["new_tokens"]):  # no cache: every step is one forward of the whole sequence
@@ -60,7 +75,8 @@ def main(folder):
         cases.append(
             {"length": length, "tokens": tokens[0].tolist(), "logits": model(tokens, use_cache=False).logits[0]}
         )
-    torch.save({"state_dict": model.state_dict(), "cases": cases}, folder / "out.pt")
+    found = {"state_dict": model.state_dict(), "cases": cases, "router_margin": min(margins, default=None)}
+    torch.save(found, folder / "out.pt")
     model.save_pretrained(folder)
 
 

@@ -1,0 +1,190 @@
+"""A tiny random model of Hugging Face, its answers, and the same dimensions as a `HybridModelConfig`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_hybrid_prefix import build_engine
+from megatron_hybrid_prefix.models import HybridModelConfig
+from tests.harness.engine_helpers import greedy, run_to_end
+from tests.harness.limits import HANG_S
+
+REFERENCE = Path(__file__).parent / "workers" / "hf_reference.py"
+NEW_TOKENS = 8
+
+# No two dimensions agree by chance: inner 96, conv 160, query heads 80, key and value heads 40.
+NEMOTRON_H = HybridModelConfig(
+    layer_pattern="M*-M-*M",
+    hidden_size=64,
+    vocab_size=272,
+    max_sequence_length=1024,
+    mamba_num_heads=8,
+    mamba_head_dim=12,
+    mamba_state_dim=16,
+    mamba_num_groups=2,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=20,
+    ffn_hidden_size=112,
+    dtype="float32",
+)
+NEMOTRON_H_ASKED = {
+    "architecture": "NemotronH",
+    "model": {
+        "hybrid_override_pattern": NEMOTRON_H.layer_pattern,
+        "hidden_size": NEMOTRON_H.hidden_size,
+        "vocab_size": NEMOTRON_H.vocab_size,
+        "mamba_num_heads": NEMOTRON_H.mamba_num_heads,
+        "mamba_head_dim": NEMOTRON_H.mamba_head_dim,
+        "ssm_state_size": NEMOTRON_H.mamba_state_dim,
+        "n_groups": NEMOTRON_H.mamba_num_groups,
+        "conv_kernel": NEMOTRON_H.d_conv,
+        "chunk_size": 32,  # another grid than megatron's: the result may not depend on it
+        "num_attention_heads": NEMOTRON_H.num_attention_heads,
+        "num_key_value_heads": NEMOTRON_H.num_query_groups,
+        "head_dim": NEMOTRON_H.kv_channels,
+        "intermediate_size": NEMOTRON_H.ffn_hidden_size,
+        "mlp_hidden_act": "relu2",
+        "layer_norm_epsilon": NEMOTRON_H.layernorm_epsilon,
+        "use_conv_bias": True,
+        "use_bias": False,
+    },
+    "prompt_lengths": (1, 2, 3, 7, 64, 127, 128, 129, 300),
+    "new_tokens": NEW_TOKENS,
+    "seed": 1,
+}
+
+# Three value heads share a key head, two query heads a key and value head. The last layer has an MLP and no experts.
+QWEN3_NEXT = HybridModelConfig(
+    layer_pattern="GEGEGE*EG-",
+    hidden_size=64,
+    vocab_size=272,
+    max_sequence_length=1024,
+    gdn_num_key_heads=2,
+    gdn_num_value_heads=6,
+    gdn_key_head_dim=20,
+    gdn_value_head_dim=12,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=24,
+    ffn_hidden_size=112,
+    activation="swiglu",
+    rotary_base=10_000_000,
+    rotary_fraction=0.25,
+    attention_output_gate=True,
+    qk_norm=True,
+    layernorm_epsilon=1e-6,
+    num_moe_experts=8,
+    moe_router_topk=3,
+    moe_ffn_hidden_size=40,
+    moe_shared_expert_intermediate_size=48,
+    moe_shared_expert_gate=True,
+    dtype="float32",
+)
+QWEN3_NEXT_ASKED = {
+    "architecture": "Qwen3Next",
+    "model": {
+        "hidden_size": QWEN3_NEXT.hidden_size,
+        "vocab_size": QWEN3_NEXT.vocab_size,
+        "num_hidden_layers": 5,
+        "layer_types": [*["linear_attention"] * 3, "full_attention", "linear_attention"],
+        "mlp_only_layers": [4],
+        "linear_num_key_heads": QWEN3_NEXT.gdn_num_key_heads,
+        "linear_num_value_heads": QWEN3_NEXT.gdn_num_value_heads,
+        "linear_key_head_dim": QWEN3_NEXT.gdn_key_head_dim,
+        "linear_value_head_dim": QWEN3_NEXT.gdn_value_head_dim,
+        "linear_conv_kernel_dim": QWEN3_NEXT.d_conv,
+        "num_attention_heads": QWEN3_NEXT.num_attention_heads,
+        "num_key_value_heads": QWEN3_NEXT.num_query_groups,
+        "head_dim": QWEN3_NEXT.kv_channels,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": float(QWEN3_NEXT.rotary_base or 0),
+            "partial_rotary_factor": QWEN3_NEXT.rotary_fraction,
+        },
+        "intermediate_size": QWEN3_NEXT.ffn_hidden_size,
+        "num_experts": QWEN3_NEXT.num_moe_experts,
+        "num_experts_per_tok": QWEN3_NEXT.moe_router_topk,
+        "moe_intermediate_size": QWEN3_NEXT.moe_ffn_hidden_size,
+        "shared_expert_intermediate_size": QWEN3_NEXT.moe_shared_expert_intermediate_size,
+        "rms_norm_eps": QWEN3_NEXT.layernorm_epsilon,
+    },
+    "prompt_lengths": (1, 2, 3, 4, 63, 64, 65, 128, 300),
+    "new_tokens": NEW_TOKENS,
+    "seed": 8,  # no choice between two experts is close, see `router_margin`
+}
+
+
+def make_reference(folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
+    """State dict, and tokens and logits of prompts with their greedy continuation; ``folder`` gets the model's files."""
+    (folder / "asked.json").write_text(json.dumps(asked))
+    result = subprocess.run(
+        [sys.executable, str(REFERENCE), str(folder)],
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return load_reference(folder)
+
+
+def load_reference(folder: Path) -> dict[str, Any]:
+    """What `make_reference` left in a folder."""
+    return torch.load(folder / "out.pt", weights_only=True)
+
+
+def answers_of_a_batch(model: Any, reference: dict[str, Any]) -> dict[int, Any]:
+    """All prompts together, prefills of several lengths, then batched decodes: finished requests by the case's number."""
+    engine = build_engine(model, materialize_only_last_token_logits=False)
+    finished: dict[int, Any] = {}
+    for number, case in enumerate(reference["cases"]):
+        engine.add_request(number, case["tokens"][: case["length"]], greedy(NEW_TOKENS, skip_prompt_log_probs=False))
+    run_to_end(engine, finished)
+    return finished
+
+
+def assert_same_answer(request: Any, case: dict[str, Any]) -> float:
+    """Tokens, and log-probs of prompt and answer within 1e-4; returns how far off the worst log-prob is."""
+    length = case["length"]
+    assert list(request.generated_tokens) == case["tokens"][length:]
+    right = torch.log_softmax(case["logits"].double(), -1)[:-1]
+    right = right.gather(1, torch.tensor(case["tokens"][1:])[:, None])[:, 0]
+    got = torch.tensor([*request.prompt_log_probs, *request.generated_log_probs], dtype=torch.float64)
+    assert got.shape == right.shape
+    gap = float((got - right).abs().max())
+    assert gap <= 1e-4, f"prompt of {length} tokens"
+    return gap
+
+
+class PromptLogits:
+    """Logits after every token of a prompt, as the engine's prefill computes them.
+
+    One engine, built once: weights may change between two prompts.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.engine = build_engine(model, materialize_only_last_token_logits=False)
+        self.next_id = 0
+
+    def __call__(self, tokens: list[int]) -> torch.Tensor:
+        """(tokens, vocabulary)."""
+        seen: list[torch.Tensor] = []
+        hook = self.model.output_layer.register_forward_hook(
+            lambda module, args, output: seen.append(output[0].detach().clone())
+        )
+        try:
+            self.engine.add_request(self.next_id, tokens, greedy(1, skip_prompt_log_probs=False))
+            self.next_id += 1
+            run_to_end(self.engine, {})
+        finally:
+            hook.remove()
+        return seen[0].reshape(-1, seen[0].shape[-1])[: len(tokens)]
