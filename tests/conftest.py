@@ -71,6 +71,14 @@ def tiny_mixed(platform):
 
 
 @pytest.fixture(scope="session")
+def tiny_qwen3_next(platform):
+    """The ``tiny-qwen3-next`` preset with seed 0."""
+    from megatron_hybrid_prefix.models import build_hybrid_model
+
+    return build_hybrid_model("tiny-qwen3-next", seed=0, platform=platform)
+
+
+@pytest.fixture(scope="session")
 def tiny_gdn_mtp(platform):
     """Mamba2 and Gated DeltaNet layers, and depths of multi-token prediction."""
     from megatron_hybrid_prefix.models import build_hybrid_model, get_preset

@@ -142,9 +142,9 @@ def model_and_reference(request: Any, platform: Any) -> tuple[Any, NaiveHybridMo
     return model, NaiveHybridModel(model, config)
 
 
-@pytest.fixture(scope="module", params=mostly_slow(["tiny_gdn", "tiny_mixed"], "tiny_mixed"))
+@pytest.fixture(scope="module", params=mostly_slow(["tiny_gdn", "tiny_mixed", "tiny_qwen3_next"], "tiny_mixed"))
 def gdn_and_reference(request: Any) -> tuple[Any, NaiveHybridModel]:
-    """Gated DeltaNet layers, alone or beside Mamba2; their chunk is 64 tokens."""
+    """Gated DeltaNet layers, alone, beside Mamba2, or in a Qwen3-Next; their chunk is 64 tokens."""
     model = request.getfixturevalue(request.param)
     return model, NaiveHybridModel(model, model.hybrid_config)
 
@@ -180,6 +180,13 @@ def test_async_scheduling(tiny, tiny_reference, scenario, mutant):
 @pytest.mark.parametrize("mode", MODES)
 def test_preempted_requests(tiny, tiny_reference, mode, mutant):
     _preempted((tiny, tiny_reference), mode, mutant)
+
+
+@pytest.mark.parametrize("mutant", [None, "ssm_zeroed", "conv_zeroed"])
+def test_qwen3_next(tiny_qwen3_next, mutant):
+    """The slow cases above run it through all scenarios."""
+    reference = NaiveHybridModel(tiny_qwen3_next, tiny_qwen3_next.hybrid_config)
+    _run((tiny_qwen3_next, reference), junctions, mutant, block_size_tokens=64)
 
 
 def test_preempted_requests_of_gated_delta_net(gdn_and_reference):
