@@ -156,7 +156,7 @@ def test_dimensions_of_layers_that_are_not_there_are_not_needed(platform):
 
 
 def test_unknown_presets_name_the_known_ones():
-    with pytest.raises(ValueError, match="tiny, tiny-mtp, tiny-moe, tiny-gdn, small"):
+    with pytest.raises(ValueError, match="tiny, tiny-mtp, tiny-moe, tiny-gdn, tiny-qwen3-next, small"):
         get_preset("huge")
 
 
