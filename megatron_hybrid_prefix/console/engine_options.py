@@ -47,7 +47,8 @@ def add_model_options(add: Callable[..., Any], *, default_preset: str | None = "
     add(
         "--preset",
         default=default_preset,
-        help=f"model: tiny, tiny-gdn, small, hybrid-4b or nemotron-h-8b (default: {shown})",
+        help="model: tiny, tiny-gdn, tiny-qwen3-next, small, hybrid-4b, nemotron-h-8b or qwen3-next-80b-a3b "
+        f"(default: {shown})",
     )
     add("--seed", type=int, default=0, metavar="N", help="seed of the random weights (default: %(default)s)")
     add("--tp", type=positive_int, default=1, metavar="N", help="tensor-parallel size (default: %(default)s)")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in (Nemotron
 """By ``model_type``."""
 
 
-@torch.no_grad()
+@torch.no_grad()  # type: ignore[untyped-decorator]
 def copy_hf_weights(
     model: Any, state_dict: Mapping[str, Any], config: HybridModelConfig, model_type: str | None = None
 ) -> None:
@@ -47,13 +47,13 @@ def copy_hf_weights(
             weights[canonical] = value
     rules = {rule.target: rule for rule in family.rules(config, weights)}
     _check_shapes(weights, _shapes(rules.values()), optional={"lm_head.weight"} if config.tie_embeddings else set())
-    parameters = list(parameters_by_global_name(model))
-    for name, _ in parameters:
+    parts = []
+    for name, parameter in parameters_by_global_name(model):
         if name not in rules:
             raise ValueError(f"the model has a weight that {family.model_type} lacks: {name}")
-    for name, parameter in parameters:
-        part = _part_of_this_rank(name, parameter, config, rules[name].shape)
-        parameter.copy_(rules[name].read(weights, **part))
+        parts.append((parameter, rules[name], _part_of_this_rank(name, parameter, config, rules[name].shape)))
+    for parameter, rule, part in parts:
+        parameter.copy_(rule.read(weights, **part))
     invalidate_layers(model)
 
 
@@ -84,7 +84,7 @@ def hf_shapes(config: HybridModelConfig, model_type: str | None = None) -> dict[
     return _shapes(family_of(config, model_type).rules(config))
 
 
-def _shapes(rules: Collection[Rule] | Any) -> dict[str, tuple[int, ...]]:
+def _shapes(rules: Iterable[Rule]) -> dict[str, tuple[int, ...]]:
     return {source.name: source.shape for rule in rules for source in rule.sources}
 
 
@@ -104,13 +104,17 @@ def _check_shapes(weights: Mapping[str, Any], expected: dict[str, tuple[int, ...
 def _part_of_this_rank(
     name: str, parameter: torch.Tensor, config: HybridModelConfig, shape: tuple[int, ...]
 ) -> dict[str, Any]:
-    """Arguments of `Rule.read`."""
+    """Arguments of `Rule.read`; ``shape`` is that of the unsharded parameter."""
+    from megatron.core import parallel_state
+
     partitioned = ranges_of_this_rank(name, parameter, config)
     local, part = list(shape), dict[str, Any]()
     if partitioned is not None:
         dim, ranges = partitioned
-        local[dim] = sum(stop - start for start, stop in ranges)
+        local[dim] //= parallel_state.get_tensor_model_parallel_world_size()
         part = {"rows": ranges} if dim == 0 else {"columns": ranges[0]}
     if tuple(parameter.shape) != tuple(local):
-        raise ValueError(f"{name} of the model has shape {tuple(parameter.shape)}, its dimensions require {tuple(local)}")
+        raise ValueError(
+            f"{name} of the model has shape {tuple(parameter.shape)}, its dimensions require {tuple(local)}"
+        )
     return part

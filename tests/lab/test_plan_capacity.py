@@ -151,6 +151,8 @@ def test_gated_delta_net(tmp_path, capsys):
     for number, data in enumerate((theirs, theirs | listed, megatrons)):
         sizes = sizes_of(str(saved(tmp_path / f"{number}.json", data)))
         assert (sizes.state_bytes, sizes.kv_token_bytes) == (36 * per_layer, 2 * 12 * 2 * 256 * 2)
+    preset = sizes_of("qwen3-next-80b-a3b")
+    assert (preset.state_bytes, preset.kv_token_bytes) == (36 * per_layer, 2 * 12 * 2 * 256 * 2)
     narrow = sizes_of(str(tmp_path / "0.json"), tp=2, state_dtype="bfloat16")
     assert 2 * narrow.state_bytes == 36 * (per_layer - 32 * 128 * 128 * 2)
     assert run("tiny-gdn", "--mamba-gb", 1, "--buffer-gb", 1, "--block-size-tokens", 96) == 2
@@ -158,7 +160,8 @@ def test_gated_delta_net(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("preset", "drafts"), [("tiny", 0), ("tiny-mtp", 0), ("tiny-mtp", 3), ("tiny-gdn", 0), ("tiny-gdn-mtp", 3)]
+    ("preset", "drafts"),
+    [("tiny", 0), ("tiny-mtp", 0), ("tiny-mtp", 3), ("tiny-gdn", 0), ("tiny-gdn-mtp", 3), ("tiny-qwen3-next", 0)],
 )
 def test_bytes_are_those_that_megatron_allocates(request, monkeypatch, preset, drafts):
     from megatron_hybrid_prefix.mcore.entrypoints.build import build_engine
@@ -244,6 +247,17 @@ def test_what_a_budget_holds(tmp_path, capsys):
     assert drafting["live_request_bytes"] == 5 * STATE_BYTES
     assert drafting["kv_blocks"] == (20 * 2**30 - 16 * 5 * STATE_BYTES) // block - 1
     assert "states of one running request and 3 drafts" in capsys.readouterr().out
+
+
+def test_what_a_budget_holds_of_qwen3_next(tmp_path, capsys):
+    """A state takes 74.25 MiB: as much as KV of 3,168 tokens."""
+    arguments = ("--mamba-gb", 10, "--buffer-gb", 20, "--max-requests", 16, "--json", tmp_path / "plan.json")
+    assert run("qwen3-next-80b-a3b", *arguments) == 0
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["checkpoint_bytes"] == 36 * (2**21 + 2**16) == int(74.25 * 2**20)
+    assert found["device_states"] == 10 * 2**30 // found["checkpoint_bytes"] == 137
+    assert found["kv_block_bytes"] == 256 * 2 * 12 * 2 * 256 * 2
+    assert "3,168 tokens" in capsys.readouterr().out
 
 
 def test_the_budgets_are_those_of_the_engine(tiny):

@@ -79,9 +79,7 @@ def test_swapping_any_two_weights_of_equal_shape_shows(platform, reference):
     model = build_hybrid_model(CONFIG, seed=9, platform=platform)
     prompt_logits, weights = PromptLogits(model), reference["state_dict"]
     case = next(case for case in reference["cases"] if case["length"] == 64)
-    pairs = [
-        (one, other) for one, other in combinations(weights, 2) if weights[one].shape == weights[other].shape
-    ]
+    pairs = [(one, other) for one, other in combinations(weights, 2) if weights[one].shape == weights[other].shape]
     swapped = [weights | {one: weights[other], other: weights[one]} for one, other in pairs]
     for name in ("model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"):
         stack = weights[name]
@@ -125,7 +123,7 @@ def test_a_wrong_state_dict_is_one_clear_line_and_changes_nothing(model, referen
     for bad, message in (
         (good | {"model.norm.bias": torch.zeros(1)}, "unknown weight model.norm.bias"),
         (lacking, "lacks weight model.layers.3.self_attn.q_norm.weight"),
-        (good | {experts: good[experts][1:]}, rf"{experts} has shape \(7, 64, 40\), .* ask for \(8, 64, 40\)"),
+        (good | {experts: good[experts][1:]}, rf"{experts} has shape \(7, 64, 40\), .* require \(8, 64, 40\)"),
     ):
         with pytest.raises(ValueError, match=message) as error:
             copy_hf_weights(model, bad, CONFIG)

@@ -99,6 +99,9 @@ def test_tiny_is_small_and_depends_only_on_the_seed(platform):
 def test_presets_have_the_published_dimensions():
     nemotron = PRESETS["nemotron-h-8b"]
     assert (nemotron.num_layers, nemotron.count("M"), nemotron.count("*"), nemotron.count("-")) == (52, 24, 4, 24)
+    qwen = PRESETS["qwen3-next-80b-a3b"]
+    assert (qwen.num_layers, qwen.count("G"), qwen.count("*"), qwen.count("E")) == (96, 36, 12, 48)
+    assert set(PRESETS["tiny-qwen3-next"].layer_pattern) == set(qwen.layer_pattern)
     four = PRESETS["hybrid-4b"]
     assert (four.count("M"), four.count("*"), four.count("-")) == (13, 3, 13)
     assert PRESETS["tiny"].vocab_size >= 256
@@ -118,6 +121,12 @@ def test_presets_have_the_published_dimensions():
         ({"mtp_num_layers": 1, "mtp_layer_pattern": "*X"}, "mtp_layer_pattern='\\*X'"),
         ({"layer_pattern": "M*E"}, "moe_router_topk=2 from 1 to num_moe_experts=0"),
         ({"moe_ffn_hidden_size": -1}, "must not be negative"),
+        ({"rotary_fraction": 0.5}, "rotary_fraction=0.5 needs rotary_base"),
+        (
+            {"rotary_base": 10_000, "rotary_fraction": 0.2},
+            "rotary_fraction=0.2 of kv_channels=16: must be an even number",
+        ),
+        ({"rotary_base": 10_000, "rotary_fraction": 1.5}, "must be an even number of channels, from 2 to all"),
         ({"moe_shared_expert_gate": True}, "needs moe_shared_expert_intermediate_size"),
         ({"layer_pattern": "MG*"}, "G layers need gdn_num_key_heads=0 to be at least 1"),
         ({"mamba_state_dim": 0}, "M layers need mamba_state_dim=0 to be at least 1"),

@@ -135,7 +135,8 @@ class Family(ABC):
 
 def row_numbers(*counts: int) -> tuple[torch.Tensor, ...]:
     """Row numbers of tensors with so many rows, one below the other: pack them as their rows are to be packed."""
-    return torch.arange(sum(counts)).split(counts)
+    parts: tuple[torch.Tensor, ...] = torch.arange(sum(counts)).split(counts)
+    return parts
 
 
 def plus_one(weight: torch.Tensor) -> torch.Tensor:

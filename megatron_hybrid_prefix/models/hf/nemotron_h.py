@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
@@ -59,9 +59,7 @@ class NemotronH(Family):
             for target, (sources, order) in parts[symbol].items():
                 made_of = tuple(Source(name=f"{theirs}mixer.{name}", shape=shape) for name, shape in sources.items())
                 yield Rule(target=ours + target, sources=made_of, order=order)
-        yield Rule(
-            target="decoder.final_norm.weight", sources=(Source(name="model.norm_f.weight", shape=(hidden,)),)
-        )
+        yield Rule(target="decoder.final_norm.weight", sources=(Source(name="model.norm_f.weight", shape=(hidden,)),))
         yield Rule(
             target="output_layer.weight",
             sources=(Source(name="lm_head.weight", shape=(config.vocab_size, hidden)),),
@@ -69,7 +67,7 @@ class NemotronH(Family):
 
 
 # Of a layer: megatron's name to Nemotron-H's names with their shapes, and the order of their rows.
-_Parts = dict[str, tuple[dict[str, tuple[int, ...]], torch.Tensor | None]]
+_Parts = dict[str, tuple[Mapping[str, tuple[int, ...]], torch.Tensor | None]]
 
 
 def _mamba(config: HybridModelConfig) -> _Parts:
@@ -92,7 +90,9 @@ def _attention(config: HybridModelConfig) -> _Parts:
     heads, kv = config.num_attention_heads * config.kv_channels, config.num_query_groups * config.kv_channels
     # Megatron's linear_qkv: for each query group its query heads, its key head, its value head.
     groups = [rows.view(config.num_query_groups, -1) for rows in row_numbers(heads, kv, kv)]
-    sources = {f"{part}_proj.weight": (rows, config.hidden_size) for part, rows in zip("qkv", (heads, kv, kv), strict=True)}
+    sources = {
+        f"{part}_proj.weight": (rows, config.hidden_size) for part, rows in zip("qkv", (heads, kv, kv), strict=True)
+    }
     return {
         "self_attention.linear_qkv.weight": (sources, torch.cat(groups, dim=1).flatten()),
         "self_attention.linear_proj.weight": ({"o_proj.weight": (config.hidden_size, heads)}, None),

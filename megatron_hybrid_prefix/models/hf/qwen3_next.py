@@ -5,7 +5,7 @@ One layer of Hugging Face is two of megatron's. Norms multiply by 1 + weight the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
@@ -65,7 +65,7 @@ class Qwen3Next(Family):
         yield _rule("output_layer.weight", {"lm_head.weight": vocabulary})
 
 
-def _rule(target: str, sources: dict[str, tuple[int, ...]], order: torch.Tensor | None = None) -> Rule:
+def _rule(target: str, sources: Mapping[str, tuple[int, ...]], order: torch.Tensor | None = None) -> Rule:
     made_of = tuple(Source(name=name, shape=shape) for name, shape in sources.items())
     return Rule(target=target, sources=made_of, order=order)
 

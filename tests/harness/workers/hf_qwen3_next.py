@@ -39,7 +39,7 @@ def main(out, folder):
     platform = ensure_platform(tp=2, device="cpu")
     model = build_hybrid_model(QWEN3_NEXT, seed=9, platform=platform)
     with safe_open(Path(folder) / "model.safetensors", "pt") as file:
-        slices = {name: CountedSlice(file, name) for name in file.keys()}  # noqa: SIM118: no dict
+        slices = {name: CountedSlice(file, name) for name in file.keys()}  # noqa: SIM118
         copy_hf_weights(model, slices, QWEN3_NEXT)
     prompt_logits = PromptLogits(model)
     gaps = [float((prompt_logits(case["tokens"]) - case["logits"]).abs().max()) for case in reference["cases"]]

@@ -1,0 +1,184 @@
+"""Rules that make parameters of Hugging Face's tensors: parts are parts of the whole, and every row has its place."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
+from megatron_hybrid_prefix.models.hf.mapping import Rule, Source
+from megatron_hybrid_prefix.models.hf_weights import copy_hf_weights, family_of, hf_shapes
+from megatron_hybrid_prefix.models.weights import parameters_by_global_name
+from tests.harness.hf_helpers import NEMOTRON_H, QWEN3_NEXT
+
+CONFIGS = {"nemotron_h": NEMOTRON_H, "qwen3_next": QWEN3_NEXT}
+
+
+@st.composite
+def rules(draw):
+    """A rule, the tensors that it reads, and the whole parameter."""
+    columns = draw(st.integers(1, 3))
+    weights, sources, parts = {}, [], []
+    for number, rows in enumerate(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))):
+        stack = draw(st.sampled_from([(), (2,)]))
+        value = torch.rand(*stack, rows, columns)
+        at = draw(st.integers(0, 1)) if stack else None
+        weights[str(number)] = value
+        sources.append(Source(name=str(number), shape=tuple(value.shape), at=at))
+        parts.append(value if at is None else value[at])
+    whole, order = torch.cat(parts), None
+    if draw(st.booleans()):
+        order = torch.tensor(draw(st.permutations(range(len(whole)))))
+        whole = whole[order]
+    finish = draw(st.sampled_from([None, torch.neg]))
+    rule = Rule(target="t", sources=tuple(sources), order=order, finish=finish)
+    return rule, weights, whole if finish is None else finish(whole)
+
+
+class Noted:
+    """A tensor that notes how many of its values are read."""
+
+    def __init__(self, value):
+        self.value, self.read = value, 0
+
+    def __getitem__(self, where):
+        found = self.value[where]
+        self.read += found.numel()
+        return found
+
+
+@given(rules(), st.data())
+def test_a_part_is_a_part_of_the_whole_and_nothing_else_is_read(case, data):
+    rule, weights, whole = case
+    assert rule.shape == tuple(whole.shape)
+    assert torch.equal(rule.read(weights), whole)
+    bounds = st.lists(st.integers(0, len(whole)), min_size=4, max_size=4).map(sorted)
+    a, b, c, d = data.draw(bounds.filter(lambda found: found[0] < found[1]))
+    noted = {name: Noted(value) for name, value in weights.items()}
+    part = rule.read(noted, rows=[(a, b), (c, d)])
+    assert torch.equal(part, torch.cat([whole[a:b], whole[c:d]]))
+    assert sum(value.read for value in noted.values()) == part.numel()
+    assert torch.equal(rule.read(weights, columns=(0, 1)), whole[:, :1])
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_every_row_of_every_tensor_has_one_place(model_type):
+    """A norm has two names, one of which a model has."""
+    config, uses = CONFIGS[model_type], dict[str, set[str]]()
+    for rule in family_of(config).rules(config):
+        rows = sum(source.part_shape[0] for source in rule.sources)
+        assert rule.order is None or rule.order.sort().values.tolist() == list(range(rows)), rule.target
+        for source in rule.sources:
+            uses.setdefault(source.name, set()).add(rule.target)
+    for name, targets in uses.items():
+        assert len(targets) == 1 or all("norm" in target for target in targets), (name, targets)
+    assert set(uses) == set(hf_shapes(config))
+
+
+def test_the_qkv_of_qwen3_next_row_by_row():
+    c = QWEN3_NEXT
+    shared = c.num_attention_heads // c.num_query_groups
+    q = [
+        (part, head, i) for head in range(c.num_attention_heads) for part in ("q", "gate") for i in range(c.kv_channels)
+    ]
+    k, v = ([(part, head, i) for head in range(c.num_query_groups) for i in range(c.kv_channels)] for part in "kv")
+    packed = [
+        (part, head, i)
+        for group in range(c.num_query_groups)
+        for part in ("q", "gate", "k", "v")
+        for head in (range(shared * group, shared * (group + 1)) if part in ("q", "gate") else [group])
+        for i in range(c.kv_channels)
+    ]
+    assert _packed("decoder.layers.6.self_attention.linear_qkv.weight", [*q, *k, *v]) == packed
+
+
+def test_the_projection_of_gated_delta_net_row_by_row():
+    c = QWEN3_NEXT
+    shared = c.gdn_num_value_heads // c.gdn_num_key_heads
+    channels = {"q": c.gdn_key_head_dim, "k": c.gdn_key_head_dim, "v": c.gdn_value_head_dim, "z": c.gdn_value_head_dim}
+    channels |= {"b": 1, "a": 1}
+
+    def rows(part, key_head):
+        heads = [key_head] if part in "qk" else range(shared * key_head, shared * (key_head + 1))
+        return [(part, head, i) for head in heads for i in range(channels[part])]
+
+    key_heads = range(c.gdn_num_key_heads)
+    qkvz = [row for key_head in key_heads for part in "qkvz" for row in rows(part, key_head)]
+    ba = [row for key_head in key_heads for part in "ba" for row in rows(part, key_head)]
+    packed = [row for part in "qkvzba" for key_head in key_heads for row in rows(part, key_head)]
+    assert _packed("decoder.layers.0.self_attention.in_proj.weight", [*qkvz, *ba]) == packed
+
+
+def _packed(target, rows):
+    rule = next(rule for rule in family_of(QWEN3_NEXT).rules(QWEN3_NEXT) if rule.target == target)
+    assert len(rows) == rule.shape[0]
+    return [rows[number] for number in rule.order.tolist()]
+
+
+def test_qwen3_next_has_the_published_number_of_parameters():
+    shapes = hf_shapes(get_preset("qwen3-next-80b-a3b"))
+    assert sum(map(math.prod, shapes.values())) == 79_674_391_296
+    assert shapes["model.layers.47.mlp.experts.511.down_proj.weight"] == (2048, 512)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_model_gets_every_weight_of_either_spelling(platform, stacked):
+    config = get_preset("tiny-qwen3-next")
+    rules, generator = list(family_of(config).rules(config)), torch.Generator().manual_seed(1)
+    weights = {name: torch.rand(shape, generator=generator) for name, shape in hf_shapes(config).items()}
+    right = {rule.target: rule.read(weights) for rule in rules}
+    if stacked:
+        for layer in range(4):
+            experts = f"model.layers.{layer}.mlp.experts."
+            parts = [
+                [weights.pop(f"{experts}{number}.{part}_proj.weight") for number in range(config.num_moe_experts)]
+                for part in ("gate", "up", "down")
+            ]
+            gate, up, down = map(torch.stack, parts)
+            weights |= {f"{experts}gate_up_proj": torch.cat([gate, up], dim=1), f"{experts}down_proj": down}
+    model = build_hybrid_model(config, seed=0, platform=platform)
+    copy_hf_weights(model, weights, config)
+    for name, parameter in parameters_by_global_name(model):
+        assert torch.equal(parameter, right[name]), name
+    norm = dict(parameters_by_global_name(model))["decoder.final_norm.weight"]
+    assert torch.equal(norm, weights["model.norm.weight"] + 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "model_type", "message"),
+    [
+        (
+            get_preset("tiny-gdn"),
+            None,
+            "nemotron_h has squared ReLU and no position embedding, .*; qwen3_next has a layer",
+        ),
+        (get_preset("tiny-moe"), "nemotron_h", "nemotron_h has layers M, \\* and -, not E"),
+        (replace(QWEN3_NEXT, qk_norm=False), "qwen3_next", "qwen3_next has attention_output_gate and qk_norm"),
+        (replace(QWEN3_NEXT, moe_shared_expert_gate=False), "qwen3_next", "qwen3_next has moe_shared_expert_gate"),
+        (replace(QWEN3_NEXT, rotary_base=None, rotary_fraction=1.0), "qwen3_next", "has swiglu and rotary_base"),
+        (QWEN3_NEXT, "bert", "model_type 'bert' is none of nemotron_h, qwen3_next"),
+    ],
+)
+def test_models_of_no_family_are_one_clear_line(config, model_type, message):
+    with pytest.raises(ValueError, match=message) as error:
+        family_of(config, model_type)
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_of_other_dimensions_is_one_clear_line_and_keeps_its_weights(platform):
+    config = get_preset("tiny-qwen3-next")
+    weights = {name: torch.rand(shape) for name, shape in hf_shapes(config).items()}
+    for changes, message in (
+        ({"num_query_groups": 4}, "linear_qkv.weight of the model has shape"),
+        ({"layer_pattern": "GEGEGE*EG-"}, "has a weight that qwen3_next lacks: decoder.layers.8"),
+    ):
+        model = build_hybrid_model(replace(config, **changes), seed=0, platform=platform)
+        before = [value.clone() for value in model.parameters()]
+        with pytest.raises(ValueError, match=message):
+            copy_hf_weights(model, weights, config)
+        assert all(map(torch.equal, model.parameters(), before))
