@@ -94,11 +94,13 @@ def _check_shapes(weights: Mapping[str, Any], expected: dict[str, tuple[int, ...
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ValueError(f"the state dict {what} weight {min(names)}{more}")
-    for name in expected.keys() & weights.keys():
+    for name, wanted in expected.items():
+        if name not in weights:
+            continue
         value = weights[name]
         shape = tuple(value.get_shape() if hasattr(value, "get_shape") else value.shape)
-        if shape != expected[name]:
-            raise ValueError(f"{name} has shape {shape}, the model's dimensions require {expected[name]}")
+        if shape != wanted:
+            raise ValueError(f"{name} has shape {shape}, the model's dimensions require {wanted}")
 
 
 def _part_of_this_rank(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from tests.harness.defect_helpers import WrongAnswer, defect, make_side
 from tests.harness.drafts import forced_drafts
 from tests.harness.engine_helpers import assert_matches, random_tokens, run_to_end
@@ -47,6 +48,12 @@ def test_every_number_of_accepted_drafts_around_a_blocks_end(tiny_mtp, drafts, m
 def test_drafts_of_gated_delta_net(tiny_gdn_mtp, drafts):
     """Beside Mamba2: the states of both go back to the last accepted token."""
     check_accepted_drafts(tiny_gdn_mtp, drafts, "async", range(2, 4))
+
+
+def test_drafts_of_qwen3_next(platform):
+    """Gated attention and experts, in the layers that draft, too."""
+    config = get_preset("tiny-qwen3-next", mtp_num_layers=2, mtp_layer_pattern="*E")
+    check_accepted_drafts(build_hybrid_model(config, seed=0, platform=platform), 2, "async", range(2, 3))
 
 
 def check_accepted_drafts(model, drafts, mode, tokens_before_end=range(1, 6)):

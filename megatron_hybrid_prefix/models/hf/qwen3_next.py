@@ -14,7 +14,10 @@ from megatron_hybrid_prefix.models.hf.mapping import Family, Rule, Source, plus_
 
 
 class Qwen3Next(Family):
-    """``Qwen3NextForCausalLM``."""
+    """``Qwen3NextForCausalLM``.
+
+    A norm's 1 + weight is rounded to the model's dtype here; Hugging Face rounds the weight, and adds in float32.
+    """
 
     model_type = "qwen3_next"
 
