@@ -86,15 +86,15 @@ class Sizes:
 
     def __post_init__(self) -> None:
         if not self.recurrent:
-            raise ValueError(f"{self.name}: there are no recurrent layers; the model has to be a hybrid")
+            raise ValueError(f"{self.name}: there are no recurrent layers; the model must be a hybrid")
         if self.attention_layers < 1:
-            raise ValueError(f"{self.name}: attention_layers is {self.attention_layers}; the model has to be a hybrid")
-        shared = {"kv_heads": self.kv_heads}
+            raise ValueError(f"{self.name}: attention_layers is {self.attention_layers}; the model must be a hybrid")
+        shared = dict[str, int]()
         for kind in self.recurrent:
             of_kind: dict[str, int] = {field.name: getattr(kind, field.name) for field in fields(kind)}
             for name, value in of_kind.items():
                 if value < 1:
-                    raise ValueError(f"{self.name}: {name} is {value}; the model has to be a hybrid")
+                    raise ValueError(f"{self.name}: {name} is {value}; the model must be a hybrid")
             shared |= {name: value for name, value in of_kind.items() if name.endswith(("heads", "groups"))}
         for name in ("dtype", "state_dtype"):
             value = getattr(self, name)

@@ -160,7 +160,7 @@ def test_dimensions_of_layers_that_are_not_there_are_not_needed(platform):
     mamba = dict.fromkeys(("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups"), 0)
     config = get_preset("tiny-gdn", layer_pattern="G*", **mamba)
     build_hybrid_model(config, seed=0, platform=platform)
-    with pytest.raises(ValueError, match="tp=3 does not divide num_query_groups=4"):
+    with pytest.raises(ValueError, match="tp=3 does not divide num_attention_heads=4"):
         config.check_parallel(tp=3, pp=1)
 
 
