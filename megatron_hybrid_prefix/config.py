@@ -52,9 +52,9 @@ class HybridPrefixConfig:
     state_dtype: StateDtypeName | None = field(
         default=None,
         metadata=_help(
-            "Dtype of SSM states, live and cached: 'float32' or 'bfloat16'. None: the dtype of the parameters. "
-            "'float32' is more precise and takes more memory. Convolution states always have the dtype of the "
-            "parameters."
+            "Dtype of the matrix states, live and cached: 'float32' or 'bfloat16'. None: the dtype of the parameters for "
+            "Mamba2, 'float32' for Gated DeltaNet. 'float32' is more precise and takes more memory. Convolution states "
+            "always have the dtype of the parameters."
         ),
     )
     retention_interval_tokens: int | None = field(

@@ -78,7 +78,11 @@ def add_engine_options(
         metavar="NAME[:ARG]",
         help="storage tier behind the host memory, registered by a plugin (default: none)",
     )
-    add("--state-dtype", choices=("float32", "bfloat16"), help="dtype of the SSM states (default: the parameters')")
+    add(
+        "--state-dtype",
+        choices=("float32", "bfloat16"),
+        help="dtype of the matrix states (default: the parameters' for Mamba2, float32 for Gated DeltaNet)",
+    )
     add("--max-requests", type=positive_int, default=max_requests, help=f"most running requests ({max_requests_text})")
     add(
         "--max-tokens",

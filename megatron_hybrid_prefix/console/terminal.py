@@ -352,7 +352,6 @@ def _comparison_table(comparison: dict[str, Any]) -> Table:
 def save_plot(path: Path, runs: list[EngineRun], title: str) -> None:
     """Plots time to first token and computed prompt tokens of each request, one line per engine.
 
-
     Args:
         path: PNG or SVG, by its ending.
         runs: One or more engines with the same requests.

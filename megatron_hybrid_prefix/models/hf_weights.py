@@ -17,7 +17,7 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in (Nemotron
 """By ``model_type``."""
 
 
-@torch.no_grad()  # type: ignore[untyped-decorator]
+@torch.no_grad()
 def copy_hf_weights(
     model: Any, state_dict: Mapping[str, Any], config: HybridModelConfig, model_type: str | None = None
 ) -> None:

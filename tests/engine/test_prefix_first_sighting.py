@@ -203,7 +203,7 @@ def test_breakpoints_that_mean_little_are_harmless(model, harmless):
 
 
 def test_an_interval_that_is_no_multiple_of_the_block_is_refused_when_the_engine_is_built(model):
-    with pytest.raises(ValueError, match=r"^retention_interval_tokens=100: must be 0, or a multiple of the 64 tokens"):
+    with pytest.raises(ValueError, match=r"^retention_interval_tokens=100: must be 0 or a multiple of block_tokens=64"):
         EngineHarness(model, retention_interval_tokens=100)
     served = EngineHarness(model, retention_interval_tokens=0)
     served.send(tokens(3, 20, seed=1))

@@ -243,7 +243,7 @@ def test_settings_that_cannot_be():
         HybridPrefixConfig(mamba_gb=1, host_gb=1, tier_behind_host="disk:/tmp")
     with pytest.raises(ValueError, match="set host_gb above 0"):
         HybridPrefixConfig(mamba_gb=1, tier_behind_host=NAME)
-    with pytest.raises(ValueError, match="and no host tier"):
+    with pytest.raises(ValueError, match="needs a host tier"):
         HybridPrefixCache(block_tokens=4, kv_blocks=4, state_slots=1, behind=TierBehind("x", make_tier(NAME)))
     for name in ("a:b", "host", "device", ""):
         with pytest.raises(ValueError, match="tier_behind_host"):

@@ -98,7 +98,7 @@ def test_errors_say_what_is_wrong(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{not json")
     with pytest.raises(ValueError, match="is not a Hugging Face tokenizer"):
         load_tokenizer(tmp_path, 512)
-    with pytest.raises(ValueError, match=r"the tokenizer has \d+ ids, the model's vocabulary only 260"):
+    with pytest.raises(ValueError, match=r"the tokenizer has \d+ ids, but the model's vocabulary has only 260"):
         load_tokenizer(folder, 260)
 
 
