@@ -32,7 +32,6 @@ PART = 16
 # with 32 value heads of 128 x 128.
 _COLUMNS = 32
 _PASS = {"num_warps": 4, "num_stages": 3}
-_SOLVE = {"num_warps": 1}
 
 
 def scan_by_kernels(
@@ -63,9 +62,13 @@ def scan_by_kernels(
     log_decay, beta = log_decay.contiguous(), beta.contiguous()
     assert states[0].is_contiguous()
     blocks = {"BLOCK_K": max(16, triton.next_power_of_2(key_size))}
-    dots = {"PRECISION": "ieee" if v.dtype == torch.float32 else "tf32"}
     wide = {"BLOCK_V": max(16, triton.next_power_of_2(value_size))}
     narrow = {"BLOCK_V": min(_COLUMNS, wide["BLOCK_V"])}
+    dots = {"PRECISION": "tf32"}  # which operands in bfloat16 are not asked for
+    solve, tile, of_output = {"num_warps": 1}, {"num_warps": 4}, wide
+    if v.dtype == torch.float32:
+        # No tensor cores. The compiler unrolls these products: smaller tiles, on more threads, keep that short.
+        dots, solve, tile, of_output = {"PRECISION": "ieee"}, {"num_warps": 4}, {"num_warps": 8}, narrow
     columns = triton.cdiv(value_size, narrow["BLOCK_V"])
 
     unit_q, unit_k = (torch.empty(tensor.shape, dtype=v.dtype, device=v.device) for tensor in (q, k))
@@ -87,19 +90,21 @@ def scan_by_kernels(
     )
     inverse = torch.empty(chunks, heads, CHUNK, CHUNK, dtype=v.dtype, device=v.device)
     cumulative = torch.empty(tokens, heads, dtype=torch.float32, device=v.device)
+    totals = torch.empty(chunks, heads, dtype=torch.float32, device=v.device)
     _solve_kernel[(chunks, heads)](
         unit_k,
         log_decay,
         beta,
         inverse,
         cumulative,
+        totals,
         chunk_bounds,
         heads,
         key_heads,
         key_size,
         CHUNK=CHUNK,
         PART=PART,
-        **_SOLVE,
+        **solve,
         **blocks,
         **dots,
     )
@@ -123,6 +128,7 @@ def scan_by_kernels(
         **blocks,
         **wide,
         **dots,
+        **tile,
     )
     before = torch.empty(chunks, heads, key_size, value_size, dtype=v.dtype, device=v.device)
     # Not autotuned: a kernel that writes slots in place must not be run more often than asked for.
@@ -131,6 +137,7 @@ def scan_by_kernels(
         values,
         against,
         cumulative,
+        totals,
         states,
         before,
         chunk_bounds,
@@ -149,7 +156,7 @@ def scan_by_kernels(
         **narrow,
         **dots,
     )
-    _output_kernel[(triton.cdiv(value_size, wide["BLOCK_V"]), chunks, heads)](
+    _output_kernel[(triton.cdiv(value_size, of_output["BLOCK_V"]), chunks, heads)](
         unit_q,
         unit_k,
         values,
@@ -163,8 +170,9 @@ def scan_by_kernels(
         value_size,
         CHUNK=CHUNK,
         **blocks,
-        **wide,
+        **of_output,
         **dots,
+        **tile,
     )
     return outputs
 
@@ -271,7 +279,7 @@ if triton is not None:
         key_ptr: tl.tensor,
         rows_a: tl.tensor,
         rows_b: tl.tensor,
-        end: tl.tensor,
+        count: tl.tensor,
         stride: tl.tensor,
         size: tl.tensor,
         BLOCK_K: tl.constexpr,
@@ -281,12 +289,12 @@ if triton is not None:
         offsets = tl.arange(0, BLOCK_K)
         a = tl.load(
             key_ptr + rows_a[:, None] * stride + offsets[None, :],
-            mask=(rows_a < end)[:, None] & (offsets < size)[None, :],
+            mask=(rows_a < count)[:, None] & (offsets < size)[None, :],
             other=0.0,
         )
         b = tl.load(
             key_ptr + rows_b[None, :] * stride + offsets[:, None],
-            mask=(rows_b < end)[None, :] & (offsets < size)[:, None],
+            mask=(rows_b < count)[None, :] & (offsets < size)[:, None],
             other=0.0,
         )
         return tl.dot(a, b, input_precision=PRECISION)
@@ -308,6 +316,7 @@ if triton is not None:
         beta_ptr: tl.tensor,  # (tokens, heads), contiguous
         inverse_ptr: tl.tensor,  # (chunks, heads, CHUNK, CHUNK)
         cumulative_ptr: tl.tensor,  # (tokens, heads) float32: log_decay summed from the start of the chunk
+        totals_ptr: tl.tensor,  # (chunks, heads) float32: log_decay summed over the chunk
         bounds_ptr: tl.tensor,
         heads: tl.tensor,
         key_heads: tl.tensor,
@@ -325,47 +334,50 @@ if triton is not None:
         start, end = tl.load(bounds_ptr + chunk).to(tl.int64), tl.load(bounds_ptr + chunk + 1).to(tl.int64)
         if start == end:
             return
-        all_rows = start + tl.arange(0, CHUNK)
-        g_all = tl.load(log_decay_ptr + all_rows * heads + head, mask=all_rows < end, other=0.0)
-        tl.store(cumulative_ptr + all_rows * heads + head, tl.cumsum(g_all, 0), mask=all_rows < end)
+        count = (end - start).to(tl.int32)
+        gates, betas = log_decay_ptr + start * heads + head, beta_ptr + start * heads + head
+        every = tl.arange(0, CHUNK)
+        g_all = tl.load(gates + every * heads, mask=every < count, other=0.0)
+        tl.store(cumulative_ptr + start * heads + head + every * heads, tl.cumsum(g_all, 0), mask=every < count)
+        tl.store(totals_ptr + chunk * heads + head, tl.sum(g_all, 0))
 
         part = tl.arange(0, PART)
-        r0, r1, r2, r3 = start + part, start + PART + part, start + 2 * PART + part, start + 3 * PART + part
-        l0 = tl.load(log_decay_ptr + r0 * heads + head, mask=r0 < end, other=0.0)
-        l1 = tl.load(log_decay_ptr + r1 * heads + head, mask=r1 < end, other=0.0)
-        l2 = tl.load(log_decay_ptr + r2 * heads + head, mask=r2 < end, other=0.0)
-        l3 = tl.load(log_decay_ptr + r3 * heads + head, mask=r3 < end, other=0.0)
+        r0, r1, r2, r3 = part, PART + part, 2 * PART + part, 3 * PART + part
+        l0 = tl.load(gates + r0 * heads, mask=r0 < count, other=0.0)
+        l1 = tl.load(gates + r1 * heads, mask=r1 < count, other=0.0)
+        l2 = tl.load(gates + r2 * heads, mask=r2 < count, other=0.0)
+        l3 = tl.load(gates + r3 * heads, mask=r3 < count, other=0.0)
         g0 = tl.cumsum(l0, 0)
         g1 = tl.cumsum(l1, 0) + tl.sum(l0, 0)
         g2 = tl.cumsum(l2, 0) + tl.sum(l0, 0) + tl.sum(l1, 0)
         g3 = tl.cumsum(l3, 0) + tl.sum(l0, 0) + tl.sum(l1, 0) + tl.sum(l2, 0)
-        b0 = tl.load(beta_ptr + r0 * heads + head, mask=r0 < end, other=0.0).to(tl.float32)
-        b1 = tl.load(beta_ptr + r1 * heads + head, mask=r1 < end, other=0.0).to(tl.float32)
-        b2 = tl.load(beta_ptr + r2 * heads + head, mask=r2 < end, other=0.0).to(tl.float32)
-        b3 = tl.load(beta_ptr + r3 * heads + head, mask=r3 < end, other=0.0).to(tl.float32)
+        b0 = tl.load(betas + r0 * heads, mask=r0 < count, other=0.0).to(tl.float32)
+        b1 = tl.load(betas + r1 * heads, mask=r1 < count, other=0.0).to(tl.float32)
+        b2 = tl.load(betas + r2 * heads, mask=r2 < count, other=0.0).to(tl.float32)
+        b3 = tl.load(betas + r3 * heads, mask=r3 < count, other=0.0).to(tl.float32)
 
-        keys = k_ptr + (head // (heads // key_heads)) * size
         stride = key_heads * size
+        keys = k_ptr + start * stride + (head // (heads // key_heads)) * size
         # The diagonal blocks are transposed: their columns, which substitution needs, are then sums over rows.
         earlier = part[:, None] < part[None, :]
         d0 = tl.where(
-            earlier, b0[None, :] * _since(g0) * _below(keys, r0, r0, end, stride, size, BLOCK_K, PRECISION), 0.0
+            earlier, b0[None, :] * _since(g0) * _below(keys, r0, r0, count, stride, size, BLOCK_K, PRECISION), 0.0
         )
         d1 = tl.where(
-            earlier, b1[None, :] * _since(g1) * _below(keys, r1, r1, end, stride, size, BLOCK_K, PRECISION), 0.0
+            earlier, b1[None, :] * _since(g1) * _below(keys, r1, r1, count, stride, size, BLOCK_K, PRECISION), 0.0
         )
         d2 = tl.where(
-            earlier, b2[None, :] * _since(g2) * _below(keys, r2, r2, end, stride, size, BLOCK_K, PRECISION), 0.0
+            earlier, b2[None, :] * _since(g2) * _below(keys, r2, r2, count, stride, size, BLOCK_K, PRECISION), 0.0
         )
         d3 = tl.where(
-            earlier, b3[None, :] * _since(g3) * _below(keys, r3, r3, end, stride, size, BLOCK_K, PRECISION), 0.0
+            earlier, b3[None, :] * _since(g3) * _below(keys, r3, r3, count, stride, size, BLOCK_K, PRECISION), 0.0
         )
-        a10 = b1[:, None] * _decayed(g1, g0) * _below(keys, r1, r0, end, stride, size, BLOCK_K, PRECISION)
-        a20 = b2[:, None] * _decayed(g2, g0) * _below(keys, r2, r0, end, stride, size, BLOCK_K, PRECISION)
-        a21 = b2[:, None] * _decayed(g2, g1) * _below(keys, r2, r1, end, stride, size, BLOCK_K, PRECISION)
-        a30 = b3[:, None] * _decayed(g3, g0) * _below(keys, r3, r0, end, stride, size, BLOCK_K, PRECISION)
-        a31 = b3[:, None] * _decayed(g3, g1) * _below(keys, r3, r1, end, stride, size, BLOCK_K, PRECISION)
-        a32 = b3[:, None] * _decayed(g3, g2) * _below(keys, r3, r2, end, stride, size, BLOCK_K, PRECISION)
+        a10 = b1[:, None] * _decayed(g1, g0) * _below(keys, r1, r0, count, stride, size, BLOCK_K, PRECISION)
+        a20 = b2[:, None] * _decayed(g2, g0) * _below(keys, r2, r0, count, stride, size, BLOCK_K, PRECISION)
+        a21 = b2[:, None] * _decayed(g2, g1) * _below(keys, r2, r1, count, stride, size, BLOCK_K, PRECISION)
+        a30 = b3[:, None] * _decayed(g3, g0) * _below(keys, r3, r0, count, stride, size, BLOCK_K, PRECISION)
+        a31 = b3[:, None] * _decayed(g3, g1) * _below(keys, r3, r1, count, stride, size, BLOCK_K, PRECISION)
+        a32 = b3[:, None] * _decayed(g3, g2) * _below(keys, r3, r2, count, stride, size, BLOCK_K, PRECISION)
 
         # Row i of an inverse is e_i - sum over j < i of A[i, j] times row j.
         t0 = tl.where(part[:, None] == part[None, :], 1.0, 0.0)
@@ -435,30 +447,30 @@ if triton is not None:
         if start == end:
             return
         inside = tl.arange(0, CHUNK)
-        rows = start + inside
-        filled = rows < end
-        inverse = tl.load(
-            inverse_ptr + (chunk * heads + head) * CHUNK * CHUNK + inside[:, None] * CHUNK + inside[None, :]
-        )
-        beta = tl.load(beta_ptr + rows * heads + head, mask=filled, other=0.0).to(tl.float32)
-        g = tl.load(cumulative_ptr + rows * heads + head, mask=filled, other=0.0)
+        filled = inside < (end - start).to(tl.int32)
+        of_inverse = inverse_ptr + (chunk * heads + head) * CHUNK * CHUNK
+        inverse = tl.load(of_inverse + inside[:, None] * CHUNK + inside[None, :])
+        first = start * heads + head
+        beta = tl.load(beta_ptr + first + inside * heads, mask=filled, other=0.0).to(tl.float32)
+        g = tl.load(cumulative_ptr + first + inside * heads, mask=filled, other=0.0)
 
         columns = tl.arange(0, BLOCK_V)
         mask = filled[:, None] & (columns < value_size)[None, :]
-        v = tl.load(v_ptr + rows[:, None] * stride_v + head * value_size + columns[None, :], mask=mask, other=0.0)
+        of_v = v_ptr + start * stride_v + head * value_size
+        v = tl.load(of_v + inside[:, None] * stride_v + columns[None, :], mask=mask, other=0.0)
         v = (v.to(tl.float32) * beta[:, None]).to(inverse.dtype)
         values = tl.dot(inverse, v, input_precision=PRECISION)
-        out = (rows[:, None] * heads + head) * value_size + columns[None, :]
-        tl.store(values_ptr + out, values.to(values_ptr.dtype.element_ty), mask=mask)
+        out = values_ptr + first * value_size + inside[:, None] * (heads * value_size) + columns[None, :]
+        tl.store(out, values.to(values_ptr.dtype.element_ty), mask=mask)
 
         columns = tl.arange(0, BLOCK_K)
         mask = filled[:, None] & (columns < key_size)[None, :]
-        key_head = head // (heads // key_heads)
-        k = tl.load(k_ptr + (rows[:, None] * key_heads + key_head) * key_size + columns[None, :], mask=mask, other=0.0)
+        of_k = k_ptr + (start * key_heads + head // (heads // key_heads)) * key_size
+        k = tl.load(of_k + inside[:, None] * (key_heads * key_size) + columns[None, :], mask=mask, other=0.0)
         k = (k.to(tl.float32) * (beta * tl.exp(g))[:, None]).to(inverse.dtype)
         against = tl.dot(inverse, k, input_precision=PRECISION)
-        out = (rows[:, None] * heads + head) * key_size + columns[None, :]
-        tl.store(against_ptr + out, against.to(against_ptr.dtype.element_ty), mask=mask)
+        out = against_ptr + first * key_size + inside[:, None] * (heads * key_size) + columns[None, :]
+        tl.store(out, against.to(against_ptr.dtype.element_ty), mask=mask)
 
     @triton.jit
     def _pass_kernel(
@@ -466,6 +478,7 @@ if triton is not None:
         values_ptr: tl.tensor,  # (tokens, heads, V), contiguous; becomes what the tokens write
         against_ptr: tl.tensor,  # (tokens, heads, K), contiguous
         cumulative_ptr: tl.tensor,  # (tokens, heads) float32
+        totals_ptr: tl.tensor,  # (chunks, heads) float32; of empty chunks undefined
         states_ptr: tl.tensor,  # (slots, heads, K, V), strided over slots
         before_ptr: tl.tensor,  # (chunks, heads, K, V): the state before each chunk
         bounds_ptr: tl.tensor,
@@ -488,47 +501,57 @@ if triton is not None:
         in_k, in_v = tl.arange(0, BLOCK_K), column * BLOCK_V + tl.arange(0, BLOCK_V)
         inside = tl.arange(0, CHUNK)
         k_mask, v_mask = in_k < key_size, in_v < value_size
-        mask = k_mask[:, None] & v_mask[None, :]
-        in_state = head.to(tl.int64) * key_size * value_size + in_k[:, None] * value_size + in_v[None, :]
-        key_head = head // (heads // key_heads)
         dtype = before_ptr.dtype.element_ty
         kept_dtype = states_ptr.dtype.element_ty
+        # Where a program reads and writes, counted from the start of a chunk or a state: the same for all chunks.
+        mask = k_mask[:, None] & v_mask[None, :]
+        in_state = in_k[:, None] * value_size + in_v[None, :]
+        in_against = inside[:, None] * (heads * key_size) + in_k[None, :]
+        in_values = inside[:, None] * (heads * value_size) + in_v[None, :]
+        in_keys = inside[None, :] * (key_heads * key_size) + in_k[:, None]
+        of_head = states_ptr + head.to(tl.int64) * key_size * value_size
+        key_head = head // (heads // key_heads)
 
         first, last = tl.load(first_chunks_ptr + sequence), tl.load(first_chunks_ptr + sequence + 1)
         source = tl.load(source_slots_ptr + sequence)
-        state = tl.load(states_ptr + source * stride_slot + in_state, mask=mask, other=0.0).to(tl.float32)
-        # All chunks but the first and the last are full: where they start is not looked up, so loads can run ahead.
+        state = tl.load(of_head + source * stride_slot + in_state, mask=mask, other=0.0).to(tl.float32)
+        # All chunks but the first and the last are full: where they start is not looked up, so loads can run ahead. What is
+        # looked up for a chunk is loaded while the one before it is computed.
         begin, second = tl.load(bounds_ptr + first).to(tl.int64), tl.load(bounds_ptr + first + 1).to(tl.int64)
         stop = tl.load(bounds_ptr + last).to(tl.int64)
+        total = tl.load(totals_ptr + first * heads + head, mask=second > begin, other=0.0)
+        slot = tl.load(chunk_slots_ptr + first, mask=first < last, other=-1)
         for chunk in range(first, last):
+            more = chunk + 1 < last
+            next_total = tl.load(totals_ptr + (chunk + 1) * heads + head, mask=more, other=0.0)
+            next_slot = tl.load(chunk_slots_ptr + chunk + 1, mask=more, other=-1)
             start = tl.where(chunk == first, begin, second + (chunk - first - 1) * CHUNK)
             end = tl.where(chunk == first, second, tl.minimum(start + CHUNK, stop))
-            rows = start + inside
-            filled = rows < end
+            filled = inside < (end - start).to(tl.int32)
+            row = start * heads + head
             rounded = state.to(dtype)
-            tl.store(before_ptr + chunk * heads * key_size * value_size + in_state, rounded, mask=mask)
+            tl.store(before_ptr + (chunk * heads + head) * key_size * value_size + in_state, rounded, mask=mask)
             against = tl.load(
-                against_ptr + (rows[:, None] * heads + head) * key_size + in_k[None, :],
-                mask=filled[:, None] & k_mask[None, :],
-                other=0.0,
+                against_ptr + row * key_size + in_against, mask=filled[:, None] & k_mask[None, :], other=0.0
             )
-            of_values = values_ptr + (rows[:, None] * heads + head) * value_size + in_v[None, :]
-            values = tl.load(of_values, mask=filled[:, None] & v_mask[None, :], other=0.0).to(tl.float32)
+            of_values = values_ptr + row * value_size + in_values
+            v_filled = filled[:, None] & v_mask[None, :]
+            values = tl.load(of_values, mask=v_filled, other=0.0).to(tl.float32)
             values -= tl.dot(against, rounded, input_precision=PRECISION)
-            tl.store(of_values, values.to(dtype), mask=filled[:, None] & v_mask[None, :])
-            g = tl.load(cumulative_ptr + rows * heads + head, mask=filled, other=0.0)
-            total = tl.load(cumulative_ptr + (end - 1) * heads + head, mask=end > start, other=0.0)
+            tl.store(of_values, values.to(dtype), mask=v_filled)
+            g = tl.load(cumulative_ptr + row + inside * heads, mask=filled, other=0.0)
             values = (values * tl.exp(total - g)[:, None]).to(dtype)
             keys = tl.load(
-                k_ptr + (rows[None, :] * key_heads + key_head) * key_size + in_k[:, None],
+                k_ptr + (start * key_heads + key_head) * key_size + in_keys,
                 mask=filled[None, :] & k_mask[:, None],
                 other=0.0,
             )
             state = tl.exp(total) * state + tl.dot(keys, values, input_precision=PRECISION)
-            slot = tl.load(chunk_slots_ptr + chunk)
-            tl.store(states_ptr + slot * stride_slot + in_state, state.to(kept_dtype), mask=mask & (slot >= 0))
+            tl.store(of_head + slot * stride_slot + in_state, state.to(kept_dtype), mask=mask & (slot >= 0))
+            total = next_total
+            slot = next_slot
         slot = tl.load(live_slots_ptr + sequence)
-        tl.store(states_ptr + slot * stride_slot + in_state, state.to(kept_dtype), mask=mask & (slot >= 0))
+        tl.store(of_head + slot * stride_slot + in_state, state.to(kept_dtype), mask=mask & (slot >= 0))
 
     @triton.jit
     def _output_kernel(
@@ -554,27 +577,36 @@ if triton is not None:
         if start == end:
             return
         inside = tl.arange(0, CHUNK)
-        rows = start + inside
-        filled = rows < end
+        filled = inside < (end - start).to(tl.int32)
         in_k, in_v = tl.arange(0, BLOCK_K), column * BLOCK_V + tl.arange(0, BLOCK_V)
         k_mask, v_mask = in_k < key_size, in_v < value_size
-        key_head = head // (heads // key_heads)
-        of_key_head = (rows * key_heads + key_head) * key_size
-        q = tl.load(q_ptr + of_key_head[:, None] + in_k[None, :], mask=filled[:, None] & k_mask[None, :], other=0.0)
-        k = tl.load(k_ptr + of_key_head[None, :] + in_k[:, None], mask=filled[None, :] & k_mask[:, None], other=0.0)
+        of_key_head = (start * key_heads + head // (heads // key_heads)) * key_size
+        stride = key_heads * key_size
+        q = tl.load(
+            q_ptr + of_key_head + inside[:, None] * stride + in_k[None, :],
+            mask=filled[:, None] & k_mask[None, :],
+            other=0.0,
+        )
+        k = tl.load(
+            k_ptr + of_key_head + inside[None, :] * stride + in_k[:, None],
+            mask=filled[None, :] & k_mask[:, None],
+            other=0.0,
+        )
         before = tl.load(
             before_ptr + (chunk * heads + head) * key_size * value_size + in_k[:, None] * value_size + in_v[None, :],
             mask=k_mask[:, None] & v_mask[None, :],
             other=0.0,
         )
-        in_values = (rows[:, None] * heads + head) * value_size + in_v[None, :]
-        values = tl.load(values_ptr + in_values, mask=filled[:, None] & v_mask[None, :], other=0.0)
-        g = tl.load(cumulative_ptr + rows * heads + head, mask=filled, other=0.0)
+        first = start * heads + head
+        in_values = first * value_size + inside[:, None] * (heads * value_size) + in_v[None, :]
+        v_filled = filled[:, None] & v_mask[None, :]
+        values = tl.load(values_ptr + in_values, mask=v_filled, other=0.0)
+        g = tl.load(cumulative_ptr + first + inside * heads, mask=filled, other=0.0)
         scores = tl.dot(q, k, input_precision=PRECISION) * _decayed(g, g)
         scores = tl.where(inside[:, None] >= inside[None, :], scores, 0.0)
         out = tl.exp(g)[:, None] * tl.dot(q, before, input_precision=PRECISION)
         out += tl.dot(scores.to(values.dtype), values, input_precision=PRECISION)
-        tl.store(out_ptr + in_values, out.to(out_ptr.dtype.element_ty), mask=filled[:, None] & v_mask[None, :])
+        tl.store(out_ptr + in_values, out.to(out_ptr.dtype.element_ty), mask=v_filled)
 
     @triton.jit
     def _update_kernel(
