@@ -21,14 +21,20 @@ def layer_kinds() -> Sequence[LayerKind]:
     return [KINDS[name] for name in KINDS.names()]
 
 
-def kind_of(module: torch.nn.Module) -> LayerKind | None:
-    """The kind of a recurrent layer, None for any other module. Of several that match, the one registered last."""
-    return next((kind for kind in reversed(layer_kinds()) if kind.is_layer(module)), None)
+def kind_of(module: torch.nn.Module, kinds: Sequence[LayerKind] | None = None) -> LayerKind | None:
+    """The kind of a recurrent layer, None for any other module. Of several that match, the one registered last.
+
+    Args:
+        module: Any module of a built model.
+        kinds: What `layer_kinds` returned, for callers that ask for many modules.
+    """
+    return next((kind for kind in reversed(kinds or layer_kinds()) if kind.is_layer(module)), None)
 
 
 def recurrent_modules(model: Any) -> Iterator[tuple[LayerKind, torch.nn.Module]]:
     """Every recurrent layer of a model, or of a layer, with its kind; those that draft included, which keep no state."""
-    return ((kind, module) for module in model.modules() if (kind := kind_of(module)) is not None)
+    kinds = layer_kinds()
+    return ((kind, module) for module in model.modules() if (kind := kind_of(module, kinds)) is not None)
 
 
 def use_slot_mixers(model: Any) -> int:
