@@ -16,12 +16,11 @@ from megatron_hybrid_prefix.layers.slot_layer import SlotLayer
 from megatron_hybrid_prefix.layers.step import PrefillStep
 from megatron_hybrid_prefix.ops.conv_windows import write_conv_windows
 from megatron_hybrid_prefix.ops.delta_rule import scan_delta_rule, update_delta_rule
+from megatron_hybrid_prefix.ops.delta_rule_triton import CHUNK
 from megatron_hybrid_prefix.pool.layout import StateComponent
 from megatron_hybrid_prefix.upstream.delta_net import GatedDeltaNet
 from megatron_hybrid_prefix.upstream.mixer import convolve, convolve_step
 
-CHUNK = 64
-"""Chunk quantum in tokens: that of the chunked kernels of this family of layers."""
 CONV, STATE = "gdn_conv", "gdn_state"
 
 

@@ -7,7 +7,7 @@ A head's state S, (K, V), decays at each token, and what it says of the token's 
     S <- S + k (beta (v - S^T k))^T
     o  = S^T q
 
-`delta_rule_by_token` is that, as it is written. A prefill runs the same in chunks (section 3.3 there): inside a chunk one
+A decode runs it as it is written. A prefill runs the same in chunks (section 3.3 there): inside a chunk one
 triangular system gives what all its tokens write, from chunk to chunk the state is passed on. A sequence starts from any
 slot of the state pool, and the states after its last chunk, and after chunks whose end is to be kept, go straight to theirs.
 
@@ -24,39 +24,6 @@ from megatron_hybrid_prefix.ops.delta_rule_triton import scan_by_kernels, update
 from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel
 
 _EPSILON = 1e-6  # under the root of a norm, as everywhere in this family of layers
-
-
-def delta_rule_by_token(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    log_decay: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    *,
-    normalise: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One sequence, token by token: the reference.
-
-    Args:
-        q: (tokens, key heads, K).
-        k: (tokens, key heads, K).
-        v: (tokens, value heads, V); value head i reads key head i // (value heads / key heads).
-        log_decay: (tokens, value heads), g.
-        beta: (tokens, value heads).
-        state: (value heads, K, V), before the first token.
-        normalise: Whether queries and keys are made unit vectors first.
-
-    Returns:
-        Outputs (tokens, value heads, V), and the states after each token (tokens, value heads, K, V); in v's type.
-    """
-    q, k = _prepare(q, k, v.shape[1], normalise)
-    outputs, states = [], []
-    for t in range(v.shape[0]):
-        state, output = _token(state, q[t], k[t], v[t], log_decay[t], beta[t])
-        outputs.append(output)
-        states.append(state)
-    return torch.stack(outputs), torch.stack(states)
 
 
 def scan_delta_rule(

@@ -19,19 +19,55 @@ the end of a chunk computes the same bits as one that does not.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 
 from megatron_hybrid_prefix.ops.triton_or_torch import tl, triton
 
 CHUNK = 64
-"""Tokens of a chunk, at most."""
+"""Tokens of a chunk: the chunk quantum of this family of layers."""
 PART = 16
 """Rows of the diagonal blocks that are inverted by substitution."""
 
-# Columns of a state that a program passes on, or updates; warps and pipeline stages: the fastest of those tried on an H200
-# with 32 value heads of 128 x 128.
-_COLUMNS = 32
-_PASS = {"num_warps": 4, "num_stages": 3}
+_COLUMNS = 32  # of a state, that a program passes on or updates: the fastest tried on an H200 with heads of 128 x 128
+
+
+class Launch(NamedTuple):
+    """What the kernels of a prefill are compiled with, each as keyword arguments."""
+
+    normalise: dict[str, Any]
+    solve: dict[str, Any]
+    write: dict[str, Any]
+    pass_on: dict[str, Any]
+    output: dict[str, Any]
+
+
+def launch_options(dtype: torch.dtype, key_size: int, value_size: int, *, normalise: bool) -> Launch:
+    """Tiles, warps and pipeline stages for inputs of this type and heads of these sizes.
+
+    Raises:
+        ValueError: Keys are too long for the memory of a multiprocessor.
+    """
+    block_k, block_v = (max(16, triton.next_power_of_2(size)) for size in (key_size, value_size))
+    row_bytes = block_k * dtype.itemsize
+    if row_bytes > 1024:
+        raise ValueError(f"heads of {key_size} key channels in {dtype}: at most {1024 // dtype.itemsize} are supported")
+    narrow = min(_COLUMNS, block_v)
+    shared = {"BLOCK_K": block_k, "CHUNK": CHUNK}
+    if dtype == torch.float32:
+        # No tensor cores. The compiler unrolls these products: smaller tiles, on more threads, keep that short.
+        dot, solve_warps, tile_warps, output_v = {"PRECISION": "ieee"}, 4, 8, narrow
+    else:
+        dot, solve_warps, tile_warps, output_v = {"PRECISION": "tf32"}, 1, 4, block_v
+    stages = 3 if row_bytes <= 256 else 2 if row_bytes <= 512 else 1  # operands of a stage lie in shared memory
+    return Launch(
+        normalise={"NORMALISE": normalise, "ROWS": PART, "BLOCK": block_k},
+        solve=shared | dot | {"PART": PART, "num_warps": solve_warps},
+        write=shared | dot | {"BLOCK_V": block_v, "num_warps": tile_warps},
+        pass_on=shared | dot | {"BLOCK_V": narrow, "num_warps": 4, "num_stages": stages},
+        output=shared | dot | {"BLOCK_V": output_v, "num_warps": tile_warps},
+    )
 
 
 def scan_by_kernels(
@@ -53,6 +89,8 @@ def scan_by_kernels(
     """`scan_delta_rule` on a GPU; ``epsilon`` is added to a squared norm.
 
     All chunks of a sequence but the first and the last must hold `CHUNK` tokens; the first and the last at most so many.
+    Temporary memory: a state per chunk in the type of ``v`` (for 16,384 tokens and 64 heads of 128 x 128 in bfloat16, 0.5 GiB),
+    and five tensors about as large as ``v``.
     """
     tokens, heads, value_size = v.shape
     key_heads, key_size = q.shape[1:]
@@ -61,16 +99,7 @@ def scan_by_kernels(
     q, k, v = (_contiguous_from(tensor, 1) for tensor in (q, k, v))
     log_decay, beta = log_decay.contiguous(), beta.contiguous()
     assert states[0].is_contiguous()
-    blocks = {"BLOCK_K": max(16, triton.next_power_of_2(key_size))}
-    wide = {"BLOCK_V": max(16, triton.next_power_of_2(value_size))}
-    narrow = {"BLOCK_V": min(_COLUMNS, wide["BLOCK_V"])}
-    dots = {"PRECISION": "tf32"}  # which operands in bfloat16 are not asked for
-    solve, tile, of_output = {"num_warps": 1}, {"num_warps": 4}, wide
-    if v.dtype == torch.float32:
-        # No tensor cores. The compiler unrolls these products: smaller tiles, on more threads, keep that short.
-        dots, solve, tile, of_output = {"PRECISION": "ieee"}, {"num_warps": 4}, {"num_warps": 8}, narrow
-    columns = triton.cdiv(value_size, narrow["BLOCK_V"])
-
+    options = launch_options(v.dtype, key_size, value_size, normalise=normalise)
     unit_q, unit_k = (torch.empty(tensor.shape, dtype=v.dtype, device=v.device) for tensor in (q, k))
     _normalise_kernel[(triton.cdiv(tokens, PART), key_heads)](
         q,
@@ -84,9 +113,7 @@ def scan_by_kernels(
         key_size,
         key_size**-0.5,
         epsilon,
-        NORMALISE=normalise,
-        ROWS=PART,
-        BLOCK=blocks["BLOCK_K"],
+        **options.normalise,
     )
     inverse = torch.empty(chunks, heads, CHUNK, CHUNK, dtype=v.dtype, device=v.device)
     cumulative = torch.empty(tokens, heads, dtype=torch.float32, device=v.device)
@@ -102,11 +129,7 @@ def scan_by_kernels(
         heads,
         key_heads,
         key_size,
-        CHUNK=CHUNK,
-        PART=PART,
-        **solve,
-        **blocks,
-        **dots,
+        **options.solve,
     )
     values = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     against = torch.empty(tokens, heads, key_size, dtype=v.dtype, device=v.device)
@@ -124,15 +147,11 @@ def scan_by_kernels(
         key_heads,
         key_size,
         value_size,
-        CHUNK=CHUNK,
-        **blocks,
-        **wide,
-        **dots,
-        **tile,
+        **options.write,
     )
     before = torch.empty(chunks, heads, key_size, value_size, dtype=v.dtype, device=v.device)
     # Not autotuned: a kernel that writes slots in place must not be run more often than asked for.
-    _pass_kernel[(columns, heads, source_slots.shape[0])](
+    _pass_kernel[(triton.cdiv(value_size, options.pass_on["BLOCK_V"]), heads, source_slots.shape[0])](
         unit_k,
         values,
         against,
@@ -150,13 +169,9 @@ def scan_by_kernels(
         key_heads,
         key_size,
         value_size,
-        CHUNK=CHUNK,
-        **_PASS,
-        **blocks,
-        **narrow,
-        **dots,
+        **options.pass_on,
     )
-    _output_kernel[(triton.cdiv(value_size, of_output["BLOCK_V"]), chunks, heads)](
+    _output_kernel[(triton.cdiv(value_size, options.output["BLOCK_V"]), chunks, heads)](
         unit_q,
         unit_k,
         values,
@@ -168,11 +183,7 @@ def scan_by_kernels(
         key_heads,
         key_size,
         value_size,
-        CHUNK=CHUNK,
-        **blocks,
-        **of_output,
-        **dots,
-        **tile,
+        **options.output,
     )
     return outputs
 

@@ -115,3 +115,32 @@ def gated_rms_norm(x, weight, bias, z, eps, group_size, norm_before_gate):
         if norm_before_gate:
             out[r] *= gate
     return out
+
+
+def delta_rule_sequence(q, k, v, log_decay, beta, state, normalise):
+    """Runs the gated delta rule over one sequence, one head of one token at a time.
+
+    S <- exp(g) S; S <- S + k (beta (v - S^T k))^T; o = S^T q / sqrt(K).
+
+    Args: q, k (tokens, key heads, K); v (tokens, heads, V); log_decay g, beta (tokens, heads); state (heads, K, V).
+        Value head i reads key head i // (heads / key heads). ``normalise``: q and k become unit vectors, with 1e-6 under the
+        root. The dtype is v's.
+
+    Returns:
+        Outputs (tokens, heads, V), and the states after each token (tokens, heads, K, V).
+    """
+    tokens, heads, _ = v.shape
+    repeat = heads // k.shape[1]
+    outputs, states = torch.zeros_like(v), v.new_zeros(tokens, *state.shape)
+    for head in range(heads):
+        matrix = state[head].clone()
+        for t in range(tokens):
+            key, query = k[t, head // repeat], q[t, head // repeat]
+            if normalise:
+                key, query = key / torch.sqrt(key.dot(key) + 1e-6), query / torch.sqrt(query.dot(query) + 1e-6)
+            matrix = matrix * torch.exp(log_decay[t, head])
+            missing = v[t, head] - matrix.T @ key
+            matrix = matrix + torch.outer(key, beta[t, head] * missing)
+            outputs[t, head] = matrix.T @ query / len(key) ** 0.5
+            states[t, head] = matrix
+    return outputs, states

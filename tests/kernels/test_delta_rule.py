@@ -14,8 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hybrid_prefix.ops.delta_rule import delta_rule_by_token, scan_delta_rule, update_delta_rule
+from megatron_hybrid_prefix.ops.delta_rule import scan_delta_rule, update_delta_rule
+from megatron_hybrid_prefix.ops.delta_rule_triton import CHUNK
 from tests.harness.naive_model import UNIT_ROUNDOFF
+from tests.kernels.naive import delta_rule_sequence
 from tests.kernels.steps import SLOTS, Step, poisoned_pool
 
 NAN = float("nan")
@@ -23,8 +25,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # which knows float32 o
 not_interpreted = pytest.mark.skipif(INTERPRETED, reason="of the PyTorch version, or for a GPU")
 SEEDS = range(2 if INTERPRETED else 6)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-CHUNK = 64
 NAMES = ("first_chunks", "source_slots", "live_slots", "chunk_slots")
+# Key heads, value heads, K, V. Programs of the kernels have 32 columns of V, and a power of two of K.
+SHAPES = [(1, 2, 16, 40), (3, 3, 40, 72), (1, 2, 128, 128), (1, 1, 256, 64)]
 # Rounding stays within so many times the noise, a root of a mean square.
 NOISES = 8
 # The kernels take operands of products in bfloat16 where the inputs are: rounded as unit vectors, and once more in what is
@@ -51,8 +54,8 @@ def make(tokens, seed, *, dtype=torch.float64, key_heads=2, heads=4, key_dim=12,
 
 
 def exact(args, state, **fields):
-    """`delta_rule_by_token` in float64: outputs, and the states from that before the first token on."""
-    y, states = delta_rule_by_token(
+    """The naive loop in float64: outputs, and the states from that before the first token on."""
+    y, states = delta_rule_sequence(
         **{name: x.double().cpu() for name, x in args.items()}, state=state.double().cpu(), **fields
     )
     return y, [state.double().cpu(), *states]
@@ -152,6 +155,13 @@ def test_any_step(seed, key_heads, repeat, key_dim, value_dim, normalise):
 def test_rounding(device, dtype):
     for seed in SEEDS:
         check_scan(seed, dtype=dtype, device=device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=not_interpreted)])
+@pytest.mark.parametrize(("key_heads", "heads", "key_dim", "value_dim"), SHAPES)
+def test_shapes_of_several_tiles(device, dtype, key_heads, heads, key_dim, value_dim):
+    check_scan(1, dtype=dtype, device=device, key_heads=key_heads, heads=heads, key_dim=key_dim, value_dim=value_dim)
 
 
 def rounded_keys(**arguments):
