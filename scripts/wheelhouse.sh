@@ -37,7 +37,7 @@ binary=(megatron-core einops pyzmq msgpack packaging psutil safetensors tokenize
 # Packages that mamba-ssm imports.
 binary+=(transformers huggingface-hub httpx2 httpcore2 truststore tqdm pyyaml regex)
 # The server.
-binary+=(prometheus-client starlette uvicorn anyio idna h11 click)
+binary+=(prometheus-client starlette uvicorn anyio idna h11 click pydantic pydantic-core annotated-types typing-inspection)
 # Built here without CUDA extensions, because only their Triton parts are used.
 source=(mamba-ssm causal-conv1d)
 

@@ -79,7 +79,7 @@ def test_a_dry_run_names_every_wheel_and_does_nothing(tmp_path):
     assert not folder.exists()
     pins = dict(re.findall(r"^([\w-]+)==([^; \n]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     download, build, own = (line for line in result.stdout.splitlines() if re.search(" -m pip (download|wheel) ", line))
-    for name in ("megatron-core", "einops", "pyzmq", "starlette"):
+    for name in ("megatron-core", "einops", "pyzmq", "starlette", "pydantic", "pydantic-core"):
         assert f" {name}=={pins[name]} " in download
     for name in ("flash-attn-4==4.0.0b36", "nvidia-cutlass-dsl-libs-cu13==4.8.1", "torch-c-dlpack-ext==0.1.5"):
         assert f" {name} " in download
