@@ -13,6 +13,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 PREFIX = "hybrid_prefix"
 _FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_BETWEEN_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
+_END_TO_END_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 
 # Fields that share one metric with a label: prefix of their names -> metric, label, help text.
 _LABELLED = {
@@ -49,7 +51,26 @@ class ServerMetrics:
         self.cancelled = Counter(
             f"{PREFIX}_cancelled_requests", "Requests whose client disconnected", registry=self.registry
         )
-        self.generated = Counter(f"{PREFIX}_generated_tokens", "Tokens generated", registry=self.registry)
+        self.generated = Counter(
+            f"{PREFIX}_generated_tokens",
+            "Tokens generated, by the end of their request",
+            ["status"],
+            registry=self.registry,
+        )
+        for status in ("finished", "cancelled", "failed"):
+            self.generated.labels(status)
+        self.end_to_end = Histogram(
+            f"{PREFIX}_end_to_end_seconds",
+            "Seconds from a request's arrival to the end of its response (status 200 only)",
+            buckets=_END_TO_END_S,
+            registry=self.registry,
+        )
+        self._between = Histogram(
+            f"{PREFIX}_time_between_tokens_seconds",
+            "Seconds from one token of an answer to the next",
+            buckets=_BETWEEN_S,
+            registry=self.registry,
+        )
         self._first_token = Histogram(
             f"{PREFIX}_time_to_first_token_seconds",
             "Seconds from a request's arrival to its first token, by cache hit or miss",
@@ -64,6 +85,11 @@ class ServerMetrics:
     def first_token(self, seconds: float, hit: bool) -> None:
         """Records a first token. Called in the engine's thread."""
         self._first_token.labels("hit" if hit else "miss").observe(seconds)
+
+    def between_tokens(self, seconds: float, tokens: int) -> None:
+        """Records the mean time between tokens that came together."""
+        for _ in range(tokens):
+            self._between.observe(seconds)
 
     def collect(self) -> Iterator[Metric]:
         """Gauges and snapshots as metrics, for the registry."""

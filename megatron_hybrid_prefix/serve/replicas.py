@@ -24,7 +24,7 @@ import zmq
 
 from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.mcore.ranks.coordinator import CoordinatorProcess
-from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update, refusal
+from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update, prompt_log_probs, refusal
 from megatron_hybrid_prefix.serve.metrics import engine_snapshot
 from megatron_hybrid_prefix.upstream.names import EngineState, InferenceClient, SamplingParams
 
@@ -253,6 +253,12 @@ class ReplicaLoop(Backend):
         """See `Backend`. The coordinator has no abort, so the task is generated to its end and dropped."""
         task.closed = True
 
+    def end_all(self) -> None:
+        """See `Backend`."""
+        stopped = Update(finished=True, error="the server is told to stop", is_shutdown=True)
+        for task in self._live:
+            self._deliver(task, stopped)
+
     async def snapshots(self) -> dict[str, dict[str, Any]]:
         """See `Backend`. Snapshots are about a second old, or older if a replica is in a long step."""
         return await asyncio.to_thread(self._board.read)
@@ -280,10 +286,13 @@ class ReplicaLoop(Backend):
             taken_s = next(event.timestamp for event in request.events if event.type.name == "ADD_ENGINE")
             waited_s = sent_s[0] - task.arrived_s + max(0.0, taken_s - sent_s[1])
             self._on_first_token(waited_s + request.ttft, cached_tokens > 0)
+        of_prompt, tops_of_prompt = prompt_log_probs([request])
         update = Update(
             tokens=request.generated_tokens,
             log_probs=request.generated_log_probs or (),
             top_log_probs=request.generated_top_n_logprobs or (),
+            prompt_log_probs=of_prompt,
+            prompt_top_log_probs=tops_of_prompt,
             cached_tokens=cached_tokens,
             finished=True,
             error=refusal(request) if request.failed() else None,

@@ -524,6 +524,22 @@ REQUESTS = (
 
 CONTROLLER = (
     *rows_of(
+        f"{_INFERENCE}.sampling.base:Sampling",
+        overrides(
+            "sample_kernel",
+            "(self, logits, n, context, *, no_top_k, no_top_p, gather_indices=None, token_to_request_index=None, "
+            "output=None, eager=False, cache_key=None)",
+            "upstream/controller",
+            "sampling options that megatron does not have",
+        ),
+        overrides(
+            "log_probs_kernel",
+            "(self, logits, context, *, token_to_request_index=None)",
+            "upstream/controller",
+            "passed on to megatron's backend",
+        ),
+    ),
+    *rows_of(
         f"{_CONTROLLERS}:TextGenerationController",
         wraps(
             "_build_async_sched_request_state",
@@ -549,6 +565,11 @@ CONTROLLER = (
             "upstream/controller",
             "also moves the log-prob options",
         ),
+        overrides(
+            "_init_dynamic_sampling_tensors", "(self)", "upstream/controller", "puts our sampling around megatron's"
+        ),
+        attributes("_sampling", "upstream/controller", "the sampling backend"),
+        attributes("sampling_rng", "mcore/engine/controller", "noise of requests without a seed"),
         overrides("_run_async_sched_sample_mtp", "(self)", "upstream/controller", "prefills accepted no drafts"),
         overrides(
             "_rewind_kv_cache",
