@@ -30,6 +30,8 @@ _RESERVED = frozenset(
         "return_assistant_tokens_mask",
     ]
 )
+# What a template may raise in the sandbox, beside jinja2's errors.
+_TEMPLATE_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 Messages = Sequence[dict[str, Any]]
 
 
@@ -51,7 +53,7 @@ class ChatForm:
                 self._render(template, [], False, {})
             except TemplateSyntaxError as error:
                 raise InputError(f"the chat template cannot be read: {error}") from None
-            except (TemplateError, TypeError):
+            except (TemplateError, *_TEMPLATE_ERRORS):
                 pass  # the template cannot render an empty conversation
 
     @property
@@ -81,7 +83,7 @@ class ChatForm:
             return self._render(self._template, messages, begin_answer, variables)
         except TemplateError as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from None
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        except _TEMPLATE_ERRORS as error:
             raise ValueError(f"the chat template refuses these messages ({type(error).__name__})") from None
 
     def _render(self, template: str, messages: Messages, begin_answer: bool, variables: dict[str, Any]) -> str:

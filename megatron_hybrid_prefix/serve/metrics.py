@@ -23,6 +23,41 @@ _LABELLED = {
     "checkpoints_by_": ("checkpoints", "reason", "States published, by reason"),
     "fallbacks": ("fallbacks", "reason", "Times the cache reused or kept less than planned, by reason"),
 }
+# Help texts of the other names. The fields are those of `PrefixStats`, and of `TierStats` after "tier_".
+_HELP = {
+    "open_sequences": "Answers that run or wait",
+    "engine_failures": "Steps that raised; their requests got an error",
+    "step_seconds": "Seconds since the engine began its current step; 0 between steps",
+    "running_requests": "Requests in the engine's batch",
+    "waiting_requests": "Requests that the engine has not admitted",
+    "kv_blocks": "KV blocks of the engine",
+    "kv_blocks_available": "KV blocks that are free or can be evicted",
+    "slots": "Checkpoint slots",
+    "slots_used": "Checkpoint slots in use, including those that a forward is writing",
+    "bytes_budget": "Bytes of all checkpoint slots",
+    "bytes_used": "Bytes of the checkpoint slots in use",
+    "prompt_tokens": "Tokens of all admitted prompts; a preempted request counts twice",
+    "computed_prompt_tokens": "Prompt tokens computed by forwards that succeeded",
+    "checkpoints_published": "States that became matchable",
+    "checkpoints_skipped": "States not kept because there was no slot",
+    "evictions": "States evicted, to make room or together with their KV block",
+    "kv_evictions": "KV blocks evicted",
+    "verified_hits": "Hits that were computed again and compared with the cache",
+    "verify_mismatches": "Verified hits that differed; 0 unless the cache is wrong",
+    "tier_loads": "Entries moved one tier up because a prompt needed them",
+    "tier_stores": "Entries moved to the tier from the one above",
+    "tier_evictions": "Entries evicted from the tier",
+    "tier_full": "Entries that found no room in the tier",
+    "tier_preempted": "Preempted requests that were swapped out to the tier",
+    "tier_failed": "Entries that came back corrupt, or not at all, and were dropped",
+    "tier_bytes_loaded": "Bytes loaded from the tier, on this rank",
+    "tier_bytes_stored": "Bytes stored in the tier, on this rank",
+    "tier_seconds": "Seconds of all moves to and from the tier, on this rank",
+    "tier_seconds_waited": "Seconds in which the model or the CPU waited for such a move",
+    "tier_kv_blocks": "KV blocks in the tier now",
+    "tier_states": "States in the tier now",
+    "tier_bytes_budget": "Capacity of the tier in bytes, on this rank",
+}
 # Fields that are the sum of a labelled metric.
 _SUMS = ("reused_tokens",)
 _TIER_LEVELS = ("kv_blocks", "states", "bytes_budget")
@@ -117,7 +152,9 @@ class Families:
         labels = labels or {}
         if name not in self._by_name:
             family: Any = kind
-            self._by_name[name] = family(f"{PREFIX}_{name}", text or name.replace("_", " "), labels=list(labels))
+            self._by_name[name] = family(
+                f"{PREFIX}_{name}", text or _HELP.get(name) or name.replace("_", " "), labels=list(labels)
+            )
         self._by_name[name].add_metric(list(labels.values()), value)
 
     def __iter__(self) -> Iterator[Metric]:
@@ -133,7 +170,10 @@ def add_prefix_metrics(families: Families, stats: dict[str, Any], labels: dict[s
         labels: Labels of every sample.
     """
     labels = labels or {}
+    of_host = {f"host_{figure}" for figure in stats.get("tiers", {}).get("host", {})}
     for name, value in stats.items():
+        if name in of_host:
+            continue  # also a figure of the tier
         start = next((start for start in _LABELLED if name.startswith(start)), None)
         if start is not None and not name.endswith(_LEVELS):
             metric, label, text = _LABELLED[start]

@@ -420,6 +420,7 @@ ENGINE = rows_of(
     calls("wait_until", "async (self, state)", "serve/replicas", "waits for the engine to stop"),
     attributes("_loop", "upstream/engine", "its asyncio loop, to notify in"),
     attributes("_prefix_coordination_waits", "upstream/engine", "its count of requests held back"),
+    attributes("num_speculative_tokens", "mcore/engine/engine", "sampling options do not work with drafts"),
     attributes(
         "requests waiting_request_ids resume_request_ids failed_request_ids",
         "mcore/engine/engine mcore/engine/removals mcore/engine/scheduling",

@@ -377,13 +377,13 @@ def test_metrics(server, salt):
     assert after[("slots", ())] == stats.slots_total == 64
     assert after[("slots_used", ())] == stats.slots_used > 0
     assert after[("bytes_used", ())] == stats.slots_used * stats.bytes_budget / stats.slots_total
-    for name in ("lost_tokens_total", "host_loads_total", "host_stores_total", "evictions_total", "kv_evictions_total"):
+    for name in ("lost_tokens_total", "tier_loads_total", "tier_stores_total", "evictions_total", "kv_evictions_total"):
         assert any(key[0] == name for key in after), name
 
 
 def test_new_statistics_become_metrics_by_themselves():
     stats = PrefixStats().as_dict() | {
-        "host_bytes_loaded": 7,
+        "disk_bytes_loaded": 7,
         "host_slots_used": 3,
         "lost_tokens_late_load": 5,
         "reused_tokens_disk": 2,
@@ -395,7 +395,7 @@ def test_new_statistics_become_metrics_by_themselves():
     samples = {
         (sample.name, tuple(sample.labels.values())): sample.value for family in families for sample in family.samples
     }
-    assert samples[("hybrid_prefix_host_bytes_loaded_total", ())] == 7
+    assert samples[("hybrid_prefix_disk_bytes_loaded_total", ())] == 7
     assert samples[("hybrid_prefix_host_slots_used", ())] == 3
     assert samples[("hybrid_prefix_lost_tokens_total", ("late_load",))] == 5
     assert samples[("hybrid_prefix_reused_tokens_total", ("disk",))] == 2
@@ -877,7 +877,18 @@ def test_bad_options_are_one_line(capsys, argv, problem):
 def test_the_command(tmp_path):
     """As a user runs it: on any free port, one request, then Ctrl-C."""
     process = subprocess.Popen(
-        [sys.executable, str(TOOL), "--port", "0", "--max-sequence-length", "1024", "--served-model-name", "m"],
+        [
+            sys.executable,
+            str(TOOL),
+            "--port",
+            "0",
+            "--max-sequence-length",
+            "1024",
+            "--served-model-name",
+            "m",
+            "--drain-time",
+            "0",
+        ],
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -890,10 +901,16 @@ def test_the_command(tmp_path):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=HANG_S)
         found = [cached(client.completions.create(model="m", prompt="x" * 600, max_tokens=2)) for _ in range(2)]
         assert found == [0, 512]
-        process.send_signal(signal.SIGINT)
+        fields: dict[str, Any] = {"max_tokens": 1000, "extra_body": {"ignore_eos": True}}
+        with client.completions.create(model="m", prompt="x", stream=True, **fields) as stream:
+            chunks = iter(stream)
+            next(chunks)
+            process.send_signal(signal.SIGINT)
+            with pytest.raises(openai.APIError, match="shutting down"):
+                list(chunks)
         _, errors = process.communicate(timeout=HANG_S)
         assert process.returncode == 0, errors
-        assert "Traceback" not in errors
+        assert [" INFO " in line for line in errors.splitlines()] == [True] * 3, errors  # the three requests
     finally:
         process.kill()
         process.wait()
