@@ -616,6 +616,19 @@ COORDINATOR = (
             "limits the number of remembered blocks",
         ),
         attributes("_hash_table", "upstream/coordinator", "replicas that hold a block"),
+        attributes("_pending_counts _identities_list", "upstream/coordinator", "unfinished requests by replica"),
+        overrides(
+            "get_least_loaded_data_parallel_rank",
+            "(self)",
+            "mcore/ranks/coordinator",
+            "megatron gives all idle traffic to the first replica",
+        ),
+        overrides(
+            "get_best_data_parallel_rank",
+            "(self, request_hashes)",
+            "mcore/ranks/coordinator",
+            "the same for prompts that no replica knows",
+        ),
         calls(
             "entrypoint",
             "(pipe_connection, ready_event, data_parallel_size, tokenizer, max_requests, "
