@@ -119,9 +119,9 @@ class Backend(ABC):
         """
 
 
-def prompt_log_probs(parts: Sequence[Any]) -> tuple[list[float], list[dict[str, float]]]:
+def prompt_log_probs(parts: Sequence[Any], prompt_tokens: int) -> tuple[list[float], list[dict[str, float]]]:
     """Log-probs and top log-probs of a request's prompt, from the parts of its record. Empty unless it asked for them."""
-    wanted = len(parts[0].prompt_tokens) - 1
+    wanted = prompt_tokens - 1
     for part in parts:  # a request that was preempted while its prompt was computed has the first ones twice
         if len(part.prompt_log_probs or ()) >= wanted > 0:
             return part.prompt_log_probs[:wanted], (part.prompt_top_n_logprobs or [])[:wanted]

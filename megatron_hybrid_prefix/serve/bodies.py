@@ -139,8 +139,13 @@ def _not_empty(value: list[Message]) -> list[Message]:
 
 Text = Annotated[str, AfterValidator(_encodable)]
 Stop = Annotated[Text, Field(min_length=1)]
-Nothing = Annotated[Any, _only(lambda value: not value and not isinstance(value, bool))]
-NoChoice = Annotated[Any, _only(lambda value: value in ("none", "auto"))]
+Ignored = Annotated[Any, Field(description="accepted, without effect")]
+Nothing = Annotated[
+    Any, _only(lambda value: not value and not isinstance(value, bool)), Field(description="refused unless empty")
+]
+NoChoice = Annotated[
+    Any, _only(lambda value: value in ("none", "auto")), Field(description='refused unless "none" or "auto"')
+]
 Count = Annotated[int, Field(ge=1, le=MOST_SEQUENCES)]
 TokenCount = Annotated[int, Field(ge=1, le=2**31)]
 TopCount = Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)]
@@ -253,7 +258,9 @@ class Body(Fields, ABC):
         1.0, description="divides positive and multiplies negative logits of tokens in prompt or answer"
     )
     logit_bias: Biases = Field({}, description="added to the logits of these token ids")
-    max_tokens: TokenCount | None = Field(None, description="most tokens to generate; null: to the end of the context")
+    max_tokens: TokenCount | None = Field(
+        None, description="most tokens to generate; by default up to the end of the context"
+    )
 
     cache_salt: Annotated[Text, Field(min_length=1, max_length=256)] | None = Field(
         None, description="requests with different salts share nothing"
@@ -266,13 +273,13 @@ class Body(Fields, ABC):
     cache_write: bool | None = Field(None, description="false: do not cache this request")
     ignore_eos: bool = Field(False, description="generate past the end-of-text token")
 
-    user: Any = None
-    metadata: Any = None
-    service_tier: Any = None
+    user: Ignored = None
+    metadata: Ignored = None
+    service_tier: Ignored = None
     prompt_cache_key: Any = Field(None, description="accepted; replicas are chosen by the prompt")
-    prompt_cache_retention: Any = None
-    safety_identifier: Any = None
-    store: Annotated[Any, _only(lambda value: value is False)] = False
+    prompt_cache_retention: Ignored = None
+    safety_identifier: Ignored = None
+    store: Annotated[Any, _only(lambda value: value is False)] = Field(False, description="refused unless false")
 
     @property
     def is_greedy(self) -> bool:
@@ -309,12 +316,12 @@ class CompletionBody(Body):
         FailFast(),
         BeforeValidator(_list_of_prompts),
         Field(min_length=1, max_length=MOST_SEQUENCES),
-    ]
+    ] = Field(description="a string or token ids, or an array of these")
     max_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = Field(
-        16, description="most tokens to generate; 0 with `echo`; null: to the end of the context"
+        16, description="most tokens to generate; 0 only with `echo`"
     )
     logprobs: TopCount | None = Field(None, description="log-probs of the tokens and of this many likeliest ones")
-    best_of: Count | None = None
+    best_of: Count | None = Field(None, description="refused unless it equals `n`")
     echo: bool = Field(
         False, description="return the prompt before the answer; with `logprobs`, also those of the prompt"
     )
@@ -339,10 +346,14 @@ class CompletionBody(Body):
 class ChatBody(Body):
     """Body of ``/v1/chat/completions``."""
 
-    messages: Annotated[list[Message], FailFast(), AfterValidator(_not_empty)]
-    max_completion_tokens: TokenCount | None = None
-    logprobs: bool = False
-    top_logprobs: TopCount | None = None
+    messages: Annotated[list[Message], FailFast(), AfterValidator(_not_empty)] = Field(
+        description="`role` (system, developer, user, assistant, tool), `content` (a string, or parts of type text, each "
+        'with `cache_control: {"type": "ephemeral"}` where other prompts will share this one), `tool_calls`, '
+        "`tool_call_id`, `name`"
+    )
+    max_completion_tokens: TokenCount | None = Field(None, description="another name of `max_tokens`")
+    logprobs: bool = Field(False, description="log-probs of the answer's tokens")
+    top_logprobs: TopCount | None = Field(None, description="and of this many likeliest ones")
 
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_encodable_json)] = Field(
         {}, description="variables for the chat template"
@@ -353,9 +364,15 @@ class ChatBody(Body):
     functions: Nothing = None
     tool_choice: NoChoice = None
     function_call: NoChoice = None
-    parallel_tool_calls: Annotated[Any, _only(lambda value: isinstance(value, bool))] = False
-    response_format: Annotated[Any, _only(lambda value: value == {"type": "text"})] = None
-    modalities: Annotated[Any, _only(lambda value: value == ["text"])] = None
+    parallel_tool_calls: Annotated[Any, _only(lambda value: isinstance(value, bool))] = Field(
+        False, description="accepted, without effect"
+    )
+    response_format: Annotated[Any, _only(lambda value: value == {"type": "text"})] = Field(
+        None, description='refused unless {"type": "text"}'
+    )
+    modalities: Annotated[Any, _only(lambda value: value == ["text"])] = Field(
+        None, description='refused unless ["text"]'
+    )
 
     @property
     def most_tokens(self) -> int | None:
@@ -396,16 +413,18 @@ class ChatBody(Body):
 class TokenizeBody(Fields):
     """Body of ``/tokenize``: a text or a chat."""
 
-    model: Text | None = None
-    prompt: Text = ""
-    messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
+    model: Text | None = Field(None, description="name of the served model")
+    prompt: Text = Field("", description="a text")
+    messages: Annotated[list[Message], Field(fail_fast=True)] | None = Field(
+        None, description="a chat, in place of `prompt`"
+    )
 
 
 class DetokenizeBody(Fields):
     """Body of ``/detokenize``."""
 
-    model: Text | None = None
-    tokens: Integers
+    model: Text | None = Field(None, description="name of the served model")
+    tokens: Integers = Field(description="token ids")
 
 
 def read_json(data: bytes) -> dict[str, Any]:

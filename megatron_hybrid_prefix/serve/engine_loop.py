@@ -252,7 +252,7 @@ class EngineLoop(Backend):
                 _since(parts, name, task.seen_tokens)[: len(tokens)]
                 for name in ("generated_log_probs", "generated_top_n_logprobs")
             )
-            of_prompt, tops_of_prompt = ([], []) if task.seen_tokens else prompt_log_probs(parts)
+            of_prompt, tops_of_prompt = ([], []) if task.seen_tokens else prompt_log_probs(parts, len(task.prompt))
             task.seen_tokens += len(tokens)
             if record is not None:
                 del self._live[request_id]

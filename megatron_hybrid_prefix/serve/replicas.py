@@ -289,7 +289,7 @@ class ReplicaLoop(Backend):
             taken_s = next(event.timestamp for event in request.events if event.type.name == "ADD_ENGINE")
             waited_s = sent_s[0] - task.arrived_s + max(0.0, taken_s - sent_s[1])
             self._on_first_token(waited_s + request.ttft, cached_tokens > 0)
-        of_prompt, tops_of_prompt = prompt_log_probs([request])
+        of_prompt, tops_of_prompt = prompt_log_probs([request], len(task.prompt))
         update = Update(
             tokens=request.generated_tokens,
             log_probs=request.generated_log_probs or (),

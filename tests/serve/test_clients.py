@@ -702,3 +702,14 @@ def test_metrics_have_help_and_types(server):
     assert found[("generated_tokens_total", (("status", "finished"),))] >= 4
     assert math.isfinite(found[("end_to_end_seconds_sum", ())])
     assert not [name for name in families if name.startswith("hybrid_prefix_host_")], "the tiers have these figures"
+
+
+def test_the_table_of_fields_is_up_to_date():
+    from pathlib import Path
+
+    from megatron_hybrid_prefix.serve.field_table import document
+
+    found = document()
+    file = Path(__file__).resolve().parents[2] / "docs" / "server-fields.md"
+    assert file.read_text() == found, "write it again: its first lines say how"
+    assert all(line.count("|") == 6 and not line.endswith("|  |") for line in found.splitlines() if "| `" in line[:3])
