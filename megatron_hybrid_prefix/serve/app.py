@@ -240,6 +240,10 @@ class Api:
         app.state.backend, app.state.api = self._engine, self
         return app
 
+    def count_malformed(self) -> None:
+        """Counts a reply to bytes that are not HTTP."""
+        self._metrics.http.labels("other", 400).inc()
+
     def refuse_more(self) -> None:
         """The server is told to stop: further requests get 503."""
         self._stopping = True

@@ -29,7 +29,8 @@ class HttpServer(uvicorn.Server):
     """
 
     def __init__(self, app: Any, *, drain_s: float, read_s: float, **options: Any) -> None:
-        protocol = type("LimitedProtocol", (_LimitedProtocol,), {"read_s": read_s})
+        api = app.state.api
+        protocol = type("LimitedProtocol", (_LimitedProtocol,), {"read_s": read_s, "api": api})
         super().__init__(
             uvicorn.Config(
                 app,
@@ -40,7 +41,7 @@ class HttpServer(uvicorn.Server):
                 **options,
             )
         )
-        self._api, self._drain_s = app.state.api, drain_s
+        self._api, self._drain_s = api, drain_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._told_s: float | None = None
 
@@ -75,6 +76,7 @@ class _LimitedProtocol(_Protocol):  # type: ignore[misc]  # so mypy does not kno
     """A connection that is closed if headers take too long."""
 
     read_s: float
+    api: Any
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -87,6 +89,11 @@ class _LimitedProtocol(_Protocol):  # type: ignore[misc]  # so mypy does not kno
             self._stop_timer()  # the headers are here; the application limits the body
         else:
             self._wait_for_headers()
+
+    def send_400_response(self, msg: str) -> None:
+        """See upstream: what arrived is not HTTP, so the application does not see it."""
+        self.api.count_malformed()
+        super().send_400_response(msg)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()

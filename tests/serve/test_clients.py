@@ -562,6 +562,47 @@ def test_a_slow_body_is_given_up(tiny):
         assert server.metrics()[("http_requests_total", (("path", "/v1/completions"), ("status", "408")))] == 1
 
 
+NOT_HTTP = {
+    "no HTTP": b"hello\r\n\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    "no length": b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: many\r\n\r\n",
+    "two lengths": b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\ncontent-length: 4\r\n\r\n{}",
+    "a space before the colon": b"GET /health HTTP/1.1\r\nhost : x\r\n\r\n",
+    "a zero byte": b"GET /health HTTP/1.1\r\nhost: x\r\na: b\x00c\r\n\r\n",
+    "endless headers": b"GET /health HTTP/1.1\r\nhost: x\r\na: " + b"b" * 200_000,
+}
+
+
+def test_bytes_that_are_not_http_are_refused_and_counted(server):
+    async def send(data: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(data)
+        answer = await reader.readline()
+        writer.transport.abort()
+        return answer
+
+    key = ("http_requests_total", (("path", "other"), ("status", "400")))
+    for name, data in NOT_HTTP.items():
+        before = server.metrics().get(key, 0)
+        assert b" 400 " in asyncio.run(asyncio.wait_for(send(data), HANG_S)), name
+        assert server.metrics()[key] == before + 1, name
+    assert server.send("/health")[0] == 200
+
+
+def test_slow_headers_are_given_up(tiny):
+    async def stall(data: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(data)
+        whole = await reader.read()  # until the server closes the connection
+        writer.close()
+        return whole
+
+    with running(tiny, header_s=0.1) as server:
+        for data in (b"", b"GET /version HTTP/1.1\r\nho"):
+            assert asyncio.run(asyncio.wait_for(stall(data), HANG_S)) == b""
+        assert complete(server.client(), max_tokens=100, extra={"ignore_eos": True}).choices  # takes longer
+
+
 def test_unknown_paths_and_methods_are_counted(server):
     before = server.metrics()
     for path, body in (("/v2", None), ("/v1/completions", None)):

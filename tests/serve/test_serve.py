@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 openai = pytest.importorskip("openai")
-uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 pytest.importorskip("starlette")
 
@@ -38,6 +38,7 @@ from megatron_hybrid_prefix.metrics import PrefixStats  # noqa: E402
 from megatron_hybrid_prefix.serve.app import make_app  # noqa: E402
 from megatron_hybrid_prefix.serve.chat_template import ChatForm  # noqa: E402
 from megatron_hybrid_prefix.serve.detokenizer import TextStream  # noqa: E402
+from megatron_hybrid_prefix.serve.http_server import HttpServer  # noqa: E402
 from megatron_hybrid_prefix.serve.metrics import Families, add_prefix_metrics  # noqa: E402
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer  # noqa: E402
 from tests.harness.engine_helpers import LOG_PROB_NOISE, kv_budget, state_bytes  # noqa: E402
@@ -63,6 +64,7 @@ class Server(Endpoint):
         max_requests: int = 4,
         slots: int = 64,
         engine_fields: dict[str, Any] | None = None,
+        header_s: float = 60.0,
         **options: Any,
     ) -> None:
         self.engine = build_engine(
@@ -82,7 +84,7 @@ class Server(Endpoint):
         self.listener = serve.listen("127.0.0.1", 0)
         self.port = self.listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._server = uvicorn.Server(uvicorn.Config(self.app, log_level="error", lifespan="on"))
+        self._server = HttpServer(self.app, drain_s=5.0, read_s=header_s, log_level="error")
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self.listener]})
 
     @property
