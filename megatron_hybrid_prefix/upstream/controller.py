@@ -86,6 +86,8 @@ class _Rows:
 class ControllerSeam(TextGenerationController):
     """Megatron's controller; a subclass overrides the methods without an underscore."""
 
+    _sampling: Sampling
+
     def _init_dynamic_sampling_tensors(self) -> None:
         super()._init_dynamic_sampling_tensors()
         self._sampling = self.sampling_around(self._sampling)
