@@ -1,4 +1,7 @@
-"""The HTTP routes: authentication, limits, responses, and errors in the format of the OpenAI API."""
+"""The HTTP routes: authentication, limits, responses, and errors in the format of the OpenAI API.
+
+Long, because all routes share the limits, the counts and the end of one server.
+"""
 
 from __future__ import annotations
 

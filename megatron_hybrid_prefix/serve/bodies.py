@@ -3,6 +3,8 @@
 Unknown fields are refused (400), as OpenAI does. Known fields are refused if they ask for something that this server
 does not support. This server adds the fields ``cache_salt``, ``cache_breakpoints``, ``cache_read`` and ``cache_write``,
 and the sampling fields that vLLM and SGLang add. A field that is null counts as absent.
+
+Long, so that a field, its range, its description and the message about it are in one place.
 """
 
 from __future__ import annotations
