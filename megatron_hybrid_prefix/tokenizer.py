@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -39,9 +40,24 @@ class Tokenizer(Protocol):
 
     def detokenize(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str: ...
 
+    def token_bytes(self, token: int) -> bytes: ...
+
     def decoder(self) -> Decoder: ...
 
     def offsets(self, tokens: Sequence[int], text: str) -> list[int]: ...
+
+
+def _byte_characters() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for.
+
+    Visible Latin-1 characters stand for themselves, the other bytes for the characters from 256 on.
+    """
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + at): byte for at, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_characters()
 
 
 class ByteTokenizer:
@@ -69,6 +85,10 @@ class ByteTokenizer:
     def detokenize(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of ``tokens``. Invalid UTF-8 becomes the replacement character; ids above 255 become nothing."""
         return bytes(token for token in tokens if 0 <= token < 256).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of a token, which may be a part of a character."""
+        return bytes([token]) if 0 <= token < 256 else b""
 
     def decoder(self) -> Decoder:
         """A new decoder, for one text."""
@@ -119,6 +139,18 @@ class HuggingFaceTokenizer:
     def detokenize(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of ``tokens``."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of a token, which may be a part of a character."""
+        text = self.detokenize([token])
+        name = self._tokenizer.id_to_token(token)
+        if "\ufffd" not in text or name is None:
+            return text.encode("utf-8")
+        if byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", name):  # SentencePiece, for characters that it does not know
+            return bytes.fromhex(byte[1])
+        values = [_BYTE_OF_CHARACTER.get(character) for character in name]
+        known = [value for value in values if value is not None]
+        return bytes(known) if len(known) == len(values) else text.encode("utf-8")
 
     def decoder(self) -> Decoder:
         """A new decoder, for one text."""

@@ -7,7 +7,8 @@ examples:
 
 routes:
     POST /v1/completions, /v1/chat/completions   streamed or not; for the `openai` client
-    GET  /v1/models, /health, /metrics           /metrics is for Prometheus
+    POST /tokenize, /detokenize                  as vLLM's
+    GET  /v1/models, /version, /health, /health_generate, /metrics   /metrics is for Prometheus
     POST /admin/reset_cache                      empties the prefix cache; needs --admin-token
 
 A response says in usage.prompt_tokens_details.cached_tokens how many prompt tokens were skipped.
@@ -18,10 +19,10 @@ request fields in addition to OpenAI's (`extra_body` of its client):
                           numbers from 0 (default: all messages).
     "cache_read"          false: do not reuse cached prefixes
     "cache_write"         false: do not cache this request
-    "top_k", "ignore_eos"
+    "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "chat_template_kwargs", ...
 
-Unknown fields are an error, as with OpenAI. So are fields that this server does not support: tools, images, penalties,
-"logit_bias", "best_of" other than "n", log-probs of the prompt, and "seed" unless sampling is greedy.
+Unknown fields are an error, as with OpenAI. So are fields that this server does not support, such as images and tools.
+docs/server-fields.md lists all fields.
 
 --api-keys: each line of the file is "NAME KEY". Requests with keys of different names share nothing.
 
@@ -34,6 +35,7 @@ replicas:
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import socket
@@ -77,9 +79,9 @@ from megatron_hybrid_prefix.tokenizer import load_tokenizer
 ADMIN_TOKEN = "HYBRID_PREFIX_ADMIN_TOKEN"
 NEEDS = ("starlette", "uvicorn", "prometheus_client", "pydantic", "transformers")
 NEEDS_OF_REPLICAS = ("zmq", "msgpack")
-# Open streams may continue this long after the server is told to stop.
-_GRACE_S = 5
 _CONNECT_S = 60.0
+# Rank 0 closes the connections of its clients before it ends the other ranks.
+DRAIN_MARGIN_S = 0.5
 
 
 def make_parser() -> ArgumentParser:
@@ -100,6 +102,34 @@ def make_parser() -> ArgumentParser:
         default=256,
         help="most waiting answers; further requests get 429 (default: %(default)s)",
     )
+    add(
+        "--max-per-tenant",
+        type=positive_int,
+        metavar="N",
+        help="most answers that run or wait for one name of --api-keys; further requests get 429 (default: no limit)",
+    )
+    add(
+        "--read-timeout",
+        type=positive_float,
+        default=60.0,
+        metavar="S",
+        help="seconds that the headers of a request, and its body, may take (default: %(default)s)",
+    )
+    add(
+        "--step-timeout",
+        type=positive_float,
+        default=300.0,
+        metavar="S",
+        help="seconds that a step of the engine may take before /health says 503 (default: %(default)s)",
+    )
+    add(
+        "--drain-time",
+        type=seconds,
+        default=5.0,
+        metavar="S",
+        help="seconds that open requests may go on after SIGTERM or Ctrl-C (default: %(default)s)",
+    )
+    add("--no-access-log", action="store_true", help="do not log a line per request; the lines never have prompts")
     add(
         "--max-body-mb",
         type=positive_float,
@@ -132,7 +162,24 @@ def make_parser() -> ArgumentParser:
     add = parser.add_argument_group("engine").add_argument
     add("--max-sequence-length", type=positive_int, help="longest prompt plus answer, in tokens (default: the model's)")
     add_engine_options(add, max_requests=16, max_requests_text="default: %(default)s", cuda_graphs_text="default: none")
+    add(
+        "--prompt-log-probs",
+        action="store_true",
+        help="allow 'echo' with 'logprobs'; takes memory for the logits of all tokens of a step",
+    )
+    parser.set_defaults(chunked_prefill=True)
+    add(
+        "--no-chunked-prefill",
+        action="store_false",
+        dest="chunked_prefill",
+        help="compute each prompt in one step; prompts longer than --max-tokens are then refused",
+    )
     return parser
+
+
+def seconds(text: str) -> float:
+    """An argparse type: a number of seconds, 0 or more."""
+    return 0.0 if text == "0" else positive_float(text)
 
 
 def check_options(args: argparse.Namespace) -> Any:
@@ -149,7 +196,13 @@ def check_options(args: argparse.Namespace) -> Any:
     if args.port > 65535:
         raise InputError(f"--port: {args.port} is above 65535")
     args.admin_token = args.admin_token or os.environ.get(ADMIN_TOKEN) or None
+    if not _can_be_sent(args.admin_token or ""):
+        raise InputError("--admin-token: only visible ASCII characters can be sent in a header")
     return config
+
+
+def _can_be_sent(key: str) -> bool:
+    return key.isascii() and key.isprintable()
 
 
 def read_keys(path: Path | None) -> dict[str, str]:
@@ -165,6 +218,8 @@ def read_keys(path: Path | None) -> dict[str, str]:
             continue
         if len(words) != 2 or words[1] in keys:
             raise InputError(f"{path}:{number}: expected 'NAME KEY', each key once")
+        if not _can_be_sent(words[1]):
+            raise InputError(f"{path}:{number}: only visible ASCII characters of a key can be sent in a header")
         keys[words[1]] = words[0]
     if path is not None and not keys:
         raise InputError(f"{path}: no API keys in it")
@@ -188,6 +243,7 @@ def make_engine(model: Any, tokenizer: Any, device_type: str, args: argparse.Nam
         state_dtype=args.state_dtype,
     )
     fields = engine_fields(args, device_type, 0, args.max_sequence_length)
+    fields["materialize_only_last_token_logits"] = not args.prompt_log_probs
     with as_input_errors(ValueError):
         engine = build_engine(model, prefix, tokenizer=tokenizer, **fields)
     # Warm up: the first forward of a process does lazy set-up. Two tokens are too few to be cached.
@@ -196,14 +252,15 @@ def make_engine(model: Any, tokenizer: Any, device_type: str, args: argparse.Nam
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Opens the listening socket.
+    """Binds the socket. Connections are refused until the server is ready.
 
     Raises:
         InputError: The address is not available.
     """
+    from megatron_hybrid_prefix.serve.http_server import bound_socket
+
     with as_input_errors(OSError, OverflowError, prefix=f"cannot listen on {host}:{port}: "):
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family)
+        return bound_socket(host, port)
 
 
 def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
@@ -213,6 +270,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
     keys = read_keys(args.api_keys)
     with as_input_errors(ValueError):
         tokenizer = load_tokenizer(args.tokenizer, config.vocab_size)
+    start_logging(access_log=not args.no_access_log)
     chat = load_chat_form(args.chat_template, args.tokenizer)
     if args.add_bos and tokenizer.bos is None:
         raise InputError("--add-bos: the tokenizer has no begin-of-text token")
@@ -233,7 +291,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
         if listener is None:
             from megatron_hybrid_prefix.serve.replicas import serve_with_others
 
-            return serve_with_others(engine, platform)
+            return serve_with_others(engine, platform, args.drain_time + DRAIN_MARGIN_S)
         name = args.served_model_name or args.preset
         host, port = listener.getsockname()[:2]
 
@@ -255,25 +313,42 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
             max_waiting=args.max_waiting,
             body_bytes=int(args.max_body_mb * 2**20),
             keys=keys,
+            max_per_tenant=args.max_per_tenant,
+            read_s=args.read_timeout,
+            step_s=args.step_timeout,
             admin_token=args.admin_token,
             on_start=on_start,
         )
         if platform.world_size == 1:
-            serve_http(app_of(), listener)
+            serve_http(app_of(), listener, args)
             return 0
-        return serve_replicas(app_of, engine, platform, listener)
+        return serve_replicas(app_of, engine, platform, listener, args)
 
 
-def serve_http(app: Any, listener: socket.socket) -> None:
-    """Serves until Ctrl-C or SIGTERM. Open requests then get a few seconds to finish."""
-    import uvicorn
-
-    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn stops at SIGTERM, and then raises it again
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_S, lifespan="on")
-    uvicorn.Server(config).run(sockets=[listener])
+def start_logging(*, access_log: bool) -> None:
+    """Log lines with time and level on stderr."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    access = logging.getLogger("megatron_hybrid_prefix.serve.access")
+    access.setLevel(logging.INFO if access_log else logging.WARNING)
 
 
-def serve_replicas(app_of: Callable[..., Any], engine: Any, platform: Any, listener: socket.socket) -> int:
+def serve_http(app: Any, listener: socket.socket, args: argparse.Namespace) -> None:
+    """Serves until Ctrl-C or SIGTERM. Open requests then get ``--drain-time`` seconds to finish."""
+    from megatron_hybrid_prefix.serve.http_server import HttpServer, ignore_signal
+
+    ignore_signal()
+    options: dict[str, Any] = {"log_config": None, "log_level": "warning", "access_log": False}
+    HttpServer(app, drain_s=args.drain_time, read_s=args.read_timeout, **options).run(sockets=[listener])
+    if getattr(app.state.backend, "is_running", False):
+        # The interpreter cannot end with a thread in the middle of a step.
+        logging.warning("a step of the engine still runs; the process ends without it")
+        logging.shutdown()
+        os._exit(0)
+
+
+def serve_replicas(
+    app_of: Callable[..., Any], engine: Any, platform: Any, listener: socket.socket, args: argparse.Namespace
+) -> int:
     """Serves on rank 0 of several ranks, and stops all of them at the end. Returns the exit code."""
     from megatron_hybrid_prefix.mcore.ranks.coordinator import CoordinatorProcess
     from megatron_hybrid_prefix.serve.replicas import RankEngine, ReplicaLoop, SnapshotBoard, leave_in_time, own_address
@@ -293,7 +368,7 @@ def serve_replicas(app_of: Callable[..., Any], engine: Any, platform: Any, liste
             )
             return backend
 
-        serve_http(app_of(make_backend=make_backend, replicas=platform.dp), listener)
+        serve_http(app_of(make_backend=make_backend, replicas=platform.dp), listener, args)
         assert backend is not None
         return 0 if backend.problem is None and rank.error is None else 1
     finally:

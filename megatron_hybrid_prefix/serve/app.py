@@ -1,41 +1,55 @@
-"""The HTTP routes: authentication, limits, responses, and errors in the format of the OpenAI API."""
+"""The HTTP routes: authentication, limits, responses, and errors in the format of the OpenAI API.
+
+Long, because all routes share the limits, the counts and the end of one server.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
+import re
+import threading
 import time
+import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from anyio import to_thread
 from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
 
+from megatron_hybrid_prefix._version import __version__
 from megatron_hybrid_prefix.serve.backend import Backend
-from megatron_hybrid_prefix.serve.bodies import read_json
+from megatron_hybrid_prefix.serve.bodies import DetokenizeBody, TokenizeBody, read_fields, read_json
 from megatron_hybrid_prefix.serve.chat_template import ChatForm
 from megatron_hybrid_prefix.serve.engine_loop import EngineLoop
-from megatron_hybrid_prefix.serve.errors import ApiError, model_not_found
+from megatron_hybrid_prefix.serve.errors import ApiError, bad, model_not_found, short
 from megatron_hybrid_prefix.serve.event_stream import EventStream, unless_gone
 from megatron_hybrid_prefix.serve.generation import Generation
 from megatron_hybrid_prefix.serve.metrics import ServerMetrics
-from megatron_hybrid_prefix.serve.protocol import ServedModel, read_request
+from megatron_hybrid_prefix.serve.protocol import ServedModel, chat_tokens, read_request, text_tokens
 from megatron_hybrid_prefix.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+# One line per response: request id, method, path, status, seconds, tokens. Never the prompt, the answer or the key.
+access = logging.getLogger("megatron_hybrid_prefix.serve.access")
 
 # nginx's status code for a closed connection. Nobody reads this response.
 _CLIENT_GONE = 499
 # Read up to this multiple of the size limit before refusing: most clients read a response only after they sent all.
 _READ_ON = 8
+_SNAPSHOT_S = 1.0  # wait for new figures this long, then show the last ones
+_GENERATES = ("/v1/completions", "/v1/chat/completions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +58,19 @@ class Limits:
 
     Attributes:
         sequences: Answers that run or wait at a time; further requests get 429.
+        per_tenant: The same for each API key's name; None: no limit.
         body_bytes: Largest request body.
+        read_s: Seconds that a request's body may take to arrive.
+        step_s: Seconds that a step may take. After them ``/health`` says that the engine is stuck.
         keys: Tenant names by API key; empty: no key is needed.
         admin_token: Token for ``/admin``; None: ``/admin`` is off.
     """
 
     sequences: int
     body_bytes: int
+    per_tenant: int | None = None
+    read_s: float = 60.0
+    step_s: float = 300.0
     keys: dict[str, str] = field(default_factory=dict)
     admin_token: str | None = None
 
@@ -67,6 +87,9 @@ def make_app(
     body_bytes: int = 16 << 20,
     keys: dict[str, str] | None = None,
     admin_token: str | None = None,
+    max_per_tenant: int | None = None,
+    read_s: float = 60.0,
+    step_s: float = 300.0,
     on_start: Callable[[], None] = lambda: None,
     make_backend: Callable[[Callable[[float, bool], None]], Backend] | None = None,
     replicas: int = 1,
@@ -86,6 +109,9 @@ def make_app(
         body_bytes: Largest request body.
         keys: Tenant names by API key.
         admin_token: Token for ``/admin``; None: ``/admin`` is off.
+        max_per_tenant: Answers that may run or wait per tenant; None: no limit.
+        read_s: Seconds that a request's body may take to arrive.
+        step_s: Seconds that a step of the engine may take before the server is unhealthy.
         on_start: Called when the server is ready.
         make_backend: Makes a `Backend`. Its argument is the function to call at each first token.
         replicas: Number of engines behind the backend.
@@ -106,10 +132,14 @@ def make_app(
         check_fits=lambda prompt, wanted: check_fits(engine, prompt, wanted),
         most_tokens=lambda prompt: limit_tokens - prompt,
         limit_tokens=limit_tokens,
+        gives_prompt_log_probs=not context.config.materialize_only_last_token_logits,
     )
     limits = Limits(
         sequences=replicas * context.max_requests + max_waiting,
         body_bytes=body_bytes,
+        per_tenant=max_per_tenant,
+        read_s=read_s,
+        step_s=step_s,
         keys=keys or {},
         admin_token=admin_token,
     )
@@ -118,12 +148,62 @@ def make_app(
     return Api(make_backend(metrics.first_token), served, limits, metrics).app(on_start)
 
 
+class ServerApp(Starlette):
+    """The ASGI application. Counts and logs every response, whoever made it.
+
+    Args:
+        paths: Paths of the routes. All other paths are counted as "other".
+        metrics: Counts responses.
+        options: Starlette's.
+    """
+
+    def __init__(self, paths: frozenset[str], metrics: ServerMetrics, **options: Any) -> None:
+        super().__init__(**options)
+        self._paths, self._metrics = paths, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles a request."""
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        began_s, path, request_id = time.perf_counter(), self._label(scope["path"]), _request_id(scope)
+        scope.setdefault("state", {})["request_id"] = request_id
+        status = 0
+
+        async def send_counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                self._metrics.http.labels(path, status).inc()
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            await super().__call__(scope, receive, send_counted)
+        finally:
+            seconds = time.perf_counter() - began_s
+            if path in _GENERATES and status == 200:
+                self._metrics.end_to_end.observe(seconds)
+            facts = scope["state"].get("facts", "")
+            access.info("%s %s %s %d %.3f s%s", request_id, scope["method"], path, status, seconds, facts)
+
+    def _label(self, path: str) -> str:
+        if path.startswith("/v1/models/"):
+            return "/v1/models/{name}"
+        return path if path in self._paths else "other"
+
+
 class Api:
     """The HTTP routes around a `Backend`."""
 
     def __init__(self, engine: Backend, served: ServedModel, limits: Limits, metrics: ServerMetrics) -> None:
         self._engine, self._served, self._limits, self._metrics = engine, served, limits, metrics
         self._started_s = int(time.time())
+        self._open_of_tenant: Counter[str] = Counter()
+        self._reading: set[asyncio.Timeout] = set()  # of bodies
+        self._stopping = False
+        self._refreshing: asyncio.Task[None] | None = None
+        self._probing: asyncio.Task[None] | None = None
 
     def app(self, on_start: Callable[[], None] = lambda: None) -> Starlette:
         """The application. Its lifespan starts and stops the backend."""
@@ -136,32 +216,47 @@ class Api:
             await self._engine.stop()
 
         def route(path: str, method: str, handler: Callable[[Request], Awaitable[Response]]) -> Route:
-            async def counted(request: Request) -> Response:
+            async def answered(request: Request) -> Response:
                 try:
-                    response = await handler(request)
+                    return await handler(request)
                 except ApiError as error:
-                    response = JSONResponse(error.body, error.status, error.headers)
-                except Exception:
-                    self._metrics.http.labels(path, 500).inc()
-                    raise
-                self._metrics.http.labels(path, response.status_code).inc()
-                return response
+                    return JSONResponse(error.body, error.status, error.headers)
 
-            return Route(path, counted, methods=[method])
+            return Route(path, answered, methods=[method])
 
         routes = [
             route("/v1/completions", "POST", lambda request: self._generate(request, "completions")),
             route("/v1/chat/completions", "POST", lambda request: self._generate(request, "chat")),
             route("/v1/models", "GET", self._models),
             route("/v1/models/{name:path}", "GET", self._model),
+            route("/tokenize", "POST", self._tokenize),
+            route("/detokenize", "POST", self._detokenize),
+            route("/version", "GET", self._version),
             route("/health", "GET", self._health),
+            route("/health_generate", "GET", self._health_generate),
             route("/metrics", "GET", self._show_metrics),
             route("/admin/reset_cache", "POST", self._reset_cache),
         ]
         handlers: Any = {HTTPException: _http_error, Exception: _server_error}
-        app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
-        app.state.backend = self._engine
+        paths = frozenset(route.path for route in routes)
+        app = ServerApp(paths, self._metrics, routes=routes, lifespan=lifespan, exception_handlers=handlers)
+        app.state.backend, app.state.api = self._engine, self
         return app
+
+    def count_malformed(self) -> None:
+        """Counts a reply to bytes that are not HTTP."""
+        self._metrics.http.labels("other", 400).inc()
+
+    def refuse_more(self) -> None:
+        """The server is told to stop: further requests get 503."""
+        self._stopping = True
+
+    def end_all(self) -> None:
+        """Ends all requests with an error: the server stops now."""
+        self._stopping = True
+        self._engine.end_all()
+        for reading in self._reading:
+            reading.reschedule(asyncio.get_running_loop().time())
 
     # -- generate ------------------------------------------------------------------------------------------------------
 
@@ -170,62 +265,129 @@ class Api:
         tenant = self._tenant(request)
         try:
             data = await self._body(request)
+            asked = await self._read(
+                request, lambda check: read_request(read_json(data), kind, self._served, tenant, check)
+            )
         except ClientDisconnect:
+            self._metrics.cancelled.inc()
             return Response(status_code=_CLIENT_GONE)
-        # Off the event loop: a long prompt takes time to parse and tokenize.
-        asked = await run_in_threadpool(lambda: read_request(read_json(data), kind, self._served, tenant))
-        self._check_room(len(asked.prompts) * asked.n)
-        generation = Generation(asked, self._engine, self._served, arrived_s)
-        if asked.stream:
-            return EventStream(generation, self._count)
+        self._check_room(tenant, len(asked.prompts) * asked.n)
+        generation = Generation(asked, self._engine, self._served, arrived_s, self._metrics.between_tokens)
+        return await self._answer(request, generation)
+
+    async def _read(self, request: Request, read: Callable[[Callable[[], None]], Any]) -> Any:
+        """Parses a body off the event loop, since long prompts take time. Ends early if the client disconnects.
+
+        Raises:
+            ClientDisconnect: The client disconnected.
+        """
+        found: list[Any] = []
+        is_gone = threading.Event()
+
+        def check() -> None:
+            if is_gone.is_set():
+                raise ClientDisconnect
+
+        async def work() -> None:
+            found.append(await to_thread.run_sync(read, check, abandon_on_cancel=True))
+
+        try:
+            if await unless_gone(request.receive, work()):
+                raise ClientDisconnect
+        finally:
+            is_gone.set()
+        return found[0]
+
+    async def _answer(self, request: Request, generation: Generation) -> Response:
+        tenant, sequences = generation.request.tenant, len(generation.choices)
+
+        def on_end(generation: Generation, gone: bool) -> None:
+            if tenant is not None:
+                self._open_of_tenant[tenant] -= sequences
+            self._count(request, generation, gone)
+
+        if tenant is not None:
+            self._open_of_tenant[tenant] += sequences
+        streamed = generation.request.stream
+        chunks = generation.chunks()
         answers: list[dict[str, Any]] = []
 
-        async def answer() -> None:
-            answers.append(await generation.response())
+        async def work() -> None:
+            answers.append(await anext(chunks) if streamed else await generation.response())
 
-        with generation:
-            gone = await unless_gone(request.receive, answer())
-            self._count(generation, gone)
-        return Response(status_code=_CLIENT_GONE) if gone else JSONResponse(answers[0])
+        gone = failed = True
+        generation.__enter__()
+        try:
+            gone = await unless_gone(request.receive, work())
+            failed = False
+        finally:
+            if gone or failed or not streamed:
+                generation.close()
+                on_end(generation, gone and not failed)
+        if gone:
+            return Response(status_code=_CLIENT_GONE)
+        return EventStream(generation, chunks, answers[0], on_end) if streamed else JSONResponse(answers[0])
 
-    def _count(self, generation: Generation, gone: bool) -> None:
-        self._metrics.generated.inc(sum(choice.tokens for choice in generation.choices))
+    def _count(self, request: Request, generation: Generation, gone: bool) -> None:
+        usage = generation.usage()
+        reasons = {choice.finish_reason for choice in generation.choices}
+        status = "cancelled" if gone else "failed" if None in reasons else "finished"
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        self._metrics.generated.labels(status).inc(usage["completion_tokens"])
+        request.state.facts = f" prompt={usage['prompt_tokens']} cached={cached} generated={usage['completion_tokens']}"
         if gone:
             self._metrics.cancelled.inc()
 
     async def _body(self, request: Request) -> bytes:
         most = self._limits.body_bytes
         data, size = bytearray(), 0
-        async for part in request.stream():
-            size += len(part)
-            if size <= most:
-                data += part
-            elif size > _READ_ON * most:
-                break
+        try:
+            async with asyncio.timeout(self._limits.read_s) as reading:
+                self._reading.add(reading)
+                async for part in request.stream():
+                    size += len(part)
+                    if size <= most:
+                        data += part
+                    elif size > _READ_ON * most:
+                        break
+        except TimeoutError:
+            self._check_stopping()
+            message = f"The body of the request did not arrive within {self._limits.read_s:g} s."
+            raise ApiError(408, message, code="request_timeout", headers={"connection": "close"}) from None
+        finally:
+            self._reading.discard(reading)
         if size > most:
             message = f"The request is larger than {most} bytes."
             raise ApiError(413, message, code="request_too_large", headers={"connection": "close"})
         return bytes(data)
 
-    def _check_room(self, sequences: int) -> None:
+    def _check_stopping(self) -> None:
+        if self._stopping:
+            raise ApiError(503, "The server is shutting down.", type="server_error", code="server_stopping")
+
+    def _check_room(self, tenant: str | None, sequences: int) -> None:
+        self._check_stopping()
+        self._check_engine()
+        limits = [(self._limits.sequences, self._engine.open_sequences, "")]
+        if self._limits.per_tenant is not None and tenant is not None:
+            limits.append((self._limits.per_tenant, self._open_of_tenant[tenant], " of this API key"))
+        for limit, used, whose in limits:
+            if sequences > limit:
+                message = f"The request asks for {sequences} answers at once; the limit{whose} is {limit}."
+                raise ApiError(400, message, param="n", code="invalid_value")
+            if used + sequences > limit:
+                raise ApiError(
+                    429,
+                    f"{used} of at most {limit} answers{whose} are running or waiting. Try again later.",
+                    type="rate_limit_error",
+                    code="rate_limit_exceeded",
+                    headers={"retry-after": "1"},
+                )
+
+    def _check_engine(self) -> None:
         if self._engine.problem is not None:
-            raise ApiError(503, self._engine.problem, type="server_error", code="engine_stopped")
-        limit = self._limits.sequences
-        if sequences > limit:
-            raise ApiError(
-                400,
-                f"The request asks for {sequences} answers at once; the limit is {limit}.",
-                param="n",
-                code="invalid_value",
-            )
-        if self._engine.open_sequences + sequences > limit:
-            raise ApiError(
-                429,
-                f"{self._engine.open_sequences} of at most {limit} answers are running or waiting. Try again later.",
-                type="rate_limit_error",
-                code="rate_limit_exceeded",
-                headers={"retry-after": "1"},
-            )
+            logger.error("refused: %s", self._engine.problem)
+            raise ApiError(503, "The engine has stopped.", type="server_error", code="engine_stopped")
 
     # -- authentication ------------------------------------------------------------------------------------------------
 
@@ -260,22 +422,86 @@ class Api:
             "max_model_len": self._served.limit_tokens,
         }
 
+    async def _tokenize(self, request: Request) -> Response:
+        body = await self._read_small(request, TokenizeBody)
+        if body.messages is not None:
+            _, tokens = await to_thread.run_sync(chat_tokens, body.messages, self._served)
+        else:
+            tokens = await to_thread.run_sync(text_tokens, body.prompt, self._served)
+        limit = self._served.limit_tokens
+        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
+
+    async def _detokenize(self, request: Request) -> Response:
+        body = await self._read_small(request, DetokenizeBody)
+        if any(not 0 <= token < self._served.vocab_size for token in body.tokens):
+            raise bad(f"'tokens' has ids outside the vocabulary of {self._served.vocab_size} tokens.", "tokens")
+        return JSONResponse({"prompt": await to_thread.run_sync(self._served.tokenizer.detokenize, body.tokens)})
+
+    async def _read_small[Kind: (TokenizeBody, DetokenizeBody)](self, request: Request, kind: type[Kind]) -> Kind:
+        self._tenant(request)
+        data = await self._body(request)
+        body = await to_thread.run_sync(lambda: read_fields(read_json(data), kind))
+        if body.model not in (None, self._served.model):
+            raise model_not_found(body.model or "")
+        return body
+
+    async def _version(self, request: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
     async def _health(self, request: Request) -> Response:
-        if self._engine.problem is not None:
-            raise ApiError(503, self._engine.problem, type="server_error", code="engine_stopped")
+        self._check_engine()
+        self._check_step()
         return JSONResponse(
             {"status": "ok", "open_sequences": self._engine.open_sequences, "engine_failures": self._engine.failures}
         )
 
+    def _check_step(self) -> None:
+        if self._engine.step_s > self._limits.step_s:
+            message = f"The engine's current step takes longer than {self._limits.step_s:g} s."
+            raise ApiError(503, message, type="server_error", code="engine_stuck")
+
+    async def _health_generate(self, request: Request) -> Response:
+        """Generates one token. Anybody may ask, so one such request runs at a time."""
+        self._check_engine()
+        self._check_step()
+        if self._probing is None:
+            self._probing = asyncio.create_task(self._generate_one())
+        probing = self._probing
+        try:
+            async with asyncio.timeout(self._limits.step_s):
+                await asyncio.shield(probing)
+        except TimeoutError:
+            message = f"No token within {self._limits.step_s:g} s."
+            raise ApiError(503, message, type="server_error", code="engine_stuck") from None
+        finally:
+            if probing.done():
+                self._probing = None
+        return JSONResponse({"status": "ok"})
+
+    async def _generate_one(self) -> None:
+        body = {"model": self._served.model, "prompt": [0], "max_tokens": 1, "temperature": 0}
+        asked = read_request(body | {"cache_read": False, "cache_write": False}, "completions", self._served, None)
+        with Generation(asked, self._engine, self._served, time.perf_counter()) as generation:
+            await generation.response()
+
     async def _show_metrics(self, request: Request) -> Response:
         if self._engine.problem is None:  # with a problem, the last snapshots are shown
-            self._metrics.snapshots = await self._engine.snapshots()
+            if self._refreshing is None or self._refreshing.done():
+                self._refreshing = asyncio.create_task(self._refresh())
+            await asyncio.wait([self._refreshing], timeout=_SNAPSHOT_S)
         self._metrics.gauges = {
             "open_sequences": self._engine.open_sequences,
             "engine_failures": self._engine.failures,
+            "step_seconds": self._engine.step_s,
         }
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(self._metrics.registry), headers={"content-type": content_type})
+
+    async def _refresh(self) -> None:
+        try:
+            self._metrics.snapshots = await self._engine.snapshots()
+        except RuntimeError:
+            logger.exception("no snapshot of the engine")
 
     async def _reset_cache(self, request: Request) -> Response:
         token = self._limits.admin_token
@@ -285,8 +511,7 @@ class Api:
             raise ApiError(
                 401, "Incorrect admin token.", code="invalid_api_key", headers={"www-authenticate": "Bearer"}
             )
-        if self._engine.problem is not None:
-            raise ApiError(503, self._engine.problem, type="server_error", code="engine_stopped")
+        self._check_engine()
         await self._engine.reset_cache()
         logger.warning("the prefix cache was reset by /admin/reset_cache")
         return JSONResponse({"status": "ok"})
@@ -294,12 +519,18 @@ class Api:
 
 def _bearer(request: Request) -> bytes:
     scheme, _, value = request.headers.get("authorization", "").partition(" ")
-    return value.strip().encode() if scheme.lower() == "bearer" else b""
+    return value.strip().encode("latin-1") if scheme.lower() == "bearer" else b""  # the bytes that were sent
+
+
+def _request_id(scope: Scope) -> str:
+    """The client's ``x-request-id`` if it is short and plain, else a new one."""
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    return given.decode() if re.fullmatch(rb"[\w.:-]{1,64}", given) and given.isascii() else uuid.uuid4().hex
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{error.detail} ({request.method} {request.url.path})"
+    message = f"{error.detail} ({request.method} {short(request.url.path)})"
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     return JSONResponse(ApiError(error.status_code, message, code=code).body, error.status_code, error.headers)
 

@@ -16,18 +16,25 @@ class Update:
     Attributes:
         tokens: New token ids.
         log_probs: Their natural-log probabilities; empty unless requested.
-        top_log_probs: For each token, text and log-probability of the likeliest tokens; empty unless requested.
+        top_log_probs: For each token, name (``token_id:5``) and log-probability of the likeliest tokens; empty unless
+            requested.
+        prompt_log_probs: Of each prompt token after the first; in the first update, if requested.
+        prompt_top_log_probs: The same of the likeliest tokens.
         cached_tokens: Prompt tokens that were skipped.
         finished: Whether this is the last update.
-        error: Why the task failed; set only in the last update.
+        error: Why the task failed; set only in the last update. For the log: it may name what clients must not see.
+        is_shutdown: Whether the task failed because the server is told to stop.
     """
 
     tokens: Sequence[int] = ()
     log_probs: Sequence[float] = ()
     top_log_probs: Sequence[dict[str, float]] = ()
+    prompt_log_probs: Sequence[float] = ()
+    prompt_top_log_probs: Sequence[dict[str, float]] = ()
     cached_tokens: int = 0
     finished: bool = False
     error: str | None = None
+    is_shutdown: bool = False
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -70,6 +77,11 @@ class Backend(ABC):
     def problem(self) -> str | None:
         """Why the backend cannot generate any more; None while it can."""
 
+    @property
+    def step_s(self) -> float:
+        """Seconds since the engine began its current step; 0 between steps, or if the backend does not know."""
+        return 0.0
+
     @abstractmethod
     def start(self) -> None:
         """Starts the backend."""
@@ -87,6 +99,10 @@ class Backend(ABC):
         """Aborts a task, finished or not. It gets no more updates."""
 
     @abstractmethod
+    def end_all(self) -> None:
+        """Ends all tasks because the server is told to stop: each gets a last update with ``is_shutdown``."""
+
+    @abstractmethod
     async def snapshots(self) -> dict[str, dict[str, Any]]:
         """The `engine_snapshot` of each replica, by name.
 
@@ -101,6 +117,15 @@ class Backend(ABC):
         Raises:
             RuntimeError: The backend has a problem.
         """
+
+
+def prompt_log_probs(parts: Sequence[Any], prompt_tokens: int) -> tuple[list[float], list[dict[str, float]]]:
+    """Log-probs and top log-probs of a request's prompt, from the parts of its record. Empty unless it asked for them."""
+    wanted = prompt_tokens - 1
+    for part in parts:  # a request that was preempted while its prompt was computed has the first ones twice
+        if len(part.prompt_log_probs or ()) >= wanted > 0:
+            return part.prompt_log_probs[:wanted], (part.prompt_top_n_logprobs or [])[:wanted]
+    return [], []
 
 
 def refusal(request: Any) -> str:

@@ -1,8 +1,10 @@
 """Bodies of completion and chat requests as pydantic models. They check everything that does not depend on the model.
 
 Unknown fields are refused (400), as OpenAI does. Known fields are refused if they ask for something that this server
-does not support. This server adds the fields ``cache_salt``, ``cache_breakpoints``, ``cache_read``, ``cache_write``,
-``top_k`` and ``ignore_eos``. A field that is null counts as absent.
+does not support. This server adds the fields ``cache_salt``, ``cache_breakpoints``, ``cache_read`` and ``cache_write``,
+and the sampling fields that vLLM and SGLang add. A field that is null counts as absent.
+
+Long, so that a field, its range, its description and the message about it are in one place.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import (
     AfterValidator,
@@ -20,17 +22,19 @@ from pydantic import (
     FailFast,
     Field,
     ValidationError,
-    ValidationInfo,
-    field_validator,
     model_validator,
 )
 from pydantic_core import ErrorDetails, PydanticCustomError, PydanticKnownError
 
-from megatron_hybrid_prefix.serve.errors import ApiError, bad, short, wrong_type
+from megatron_hybrid_prefix.serve.errors import ApiError, bad, encodable, short, wrong_type
 
 MOST_SEQUENCES = 128  # answers per request: prompts times n
 MOST_STOPS = 16
 MOST_TOP_LOGPROBS = 20
+MOST_BREAKPOINTS = 128  # each one of a chat renders and tokenizes the conversation
+MOST_STOP_TOKENS = 64
+MOST_BIASES = 1024
+ROLES = ("system", "developer", "user", "assistant", "tool")
 # A lower temperature counts as greedy.
 _GREEDY_TEMPERATURE = 1e-4
 
@@ -54,6 +58,14 @@ def _encodable(value: str) -> str:
     return value
 
 
+def _encodable_json(value: Any) -> Any:
+    try:
+        _encodable(json.dumps(value, ensure_ascii=False))
+    except RecursionError:
+        raise PydanticCustomError("invalid_value", "it is nested too deeply") from None
+    return value
+
+
 def _list_of_one(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -61,6 +73,64 @@ def _list_of_one(value: Any) -> Any:
 def _list_of_prompts(value: Any) -> Any:
     is_tokens = isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
     return [value] if isinstance(value, str) or is_tokens else value
+
+
+def _ascending(value: list[int]) -> list[int]:
+    return sorted(set(value))
+
+
+def _token_biases(value: Any) -> Any:
+    """Keys of JSON objects are text; those of ``logit_bias`` are token ids."""
+    if not isinstance(value, dict):
+        return value
+    return {
+        int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key: value[key] for key in value
+    }
+
+
+def _arguments(call: Any) -> Any:
+    """A tool call with its arguments as an object, which is what chat templates expect."""
+    match call:
+        case {"function": {"arguments": str(text)} as function}:
+            try:
+                return call | {"function": function | {"arguments": json.loads(text)}}
+            except (ValueError, RecursionError):
+                return call
+    return call
+
+
+def _known_role(value: str) -> str:
+    if value not in ROLES:
+        raise PydanticCustomError("invalid_value", f"input must be one of {', '.join(ROLES)}")
+    return value
+
+
+def _is_mark(control: Any) -> bool:
+    """Whether a ``cache_control`` marks a breakpoint."""
+    match control:
+        case None:
+            return False
+        case {"type": "ephemeral"}:
+            return True
+    raise PydanticCustomError("invalid_value", '\'cache_control\' must be {"type": "ephemeral"}')
+
+
+def _joined(parts: list[Any]) -> tuple[str, list[int]]:
+    """The text of all parts, and up to where each marked part reaches, in characters."""
+    text, marks = [], []
+    length = 0
+    for part in parts:
+        match part:
+            case {"type": "text", "text": str(piece)}:
+                text.append(piece)
+                length += len(piece)
+            case _:
+                raise PydanticCustomError(
+                    "invalid_value", "only parts of type 'text' are supported", {"name": "content"}
+                )
+        if _is_mark(part.get("cache_control")):
+            marks.append(length)
+    return "".join(text), marks
 
 
 def _not_empty(value: list[Message]) -> list[Message]:
@@ -71,13 +141,22 @@ def _not_empty(value: list[Message]) -> list[Message]:
 
 Text = Annotated[str, AfterValidator(_encodable)]
 Stop = Annotated[Text, Field(min_length=1)]
-Zero = Annotated[Any, _only(lambda value: value == 0)]
-Nothing = Annotated[Any, _only(lambda value: not value and not isinstance(value, bool))]
-NoChoice = Annotated[Any, _only(lambda value: value in ("none", "auto"))]
+Ignored = Annotated[Any, Field(description="accepted, without effect")]
+Nothing = Annotated[
+    Any, _only(lambda value: not value and not isinstance(value, bool)), Field(description="refused unless empty")
+]
+NoChoice = Annotated[
+    Any, _only(lambda value: value in ("none", "auto")), Field(description='refused unless "none" or "auto"')
+]
 Count = Annotated[int, Field(ge=1, le=MOST_SEQUENCES)]
 TokenCount = Annotated[int, Field(ge=1, le=2**31)]
 TopCount = Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)]
 Integers = Annotated[list[int], Field(fail_fast=True)]
+Breakpoints = Annotated[Integers, Field(max_length=MOST_BREAKPOINTS), AfterValidator(_ascending)]
+StopTokens = Annotated[Integers, Field(max_length=MOST_STOP_TOKENS)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Biases = Annotated[dict[int, Bias], BeforeValidator(_token_biases), Field(max_length=MOST_BIASES)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class Fields(BaseModel):
@@ -90,7 +169,7 @@ class Fields(BaseModel):
     def _refuse_unknown(cls, values: Any) -> Any:
         names = values if isinstance(values, dict) else ()
         if (unknown := next((name for name in names if name not in cls.model_fields), None)) is not None:
-            raise PydanticCustomError("unknown_parameter", "is unknown", {"name": unknown})
+            raise PydanticCustomError("unknown_parameter", "is unknown", {"name": encodable(unknown)})
         return values
 
 
@@ -98,78 +177,111 @@ class StreamOptions(Fields):
     """Options of a streamed response."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: bool = False
 
 
 class Message(BaseModel):
-    """One message of a chat. Role "developer" means "system". Text parts are joined."""
+    """One message of a chat. Role "developer" means "system". Text parts are joined.
+
+    A part (or the message) with ``cache_control: {"type": "ephemeral"}`` is a cache breakpoint, as in Anthropic's API.
+    """
 
     model_config = ConfigDict(strict=True, frozen=True)
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Annotated[Text, AfterValidator(_known_role)]
     content: Text
+    tool_calls: Annotated[list[dict[str, Any]], AfterValidator(_encodable_json)] = []
+    tool_call_id: Text | None = None
+    name: Text | None = None
+    marks: list[int] = []
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_more(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
+        known: tuple[str, ...] = ("role", "content", "name", "cache_control")
+        known += {"assistant": ("tool_calls",), "tool": ("tool_call_id",)}.get(str(values.get("role")), ())
         for name, value in values.items():
-            if name not in ("role", "content", "name") and value not in (None, "", []):
-                raise PydanticCustomError("unsupported_parameter", "is not supported", {"name": name})
-        return {"role": None, "content": None} | values
+            if name not in known and value not in (None, "", []):
+                raise PydanticCustomError("unsupported_parameter", "is not supported", {"name": encodable(name)})
+        values = {name: value for name, value in values.items() if name in known and value is not None}
+        content = values.get("content")
+        if content is None and values.get("role") == "assistant":
+            content = ""
+        marks: list[int] = []
+        if isinstance(content, list):
+            content, marks = _joined(content)
+        if _is_mark(values.pop("cache_control", None)) and isinstance(content, str):
+            marks.append(len(content))
+        return {"role": None} | values | {"content": content, "marks": marks}
 
-    @field_validator("content", mode="before")
-    @classmethod
-    def _join(cls, content: Any, info: ValidationInfo) -> Any:
-        if content is None and info.data.get("role") == "assistant":
-            return ""
-        if not isinstance(content, list):
-            return content
-        texts = []
-        for part in content:
-            match part:
-                case {"type": "text", "text": str(text)}:
-                    texts.append(text)
-                case _:
-                    raise PydanticCustomError("invalid_value", "only parts of type 'text' are supported")
-        return "".join(texts)
-
-    def as_dict(self) -> dict[str, str]:
-        """The message in the form of a chat template."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+    def as_dict(self, characters: int | None = None) -> dict[str, Any]:
+        """The message in the form of a chat template, with at most this many characters of its content."""
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
+        message["content"] = self.content[:characters]
+        if characters is None and self.tool_calls:
+            message["tool_calls"] = [_arguments(call) for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.name is not None:
+            message["name"] = self.name
+        return message
 
 
 class Body(Fields, ABC):
     """Fields of both completions and chats."""
 
-    model: str
-    n: Count = 1
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    stop: Annotated[list[Stop], FailFast(), BeforeValidator(_list_of_one), Field(max_length=MOST_STOPS)] = []
-    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    max_tokens: TokenCount | None = None
+    model: Text = Field(description="name of the served model")
+    n: Count = Field(1, description="answers per prompt")
+    stream: bool = Field(False, description="send the answer as server-sent events")
+    stream_options: StreamOptions | None = Field(
+        None, description="`include_usage`: a last chunk with usage; `continuous_usage_stats`: usage in every chunk"
+    )
+    stop: Annotated[list[Stop], FailFast(), BeforeValidator(_list_of_one), Field(max_length=MOST_STOPS)] = Field(
+        [], description="the answer ends before the first of these texts"
+    )
+    stop_token_ids: StopTokens = Field([], description="the answer ends at the first of these tokens")
+    temperature: Annotated[float, Field(ge=0, le=2)] = Field(1.0, description="0: the likeliest token")
+    top_p: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="sample from the likeliest tokens of this sum")
+    top_k: Annotated[int, Field(ge=-1)] = Field(
+        0, description="sample from this many likeliest tokens; 0, -1: from all"
+    )
+    min_p: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="drop tokens less likely than this part of the likeliest token's probability"
+    )
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = Field(
+        None, description="the noise depends on the seed, the answer's index and the position alone"
+    )
+    frequency_penalty: Penalty = Field(0.0, description="subtracted for each time a token is in the answer")
+    presence_penalty: Penalty = Field(0.0, description="subtracted if a token is in the answer")
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = Field(
+        1.0, description="divides positive and multiplies negative logits of tokens in prompt or answer"
+    )
+    logit_bias: Biases = Field({}, description="added to the logits of these token ids")
+    max_tokens: TokenCount | None = Field(
+        None, description="most tokens to generate; by default up to the end of the context"
+    )
 
-    cache_salt: Annotated[Text, Field(min_length=1, max_length=256)] | None = None
-    cache_breakpoints: Integers | None = None
-    cache_read: bool | None = None
-    cache_write: bool | None = None
-    ignore_eos: bool = False
+    cache_salt: Annotated[Text, Field(min_length=1, max_length=256)] | None = Field(
+        None, description="requests with different salts share nothing"
+    )
+    cache_breakpoints: Breakpoints | None = Field(
+        None,
+        description="up to where other prompts will share this one: positions in tokens; in a chat, message numbers",
+    )
+    cache_read: bool | None = Field(None, description="false: do not reuse cached prefixes")
+    cache_write: bool | None = Field(None, description="false: do not cache this request")
+    ignore_eos: bool = Field(False, description="generate past the end-of-text token")
 
-    user: Any = None
-    metadata: Any = None
-    service_tier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    safety_identifier: Any = None
-    frequency_penalty: Zero = 0
-    presence_penalty: Zero = 0
-    logit_bias: Nothing = None
-    store: Annotated[Any, _only(lambda value: value is False)] = False
+    user: Ignored = None
+    metadata: Ignored = None
+    service_tier: Ignored = None
+    prompt_cache_key: Any = Field(None, description="accepted; replicas are chosen by the prompt")
+    prompt_cache_retention: Ignored = None
+    safety_identifier: Ignored = None
+    store: Annotated[Any, _only(lambda value: value is False)] = Field(False, description="refused unless false")
 
     @property
     def is_greedy(self) -> bool:
@@ -195,14 +307,6 @@ class Body(Fields, ABC):
     def _check_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise bad("'stream_options' is only allowed when 'stream' is true.", "stream_options")
-        if self.top_k and self.top_p < 1 and not self.is_greedy:
-            raise bad("'top_k' and 'top_p' cannot be used together.", "top_k", "unsupported_parameter")
-        if self.seed is not None and not self.is_greedy and self.top_k != 1:
-            raise bad(
-                "'seed' is only supported with temperature 0: the engine has one random generator for all requests.",
-                "seed",
-                "unsupported_parameter",
-            )
         return self
 
 
@@ -214,11 +318,15 @@ class CompletionBody(Body):
         FailFast(),
         BeforeValidator(_list_of_prompts),
         Field(min_length=1, max_length=MOST_SEQUENCES),
-    ]
-    max_tokens: TokenCount | None = 16
-    logprobs: TopCount | None = None
-    best_of: Count | None = None
-    echo: bool = False
+    ] = Field(description="a string or token ids, or an array of these")
+    max_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = Field(
+        16, description="most tokens to generate; 0 only with `echo`"
+    )
+    logprobs: TopCount | None = Field(None, description="log-probs of the tokens and of this many likeliest ones")
+    best_of: Count | None = Field(None, description="refused unless it equals `n`")
+    echo: bool = Field(
+        False, description="return the prompt before the answer; with `logprobs`, also those of the prompt"
+    )
     suffix: Nothing = None
 
     @property
@@ -230,38 +338,59 @@ class CompletionBody(Body):
     def _check_completion(self) -> Self:
         if self.best_of not in (None, self.n):
             raise bad("'best_of' is not supported unless it equals 'n'.", "best_of", "unsupported_parameter")
+        if self.max_tokens == 0 and not self.echo:
+            raise bad("'max_tokens' must be at least 1 unless 'echo' is true.", "max_tokens")
         if self.cache_breakpoints and len(self.prompt) > 1:
             raise bad("'cache_breakpoints' needs a single prompt.", "cache_breakpoints")
-        if self.echo and self.logprobs is not None:
-            raise bad("'echo' with 'logprobs' is not supported: log-probs of prompts are not computed.", "logprobs")
         return self
 
 
 class ChatBody(Body):
     """Body of ``/v1/chat/completions``."""
 
-    messages: Annotated[list[Message], FailFast(), AfterValidator(_not_empty)]
-    max_completion_tokens: TokenCount | None = None
-    logprobs: bool = False
-    top_logprobs: TopCount | None = None
+    messages: Annotated[list[Message], FailFast(), AfterValidator(_not_empty)] = Field(
+        description="`role` (system, developer, user, assistant, tool), `content` (a string, or parts of type text, each "
+        'with `cache_control: {"type": "ephemeral"}` where other prompts will share this one), `tool_calls`, '
+        "`tool_call_id`, `name`"
+    )
+    max_completion_tokens: TokenCount | None = Field(None, description="another name of `max_tokens`")
+    logprobs: bool = Field(False, description="log-probs of the answer's tokens")
+    top_logprobs: TopCount | None = Field(None, description="and of this many likeliest ones")
 
-    tools: Nothing = None
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_encodable_json)] = Field(
+        {}, description="variables for the chat template"
+    )
+    add_generation_prompt: bool = Field(True, description="false: do not begin the answer's turn")
+    reasoning_effort: Text | None = Field(None, description="a variable for the chat template")
+    tools: Any = Field(None, description='ignored if `tool_choice` is "none", else refused')
     functions: Nothing = None
-    tool_choice: NoChoice = "none"
-    function_call: NoChoice = "none"
-    parallel_tool_calls: Annotated[Any, _only(lambda value: isinstance(value, bool))] = False
-    response_format: Annotated[Any, _only(lambda value: value == {"type": "text"})] = None
-    modalities: Annotated[Any, _only(lambda value: value == ["text"])] = None
+    tool_choice: NoChoice = None
+    function_call: NoChoice = None
+    parallel_tool_calls: Annotated[Any, _only(lambda value: isinstance(value, bool))] = Field(
+        False, description="accepted, without effect"
+    )
+    response_format: Annotated[Any, _only(lambda value: value == {"type": "text"})] = Field(
+        None, description='refused unless {"type": "text"}'
+    )
+    modalities: Annotated[Any, _only(lambda value: value == ["text"])] = Field(
+        None, description='refused unless ["text"]'
+    )
 
     @property
     def most_tokens(self) -> int | None:
         """See `Body`."""
-        return self.max_tokens or self.max_completion_tokens
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
     @property
     def top_tokens(self) -> int | None:
         """See `Body`."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Variables for the chat template."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return effort | self.chat_template_kwargs
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
@@ -269,10 +398,35 @@ class ChatBody(Body):
             raise bad("'max_tokens' and 'max_completion_tokens' cannot both be set.", "max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise bad("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
+        if self.tools and self.tool_choice != "none":
+            raise bad(
+                "'tools' is not supported by this server unless 'tool_choice' is 'none'.",
+                "tools",
+                "unsupported_parameter",
+            )
+        if sum(len(message.marks) for message in self.messages) > MOST_BREAKPOINTS:
+            raise bad(f"A request may have at most {MOST_BREAKPOINTS} 'cache_control'.", "messages")
         for number in self.cache_breakpoints or ():
             if not 0 <= number < len(self.messages):
                 raise bad(f"'cache_breakpoints': there is no message {short(number)}.", "cache_breakpoints")
         return self
+
+
+class TokenizeBody(Fields):
+    """Body of ``/tokenize``: a text or a chat."""
+
+    model: Text | None = Field(None, description="name of the served model")
+    prompt: Text = Field("", description="a text")
+    messages: Annotated[list[Message], Field(fail_fast=True)] | None = Field(
+        None, description="a chat, in place of `prompt`"
+    )
+
+
+class DetokenizeBody(Fields):
+    """Body of ``/detokenize``."""
+
+    model: Text | None = Field(None, description="name of the served model")
+    tokens: Integers = Field(description="token ids")
 
 
 def read_json(data: bytes) -> dict[str, Any]:
@@ -304,16 +458,29 @@ def read_body(values: dict[str, Any], kind: str) -> CompletionBody | ChatBody:
     Raises:
         ApiError: A field is wrong.
     """
+    return read_fields(values, ChatBody) if kind == "chat" else read_fields(values, CompletionBody)
+
+
+def read_fields[Kind: BaseModel](values: dict[str, Any], kind: type[Kind]) -> Kind:
+    """Parses and checks the fields of any body.
+
+    Raises:
+        ApiError: A field is wrong.
+    """
     try:
-        return ChatBody.model_validate(values) if kind == "chat" else CompletionBody.model_validate(values)
+        return kind.model_validate(values)
     except ValidationError as error:
-        raise _api_error(error.errors(include_url=False)) from None
+        try:
+            raise _api_error(error.errors(include_url=False)) from None
+        except UnicodeEncodeError:  # pydantic cannot describe it
+            raise bad("The request has half of a surrogate pair.") from None
 
 
 # -- pydantic's errors in the format of the API ------------------------------------------------------------------------
 
 _TYPES = {
     "bool_type": "a boolean",
+    "dict_type": "an object",
     "float_type": "a number",
     "int_type": "an integer",
     "list_type": "an array",
@@ -323,12 +490,15 @@ _TYPES = {
 # Fields that accept more than one type.
 _EXPECTED = {
     "cache_breakpoints": "an array of integers",
+    "logit_bias": "an object of numbers by token id",
+    "stop_token_ids": "an array of integers",
     "content": "a string or an array of parts",
     "messages": "a non-empty array of objects",
     "prompt": "a string, or an array of strings, of token ids or of arrays of token ids",
     "stop": "a string or an array of strings",
 }
 _LIMITS = {
+    "greater_than": "must be above {gt}, not {}",
     "greater_than_equal": "must be at least {ge}, not {}",
     "less_than_equal": "must be at most {le}, not {}",
     "string_unicode": "is not valid text: it has half of a surrogate pair",
@@ -358,7 +528,7 @@ def _api_error(problems: list[ErrorDetails]) -> ApiError:
         return wrong_type(param, _EXPECTED.get(param.rpartition(".")[2], _TYPES[kind]), problem["input"])
     if kind in _LIMITS:
         return bad(f"'{name}' {_LIMITS[kind].format(short(problem['input']), **context)}.", param)
-    return bad(f"Invalid '{name}': {problem['msg']}.", param)
+    return bad(f"Invalid '{name}': {problem['msg']}.", name if "name" in context else param)
 
 
 def _param(location: tuple[int | str, ...]) -> str:

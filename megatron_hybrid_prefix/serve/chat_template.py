@@ -17,6 +17,22 @@ from megatron_hybrid_prefix.tokenizer import common_tokens
 # Most message ends to find in a prompt: those of the first message and of the last ones.
 _MOST_ENDS = 32
 PLAIN_STOP = "\nUser:"
+# What a template gets from the server. A request cannot set these variables.
+_RESERVED = frozenset(
+    [
+        "messages",
+        "conversations",
+        "chat_template",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "return_assistant_tokens_mask",
+    ]
+)
+# What a template may raise in the sandbox, beside jinja2's errors.
+_TEMPLATE_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+Messages = Sequence[dict[str, Any]]
 
 
 class ChatForm:
@@ -34,10 +50,10 @@ class ChatForm:
             from jinja2 import TemplateError, TemplateSyntaxError
 
             try:
-                self._render(template, [], False)
+                self._render(template, [], False, {})
             except TemplateSyntaxError as error:
                 raise InputError(f"the chat template cannot be read: {error}") from None
-            except (TemplateError, TypeError):
+            except (TemplateError, *_TEMPLATE_ERRORS):
                 pass  # the template cannot render an empty conversation
 
     @property
@@ -45,36 +61,53 @@ class ChatForm:
         """Stop strings of every answer: in the plain format, the start of another turn."""
         return [] if self._template is not None else [PLAIN_STOP]
 
-    def render(self, messages: Sequence[dict[str, str]], *, begin_answer: bool = True) -> str:
+    def render(self, messages: Messages, *, begin_answer: bool = True, variables: dict[str, Any] | None = None) -> str:
         """The prompt for these messages.
 
+        Args:
+            messages: The conversation.
+            begin_answer: Whether the prompt ends with the start of the assistant's turn.
+            variables: More variables for the template.
+
         Raises:
-            ValueError: The template refuses them.
+            ValueError: The template refuses them, or a variable is reserved.
         """
+        variables = variables or {}
+        if reserved := sorted(_RESERVED & variables.keys()):
+            raise ValueError(f"'chat_template_kwargs' must not set {', '.join(reserved)}")
         if self._template is None:
             return _plain(messages) + ("Assistant:" if begin_answer else "")
         from jinja2 import TemplateError
 
         try:
-            return self._render(self._template, messages, begin_answer)
-        except (TemplateError, TypeError) as error:
+            return self._render(self._template, messages, begin_answer, variables)
+        except TemplateError as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from None
+        except _TEMPLATE_ERRORS as error:
+            raise ValueError(f"the chat template refuses these messages ({type(error).__name__})") from None
 
-    def _render(self, template: str, messages: Sequence[dict[str, str]], begin_answer: bool) -> str:
+    def _render(self, template: str, messages: Messages, begin_answer: bool, variables: dict[str, Any]) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         render: Any = render_jinja_template  # its annotations are wrong
         (text,), _ = render(
-            [list(messages)], chat_template=template, add_generation_prompt=begin_answer, **self._special
+            [list(messages)],
+            chat_template=template,
+            add_generation_prompt=begin_answer,
+            **self._special | variables,
         )
         return str(text)
 
     def ends(
         self,
-        messages: Sequence[dict[str, str]],
+        messages: Messages,
         tokens: Sequence[int],
         tokenize: Callable[[str], list[int]],
         wanted: Sequence[int] | None = None,
+        *,
+        more: Sequence[Messages] = (),
+        variables: dict[str, Any] | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> list[int]:
         """Lengths, in tokens, of the prompt's prefixes that end with a message, ascending.
 
@@ -83,24 +116,32 @@ class ChatForm:
             tokens: The prompt's tokens.
             tokenize: Text to tokens.
             wanted: Indices of the messages. None: all messages (of a long conversation, the first and the last ones).
+            more: Further conversations with which a prefix of the prompt ends.
+            variables: More variables for the template.
+            check: Called before each conversation. What it raises ends the search.
         """
         if wanted is None:
             wanted = range(len(messages))
             if len(wanted) > _MOST_ENDS:
                 wanted = [0, *wanted[1 - _MOST_ENDS :]]
         found = set()
-        for number in wanted:
+        for part in [*(messages[: number + 1] for number in wanted), *more]:
+            check()
             try:
-                begin = self.render(messages[: number + 1], begin_answer=False)
+                begin = self.render(part, begin_answer=False, variables=variables)
             except ValueError:
                 continue  # a template may refuse a conversation that ends here
             found.add(common_tokens(tokens, tokenize(begin)))
         return sorted(end for end in found if 0 < end < len(tokens))
 
 
-def _plain(messages: Sequence[dict[str, str]]) -> str:
-    forms = {"system": "{}\n\n", "user": "User: {}\n", "assistant": "Assistant:{}\n"}
-    return "".join(forms[message["role"]].format(message["content"]) for message in messages)
+def _plain(messages: Messages) -> str:
+    forms = {"system": "{}\n\n", "user": "User: {}\n", "assistant": "Assistant:{}\n", "tool": "Tool: {}\n"}
+    texts = []
+    for message in messages:
+        calls = "".join(f" {json.dumps(call.get('function'))}" for call in message.get("tool_calls", ()))
+        texts.append(forms[message["role"]].format(message["content"] + calls))
+    return "".join(texts)
 
 
 def load_chat_form(template: Path | None, tokenizer: Path | None) -> ChatForm:

@@ -5,7 +5,7 @@ The text depends on the tokens alone, not on how many arrive at a time. So a str
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,55 @@ from megatron_hybrid_prefix.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenNote:
-    """One token of ``logprobs``. ``offset`` is the position of its text in the answer, in characters."""
+    """One token of ``logprobs``.
 
+    Attributes:
+        token: Its id.
+        text: Its text; ``bytes:\\xe2\\x82`` for a part of a character.
+        data: Its bytes.
+        log_prob: Its natural-log probability; None: the first token of a prompt has none.
+        top: Notes of the likeliest tokens at its place, likeliest first.
+        offset: Position of its text in the answer, in characters.
+    """
+
+    token: int
     text: str
-    log_prob: float
-    top: dict[str, float]
-    offset: int
+    data: bytes
+    log_prob: float | None
+    top: tuple[TokenNote, ...] = ()
+    offset: int = 0
+
+
+def note_of(
+    tokenizer: Tokenizer, token: int, log_prob: float | None, top: Mapping[int, float] | None = None, offset: int = 0
+) -> TokenNote:
+    """The note of a token. ``top`` has the log-probs of the likeliest tokens by id, likeliest first."""
+    data = tokenizer.token_bytes(token)
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError:
+        text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+    likeliest = tuple(note_of(tokenizer, *item) for item in (top or {}).items())
+    return TokenNote(token=token, text=text, data=data, log_prob=log_prob, top=likeliest, offset=offset)
+
+
+def prompt_notes(
+    tokenizer: Tokenizer, tokens: Sequence[int], log_probs: Sequence[float], tops: Sequence[Mapping[int, float]]
+) -> list[TokenNote]:
+    """The notes of a prompt's tokens. The first token has no log-prob.
+
+    Args:
+        tokenizer: Decodes the tokens.
+        tokens: The prompt.
+        log_probs: Of each token after the first.
+        tops: For each token after the first the log-probs of the likeliest tokens by id. May be empty.
+    """
+    decoder, offset, notes = tokenizer.decoder(), 0, []
+    for number, token in enumerate(tokens):
+        log_prob = log_probs[number - 1] if number else None
+        notes.append(note_of(tokenizer, token, log_prob, tops[number - 1] if number and tops else None, offset))
+        offset += len(decoder.step(token))
+    return notes
 
 
 class TextStream:
@@ -39,12 +82,22 @@ class TextStream:
         self._notes: list[TokenNote] = []
         self.stopped = False
 
-    def feed(self, token: int, log_prob: float | None = None, top: dict[str, float] | None = None) -> str:
-        """Adds a token. Returns the text that is final by now."""
+    def feed(
+        self, token: int, log_prob: float | None = None, top: Mapping[int, float] | None = None, *, silent: bool = False
+    ) -> str:
+        """Adds a token. Returns the text that is final by now.
+
+        Args:
+            token: Its id.
+            log_prob: Its natural-log probability; None: the answer has no ``logprobs``.
+            top: Log-probs of the likeliest tokens by id.
+            silent: The token adds no text to the answer.
+        """
         assert not self.stopped
         if log_prob is not None:
-            text = self._tokenizer.detokenize([token])
-            self._notes.append(TokenNote(text=text, log_prob=log_prob, top=top or {}, offset=self._length))
+            self._notes.append(note_of(self._tokenizer, token, log_prob, top, self._length))
+        if silent:
+            return ""
         return self._take(self._decoder.step(token))
 
     def finish(self) -> str:
@@ -84,21 +137,38 @@ def completion_logprobs(notes: Sequence[TokenNote], base_offset: int = 0) -> dic
     return {
         "tokens": [note.text for note in notes],
         "token_logprobs": [note.log_prob for note in notes],
-        "top_logprobs": [note.top for note in notes] if any(note.top for note in notes) else None,
+        "top_logprobs": [_by_text(note) for note in notes] if any(note.top for note in notes) else None,
         "text_offset": [base_offset + note.offset for note in notes],
     }
+
+
+def _by_text(note: TokenNote) -> dict[str, float | None] | None:
+    """The likeliest tokens and the chosen one by text; of several with the same text all but one by ``token_id:5``.
+
+    The chosen token always has its own text, so ``top_logprobs[i][tokens[i]]`` is ``token_logprobs[i]``.
+    """
+    if note.log_prob is None:
+        return None
+    found: dict[str, float | None] = {}
+    named = {note.text}
+    for other in note.top:
+        if other.token == note.token:
+            found[note.text] = note.log_prob
+        elif other.text in named:
+            found[f"token_id:{other.token}"] = other.log_prob
+        else:
+            found[other.text] = other.log_prob
+            named.add(other.text)
+    return found | {note.text: note.log_prob}
 
 
 def chat_logprobs(notes: Sequence[TokenNote]) -> dict[str, Any]:
     """``logprobs`` in the format of ``/v1/chat/completions``."""
 
-    def entry(text: str, log_prob: float) -> dict[str, Any]:
-        return {"token": text, "logprob": log_prob, "bytes": list(text.encode("utf-8"))}
+    def entry(note: TokenNote) -> dict[str, Any]:
+        return {"token": note.text, "logprob": note.log_prob, "bytes": list(note.data)}
 
-    content = [
-        entry(note.text, note.log_prob) | {"top_logprobs": [entry(*item) for item in note.top.items()]}
-        for note in notes
-    ]
+    content = [entry(note) | {"top_logprobs": [entry(other) for other in note.top]} for note in notes]
     return {"content": content, "refusal": None}
 
 

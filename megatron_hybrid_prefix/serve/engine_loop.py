@@ -14,13 +14,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update, refusal
+from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update, prompt_log_probs, refusal
 from megatron_hybrid_prefix.serve.metrics import engine_snapshot
 
 logger = logging.getLogger(__name__)
 
 # Give up after this many steps in a row in which the engine schedules nothing.
 _MAX_IDLE_STEPS = 100
+_END_S = 3.0  # for the current step, at the end
 
 
 class EngineLoop(Backend):
@@ -40,6 +41,8 @@ class EngineLoop(Backend):
         self._stopping = False
         self._broken: str | None = None
         self._live: dict[int, GenerationTask] = {}
+        self._open: set[GenerationTask] = set()  # of the asyncio side
+        self._step_began_s: float | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -52,13 +55,24 @@ class EngineLoop(Backend):
             return "the engine's thread is not running"
         return self._broken
 
+    @property
+    def step_s(self) -> float:
+        """See `Backend`."""
+        began_s = self._step_began_s
+        return 0.0 if began_s is None else time.perf_counter() - began_s
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread still runs."""
+        return self._thread.is_alive()
+
     def start(self) -> None:
         """Starts the thread."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    async def stop(self, timeout_s: float = 60.0) -> None:
-        """Ends the thread after its current step."""
+    async def stop(self, timeout_s: float = _END_S) -> None:
+        """Ends the thread after its current step. A step that takes longer is left behind: see `is_running`."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -67,6 +81,7 @@ class EngineLoop(Backend):
     def submit(self, task: GenerationTask) -> None:
         """See `Backend`."""
         self.open_sequences += 1
+        self._open.add(task)
         self._send(lambda: self._add(task))
 
     def abort(self, task: GenerationTask) -> None:
@@ -74,6 +89,12 @@ class EngineLoop(Backend):
         if not task.closed:
             self._close(task)
             self._send(lambda: self._take_out(task))
+
+    def end_all(self) -> None:
+        """See `Backend`."""
+        for task in list(self._open):
+            self.abort(task)
+            task.deliver(Update(finished=True, error="the server is told to stop", is_shutdown=True))
 
     async def snapshots(self) -> dict[str, dict[str, Any]]:
         """See `Backend`."""
@@ -120,6 +141,7 @@ class EngineLoop(Backend):
 
     def _close(self, task: GenerationTask) -> None:
         task.closed = True
+        self._open.discard(task)
         self.open_sequences -= 1
 
     def _receive(self, updates: list[tuple[GenerationTask, Update]]) -> None:
@@ -145,6 +167,7 @@ class EngineLoop(Backend):
                 return
             if not self._has_work():
                 continue
+            self._step_began_s = time.perf_counter()
             try:
                 step = self.engine.step_modern()
                 updates = list(self._collect(step["finished_request_records"]))
@@ -157,6 +180,7 @@ class EngineLoop(Backend):
                 logger.exception("a step failed: its requests get an error, and the engine is reset")
                 idle_steps = 0
                 updates = self._start_over(error)
+            self._step_began_s = None
             self._deliver(updates)
 
     def _has_work(self) -> bool:
@@ -228,6 +252,7 @@ class EngineLoop(Backend):
                 _since(parts, name, task.seen_tokens)[: len(tokens)]
                 for name in ("generated_log_probs", "generated_top_n_logprobs")
             )
+            of_prompt, tops_of_prompt = ([], []) if task.seen_tokens else prompt_log_probs(parts, len(task.prompt))
             task.seen_tokens += len(tokens)
             if record is not None:
                 del self._live[request_id]
@@ -237,6 +262,8 @@ class EngineLoop(Backend):
                     tokens=tokens,
                     log_probs=log_probs,
                     top_log_probs=tops,
+                    prompt_log_probs=of_prompt,
+                    prompt_top_log_probs=tops_of_prompt,
                     cached_tokens=cached_tokens,
                     finished=record is not None,
                     error=refusal(parts[-1]) if record is not None and parts[-1].failed() else None,

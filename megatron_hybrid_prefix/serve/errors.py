@@ -21,6 +21,8 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.headers = status, headers
+        # They may quote the request: text with half of a surrogate pair cannot be sent.
+        message, param = encodable(message), None if param is None else encodable(param)
         self.body = {"error": {"message": message, "type": type, "param": param, "code": code}}
 
 
@@ -42,6 +44,11 @@ def model_not_found(model: str) -> ApiError:
     """Status 404: there is no model with this name."""
     message = f"The model '{short(model)}' does not exist or you do not have access to it."
     return ApiError(404, message, param="model", code="model_not_found")
+
+
+def encodable(text: str) -> str:
+    """The text with halves of surrogate pairs escaped, so that it can be sent and logged."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def short(value: Any) -> str:

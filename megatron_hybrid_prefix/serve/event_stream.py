@@ -1,10 +1,10 @@
-"""Streamed responses. A stream ends at its last token, or when the client disconnects."""
+"""Streamed responses, and work that ends with its client. A stream ends at its last token, or when the client disconnects."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from starlette.responses import Response
@@ -15,12 +15,25 @@ from megatron_hybrid_prefix.serve.generation import Generation
 
 
 class EventStream(Response):
-    """Server-sent events of a generation. The generation is aborted when the client disconnects."""
+    """Server-sent events of a generation. The generation is aborted when the client disconnects.
+
+    Args:
+        generation: Entered by the caller; left at the end of the stream.
+        chunks: Its chunks. The caller waits for the first, so that an error before it has an HTTP status.
+        first: The first chunk.
+        on_end: Called at the end with the generation and whether the client disconnected.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, generation: Generation, on_end: Callable[[Generation, bool], None]) -> None:
-        self._generation, self._on_end = generation, on_end
+    def __init__(
+        self,
+        generation: Generation,
+        chunks: AsyncIterator[dict[str, Any]],
+        first: dict[str, Any],
+        on_end: Callable[[Generation, bool], None],
+    ) -> None:
+        self._generation, self._chunks, self._first, self._on_end = generation, chunks, first, on_end
         self.status_code, self.background = 200, None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
@@ -32,18 +45,21 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the stream."""
-        with self._generation:
+        try:
             gone = await unless_gone(receive, self._send_all(send))
             self._on_end(self._generation, gone)
+        finally:
+            self._generation.close()
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
-            async for chunk in self._generation.chunks():
+            await self._send_event(send, json.dumps(self._first))
+            async for chunk in self._chunks:
                 await self._send_event(send, json.dumps(chunk))
-            await self._send_event(send, "[DONE]")
         except ApiError as error:  # the status has been sent already
             await self._send_event(send, json.dumps(error.body))
+        await self._send_event(send, "[DONE]")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     @staticmethod

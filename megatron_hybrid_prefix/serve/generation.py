@@ -3,23 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update
-from megatron_hybrid_prefix.serve.detokenizer import TextStream, TokenNote, chat_logprobs, completion_logprobs
+from megatron_hybrid_prefix.serve.detokenizer import (
+    TextStream,
+    TokenNote,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_notes,
+)
 from megatron_hybrid_prefix.serve.errors import ApiError
 from megatron_hybrid_prefix.serve.protocol import GenerationRequest, Prompt, ServedModel
+from megatron_hybrid_prefix.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class Choice:
     """One answer while it is generated."""
 
-    def __init__(self, index: int, prompt: Prompt, task: GenerationTask, text: TextStream, most_tokens: int) -> None:
+    def __init__(
+        self,
+        index: int,
+        prompt: Prompt,
+        task: GenerationTask,
+        text: TextStream,
+        most_tokens: int,
+        stop_tokens: frozenset[int],
+        tokenizer: Tokenizer,
+    ) -> None:
         self.index, self.prompt, self.task, self.text = index, prompt, task, text
-        self._most_tokens = most_tokens
+        self._most_tokens, self._stop_tokens, self._tokenizer = most_tokens, stop_tokens, tokenizer
+        self.prompt_notes: list[TokenNote] = []
+        self.last_s: float | None = None  # when its last token arrived
         self.tokens = self.cached_tokens = 0
         self.finish_reason: str | None = None
 
@@ -30,28 +52,52 @@ class Choice:
             ApiError: The engine failed.
         """
         if update.error is not None:
-            raise ApiError(500, f"The engine failed: {update.error}", type="server_error", code="engine_failed")
+            if update.is_shutdown:
+                raise ApiError(503, "The server is shutting down.", type="server_error", code="server_stopping")
+            logger.error("an answer failed: %s", update.error)
+            message = "The engine failed on this request. The server's log says why."
+            raise ApiError(500, message, type="server_error", code="engine_failed")
         self.cached_tokens = update.cached_tokens
-        text = ""
+        if update.prompt_log_probs:
+            tops = [_by_id(top) for top in update.prompt_top_log_probs]
+            self.prompt_notes = prompt_notes(self._tokenizer, self.prompt.tokens, update.prompt_log_probs, tops)
+        text, at_stop_token = "", False
         for number, token in enumerate(update.tokens):
             log_prob = update.log_probs[number] if update.log_probs else None
-            top = update.top_log_probs[number] if update.top_log_probs else None
-            text += self.text.feed(token, log_prob, top)
+            top = _by_id(update.top_log_probs[number]) if update.top_log_probs else None
+            at_stop_token = token in self._stop_tokens
+            text += self.text.feed(token, log_prob, top, silent=at_stop_token)
             self.tokens += 1
-            if self.text.stopped:
+            if self.text.stopped or at_stop_token:
                 break
-        if self.text.stopped or update.finished:
+        if self.text.stopped or at_stop_token or update.finished:
             text += self.text.finish()
-            at_end = not self.text.stopped and self.tokens >= self._most_tokens
-            ended = update.tokens and update.tokens[-1] == self.task.sampling["termination_id"]
+            at_end = not self.text.stopped and not at_stop_token and self.tokens >= self._most_tokens
+            ended = bool(update.tokens) and update.tokens[-1] == self.task.sampling["termination_id"]
             self.finish_reason = "length" if at_end and not ended else "stop"
         return text, self.text.notes(last=self.finish_reason is not None)
 
 
 class Generation:
-    """The answers of one request. A context manager: leaving it aborts unfinished answers."""
+    """The answers of one request. A context manager: leaving it aborts unfinished answers.
 
-    def __init__(self, request: GenerationRequest, engine: Backend, served: ServedModel, arrived_s: float) -> None:
+    Args:
+        request: The request.
+        engine: Generates.
+        served: The served model.
+        arrived_s: When the request arrived.
+        on_gap: Called with the seconds between two tokens of an answer, and the number of such tokens.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        engine: Backend,
+        served: ServedModel,
+        arrived_s: float,
+        on_gap: Callable[[float, int], None] | None = None,
+    ) -> None:
+        self._on_gap = on_gap
         self.request, self._engine = request, engine
         self.id = f"{'chatcmpl' if request.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
@@ -59,11 +105,14 @@ class Generation:
         self._updates: asyncio.Queue[tuple[Choice, Update]] = asyncio.Queue()
         self.choices: list[Choice] = []
         for prompt, most_tokens in zip(request.prompts, request.most_tokens, strict=True):
-            for _ in range(request.n):
-                self._add_choice(prompt, most_tokens, served, arrived_s)
+            for number in range(request.n):
+                self._add_choice(prompt, number, most_tokens, served, arrived_s)
 
-    def _add_choice(self, prompt: Prompt, most_tokens: int, served: ServedModel, arrived_s: float) -> None:
+    def _add_choice(self, prompt: Prompt, number: int, most_tokens: int, served: ServedModel, arrived_s: float) -> None:
         sampling = self.request.sampling | {"num_tokens_to_generate": most_tokens}
+        options = sampling.get("sampling_options")
+        if options is not None and options["seed"] is not None:
+            sampling["sampling_options"] = options | {"seed": options["seed"] + number}
         if prompt.breakpoints:
             sampling["cache_breakpoints"] = prompt.breakpoints
         task = GenerationTask(
@@ -73,7 +122,15 @@ class Generation:
             deliver=lambda update: self._updates.put_nowait((choice, update)),
             stop=self.request.stop,
         )
-        choice = Choice(len(self.choices), prompt, task, TextStream(served.tokenizer, self.request.stop), most_tokens)
+        choice = Choice(
+            len(self.choices),
+            prompt,
+            task,
+            TextStream(served.tokenizer, self.request.stop),
+            most_tokens,
+            self.request.stop_tokens,
+            served.tokenizer,
+        )
         self.choices.append(choice)
 
     def __enter__(self) -> Generation:
@@ -82,6 +139,10 @@ class Generation:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Aborts unfinished answers."""
         for choice in self.choices:
             self._engine.abort(choice.task)
 
@@ -95,8 +156,13 @@ class Generation:
         while left:
             choice, update = await self._updates.get()
             if choice not in left:
-                continue  # it ended at a stop string
+                continue  # it ended at a stop string or token
             text, notes = choice.take(update)
+            if update.tokens:
+                now_s = time.perf_counter()
+                if choice.last_s is not None and self._on_gap is not None:
+                    self._on_gap((now_s - choice.last_s) / len(update.tokens), len(update.tokens))
+                choice.last_s = now_s
             if choice.finish_reason is not None:
                 self._engine.abort(choice.task)
                 left.remove(choice)
@@ -124,7 +190,7 @@ class Generation:
         Raises:
             ApiError: The engine failed.
         """
-        texts = [choice.prompt.text if self.request.echo else "" for choice in self.choices]
+        texts = [self._shown_prompt(choice) for choice in self.choices]
         notes: list[list[TokenNote]] = [[] for _ in self.choices]
         async for choice, text, some in self.pieces():
             texts[choice.index] += text
@@ -133,7 +199,7 @@ class Generation:
         for choice in self.choices:
             entry = {
                 "index": choice.index,
-                "logprobs": self._logprobs(notes[choice.index]),
+                "logprobs": self._logprobs(choice, notes[choice.index], with_prompt=True),
                 "finish_reason": choice.finish_reason,
             }
             if self.request.chat:
@@ -144,42 +210,56 @@ class Generation:
         return self._envelope("", choices) | {"usage": self.usage()}
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """The chunks of a streamed response.
+        """The chunks of a streamed response. The first one comes with the first token.
 
         Raises:
             ApiError: The engine failed.
         """
-        for choice in self.choices:
-            if self.request.chat:
-                yield self._chunk(choice, {"role": "assistant", "content": "", "refusal": None}, [], None)
-            elif self.request.echo:
-                yield self._chunk(choice, choice.prompt.text, [], None)
+        begun: set[Choice] = set()
         async for choice, text, notes in self.pieces():
+            is_first = choice not in begun
+            begun.add(choice)
             last = choice.finish_reason
-            if self.request.chat and last is not None:
+            if self.request.chat:
+                if is_first:
+                    yield self._chunk(choice, {"role": "assistant", "content": "", "refusal": None}, None, None)
                 if text or notes:
-                    yield self._chunk(choice, {"content": text}, notes, None)
-                yield self._chunk(choice, {}, [], last)
+                    yield self._chunk(choice, {"content": text}, self._logprobs(choice, notes), None)
+                if last is not None:
+                    yield self._chunk(choice, {}, None, last)
             else:
-                yield self._chunk(choice, {"content": text} if self.request.chat else text, notes, last)
+                shown = self._shown_prompt(choice) if is_first else ""
+                yield self._chunk(choice, shown + text, self._logprobs(choice, notes, with_prompt=is_first), last)
         if self.request.include_usage:
             yield self._envelope(".chunk", []) | {"usage": self.usage()}
 
+    def _shown_prompt(self, choice: Choice) -> str:
+        return choice.prompt.text if self.request.echo else ""
+
     def _chunk(
-        self, choice: Choice, delta: dict[str, Any] | str, notes: list[TokenNote], finish_reason: str | None
+        self, choice: Choice, delta: dict[str, Any] | str, logprobs: dict[str, Any] | None, finish_reason: str | None
     ) -> dict[str, Any]:
         name = "delta" if self.request.chat else "text"
-        entry = {"index": choice.index, name: delta, "logprobs": None, "finish_reason": finish_reason}
-        if notes:
-            entry["logprobs"] = self._logprobs(notes)
+        entry = {"index": choice.index, name: delta, "logprobs": logprobs, "finish_reason": finish_reason}
         chunk = self._envelope(".chunk", [entry])
+        if self.request.usage_in_chunks:
+            return chunk | {"usage": self.usage()}
         return chunk | {"usage": None} if self.request.include_usage else chunk
 
-    def _logprobs(self, notes: list[TokenNote]) -> dict[str, Any] | None:
-        if self.request.logprobs is None:
+    def _logprobs(self, choice: Choice, notes: list[TokenNote], *, with_prompt: bool = False) -> dict[str, Any] | None:
+        before = choice.prompt_notes if with_prompt and self.request.prompt_log_probs else []
+        if self.request.logprobs is None or (self.request.stream and not notes and not before):
             return None
-        return chat_logprobs(notes) if self.request.chat else completion_logprobs(notes)
+        if self.request.chat:
+            return chat_logprobs(notes)
+        moved = [replace(note, offset=note.offset + len(self._shown_prompt(choice))) for note in notes]
+        return completion_logprobs([*before, *moved])
 
     def _envelope(self, suffix: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         name = f"chat.completion{suffix}" if self.request.chat else "text_completion"
         return {"id": self.id, "object": name, "created": self.created, "model": self._model, "choices": choices}
+
+
+def _by_id(top: dict[str, float]) -> dict[int, float]:
+    """The engine names tokens ``token_id:5``."""
+    return {int(name.removeprefix("token_id:")): value for name, value in top.items()}

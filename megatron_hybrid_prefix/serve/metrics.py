@@ -13,6 +13,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 PREFIX = "hybrid_prefix"
 _FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_BETWEEN_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
+_END_TO_END_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 
 # Fields that share one metric with a label: prefix of their names -> metric, label, help text.
 _LABELLED = {
@@ -20,6 +22,41 @@ _LABELLED = {
     "lost_tokens_": ("lost_tokens", "reason", "Prompt tokens recomputed though their KV was cached, by reason"),
     "checkpoints_by_": ("checkpoints", "reason", "States published, by reason"),
     "fallbacks": ("fallbacks", "reason", "Times the cache reused or kept less than planned, by reason"),
+}
+# Help texts of the other names. The fields are those of `PrefixStats`, and of `TierStats` after "tier_".
+_HELP = {
+    "open_sequences": "Answers that run or wait",
+    "engine_failures": "Steps that raised; their requests got an error",
+    "step_seconds": "Seconds since the engine began its current step; 0 between steps",
+    "running_requests": "Requests in the engine's batch",
+    "waiting_requests": "Requests that the engine has not admitted",
+    "kv_blocks": "KV blocks of the engine",
+    "kv_blocks_available": "KV blocks that are free or can be evicted",
+    "slots": "Checkpoint slots",
+    "slots_used": "Checkpoint slots in use, including those that a forward is writing",
+    "bytes_budget": "Bytes of all checkpoint slots",
+    "bytes_used": "Bytes of the checkpoint slots in use",
+    "prompt_tokens": "Tokens of all admitted prompts; a preempted request counts twice",
+    "computed_prompt_tokens": "Prompt tokens computed by forwards that succeeded",
+    "checkpoints_published": "States that became matchable",
+    "checkpoints_skipped": "States not kept because there was no slot",
+    "evictions": "States evicted, to make room or together with their KV block",
+    "kv_evictions": "KV blocks evicted",
+    "verified_hits": "Hits that were computed again and compared with the cache",
+    "verify_mismatches": "Verified hits that differed; 0 unless the cache is wrong",
+    "tier_loads": "Entries moved one tier up because a prompt needed them",
+    "tier_stores": "Entries moved to the tier from the one above",
+    "tier_evictions": "Entries evicted from the tier",
+    "tier_full": "Entries that found no room in the tier",
+    "tier_preempted": "Preempted requests that were swapped out to the tier",
+    "tier_failed": "Entries that came back corrupt, or not at all, and were dropped",
+    "tier_bytes_loaded": "Bytes loaded from the tier, on this rank",
+    "tier_bytes_stored": "Bytes stored in the tier, on this rank",
+    "tier_seconds": "Seconds of all moves to and from the tier, on this rank",
+    "tier_seconds_waited": "Seconds in which the model or the CPU waited for such a move",
+    "tier_kv_blocks": "KV blocks in the tier now",
+    "tier_states": "States in the tier now",
+    "tier_bytes_budget": "Capacity of the tier in bytes, on this rank",
 }
 # Fields that are the sum of a labelled metric.
 _SUMS = ("reused_tokens",)
@@ -49,7 +86,26 @@ class ServerMetrics:
         self.cancelled = Counter(
             f"{PREFIX}_cancelled_requests", "Requests whose client disconnected", registry=self.registry
         )
-        self.generated = Counter(f"{PREFIX}_generated_tokens", "Tokens generated", registry=self.registry)
+        self.generated = Counter(
+            f"{PREFIX}_generated_tokens",
+            "Tokens generated, by the end of their request",
+            ["status"],
+            registry=self.registry,
+        )
+        for status in ("finished", "cancelled", "failed"):
+            self.generated.labels(status)
+        self.end_to_end = Histogram(
+            f"{PREFIX}_end_to_end_seconds",
+            "Seconds from a request's arrival to the end of its response (status 200 only)",
+            buckets=_END_TO_END_S,
+            registry=self.registry,
+        )
+        self._between = Histogram(
+            f"{PREFIX}_time_between_tokens_seconds",
+            "Seconds from one token of an answer to the next",
+            buckets=_BETWEEN_S,
+            registry=self.registry,
+        )
         self._first_token = Histogram(
             f"{PREFIX}_time_to_first_token_seconds",
             "Seconds from a request's arrival to its first token, by cache hit or miss",
@@ -64,6 +120,11 @@ class ServerMetrics:
     def first_token(self, seconds: float, hit: bool) -> None:
         """Records a first token. Called in the engine's thread."""
         self._first_token.labels("hit" if hit else "miss").observe(seconds)
+
+    def between_tokens(self, seconds: float, tokens: int) -> None:
+        """Records the mean time between tokens that came together."""
+        for _ in range(tokens):
+            self._between.observe(seconds)
 
     def collect(self) -> Iterator[Metric]:
         """Gauges and snapshots as metrics, for the registry."""
@@ -91,7 +152,9 @@ class Families:
         labels = labels or {}
         if name not in self._by_name:
             family: Any = kind
-            self._by_name[name] = family(f"{PREFIX}_{name}", text or name.replace("_", " "), labels=list(labels))
+            self._by_name[name] = family(
+                f"{PREFIX}_{name}", text or _HELP.get(name) or name.replace("_", " "), labels=list(labels)
+            )
         self._by_name[name].add_metric(list(labels.values()), value)
 
     def __iter__(self) -> Iterator[Metric]:
@@ -107,7 +170,10 @@ def add_prefix_metrics(families: Families, stats: dict[str, Any], labels: dict[s
         labels: Labels of every sample.
     """
     labels = labels or {}
+    of_host = {f"host_{figure}" for figure in stats.get("tiers", {}).get("host", {})}
     for name, value in stats.items():
+        if name in of_host:
+            continue  # also a figure of the tier
         start = next((start for start in _LABELLED if name.startswith(start)), None)
         if start is not None and not name.endswith(_LEVELS):
             metric, label, text = _LABELLED[start]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from megatron_hybrid_prefix.serve.bodies import MOST_SEQUENCES, Body, ChatBody, read_body
+from megatron_hybrid_prefix.sampling import SamplingOptions
+from megatron_hybrid_prefix.serve.bodies import MOST_SEQUENCES, Body, ChatBody, CompletionBody, Message, read_body
 from megatron_hybrid_prefix.serve.chat_template import ChatForm
 from megatron_hybrid_prefix.serve.errors import bad, model_not_found, short
 from megatron_hybrid_prefix.tokenizer import Tokenizer
@@ -15,7 +17,7 @@ from megatron_hybrid_prefix.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One prompt: its tokens, its text (for ``echo``), and its cache breakpoints."""
+    """One prompt: its tokens, its text (empty unless ``echo`` needs it), and its cache breakpoints."""
 
     tokens: list[int]
     text: str
@@ -24,7 +26,14 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """A parsed HTTP request. ``logprobs``: likeliest tokens to return per position; None: no log-probs."""
+    """A parsed HTTP request.
+
+    Attributes:
+        usage_in_chunks: Whether every chunk of a stream has the usage so far.
+        logprobs: Likeliest tokens to return per position; None: no log-probs.
+        stop_tokens: Token ids that end an answer.
+        tenant: Name of the API key.
+    """
 
     chat: bool
     prompts: list[Prompt]
@@ -34,8 +43,16 @@ class GenerationRequest:
     stop: list[str]
     stream: bool
     include_usage: bool
+    usage_in_chunks: bool
     echo: bool
     logprobs: int | None
+    stop_tokens: frozenset[int]
+    tenant: str | None
+
+    @property
+    def prompt_log_probs(self) -> bool:
+        """Whether the prompt's tokens get log-probs, too."""
+        return self.echo and self.logprobs is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +68,7 @@ class ServedModel:
         check_fits: Raises ValueError if this many prompt tokens and generated tokens never fit.
         most_tokens: Most tokens that can be generated after this many prompt tokens.
         limit_tokens: Longest prompt and answer together.
+        gives_prompt_log_probs: Whether the engine computes log-probs of prompts.
     """
 
     model: str
@@ -61,9 +79,16 @@ class ServedModel:
     check_fits: Callable[[int, int], None]
     most_tokens: Callable[[int], int]
     limit_tokens: int
+    gives_prompt_log_probs: bool = False
 
 
-def read_request(values: dict[str, Any], kind: str, served: ServedModel, tenant: str | None) -> GenerationRequest:
+def read_request(
+    values: dict[str, Any],
+    kind: str,
+    served: ServedModel,
+    tenant: str | None,
+    check: Callable[[], None] = lambda: None,
+) -> GenerationRequest:
     """Checks a request body and tokenizes its prompts. Slow, so call it off the event loop.
 
     Args:
@@ -71,51 +96,89 @@ def read_request(values: dict[str, Any], kind: str, served: ServedModel, tenant:
         kind: "completions" or "chat".
         served: The served model.
         tenant: Tenant of the request's API key, which becomes part of the salt. None: the server has no keys.
+        check: Called between parts of the work. What it raises ends the work.
 
     Raises:
         ApiError: The request is invalid.
     """
     body = read_body(values, kind)
+    check()
     if body.model != served.model:
         raise model_not_found(body.model)
     if isinstance(body, ChatBody):
         chat, echo, param = True, False, "messages"
-        prompts = [_chat_prompt(body, served)]
+        read: list[Callable[[], Prompt]] = [partial(_chat_prompt, body, served, check)]
     else:
         chat, echo, param = False, body.echo, "prompt"
-        prompts = [_prompt(item, body.cache_breakpoints or [], served) for item in body.prompt]
-    if len(prompts) * body.n > MOST_SEQUENCES:
-        raise bad(f"{len(prompts)} prompts with n={body.n}: a request may have at most {MOST_SEQUENCES} answers.", "n")
+        read = [partial(_prompt, item, body, served) for item in body.prompt]
+    if len(read) * body.n > MOST_SEQUENCES:
+        raise bad(f"{len(read)} prompts with n={body.n}: a request may have at most {MOST_SEQUENCES} answers.", "n")
+    if echo and body.top_tokens is not None and not served.gives_prompt_log_probs:
+        raise bad(
+            "'echo' with 'logprobs' needs log-probs of the prompt, for which this server was not started "
+            "(--prompt-log-probs).",
+            "logprobs",
+        )
+    sampling = _sampling(body, served, tenant)
+    prompts, most_tokens = [], []
+    for make in read:
+        check()
+        prompt = make()
+        prompts.append(prompt)
+        most_tokens.append(_most_tokens(body.most_tokens, prompt, param, served))
+    options = body.stream_options
     return GenerationRequest(
         chat=chat,
         prompts=prompts,
         n=body.n,
-        most_tokens=[_most_tokens(body.most_tokens, prompt, param, served) for prompt in prompts],
-        sampling=_sampling(body, served, tenant),
+        most_tokens=most_tokens,
+        sampling=sampling,
         stop=body.stop + (served.chat.stop if chat else []),
         stream=body.stream,
-        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        include_usage=options is not None and options.include_usage,
+        usage_in_chunks=options is not None and options.continuous_usage_stats,
         echo=echo,
         logprobs=body.top_tokens,
+        stop_tokens=frozenset(body.stop_token_ids),
+        tenant=tenant,
     )
 
 
 def _sampling(body: Body, served: ServedModel, tenant: str | None) -> dict[str, Any]:
+    for name, tokens in (("stop_token_ids", body.stop_token_ids), ("logit_bias", body.logit_bias)):
+        if outside := [token for token in tokens if not 0 <= token < served.vocab_size]:
+            raise bad(f"'{name}' has {short(outside[0])}, which is not in the vocabulary of {served.vocab_size}.", name)
     if body.top_k >= served.vocab_size:
         raise bad(f"'top_k' must be at most {served.vocab_size - 1}, not {short(body.top_k)}.", "top_k")
     eod = served.tokenizer.eod
+    top_k = max(0, body.top_k)
     fields: dict[str, Any] = {
         "temperature": 1.0 if body.is_greedy else body.temperature,
-        "top_k": 1 if body.is_greedy else body.top_k,
-        "top_p": 0.0 if body.is_greedy or body.top_p == 1 else body.top_p,
+        "top_k": 1 if body.is_greedy else top_k,
+        "top_p": 0.0 if body.is_greedy or body.top_p == 1 or top_k == 1 else body.top_p,
         "termination_id": -1 if eod is None or body.ignore_eos else eod,
         "return_log_probs": body.top_tokens is not None,
-        "skip_prompt_log_probs": True,
+        "skip_prompt_log_probs": not getattr(body, "echo", False),
         "top_n_logprobs": body.top_tokens or 0,
+        "top_n_by_id": True,
         "cache_salt": body.cache_salt if tenant is None else json.dumps([tenant, body.cache_salt]),
         "cache_read": body.cache_read,
         "cache_write": body.cache_write,
     }
+    options = SamplingOptions(
+        temperature=0.0 if fields["top_k"] == 1 else fields["temperature"],
+        top_k=0 if body.is_greedy else top_k,
+        top_p=fields["top_p"] or 1.0,
+        min_p=body.min_p,
+        seed=body.seed,
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=tuple(body.logit_bias.items()),
+    )
+    if not options.are_megatrons:
+        # The engine samples these itself. Megatron refuses top_k together with top_p.
+        fields |= {"temperature": 1.0, "top_k": 1, "top_p": 0.0, "sampling_options": options.as_dict()}
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -137,15 +200,17 @@ def _most_tokens(asked: int | None, prompt: Prompt, param: str, served: ServedMo
     return wanted
 
 
-def _prompt(item: str | list[int], breakpoints: list[int], served: ServedModel) -> Prompt:
+def _prompt(item: str | list[int], body: CompletionBody, served: ServedModel) -> Prompt:
     if isinstance(item, str):
-        text, tokens = item, _tokens(item, served)
+        text, tokens = item, text_tokens(item, served)
     elif all(0 <= token < served.vocab_size for token in item):
-        text, tokens = served.tokenizer.detokenize(item, skip_special_tokens=True), item
+        is_shown = body.echo and len(item) <= served.limit_tokens  # longer prompts are refused later
+        text, tokens = served.tokenizer.detokenize(item, skip_special_tokens=True) if is_shown else "", item
     else:
         raise bad(f"'prompt' has token ids outside the vocabulary of {served.vocab_size} tokens.", "prompt")
     if not tokens:
         raise bad("'prompt' must not be empty.", "prompt")
+    breakpoints = body.cache_breakpoints or []
     for position in breakpoints:
         if not 0 < position <= len(tokens):
             raise bad(
@@ -155,25 +220,52 @@ def _prompt(item: str | list[int], breakpoints: list[int], served: ServedModel) 
     return Prompt(tokens=tokens, text=text, breakpoints=breakpoints)
 
 
-def _chat_prompt(body: ChatBody, served: ServedModel) -> Prompt:
-    messages = [message.as_dict() for message in body.messages]
+def chat_tokens(
+    messages: Sequence[Message],
+    served: ServedModel,
+    *,
+    begin_answer: bool = True,
+    variables: dict[str, Any] | None = None,
+) -> tuple[str, list[int]]:
+    """Text and tokens of a chat's prompt.
+
+    Raises:
+        ApiError: The template refuses the messages.
+    """
+    given = [message.as_dict() for message in messages]
     try:
-        text = served.chat.render(messages)
+        text = served.chat.render(given, begin_answer=begin_answer, variables=variables)
     except ValueError as error:
         raise bad(str(error), "messages") from None
+    return text, text_tokens(text, served)
 
-    def tokenize(part: str) -> list[int]:
-        return _tokens(part, served)
 
-    tokens = tokenize(text)
+def _chat_prompt(body: ChatBody, served: ServedModel, check: Callable[[], None]) -> Prompt:
+    text, tokens = chat_tokens(body.messages, served, begin_answer=body.add_generation_prompt, variables=body.variables)
     if not tokens:
         raise bad("'messages' must not be empty.", "messages")
     # A prompt that is too long is refused later, so skip the search for message ends.
-    is_too_long = len(tokens) > served.limit_tokens
-    ends = [] if is_too_long else served.chat.ends(messages, tokens, tokenize, body.cache_breakpoints)
+    if len(tokens) > served.limit_tokens:
+        return Prompt(tokens=tokens, text=text, breakpoints=[])
+    messages = [message.as_dict() for message in body.messages]
+    marked = [
+        [*messages[:number], message.as_dict(characters)]
+        for number, message in enumerate(body.messages)
+        for characters in message.marks
+    ]
+    ends = served.chat.ends(
+        messages,
+        tokens,
+        lambda part: text_tokens(part, served),
+        body.cache_breakpoints,
+        more=marked,
+        variables=body.variables,
+        check=check,
+    )
     return Prompt(tokens=tokens, text=text, breakpoints=ends)
 
 
-def _tokens(text: str, served: ServedModel) -> list[int]:
+def text_tokens(text: str, served: ServedModel) -> list[int]:
+    """Tokens of a text prompt."""
     bos = served.tokenizer.bos if served.add_bos else None
     return [*(() if bos is None else (bos,)), *served.tokenizer.tokenize(text)]

@@ -24,7 +24,7 @@ import zmq
 
 from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.mcore.ranks.coordinator import CoordinatorProcess
-from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update, refusal
+from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update, prompt_log_probs, refusal
 from megatron_hybrid_prefix.serve.metrics import engine_snapshot
 from megatron_hybrid_prefix.upstream.names import EngineState, InferenceClient, SamplingParams
 
@@ -33,13 +33,14 @@ logger = logging.getLogger(__name__)
 _SNAPSHOT_S = 1.0  # between two snapshots of a replica
 _WATCH_S = 0.5
 _START_S = 120.0
-_END_S = 10.0  # for all replicas to stop
-_LEAVE_S = 25.0  # from a signal to a forced exit; torchrun kills the process after 30 s
+_CONNECT_S = 10.0  # for the coordinator's first reply
+_END_S = 4.0  # for all replicas to stop
+_LEAVE_S = 0.5  # for the rest of the process after that
 
 
-def leave_in_time(*_: Any) -> None:
-    """Forces the process to exit after a while, even if it hangs. Also a signal handler."""
-    timer = threading.Timer(_LEAVE_S, os._exit, (1,))
+def leave_in_time(after_s: float = 0.0) -> None:
+    """Forces the process to exit ``after_s`` seconds and the replicas' time later, even if it hangs."""
+    timer = threading.Timer(after_s + _END_S + _LEAVE_S, os._exit, (1,))
     timer.daemon = True
     timer.start()
 
@@ -210,7 +211,7 @@ class ReplicaLoop(Backend):
     def start(self) -> None:
         """See `Backend`."""
         self._client = InferenceClient(self._coordinator.address, deserialize=True)
-        self._client.socket.setsockopt(zmq.RCVTIMEO, int(_END_S * 1000))  # timeout of the coordinator's first reply
+        self._client.socket.setsockopt(zmq.RCVTIMEO, int(_CONNECT_S * 1000))  # timeout of the coordinator's first reply
         self._client.start()
         self._client.socket.setsockopt(zmq.RCVTIMEO, -1)
         self._watching = asyncio.create_task(self._watch())
@@ -226,13 +227,15 @@ class ReplicaLoop(Backend):
                     await self._rank.wait_until_paused()
                     self._client.stop_engines()
                     await asyncio.to_thread(self._rank.join, _END_S)
+                    if self._rank.is_alive:
+                        raise TimeoutError
                 self._client.shutdown_coordinator()
         except TimeoutError:
             self._broken = f"the replicas did not stop within {_END_S:g} s"
         except (RuntimeError, asyncio.CancelledError):  # the engine's loop has ended or was closed
             self._broken = self._rank.error or "the engine of rank 0 ended"
         finally:
-            await asyncio.to_thread(self._coordinator.stop, 0.0 if self._broken else _END_S)
+            await asyncio.to_thread(self._coordinator.stop, 0.0 if self._broken else _LEAVE_S)
             self._client.stop()
 
     def submit(self, task: GenerationTask) -> None:
@@ -252,6 +255,12 @@ class ReplicaLoop(Backend):
     def abort(self, task: GenerationTask) -> None:
         """See `Backend`. The coordinator has no abort, so the task is generated to its end and dropped."""
         task.closed = True
+
+    def end_all(self) -> None:
+        """See `Backend`."""
+        stopped = Update(finished=True, error="the server is told to stop", is_shutdown=True)
+        for task in self._live:
+            self._deliver(task, stopped)
 
     async def snapshots(self) -> dict[str, dict[str, Any]]:
         """See `Backend`. Snapshots are about a second old, or older if a replica is in a long step."""
@@ -280,10 +289,13 @@ class ReplicaLoop(Backend):
             taken_s = next(event.timestamp for event in request.events if event.type.name == "ADD_ENGINE")
             waited_s = sent_s[0] - task.arrived_s + max(0.0, taken_s - sent_s[1])
             self._on_first_token(waited_s + request.ttft, cached_tokens > 0)
+        of_prompt, tops_of_prompt = prompt_log_probs([request], len(task.prompt))
         update = Update(
             tokens=request.generated_tokens,
             log_probs=request.generated_log_probs or (),
             top_log_probs=request.generated_top_n_logprobs or (),
+            prompt_log_probs=of_prompt,
+            prompt_top_log_probs=tops_of_prompt,
             cached_tokens=cached_tokens,
             finished=True,
             error=refusal(request) if request.failed() else None,
@@ -308,12 +320,16 @@ class ReplicaLoop(Backend):
         self._on_failure()
 
 
-def serve_with_others(engine: Any, platform: Any) -> int:
-    """Serves on a rank other than 0, until rank 0 ends it. Returns the exit code."""
+def serve_with_others(engine: Any, platform: Any, drain_s: float) -> int:
+    """Serves on a rank other than 0, until rank 0 ends it, at most ``drain_s`` seconds after SIGTERM.
+
+    Returns:
+        The exit code.
+    """
     board = SnapshotBoard(platform)
     rank = RankEngine(engine, board)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, leave_in_time)
+        signal.signal(number, lambda *_: leave_in_time(drain_s))
     while rank.is_alive:
         rank.join(_SNAPSHOT_S)
         if rank.is_alive and not board.is_there:

@@ -420,6 +420,7 @@ ENGINE = rows_of(
     calls("wait_until", "async (self, state)", "serve/replicas", "waits for the engine to stop"),
     attributes("_loop", "upstream/engine", "its asyncio loop, to notify in"),
     attributes("_prefix_coordination_waits", "upstream/engine", "its count of requests held back"),
+    attributes("num_speculative_tokens", "mcore/engine/engine", "sampling options do not work with drafts"),
     attributes(
         "requests waiting_request_ids resume_request_ids failed_request_ids",
         "mcore/engine/engine mcore/engine/removals mcore/engine/scheduling",
@@ -524,6 +525,22 @@ REQUESTS = (
 
 CONTROLLER = (
     *rows_of(
+        f"{_INFERENCE}.sampling.base:Sampling",
+        overrides(
+            "sample_kernel",
+            "(self, logits, n, context, *, no_top_k, no_top_p, gather_indices=None, token_to_request_index=None, "
+            "output=None, eager=False, cache_key=None)",
+            "upstream/controller",
+            "sampling options that megatron does not have",
+        ),
+        overrides(
+            "log_probs_kernel",
+            "(self, logits, context, *, token_to_request_index=None)",
+            "upstream/controller",
+            "passed on to megatron's backend",
+        ),
+    ),
+    *rows_of(
         f"{_CONTROLLERS}:TextGenerationController",
         wraps(
             "_build_async_sched_request_state",
@@ -549,6 +566,11 @@ CONTROLLER = (
             "upstream/controller",
             "also moves the log-prob options",
         ),
+        overrides(
+            "_init_dynamic_sampling_tensors", "(self)", "upstream/controller", "puts our sampling around megatron's"
+        ),
+        attributes("_sampling", "upstream/controller", "the sampling backend"),
+        attributes("sampling_rng", "mcore/engine/controller", "noise of requests without a seed"),
         overrides("_run_async_sched_sample_mtp", "(self)", "upstream/controller", "prefills accepted no drafts"),
         overrides(
             "_rewind_kv_cache",
@@ -594,6 +616,19 @@ COORDINATOR = (
             "limits the number of remembered blocks",
         ),
         attributes("_hash_table", "upstream/coordinator", "replicas that hold a block"),
+        attributes("_pending_counts _identities_list", "upstream/coordinator", "unfinished requests by replica"),
+        overrides(
+            "get_least_loaded_data_parallel_rank",
+            "(self)",
+            "mcore/ranks/coordinator",
+            "megatron gives all idle traffic to the first replica",
+        ),
+        overrides(
+            "get_best_data_parallel_rank",
+            "(self, request_hashes)",
+            "mcore/ranks/coordinator",
+            "the same for prompts that no replica knows",
+        ),
         calls(
             "entrypoint",
             "(pipe_connection, ready_event, data_parallel_size, tokenizer, max_requests, "

@@ -6,11 +6,91 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.inference.sampling.base import Sampling
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
+
+
+class SamplingSeam(Sampling):
+    """A sampling backend around megatron's; a subclass overrides `sampled`.
+
+    Args:
+        backend: Megatron's.
+    """
+
+    def __init__(self, backend: Sampling) -> None:
+        self._backend = backend
+
+    def sample_kernel(
+        self,
+        logits: torch.Tensor,
+        n: int,
+        context: Any,
+        *,
+        no_top_k: bool,
+        no_top_p: bool,
+        gather_indices: torch.Tensor | None = None,
+        token_to_request_index: torch.Tensor | None = None,
+        output: torch.Tensor | None = None,
+        eager: bool = False,
+        cache_key: Any = None,
+    ) -> torch.Tensor:
+        """See upstream."""
+        tokens: torch.Tensor = self._backend.sample_kernel(
+            logits,
+            n,
+            context,
+            no_top_k=no_top_k,
+            no_top_p=no_top_p,
+            gather_indices=gather_indices,
+            token_to_request_index=token_to_request_index,
+            output=output,
+            eager=eager,
+            cache_key=cache_key,
+        )
+        if token_to_request_index is None:  # with drafts a request has several rows; the engine refuses options there
+            ids = context.request_ids[context.paused_request_count : context.total_request_count].tolist()
+            self.sampled(logits if gather_indices is None else _Rows(logits, gather_indices), tokens, ids[:n])
+        return tokens
+
+    def log_probs_kernel(
+        self, logits: torch.Tensor, context: Any, *, token_to_request_index: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See upstream."""
+        result: torch.Tensor = self._backend.log_probs_kernel(
+            logits, context, token_to_request_index=token_to_request_index
+        )
+        return result
+
+    # -- hooks ---------------------------------------------------------------------------------------------------------
+
+    def sampled(self, logits: Any, tokens: torch.Tensor, request_ids: list[int]) -> None:
+        """Called after megatron sampled a step without drafts; may overwrite tokens.
+
+        Args:
+            logits: ``logits[row]`` is (vocabulary,), on the device.
+            tokens: (rows,) int64 on the device.
+            request_ids: Id of each row's request.
+        """
+
+
+class _Rows:
+    """Chosen rows of a tensor, without a copy of all of them."""
+
+    def __init__(self, tensor: torch.Tensor, rows: torch.Tensor) -> None:
+        self._tensor, self._rows = tensor, rows
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        return self._tensor[self._rows[row : row + 1].long()][0]
 
 
 class ControllerSeam(TextGenerationController):
     """Megatron's controller; a subclass overrides the methods without an underscore."""
+
+    _sampling: Sampling
+
+    def _init_dynamic_sampling_tensors(self) -> None:
+        super()._init_dynamic_sampling_tensors()
+        self._sampling = self.sampling_around(self._sampling)
 
     def _dynamic_step_sample_logits(self) -> None:
         super()._dynamic_step_sample_logits()
@@ -51,6 +131,10 @@ class ControllerSeam(TextGenerationController):
         return result
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
+
+    def sampling_around(self, backend: Sampling) -> Sampling:
+        """The sampling backend to use in place of megatron's."""
+        return backend
 
     def tokens_sampled(self) -> None:
         """Called after sampling and verifying drafts, before log-probs are computed."""

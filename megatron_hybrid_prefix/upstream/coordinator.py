@@ -28,3 +28,14 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
         """The replicas that hold a block, by the block's key; oldest key first."""
         replicas: dict[int, dict[int, int]] = self._hash_table
         return replicas
+
+    @property
+    def pending_requests(self) -> list[int]:
+        """Unfinished requests of each replica."""
+        counts: list[int] = self._pending_counts.tolist()
+        return counts
+
+    def name_of(self, replica: int) -> bytes:
+        """A replica's ZeroMQ identity, by its index in `pending_requests`."""
+        name: bytes = self._identities_list[replica]
+        return name

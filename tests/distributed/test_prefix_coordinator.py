@@ -42,3 +42,18 @@ def test_within_its_limits_it_decides_as_megatron():
         made._update_rank_hashes(rank, keys)
         DataParallelInferenceCoordinator._update_rank_hashes(upstream, rank, keys)
         assert made._hash_table == upstream._hash_table
+
+
+def test_equally_loaded_replicas_take_turns():
+    from megatron.core.inference.config import PrefixCachingCoordinatorPolicy
+
+    made = coordinator(most_blocks=100)
+    made.enable_prefix_caching, made.max_requests, made.prefix_caching_routing_alpha = True, 4, 0.5
+    made.prefix_caching_coordinator_policy = PrefixCachingCoordinatorPolicy.LONGEST_PREFIX
+    best = made.get_best_data_parallel_rank
+    assert [best([number]) for number in range(4)] == [RANKS[0], RANKS[1]] * 2
+    assert [best([]) for _ in range(2)] == RANKS
+    made._update_rank_hashes(RANKS[1], [7])
+    assert [best([7]) for _ in range(3)] == [RANKS[1]] * 3  # a known prefix stays where it is
+    made._pending_counts[0] = 1
+    assert [best([8]) for _ in range(2)] == [RANKS[1]] * 2

@@ -28,7 +28,11 @@ class NaiveHybridModel:
         }
 
     def log_probs(self, tokens: list[int], zero_ssm_at: int | None = None, zero_conv_at: int | None = None):
-        """Log-probs after every token: (tokens, vocabulary), float64.
+        """Log-probs after every token: (tokens, vocabulary), float64. The arguments are those of `logits`."""
+        return torch.log_softmax(self.logits(tokens, zero_ssm_at, zero_conv_at), dim=-1)
+
+    def logits(self, tokens: list[int], zero_ssm_at: int | None = None, zero_conv_at: int | None = None):
+        """Logits after every token: (tokens, vocabulary), float64.
 
         Args:
             tokens: Token ids.
@@ -49,8 +53,7 @@ class NaiveHybridModel:
             else:
                 layer = self._experts if symbol == "E" else self._mlp
                 x = x + layer(self._norm(x, prefix + "pre_mlp_layernorm.weight"), prefix + "mlp.")
-        logits = self._norm(x, "decoder.final_norm.weight") @ w["output_layer.weight"].T
-        return torch.log_softmax(logits, dim=-1)
+        return self._norm(x, "decoder.final_norm.weight") @ w["output_layer.weight"].T
 
     def noise(self, tokens: list[int], seeds: int = 4) -> torch.Tensor:
         """Effect of float32 rounding on each log-prob, for any machine: (tokens, vocabulary), float64.

@@ -98,6 +98,17 @@ def test_conversations_spread_and_stay_where_their_prefix_is(server):
     )
 
 
+def test_idle_traffic_goes_to_all_replicas(server):
+    """One request at a time, each with another prompt."""
+    before = server.metric("prompt_tokens_total")
+    for number in range(4):
+        complete(server.client(), f"idle {number} {PROMPT}", max_tokens=1)
+    wait_until(
+        lambda: all(now > then for then, now in zip(before, server.metric("prompt_tokens_total"), strict=True)),
+        "each replica counts prompt tokens",
+    )
+
+
 def test_salts_share_nothing(server):
     order = ["x", "y", "x", "y", "z"]
     found = [cached(complete(server.client(), extra={"cache_salt": f"salts {salt}"})) for salt in order]

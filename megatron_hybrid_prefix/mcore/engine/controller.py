@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from megatron_hybrid_prefix.mcore.engine.sampling import RowRequest, RowSampling
 from megatron_hybrid_prefix.upstream.controller import ControllerSeam
 
 # Options of each request's log-probs: rows of the context's tables.
@@ -14,6 +16,17 @@ _LOG_PROB_FIELDS = ("return_log_probs", "skip_prompt_log_probs", "top_n_logprobs
 
 class HybridPrefixController(ControllerSeam):
     """Megatron's controller, for this package's engine."""
+
+    # Gives the request of a row with sampling options of this package. The engine sets it.
+    request_of: Callable[[int], RowRequest | None] | None = None
+
+    def sampling_around(self, backend: Any) -> Any:
+        """See the seam."""
+
+        def request_of(request_id: int) -> RowRequest | None:
+            return None if self.request_of is None else self.request_of(request_id)
+
+        return RowSampling(backend, self.sampling_rng, request_of)
 
     def tokens_sampled(self) -> None:
         """See the seam. After a chunk that does not finish its prompt, sets the prompt's next token as the sampled token.

@@ -17,12 +17,15 @@ import torch
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.layers.kinds import invalidate_layers, use_slot_mixers
 from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
+from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
 from megatron_hybrid_prefix.mcore.engine.log_probs import StepLogProbs, cut_to_tokens
 from megatron_hybrid_prefix.mcore.engine.no_cache import NoCache
 from megatron_hybrid_prefix.mcore.engine.record import RequestRecord, forget_chunks, whole_answer
 from megatron_hybrid_prefix.mcore.engine.removals import Removals
+from megatron_hybrid_prefix.mcore.engine.sampling import RowRequest
 from megatron_hybrid_prefix.mcore.engine.scheduling import PrefixScheduling
 from megatron_hybrid_prefix.mcore.ranks.coordinator import meet_subscribers
+from megatron_hybrid_prefix.sampling import SamplingOptions
 from megatron_hybrid_prefix.upstream.blocks import block_counts
 from megatron_hybrid_prefix.upstream.contract import check_contract
 from megatron_hybrid_prefix.upstream.engine import EngineSeam
@@ -59,12 +62,16 @@ class HybridPrefixEngine(EngineSeam):
         self._cached: HybridPrefixContext | NoCache = context if self._has_cache else NoCache()
         self._scheduling = PrefixScheduling(self, context) if self._has_cache else None
         self.removals = Removals(self, self._cached)
+        self._with_options: set[int] = set()  # unfinished requests with sampling options of this package
+        if isinstance(controller, HybridPrefixController):
+            controller.request_of = self._row_request
         super().__init__(controller, context)
 
     def reset(self) -> None:
         """See upstream; also resets the statistics of an unfinished step."""
         super().reset()
         self.removals.clear()
+        self._with_options.clear()
         context = self.context
         context.prefix_cache_hits = context.prefix_cache_blocks_matched = 0
         context.prefix_cache_prefill_computed_tokens = context.prefix_cache_prefill_skipped_tokens = 0
@@ -169,6 +176,10 @@ class HybridPrefixEngine(EngineSeam):
 
     def accept_request(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:
         """See the seam. Makes the keys of the prompt on arrival."""
+        if SamplingOptions.of(request.sampling_params) is not None:
+            if not isinstance(self.controller, HybridPrefixController) or self.num_speculative_tokens:
+                raise ValueError(f"request {request.request_id}: sampling_options do not work with drafts")
+            self._with_options.add(request.request_id)
         self._cached.prefix_request(request)
         future = super().accept_request(request)
         self._refuse_if_never_active(request)
@@ -179,6 +190,11 @@ class HybridPrefixEngine(EngineSeam):
         """See the seam."""
         self._use_own_record(request_id)
         super().refuse_request(request_id)
+
+    def _row_request(self, request_id: int) -> RowRequest | None:
+        if request_id not in self._with_options:
+            return None
+        return RowRequest.of(self.requests[request_id].record)
 
     def _use_own_record(self, request_id: int) -> None:
         entry = self.requests[request_id]
@@ -319,6 +335,8 @@ class HybridPrefixEngine(EngineSeam):
                 cut_to_tokens(record)  # log-probs of a stop word that ended the request
         self.removals.requeue(restarting)
         self.removals.forget_finished()
+        if self._with_options:
+            self._with_options &= self.requests.keys()
         if evict_request_ids is not None and self._scheduling is not None:
             self._scheduling.note_preempted(evict_request_ids.tolist())
         return result

@@ -54,7 +54,8 @@ class StepLogProbs:
     def name_all_tokens(self, tokenizer: Tokenizer) -> None:
         """Repair entries in which several tokens have the same text: megatron keeps the least likely of them.
 
-        The likeliest token is named by its text, the others ``token_id:5``. Call it after megatron has distributed the rows.
+        The likeliest token is named by its text, the others ``token_id:5``. If the request's sampling parameters have
+        ``top_n_by_id``, all tokens are named so. Call it after megatron has distributed the rows.
 
         Args:
             tokenizer: The tokenizer that megatron used for the names.
@@ -62,13 +63,14 @@ class StepLogProbs:
         for request, (prompt_count, generated_count), tokens in self._rows:
             entries = (request.prompt_top_n_logprobs or [])[prompt_count:]
             entries += (request.generated_top_n_logprobs or [])[generated_count:]
+            by_id = getattr(request.sampling_params, "top_n_by_id", False)
             for entry, (values, ids) in zip(entries, tokens, strict=False):
-                if len(entry) == len(ids):
+                if len(entry) == len(ids) and not by_id:
                     continue
                 entry.clear()
                 for value, token in zip(values.tolist(), ids.tolist(), strict=True):
-                    text = tokenizer.detokenize([token])
-                    entry[f"token_id:{token}" if text in entry else text] = value
+                    text = "" if by_id else tokenizer.detokenize([token])
+                    entry[f"token_id:{token}" if by_id or text in entry else text] = value
 
 
 def cut_to_tokens(record: DynamicInferenceRequestRecord) -> None:

@@ -24,9 +24,32 @@ _MEET_MS = 50
 
 
 class PrefixCoordinator(CoordinatorSeam):
-    """Megatron's coordinator with a limit on the number of remembered blocks."""
+    """Megatron's coordinator with a limit on the number of remembered blocks, and fair ties.
+
+    Of equally loaded replicas megatron takes the first, so a server that is rarely busy would use one replica only.
+    """
 
     most_blocks = _MOST_BLOCKS
+    _last_replica = -1  # that got a prompt which no replica knows
+
+    def get_least_loaded_data_parallel_rank(self) -> bytes:
+        """See upstream. Of equally loaded replicas takes the one after the last choice."""
+        loads = self.pending_requests
+        if not loads:
+            name: bytes = super().get_least_loaded_data_parallel_rank()  # raises
+            return name
+        least = min(loads)
+        in_turn = ((self._last_replica + 1 + step) % len(loads) for step in range(len(loads)))
+        self._last_replica = next(replica for replica in in_turn if loads[replica] == least)
+        return self.name_of(self._last_replica)
+
+    def get_best_data_parallel_rank(self, request_hashes: list[int]) -> bytes:
+        """See upstream. A prompt that no replica knows goes to the least loaded one."""
+        known = self.replicas_by_block
+        if not any(known.get(key) for key in request_hashes):
+            return self.get_least_loaded_data_parallel_rank()
+        name: bytes = super().get_best_data_parallel_rank(request_hashes)
+        return name
 
     def note_blocks(self, rank_identity: bytes, keys: list[int]) -> None:
         """See the seam. Over the limit, forgets the blocks that were least recently used."""

@@ -1,0 +1,148 @@
+"""`RowSampling`: megatron's sampling, and the options of single requests that megatron does not have.
+
+Megatron samples a step before the engine records its tokens, and records them before it samples the next step. That holds
+for legacy and asynchronous scheduling. So the requests' own lists have all tokens before the one to sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_hybrid_prefix.sampling import SamplingOptions
+from megatron_hybrid_prefix.upstream.controller import SamplingSeam
+
+if TYPE_CHECKING:
+    from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequestRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRequest:
+    """The request of one row of a step.
+
+    Attributes:
+        options: Its options.
+        prompt: (tokens,) int64 on the host.
+        answer: Tokens generated so far.
+    """
+
+    options: SamplingOptions
+    prompt: torch.Tensor
+    answer: Sequence[int]
+
+    @property
+    def position(self) -> int:
+        """Position in the sequence of the token to sample."""
+        return len(self.prompt) + len(self.answer)
+
+    @classmethod
+    def of(cls, record: DynamicInferenceRequestRecord) -> RowRequest | None:
+        """The request of a record, preempted or not; None: it has no options of this package."""
+        first = record.requests[0]
+        options = SamplingOptions.of(first.sampling_params)
+        if options is None:
+            return None
+        answer = [token for part in record.requests for token in part.generated_tokens]
+        return cls(options=options, prompt=first.prompt_tokens, answer=answer)
+
+
+class RowSampling(SamplingSeam):
+    """Samples with megatron's backend, then again the rows whose requests have `SamplingOptions`.
+
+    Args:
+        backend: Megatron's.
+        generator: Noise of requests without a seed. All ranks of a replica draw from it alike.
+        request_of: The request with this id; None: megatron samples it.
+    """
+
+    def __init__(
+        self, backend: Any, generator: torch.Generator, request_of: Callable[[int], RowRequest | None]
+    ) -> None:
+        super().__init__(backend)
+        self._generator, self._request_of = generator, request_of
+
+    def sampled(self, logits: torch.Tensor, tokens: torch.Tensor, request_ids: list[int]) -> None:
+        """See the seam."""
+        for row, request_id in enumerate(request_ids):
+            request = self._request_of(request_id)
+            if request is not None:
+                tokens[row] = sample(logits[row], request, self._generator)
+
+
+def sample(logits: torch.Tensor, request: RowRequest, generator: torch.Generator) -> torch.Tensor:
+    """Samples one token.
+
+    Args:
+        logits: (vocabulary,): the model's.
+        request: Options and tokens so far.
+        generator: Noise of requests without a seed.
+
+    Returns:
+        () int64.
+    """
+    options = request.options
+    scores = adjusted(logits, request)
+    if options.is_greedy:
+        return scores.argmax()
+    scores = filtered(scores, options)
+    if options.seed is None:
+        return torch.multinomial(scores.softmax(dim=-1), 1, generator=generator)[0]
+    return (scores + gumbel(options.seed, request.position, len(scores)).to(scores.device)).argmax()
+
+
+def adjusted(logits: torch.Tensor, request: RowRequest) -> torch.Tensor:
+    """Logits with bias and penalties: (vocabulary,) float64."""
+    options, scores = request.options, logits.to(torch.float64, copy=True)
+    if options.logit_bias:
+        ids, values = zip(*options.logit_bias, strict=True)
+        scores[_on(scores, ids)] += torch.tensor(values, dtype=torch.float64).to(scores.device)
+    if not options.has_penalties:
+        return scores
+    if options.repetition_penalty != 1:
+        seen = torch.cat([request.prompt, torch.tensor(request.answer, dtype=torch.int64)]).unique()
+        seen = seen[seen < len(scores)].to(scores.device)
+        old = scores[seen]
+        scores[seen] = torch.where(old > 0, old / options.repetition_penalty, old * options.repetition_penalty)
+    if request.answer:
+        ids, counts = torch.tensor(request.answer, dtype=torch.int64).unique(return_counts=True)
+        penalties = options.frequency_penalty * counts.to(torch.float64) + options.presence_penalty
+        scores[ids.to(scores.device)] -= penalties.to(scores.device)
+    return scores
+
+
+def filtered(scores: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
+    """Logits after temperature and filters; dropped tokens have -inf. The likeliest token always stays."""
+    scores = scores / options.temperature
+    if options.min_p > 0:
+        least = scores.max() + torch.tensor(options.min_p, dtype=scores.dtype).log().to(scores.device)
+        scores = scores.masked_fill(scores < least, float("-inf"))
+    if 0 < options.top_k < len(scores):
+        least = scores.topk(options.top_k).values[-1]
+        scores = scores.masked_fill(scores < least, float("-inf"))
+    if options.top_p < 1:
+        ordered, ids = scores.sort(descending=True, stable=True)
+        probabilities = ordered.softmax(dim=-1)
+        before = probabilities.cumsum(dim=-1) - probabilities
+        dropped = before > options.top_p
+        dropped[0] = False
+        scores = scores.masked_fill(torch.zeros_like(dropped).scatter(0, ids, dropped), float("-inf"))
+    return scores
+
+
+def gumbel(seed: int, position: int, size: int) -> torch.Tensor:
+    """Gumbel noise, which depends on the arguments alone: (size,) float64 on the host.
+
+    The argmax of logits plus this noise is a sample of their softmax.
+    """
+    digest = blake2b(f"{seed} {position}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
+    uniform = torch.rand(size, dtype=torch.float64, generator=generator).clamp_min(torch.finfo(torch.float64).tiny)
+    return -(-uniform.log()).log()
+
+
+def _on(like: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(ids, dtype=torch.int64).to(like.device)

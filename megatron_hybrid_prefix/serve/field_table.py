@@ -1,0 +1,83 @@
+"""The table of request fields in ``docs/server-fields.md``, made from the models that check them.
+
+To write it again: ``python -m megatron_hybrid_prefix.serve.field_table > docs/server-fields.md``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+
+from megatron_hybrid_prefix.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+
+_HEAD = """# Fields of the server's requests
+
+Made from the models that check the requests: `python -m megatron_hybrid_prefix.serve.field_table > docs/server-fields.md`.
+A field of another type, out of range or not in a table is refused with status 400 and `error.param`. Fields that are null count
+as absent.
+"""
+_ROUTES: tuple[tuple[str, type[BaseModel]], ...] = (
+    ("/v1/completions", CompletionBody),
+    ("/v1/chat/completions", ChatBody),
+    ("/tokenize", TokenizeBody),
+    ("/detokenize", DetokenizeBody),
+)
+_RANGES = {
+    "minimum": "from {}",
+    "exclusiveMinimum": "above {}",
+    "maximum": "to {}",
+    "minLength": "length from {}",
+    "maxLength": "length to {}",
+    "minItems": "at least {}",
+    "maxItems": "at most {}",
+    "maxProperties": "at most {}",
+}
+
+
+def document() -> str:
+    """The whole document."""
+    return "\n".join([_HEAD, *(line for route, model in _ROUTES for line in _section(route, model))])
+
+
+def _section(route: str, model: type[BaseModel]) -> Iterator[str]:
+    schema = model.model_json_schema()
+    shared = set(CompletionBody.model_fields) & set(ChatBody.model_fields) if model is ChatBody else set()
+    yield f"## `POST {route}`\n"
+    if shared:
+        others = ", ".join(f"`{name}`" for name in CompletionBody.model_fields if name not in shared)
+        yield f"The fields of completions except {others}, and:\n"
+    yield "| field | type | range | default | |"
+    yield "|---|---|---|---|---|"
+    for name, field in schema["properties"].items():
+        if name in shared and field == CompletionBody.model_json_schema()["properties"][name]:
+            continue
+        default = "required" if name in schema.get("required", ()) else f"`{json.dumps(field.get('default'))}`"
+        limits = ", ".join(_limits(field))
+        yield f"| `{name}` | {_type(field)} | {limits} | {default} | {field.get('description', '')} |"
+    yield ""
+
+
+def _type(field: dict[str, Any]) -> str:
+    if "$ref" in field:
+        return "object"
+    if "anyOf" in field:
+        return " or ".join(_type(option) for option in field["anyOf"] if option.get("type") != "null")
+    if field.get("type") == "array":
+        return f"array of {_type(field['items'])}"
+    return str(field.get("type", "any"))
+
+
+def _limits(field: dict[str, Any]) -> Iterator[str]:
+    for part in (field, *field.get("anyOf", ())):
+        for key, text in _RANGES.items():
+            if key in part:
+                value = part[key]
+                text = "at most {}" if part.get("type") == "object" else text
+                yield text.format(int(value) if float(value).is_integer() else value)
+
+
+if __name__ == "__main__":
+    print(document(), end="")

@@ -1,0 +1,135 @@
+"""uvicorn's server, with a time limit for slow headers, and an end that tells clients."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import time
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+# Clients have this long to read the last error, and close.
+_LAST_WORDS_S = 2.0
+# The terminal and torchrun both send SIGINT for one Ctrl-C. Signals closer than this count as one.
+_SAME_SIGNAL_S = 1.0
+
+
+class HttpServer(uvicorn.Server):
+    """Serves until SIGINT or SIGTERM. Open requests may then go on for a while; a second signal ends them at once.
+
+    Args:
+        app: An application of `serve.app.make_app`.
+        drain_s: How long open requests may go on.
+        read_s: Seconds that a request's headers may take to arrive.
+        options: Of ``uvicorn.Config``.
+    """
+
+    def __init__(self, app: Any, *, drain_s: float, read_s: float, **options: Any) -> None:
+        api = app.state.api
+        protocol = type("LimitedProtocol", (_LimitedProtocol,), {"read_s": read_s, "api": api})
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=protocol,
+                ws="none",
+                lifespan="on",
+                timeout_graceful_shutdown=int(drain_s + _LAST_WORDS_S),
+                **options,
+            )
+        )
+        self._api, self._drain_s = api, drain_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._told_s: float | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See upstream."""
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See upstream. Refuses new requests, and ends the open ones after a while."""
+        self._api.refuse_more()
+        ending = asyncio.get_running_loop().call_later(self._drain_s, self._api.end_all)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """See upstream. Upstream drops all connections at the second SIGINT."""
+        now_s = time.monotonic()
+        if self._told_s is None:
+            self._told_s = now_s
+            super().handle_exit(sig, frame)
+        elif now_s - self._told_s > _SAME_SIGNAL_S and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._api.end_all)
+
+
+_Protocol: Any = AutoHTTPProtocol  # uvicorn chooses the class when it is imported
+
+
+class _LimitedProtocol(_Protocol):  # type: ignore[misc]  # so mypy does not know it
+    """A connection that is closed if headers take too long."""
+
+    read_s: float
+    api: Any
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._wait_for_headers()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_timer()  # the headers are here; the application limits the body
+        else:
+            self._wait_for_headers()
+
+    def send_400_response(self, msg: str) -> None:
+        """See upstream: what arrived is not HTTP, so the application does not see it."""
+        self.api.count_malformed()
+        super().send_400_response(msg)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _wait_for_headers(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(self.read_s, self._close_unless_busy)
+
+    def _close_unless_busy(self) -> None:
+        self._timer = None
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket with this address. It refuses connections until the server listens, which is when the model is loaded.
+
+    Raises:
+        OSError: The address is not available.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def ignore_signal(number: int = signal.SIGTERM) -> None:
+    """Ignores a signal that uvicorn raises again after it has stopped."""
+    signal.signal(number, lambda *_: None)

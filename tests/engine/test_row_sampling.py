@@ -1,0 +1,184 @@
+"""Sampling options of single requests: against loops in float64, and in engines with every kind of step."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from megatron_hybrid_prefix.mcore.engine.sampling import RowRequest, adjusted, filtered, gumbel, sample
+from megatron_hybrid_prefix.mcore.runner import RequestResult, run_batch
+from megatron_hybrid_prefix.sampling import SamplingOptions
+from tests.harness.engine_helpers import kv_budget, random_tokens, state_bytes
+from tests.harness.lifecycle_helpers import MODES
+
+BLOCK = 64
+SIZE = 12
+
+
+def row(options: SamplingOptions, prompt: list[int] = (), answer: list[int] = ()) -> RowRequest:
+    return RowRequest(options=options, prompt=torch.tensor(prompt, dtype=torch.int64), answer=list(answer))
+
+
+def naive_probabilities(logits: list[float], request: RowRequest) -> list[float]:
+    """The distribution to sample from, by loops."""
+    options, scores = request.options, list(logits)
+    for token, value in options.logit_bias:
+        scores[token] += value
+    prompt, answer = request.prompt.tolist(), Counter(request.answer)
+    for token in range(len(scores)):
+        if token in prompt or token in answer:
+            penalty = options.repetition_penalty
+            scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
+        if token in answer:
+            scores[token] -= options.frequency_penalty * answer[token] + options.presence_penalty
+    scores = [score / options.temperature for score in scores]
+    best = max(scores)
+    kept = {token for token, score in enumerate(scores) if math.exp(score - best) >= options.min_p}
+    if options.top_k:
+        least = sorted((scores[token] for token in kept), reverse=True)[: options.top_k][-1]
+        kept = {token for token in kept if scores[token] >= least}
+    total = sum(math.exp(scores[token] - best) for token in kept)
+    nucleus, mass = set(), 0.0
+    for token in sorted(kept, key=lambda token: (-scores[token], token)):
+        if nucleus and mass > options.top_p:
+            break
+        nucleus.add(token)
+        mass += math.exp(scores[token] - best) / total
+    if options.top_p < 1:
+        kept = nucleus
+    total = sum(math.exp(scores[token] - best) for token in kept)
+    return [math.exp(scores[token] - best) / total if token in kept else 0.0 for token in range(len(scores))]
+
+
+tokens_of_text = st.lists(st.integers(0, SIZE - 1), max_size=8)
+# Multiples of a fraction that is no power of two: sums of probabilities do not meet top_p, nor logits the least one.
+some_options = st.builds(
+    SamplingOptions,
+    temperature=st.sampled_from([0.3, 1.0, 1.7]),
+    top_k=st.integers(0, SIZE + 2),
+    top_p=st.sampled_from([0.1234, 0.5678, 0.9876, 1.0]),
+    min_p=st.sampled_from([0.0, 0.0321, 0.4321]),
+    frequency_penalty=st.sampled_from([-0.7, 0.0, 1.3]),
+    presence_penalty=st.sampled_from([-1.1, 0.0, 0.9]),
+    repetition_penalty=st.sampled_from([0.7, 1.0, 1.3]),
+    logit_bias=st.dictionaries(st.integers(0, SIZE - 1), st.sampled_from([-3.7, 2.9]), max_size=3).map(
+        lambda items: tuple(items.items())
+    ),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(some_options, st.integers(0, 2**32), tokens_of_text, tokens_of_text)
+def test_the_distribution_is_the_naive_one(options, seed, prompt, answer):
+    logits = torch.randn(SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 3
+    request = row(options, prompt, answer)
+    found = filtered(adjusted(logits, request), options).softmax(dim=-1)
+    assert found.tolist() == pytest.approx(naive_probabilities(logits.tolist(), request), abs=1e-12)
+
+
+def test_the_likeliest_token_always_stays():
+    for options in (SamplingOptions(top_p=1e-9), SamplingOptions(min_p=1.0), SamplingOptions(top_k=1, top_p=1e-9)):
+        scores = filtered(torch.tensor([1.0, 3.0, 2.0], dtype=torch.float64), options)
+        assert scores.isfinite().tolist() == [False, True, False]
+
+
+def test_noise_depends_on_seed_and_position_alone():
+    first = gumbel(1, 5, 100)
+    torch.manual_seed(3)
+    assert torch.equal(gumbel(1, 5, 100), first)
+    assert not any(torch.equal(gumbel(*other, 100), first) for other in ((2, 5), (1, 6), (-1, 5), (15, 1)))
+
+
+@pytest.mark.parametrize("seed", [None, 11])
+def test_samples_follow_the_distribution(seed):
+    """The share of each token is within Hoeffding's bound, at a risk of 1e-9 for all tokens together."""
+    count, size = 4_000, 5
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5])
+    generator = torch.Generator().manual_seed(0)
+    options = SamplingOptions(seed=seed, min_p=0.2, temperature=1.5)
+    found = Counter(int(sample(logits, row(options, [0] * position), generator)) for position in range(1, count + 1))
+    bound = math.sqrt(math.log(2 * size / 1e-9) / (2 * count))
+    expected = naive_probabilities(logits.tolist(), row(options))
+    assert all(abs(found[token] / count - expected[token]) <= bound for token in range(size))
+    assert expected[2] == 0 and found[2] == 0
+
+
+def test_wrong_options_are_refused():
+    for wrong in ({"top_p": 0.0}, {"min_p": 2}, {"temperature": -1}, {"colour": 1}, {"logit_bias": 3}):
+        with pytest.raises(ValueError):
+            SamplingOptions.of(type("Params", (), {"sampling_options": wrong}))
+
+
+# -- in engines --------------------------------------------------------------------------------------------------------
+
+OPTIONS = (
+    SamplingOptions(seed=1, temperature=1.3),
+    SamplingOptions(temperature=0.0, repetition_penalty=1.5, frequency_penalty=0.5),
+    SamplingOptions(seed=2, temperature=1.5, top_k=40, top_p=0.9, presence_penalty=1.0, logit_bias=((7, 4.0),)),
+    None,  # megatron's own, beside them
+)
+PROMPTS = [random_tokens(150 + 37 * number, 128 + number) for number in range(len(OPTIONS))]
+
+
+def params(options: SamplingOptions | None, count: int) -> Any:
+    from megatron.core.inference.sampling_params import SamplingParams
+
+    own = {} if options is None else {"sampling_options": options.as_dict()}
+    fields = {"num_tokens_to_generate": count, "top_k": 1, "termination_id": -1}
+    return SamplingParams.deserialize(fields | own)
+
+
+def answers(model: Any, mode: str, numbers: list[int], *, blocks: int = 64, **fields: Any) -> list[RequestResult]:
+    engine = build_engine(
+        model,
+        HybridPrefixConfig(mamba_gb=16 * state_bytes(model) / 2**30),
+        max_sequence_length=512,
+        block_size_tokens=BLOCK,
+        async_sched_mode=mode,
+        **{"max_requests": 4, "max_tokens": 512}
+        | kv_budget(model, blocks, block_tokens=BLOCK, max_requests=4)
+        | fields,
+    )
+    sampling = [params(OPTIONS[number], 30 + 5 * number) for number in numbers]
+    return run_batch(engine, [PROMPTS[number] for number in numbers], sampling)
+
+
+def check(reference: Any, number: int, result: RequestResult) -> None:
+    """Each token is the one that the float64 model's logits give, or one within rounding of it."""
+    options, tokens = OPTIONS[number], PROMPTS[number] + result.generated
+    assert len(result.generated) == 30 + 5 * number
+    if options is None:
+        return
+    logits = reference.logits(tokens[:-1])
+    for at, token in enumerate(result.generated):
+        request = row(options, PROMPTS[number], result.generated[:at])
+        scores = adjusted(logits[len(PROMPTS[number]) - 1 + at], request)
+        if not options.is_greedy:
+            scores = filtered(scores, options)
+            scores = scores + gumbel(options.seed, request.position, len(scores))
+        assert scores[token] >= scores.max() - 1e-3, f"token {at} of request {number}"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_token_is_sampled_with_its_requests_options(tiny, tiny_reference, mode):
+    together = answers(tiny, mode, [0, 1, 2, 3])
+    for number, result in enumerate(together):
+        check(tiny_reference, number, result)
+    alone = answers(tiny, mode, [2])[0]
+    assert alone.generated == together[2].generated
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_in_chunks_and_preempted(tiny, tiny_reference, mode):
+    """Chunks sample tokens that nobody uses; a preempted request computes its answer so far as a prompt."""
+    results = answers(tiny, mode, [0, 1, 2, 3], blocks=15, enable_chunked_prefill=True, max_tokens=128)
+    assert any(result.recomputed_tokens for result in results)
+    for number, result in enumerate(results):
+        check(tiny_reference, number, result)

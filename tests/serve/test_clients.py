@@ -1,0 +1,756 @@
+"""What clients that nobody here wrote send, and do: hostile sizes, odd text, log-probs, slow sockets, sampling fields.
+
+Each test is a case in which a public client, or an attacker, once got a wrong answer, a 500 or no answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+pytest.importorskip("prometheus_client")
+
+from starlette.requests import ClientDisconnect  # noqa: E402
+
+from megatron_hybrid_prefix.serve.bodies import MOST_BREAKPOINTS  # noqa: E402
+from megatron_hybrid_prefix.serve.chat_template import ChatForm  # noqa: E402
+from megatron_hybrid_prefix.serve.detokenizer import TextStream, chat_logprobs, completion_logprobs  # noqa: E402
+from megatron_hybrid_prefix.serve.protocol import ServedModel, read_request  # noqa: E402
+from tests.harness.engine_helpers import LOG_PROB_NOISE  # noqa: E402
+from tests.harness.limits import HANG_S, wait_until  # noqa: E402
+from tests.serve.test_serve import (  # noqa: E402
+    BLOCK,
+    CHAT,
+    COMPLETION,
+    LIMIT_TOKENS,
+    PROMPT,
+    TOKENIZER,
+    Server,
+    assert_error,
+    complete,
+    running,
+)
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Any) -> Iterator[Server]:
+    """Computes log-probs of prompts, and prompts in chunks."""
+    fields = {"materialize_only_last_token_logits": False, "enable_chunked_prefill": True, "max_tokens": 256}
+    with running(tiny, engine_fields=fields) as server:
+        yield server
+
+
+@pytest.fixture
+def salt(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return {"cache_salt": request.node.name}
+
+
+class Renders(ChatForm):
+    """The plain format; counts what it renders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def render(self, *args: Any, **kwargs: Any) -> str:
+        self.count += 1
+        return super().render(*args, **kwargs)
+
+
+def served(**changes: Any) -> ServedModel:
+    fields = {
+        "model": "tiny",
+        "tokenizer": TOKENIZER,
+        "vocab_size": 512,
+        "chat": Renders(),
+        "add_bos": False,
+        "check_fits": lambda prompt, wanted: None,
+        "most_tokens": lambda prompt: LIMIT_TOKENS - prompt,
+        "limit_tokens": LIMIT_TOKENS,
+    }
+    return ServedModel(**fields | changes)
+
+
+# --- H1: bounded work ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["completions", "chat"])
+@pytest.mark.parametrize("count", [MOST_BREAKPOINTS + 1, 1_000_000])
+def test_too_many_breakpoints_are_refused_before_any_work(server, kind, count):
+    path, body = ("/v1/completions", COMPLETION) if kind == "completions" else ("/v1/chat/completions", CHAT)
+    before = server.metrics()
+    status, answer = server.send(path, body | {"cache_breakpoints": [0] * count})
+    assert status == 400
+    assert_error(answer, code="invalid_value")
+    assert answer["error"]["param"] == "cache_breakpoints"
+    key = ("http_requests_total", (("path", path), ("status", "400")))
+    assert server.metrics()[key] == before.get(key, 0) + 1
+    assert complete(server.client(), "x", max_tokens=1).choices
+
+
+def test_breakpoints_count_once_and_in_order():
+    asked = read_request(
+        COMPLETION | {"prompt": "x" * 10, "cache_breakpoints": [9, 3, 9, 3]}, "completions", served(), None
+    )
+    assert asked.prompts[0].breakpoints == [3, 9]
+    model = served()
+    messages = [{"role": "user", "content": str(number)} for number in range(4)]
+    read_request(CHAT | {"messages": messages, "cache_breakpoints": [1] * MOST_BREAKPOINTS}, "chat", model, None)
+    assert model.chat.count == 2  # the prompt, and up to one message
+
+
+def test_a_long_conversation_renders_a_bounded_number_of_times():
+    model = served(limit_tokens=10**9)
+    messages = [{"role": "user", "content": ""}] * 5_000
+    breakpoints = list(range(0, 5_000, 5_000 // MOST_BREAKPOINTS + 1))
+    for given in ({}, {"cache_breakpoints": breakpoints}):
+        model.chat.count = 0
+        read_request(CHAT | given | {"messages": messages}, "chat", model, None)
+        assert model.chat.count <= 1 + MOST_BREAKPOINTS
+
+
+def test_work_on_a_request_ends_with_its_client():
+    model = served()
+    messages = [{"role": "user", "content": "x"}] * 20
+    checks = 0
+
+    def check() -> None:
+        nonlocal checks
+        checks += 1
+        if checks == 5:
+            raise ClientDisconnect
+
+    with pytest.raises(ClientDisconnect):
+        read_request(CHAT | {"messages": messages}, "chat", model, None, check)
+    assert model.chat.count < len(messages) // 2
+
+
+def test_a_client_that_leaves_while_its_prompt_is_read_is_given_up(server, monkeypatch):
+    """The thread that reads the prompt notices, too."""
+    reached, ended = threading.Event(), threading.Event()
+    real = type(server.app.state.api._served.chat).ends
+
+    def ends(self: ChatForm, *args: Any, check: Any, **kwargs: Any) -> Any:
+        reached.set()
+        try:
+            wait_until(lambda: check() or False, "the client is gone")
+        finally:
+            ended.set()
+
+    async def leave() -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        body = json.dumps(CHAT).encode()
+        writer.write(_head("/v1/chat/completions", len(body)) + body)
+        await asyncio.to_thread(reached.wait, HANG_S)
+        writer.transport.abort()
+
+    before = server.metrics()[("cancelled_requests_total", ())]
+    monkeypatch.setattr(ChatForm, "ends", ends)
+    asyncio.run(leave())
+    assert ended.wait(HANG_S)
+    monkeypatch.setattr(ChatForm, "ends", real)
+    wait_until(lambda: server.metrics()[("cancelled_requests_total", ())] == before + 1, "it was counted")
+
+
+# --- H2: log-probs by token id ---------------------------------------------------------------------------------------
+
+
+def test_top_logprobs_tell_tokens_of_the_same_text_apart(server, salt):
+    """Ids above 257 of this tokenizer have no text."""
+    create = server.client().chat.completions.create
+    fields: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 30}
+    chat = create(**fields, messages=CHAT["messages"], logprobs=True, top_logprobs=10, extra_body=salt)
+    for note in chat.choices[0].logprobs.content:
+        values = [other.logprob for other in note.top_logprobs]
+        assert len(values) == 10 and values == sorted(values, reverse=True)
+        assert note.logprob == pytest.approx(values[0], abs=LOG_PROB_NOISE)
+        assert note.bytes == note.top_logprobs[0].bytes
+    whole = complete(server.client(), extra=salt, max_tokens=30, logprobs=10).choices[0].logprobs
+    for text, value, top in zip(whole.tokens, whole.token_logprobs, whole.top_logprobs, strict=True):
+        assert len(top) == 10
+        assert top[text] == value == pytest.approx(max(top.values()), abs=LOG_PROB_NOISE)
+
+
+def test_a_part_of_a_character_has_its_own_bytes():
+    stream = TextStream(TOKENIZER)
+    for token in "a€".encode():
+        stream.feed(token, -1.0, {0xE2: -0.5, 0x82: -1.0})
+    stream.feed(300, -4.0, {301: -0.25, 300: -4.0})
+    notes = stream.notes(last=True)
+    content = chat_logprobs(notes)["content"]
+    assert [entry["bytes"] for entry in content] == [[0x61], [0xE2], [0x82], [0xAC], []]
+    assert content[1]["token"] == "bytes:\\xe2"
+    tops = completion_logprobs(notes)["top_logprobs"]
+    assert tops[0] == {"a": -1.0, "bytes:\\xe2": -0.5, "bytes:\\x82": -1.0}
+    assert tops[4] == {"": -4.0, "token_id:301": -0.25}
+
+
+def test_bytes_of_a_byte_level_tokenizer():
+    tokenizers = pytest.importorskip("tokenizers")
+    from megatron_hybrid_prefix.tokenizer import HuggingFaceTokenizer
+
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    model = tokenizers.models.BPE(vocab={character: at for at, character in enumerate(alphabet)}, merges=[])
+    fast = tokenizers.Tokenizer(model)
+    fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = tokenizers.decoders.ByteLevel()
+    own = HuggingFaceTokenizer.__new__(HuggingFaceTokenizer)
+    own._tokenizer = fast
+    text = "a €\n\x00ÿ"
+    assert b"".join(own.token_bytes(token) for token in own.tokenize(text)) == text.encode()
+
+
+# --- M1, M4: streams -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_usage_in_every_chunk(server, salt, chat):
+    path, body = ("/v1/chat/completions", CHAT) if chat else ("/v1/completions", COMPLETION)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    more = {"stream": True, "stream_options": options, "max_tokens": 5, "ignore_eos": True}
+    chunks = _events(server, path, body | salt | more)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == 5 and len(counts) > 1
+    assert all(chunk["usage"]["prompt_tokens"] > 0 for chunk in chunks)
+
+
+def _events(server: Server, path: str, body: Any) -> list[Any]:
+    import urllib.request
+
+    request = urllib.request.Request(server.url + path, json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=HANG_S) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.read().decode().split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_a_stream_begins_with_its_first_token(tiny):
+    """While a request waits for its place, nothing is sent. Errors before the first token have an HTTP status."""
+    with running(tiny, max_requests=1, engine_fields={"max_tokens": 1024}) as server:
+        client = server.client()
+        open_then: list[int] = []
+
+        def second() -> None:
+            with client.chat.completions.create(**CHAT, stream=True, max_tokens=2, temperature=0) as stream:
+                open_then.append(server.loop.open_sequences)
+                assert next(iter(stream)).choices[0].delta.role == "assistant"
+
+        with complete(client, max_tokens=400, extra={"ignore_eos": True}, stream=True) as stream:
+            chunks = iter(stream)
+            next(chunks)
+            thread = threading.Thread(target=second)
+            thread.start()
+            wait_until(lambda: server.loop.open_sequences == 2, "both are there")
+            list(chunks)
+            thread.join(HANG_S)
+        assert len(open_then) == 1 and open_then[0] <= 1  # the first has ended
+
+
+def test_a_step_that_fails_before_the_first_token_is_an_http_error(tiny, monkeypatch, caplog):
+    with running(tiny) as server:
+
+        def fail() -> None:
+            raise RuntimeError("secret path")
+
+        monkeypatch.setattr(server.engine, "step_modern", fail)
+        status, answer = server.send("/v1/completions", COMPLETION | {"stream": True})
+        assert status == 500
+        assert_error(answer, code="engine_failed")
+        assert "secret path" not in json.dumps(answer) and "secret path" in caplog.text
+        monkeypatch.undo()
+        assert server.metrics()[("http_requests_total", (("path", "/v1/completions"), ("status", "500")))] == 1
+
+
+# --- M2: log-probs of prompts ----------------------------------------------------------------------------------------
+
+
+def test_echo_with_logprobs(server, salt, tiny_reference):
+    """Compared with the float64 model; the second time the prompt is cached, and is computed all the same."""
+    tokens = TOKENIZER.tokenize(PROMPT)
+    expected = _log_probs(tiny_reference, tokens)
+    for _ in range(2):
+        choice = complete(server.client(), extra=salt, echo=True, logprobs=3, max_tokens=2).choices[0]
+        notes = choice.logprobs
+        assert choice.text.startswith(PROMPT) and len(notes.tokens) == len(tokens) + 2
+        assert notes.token_logprobs[0] is None and notes.top_logprobs[0] is None
+        assert notes.token_logprobs[1 : len(tokens)] == pytest.approx(expected, abs=LOG_PROB_NOISE)
+        assert "".join(notes.tokens[: len(tokens)]) == PROMPT
+        assert notes.text_offset[: len(tokens)] == list(range(len(tokens)))
+        assert notes.text_offset[len(tokens)] == len(PROMPT)
+        for text, value, top in zip(notes.tokens[1:], notes.token_logprobs[1:], notes.top_logprobs[1:], strict=True):
+            assert top[text] == value
+    assert complete(server.client(), extra=salt, echo=True, logprobs=1, max_tokens=2, stream=True) is not None
+
+
+def test_only_the_prompts_logprobs(server, salt):
+    """As lm-eval asks for the likelihood of an ending."""
+    whole = complete(server.client(), extra=salt, echo=True, logprobs=1, max_tokens=1).choices[0]
+    alone = complete(server.client(), extra=salt, echo=True, logprobs=1, max_tokens=0)
+    assert alone.choices[0].text == PROMPT
+    assert alone.usage.completion_tokens == 0
+    found = alone.choices[0].logprobs.token_logprobs
+    assert len(found) == len(PROMPT)
+    assert found[1:] == pytest.approx(whole.logprobs.token_logprobs[1:-1], abs=LOG_PROB_NOISE)
+    streamed = _events(
+        server, "/v1/completions", COMPLETION | salt | {"echo": True, "logprobs": 0, "max_tokens": 0, "stream": True}
+    )
+    assert streamed[0]["choices"][0]["text"] == "x"
+
+
+def _log_probs(reference: Any, tokens: list[int]) -> list[float]:
+    found = reference.log_probs(tokens)
+    return [float(found[at, token]) for at, token in enumerate(tokens[1:])]
+
+
+# --- M3 --------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_advertised_is_accepted(server, salt):
+    """Prompts longer than a step are computed in chunks, as the command does by default."""
+    limit = server.send("/v1/models")[1]["data"][0]["max_model_len"]
+    assert limit > server.engine.context.max_tokens
+    answer = complete(server.client(), "x" * (limit - 1), extra=salt, max_tokens=1)
+    assert answer.usage.total_tokens == limit
+
+
+def test_the_command_computes_prompts_in_chunks():
+    from megatron_hybrid_prefix.cli.serve import make_parser
+
+    assert make_parser().parse_args([]).chunked_prefill
+    assert not make_parser().parse_args(["--no-chunked-prefill"]).chunked_prefill
+
+
+# --- M5: text that is none -------------------------------------------------------------------------------------------
+
+HALF = "\ud800"
+NO_TEXT = {
+    "model": COMPLETION | {"model": HALF},
+    "field": COMPLETION | {HALF: 1},
+    "stop": COMPLETION | {"stop": HALF},
+    "salt": COMPLETION | {"cache_salt": HALF},
+    "bias": COMPLETION | {"logit_bias": {HALF: 1}},
+    "stream option": COMPLETION | {"stream": True, "stream_options": {HALF: 1}},
+    "role": CHAT | {"messages": [{"role": HALF, "content": "x"}]},
+    "name": CHAT | {"messages": [{"role": "user", "content": "x", "name": HALF}]},
+    "field of a message": CHAT | {"messages": [{"role": "user", "content": "x", HALF: 1}]},
+    "call": CHAT | {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": HALF}}]}]},
+    "variable": CHAT | {"chat_template_kwargs": {HALF: 1}},
+    "value of a variable": CHAT | {"chat_template_kwargs": {"a": [HALF]}},
+    "effort": CHAT | {"reasoning_effort": HALF},
+    "tool choice": CHAT | {"tool_choice": HALF},
+}
+
+
+@pytest.mark.parametrize("name", NO_TEXT)
+def test_half_a_surrogate_pair_is_the_clients_error(server, name):
+    body = NO_TEXT[name]
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    key = ("http_requests_total", (("path", path), ("status", "400")))
+    before = server.metrics().get(key, 0)
+    status, answer = server.send(path, body)
+    assert status == 400, answer
+    assert_error(answer)
+    assert server.metrics()[key] == before + 1
+
+
+def test_a_model_of_any_name_is_not_found(server):
+    assert server.send("/v1/models/" + "%ED%A0%80")[0] == 404
+    assert server.send("/v1/models/" + "x" * 5000)[0] == 404
+
+
+# --- M6, M7: sampling fields -----------------------------------------------------------------------------------------
+
+
+def test_a_seed_decides_the_answer(server, salt):
+    client = server.client()
+
+    def ask(seed: int | None, **fields: Any) -> list[str]:
+        fields = {"max_tokens": 20, "temperature": 1.5, "extra": salt | {"ignore_eos": True}} | fields
+        return [choice.text for choice in complete(client, seed=seed, **fields).choices]
+
+    (first,), (other,) = ask(7), ask(8)
+    assert first != other
+    assert ask(7) == [first]
+    several = ask(7, n=3)
+    assert several[0] == first and len(set(several)) == 3
+    texts: list[str] = []
+    threads = [threading.Thread(target=lambda: texts.extend(ask(7))) for _ in range(3)]
+    threads += [threading.Thread(target=lambda: ask(None)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HANG_S)
+    assert texts == [first] * 3  # beside others
+
+
+def test_sampling_fields_reach_the_engine(server, salt):
+    client = server.client()
+    extra = salt | {"ignore_eos": True}
+    greedy = complete(client, extra=extra).choices[0].text
+
+    def ask(more: dict[str, Any], **fields: Any) -> Any:
+        return complete(client, extra=extra | more, **fields).choices[0]
+
+    hot: dict[str, Any] = {"temperature": 2, "seed": 3}
+    assert ask({"top_k": 1}, top_p=0.5, **hot).text == greedy
+    assert ask({"top_k": 50}, top_p=1e-9, **hot).text == greedy
+    assert ask({"min_p": 1.0}, **hot).text == greedy
+    assert ask({"min_p": 0, "repetition_penalty": 1.0, "top_k": -1}, logit_bias={}).text == greedy
+    assert ask({}, logit_bias={"65": 100}).text == "A" * 12
+    assert ask({}, logit_bias={"65": 100}, presence_penalty=2.0).text == "A" * 12
+    letters = Counter(ask({}, logit_bias={"65": 50, "66": 49.5, "67": 49}, frequency_penalty=2.0).text)
+    assert letters.keys() == set("ABC") and max(letters.values()) <= 5
+    repeated = ask({"repetition_penalty": 10.0}, logit_bias={"65": 50, "66": 49.5}).text
+    assert repeated[:2] == "AB"  # neither is in the prompt
+
+
+def test_stop_token_ids(server, salt):
+    client, extra = server.client(), salt | {"ignore_eos": True}
+    whole = complete(client, extra=extra, max_tokens=30).choices[0].text
+    bias = {"logit_bias": {"65": 100}}
+    stopped = complete(client, extra=extra | {"stop_token_ids": [65]}, max_tokens=30, **bias)
+    assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == ("", "stop")
+    assert stopped.usage.completion_tokens == 1
+    unmet = complete(client, extra=extra | {"stop_token_ids": [511]}, max_tokens=30)
+    assert unmet.choices[0].text == whole or unmet.choices[0].finish_reason == "stop"
+    for wrong in ([512], [-1], ["a"], [0] * 65):
+        status, answer = server.send("/v1/completions", COMPLETION | {"stop_token_ids": wrong})
+        assert (status, answer["error"]["param"]) == (400, "stop_token_ids")
+
+
+def test_conversations_of_other_clients_are_accepted(server, salt):
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]},
+        {"role": "tool", "tool_call_id": "1", "name": "f", "content": "2"},
+        {"role": "assistant", "content": "y", "refusal": None},
+        {"role": "user", "content": "z"},
+    ]
+    neutral = {
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "tool_choice": "none",
+        "parallel_tool_calls": True,
+        "min_p": 0,
+        "repetition_penalty": 1.0,
+        "chat_template_kwargs": {"enable_thinking": False},
+        "add_generation_prompt": True,
+        "reasoning_effort": "low",
+        "max_tokens": 1,
+    }
+    status, answer = server.send("/v1/chat/completions", CHAT | salt | neutral | {"messages": messages})
+    assert status == 200, answer
+
+
+def test_variables_of_a_template():
+    form = ChatForm("{% for m in messages %}{{ m.role }}{{ m.tool_calls }}{% endfor %}{{ enable_thinking }}")
+    model = served(chat=form)
+    calls = [{"function": {"name": "f", "arguments": '{"a": 1}'}}]
+    messages = [{"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": "x"}]
+    body = CHAT | {"messages": messages, "chat_template_kwargs": {"enable_thinking": 7}}
+    text = bytes(read_request(body, "chat", model, None).prompts[0].tokens).decode()
+    assert "'arguments': {'a': 1}" in text and text.endswith("tool7")
+    for name in ("messages", "add_generation_prompt", "tools"):
+        with pytest.raises(ValueError, match="must not set"):
+            form.render([], variables={name: 1})
+    for template in ("{{ 1 // 0 }}", "{{ range(10**9) }}", "{{ x.y.z }}", "{{ messages + 1 }}"):
+        with pytest.raises(ValueError, match="refuses these messages"):
+            ChatForm(template).render([{"role": "user", "content": "x"}])
+
+
+def test_cache_control_is_a_breakpoint(server, salt):
+    shared = "s" * (3 * BLOCK + 10)
+
+    def ask(question: str, control: Any) -> int:
+        part = {"type": "text", "text": shared} | ({} if control is None else {"cache_control": control})
+        messages = [{"role": "user", "content": [part, {"type": "text", "text": question * 100}]}]
+        body = CHAT | {"messages": messages, "max_tokens": 1, "cache_salt": f"{salt} {control}"}
+        status, answer = server.send("/v1/chat/completions", body | {"cache_breakpoints": []})
+        assert status == 200, answer
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert [ask(question, None) for question in "ab"] == [0, 0]
+    assert [ask(question, {"type": "ephemeral"}) for question in "ab"] == [0, 3 * BLOCK]
+    for control in ({"type": "eternal"}, 1, []):
+        body = CHAT | {"messages": [{"role": "user", "content": "x", "cache_control": control}]}
+        assert server.send("/v1/chat/completions", body)[0] == 400
+
+
+# --- Other routes ----------------------------------------------------------------------------------------------------
+
+
+def test_tokenize_detokenize_version_and_health_generate(server):
+    status, answer = server.send("/tokenize", {"model": "tiny", "prompt": "a€"})
+    assert (status, answer["tokens"], answer["count"]) == (200, list("a€".encode()), 4)
+    assert server.send("/detokenize", {"tokens": answer["tokens"]}) == (200, {"prompt": "a€"})
+    chat = server.send("/tokenize", {"messages": CHAT["messages"]})[1]
+    assert bytes(chat["tokens"]).decode() == "User: x\nAssistant:"
+    for path, body in (
+        ("/tokenize", {"prompt": 1}),
+        ("/tokenize", {"prompt": HALF}),
+        ("/detokenize", {"tokens": [512]}),
+        ("/detokenize", {}),
+    ):
+        status, answer = server.send(path, body)
+        assert status == 400
+        assert_error(answer)
+    assert server.send("/tokenize", {"model": "gpt", "prompt": "x"})[0] == 404
+    assert server.send("/version")[1]["version"]
+    before = server.engine.context.step_count
+    assert server.send("/health_generate") == (200, {"status": "ok"})
+    assert server.engine.context.step_count > before
+
+
+# --- M9: a step that does not end ------------------------------------------------------------------------------------
+
+
+def test_a_stuck_step_is_unhealthy_and_metrics_show_the_last_figures(tiny, monkeypatch):
+    with running(tiny, step_s=0.05) as server:
+        complete(server.client())
+        before = server.metrics()
+        real, stuck, go_on = server.engine.step_modern, threading.Event(), threading.Event()
+
+        def step() -> Any:
+            stuck.set()
+            assert go_on.wait(HANG_S)
+            return real()
+
+        monkeypatch.setattr(server.engine, "step_modern", step)
+        thread = threading.Thread(target=complete, args=(server.client(),))
+        thread.start()
+        try:
+            assert stuck.wait(HANG_S)
+            wait_until(lambda: server.send("/health")[0] == 503, "the server is unhealthy")
+            assert_error(server.send("/health")[1], code="engine_stuck")
+            assert server.send("/health_generate")[0] == 503
+            during = server.metrics()
+            assert during[("prompt_tokens_total", ())] == before[("prompt_tokens_total", ())]
+            assert during[("step_seconds", ())] > 0
+        finally:
+            go_on.set()
+            thread.join(HANG_S)
+        assert server.send("/health")[0] == 200
+
+
+# --- L, M8: sockets, tenants, the end --------------------------------------------------------------------------------
+
+
+def _head(path: str, length: int) -> bytes:
+    return f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n\r\n".encode()
+
+
+def test_a_slow_body_is_given_up(tiny):
+    async def stall() -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(_head("/v1/completions", 100) + b"{")
+        head = await reader.readuntil(b"\r\n")
+        writer.transport.abort()
+        return head
+
+    with running(tiny, read_s=0.05) as server:
+        assert b" 408 " in asyncio.run(asyncio.wait_for(stall(), HANG_S))
+        assert server.metrics()[("http_requests_total", (("path", "/v1/completions"), ("status", "408")))] == 1
+
+
+NOT_HTTP = {
+    "no HTTP": b"hello\r\n\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    "no length": b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: many\r\n\r\n",
+    "two lengths": b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\ncontent-length: 4\r\n\r\n{}",
+    "a space before the colon": b"GET /health HTTP/1.1\r\nhost : x\r\n\r\n",
+    "a zero byte": b"GET /health HTTP/1.1\r\nhost: x\r\na: b\x00c\r\n\r\n",
+    "endless headers": b"GET /health HTTP/1.1\r\nhost: x\r\na: " + b"b" * 200_000,
+}
+
+
+def test_bytes_that_are_not_http_are_refused_and_counted(server):
+    async def send(data: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(data)
+        answer = await reader.readline()
+        writer.transport.abort()
+        return answer
+
+    key = ("http_requests_total", (("path", "other"), ("status", "400")))
+    for name, data in NOT_HTTP.items():
+        before = server.metrics().get(key, 0)
+        assert b" 400 " in asyncio.run(asyncio.wait_for(send(data), HANG_S)), name
+        assert server.metrics()[key] == before + 1, name
+    assert server.send("/health")[0] == 200
+
+
+def test_slow_headers_are_given_up(tiny):
+    async def stall(data: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(data)
+        whole = await reader.read()  # until the server closes the connection
+        writer.close()
+        return whole
+
+    with running(tiny, header_s=0.1) as server:
+        for data in (b"", b"GET /version HTTP/1.1\r\nho"):
+            assert asyncio.run(asyncio.wait_for(stall(data), HANG_S)) == b""
+        assert complete(server.client(), max_tokens=100, extra={"ignore_eos": True}).choices  # takes longer
+
+
+def test_unknown_paths_and_methods_are_counted(server):
+    before = server.metrics()
+    for path, body in (("/v2", None), ("/v1/completions", None)):
+        server.send(path, body)
+    after = server.metrics()
+    for path, status in (("other", "404"), ("/v1/completions", "405")):
+        key = ("http_requests_total", (("path", path), ("status", status)))
+        assert after[key] == before.get(key, 0) + 1
+
+
+def test_the_access_log_has_no_prompts(server, caplog):
+    access = "megatron_hybrid_prefix.serve.access"
+    with caplog.at_level(logging.INFO, logger=access):
+        complete(server.client("secret-key"), "a secret prompt", max_tokens=3, extra={"ignore_eos": True})
+        server.send("/secret")
+        wait_until(lambda: len(caplog.records) >= 2, "both lines are there")
+    lines = [record.getMessage() for record in caplog.records if record.name == access]
+    assert "POST /v1/completions 200" in lines[0] and "prompt=15 cached=0 generated=3" in lines[0]
+    assert "GET other 404" in lines[1]
+    assert "secret" not in "".join(lines)
+
+
+def test_one_tenant_cannot_take_all_places(tiny):
+    with running(tiny, keys={"a": "a", "b": "b"}, max_per_tenant=2) as server:
+        extra = {"ignore_eos": True}
+        with pytest.raises(openai.BadRequestError, match="limit of this API key is 2"):
+            complete(server.client("a"), n=3)
+        with complete(server.client("a"), n=2, max_tokens=600, extra=extra, stream=True) as stream:
+            next(iter(stream))
+            with pytest.raises(openai.RateLimitError, match="of this API key"):
+                complete(server.client("a"))
+            assert complete(server.client("b")).choices[0].text
+        server.wait_until_idle()
+        assert complete(server.client("a"), n=2).choices[0].text
+
+
+def test_ids_are_not_made_text_before_their_length_is_checked():
+    class Counting:
+        bos, eod, vocab_size = None, None, 512
+        decoded = 0
+
+        def detokenize(self, tokens: Any, skip_special_tokens: bool = False) -> str:
+            self.decoded += len(tokens)
+            return ""
+
+    tokenizer: Any = Counting()
+    with pytest.raises(Exception, match="maximum context length"):
+        read_request(
+            COMPLETION | {"prompt": [1] * 10_000, "echo": True}, "completions", served(tokenizer=tokenizer), None
+        )
+    read_request(COMPLETION | {"prompt": [1] * 10}, "completions", served(tokenizer=tokenizer), None)
+    assert tokenizer.decoded == 0
+
+
+def test_keys_that_cannot_be_sent_are_refused(tmp_path):
+    from megatron_hybrid_prefix.cli.serve import read_keys
+    from megatron_hybrid_prefix.console.terminal import InputError
+
+    file = tmp_path / "keys"
+    file.write_text("name schlüssel\n")
+    with pytest.raises(InputError, match="visible ASCII"):
+        read_keys(file)
+
+
+def test_the_end_tells_clients_that_still_wait(tiny, monkeypatch, caplog):
+    """A stream gets an error and [DONE], a waiting request 503, a half-sent one 503; nothing is logged as an error."""
+    server = Server(tiny, max_requests=1)
+    server.start()
+    real, go_on = server.engine.step_modern, threading.Event()
+
+    def step() -> Any:
+        if not go_on.is_set():
+            time.sleep(0.001)  # leaves the stream unfinished for long enough
+        return real()
+
+    monkeypatch.setattr(server.engine, "step_modern", step)
+    found: dict[str, Any] = {}
+
+    async def ask() -> None:
+        async def stream() -> None:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            body = json.dumps(COMPLETION | {"stream": True, "max_tokens": 1000, "ignore_eos": True}).encode()
+            writer.write(_head("/v1/completions", len(body)) + body)
+            await reader.readuntil(b"data: ")
+            begun.set()
+            found["stream"] = await reader.readuntil(b"[DONE]\n\n")
+            writer.close()
+
+        async def wait() -> None:
+            await begun.wait()
+            found["waiting"] = await asyncio.to_thread(server.send, "/v1/completions", COMPLETION)
+
+        async def half() -> None:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(_head("/v1/completions", 100) + b"{")
+            await begun.wait()
+            found["half"] = await reader.readuntil(b"\r\n")
+            writer.close()
+
+        begun = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(stream())
+            group.create_task(wait())
+            group.create_task(half())
+            await begun.wait()
+            while server.loop.open_sequences < 2:
+                await asyncio.sleep(0.01)
+            loop = server.loop._loop
+            loop.call_soon_threadsafe(server.app.state.api.refuse_more)
+            assert (await asyncio.to_thread(server.send, "/v1/completions", COMPLETION))[0] == 503
+            loop.call_soon_threadsafe(server.app.state.api.end_all)
+
+    try:
+        asyncio.run(asyncio.wait_for(ask(), HANG_S))
+    finally:
+        go_on.set()
+        server.stop()
+    assert b'"server_stopping"' in found["stream"]
+    assert found["waiting"][0] == 503 and found["waiting"][1]["error"]["code"] == "server_stopping"
+    assert b" 503 " in found["half"]
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_metrics_have_help_and_types(server):
+    import urllib.request
+
+    from prometheus_client.parser import text_string_to_metric_families
+
+    complete(server.client(), max_tokens=4, extra={"ignore_eos": True})
+    wait_until(lambda: server.metrics()[("end_to_end_seconds_count", ())] > 0, "it was counted")
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=HANG_S) as answer:
+        families = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
+    for name, family in families.items():
+        plain = name.removeprefix("hybrid_prefix_").replace("_", " ")
+        assert family.documentation and family.documentation != plain, f"{name} has no HELP text"
+    found = server.metrics()
+    assert found[("time_between_tokens_seconds_count", ())] >= 3
+    assert found[("generated_tokens_total", (("status", "finished"),))] >= 4
+    assert math.isfinite(found[("end_to_end_seconds_sum", ())])
+    assert not [name for name in families if name.startswith("hybrid_prefix_host_")], "the tiers have these figures"
+
+
+def test_the_table_of_fields_is_up_to_date():
+    from pathlib import Path
+
+    from megatron_hybrid_prefix.serve.field_table import document
+
+    found = document()
+    file = Path(__file__).resolve().parents[2] / "docs" / "server-fields.md"
+    assert file.read_text() == found, "write it again: its first lines say how"
+    assert all(line.count("|") == 6 and not line.endswith("|  |") for line in found.splitlines() if "| `" in line[:3])
