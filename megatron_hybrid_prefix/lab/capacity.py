@@ -146,7 +146,7 @@ def sizes_of(model: str, *, tp: int = 1, state_dtype: str | None = None) -> Size
     Args:
         model: A preset; a YAML or JSON file of Megatron arguments; or a Hugging Face config.json, or its folder.
         tp: Tensor-parallel size.
-        state_dtype: Dtype of the SSM states; None: that of the parameters.
+        state_dtype: Dtype of the matrix states; None: the model's (``mamba_ssm_cache_dtype``), or the layer kind's choice.
 
     Raises:
         InputError: There is no such preset or file, or the file is not understood.
@@ -162,7 +162,7 @@ def sizes_of(model: str, *, tp: int = 1, state_dtype: str | None = None) -> Size
             data = _read(path)
             reader = _of_hugging_face if "model_type" in data else _of_megatron
             sizes = reader(_Fields(str(path), data))
-        return replace(sizes, tp=tp, state_dtype=state_dtype)
+        return replace(sizes, tp=tp, state_dtype=state_dtype or sizes.state_dtype)
 
 
 def _of_preset(name: str, config: HybridModelConfig) -> Sizes:
@@ -189,6 +189,7 @@ def _of_preset(name: str, config: HybridModelConfig) -> Sizes:
         kv_heads=config.num_query_groups,
         kv_channels=config.kv_channels,
         dtype=config.dtype,
+        state_dtype=config.state_dtype,
     )
 
 
@@ -313,6 +314,7 @@ def _of_hugging_face(given: _Fields) -> Sizes:
         kv_heads=given.number("num_key_value_heads", default=query_heads),
         kv_channels=given.number("head_dim", "attention_head_dim", default=hidden_size // max(1, query_heads)),
         dtype=str(given.get("dtype", "torch_dtype") or "bfloat16"),
+        state_dtype=given.get("mamba_ssm_cache_dtype"),
     )
 
 
@@ -335,7 +337,10 @@ def _mamba_of(given: _Fields, layers: int) -> Mamba2Sizes:
 def _by_pattern(given: _Fields) -> tuple[int, int]:
     kinds = given.list_of_text("layers_block_type")
     if kinds is not None:
-        return kinds.count("mamba"), kinds.count("attention")
+        return (  # names of transformers 4 and 5
+            kinds.count("mamba") + kinds.count("linear_attention"),
+            kinds.count("attention") + kinds.count("full_attention"),
+        )
     pattern = given.text("hybrid_override_pattern")
     return pattern.count("M"), pattern.count("*")
 

@@ -40,6 +40,8 @@ class HybridModelConfig:
         qk_norm: RMS norm of each query and each key head before its rotary embedding.
         layernorm_epsilon: Epsilon of the RMS norms.
         dtype: Parameters' dtype: "float32" or "bfloat16".
+        state_dtype: Dtype of the recurrent layers' matrix states where an engine is not told another: "float32" or
+            "bfloat16"; None: the layer kind's choice.
         tie_embeddings: Share the embedding with the output layer.
         long_memory: Initialise A, dt and the convolution so that both state components matter for hundreds of
             tokens; a model that forgets cannot tell a right state from a wrong one.
@@ -78,6 +80,7 @@ class HybridModelConfig:
     qk_norm: bool = False
     layernorm_epsilon: float = 1e-5
     dtype: str = "bfloat16"
+    state_dtype: str | None = None
     tie_embeddings: bool = False
     long_memory: bool = False
     num_moe_experts: int = 0
@@ -98,6 +101,8 @@ class HybridModelConfig:
             raise ValueError(f"layer_pattern={self.layer_pattern!r} has no attention layer; the engine needs one")
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype={self.dtype!r}: use 'float32' or 'bfloat16'")
+        if self.state_dtype not in ("float32", "bfloat16", None):
+            raise ValueError(f"state_dtype={self.state_dtype!r}: use 'float32', 'bfloat16' or None")
         if self.activation not in ("relu2", "gelu", "swiglu"):
             raise ValueError(f"activation={self.activation!r}: use 'relu2', 'gelu' or 'swiglu'")
         if self.chunk_size < 1 or self.chunk_size & (self.chunk_size - 1):
