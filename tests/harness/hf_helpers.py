@@ -124,16 +124,23 @@ QWEN3_NEXT_ASKED = {
 
 def make_reference(folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
     """State dict, and tokens and logits of prompts with their greedy continuation; ``folder`` gets the model's files."""
-    (folder / "asked.json").write_text(json.dumps(asked))
+    return make_references({folder: asked})[folder]
+
+
+def make_references(asked: dict[Path, dict[str, Any]]) -> dict[Path, dict[str, Any]]:
+    """As `make_reference`, for several folders in one process."""
+    for folder, wanted in asked.items():
+        folder.mkdir(exist_ok=True)
+        (folder / "asked.json").write_text(json.dumps(wanted))
     result = subprocess.run(
-        [sys.executable, str(REFERENCE), str(folder)],
+        [sys.executable, str(REFERENCE), *map(str, asked)],
         env=os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=HANG_S,
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    return load_reference(folder)
+    return {folder: load_reference(folder) for folder in asked}
 
 
 def load_reference(folder: Path) -> dict[str, Any]:

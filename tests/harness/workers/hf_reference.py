@@ -1,8 +1,8 @@
 """Write a random model of Hugging Face, prompts, its greedy continuations and its logits to a folder.
 
 A process of its own: transformers must not see the mamba packages, whose compiled parts may be missing, and megatron
-must. Usage: ``python hf_reference.py FOLDER``. FOLDER/asked.json holds "architecture" (such as "NemotronH"), "model" (fields
-of its config class), "prompt_lengths", "new_tokens" and "seed". FOLDER gets ``out.pt``, and what ``save_pretrained`` writes.
+must. Usage: ``python hf_reference.py FOLDER...``. FOLDER/asked.json holds "architecture" (such as "NemotronH"), "model" (fields
+of its config class), "prompt_lengths", "new_tokens", "seed" and perhaps "max_shard_size". FOLDER gets ``out.pt``, and what ``save_pretrained`` writes.
 """
 
 import json
@@ -37,7 +37,7 @@ def randomise(model, generator):
         elif value.dim() == 1 or "conv1d" in name:  # D, the convolution and its bias
             uniform(value, -0.7, 0.7)
         else:
-            std = 1.0 if "embed" in name else value.shape[-1] ** -0.5
+            std = (0.25 if model.config.tie_word_embeddings else 1.0) if "embed" in name else value.shape[-1] ** -0.5
             value.copy_(torch.randn(value.shape, generator=generator) * std * (2.0 if "lm_head" in name else 1.0))
 
 
@@ -77,8 +77,9 @@ def main(folder):
         )
     found = {"state_dict": model.state_dict(), "cases": cases, "router_margin": min(margins, default=None)}
     torch.save(found, folder / "out.pt")
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size=asked.get("max_shard_size", "5GB"))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    for name in sys.argv[1:]:
+        main(name)
