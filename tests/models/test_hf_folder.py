@@ -184,3 +184,12 @@ def test_a_name_of_the_hub_gets_the_command_that_downloads_it(tmp_path):
 def test_neither_preset_nor_folder(platform):
     with pytest.raises(ValueError, match="needs a preset, dimensions, or hf=FOLDER"):
         build_hybrid_model(platform=platform)
+
+
+def test_an_output_layer_in_the_files_is_used_whatever_the_config_says(tmp_path):
+    """transformers' Nemotron-H has a key tie_word_embeddings, and does not tie them."""
+    weights = make_folder(tmp_path / "hf", tied=True)
+    assert open_folder(tmp_path / "hf").config.tie_embeddings
+    weights |= {"lm_head.weight": torch.zeros_like(weights["model.embeddings.weight"])}
+    save_file(weights, tmp_path / "hf/model.safetensors")
+    assert not open_folder(tmp_path / "hf").config.tie_embeddings

@@ -89,6 +89,16 @@ class Given:
         if value is not None and value not in possible:
             raise self.error(f"{name} is {value!r}; megatron's layers can do {' or '.join(map(repr, possible))} only")
 
+    def check_step_limits(self) -> None:
+        """Checks that the step size of Mamba2 layers is not clamped. transformers 5 writes {"__float__": "Infinity"}."""
+        limits = self.get("time_step_limit", "mamba_dt_limit")
+        try:
+            found = [float(limit["__float__"] if isinstance(limit, dict) else limit) for limit in limits or (0, "inf")]
+        except (KeyError, TypeError, ValueError):
+            found = []
+        if found != [0.0, float("inf")]:
+            raise self.error(f"time_step_limit is {limits!r}: megatron's mixer does not clamp the step size")
+
     def texts(self, *names: str) -> list[str] | None:
         """The first of these names with a value, as a list of texts."""
         value = self.get(*names)
@@ -169,9 +179,7 @@ def _nemotron_h(given: Given) -> HybridModelConfig:
     given.only("mamba_hidden_act", "silu")
     if given.get("sliding_window") is not None:
         raise given.error("sliding_window: megatron's dynamic engine has attention to all tokens only")
-    limits = given.get("time_step_limit", "mamba_dt_limit")
-    if limits is not None and list(map(float, limits)) != [0.0, float("inf")]:
-        raise given.error(f"time_step_limit is {limits}: megatron's mixer does not clamp the step size")
+    given.check_step_limits()
     epsilon = given.real("layer_norm_epsilon", "norm_eps", "rms_norm_eps", default=1e-5)
     if "M" in pattern and epsilon != _GATED_NORM_EPSILON:
         raise given.error(

@@ -12,7 +12,7 @@ import os
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -115,21 +115,17 @@ def open_folder(path: str | os.PathLike[str]) -> HfFolder:
     tokens = found.get("eos_token_id")
     if not all(type(token) is int and token >= 0 for token in (tokens if isinstance(tokens, list) else [tokens or 0])):
         raise ValueError(f"{generation}: eos_token_id is {tokens!r}, neither a token id nor a list of them")
-    return HfFolder(
-        path=folder,
-        model_type=str(data.get("model_type")),
-        config=dimensions_of(data, str(folder / "config.json"), dtype=_stored_dtype(folder)),
-        generation=found,
-    )
-
-
-def _stored_dtype(folder: Path) -> str:
-    """The dtype of a model whose ``config.json`` does not say it: that of its first weight."""
     try:
-        first = next(iter(stored_weights(folder).values()), None)
-    except ValueError:  # reported where weights are needed
-        return "bfloat16"
-    return "float32" if first is not None and first.dtype == "float32" else "bfloat16"
+        weights = stored_weights(folder)
+    except ValueError:  # raised again where weights are needed; some commands need none
+        weights = {}
+    # For a config.json that does not say the dtype: that of the weights.
+    dtype = "float32" if any(weight.dtype == "float32" for weight in list(weights.values())[:1]) else "bfloat16"
+    config = dimensions_of(data, str(folder / "config.json"), dtype=dtype)
+    if "lm_head.weight" in weights:
+        # transformers' Nemotron-H does not tie them whatever config.json says; other families have the same values twice.
+        config = replace(config, tie_embeddings=False)
+    return HfFolder(path=folder, model_type=str(data.get("model_type")), config=config, generation=found)
 
 
 def _no_folder(path: str) -> str:
