@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -70,6 +70,8 @@ def make_app(
     on_start: Callable[[], None] = lambda: None,
     make_backend: Callable[[Callable[[float, bool], None]], Backend] | None = None,
     replicas: int = 1,
+    end_tokens: tuple[int, ...] = (),
+    default_sampling: Mapping[str, Any] | None = None,
 ) -> Starlette:
     """Builds the ASGI application around an engine of ``build_engine``.
 
@@ -89,6 +91,8 @@ def make_app(
         on_start: Called when the server is ready.
         make_backend: Makes a `Backend`. Its argument is the function to call at each first token.
         replicas: Number of engines behind the backend.
+        end_tokens: As of `ServedModel`.
+        default_sampling: As of `ServedModel`.
     """
     from megatron_hybrid_prefix.mcore.runner import check_fits
 
@@ -106,6 +110,8 @@ def make_app(
         check_fits=lambda prompt, wanted: check_fits(engine, prompt, wanted),
         most_tokens=lambda prompt: limit_tokens - prompt,
         limit_tokens=limit_tokens,
+        end_tokens=end_tokens,
+        default_sampling=default_sampling or {},
     )
     limits = Limits(
         sequences=replicas * context.max_requests + max_waiting,

@@ -17,8 +17,17 @@ from megatron_hybrid_prefix.serve.protocol import GenerationRequest, Prompt, Ser
 class Choice:
     """One answer while it is generated."""
 
-    def __init__(self, index: int, prompt: Prompt, task: GenerationTask, text: TextStream, most_tokens: int) -> None:
+    def __init__(
+        self,
+        index: int,
+        prompt: Prompt,
+        task: GenerationTask,
+        text: TextStream,
+        most_tokens: int,
+        end_tokens: tuple[int, ...] = (),
+    ) -> None:
         self.index, self.prompt, self.task, self.text = index, prompt, task, text
+        self._ends = {*end_tokens, task.sampling["termination_id"]}
         self._most_tokens = most_tokens
         self.tokens = self.cached_tokens = 0
         self.finish_reason: str | None = None
@@ -32,18 +41,18 @@ class Choice:
         if update.error is not None:
             raise ApiError(500, f"The engine failed: {update.error}", type="server_error", code="engine_failed")
         self.cached_tokens = update.cached_tokens
-        text = ""
+        text, ended = "", False
         for number, token in enumerate(update.tokens):
             log_prob = update.log_probs[number] if update.log_probs else None
             top = update.top_log_probs[number] if update.top_log_probs else None
             text += self.text.feed(token, log_prob, top)
             self.tokens += 1
-            if self.text.stopped:
+            ended = token in self._ends
+            if self.text.stopped or ended:
                 break
-        if self.text.stopped or update.finished:
+        if self.text.stopped or ended or update.finished:
             text += self.text.finish()
             at_end = not self.text.stopped and self.tokens >= self._most_tokens
-            ended = update.tokens and update.tokens[-1] == self.task.sampling["termination_id"]
             self.finish_reason = "length" if at_end and not ended else "stop"
         return text, self.text.notes(last=self.finish_reason is not None)
 
@@ -71,9 +80,10 @@ class Generation:
             sampling=sampling,
             arrived_s=arrived_s,
             deliver=lambda update: self._updates.put_nowait((choice, update)),
-            stop=self.request.stop,
+            stop=[*self.request.stop, *map(served.text_of, self.request.end_tokens)],
         )
-        choice = Choice(len(self.choices), prompt, task, TextStream(served.tokenizer, self.request.stop), most_tokens)
+        stream = TextStream(served.tokenizer, self.request.stop)
+        choice = Choice(len(self.choices), prompt, task, stream, most_tokens, self.request.end_tokens)
         self.choices.append(choice)
 
     def __enter__(self) -> Generation:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_hybrid_prefix.serve.bodies import MOST_SEQUENCES, Body, ChatBody, read_body
@@ -24,7 +24,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """A parsed HTTP request. ``logprobs``: likeliest tokens to return per position; None: no log-probs."""
+    """A parsed HTTP request. ``logprobs``: likeliest tokens to return per position; None: no log-probs.
+
+    ``end_tokens`` end an answer as the token of ``sampling["termination_id"]`` does.
+    """
 
     chat: bool
     prompts: list[Prompt]
@@ -32,6 +35,7 @@ class GenerationRequest:
     most_tokens: list[int]
     sampling: dict[str, Any]
     stop: list[str]
+    end_tokens: tuple[int, ...]
     stream: bool
     include_usage: bool
     echo: bool
@@ -51,6 +55,8 @@ class ServedModel:
         check_fits: Raises ValueError if this many prompt tokens and generated tokens never fit.
         most_tokens: Most tokens that can be generated after this many prompt tokens.
         limit_tokens: Longest prompt and answer together.
+        end_tokens: Tokens that end an answer, beside the tokenizer's ``eod``.
+        default_sampling: ``temperature``, ``top_k`` or ``top_p`` of requests that do not say how to sample.
     """
 
     model: str
@@ -61,6 +67,12 @@ class ServedModel:
     check_fits: Callable[[int, int], None]
     most_tokens: Callable[[int], int]
     limit_tokens: int
+    end_tokens: tuple[int, ...] = ()
+    default_sampling: Mapping[str, Any] = field(default_factory=dict)
+
+    def text_of(self, token: int) -> str:
+        """A token as text, a special one, too."""
+        return self.tokenizer.detokenize([token])
 
 
 def read_request(values: dict[str, Any], kind: str, served: ServedModel, tenant: str | None) -> GenerationRequest:
@@ -75,6 +87,8 @@ def read_request(values: dict[str, Any], kind: str, served: ServedModel, tenant:
     Raises:
         ApiError: The request is invalid.
     """
+    if all(values.get(name) is None for name in ("temperature", "top_k", "top_p", "seed")):
+        values = {name: value for name, value in values.items() if value is not None} | dict(served.default_sampling)
     body = read_body(values, kind)
     if body.model != served.model:
         raise model_not_found(body.model)
@@ -93,6 +107,7 @@ def read_request(values: dict[str, Any], kind: str, served: ServedModel, tenant:
         most_tokens=[_most_tokens(body.most_tokens, prompt, param, served) for prompt in prompts],
         sampling=_sampling(body, served, tenant),
         stop=body.stop + (served.chat.stop if chat else []),
+        end_tokens=() if body.ignore_eos else served.end_tokens,
         stream=body.stream,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         echo=echo,

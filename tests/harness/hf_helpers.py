@@ -13,6 +13,7 @@ import torch
 
 from megatron_hybrid_prefix import build_engine
 from megatron_hybrid_prefix.models import HybridModelConfig
+from megatron_hybrid_prefix.models.hf_weights import hf_shapes
 from tests.harness.engine_helpers import greedy, run_to_end
 from tests.harness.limits import HANG_S
 
@@ -120,6 +121,55 @@ QWEN3_NEXT_ASKED = {
     "new_tokens": NEW_TOKENS,
     "seed": 8,  # no choice between two experts is close, see `router_margin`
 }
+
+
+MODELS = {"nemotron_h": (NEMOTRON_H, NEMOTRON_H_ASKED), "qwen3_next": (QWEN3_NEXT, QWEN3_NEXT_ASKED)}
+
+
+def make_folder(
+    folder: Path,
+    model_type: str = "nemotron_h",
+    *,
+    shards: int = 1,
+    tied: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, torch.Tensor]:
+    """A folder with random weights; returns them."""
+    from safetensors.torch import save_file
+
+    config, asked = MODELS[model_type]
+    given = asked["model"] | {"model_type": model_type, "dtype": "float32", "tie_word_embeddings": tied}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(given | {"max_position_embeddings": config.max_sequence_length}))
+    generator = torch.Generator().manual_seed(1)
+    weights = {
+        name: torch.randn(shape, generator=generator).to(dtype)
+        for name, shape in hf_shapes(config).items()
+        if not (tied and name == "lm_head.weight")
+    }
+    if shards == 1:
+        save_file(weights, folder / "model.safetensors")
+        return weights
+    index = {}
+    for number in range(shards):
+        file = f"model-{number + 1:05}-of-{shards:05}.safetensors"
+        names = list(weights)[number::shards]
+        save_file({name: weights[name] for name in names}, folder / file)
+        index |= dict.fromkeys(names, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return weights
+
+
+def save_tokenizer(folder: Path, *special: str) -> None:
+    """A tokenizer of single bytes, ids 0 to 255 in ByteLevel's order, and special tokens behind them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: number for number, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def make_reference(folder: Path, asked: dict[str, Any]) -> dict[str, Any]:

@@ -11,36 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_hybrid_prefix.models import build_hybrid_model, open_folder
-from megatron_hybrid_prefix.models.hf_weights import family_of, hf_shapes
+from megatron_hybrid_prefix.models.hf_weights import family_of
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name
-from tests.harness.hf_helpers import NEMOTRON_H, NEMOTRON_H_ASKED, QWEN3_NEXT, QWEN3_NEXT_ASKED
-
-MODELS = {"nemotron_h": (NEMOTRON_H, NEMOTRON_H_ASKED), "qwen3_next": (QWEN3_NEXT, QWEN3_NEXT_ASKED)}
-
-
-def make_folder(folder, model_type="nemotron_h", *, shards=1, tied=False, dtype=torch.float32):
-    """A folder with random weights; returns them."""
-    config, asked = MODELS[model_type]
-    given = asked["model"] | {"model_type": model_type, "dtype": "float32", "tie_word_embeddings": tied}
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(given | {"max_position_embeddings": config.max_sequence_length}))
-    generator = torch.Generator().manual_seed(1)
-    weights = {
-        name: torch.randn(shape, generator=generator).to(dtype)
-        for name, shape in hf_shapes(config).items()
-        if not (tied and name == "lm_head.weight")
-    }
-    if shards == 1:
-        save_file(weights, folder / "model.safetensors")
-        return weights
-    index = {}
-    for number in range(shards):
-        file = f"model-{number + 1:05}-of-{shards:05}.safetensors"
-        names = list(weights)[number::shards]
-        save_file({name: weights[name] for name in names}, folder / file)
-        index |= dict.fromkeys(names, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    return weights
+from tests.harness.hf_helpers import MODELS, make_folder
 
 
 @pytest.mark.parametrize("shards", [1, 3])

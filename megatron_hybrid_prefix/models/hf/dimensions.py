@@ -279,7 +279,7 @@ def _rotary(given: Given, *, default_fraction: float) -> tuple[int, float]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise given.error(f"rope_type {kind!r}: only rotary embeddings without scaling are supported")
-    both = Given(given.data | {name: value for name, value in rope.items() if value is not None}, given.name)
+    both = Given({**given.data} | {name: value for name, value in rope.items() if value is not None}, given.name)
     base = both.whole("rope_theta", default=10_000)
     return base, both.real("partial_rotary_factor", default=default_fraction)
 
