@@ -17,7 +17,7 @@ from megatron_hybrid_prefix.models.config import PRESETS, HybridModelConfig
 from megatron_hybrid_prefix.pool.layout import SlotLayout, StateComponent, StateLayout
 
 _DELTA_NET_CHUNK = 64  # tokens
-_VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +98,8 @@ class Sizes:
             shared |= {name: value for name, value in of_kind.items() if name.endswith(("heads", "groups"))}
         for name in ("dtype", "state_dtype"):
             value = getattr(self, name)
-            if value not in _VALUE_BYTES and not (name == "state_dtype" and value is None):
-                raise ValueError(f"{self.name}: {name} {value!r} is none of {', '.join(_VALUE_BYTES)}")
+            if value not in VALUE_BYTES and not (name == "state_dtype" and value is None):
+                raise ValueError(f"{self.name}: {name} {value!r} is none of {', '.join(VALUE_BYTES)}")
         for name, value in shared.items():
             if value % self.tp:
                 raise ValueError(f"{self.name}: tp={self.tp} does not divide {name}={value}")
@@ -129,7 +129,7 @@ class Sizes:
     def kv_token_bytes(self) -> int:
         """Bytes of the KV of one token on one rank. With more ranks than heads, several ranks hold the same head."""
         heads = max(1, self.kv_heads // self.tp)
-        return 2 * self.attention_layers * heads * self.kv_channels * _VALUE_BYTES[self.dtype]
+        return 2 * self.attention_layers * heads * self.kv_channels * VALUE_BYTES[self.dtype]
 
     def kv_block_bytes(self, block_tokens: int) -> int:
         """Bytes of one KV block on one rank."""
@@ -163,6 +163,11 @@ def sizes_of(model: str, *, tp: int = 1, state_dtype: str | None = None) -> Size
             reader = _of_hugging_face if "model_type" in data else _of_megatron
             sizes = reader(_Fields(str(path), data))
         return replace(sizes, tp=tp, state_dtype=state_dtype or sizes.state_dtype)
+
+
+def sizes_of_config(name: str, config: HybridModelConfig, *, tp: int = 1, state_dtype: str | None = None) -> Sizes:
+    """Sizes of a model with these dimensions; arguments as of `sizes_of`. Raises ValueError where ``tp`` does not divide."""
+    return replace(_of_preset(name, config), tp=tp, state_dtype=state_dtype or config.state_dtype)
 
 
 def _of_preset(name: str, config: HybridModelConfig) -> Sizes:

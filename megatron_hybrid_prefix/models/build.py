@@ -91,8 +91,12 @@ def build_hybrid_model(
     model.requires_grad_(False)
     model.to(platform.device)
     for module in model.modules():
-        if isinstance(module, torch.nn.RMSNorm):  # the local norms are made in float32 whatever the parameters are
+        # The local norms are made in float32 whatever the parameters are.
+        if isinstance(module, torch.nn.RMSNorm) and not config.float32_norms:
             module.to(getattr(torch, config.dtype))
+    if config.float32_norms:
+        # Said at the first forward: PyTorch's one-kernel norm wants one dtype, and several kernels compute this one.
+        warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     mark_packed_parameters(model)
     if folder is None:
         initialise_weights(model, config, seed)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 DIMENSIONS_FILE = "hybrid_model.json"
 # These do not affect the weights: a checkpoint may be loaded into a model that differs in them.
-_NOT_COMPARED = ("max_sequence_length", "chunk_size", "dtype", "state_dtype", "long_memory")
+_NOT_COMPARED = ("max_sequence_length", "chunk_size", "dtype", "float32_norms", "state_dtype", "long_memory")
 
 
 def save_checkpoint(model: Any, path: str | os.PathLike[str]) -> None:

@@ -40,6 +40,8 @@ class HybridModelConfig:
         qk_norm: RMS norm of each query and each key head before its rotary embedding.
         layernorm_epsilon: Epsilon of the RMS norms.
         dtype: Parameters' dtype: "float32" or "bfloat16".
+        float32_norms: Keep the weights of RMS norms in float32 whatever ``dtype`` is. For families whose norms multiply by
+            1 + weight: bfloat16 would round the sum to 8 bits, and the weight alone is small. Not with Transformer Engine.
         state_dtype: Dtype of the recurrent layers' matrix states where an engine is not told another: "float32" or
             "bfloat16"; None: the layer kind's choice.
         tie_embeddings: Share the embedding with the output layer.
@@ -80,6 +82,7 @@ class HybridModelConfig:
     qk_norm: bool = False
     layernorm_epsilon: float = 1e-5
     dtype: str = "bfloat16"
+    float32_norms: bool = False
     state_dtype: str | None = None
     tie_embeddings: bool = False
     long_memory: bool = False
@@ -308,6 +311,7 @@ PRESETS: dict[str, HybridModelConfig] = {
         attention_output_gate=True,
         qk_norm=True,
         layernorm_epsilon=1e-6,
+        float32_norms=True,
         num_moe_experts=8,
         moe_router_topk=2,
         moe_ffn_hidden_size=32,
@@ -363,6 +367,7 @@ PRESETS: dict[str, HybridModelConfig] = {
         attention_output_gate=True,
         qk_norm=True,
         layernorm_epsilon=1e-6,
+        float32_norms=True,
         num_moe_experts=512,
         moe_router_topk=10,
         moe_ffn_hidden_size=512,

@@ -81,6 +81,7 @@ QWEN3_NEXT = HybridModelConfig(
     rotary_fraction=0.25,
     attention_output_gate=True,
     qk_norm=True,
+    float32_norms=True,
     layernorm_epsilon=1e-6,
     num_moe_experts=8,
     moe_router_topk=3,

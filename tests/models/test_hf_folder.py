@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from megatron_hybrid_prefix.models import build_hybrid_model, open_folder
 from megatron_hybrid_prefix.models.hf_weights import family_of
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name
-from tests.harness.hf_helpers import MODELS, make_folder
+from tests.harness.hf_helpers import MODELS, PromptLogits, make_folder
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -166,3 +166,22 @@ def test_an_output_layer_in_the_files_is_used_whatever_the_config_says(tmp_path)
     weights |= {"lm_head.weight": torch.zeros_like(weights["model.embeddings.weight"])}
     save_file(weights, tmp_path / "hf/model.safetensors")
     assert not open_folder(tmp_path / "hf").config.tie_embeddings
+
+
+def test_norms_that_add_one_are_not_rounded(platform, tmp_path):
+    """In bfloat16 1 + weight would keep 8 bits of the sum, and give other logits."""
+    weights = make_folder(tmp_path / "hf", "qwen3_next", dtype=torch.bfloat16)
+    folder = open_folder(tmp_path / "hf")
+    model = build_hybrid_model(replace(folder.config, dtype="bfloat16"), hf=folder, platform=platform)
+    found = dict(parameters_by_global_name(model))
+    norm = found["decoder.final_norm.weight"]
+    assert norm.dtype == torch.float32 and found["output_layer.weight"].dtype == torch.bfloat16
+    assert torch.equal(norm, weights["model.norm.weight"].float() + 1)
+    assert not torch.equal(norm, norm.bfloat16().float())
+    prompt_logits = PromptLogits(model)
+    tokens = list(range(40))
+    logits = prompt_logits(tokens)
+    assert logits.isfinite().all()
+    with torch.no_grad():
+        norm.copy_(norm.bfloat16())
+    assert not torch.equal(prompt_logits(tokens), logits)

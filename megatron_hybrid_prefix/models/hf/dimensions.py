@@ -249,6 +249,7 @@ def _qwen3_next(given: Given) -> HybridModelConfig:
         rotary_fraction=fraction,
         attention_output_gate=True,
         qk_norm=True,
+        float32_norms=True,
         layernorm_epsilon=given.real("rms_norm_eps", default=1e-6),
         **fields,
     )
