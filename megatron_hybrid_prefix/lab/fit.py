@@ -89,6 +89,7 @@ def parameter_count(config: HybridModelConfig) -> int:
     values = config.gdn_num_value_heads * config.gdn_value_head_dim
     heads, kv = config.num_attention_heads * config.kv_channels, config.num_query_groups * config.kv_channels
     experts, shared = config.num_moe_experts, config.moe_shared_expert_intermediate_size
+    biases = experts if config.moe_router_score == "sigmoid" else 0
     layers = {
         "M": hidden * (inner + conv + config.mamba_num_heads + inner)
         + conv * (config.d_conv + 1)
@@ -101,7 +102,8 @@ def parameter_count(config: HybridModelConfig) -> int:
         "*": hidden * ((2 + config.attention_output_gate) * heads + 2 * kv) + 2 * config.kv_channels * config.qk_norm,
         "-": gated * hidden * config.ffn_hidden_size,
         "E": hidden * (experts + gated * (experts * config.expert_ffn_hidden_size + shared))
-        + hidden * config.moe_shared_expert_gate,
+        + hidden * config.moe_shared_expert_gate
+        + biases,
     }
     embeddings = (1 if config.tie_embeddings else 2) * config.vocab_size * hidden
     return embeddings + hidden + sum(config.count(symbol) * (hidden + count) for symbol, count in layers.items())

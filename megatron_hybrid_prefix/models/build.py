@@ -156,6 +156,12 @@ def _transformer_config(config: HybridModelConfig, platform: Platform, overrides
         fields |= dict(
             num_moe_experts=config.num_moe_experts,
             moe_router_topk=config.moe_router_topk,
+            moe_router_score_function=config.moe_router_score,
+            moe_router_enable_expert_bias=config.moe_router_score == "sigmoid",
+            moe_router_dtype="fp32" if config.moe_router_score == "sigmoid" else None,
+            moe_router_num_groups=config.moe_router_groups or None,
+            moe_router_group_topk=config.moe_router_topk_groups or None,
+            moe_router_topk_scaling_factor=None if config.moe_router_scaling == 1.0 else config.moe_router_scaling,
             moe_ffn_hidden_size=config.expert_ffn_hidden_size,
             moe_shared_expert_intermediate_size=config.moe_shared_expert_intermediate_size or None,
             moe_shared_expert_gate=config.moe_shared_expert_gate,

@@ -11,6 +11,7 @@ import torch
 from megatron_hybrid_prefix.models.checkpoint import together
 from megatron_hybrid_prefix.models.hf.folder import HfFolder, StoredWeight
 from megatron_hybrid_prefix.models.hf_weights import copy_hf_weights
+from megatron_hybrid_prefix.models.weights import parameters_by_global_name
 
 
 def load_hf_weights(model: Any, folder: HfFolder, *, on_read: Callable[[int, int], object] | None = None) -> None:
@@ -28,7 +29,7 @@ def load_hf_weights(model: Any, folder: HfFolder, *, on_read: Callable[[int, int
         ValueError: As of `HfFolder.weights` and `copy_hf_weights`, or a file cannot be read. In the last case some weights are
             written: the model must not be used.
     """
-    total = sum(parameter.numel() for parameter in model.parameters())
+    total = sum(parameter.numel() for _, parameter in parameters_by_global_name(model))
     read_values = 0
 
     def count(values: int) -> None:

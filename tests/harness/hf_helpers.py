@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,33 @@ NEMOTRON_H_ASKED = {
     "prompt_lengths": (1, 2, 3, 7, 64, 127, 128, 129, 300),
     "new_tokens": NEW_TOKENS,
     "seed": 1,
+}
+
+# The bias changes which experts are chosen; 2 of 4 groups; weights are scaled.
+NEMOTRON_H_EXPERTS = replace(
+    NEMOTRON_H,
+    layer_pattern="M*E-ME*M",
+    num_moe_experts=16,
+    moe_router_topk=4,
+    moe_router_score="sigmoid",
+    moe_router_groups=4,
+    moe_router_topk_groups=2,
+    moe_router_scaling=2.5,
+    moe_ffn_hidden_size=40,
+    moe_shared_expert_intermediate_size=48,
+)
+NEMOTRON_H_EXPERTS_ASKED = NEMOTRON_H_ASKED | {
+    "model": NEMOTRON_H_ASKED["model"]
+    | {
+        "hybrid_override_pattern": NEMOTRON_H_EXPERTS.layer_pattern,
+        "n_routed_experts": NEMOTRON_H_EXPERTS.num_moe_experts,
+        "num_experts_per_tok": NEMOTRON_H_EXPERTS.moe_router_topk,
+        "n_group": NEMOTRON_H_EXPERTS.moe_router_groups,
+        "topk_group": NEMOTRON_H_EXPERTS.moe_router_topk_groups,
+        "routed_scaling_factor": NEMOTRON_H_EXPERTS.moe_router_scaling,
+        "moe_intermediate_size": NEMOTRON_H_EXPERTS.moe_ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": NEMOTRON_H_EXPERTS.moe_shared_expert_intermediate_size,
+    },
 }
 
 # Three value heads share a key head, two query heads a key and value head. The last layer has an MLP and no experts.
@@ -124,7 +152,11 @@ QWEN3_NEXT_ASKED = {
 }
 
 
-MODELS = {"nemotron_h": (NEMOTRON_H, NEMOTRON_H_ASKED), "qwen3_next": (QWEN3_NEXT, QWEN3_NEXT_ASKED)}
+MODELS = {
+    "nemotron_h": (NEMOTRON_H, NEMOTRON_H_ASKED),
+    "nemotron_h_experts": (NEMOTRON_H_EXPERTS, NEMOTRON_H_EXPERTS_ASKED),
+    "qwen3_next": (QWEN3_NEXT, QWEN3_NEXT_ASKED),
+}
 
 
 def make_folder(
@@ -139,7 +171,11 @@ def make_folder(
     from safetensors.torch import save_file
 
     config, asked = MODELS[model_type]
-    given = asked["model"] | {"model_type": model_type, "dtype": "float32", "tie_word_embeddings": tied}
+    given = asked["model"] | {
+        "model_type": model_type.removesuffix("_experts"),
+        "dtype": "float32",
+        "tie_word_embeddings": tied,
+    }
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(given | {"max_position_embeddings": config.max_sequence_length}))
     generator = torch.Generator().manual_seed(1)

@@ -19,7 +19,9 @@ from tests.harness.hf_helpers import MODELS, make_folder
 GIB = 2**30
 
 
-@pytest.mark.parametrize("name", ["nemotron-h-8b", "qwen3-next-80b-a3b", "nemotron_h", "qwen3_next"])
+@pytest.mark.parametrize(
+    "name", ["nemotron-h-8b", "qwen3-next-80b-a3b", "nemotron_h", "nemotron_h_experts", "qwen3_next"]
+)
 def test_parameters_are_those_of_the_files(name):
     config = MODELS[name][0] if name in MODELS else get_preset(name)
     shapes = hf_shapes(config)

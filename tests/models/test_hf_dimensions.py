@@ -53,6 +53,22 @@ def test_a_value_is_read(name, changes, field, value):
     assert getattr(dimensions_of(read(name) | changes, "c"), field) == value
 
 
+EXPERTS = {
+    "layers_block_type": ["mamba", "attention", "moe"],
+    **{"n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 40},
+    **{"moe_shared_expert_intermediate_size": 48, "routed_scaling_factor": 2.5},
+}
+
+
+@pytest.mark.parametrize(("groups", "expected"), [((1, 1), (0, 0)), ((4, 2), (4, 2)), ((4, 4), (0, 0))])
+def test_experts_of_nemotron_h(groups, expected):
+    given = read("nemotron_h_new") | EXPERTS | dict(zip(("n_group", "topk_group"), groups, strict=True))
+    config = dimensions_of(given, "c")
+    assert (config.moe_router_groups, config.moe_router_topk_groups) == expected
+    assert (config.moe_router_score, config.moe_router_scaling) == ("sigmoid", 2.5)
+    assert (config.num_moe_experts, config.moe_router_topk, config.expert_ffn_hidden_size) == (16, 4, 40)
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
@@ -72,6 +88,10 @@ def test_a_value_is_read(name, changes, field, value):
         ("nemotron_h_old", {"time_step_limit": [0.001, 0.1]}, "does not clamp the step size"),
         ("nemotron_h_old", {"sliding_window": 4096}, "sliding_window"),
         ("nemotron_h_new", {"layers_block_type": ["mamba", "conv"]}, "layers_block_type has 'conv'"),
+        ("nemotron_h_new", EXPERTS | {"moe_latent_size": 16}, "moe_latent_size: experts of a latent size"),
+        ("nemotron_h_new", EXPERTS | {"n_group": 4, "topk_group": 1}, "num_experts_per_tok is 4, and topk_group 1 of"),
+        ("nemotron_h_new", EXPERTS | {"num_experts_per_tok": 1}, "moe_router_topk=1"),
+        ("nemotron_h_new", EXPERTS | {"norm_topk_prob": False}, "norm_topk_prob is False"),
         ("nemotron_h_new", {"n_groups": 7}, "mamba_num_heads=128 is not a multiple of mamba_num_groups=7"),
         ("qwen3_next_old", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
         ("qwen3_next_new", {"norm_topk_prob": False}, "norm_topk_prob is false"),

@@ -185,8 +185,6 @@ def _nemotron_h(given: Given) -> HybridModelConfig:
         raise given.error(
             f"layer_norm_epsilon is {epsilon:g}: the norm in megatron's mixer has {_GATED_NORM_EPSILON:g}"
         )
-    if "E" in pattern:
-        raise given.error("experts: the router's correction bias, groups and scaling have no rules here yet")
     return HybridModelConfig(
         layer_pattern=pattern,
         **_attention(given),
@@ -197,7 +195,35 @@ def _nemotron_h(given: Given) -> HybridModelConfig:
         d_conv=given.whole("conv_kernel", "mamba_d_conv", default=4),
         activation="relu2",
         layernorm_epsilon=epsilon,
+        **(_nemotron_h_experts(given) if "E" in pattern else {}),
     )
+
+
+def _nemotron_h_experts(given: Given) -> dict[str, Any]:
+    """Fields of layers of experts."""
+    if given.get("moe_latent_size") is not None:
+        raise given.error("moe_latent_size: experts of a latent size are not supported")
+    given.only("norm_topk_prob", True)
+    given.only("n_shared_experts", 1)
+    experts, chosen = given.whole("n_routed_experts", "num_local_experts"), given.whole("num_experts_per_tok")
+    groups, chosen_groups = given.whole("n_group", default=1), given.whole("topk_group", default=1)
+    if chosen_groups == groups:  # all of them: no choice
+        groups = chosen_groups = 0
+    elif chosen != 2 * chosen_groups:
+        raise given.error(
+            f"num_experts_per_tok is {chosen}, and topk_group {chosen_groups} of n_group {groups}: megatron rates a group by "
+            f"its {chosen // max(1, chosen_groups)} best experts, this model by its 2 best"
+        )
+    return {
+        "num_moe_experts": experts,
+        "moe_router_topk": chosen,
+        "moe_router_score": "sigmoid",
+        "moe_router_groups": groups,
+        "moe_router_topk_groups": chosen_groups,
+        "moe_router_scaling": given.real("routed_scaling_factor", default=1.0),
+        "moe_ffn_hidden_size": given.whole("moe_intermediate_size"),
+        "moe_shared_expert_intermediate_size": given.whole("moe_shared_expert_intermediate_size"),
+    }
 
 
 def _nemotron_h_pattern(given: Given) -> str:

@@ -33,6 +33,8 @@ class Qwen3Next(Family):
             return "attention_output_gate and qk_norm"
         if config.count("E") and not config.moe_shared_expert_gate:
             return "moe_shared_expert_gate"
+        if config.moe_router_score != "softmax" or config.moe_router_groups or config.moe_router_scaling != 1.0:
+            return "a router with softmax, without groups and scaling"
         return None
 
     def canonical(self, name: str) -> str | None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from megatron_hybrid_prefix.models import build_hybrid_model
+from megatron_hybrid_prefix.models.weights import parameters_by_global_name
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.harness.hf_helpers import PromptLogits, answers_of_a_batch, assert_same_answer, load_reference
 from tests.harness.workers.launch import write_findings
@@ -28,7 +29,7 @@ def main(out, *folders):
             "logits_gap": max(gaps),
             "log_probs_gap": max(assert_same_answer(answers[n], case) for n, case in enumerate(reference["cases"])),
             "values_read": read[-1][0],
-            "values_held": sum(parameter.numel() for parameter in model.parameters()),
+            "values_held": sum(value.numel() for _, value in parameters_by_global_name(model)),
         }
     write_findings(out, found)
     shut_down()

@@ -39,6 +39,9 @@ def randomise(model, generator):
         else:
             std = (0.25 if model.config.tie_word_embeddings else 1.0) if "embed" in name else value.shape[-1] ** -0.5
             value.copy_(torch.randn(value.shape, generator=generator) * std * (2.0 if "lm_head" in name else 1.0))
+    for name, value in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            uniform(value, -0.3, 0.3)
 
 
 def watch_routers(model):
@@ -46,7 +49,19 @@ def watch_routers(model):
     margins = []
 
     def hook(router, args, output):
-        best = output[0].float().topk(router.top_k + 1, dim=-1).values
+        scores = output[0].float()
+        if hasattr(router, "e_score_correction_bias"):  # a sigmoid, a bias, and perhaps groups of experts
+            scores = scores.sigmoid() + router.e_score_correction_bias
+            if router.topk_group < router.num_group:
+                rated = scores.view(len(scores), router.num_group, -1).topk(2, dim=-1).values.sum(-1)
+                note(rated, router.topk_group)
+                chosen = torch.zeros_like(rated).scatter_(1, rated.topk(router.topk_group).indices, 1)
+                left = chosen.repeat_interleave(router.num_experts // router.num_group, dim=1).bool()
+                scores = scores.masked_fill(~left, float("-inf"))
+        note(scores, router.top_k)
+
+    def note(scores, count):
+        best = scores.topk(count + 1, dim=-1).values
         margins.append(float((best[..., -2] - best[..., -1]).min()))
 
     for module in model.modules():
