@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from megatron_hybrid_prefix.models.config import HybridModelConfig
+from megatron_hybrid_prefix.models.hf.bamba import Bamba
 from megatron_hybrid_prefix.models.hf.mapping import Family, Rule
 from megatron_hybrid_prefix.models.hf.nemotron_h import NemotronH
 from megatron_hybrid_prefix.models.hf.qwen3_next import Qwen3Next
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name, ranges_of_this_rank
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (NemotronH(), Qwen3Next())}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (NemotronH(), Qwen3Next(), Bamba())}
 """By ``model_type``."""
 
 

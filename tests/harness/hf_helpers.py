@@ -152,7 +152,48 @@ QWEN3_NEXT_ASKED = {
 }
 
 
+BAMBA = HybridModelConfig(
+    layer_pattern="M-*-M-*-",
+    hidden_size=64,
+    vocab_size=272,
+    max_sequence_length=1024,
+    mamba_num_heads=8,
+    mamba_head_dim=16,
+    mamba_state_dim=24,
+    mamba_num_groups=2,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=16,
+    ffn_hidden_size=112,
+    activation="swiglu",
+    rotary_base=10_000,
+    rotary_fraction=0.5,
+    dtype="float32",
+)
+BAMBA_ASKED = {
+    "architecture": "Bamba",
+    "model": {
+        "num_hidden_layers": 4,
+        "attn_layer_indices": [1, 3],
+        "hidden_size": BAMBA.hidden_size,
+        "vocab_size": BAMBA.vocab_size,
+        "mamba_n_heads": BAMBA.mamba_num_heads,
+        "mamba_d_head": "auto",
+        "mamba_d_state": BAMBA.mamba_state_dim,
+        "mamba_n_groups": BAMBA.mamba_num_groups,
+        "num_attention_heads": BAMBA.num_attention_heads,
+        "num_key_value_heads": BAMBA.num_query_groups,
+        "intermediate_size": BAMBA.ffn_hidden_size,
+        "rms_norm_eps": BAMBA.layernorm_epsilon,
+        "mamba_chunk_size": 32,
+    },
+    "prompt_lengths": (1, 3, 64, 129),
+    "new_tokens": NEW_TOKENS,
+    "seed": 1,
+}
+
 MODELS = {
+    "bamba": (BAMBA, BAMBA_ASKED),
     "nemotron_h": (NEMOTRON_H, NEMOTRON_H_ASKED),
     "nemotron_h_experts": (NEMOTRON_H_EXPERTS, NEMOTRON_H_EXPERTS_ASKED),
     "qwen3_next": (QWEN3_NEXT, QWEN3_NEXT_ASKED),

@@ -20,7 +20,7 @@ GIB = 2**30
 
 
 @pytest.mark.parametrize(
-    "name", ["nemotron-h-8b", "qwen3-next-80b-a3b", "nemotron_h", "nemotron_h_experts", "qwen3_next"]
+    "name", ["nemotron-h-8b", "qwen3-next-80b-a3b", "nemotron_h", "nemotron_h_experts", "qwen3_next", "bamba"]
 )
 def test_parameters_are_those_of_the_files(name):
     config = MODELS[name][0] if name in MODELS else get_preset(name)

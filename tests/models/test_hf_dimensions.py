@@ -53,6 +53,49 @@ def test_a_value_is_read(name, changes, field, value):
     assert getattr(dimensions_of(read(name) | changes, "c"), field) == value
 
 
+BAMBA = {  # of the published 9B model, in the spelling of transformers 4
+    **{"model_type": "bamba", "attn_layer_indices": [9, 18, 27], "attn_rotary_emb": 64, "hidden_act": "silu"},
+    **{"hidden_size": 4096, "intermediate_size": 14336, "mamba_chunk_size": 256, "mamba_conv_bias": True},
+    **{"mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1},
+    **{"mamba_n_heads": 128, "mamba_proj_bias": False, "max_position_embeddings": 262144, "mlp_bias": False},
+    **{"num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "partial_rotary_factor": 0.5},
+    **{
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 128256,
+    },
+}
+NEW_BAMBA = {
+    name: value for name, value in BAMBA.items() if name not in ("rope_theta", "rope_scaling", "torch_dtype")
+} | {
+    "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5, "rope_type": "default"},
+    **{"mamba_d_head": "auto", "dtype": "bfloat16", "time_step_limit": [0.0, {"__float__": "Infinity"}]},
+}
+
+
+def test_either_spelling_of_bamba():
+    config = dimensions_of(BAMBA, "c")
+    assert config == dimensions_of(NEW_BAMBA, "c")
+    assert (config.layer_pattern.count("M"), config.layer_pattern.index("*")) == (29, 18)
+    assert (config.mamba_head_dim, config.kv_channels, config.rotary_fraction) == (64, 128, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attn_layer_indices": [40]}, r"attn_layer_indices is \[40\], no list of layers from 0 to 31"),
+        ({"attn_layer_indices": None}, "has no attention layer"),
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-06"),
+        ({"mamba_conv_bias": False}, "mamba_conv_bias is False"),
+    ],
+)
+def test_what_cannot_be_run_of_bamba(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dimensions_of(BAMBA | changes, "c")
+
+
 EXPERTS = {
     "layers_block_type": ["mamba", "attention", "moe"],
     **{"n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 40},

@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.models.hf_weights import copy_hf_weights
 from tests.harness.hf_helpers import (
+    BAMBA_ASKED,
     NEMOTRON_H_ASKED,
     NEMOTRON_H_EXPERTS,
     NEMOTRON_H_EXPERTS_ASKED,
@@ -39,6 +40,8 @@ def _tied(asked):
 
 
 ASKED = {
+    "bamba": BAMBA_ASKED | SHARDS,
+    "bamba_tied": _tied(BAMBA_ASKED),
     "nemotron_h": NEMOTRON_H_ASKED | LENGTHS | SHARDS,
     "nemotron_h_tied": _tied(NEMOTRON_H_ASKED) | LENGTHS,
     "nemotron_h_experts": NEMOTRON_H_EXPERTS_ASKED | LENGTHS | SHARDS,

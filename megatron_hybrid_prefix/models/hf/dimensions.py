@@ -13,7 +13,6 @@ from typing import Any
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 
 _REFUSED = {
-    "bamba": "gated MLPs behind Mamba2 layers have no rules here yet",
     "granitemoehybrid": "megatron's layers have no embedding_multiplier, attention_multiplier, residual_multiplier and "
     "logits_scaling",
     "falcon_h1": "megatron has no layer of attention and Mamba2 side by side",
@@ -180,11 +179,7 @@ def _nemotron_h(given: Given) -> HybridModelConfig:
     if given.get("sliding_window") is not None:
         raise given.error("sliding_window: megatron's dynamic engine has attention to all tokens only")
     given.check_step_limits()
-    epsilon = given.real("layer_norm_epsilon", "norm_eps", "rms_norm_eps", default=1e-5)
-    if "M" in pattern and epsilon != _GATED_NORM_EPSILON:
-        raise given.error(
-            f"layer_norm_epsilon is {epsilon:g}: the norm in megatron's mixer has {_GATED_NORM_EPSILON:g}"
-        )
+    epsilon = _epsilon(given, pattern, "layer_norm_epsilon", "norm_eps", "rms_norm_eps", default=1e-5)
     return HybridModelConfig(
         layer_pattern=pattern,
         **_attention(given),
@@ -311,4 +306,48 @@ def _rotary(given: Given, *, default_fraction: float) -> tuple[int, float]:
     return base, both.real("partial_rotary_factor", default=default_fraction)
 
 
-_READERS: dict[str, Callable[[Given], HybridModelConfig]] = {"nemotron_h": _nemotron_h, "qwen3_next": _qwen3_next}
+# --- Bamba -----------------------------------------------------------------------------------------------------------
+
+
+def _bamba(given: Given) -> HybridModelConfig:
+    for name in ("mlp_bias", "mamba_proj_bias"):
+        given.only(name, False)
+    given.only("mamba_conv_bias", True)
+    given.only("hidden_act", "silu")
+    given.check_step_limits()
+    layers, indices = given.whole("num_hidden_layers"), given.get("attn_layer_indices") or []
+    if not isinstance(indices, list) or not all(type(index) is int and 0 <= index < layers for index in indices):
+        raise given.error(f"attn_layer_indices is {indices!r}, no list of layers from 0 to {layers - 1}")
+    pattern = "".join("*-" if number in indices else "M-" for number in range(layers))
+    base, fraction = _rotary(given, default_fraction=0.5)
+    heads = given.whole("mamba_n_heads")
+    inner = given.whole("mamba_expand", default=2) * given.whole("hidden_size")
+    head_dim = inner // max(1, heads) if given.get("mamba_d_head") in (None, "auto") else given.whole("mamba_d_head")
+    return HybridModelConfig(
+        layer_pattern=pattern,
+        **_attention(given),
+        mamba_num_heads=heads,
+        mamba_head_dim=head_dim,
+        mamba_state_dim=given.whole("mamba_d_state"),
+        mamba_num_groups=given.whole("mamba_n_groups"),
+        d_conv=given.whole("mamba_d_conv", default=4),
+        activation="swiglu",
+        rotary_base=base,
+        rotary_fraction=fraction,
+        layernorm_epsilon=_epsilon(given, pattern, "rms_norm_eps", default=1e-5),
+    )
+
+
+def _epsilon(given: Given, pattern: str, *names: str, default: float) -> float:
+    """Epsilon of the norms; that of the gated norm in megatron's Mamba mixer cannot be set."""
+    epsilon = given.real(*names, default=default)
+    if "M" in pattern and epsilon != _GATED_NORM_EPSILON:
+        raise given.error(f"{names[0]} is {epsilon:g}: the norm in megatron's mixer has {_GATED_NORM_EPSILON:g}")
+    return epsilon
+
+
+_READERS: dict[str, Callable[[Given], HybridModelConfig]] = {
+    "nemotron_h": _nemotron_h,
+    "qwen3_next": _qwen3_next,
+    "bamba": _bamba,
+}

@@ -58,7 +58,7 @@ class NemotronH(Family):
             sources=(Source(name="model.embeddings.weight", shape=(config.vocab_size, hidden)),),
         )
         stacked = any(name.endswith(".mixer.experts.down_proj") for name in names)
-        parts = {"M": _mamba(config), "*": _attention(config), "-": _mlp(config), "E": _shared(config)}
+        parts = {"M": mamba_parts(config), "*": attention_parts(config), "-": _mlp(config), "E": _shared(config)}
         for layer, symbol in enumerate(config.layer_pattern.replace("|", "")):
             ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
             norm = Source(name=f"{theirs}norm.weight", shape=(hidden,))
@@ -77,10 +77,11 @@ class NemotronH(Family):
 
 
 # Of a layer: megatron's name to Nemotron-H's names with their shapes, and the order of their rows.
-_Parts = dict[str, tuple[Mapping[str, tuple[int, ...]], torch.Tensor | None]]
+Parts = dict[str, tuple[Mapping[str, tuple[int, ...]], torch.Tensor | None]]
 
 
-def _mamba(config: HybridModelConfig) -> _Parts:
+def mamba_parts(config: HybridModelConfig) -> Parts:
+    """A Mamba2 mixer: megatron's names, and Hugging Face's below the mixer."""
     heads, inner = config.mamba_num_heads, config.mamba_num_heads * config.mamba_head_dim
     conv = inner + 2 * config.mamba_num_groups * config.mamba_state_dim
     return {
@@ -96,7 +97,8 @@ def _mamba(config: HybridModelConfig) -> _Parts:
     }
 
 
-def _attention(config: HybridModelConfig) -> _Parts:
+def attention_parts(config: HybridModelConfig) -> Parts:
+    """An attention layer, likewise."""
     heads, kv = config.num_attention_heads * config.kv_channels, config.num_query_groups * config.kv_channels
     # Megatron's linear_qkv: for each query group its query heads, its key head, its value head.
     groups = [rows.view(config.num_query_groups, -1) for rows in row_numbers(heads, kv, kv)]
@@ -109,14 +111,14 @@ def _attention(config: HybridModelConfig) -> _Parts:
     }
 
 
-def _mlp(config: HybridModelConfig) -> _Parts:
+def _mlp(config: HybridModelConfig) -> Parts:
     return {
         "mlp.linear_fc1.weight": ({"up_proj.weight": (config.ffn_hidden_size, config.hidden_size)}, None),
         "mlp.linear_fc2.weight": ({"down_proj.weight": (config.hidden_size, config.ffn_hidden_size)}, None),
     }
 
 
-def _shared(config: HybridModelConfig) -> _Parts:
+def _shared(config: HybridModelConfig) -> Parts:
     """Of a layer of experts: all but the experts that a router chooses."""
     hidden, experts, width = config.hidden_size, config.num_moe_experts, config.moe_shared_expert_intermediate_size
     return {
