@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -84,13 +85,18 @@ def measure(path, args):
     platform = ensure_platform(tp=args.tp, device=args.device)
     folder = open_folder(path)
     model = build_hybrid_model(folder.config, platform=platform)  # fills the memory, so that it counts before
-    before, peak = own_bytes(), 0
+    before, peak, done = own_bytes(), 0, threading.Event()
 
-    def on_read(*_):
+    def watch():
         nonlocal peak
-        peak = max(peak, own_bytes())
+        while not done.wait(0.001):
+            peak = max(peak, own_bytes())
 
-    load_hf_weights(model, folder, on_read=on_read)
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    load_hf_weights(model, folder)
+    done.set()
+    watcher.join()
     reads, loads = [], []
     for _ in range(ROUNDS):
         reads.append(plain_read(path))
