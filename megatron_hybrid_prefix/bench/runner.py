@@ -23,6 +23,7 @@ from megatron_hybrid_prefix.console.engine_options import (
     stop_requested,
     versions,
 )
+from megatron_hybrid_prefix.console.hf import build_model
 from megatron_hybrid_prefix.console.terminal import (
     InputError,
     Interrupt,
@@ -31,7 +32,6 @@ from megatron_hybrid_prefix.console.terminal import (
     printable,
     progress,
 )
-from megatron_hybrid_prefix.errors import PlatformError
 
 
 class Bench:
@@ -98,11 +98,7 @@ class Bench:
             on_round(repeat + 2)
 
     def _model(self) -> Any:
-        from megatron_hybrid_prefix.models import build_hybrid_model
-
-        overrides = {"cuda_graph_impl": "local"} if self.args.cuda_graphs else {}
-        with as_input_errors(ValueError, PlatformError):
-            return build_hybrid_model(self.config, seed=self.args.seed, platform=self.platform, **overrides)
+        return build_model(self.args, self.config, self.platform)
 
     def _fields(self, model: Any) -> dict[str, Any]:
         fields = engine_fields(self.args, self.platform.device.type, self.scenario.longest_tokens)

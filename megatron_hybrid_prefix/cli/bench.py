@@ -105,7 +105,7 @@ def _add_common(parser: ArgumentParser, shown_repeats: str = "each scenario's") 
     every = ",".join(ENGINES)
     add("--engine", default=every, metavar="NAMES", help="engines to run, comma-separated (default: %(default)s)")
     add("--repeats", type=positive_int, metavar="N", help=f"timed rounds per engine (default: {shown_repeats})")
-    add_model_options(parser.add_argument_group("model").add_argument, default_preset=None)
+    add_model_options(parser.add_argument_group("model").add_argument, shown="tiny on CPU, hybrid-4b on GPU")
     add_engine_options(
         parser.add_argument_group("engine").add_argument,
         max_requests=None,
@@ -127,7 +127,8 @@ def complete(args: argparse.Namespace) -> tuple[list[str], Scenario, Any]:
     if args.json is not None:
         check_writable(args.json)
     device_type = args.device or default_device()
-    args.preset = args.preset or DEFAULT_PRESET[device_type]
+    if args.hf is None:
+        args.preset = args.preset or DEFAULT_PRESET[device_type]
     args.cuda_graphs = DEFAULT_CUDA_GRAPHS[device_type] if args.cuda_graphs is None else args.cuda_graphs
     kind = SCENARIOS[args.scenario]
     args.repeats = args.repeats or kind.repeats[device_type]

@@ -63,6 +63,7 @@ from megatron_hybrid_prefix.console.engine_options import (
     stop_requested,
     versions,
 )
+from megatron_hybrid_prefix.console.hf import add_hf_option, build_model, choose_model
 from megatron_hybrid_prefix.console.terminal import (
     ArgumentParser,
     EngineRun,
@@ -82,7 +83,6 @@ from megatron_hybrid_prefix.console.terminal import (
     write_json,
     write_whole,
 )
-from megatron_hybrid_prefix.errors import PlatformError
 
 PRESETS = {"cpu": "tiny", "cuda": "small"}
 STATES_KEPT = 64
@@ -225,6 +225,7 @@ def make_parser() -> ArgumentParser:
     )
     add = parser.add_argument_group("model").add_argument
     add("--preset", help="default: tiny on CPU, small on GPU")
+    add_hf_option(add)
     add("--seed", type=int, default=0, help="seed of the random weights (default: %(default)s)")
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is a device")
     add = parser.add_argument_group("output").add_argument
@@ -237,8 +238,6 @@ def make_parser() -> ArgumentParser:
 
 def prepare(args: argparse.Namespace) -> tuple[Session, Any]:
     """Fill in what depends on the device, and check all input before anything runs; returns session and model config."""
-    from megatron_hybrid_prefix.models.config import get_preset
-
     check_can_plot("demo")
     with as_input_errors(OSError, prefix=f"cannot make {args.out}: "):
         args.out.mkdir(parents=True, exist_ok=True)
@@ -250,9 +249,9 @@ def prepare(args: argparse.Namespace) -> tuple[Session, Any]:
             f"--answer-tokens {args.answer_tokens} must be more than --block-size-tokens {args.block_size_tokens}"
         )
     device_type = args.device or default_device()
-    args.preset = args.preset or PRESETS[device_type]
-    with as_input_errors(ValueError):
-        config = dataclasses.replace(get_preset(args.preset), dtype="float32")
+    config = dataclasses.replace(choose_model(args, PRESETS[device_type]), dtype="float32")
+    if config.vocab_size < 258:
+        raise InputError(f"{args.preset} has a vocabulary of {config.vocab_size}: demo needs 258, a token per byte")
     # With other blocks megatron-core keeps few states, which would be no fair comparison.
     if args.block_size_tokens % config.chunk_size:
         raise InputError(
@@ -289,18 +288,18 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
 
 def run_on(platform: Any, session: Session, config: Any, args: argparse.Namespace, interrupt: Interrupt) -> int:
     """Build the model, play the session on each engine, report."""
-    from megatron_hybrid_prefix import models
-
     console = output_console() if is_main_rank() else Console(quiet=True)
     console.width = min(console.width, WIDTH)
     facts = hardware(platform)
     machine = facts.get("gpu") or f"CPU ({facts['processor']})"
     console.print("One session on three engines: caching off, megatron-core's cache, this cache.")
     console.print(f"Model: {args.preset}, float32, on {machine}.", markup=False)
-    console.print("The weights are random, so the answers are noise. The caching is real.")
+    if args.hf is None:
+        console.print("The weights are random, so the answers are noise. The caching is real.")
+    else:
+        console.print("Prompts are bytes, not this model's tokens, so the answers are noise. The caching is real.")
     console.print(f"First tokens are medians of {args.rounds} rounds.\n" if args.rounds > 1 else "")
-    with as_input_errors(ValueError, PlatformError):
-        model = models.build_hybrid_model(config, seed=args.seed, platform=platform)
+    model = build_model(args, config, platform)
     stage = Stage(model, platform, args, interrupt)
     results: dict[str, list[dict[str, list[Any]]]] = {name: [] for name in ENGINES}
     answer = None
@@ -344,7 +343,7 @@ def _everything(
     runs = {name: _as_run(name, parts) for name in ENGINES}
     return {
         "versions": versions(),
-        "model": {"preset": args.preset, "dtype": "float32", "seed": args.seed},
+        "model": {"preset": args.preset, "hf": args.hf, "dtype": "float32", "seed": args.seed},
         **settings,
         "engines": {
             name: {

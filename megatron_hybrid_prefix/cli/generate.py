@@ -5,6 +5,7 @@ were computed, how many were reused, and how long it took. With several engines 
 
 examples:
     hybrid-prefix generate "Hello" --preset tiny
+    hybrid-prefix generate "Once upon a time" --hf ./Nemotron-H-8B
     hybrid-prefix generate --conversation session.json --compare off,upstream,ours --json result.json --plot result.png
     hybrid-prefix generate --sessions agents.jsonl --compare off,upstream,ours
     torchrun --nproc-per-node 2 -m megatron_hybrid_prefix generate --jsonl prompts.jsonl --preset small --tp 2
@@ -65,6 +66,12 @@ from megatron_hybrid_prefix.console.engine_options import (
     stop_requested,
     versions,
 )
+from megatron_hybrid_prefix.console.hf import (
+    add_generation_config_option,
+    build_model,
+    default_sampling,
+    tokenizer_of,
+)
 from megatron_hybrid_prefix.console.prompts import Work, read_work
 from megatron_hybrid_prefix.console.sessions import against_least, least_tokens, print_sessions
 from megatron_hybrid_prefix.console.terminal import (
@@ -89,7 +96,7 @@ from megatron_hybrid_prefix.console.terminal import (
     write_whole,
 )
 from megatron_hybrid_prefix.errors import PlatformError
-from megatron_hybrid_prefix.tokenizer import Tokenizer, load_tokenizer
+from megatron_hybrid_prefix.tokenizer import Tokenizer
 
 # --- Options ---------------------------------------------------------------------------------------------------------
 
@@ -136,8 +143,9 @@ def make_parser() -> ArgumentParser:
         "--tokenizer",
         type=Path,
         metavar="DIR",
-        help="folder with a Hugging Face tokenizer.json (default: a token per byte)",
+        help="folder with a Hugging Face tokenizer.json, or 'bytes': a token per byte (default: that of --hf, else bytes)",
     )
+    add_generation_config_option(add)
 
     add = parser.add_argument_group("engine").add_argument
     add(
@@ -163,13 +171,13 @@ def make_parser() -> ArgumentParser:
         metavar="N",
         help="length of an answer (default: %(default)s)",
     )
-    add("--temperature", type=float, default=1.0, help="sampling temperature, above 0 (default: %(default)s)")
+    add("--temperature", type=float, help="sampling temperature, above 0 (default: that of --hf, else 1.0)")
     add(
         "--top-k",
         type=int,
-        help="sample from the K likeliest tokens; 1 is greedy, 0 is off (default: 1; with --top-p: 0)",
+        help="sample from the K likeliest tokens; 1 is greedy, 0 is off (default: that of --hf, else 1; with --top-p: 0)",
     )
-    add("--top-p", type=float, default=0.0, help="nucleus sampling, 0 to 1; 0 is off (default: 0)")
+    add("--top-p", type=float, help="nucleus sampling, 0 to 1; 0 is off (default: that of --hf, else 0)")
     add("--stop-word", action="append", default=[], metavar="TEXT", help="stop before this text (repeatable)")
     end = sampling.add_mutually_exclusive_group()
     end.add_argument(
@@ -337,7 +345,7 @@ def as_json(
     """All results as JSON values. For sessions, also the least tokens to compute for each request."""
     return {
         "versions": versions(),
-        "model": {"preset": args.preset, "seed": args.seed, "load": args.load and str(args.load)},
+        "model": {"preset": args.preset, "hf": args.hf, "seed": args.seed, "load": args.load and str(args.load)},
         **settings,
         "engines": {
             run.name: {
@@ -355,12 +363,24 @@ def as_json(
     }
 
 
+def set_sampling(args: argparse.Namespace) -> None:
+    """Fills in the sampling options that are not given: those of ``--hf`` if none of them is given, else greedy."""
+    names = ("temperature", "top_k", "top_p")
+    if all(getattr(args, name) is None for name in names):
+        for name, value in default_sampling(args).items():
+            setattr(args, name, value)
+        if args.temperature is not None and args.top_k is None and not args.top_p:
+            args.top_k = 0  # sampled from all tokens
+    args.temperature = 1.0 if args.temperature is None else args.temperature
+    args.top_p = args.top_p or 0.0
+
+
 def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
     """Runs the command."""
     args = make_parser().parse_intermixed_args(argv)
     names, config = check_options(args)
-    with as_input_errors(ValueError):
-        tokenizer = load_tokenizer(args.tokenizer, config.vocab_size)
+    tokenizer, args.end_tokens = tokenizer_of(args, config.vocab_size)
+    set_sampling(args)
     limit = args.max_sequence_length or config.max_sequence_length
     work = read_work(args, tokenizer, config.vocab_size, limit)
 
@@ -382,9 +402,8 @@ def run_on(
 
     console = output_console() if is_main_rank() else Console(quiet=True)
     console.print(platform.describe(), markup=False, soft_wrap=True)
+    model = build_model(args, config, platform)
     with as_input_errors(ValueError, PlatformError):
-        overrides = {"cuda_graph_impl": "local"} if args.cuda_graphs else {}
-        model = models.build_hybrid_model(config, seed=args.seed, platform=platform, **overrides)
         if args.load is not None:
             models.load_checkpoint(model, args.load)
         if args.save is not None:

@@ -37,6 +37,7 @@ VERBS = {
     "bench": Verb("benchmark caching off, megatron-core's own cache and this cache side by side", "bench"),
     "replay": Verb("replay recorded requests without a model: how much is reused at which budget", "replay"),
     "plan": Verb("plan memory: what a budget holds, and which budget to raise first", "plan"),
+    "convert": Verb("convert a Hugging Face folder to a Megatron distributed checkpoint", "convert", extra="hf"),
     "demo": Verb("where megatron-core's own cache is wrong or reuses less, in a minute on a CPU", "demo", extra="demo"),
 }
 
@@ -59,6 +60,7 @@ def usage() -> str:
         "  hybrid-prefix demo",
         "  hybrid-prefix serve --preset tiny --port 8000",
         '  hybrid-prefix generate "Hello" --preset tiny',
+        '  hybrid-prefix generate "Once upon a time" --hf ./Nemotron-H-8B',
         "  hybrid-prefix plan nemotron-h-8b --mamba-gb 20 --buffer-gb 20",
         "  hybrid-prefix replay --help",
     ]

@@ -1,12 +1,17 @@
 """Plan memory for prefix caching of a hybrid model: what a budget holds, and which budget to raise first.
 
 examples:
+    hybrid-prefix plan --hf ./NVIDIA-Nemotron-Nano-9B-v2 --gpu-gb 80
     hybrid-prefix plan nemotron-h-8b --mamba-gb 20 --buffer-gb 20
     hybrid-prefix plan arguments.yaml --mamba-gb 20 --buffer-gb 20 --tp 2 --speculative-tokens 3
     hybrid-prefix plan config.json --mamba-gb 20 --buffer-gb 20 --trace trace.jsonl --json plan.json
 
 MODEL is a preset, a YAML or JSON file of Megatron arguments, or a Hugging Face config.json (or its folder). Budgets are
 in GiB per rank.
+
+--hf and --gpu-gb without budgets: what fits GPUs of this size at each tensor-parallel size, and which budgets to give. A
+conversation that is kept has its KV and three checkpoints. 10 % of a GPU stay free for activations. The folder needs
+config.json only. --hf with budgets is like MODEL.
 
 With --trace, the recorded requests are replayed at this budget (as by hybrid-prefix replay). Then each budget is raised
 by the same amount in turn, and the one that gains most is recommended. The time of loading from the host is not
@@ -20,9 +25,10 @@ exit code: 0; 2 for bad input; 130 after Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +38,7 @@ from rich.table import Table
 from megatron_hybrid_prefix._version import __version__
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.console.engine_options import positive_float, positive_int, whole_number
+from megatron_hybrid_prefix.console.hf import add_hf_option, folder_of
 from megatron_hybrid_prefix.console.terminal import (
     ArgumentParser,
     InputError,
@@ -46,9 +53,11 @@ from megatron_hybrid_prefix.console.terminal import (
     run_command,
     write_json,
 )
-from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_of
+from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_of, sizes_of_config
+from megatron_hybrid_prefix.lab.fit import fits, parameter_count
 from megatron_hybrid_prefix.lab.replay import Policy, ceiling_tokens, replay
 from megatron_hybrid_prefix.lab.traces import Trace, read_trace
+from megatron_hybrid_prefix.models.config import PRESETS, get_preset
 from megatron_hybrid_prefix.policy.registry import (
     DEFAULT_EVICTION_POLICY,
     eviction_policy_names,
@@ -56,6 +65,7 @@ from megatron_hybrid_prefix.policy.registry import (
 )
 
 GIB = 2**30
+GB = 10**9
 RAISED_BY = 0.25  # each budget in turn is raised by this share of all budgets together
 WORTH_IT = 0.001  # least gain to recommend, as a share of the prompt tokens
 KNOBS = {"state_bytes": "--mamba-gb", "host_bytes": "--host-gb", "kv_bytes": "--buffer-gb"}
@@ -174,16 +184,20 @@ def make_parser() -> ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = ArgumentParser(description=summary, epilog=rest, formatter_class=raw, allow_abbrev=False)
     parser.add_argument(
-        "model", metavar="MODEL", help="a preset, a file of Megatron arguments (YAML, JSON), or a config.json"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a preset, a file of Megatron arguments (YAML, JSON), or a config.json",
     )
     add = parser.add_argument_group("model").add_argument
+    add_hf_option(add)
     add("--tp", type=positive_int, default=1, metavar="N", help="tensor-parallel size (default: %(default)s)")
     add(
         "--state-dtype", choices=("float32", "bfloat16"), help="dtype of the matrix states (default: each layer kind's)"
     )
     add = parser.add_argument_group("budget per rank").add_argument
-    add("--mamba-gb", type=positive_float, required=True, help="GiB for state checkpoints on the GPU")
-    add("--buffer-gb", type=positive_float, required=True, help="GiB for KV blocks and the states of running requests")
+    add("--mamba-gb", type=positive_float, help="GiB for state checkpoints on the GPU")
+    add("--buffer-gb", type=positive_float, help="GiB for KV blocks and the states of running requests")
     add("--host-gb", type=positive_float, help="GiB of pinned host memory for evicted KV and states (default: none)")
     add("--block-size-tokens", type=positive_int, default=256, help="tokens per KV block (default: %(default)s)")
     add("--max-requests", type=positive_int, default=64, help="most running requests (default: %(default)s)")
@@ -192,6 +206,15 @@ def make_parser() -> ArgumentParser:
         type=whole_number,
         default=0,
         help="draft tokens of speculative decoding (default: %(default)s)",
+    )
+    add = parser.add_argument_group("what fits (--hf or a preset, without budgets)").add_argument
+    add("--gpu-gb", type=positive_float, metavar="X", help="memory of one GPU, in GB (10^9 bytes), such as 80")
+    add(
+        "--conversation-tokens",
+        type=positive_int,
+        default=8192,
+        metavar="N",
+        help="tokens of a conversation that is kept (default: %(default)s)",
     )
     add = parser.add_argument_group("expected reuse").add_argument
     add(
@@ -269,12 +292,89 @@ def print_report(
     console.print(table)
 
 
+def run_fits(argv: Sequence[str], args: argparse.Namespace) -> int:
+    """What fits a GPU of ``--gpu-gb``, and the command with these budgets. Returns the exit code."""
+    folder = folder_of(args)
+    with as_input_errors(ValueError):
+        config = get_preset(args.model) if folder is None else folder.config
+    name = args.model if folder is None else folder.name
+    found = fits(
+        config,
+        gpu_bytes=int(args.gpu_gb * GB),
+        conversation_tokens=min(args.conversation_tokens, config.max_sequence_length),
+        block_tokens=args.block_size_tokens,
+        max_requests=args.max_requests,
+        state_dtype=args.state_dtype,
+    )
+    billions = parameter_count(config) / 1e9
+    table = Table(title=f"{printable(name)}, {billions:.3g} B parameters, {config.dtype}", title_justify="left")
+    for column in ("GPUs (--tp)", "weights per GPU", "left for states and KV", "conversations kept", "budgets"):
+        table.add_column(column, justify="left" if column == "budgets" else "right")
+    for fit in found:
+        options = "does not fit"
+        if fit.conversations:
+            options = f"--mamba-gb {_floor(fit.state_bytes)} --buffer-gb {_floor(fit.kv_bytes)}"
+        left = f"{max(0, fit.left_bytes) / GIB:.1f} GiB"
+        table.add_row(str(fit.tp), f"{fit.weight_bytes / GIB:.1f} GiB", left, f"{fit.conversations:,}", options)
+    console = output_console()
+    console.print(table)
+    smallest = next((fit for fit in found if fit.conversations), None)
+    if smallest is None:
+        text = (
+            f"no GPU of {args.gpu_gb:g} GB holds 1/{max((fit.tp for fit in found), default=1)} of this model and one "
+        )
+        text += f"conversation of {args.conversation_tokens:,} tokens"
+    else:
+        ranks = "" if smallest.tp == 1 else f"torchrun --nproc-per-node {smallest.tp} -m megatron_hybrid_prefix.cli."
+        model = f"--preset {name}" if folder is None else f"--hf {shlex.quote(str(args.hf))}"
+        text = f"{ranks}serve {model} --tp {smallest.tp} --mamba-gb {_floor(smallest.state_bytes)}"
+        text = f"{'' if ranks else 'hybrid-prefix '}{text} --buffer-gb {_floor(smallest.kv_bytes)}"
+        text += f" --max-requests {args.max_requests} --block-size-tokens {args.block_size_tokens}"
+        text += f" --state-dtype {args.state_dtype}" if args.state_dtype else ""
+    console.print(text, markup=False, soft_wrap=True)
+    if args.json is not None:
+        report = {"version": __version__, "command": command_line(argv), "model": name, "advice": text}
+        write_json(args.json, report | {"parameters": parameter_count(config), "fits": [asdict(fit) for fit in found]})
+        console.print(f"wrote {args.json}", markup=False, soft_wrap=True)
+    return 0
+
+
+def _floor(count: int) -> str:
+    """Bytes as GiB with two digits, not rounded up."""
+    return f"{count * 100 // GIB / 100:g}"
+
+
+def check_model(args: argparse.Namespace) -> bool:
+    """Checks that there is one model, and budgets or a GPU. Returns whether to show what fits.
+
+    Raises:
+        InputError: An option is missing, or one too many.
+    """
+    if (args.model is None) == (args.hf is None):
+        raise InputError("give MODEL or --hf DIR, and only one of them")
+    budgets = [name for name in ("mamba_gb", "buffer_gb") if getattr(args, name) is not None]
+    if len(budgets) == 2 and args.gpu_gb is None:
+        return False
+    if args.gpu_gb is None or budgets or args.trace or (args.hf is None and args.model not in PRESETS):
+        raise InputError(
+            "give --mamba-gb and --buffer-gb, or --gpu-gb alone (with --hf or a preset) to learn which to give"
+        )
+    return True
+
+
 def run(argv: Sequence[str], interrupt: Interrupt) -> int:
     """Runs the command."""
     args = make_parser().parse_args(argv)
     if args.json is not None:
         check_writable(args.json)
-    sizes = sizes_of(args.model, tp=args.tp, state_dtype=args.state_dtype)
+    if check_model(args):
+        return run_fits(argv, args)
+    folder = folder_of(args)
+    if folder is None:
+        sizes = sizes_of(args.model, tp=args.tp, state_dtype=args.state_dtype)
+    else:
+        with as_input_errors(ValueError):
+            sizes = sizes_of_config(folder.name, folder.config, tp=args.tp, state_dtype=args.state_dtype)
     with as_input_errors(ValueError):
         sizes.check_blocks(args.block_size_tokens)
     budget = Budget(

@@ -2,6 +2,7 @@
 
 examples:
     hybrid-prefix serve --preset tiny --port 8000
+    hybrid-prefix serve --hf ./NVIDIA-Nemotron-Nano-9B-v2 --mamba-gb 20
     hybrid-prefix serve --preset nemotron-h-8b --load CHECKPOINT --tokenizer FOLDER --cuda-graphs 8 --max-requests 64
     torchrun --nproc-per-node 8 -m megatron_hybrid_prefix.cli.serve --tp 2 ...   # 4 replicas of 2 GPUs
 
@@ -60,6 +61,13 @@ from megatron_hybrid_prefix.console.engine_options import (
     stop_requested,
     whole_number,
 )
+from megatron_hybrid_prefix.console.hf import (
+    add_generation_config_option,
+    build_model,
+    default_sampling,
+    tokenizer_folder,
+    tokenizer_of,
+)
 from megatron_hybrid_prefix.console.terminal import (
     ArgumentParser,
     InputError,
@@ -74,7 +82,6 @@ from megatron_hybrid_prefix.console.terminal import (
 )
 from megatron_hybrid_prefix.errors import PlatformError
 from megatron_hybrid_prefix.serve.chat_template import load_chat_form
-from megatron_hybrid_prefix.tokenizer import load_tokenizer
 
 ADMIN_TOKEN = "HYBRID_PREFIX_ADMIN_TOKEN"
 NEEDS = ("starlette", "uvicorn", "prometheus_client", "pydantic", "transformers")
@@ -93,7 +100,11 @@ def make_parser() -> ArgumentParser:
     add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=whole_number, default=8000, help="port to listen on; 0: any free port (default: %(default)s)")
-    add("--served-model-name", metavar="NAME", help="model name in the API (default: that of --preset)")
+    add(
+        "--served-model-name",
+        metavar="NAME",
+        help="model name in the API (default: that of --preset, or the folder of --hf)",
+    )
     add("--api-keys", type=Path, metavar="FILE", help="require an API key; each line of FILE is 'NAME KEY'")
     add("--admin-token", metavar="TOKEN", help=f"enable /admin/reset_cache with this token (default: ${ADMIN_TOKEN})")
     add(
@@ -149,14 +160,15 @@ def make_parser() -> ArgumentParser:
         "--tokenizer",
         type=Path,
         metavar="DIR",
-        help="folder with a Hugging Face tokenizer.json (default: a token per byte)",
+        help="folder with a Hugging Face tokenizer.json, or 'bytes': a token per byte (default: that of --hf, else bytes)",
     )
+    add_generation_config_option(add)
     add("--add-bos", action="store_true", help="start prompts with the tokenizer's begin-of-text token")
     add(
         "--chat-template",
         type=Path,
         metavar="FILE",
-        help="Jinja chat template (default: that of the --tokenizer folder, or a plain format)",
+        help="Jinja chat template (default: that of the --tokenizer or --hf folder, else a plain format; none with --hf)",
     )
 
     add = parser.add_argument_group("engine").add_argument
@@ -268,22 +280,21 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
     args = make_parser().parse_args(argv)
     config = check_options(args)
     keys = read_keys(args.api_keys)
-    with as_input_errors(ValueError):
-        tokenizer = load_tokenizer(args.tokenizer, config.vocab_size)
+    tokenizer, end_tokens = tokenizer_of(args, config.vocab_size)
+    sampling = default_sampling(args)
     start_logging(access_log=not args.no_access_log)
-    chat = load_chat_form(args.chat_template, args.tokenizer)
+    chat = load_chat_form(args.chat_template, tokenizer_folder(args), plain=args.hf is None)
     if args.add_bos and tokenizer.bos is None:
         raise InputError("--add-bos: the tokenizer has no begin-of-text token")
     with ExitStack() as stack:
         listener = stack.enter_context(listen(args.host, args.port)) if is_main_rank() else None
         platform = stack.enter_context(started_platform(args))
-        from megatron_hybrid_prefix import models
-
         output_console().print(platform.describe(), markup=False, soft_wrap=True)
-        with as_input_errors(ValueError, PlatformError):
-            overrides = {"cuda_graph_impl": "local"} if args.cuda_graphs else {}
-            model = models.build_hybrid_model(config, seed=args.seed, platform=platform, **overrides)
-            if args.load is not None:
+        model = build_model(args, config, platform)
+        if args.load is not None:
+            from megatron_hybrid_prefix import models
+
+            with as_input_errors(ValueError, PlatformError):
                 models.load_checkpoint(model, args.load)
         engine = make_engine(model, tokenizer, platform.device.type, args)
         if stop_requested(platform, interrupt):
@@ -309,6 +320,8 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
             model=name,
             vocab_size=config.vocab_size,
             chat=chat,
+            end_tokens=end_tokens,
+            default_sampling=sampling,
             add_bos=args.add_bos,
             max_waiting=args.max_waiting,
             body_bytes=int(args.max_body_mb * 2**20),

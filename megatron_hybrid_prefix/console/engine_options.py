@@ -21,6 +21,7 @@ from typing import Any
 from megatron_hybrid_prefix._version import __version__
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.config import HybridPrefixConfig
+from megatron_hybrid_prefix.console.hf import add_hf_option, choose_model
 from megatron_hybrid_prefix.console.terminal import InputError, Interrupt, Stopped, as_input_errors, split_names
 from megatron_hybrid_prefix.errors import PlatformError
 from megatron_hybrid_prefix.models.config import PRESETS
@@ -34,6 +35,7 @@ ENGINES: dict[str, Callable[[float, float, str | None], dict[str, Any]]] = {
         "prefix": HybridPrefixConfig(mamba_gb=mamba_gb, host_gb=host_gb, tier_behind_host=tier)
     },
 }
+DEFAULT_PRESET = "tiny"
 DEFAULT_MAMBA_GB = {"cpu": 0.05, "cuda": 8.0}
 DEFAULT_MAX_TOKENS = {"cpu": 4096, "cuda": 16384}
 STEP_TOKENS_MULTIPLE = 64  # megatron pads a step's tokens to this, and asserts that max_tokens is a multiple
@@ -42,15 +44,14 @@ PACKAGES = ("megatron-core", "torch", "triton", "mamba-ssm", "causal-conv1d", "f
 # --- Options ---------------------------------------------------------------------------------------------------------
 
 
-def add_model_options(add: Callable[..., Any], *, default_preset: str | None = "tiny") -> None:
-    """Adds the options of the model and its ranks. ``default_preset`` None: the command chooses one by device."""
-    shown = default_preset or "tiny on CPU, hybrid-4b on GPU"
+def add_model_options(add: Callable[..., Any], *, shown: str = DEFAULT_PRESET) -> None:
+    """Adds the options of the model and its ranks. ``shown``: the default preset, for the help."""
     add(
         "--preset",
-        default=default_preset,
         metavar="NAME",
         help=f"model: {', '.join(PRESETS)} (default: {shown})",
     )
+    add_hf_option(add)
     add("--seed", type=int, default=0, metavar="N", help="seed of the random weights (default: %(default)s)")
     add("--tp", type=positive_int, default=1, metavar="N", help="tensor-parallel size (default: %(default)s)")
     add("--pp", type=positive_int, default=1, metavar="N", help="pipeline-parallel size (default: %(default)s)")
@@ -135,10 +136,8 @@ def check_engine_options(args: argparse.Namespace) -> Any:
     Raises:
         InputError: No engine can be built with these options.
     """
-    from megatron_hybrid_prefix.models.config import get_preset
-
+    config = choose_model(args, DEFAULT_PRESET)
     with as_input_errors(ValueError):
-        config = get_preset(args.preset)
         config.check_parallel(tp=args.tp, pp=args.pp)
     if args.tier_behind_host is not None:
         with as_input_errors(ValueError):

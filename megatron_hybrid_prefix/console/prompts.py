@@ -239,12 +239,15 @@ def read_json(path: Path) -> Any:
 def sampling_from(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any]:
     """The command's sampling options as fields of megatron's ``SamplingParams``."""
     termination_id = tokenizer.eod if args.termination_id is None else args.termination_id
+    # Megatron ends an answer at one token: others, which --hf may have, are stop words. Special tokens tokenize to themselves.
+    use_ends = args.termination_id is None and not args.ignore_eos
+    ends = [tokenizer.detokenize([token]) for token in getattr(args, "end_tokens", ()) if use_ends]
     return {
         "num_tokens_to_generate": args.num_tokens_to_generate,
         "temperature": args.temperature,
         "top_k": args.top_k if args.top_k is not None else 0 if args.top_p else 1,
         "top_p": args.top_p,
-        "stop_words": args.stop_word or None,
+        "stop_words": [*args.stop_word, *ends] or None,
         "termination_id": -1 if args.ignore_eos or termination_id is None else termination_id,
         "return_log_probs": args.log_probs,
         "skip_prompt_log_probs": True,

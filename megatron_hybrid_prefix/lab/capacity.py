@@ -17,7 +17,7 @@ from megatron_hybrid_prefix.models.config import PRESETS, HybridModelConfig
 from megatron_hybrid_prefix.pool.layout import SlotLayout, StateComponent, StateLayout
 
 _DELTA_NET_CHUNK = 64  # tokens
-_VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +98,8 @@ class Sizes:
             shared |= {name: value for name, value in of_kind.items() if name.endswith(("heads", "groups"))}
         for name in ("dtype", "state_dtype"):
             value = getattr(self, name)
-            if value not in _VALUE_BYTES and not (name == "state_dtype" and value is None):
-                raise ValueError(f"{self.name}: {name} {value!r} is none of {', '.join(_VALUE_BYTES)}")
+            if value not in VALUE_BYTES and not (name == "state_dtype" and value is None):
+                raise ValueError(f"{self.name}: {name} {value!r} is none of {', '.join(VALUE_BYTES)}")
         for name, value in shared.items():
             if value % self.tp:
                 raise ValueError(f"{self.name}: tp={self.tp} does not divide {name}={value}")
@@ -129,7 +129,7 @@ class Sizes:
     def kv_token_bytes(self) -> int:
         """Bytes of the KV of one token on one rank. With more ranks than heads, several ranks hold the same head."""
         heads = max(1, self.kv_heads // self.tp)
-        return 2 * self.attention_layers * heads * self.kv_channels * _VALUE_BYTES[self.dtype]
+        return 2 * self.attention_layers * heads * self.kv_channels * VALUE_BYTES[self.dtype]
 
     def kv_block_bytes(self, block_tokens: int) -> int:
         """Bytes of one KV block on one rank."""
@@ -146,7 +146,7 @@ def sizes_of(model: str, *, tp: int = 1, state_dtype: str | None = None) -> Size
     Args:
         model: A preset; a YAML or JSON file of Megatron arguments; or a Hugging Face config.json, or its folder.
         tp: Tensor-parallel size.
-        state_dtype: Dtype of the SSM states; None: that of the parameters.
+        state_dtype: Dtype of the matrix states; None: the model's (``mamba_ssm_cache_dtype``), or the layer kind's choice.
 
     Raises:
         InputError: There is no such preset or file, or the file is not understood.
@@ -162,7 +162,12 @@ def sizes_of(model: str, *, tp: int = 1, state_dtype: str | None = None) -> Size
             data = _read(path)
             reader = _of_hugging_face if "model_type" in data else _of_megatron
             sizes = reader(_Fields(str(path), data))
-        return replace(sizes, tp=tp, state_dtype=state_dtype)
+        return replace(sizes, tp=tp, state_dtype=state_dtype or sizes.state_dtype)
+
+
+def sizes_of_config(name: str, config: HybridModelConfig, *, tp: int = 1, state_dtype: str | None = None) -> Sizes:
+    """Sizes of a model with these dimensions; arguments as of `sizes_of`. Raises ValueError where ``tp`` does not divide."""
+    return replace(_of_preset(name, config), tp=tp, state_dtype=state_dtype or config.state_dtype)
 
 
 def _of_preset(name: str, config: HybridModelConfig) -> Sizes:
@@ -189,6 +194,7 @@ def _of_preset(name: str, config: HybridModelConfig) -> Sizes:
         kv_heads=config.num_query_groups,
         kv_channels=config.kv_channels,
         dtype=config.dtype,
+        state_dtype=config.state_dtype,
     )
 
 
@@ -313,6 +319,7 @@ def _of_hugging_face(given: _Fields) -> Sizes:
         kv_heads=given.number("num_key_value_heads", default=query_heads),
         kv_channels=given.number("head_dim", "attention_head_dim", default=hidden_size // max(1, query_heads)),
         dtype=str(given.get("dtype", "torch_dtype") or "bfloat16"),
+        state_dtype=given.get("mamba_ssm_cache_dtype"),
     )
 
 
@@ -335,7 +342,10 @@ def _mamba_of(given: _Fields, layers: int) -> Mamba2Sizes:
 def _by_pattern(given: _Fields) -> tuple[int, int]:
     kinds = given.list_of_text("layers_block_type")
     if kinds is not None:
-        return kinds.count("mamba"), kinds.count("attention")
+        return (  # names of transformers 4 and 5
+            kinds.count("mamba") + kinds.count("linear_attention"),
+            kinds.count("attention") + kinds.count("full_attention"),
+        )
     pattern = given.text("hybrid_override_pattern")
     return pattern.count("M"), pattern.count("*")
 

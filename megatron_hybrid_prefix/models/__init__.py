@@ -5,12 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatron_hybrid_prefix.models.config import PRESETS, HybridModelConfig, get_preset
+from megatron_hybrid_prefix.models.hf.folder import HfFolder, open_folder
 
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.models.build import build_hybrid_model
     from megatron_hybrid_prefix.models.checkpoint import load_checkpoint, save_checkpoint
 
-__all__ = ["PRESETS", "HybridModelConfig", "build_hybrid_model", "get_preset", "load_checkpoint", "save_checkpoint"]
+__all__ = [
+    "PRESETS",
+    "HfFolder",
+    "HybridModelConfig",
+    "build_hybrid_model",
+    "get_preset",
+    "load_checkpoint",
+    "open_folder",
+    "save_checkpoint",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_hybrid_prefix.models.config import HybridModelConfig, get_preset
+from megatron_hybrid_prefix.models.hf.folder import HfFolder, open_folder
 from megatron_hybrid_prefix.models.weights import initialise_weights
 from megatron_hybrid_prefix.platform import Platform, ensure_platform, running_platform
 
@@ -19,26 +22,43 @@ if TYPE_CHECKING:
 
 
 def build_hybrid_model(
-    preset_or_config: str | HybridModelConfig, seed: int = 0, *, platform: Platform | None = None, **overrides: Any
+    preset_or_config: str | HybridModelConfig | None = None,
+    seed: int = 0,
+    *,
+    hf: str | os.PathLike[str] | HfFolder | None = None,
+    platform: Platform | None = None,
+    on_read: Callable[[int, int], object] | None = None,
+    **overrides: Any,
 ) -> HybridModel:
-    """Build this rank's shard of a hybrid model with random weights, ready for inference.
+    """Build this rank's shard of a hybrid model, with random weights or those of a Hugging Face folder.
 
-    The weights depend on ``seed`` and the layer's global name only, so every tensor- and pipeline-parallel layout holds
+    Random weights depend on ``seed`` and the layer's global name only, so every tensor- and pipeline-parallel layout holds
     the same model.
 
     Args:
-        preset_or_config: A name from `PRESETS`, or dimensions.
-        seed: Seed of the weights.
+        preset_or_config: A name from `PRESETS`, or dimensions. None: those of ``hf``.
+        seed: Seed of random weights.
+        hf: A folder with ``config.json`` and ``*.safetensors``, or what `open_folder` returned. Every rank reads its own part
+            of the weights. Nothing is downloaded.
         platform: What `ensure_platform` returned; by default the running platform (tp=1, pp=1 where none runs).
+        on_read: As of `load_hf_weights`.
         **overrides: Fields of megatron's ``TransformerConfig``, such as ``cuda_graph_impl="local"``.
 
     Returns:
         The model in ``eval`` mode on the platform's device; its dimensions are ``model.hybrid_config``.
 
     Raises:
-        ValueError: Unknown preset, dimensions that this tp/pp/ep cannot shard, or CUDA graphs that cannot be captured.
+        ValueError: Unknown preset, dimensions that this tp/pp/ep cannot shard, or CUDA graphs that cannot be captured. With
+            ``hf``, also as of `open_folder` and `load_hf_weights`.
     """
+    folder = hf if hf is None or isinstance(hf, HfFolder) else open_folder(hf)
+    if preset_or_config is None:
+        if folder is None:
+            raise ValueError("build_hybrid_model needs a preset, dimensions, or hf=FOLDER")
+        preset_or_config = folder.config
     config = get_preset(preset_or_config) if isinstance(preset_or_config, str) else preset_or_config
+    if folder is not None:
+        folder.check_weights()  # before a model is built
     if platform is None:
         platform = running_platform() or ensure_platform()
     platform.check_cuda_graphs(overrides.get("cuda_graph_impl", "none"))
@@ -71,10 +91,19 @@ def build_hybrid_model(
     model.requires_grad_(False)
     model.to(platform.device)
     for module in model.modules():
-        if isinstance(module, torch.nn.RMSNorm):  # the local norms are made in float32 whatever the parameters are
+        # The local norms are made in float32 whatever the parameters are.
+        if isinstance(module, torch.nn.RMSNorm) and not config.float32_norms:
             module.to(getattr(torch, config.dtype))
+    if config.float32_norms:
+        # Said at the first forward: PyTorch's one-kernel norm wants one dtype, and several kernels compute this one.
+        warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     mark_packed_parameters(model)
-    initialise_weights(model, config, seed)
+    if folder is None:
+        initialise_weights(model, config, seed)
+    else:
+        from megatron_hybrid_prefix.models.hf_load import load_hf_weights
+
+        load_hf_weights(model, folder, on_read=on_read)
     return model.eval()
 
 
@@ -127,6 +156,12 @@ def _transformer_config(config: HybridModelConfig, platform: Platform, overrides
         fields |= dict(
             num_moe_experts=config.num_moe_experts,
             moe_router_topk=config.moe_router_topk,
+            moe_router_score_function=config.moe_router_score,
+            moe_router_enable_expert_bias=config.moe_router_score == "sigmoid",
+            moe_router_dtype="fp32" if config.moe_router_score == "sigmoid" else None,
+            moe_router_num_groups=config.moe_router_groups or None,
+            moe_router_group_topk=config.moe_router_topk_groups or None,
+            moe_router_topk_scaling_factor=None if config.moe_router_scaling == 1.0 else config.moe_router_scaling,
             moe_ffn_hidden_size=config.expert_ffn_hidden_size,
             moe_shared_expert_intermediate_size=config.moe_shared_expert_intermediate_size or None,
             moe_shared_expert_gate=config.moe_shared_expert_gate,

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 DIMENSIONS_FILE = "hybrid_model.json"
 # These do not affect the weights: a checkpoint may be loaded into a model that differs in them.
-_NOT_COMPARED = ("max_sequence_length", "chunk_size", "dtype", "long_memory")
+_NOT_COMPARED = ("max_sequence_length", "chunk_size", "dtype", "float32_norms", "state_dtype", "long_memory")
 
 
 def save_checkpoint(model: Any, path: str | os.PathLike[str]) -> None:
@@ -67,11 +67,11 @@ def save_checkpoint(model: Any, path: str | os.PathLike[str]) -> None:
         partial.rename(path)  # takes the place of an empty folder
         _sync_folder(path.parent)
 
-    _together(prepare, only_rank_0=True)
+    together(prepare, only_rank_0=True)
     try:
-        _together(check_sharing)
-        _together(write)
-        _together(complete, only_rank_0=True)
+        together(check_sharing)
+        together(write)
+        together(complete, only_rank_0=True)
     finally:
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)  # exists only after an error
@@ -107,9 +107,9 @@ def load_checkpoint(model: Any, path: str | os.PathLike[str]) -> None:
         finally:
             invalidate_layers(model)
 
-    _together(lambda: _check_complete(path))
-    _together(lambda: _check_dimensions(model, path))
-    _together(read)
+    together(lambda: _check_complete(path))
+    together(lambda: _check_dimensions(model, path))
+    together(read)
 
 
 def _dimensions(model: Any) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def _check_dimensions(model: Any, path: Path) -> None:
         raise ValueError(f"the checkpoint at {path} is of another model: {', '.join(differences)}")
 
 
-def _together(action: Callable[[], None], *, only_rank_0: bool = False) -> None:
+def together(action: Callable[[], None], *, only_rank_0: bool = False) -> None:
     """Run ``action`` on every rank, or only on rank 0, and wait. If it raises on one rank, every rank raises."""
     error: BaseException | None = None
     try:

@@ -40,12 +40,22 @@ class HybridModelConfig:
         qk_norm: RMS norm of each query and each key head before its rotary embedding.
         layernorm_epsilon: Epsilon of the RMS norms.
         dtype: Parameters' dtype: "float32" or "bfloat16".
+        float32_norms: Keep the weights of RMS norms in float32 whatever ``dtype`` is. For families whose norms multiply by
+            1 + weight: bfloat16 would round the sum to 8 bits, and the weight alone is small. Not with Transformer Engine.
+        state_dtype: Dtype of the recurrent layers' matrix states where an engine is not told another: "float32" or
+            "bfloat16"; None: the layer kind's choice.
         tie_embeddings: Share the embedding with the output layer.
         long_memory: Initialise A, dt and the convolution so that both state components matter for hundreds of
             tokens; a model that forgets cannot tell a right state from a wrong one.
         num_moe_experts: Experts of an ``E`` layer.
         moe_router_topk: Experts that each token goes through; their weights are a softmax over these experts' scores
-            (Hugging Face: ``norm_topk_prob=True``).
+            (Hugging Face: ``norm_topk_prob=True``), or see ``moe_router_score``.
+        moe_router_score: "softmax", or "sigmoid": a sigmoid of each score; the choice adds a bias of each expert, a buffer of
+            the model; the weights of the chosen experts are their sigmoids over the sum of these.
+        moe_router_groups: Groups that the experts of a layer are in; a token's experts are of ``moe_router_topk_groups`` of
+            them, those with the largest sum of their best moe_router_topk / moe_router_topk_groups experts. 0: no groups.
+        moe_router_topk_groups: See ``moe_router_groups``.
+        moe_router_scaling: The experts' weights are multiplied by it.
         moe_ffn_hidden_size: Width of an expert; 0: that of an MLP layer.
         moe_shared_expert_intermediate_size: Width of the expert that every token goes through, too; 0: there is none.
         moe_shared_expert_gate: Multiply the shared expert's output by the sigmoid of a learned score of the token.
@@ -78,10 +88,16 @@ class HybridModelConfig:
     qk_norm: bool = False
     layernorm_epsilon: float = 1e-5
     dtype: str = "bfloat16"
+    float32_norms: bool = False
+    state_dtype: str | None = None
     tie_embeddings: bool = False
     long_memory: bool = False
     num_moe_experts: int = 0
     moe_router_topk: int = 2
+    moe_router_score: str = "softmax"
+    moe_router_groups: int = 0
+    moe_router_topk_groups: int = 0
+    moe_router_scaling: float = 1.0
     moe_ffn_hidden_size: int = 0
     moe_shared_expert_intermediate_size: int = 0
     moe_shared_expert_gate: bool = False
@@ -98,6 +114,8 @@ class HybridModelConfig:
             raise ValueError(f"layer_pattern={self.layer_pattern!r} has no attention layer; the engine needs one")
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype={self.dtype!r}: use 'float32' or 'bfloat16'")
+        if self.state_dtype not in ("float32", "bfloat16", None):
+            raise ValueError(f"state_dtype={self.state_dtype!r}: use 'float32', 'bfloat16' or None")
         if self.activation not in ("relu2", "gelu", "swiglu"):
             raise ValueError(f"activation={self.activation!r}: use 'relu2', 'gelu' or 'swiglu'")
         if self.chunk_size < 1 or self.chunk_size & (self.chunk_size - 1):
@@ -113,6 +131,7 @@ class HybridModelConfig:
             raise ValueError(
                 f"E layers need moe_router_topk={self.moe_router_topk} from 1 to num_moe_experts={self.num_moe_experts}"
             )
+        self._check_router()
         if min(self.moe_ffn_hidden_size, self.moe_shared_expert_intermediate_size) < 0:
             raise ValueError(
                 f"moe_ffn_hidden_size={self.moe_ffn_hidden_size}, moe_shared_expert_intermediate_size="
@@ -145,6 +164,20 @@ class HybridModelConfig:
             )
         if "G" in self.mtp_layer_pattern:
             raise ValueError(f"mtp_layer_pattern={self.mtp_layer_pattern!r}: G layers cannot predict drafts")
+
+    def _check_router(self) -> None:
+        if self.moe_router_score not in ("softmax", "sigmoid"):
+            raise ValueError(f"moe_router_score={self.moe_router_score!r}: use 'softmax' or 'sigmoid'")
+        if self.moe_router_score == "sigmoid" and self.num_moe_experts and self.moe_router_topk == 1:
+            raise ValueError("moe_router_topk=1: the weight of one expert is not normalised; give 2 or more")
+        groups, chosen = self.moe_router_groups, self.moe_router_topk_groups
+        if not (groups or chosen):
+            return
+        if groups < 1 or self.num_moe_experts % groups or not 1 <= chosen <= groups or self.moe_router_topk % chosen:
+            raise ValueError(
+                f"moe_router_groups={groups} must divide num_moe_experts={self.num_moe_experts}, and moe_router_topk_groups="
+                f"{chosen} must be from 1 to that and divide moe_router_topk={self.moe_router_topk}"
+            )
 
     def _check_rotary(self) -> None:
         if self.rotary_base is None and self.rotary_fraction != 1.0:
@@ -303,6 +336,7 @@ PRESETS: dict[str, HybridModelConfig] = {
         attention_output_gate=True,
         qk_norm=True,
         layernorm_epsilon=1e-6,
+        float32_norms=True,
         num_moe_experts=8,
         moe_router_topk=2,
         moe_ffn_hidden_size=32,
@@ -358,6 +392,7 @@ PRESETS: dict[str, HybridModelConfig] = {
         attention_output_gate=True,
         qk_norm=True,
         layernorm_epsilon=1e-6,
+        float32_norms=True,
         num_moe_experts=512,
         moe_router_topk=10,
         moe_ffn_hidden_size=512,

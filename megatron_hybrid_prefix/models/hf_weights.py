@@ -8,18 +8,24 @@ from typing import Any
 import torch
 
 from megatron_hybrid_prefix.models.config import HybridModelConfig
+from megatron_hybrid_prefix.models.hf.bamba import Bamba
 from megatron_hybrid_prefix.models.hf.mapping import Family, Rule
 from megatron_hybrid_prefix.models.hf.nemotron_h import NemotronH
 from megatron_hybrid_prefix.models.hf.qwen3_next import Qwen3Next
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name, ranges_of_this_rank
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (NemotronH(), Qwen3Next())}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (NemotronH(), Qwen3Next(), Bamba())}
 """By ``model_type``."""
 
 
 @torch.no_grad()
 def copy_hf_weights(
-    model: Any, state_dict: Mapping[str, Any], config: HybridModelConfig, model_type: str | None = None
+    model: Any,
+    state_dict: Mapping[str, Any],
+    config: HybridModelConfig,
+    model_type: str | None = None,
+    *,
+    source: str = "the state dict",
 ) -> None:
     """Copy a Hugging Face state dict into ``model``, whatever its tensor-, pipeline- and expert-parallel layout.
 
@@ -32,6 +38,7 @@ def copy_hf_weights(
             file). Weights of multi-token-prediction layers (``mtp.``) are left out.
         config: The whole model's dimensions.
         model_type: Hugging Face's name of the family; None: the one that has such dimensions.
+        source: What errors call the state dict.
 
     Raises:
         ValueError: No such family, or no model of it has these dimensions; or a weight is missing, unknown or has another
@@ -46,7 +53,8 @@ def copy_hf_weights(
         if canonical is not None:
             weights[canonical] = value
     rules = {rule.target: rule for rule in family.rules(config, weights)}
-    _check_shapes(weights, _shapes(rules.values()), optional={"lm_head.weight"} if config.tie_embeddings else set())
+    optional = {"lm_head.weight"} if config.tie_embeddings else set[str]()
+    _check_shapes(weights, _shapes(rules.values()), optional, source)
     parts = []
     for name, parameter in parameters_by_global_name(model):
         if name not in rules:
@@ -88,19 +96,27 @@ def _shapes(rules: Iterable[Rule]) -> dict[str, tuple[int, ...]]:
     return {source.name: source.shape for rule in rules for source in rule.sources}
 
 
-def _check_shapes(weights: Mapping[str, Any], expected: dict[str, tuple[int, ...]], optional: set[str]) -> None:
+def _check_shapes(
+    weights: Mapping[str, Any], expected: dict[str, tuple[int, ...]], optional: set[str], source: str
+) -> None:
     missing, unknown = expected.keys() - weights.keys() - optional, weights.keys() - expected.keys()
     for what, names in (("lacks", missing), ("has an unknown", unknown)):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise ValueError(f"the state dict {what} weight {min(names)}{more}")
+            raise ValueError(f"{source} {what} weight {min(names)}{more}{_place(weights.get(min(names)))}")
     for name, wanted in expected.items():
         if name not in weights:
             continue
         value = weights[name]
         shape = tuple(value.get_shape() if hasattr(value, "get_shape") else value.shape)
         if shape != wanted:
-            raise ValueError(f"{name} has shape {shape}, the model's dimensions require {wanted}")
+            raise ValueError(f"{name}{_place(value)} has shape {shape}, the model's dimensions require {wanted}")
+
+
+def _place(weight: Any) -> str:
+    """Which file a weight is in, where it is in one."""
+    file = getattr(weight, "file", None)
+    return "" if file is None else f" in {file}"
 
 
 def _part_of_this_rank(

@@ -44,7 +44,7 @@ def initialise_weights(model: Any, config: HybridModelConfig, seed: int) -> None
 
 
 def parameters_by_global_name(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """This rank's parameters, their layers counted from 0 over all pipeline stages, experts over all their ranks.
+    """This rank's parameters and its routers' biases of experts (which are buffers), their layers counted from 0 over all pipeline stages, experts over all their ranks.
 
     Experts whose weights are stacked (`GroupedExperts`) come one by one, under megatron's names, as views.
     """
@@ -71,6 +71,9 @@ def _parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         elif last == "linear_fc1_weight":  # once for both stacks
             for own, weight in stacked[owner].local_weights():
                 yield f"{owner}.local_experts.{own}", weight
+    for name, buffer in model.named_buffers():
+        if name.endswith(".router.expert_bias"):
+            yield name, buffer
 
 
 def shard_for_this_rank(
@@ -163,7 +166,7 @@ def _draw(
         uniform(-0.5, 0.5)
     elif last == "layer_norm_weight" or (last == "weight" and full.dim() == 1):
         full.fill_(1.0)
-    elif last in ("bias", "layer_norm_bias"):
+    elif last in ("bias", "layer_norm_bias", "expert_bias"):
         full.zero_()
     else:
         std = full.shape[-1] ** -0.5

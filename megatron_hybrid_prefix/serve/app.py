@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -93,6 +93,8 @@ def make_app(
     on_start: Callable[[], None] = lambda: None,
     make_backend: Callable[[Callable[[float, bool], None]], Backend] | None = None,
     replicas: int = 1,
+    end_tokens: tuple[int, ...] = (),
+    default_sampling: Mapping[str, Any] | None = None,
 ) -> Starlette:
     """Builds the ASGI application around an engine of ``build_engine``.
 
@@ -115,6 +117,8 @@ def make_app(
         on_start: Called when the server is ready.
         make_backend: Makes a `Backend`. Its argument is the function to call at each first token.
         replicas: Number of engines behind the backend.
+        end_tokens: As of `ServedModel`.
+        default_sampling: As of `ServedModel`.
     """
     from megatron_hybrid_prefix.mcore.runner import check_fits
 
@@ -133,6 +137,8 @@ def make_app(
         most_tokens=lambda prompt: limit_tokens - prompt,
         limit_tokens=limit_tokens,
         gives_prompt_log_probs=not context.config.materialize_only_last_token_logits,
+        end_tokens=end_tokens,
+        default_sampling=default_sampling or {},
     )
     limits = Limits(
         sequences=replicas * context.max_requests + max_waiting,

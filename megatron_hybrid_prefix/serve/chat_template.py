@@ -144,8 +144,23 @@ def _plain(messages: Messages) -> str:
     return "".join(texts)
 
 
-def load_chat_form(template: Path | None, tokenizer: Path | None) -> ChatForm:
-    """Loads the template from a file, or from a Hugging Face tokenizer folder. Without one: the plain format.
+class NoChatForm(ChatForm):
+    """Of a model whose folder has no template: there is no conversation that it was trained on."""
+
+    def render(self, messages: Messages, *, begin_answer: bool = True, variables: dict[str, Any] | None = None) -> str:
+        """Raises ValueError."""
+        raise ValueError(
+            "the model has no chat template: use /v1/completions, or start the server with --chat-template"
+        )
+
+
+def load_chat_form(template: Path | None, tokenizer: Path | None, *, plain: bool = True) -> ChatForm:
+    """Loads the template from a file, or from a Hugging Face tokenizer folder.
+
+    Args:
+        template: A file with the template.
+        tokenizer: The folder.
+        plain: Whether a model without a template gets the plain format; else it has no chats.
 
     Raises:
         InputError: A file cannot be read.
@@ -166,4 +181,4 @@ def load_chat_form(template: Path | None, tokenizer: Path | None) -> ChatForm:
     source = config.get("chat_template")
     if isinstance(source, list):  # several, by name
         source = next((item["template"] for item in source if item.get("name") == "default"), None)
-    return ChatForm(source, special)
+    return ChatForm(source, special) if source is not None or plain else NoChatForm(special=special)

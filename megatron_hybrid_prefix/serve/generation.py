@@ -120,7 +120,7 @@ class Generation:
             sampling=sampling,
             arrived_s=arrived_s,
             deliver=lambda update: self._updates.put_nowait((choice, update)),
-            stop=self.request.stop,
+            stop=[*self.request.stop, *map(served.text_of, self.request.end_tokens)],
         )
         choice = Choice(
             len(self.choices),

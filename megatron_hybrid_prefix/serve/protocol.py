@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,8 @@ class GenerationRequest:
     Attributes:
         usage_in_chunks: Whether every chunk of a stream has the usage so far.
         logprobs: Likeliest tokens to return per position; None: no log-probs.
-        stop_tokens: Token ids that end an answer.
+        end_tokens: Tokens of the model that end an answer, as the token of ``sampling["termination_id"]`` does.
+        stop_tokens: All token ids that end an answer without being part of it: those, and the request's.
         tenant: Name of the API key.
     """
 
@@ -41,6 +42,7 @@ class GenerationRequest:
     most_tokens: list[int]
     sampling: dict[str, Any]
     stop: list[str]
+    end_tokens: tuple[int, ...]
     stream: bool
     include_usage: bool
     usage_in_chunks: bool
@@ -69,6 +71,8 @@ class ServedModel:
         most_tokens: Most tokens that can be generated after this many prompt tokens.
         limit_tokens: Longest prompt and answer together.
         gives_prompt_log_probs: Whether the engine computes log-probs of prompts.
+        end_tokens: Tokens that end an answer, beside the tokenizer's ``eod``.
+        default_sampling: ``temperature``, ``top_k`` or ``top_p`` of requests that do not say how to sample.
     """
 
     model: str
@@ -80,6 +84,12 @@ class ServedModel:
     most_tokens: Callable[[int], int]
     limit_tokens: int
     gives_prompt_log_probs: bool = False
+    end_tokens: tuple[int, ...] = ()
+    default_sampling: Mapping[str, Any] = field(default_factory=dict)
+
+    def text_of(self, token: int) -> str:
+        """A token as text, a special one, too."""
+        return self.tokenizer.detokenize([token])
 
 
 def read_request(
@@ -101,6 +111,8 @@ def read_request(
     Raises:
         ApiError: The request is invalid.
     """
+    if all(values.get(name) is None for name in ("temperature", "top_k", "top_p", "seed")):
+        values = {name: value for name, value in values.items() if value is not None} | dict(served.default_sampling)
     body = read_body(values, kind)
     check()
     if body.model != served.model:
@@ -134,12 +146,13 @@ def read_request(
         most_tokens=most_tokens,
         sampling=sampling,
         stop=body.stop + (served.chat.stop if chat else []),
+        end_tokens=() if body.ignore_eos else served.end_tokens,
         stream=body.stream,
         include_usage=options is not None and options.include_usage,
         usage_in_chunks=options is not None and options.continuous_usage_stats,
         echo=echo,
         logprobs=body.top_tokens,
-        stop_tokens=frozenset(body.stop_token_ids),
+        stop_tokens=frozenset(body.stop_token_ids) | frozenset(() if body.ignore_eos else served.end_tokens),
         tenant=tenant,
     )
 

@@ -42,7 +42,7 @@ def test_help_has_a_line_for_each_verb(capsys):
     lines = capsys.readouterr().out.splitlines()
     for name, verb in VERBS.items():
         assert [line for line in lines if line.split() == [name, *verb.summary.split()]], name
-    assert list(VERBS) == ["serve", "generate", "bench", "replay", "plan", "demo"]
+    assert list(VERBS) == ["serve", "generate", "bench", "replay", "plan", "convert", "demo"]
     assert max(map(len, lines)) <= 100
 
 
@@ -83,7 +83,7 @@ def test_a_missing_module_of_this_package_is_not_a_missing_extra():
     assert result.returncode == 1 and "ModuleNotFoundError" in result.stderr
 
 
-@pytest.mark.parametrize("verb", ["generate", "bench", "replay", "plan", "demo"])
+@pytest.mark.parametrize("verb", ["generate", "bench", "replay", "plan", "convert", "demo"])
 def test_a_verb_shows_its_options_without_torch(verb):
     result = run(verb, "--help", lacking=("torch", "megatron"))
     assert (result.returncode, result.stderr) == (0, "")

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from megatron_hybrid_prefix import build_engine
 from megatron_hybrid_prefix.models import HybridModelConfig
+from megatron_hybrid_prefix.models.hf_weights import hf_shapes
 from tests.harness.engine_helpers import greedy, run_to_end
 from tests.harness.limits import HANG_S
 
@@ -61,6 +63,33 @@ NEMOTRON_H_ASKED = {
     "seed": 1,
 }
 
+# The bias changes which experts are chosen; 2 of 4 groups; weights are scaled.
+NEMOTRON_H_EXPERTS = replace(
+    NEMOTRON_H,
+    layer_pattern="M*E-ME*M",
+    num_moe_experts=16,
+    moe_router_topk=4,
+    moe_router_score="sigmoid",
+    moe_router_groups=4,
+    moe_router_topk_groups=2,
+    moe_router_scaling=2.5,
+    moe_ffn_hidden_size=40,
+    moe_shared_expert_intermediate_size=48,
+)
+NEMOTRON_H_EXPERTS_ASKED = NEMOTRON_H_ASKED | {
+    "model": NEMOTRON_H_ASKED["model"]
+    | {
+        "hybrid_override_pattern": NEMOTRON_H_EXPERTS.layer_pattern,
+        "n_routed_experts": NEMOTRON_H_EXPERTS.num_moe_experts,
+        "num_experts_per_tok": NEMOTRON_H_EXPERTS.moe_router_topk,
+        "n_group": NEMOTRON_H_EXPERTS.moe_router_groups,
+        "topk_group": NEMOTRON_H_EXPERTS.moe_router_topk_groups,
+        "routed_scaling_factor": NEMOTRON_H_EXPERTS.moe_router_scaling,
+        "moe_intermediate_size": NEMOTRON_H_EXPERTS.moe_ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": NEMOTRON_H_EXPERTS.moe_shared_expert_intermediate_size,
+    },
+}
+
 # Three value heads share a key head, two query heads a key and value head. The last layer has an MLP and no experts.
 QWEN3_NEXT = HybridModelConfig(
     layer_pattern="GEGEGE*EG-",
@@ -80,6 +109,7 @@ QWEN3_NEXT = HybridModelConfig(
     rotary_fraction=0.25,
     attention_output_gate=True,
     qk_norm=True,
+    float32_norms=True,
     layernorm_epsilon=1e-6,
     num_moe_experts=8,
     moe_router_topk=3,
@@ -122,18 +152,123 @@ QWEN3_NEXT_ASKED = {
 }
 
 
+BAMBA = HybridModelConfig(
+    layer_pattern="M-*-M-*-",
+    hidden_size=64,
+    vocab_size=272,
+    max_sequence_length=1024,
+    mamba_num_heads=8,
+    mamba_head_dim=16,
+    mamba_state_dim=24,
+    mamba_num_groups=2,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=16,
+    ffn_hidden_size=112,
+    activation="swiglu",
+    rotary_base=10_000,
+    rotary_fraction=0.5,
+    dtype="float32",
+)
+BAMBA_ASKED = {
+    "architecture": "Bamba",
+    "model": {
+        "num_hidden_layers": 4,
+        "attn_layer_indices": [1, 3],
+        "hidden_size": BAMBA.hidden_size,
+        "vocab_size": BAMBA.vocab_size,
+        "mamba_n_heads": BAMBA.mamba_num_heads,
+        "mamba_d_head": "auto",
+        "mamba_d_state": BAMBA.mamba_state_dim,
+        "mamba_n_groups": BAMBA.mamba_num_groups,
+        "num_attention_heads": BAMBA.num_attention_heads,
+        "num_key_value_heads": BAMBA.num_query_groups,
+        "intermediate_size": BAMBA.ffn_hidden_size,
+        "rms_norm_eps": BAMBA.layernorm_epsilon,
+        "mamba_chunk_size": 32,
+    },
+    "prompt_lengths": (1, 3, 64, 129),
+    "new_tokens": NEW_TOKENS,
+    "seed": 1,
+}
+
+MODELS = {
+    "bamba": (BAMBA, BAMBA_ASKED),
+    "nemotron_h": (NEMOTRON_H, NEMOTRON_H_ASKED),
+    "nemotron_h_experts": (NEMOTRON_H_EXPERTS, NEMOTRON_H_EXPERTS_ASKED),
+    "qwen3_next": (QWEN3_NEXT, QWEN3_NEXT_ASKED),
+}
+
+
+def make_folder(
+    folder: Path,
+    model_type: str = "nemotron_h",
+    *,
+    shards: int = 1,
+    tied: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, torch.Tensor]:
+    """A folder with random weights; returns them."""
+    from safetensors.torch import save_file
+
+    config, asked = MODELS[model_type]
+    given = asked["model"] | {
+        "model_type": model_type.removesuffix("_experts"),
+        "dtype": "float32",
+        "tie_word_embeddings": tied,
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(given | {"max_position_embeddings": config.max_sequence_length}))
+    generator = torch.Generator().manual_seed(1)
+    weights = {
+        name: torch.randn(shape, generator=generator).to(dtype)
+        for name, shape in hf_shapes(config).items()
+        if not (tied and name == "lm_head.weight")
+    }
+    if shards == 1:
+        save_file(weights, folder / "model.safetensors")
+        return weights
+    index = {}
+    for number in range(shards):
+        file = f"model-{number + 1:05}-of-{shards:05}.safetensors"
+        names = list(weights)[number::shards]
+        save_file({name: weights[name] for name in names}, folder / file)
+        index |= dict.fromkeys(names, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return weights
+
+
+def save_tokenizer(folder: Path, *special: str) -> None:
+    """A tokenizer of single bytes, ids 0 to 255 in ByteLevel's order, and special tokens behind them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: number for number, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
 def make_reference(folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
     """State dict, and tokens and logits of prompts with their greedy continuation; ``folder`` gets the model's files."""
-    (folder / "asked.json").write_text(json.dumps(asked))
+    return make_references({folder: asked})[folder]
+
+
+def make_references(asked: dict[Path, dict[str, Any]]) -> dict[Path, dict[str, Any]]:
+    """As `make_reference`, for several folders in one process."""
+    for folder, wanted in asked.items():
+        folder.mkdir(exist_ok=True)
+        (folder / "asked.json").write_text(json.dumps(wanted))
     result = subprocess.run(
-        [sys.executable, str(REFERENCE), str(folder)],
+        [sys.executable, str(REFERENCE), *map(str, asked)],
         env=os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=HANG_S,
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    return load_reference(folder)
+    return {folder: load_reference(folder) for folder in asked}
 
 
 def load_reference(folder: Path) -> dict[str, Any]:

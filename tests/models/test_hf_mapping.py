@@ -14,9 +14,9 @@ from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.models.hf.mapping import Rule, Source
 from megatron_hybrid_prefix.models.hf_weights import copy_hf_weights, family_of, hf_shapes
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name
-from tests.harness.hf_helpers import NEMOTRON_H, QWEN3_NEXT
+from tests.harness.hf_helpers import BAMBA, NEMOTRON_H, NEMOTRON_H_EXPERTS, QWEN3_NEXT
 
-CONFIGS = {"nemotron_h": NEMOTRON_H, "qwen3_next": QWEN3_NEXT}
+CONFIGS = {"nemotron_h": NEMOTRON_H, "nemotron_h_experts": NEMOTRON_H_EXPERTS, "qwen3_next": QWEN3_NEXT, "bamba": BAMBA}
 
 
 @st.composite
@@ -157,11 +157,15 @@ def test_a_model_gets_every_weight_of_either_spelling(platform, stacked):
             None,
             "nemotron_h has squared ReLU and no position embedding, .*; qwen3_next has a layer",
         ),
-        (get_preset("tiny-moe"), "nemotron_h", "nemotron_h has layers M, \\* and -, not E"),
+        (
+            get_preset("tiny-moe"),
+            "nemotron_h",
+            "nemotron_h has experts with moe_router_score='sigmoid' and a shared expert",
+        ),
         (replace(QWEN3_NEXT, qk_norm=False), "qwen3_next", "qwen3_next has attention_output_gate and qk_norm"),
         (replace(QWEN3_NEXT, moe_shared_expert_gate=False), "qwen3_next", "qwen3_next has moe_shared_expert_gate"),
         (replace(QWEN3_NEXT, rotary_base=None, rotary_fraction=1.0), "qwen3_next", "has swiglu and rotary_base"),
-        (QWEN3_NEXT, "bert", "model_type 'bert' is none of nemotron_h, qwen3_next"),
+        (QWEN3_NEXT, "bert", "model_type 'bert' is none of nemotron_h, qwen3_next, bamba"),
     ],
 )
 def test_models_of_no_family_are_one_clear_line(config, model_type, message):

@@ -16,6 +16,7 @@ import pytest
 
 from megatron_hybrid_prefix.cli.main import VERBS
 from megatron_hybrid_prefix.console.terminal import InputError
+from tests.harness.hf_helpers import make_folder, save_tokenizer
 from tests.harness.limits import HANG_S
 from tests.packaging.documents import DOCS, DOCUMENTS, ROOT, commands, fences, relative
 
@@ -133,6 +134,8 @@ def test_short_commands_of_the_guide_run(tmp_path):
     (tmp_path / "agents.jsonl").write_text("\n".join(map(json.dumps, lines)))
     trace = [{"timestamp": n, "input_length": 1024, "output_length": 1, "hash_ids": [n % 3, n]} for n in range(9)]
     (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, trace)))
+    make_folder(tmp_path / "Nemotron-H-8B")
+    save_tokenizer(tmp_path / "Nemotron-H-8B")
     shown = [shlex.split(line, comments=True) for line in commands(GUIDE.read_text(encoding="utf-8"))]
     shown = [words for words in shown if words[0] == "hybrid-prefix" and words[1] in SHORT]
     assert {words[1] for words in shown} == set(SHORT) and len(shown) >= 6

@@ -90,8 +90,8 @@ def mamba_state_config(
         model: This rank's shard.
         conv_dtype: Megatron's setting for Mamba2 layers: type of their last inputs; None: the layer kind's choice.
         ssm_dtype: Likewise, of what accumulates over tokens.
-        state_dtype: Type of what accumulates over tokens in layers of every kind; None: ``ssm_dtype``, or the layer kind's
-            choice.
+        state_dtype: Type of what accumulates over tokens in layers of every kind; None: ``ssm_dtype``, or the model's
+            (`HybridModelConfig.state_dtype`), or the layer kind's choice.
 
     Returns:
         None where no stage has a recurrent layer.
@@ -99,6 +99,9 @@ def mamba_state_config(
     Raises:
         ValueError: A recurrent layer is of no known kind, or layers of one kind differ in their states.
     """
+    if state_dtype is None and ssm_dtype is None:
+        models_own = getattr(getattr(model, "hybrid_config", None), "state_dtype", None)
+        state_dtype = None if models_own is None else getattr(torch, models_own)
     layers = decoder_layers(model)
     symbols, kind_of_layer = [], []
     found: dict[str, tuple[StateLayout, int]] = {}

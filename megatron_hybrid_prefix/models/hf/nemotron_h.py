@@ -1,4 +1,4 @@
-"""Nemotron-H: Mamba2, attention and MLP layers, one norm each."""
+"""Nemotron-H: layers of Mamba2, attention, an MLP or experts, one norm each."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ _NORMS = {
     "M": ("norm.weight", "mixer.in_proj.layer_norm_weight"),
     "*": ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
     "-": ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+    "E": ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
 }
 
 
 class NemotronH(Family):
-    """``NemotronHForCausalLM`` without experts.
+    """``NemotronHForCausalLM`` without latent experts.
 
     Two things are not weights: Hugging Face clamps the step size dt from below at its ``time_step_min``, megatron does not
     clamp it; and the gated norm of megatron's mixer has an epsilon of 1e-5 whatever the config says.
@@ -33,8 +34,14 @@ class NemotronH(Family):
                 f"squared ReLU and no position embedding, not activation={config.activation!r} "
                 f"and rotary_base={config.rotary_base}"
             )
-        if other := set(config.layer_pattern) - set("M*-|"):
-            return f"layers M, * and -, not {min(other)}"
+        if other := set(config.layer_pattern) - set("M*-E|"):
+            return f"layers M, *, - and E, not {min(other)}"
+        if config.count("E") and (
+            config.moe_router_score != "sigmoid"
+            or config.moe_shared_expert_gate
+            or not config.moe_shared_expert_intermediate_size
+        ):
+            return "experts with moe_router_score='sigmoid' and a shared expert without gate"
         if config.attention_output_gate or config.qk_norm:
             return "neither attention_output_gate nor qk_norm"
         return None
@@ -44,13 +51,14 @@ class NemotronH(Family):
         return None if name.startswith("mtp.") else name.replace("backbone.", "model.", 1)
 
     def rules(self, config: HybridModelConfig, names: Collection[str] = ()) -> Iterator[Rule]:
-        """See Family."""
+        """See Family. Experts are matrices each in files, and stacks of matrices in a model in memory."""
         hidden = config.hidden_size
         yield Rule(
             target="embedding.word_embeddings.weight",
             sources=(Source(name="model.embeddings.weight", shape=(config.vocab_size, hidden)),),
         )
-        parts = {"M": _mamba(config), "*": _attention(config), "-": _mlp(config)}
+        stacked = any(name.endswith(".mixer.experts.down_proj") for name in names)
+        parts = {"M": mamba_parts(config), "*": attention_parts(config), "-": _mlp(config), "E": _shared(config)}
         for layer, symbol in enumerate(config.layer_pattern.replace("|", "")):
             ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
             norm = Source(name=f"{theirs}norm.weight", shape=(hidden,))
@@ -59,6 +67,8 @@ class NemotronH(Family):
             for target, (sources, order) in parts[symbol].items():
                 made_of = tuple(Source(name=f"{theirs}mixer.{name}", shape=shape) for name, shape in sources.items())
                 yield Rule(target=ours + target, sources=made_of, order=order)
+            if symbol == "E":
+                yield from _experts(f"{ours}mlp.experts.local_experts.", f"{theirs}mixer.experts.", config, stacked)
         yield Rule(target="decoder.final_norm.weight", sources=(Source(name="model.norm_f.weight", shape=(hidden,)),))
         yield Rule(
             target="output_layer.weight",
@@ -67,10 +77,11 @@ class NemotronH(Family):
 
 
 # Of a layer: megatron's name to Nemotron-H's names with their shapes, and the order of their rows.
-_Parts = dict[str, tuple[Mapping[str, tuple[int, ...]], torch.Tensor | None]]
+Parts = dict[str, tuple[Mapping[str, tuple[int, ...]], torch.Tensor | None]]
 
 
-def _mamba(config: HybridModelConfig) -> _Parts:
+def mamba_parts(config: HybridModelConfig) -> Parts:
+    """A Mamba2 mixer: megatron's names, and Hugging Face's below the mixer."""
     heads, inner = config.mamba_num_heads, config.mamba_num_heads * config.mamba_head_dim
     conv = inner + 2 * config.mamba_num_groups * config.mamba_state_dim
     return {
@@ -86,7 +97,8 @@ def _mamba(config: HybridModelConfig) -> _Parts:
     }
 
 
-def _attention(config: HybridModelConfig) -> _Parts:
+def attention_parts(config: HybridModelConfig) -> Parts:
+    """An attention layer, likewise."""
     heads, kv = config.num_attention_heads * config.kv_channels, config.num_query_groups * config.kv_channels
     # Megatron's linear_qkv: for each query group its query heads, its key head, its value head.
     groups = [rows.view(config.num_query_groups, -1) for rows in row_numbers(heads, kv, kv)]
@@ -99,8 +111,31 @@ def _attention(config: HybridModelConfig) -> _Parts:
     }
 
 
-def _mlp(config: HybridModelConfig) -> _Parts:
+def _mlp(config: HybridModelConfig) -> Parts:
     return {
         "mlp.linear_fc1.weight": ({"up_proj.weight": (config.ffn_hidden_size, config.hidden_size)}, None),
         "mlp.linear_fc2.weight": ({"down_proj.weight": (config.hidden_size, config.ffn_hidden_size)}, None),
     }
+
+
+def _shared(config: HybridModelConfig) -> Parts:
+    """Of a layer of experts: all but the experts that a router chooses."""
+    hidden, experts, width = config.hidden_size, config.num_moe_experts, config.moe_shared_expert_intermediate_size
+    return {
+        "mlp.router.weight": ({"gate.weight": (experts, hidden)}, None),
+        "mlp.router.expert_bias": ({"gate.e_score_correction_bias": (experts,)}, None),
+        "mlp.shared_experts.linear_fc1.weight": ({"shared_experts.up_proj.weight": (width, hidden)}, None),
+        "mlp.shared_experts.linear_fc2.weight": ({"shared_experts.down_proj.weight": (hidden, width)}, None),
+    }
+
+
+def _experts(ours: str, theirs: str, config: HybridModelConfig, stacked: bool) -> Iterator[Rule]:
+    width, experts = config.expert_ffn_hidden_size, config.num_moe_experts
+    shapes = {"up_proj": (width, config.hidden_size), "down_proj": (config.hidden_size, width)}
+    for expert in range(experts):
+        for target, (part, shape) in zip(("linear_fc1", "linear_fc2"), shapes.items(), strict=True):
+            if stacked:
+                source = Source(name=f"{theirs}{part}", shape=(experts, *shape), at=expert)
+            else:
+                source = Source(name=f"{theirs}{expert}.{part}.weight", shape=shape)
+            yield Rule(target=f"{ours}{expert}.{target}.weight", sources=(source,))

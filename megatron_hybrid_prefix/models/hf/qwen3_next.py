@@ -16,7 +16,8 @@ from megatron_hybrid_prefix.models.hf.mapping import Family, Rule, Source, plus_
 class Qwen3Next(Family):
     """``Qwen3NextForCausalLM``.
 
-    A norm's 1 + weight is rounded to the model's dtype here; Hugging Face rounds the weight, and adds in float32.
+    A norm's 1 + weight stays in float32 (`HybridModelConfig.float32_norms`), as Hugging Face adds in float32. Transformer
+    Engine's norms round it to the model's dtype.
     """
 
     model_type = "qwen3_next"
@@ -32,6 +33,8 @@ class Qwen3Next(Family):
             return "attention_output_gate and qk_norm"
         if config.count("E") and not config.moe_shared_expert_gate:
             return "moe_shared_expert_gate"
+        if config.moe_router_score != "softmax" or config.moe_router_groups or config.moe_router_scaling != 1.0:
+            return "a router with softmax, without groups and scaling"
         return None
 
     def canonical(self, name: str) -> str | None:

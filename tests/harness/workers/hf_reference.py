@@ -1,8 +1,8 @@
 """Write a random model of Hugging Face, prompts, its greedy continuations and its logits to a folder.
 
 A process of its own: transformers must not see the mamba packages, whose compiled parts may be missing, and megatron
-must. Usage: ``python hf_reference.py FOLDER``. FOLDER/asked.json holds "architecture" (such as "NemotronH"), "model" (fields
-of its config class), "prompt_lengths", "new_tokens" and "seed". FOLDER gets ``out.pt``, and what ``save_pretrained`` writes.
+must. Usage: ``python hf_reference.py FOLDER...``. FOLDER/asked.json holds "architecture" (such as "NemotronH"), "model" (fields
+of its config class), "prompt_lengths", "new_tokens", "seed" and perhaps "max_shard_size". FOLDER gets ``out.pt``, and what ``save_pretrained`` writes.
 """
 
 import json
@@ -37,8 +37,11 @@ def randomise(model, generator):
         elif value.dim() == 1 or "conv1d" in name:  # D, the convolution and its bias
             uniform(value, -0.7, 0.7)
         else:
-            std = 1.0 if "embed" in name else value.shape[-1] ** -0.5
+            std = (0.25 if model.config.tie_word_embeddings else 1.0) if "embed" in name else value.shape[-1] ** -0.5
             value.copy_(torch.randn(value.shape, generator=generator) * std * (2.0 if "lm_head" in name else 1.0))
+    for name, value in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            uniform(value, -0.3, 0.3)
 
 
 def watch_routers(model):
@@ -46,7 +49,19 @@ def watch_routers(model):
     margins = []
 
     def hook(router, args, output):
-        best = output[0].float().topk(router.top_k + 1, dim=-1).values
+        scores = output[0].float()
+        if hasattr(router, "e_score_correction_bias"):  # a sigmoid, a bias, and perhaps groups of experts
+            scores = scores.sigmoid() + router.e_score_correction_bias
+            if router.topk_group < router.num_group:
+                rated = scores.view(len(scores), router.num_group, -1).topk(2, dim=-1).values.sum(-1)
+                note(rated, router.topk_group)
+                chosen = torch.zeros_like(rated).scatter_(1, rated.topk(router.topk_group).indices, 1)
+                left = chosen.repeat_interleave(router.num_experts // router.num_group, dim=1).bool()
+                scores = scores.masked_fill(~left, float("-inf"))
+        note(scores, router.top_k)
+
+    def note(scores, count):
+        best = scores.topk(count + 1, dim=-1).values
         margins.append(float((best[..., -2] - best[..., -1]).min()))
 
     for module in model.modules():
@@ -77,8 +92,9 @@ def main(folder):
         )
     found = {"state_dict": model.state_dict(), "cases": cases, "router_margin": min(margins, default=None)}
     torch.save(found, folder / "out.pt")
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size=asked.get("max_shard_size", "5GB"))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    for name in sys.argv[1:]:
+        main(name)

@@ -1,0 +1,86 @@
+"""Convert a Hugging Face folder to a Megatron distributed checkpoint, which any TP, PP and EP can load.
+
+examples:
+    hybrid-prefix convert --hf ./Nemotron-H-8B --out ./Nemotron-H-8B-mcore
+    hybrid-prefix generate "Hello" --preset nemotron-h-8b --load ./Nemotron-H-8B-mcore --tokenizer ./Nemotron-H-8B
+    torchrun --nproc-per-node 2 -m megatron_hybrid_prefix convert --hf ./Nemotron-H-8B --out ./Nemotron-H-8B-mcore --tp 2
+
+The model is built on this machine, so its weights have to fit: on the GPU, or in host memory with --device cpu. --load needs
+a model of the same dimensions; hybrid_model.json in the new folder has them. --hf itself needs no conversion.
+
+exit code: 0; 2 for bad input; 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_hybrid_prefix.console.engine_options import positive_int, started_platform
+from megatron_hybrid_prefix.console.hf import add_hf_option, build_model, choose_model
+from megatron_hybrid_prefix.console.terminal import (
+    ArgumentParser,
+    InputError,
+    Interrupt,
+    as_input_errors,
+    check_writable,
+    is_main_rank,
+    output_console,
+    run_command,
+)
+
+GB = 1e9
+
+
+def make_parser() -> ArgumentParser:
+    """The command's parser."""
+    summary, _, rest = (__doc__ or "").partition("\n\n")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = ArgumentParser(description=summary, epilog=rest, formatter_class=raw, allow_abbrev=False)
+    add = parser.add_argument
+    add_hf_option(add)
+    add("--out", type=Path, required=True, metavar="DIR", help="folder for the checkpoint: a new or an empty one")
+    add("--tp", type=positive_int, default=1, metavar="N", help="tensor-parallel size (default: %(default)s)")
+    add("--pp", type=positive_int, default=1, metavar="N", help="pipeline-parallel size (default: %(default)s)")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU, else cpu")
+    parser.set_defaults(preset=None, load=None, seed=0)
+    return parser
+
+
+def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
+    """Runs the command."""
+    args = make_parser().parse_args(argv)
+    if args.hf is None:
+        raise InputError("convert needs --hf DIR")
+    config = choose_model(args, "")
+    if args.out.is_dir() and any(args.out.iterdir()):
+        raise InputError(f"--out: {args.out} is not empty")
+    if not args.out.is_dir():
+        check_writable(args.out)
+    with as_input_errors(ValueError):
+        config.check_parallel(tp=args.tp, pp=args.pp)
+    with started_platform(args) as platform:
+        from megatron_hybrid_prefix import models
+
+        started_s = time.perf_counter()
+        model = build_model(args, config, platform)
+        loaded_s = time.perf_counter()
+        with as_input_errors(ValueError, OSError):
+            models.save_checkpoint(model, args.out)
+        saved_s = time.perf_counter()
+        if is_main_rank():
+            files = [path for path in args.out.rglob("*") if path.is_file()]
+            size_gb = sum(path.stat().st_size for path in files) / GB
+            output_console().print(
+                f"wrote {args.out}: {size_gb:.3g} GB in {len(files)} files; {loaded_s - started_s:.1f} s to load, "
+                f"{saved_s - loaded_s:.1f} s to save",
+                markup=False,
+                soft_wrap=True,
+            )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command. Returns its exit code."""
+    return run_command(lambda interrupt: run(argv, interrupt))

@@ -1,0 +1,184 @@
+"""Shared by the commands: ``--hf DIR``, a Hugging Face folder in the place of a preset.
+
+This module imports neither torch nor megatron before a model is built.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from megatron_hybrid_prefix.console.terminal import InputError, as_input_errors, is_main_rank
+from megatron_hybrid_prefix.errors import PlatformError
+from megatron_hybrid_prefix.models.config import HybridModelConfig, get_preset
+from megatron_hybrid_prefix.models.hf.folder import HfFolder, open_folder
+from megatron_hybrid_prefix.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+
+BYTES = "bytes"  # --tokenizer bytes: a token per byte, also with --hf
+_VALUE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def add_hf_option(add: Callable[..., Any]) -> None:
+    """Adds ``--hf``."""
+    add(
+        "--hf",
+        metavar="DIR",
+        help="a Hugging Face folder (config.json, *.safetensors) instead of --preset; nothing is downloaded",
+    )
+
+
+def add_generation_config_option(add: Callable[..., Any]) -> None:
+    """Adds ``--no-generation-config``."""
+    add(
+        "--no-generation-config",
+        action="store_true",
+        help="with --hf: do not take end tokens and default sampling from its generation_config.json",
+    )
+
+
+@cache
+def _open(path: str) -> HfFolder:
+    with as_input_errors(ValueError, prefix="--hf: "):
+        return open_folder(path)
+
+
+def folder_of(args: argparse.Namespace) -> HfFolder | None:
+    """The folder of ``--hf``; None: it is not given.
+
+    Raises:
+        InputError: It cannot be read, or is of an unsupported model.
+    """
+    path = getattr(args, "hf", None)
+    return None if path is None else _open(str(path))
+
+
+def choose_model(args: argparse.Namespace, default_preset: str) -> HybridModelConfig:
+    """Dimensions for ``--hf`` or ``--preset``. Sets ``args.preset`` to the name to show.
+
+    Raises:
+        InputError: Both are given, there is no such preset, or something is wrong with the folder or its files.
+    """
+    folder = folder_of(args)
+    if folder is None:
+        args.preset = args.preset or default_preset
+        with as_input_errors(ValueError):
+            return get_preset(args.preset)
+    if args.preset is not None:
+        raise InputError(f"--hf {args.hf} and --preset {args.preset}: give one of them")
+    if getattr(args, "load", None) is not None:
+        raise InputError(f"--hf {args.hf} and --load {args.load}: give one of them")
+    with as_input_errors(ValueError, prefix="--hf: "):
+        folder.check_weights()
+    args.preset = folder.name
+    return folder.config
+
+
+def build_model(args: argparse.Namespace, config: HybridModelConfig, platform: Any) -> Any:
+    """This rank's shard, with random weights or those of ``--hf``, which come with a progress bar.
+
+    Raises:
+        InputError: It cannot be built or loaded.
+    """
+    from megatron_hybrid_prefix import models
+
+    overrides: dict[str, Any] = {"cuda_graph_impl": "local"} if getattr(args, "cuda_graphs", None) else {}
+    folder = None if getattr(args, "hf", None) is None else folder_of(args)
+    with as_input_errors(ValueError, PlatformError, OSError):
+        if folder is None:
+            return models.build_hybrid_model(config, seed=args.seed, platform=platform, **overrides)
+        with _reading(_VALUE_BYTES[config.dtype]) as on_read:
+            return models.build_hybrid_model(config, hf=folder, platform=platform, on_read=on_read, **overrides)
+
+
+@contextmanager
+def _reading(value_bytes: int) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar of bytes on stderr, silent as `progress` is. Yields what to call with values read, and all values."""
+    console = Console(stderr=True)
+    columns = (
+        *(TextColumn("{task.description}"), BarColumn(), DownloadColumn()),
+        *(TransferSpeedColumn(), TimeRemainingColumn()),
+    )
+    bars = Progress(*columns, console=console, transient=True, disable=not (console.is_terminal and is_main_rank()))
+    with bars:
+        task = bars.add_task("weights", total=None)
+
+        def on_read(values: int, total: int) -> None:
+            bars.update(task, completed=values * value_bytes, total=total * value_bytes)
+
+        yield on_read
+
+
+# --- Tokenizer and generation_config.json ----------------------------------------------------------------------------
+
+
+def tokenizer_folder(args: argparse.Namespace) -> Path | None:
+    """The folder of ``--tokenizer``, else that of ``--hf``; None: a token per byte.
+
+    Raises:
+        InputError: The folder of ``--hf`` has no tokenizer.
+    """
+    if args.tokenizer is not None:
+        return None if str(args.tokenizer) == BYTES else Path(args.tokenizer)
+    folder = folder_of(args)
+    if folder is None:
+        return None
+    if not (folder.path / "tokenizer.json").is_file():
+        raise InputError(
+            f"{folder.path} has no tokenizer.json: give --tokenizer DIR, or --tokenizer {BYTES} for a token per byte"
+        )
+    return folder.path
+
+
+def tokenizer_of(args: argparse.Namespace, vocab_size: int) -> tuple[Tokenizer, tuple[int, ...]]:
+    """The tokenizer, and the tokens that end an answer beside its end-of-text token ``eod``.
+
+    With ``--hf`` both come from ``generation_config.json``, unless ``--no-generation-config`` or ``--tokenizer`` is given.
+
+    Raises:
+        InputError: It cannot be read, or does not suit the model.
+    """
+    with as_input_errors(ValueError):
+        tokenizer = load_tokenizer(tokenizer_folder(args), vocab_size)
+    folder = folder_of(args)
+    if folder is None or args.no_generation_config or isinstance(tokenizer, ByteTokenizer) or not folder.end_tokens:
+        return tokenizer, ()
+    if max(folder.end_tokens) >= vocab_size:
+        raise InputError(
+            f"{folder.path}: eos_token_id {max(folder.end_tokens)} is not in the vocabulary of {vocab_size}"
+        )
+    tokenizer.eod, *others = folder.end_tokens
+    return tokenizer, tuple(others)
+
+
+def default_sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """``temperature``, ``top_k`` and ``top_p`` of ``generation_config.json``, where it says ``do_sample``; else nothing.
+
+    Megatron samples by ``top_k`` or by ``top_p``: of both, ``top_p`` is taken.
+
+    Raises:
+        InputError: A value is not one that can be sampled with.
+    """
+    folder = folder_of(args)
+    if folder is None or args.no_generation_config or not folder.generation.get("do_sample"):
+        return {}
+    given = {name: folder.generation.get(name) for name in ("temperature", "top_k", "top_p")}
+    found: dict[str, Any] = {}
+    for name, low, high in (
+        ("temperature", 1e-4, 100.0),
+        ("top_p", 0.0, 1.0),
+        ("top_k", 0, folder.config.vocab_size - 1),
+    ):
+        value = given[name]
+        if value is None or (name == "top_p" and value == 1) or (name == "top_k" and "top_p" in found):
+            continue
+        if type(value) not in (int, float) or not low <= value <= high or (name == "top_k" and type(value) is not int):
+            raise InputError(f"{folder.path / 'generation_config.json'}: {name} is {value!r}")
+        found[name] = value
+    return found

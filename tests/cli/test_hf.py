@@ -1,0 +1,122 @@
+"""``--hf DIR`` in the commands: tokenizer, end tokens, default sampling, conversion; and bad input."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+
+from megatron_hybrid_prefix.cli import bench, convert, demo, generate, serve
+from megatron_hybrid_prefix.console.hf import default_sampling, tokenizer_of
+from megatron_hybrid_prefix.models import build_hybrid_model, load_checkpoint, open_folder
+from tests.harness.hf_helpers import make_folder, save_tokenizer
+
+GENERATION = {"eos_token_id": [256, 257], "do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("hf") / "Tiny-H"
+    make_folder(path)
+    save_tokenizer(path, "<eos>", "<|im_end|>")
+    (path / "generation_config.json").write_text(json.dumps(GENERATION))
+    return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engine_imported(platform):
+    """Imports the engine before a test captures stderr, because megatron uses stderr's file number at import."""
+    import megatron.core.inference.engines  # noqa: F401
+
+
+def generated(tmp_path, *argv):
+    path = tmp_path / "result.json"
+    arguments = ["--device", "cpu", "--num-tokens-to-generate", 4, "--max-sequence-length", 256, *argv]
+    assert generate.main([*map(str, arguments), "--json", str(path)]) == 0
+    data = json.loads(path.read_text())
+    return data, data["engines"]["off"]["requests"][0]
+
+
+def test_generate_takes_tokenizer_end_tokens_and_sampling_of_the_folder(folder, tmp_path):
+    data, request = generated(tmp_path, "--hf", folder, "a<|im_end|>")
+    assert data["model"]["preset"] == "Tiny-H" and data["model"]["hf"] == str(folder)
+    assert request["prompt_tokens"] == 2, "the special token is one token"
+    sampling = request["sampling"]
+    assert (sampling["temperature"], sampling["top_p"], sampling["top_k"]) == (0.6, 0.9, 0)
+    assert (sampling["termination_id"], sampling["stop_words"]) == (256, ["<|im_end|>"])
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--no-generation-config"], {"temperature": 1.0, "top_k": 1, "top_p": 0.0, "stop_words": None}),
+        (["--top-k", 1], {"temperature": 1.0, "top_k": 1, "top_p": 0.0, "stop_words": ["<|im_end|>"]}),
+        (["--ignore-eos"], {"temperature": 0.6, "termination_id": -1, "stop_words": None}),
+        (["--tokenizer", "bytes"], {"termination_id": 257, "stop_words": None}),
+    ],
+    ids=str,
+)
+def test_options_come_before_the_folder(folder, tmp_path, options, expected):
+    _, request = generated(tmp_path, "--hf", folder, "a", *options)
+    assert request["sampling"].items() >= expected.items()
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        ({"temperature": 0.5}, {}),
+        ({"do_sample": True, "temperature": 0.5, "top_k": 20}, {"temperature": 0.5, "top_k": 20}),
+        ({"do_sample": True, "top_p": 1.0, "top_k": 3}, {"top_k": 3}),
+    ],
+)
+def test_default_sampling(tmp_path, generation, expected):
+    make_folder(tmp_path / "hf")
+    (tmp_path / "hf/generation_config.json").write_text(json.dumps(generation))
+    args = argparse.Namespace(hf=str(tmp_path / "hf"), no_generation_config=False, tokenizer="bytes")
+    assert default_sampling(args) == expected
+    assert tokenizer_of(args, 272)[1] == ()
+
+
+def test_convert_writes_a_checkpoint_of_the_same_weights(folder, tmp_path, platform, capsys):
+    assert convert.main(["--hf", str(folder), "--out", str(tmp_path / "mcore"), "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert f"wrote {tmp_path / 'mcore'}: " in said and " GB in " in said and " s to load, " in said
+    right = build_hybrid_model(hf=folder, platform=platform)
+    model = build_hybrid_model(open_folder(folder).config, seed=5, platform=platform)
+    load_checkpoint(model, tmp_path / "mcore")
+    for (name, value), (_, wanted) in zip(model.named_parameters(), right.named_parameters(), strict=True):
+        assert value.equal(wanted), name
+
+
+BAD = {
+    "hub name": (["x", "--hf", "nvidia/Nemo-8B"], "run `hf download nvidia/Nemo-8B --local-dir Nemo-8B`, then"),
+    "two models": (["x", "--hf", "FOLDER", "--preset", "tiny"], "--preset tiny: give one of them"),
+    "two weights": (["x", "--hf", "FOLDER", "--load", "."], "--load .: give one of them"),
+    "too many ranks": (["x", "--hf", "FOLDER", "--tp", "3"], "tp=3 does not divide"),
+    "no tokenizer": (["x", "--hf", "BARE"], "BARE has no tokenizer.json: give --tokenizer DIR, or --tokenizer bytes"),
+    "broken": (["x", "--hf", "BROKEN"], "BROKEN/model-00002-of-00002.safetensors is missing: it has model."),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line(folder, tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    argv, message = BAD[name]
+    if "BARE" in argv:
+        make_folder(tmp_path / "BARE")
+    if "BROKEN" in argv:
+        make_folder(tmp_path / "BROKEN", shards=2)
+        (tmp_path / "BROKEN/model-00002-of-00002.safetensors").unlink()
+    argv = [str(folder) if word == "FOLDER" else word for word in argv]
+    assert generate.main([*argv, "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [bench, demo, serve, convert])
+def test_the_other_commands_take_a_folder_and_refuse_a_hub_name(command, tmp_path, capsys):
+    argv = {bench: ["no_reuse"], demo: ["--out", str(tmp_path)], convert: ["--out", str(tmp_path / "new")]}
+    assert command.main([*argv.get(command, []), "--hf", "nvidia/Nemo-8B"]) == 2
+    error = capsys.readouterr().err
+    assert "hf download nvidia/Nemo-8B" in error and error.count("\n") == 1

@@ -1,0 +1,81 @@
+"""`hybrid-prefix plan --gpu-gb`: what fits a GPU beside the weights, and which budgets to give."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from dataclasses import replace
+
+import pytest
+
+from megatron_hybrid_prefix.cli import plan
+from megatron_hybrid_prefix.lab.capacity import sizes_of_config
+from megatron_hybrid_prefix.lab.fit import CHECKPOINTS, KEPT_FREE, fits, parameter_count
+from megatron_hybrid_prefix.models import get_preset
+from megatron_hybrid_prefix.models.hf_weights import hf_shapes
+from tests.harness.hf_helpers import MODELS, make_folder
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    "name", ["nemotron-h-8b", "qwen3-next-80b-a3b", "nemotron_h", "nemotron_h_experts", "qwen3_next", "bamba"]
+)
+def test_parameters_are_those_of_the_files(name):
+    config = MODELS[name][0] if name in MODELS else get_preset(name)
+    shapes = hf_shapes(config)
+    assert parameter_count(config) == sum(map(math.prod, shapes.values()))
+    tied = replace(config, tie_embeddings=True)
+    assert parameter_count(config) - parameter_count(tied) == config.vocab_size * config.hidden_size
+
+
+def test_budgets_fill_what_the_weights_leave_and_no_more():
+    config = get_preset("nemotron-h-8b")
+    arguments = {"conversation_tokens": 8192, "block_tokens": 256, "max_requests": 64}
+    found = fits(config, gpu_bytes=80 * 10**9, **arguments)
+    assert [fit.tp for fit in found] == [1, 2, 4, 8]
+    for fit in found:
+        sizes = sizes_of_config("m", config, tp=fit.tp)
+        room = int(80e9 * (1 - KEPT_FREE)) - fit.weight_bytes
+        one = 32 * sizes.kv_block_bytes(256) + CHECKPOINTS * sizes.state_bytes
+        assert room - one < fit.state_bytes + fit.kv_bytes <= room == fit.left_bytes
+        assert fit.state_bytes // sizes.state_bytes == CHECKPOINTS * fit.conversations
+    assert [fit.tp for fit in fits(get_preset("tiny"), gpu_bytes=10**9, **arguments)] == [1, 2, 4]
+    assert fits(config, gpu_bytes=16 * 10**9, **arguments)[0].conversations == 0
+
+
+def test_the_budgets_that_it_names_can_be_planned(tmp_path, capsys):
+    make_folder(tmp_path / "hf")
+    path = tmp_path / "fit.json"
+    assert plan.main(["--hf", str(tmp_path / "hf"), "--gpu-gb", "1", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert report["advice"] in capsys.readouterr().out
+    words = shlex.split(report["advice"])
+    assert words[:4] == ["hybrid-prefix", "serve", "--hf", str(tmp_path / "hf")]
+    assert plan.main([*words[2:], "--json", str(path)]) == 0
+    planned, fit = json.loads(path.read_text()), report["fits"][0]
+    # Options have two digits after the point.
+    assert (
+        0
+        <= fit["state_bytes"] // planned["checkpoint_bytes"] - planned["device_states"]
+        <= (0.01 * GIB // planned["checkpoint_bytes"] + 1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "give MODEL or --hf DIR, and only one of them"),
+        (["tiny", "--hf", "x", "--gpu-gb", "1"], "give MODEL or --hf DIR"),
+        (["tiny"], "give --mamba-gb and --buffer-gb, or --gpu-gb alone"),
+        (["tiny", "--mamba-gb", "1"], "give --mamba-gb and --buffer-gb, or"),
+        (["tiny", "--mamba-gb", "1", "--buffer-gb", "1", "--gpu-gb", "1"], "or --gpu-gb alone"),
+        (["config.json", "--gpu-gb", "1"], "with --hf or a preset"),
+        (["--hf", "nvidia/Nemo-8B", "--gpu-gb", "80"], "hf download nvidia/Nemo-8B"),
+    ],
+)
+def test_bad_options_are_one_line(argv, message, capsys):
+    assert plan.main(argv) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1

@@ -1,0 +1,148 @@
+"""Hugging Face's config.json as dimensions: old and new spellings, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_hybrid_prefix.lab.capacity import sizes_of
+from megatron_hybrid_prefix.models import get_preset
+from megatron_hybrid_prefix.models.hf.dimensions import dimensions_of
+
+FOLDER = Path(__file__).parent / "hf_configs"
+PRESETS = {
+    "nemotron_h": replace(get_preset("nemotron-h-8b"), max_sequence_length=8192, state_dtype="float32"),
+    "qwen3_next": get_preset("qwen3-next-80b-a3b"),
+}
+
+
+def read(name):
+    return json.loads((FOLDER / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("spelling", ["old", "new"])
+@pytest.mark.parametrize("family", PRESETS)
+def test_either_spelling_is_the_published_model(family, spelling):
+    assert dimensions_of(read(f"{family}_{spelling}"), "c") == PRESETS[family]
+    by_hand = sizes_of(str(FOLDER / f"{family}_{spelling}.json"))
+    assert by_hand.state_dtype == PRESETS[family].state_dtype
+    preset = {"nemotron_h": "nemotron-h-8b", "qwen3_next": "qwen3-next-80b-a3b"}[family]
+    assert by_hand.recurrent == sizes_of(preset).recurrent
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "field", "value"),
+    [
+        ("nemotron_h_old", {"torch_dtype": "float32"}, "dtype", "float32"),
+        ("nemotron_h_new", {"dtype": None}, "dtype", "bfloat16"),
+        ("nemotron_h_old", {"mamba_ssm_cache_dtype": None}, "state_dtype", None),
+        ("nemotron_h_old", {"mamba_ssm_cache_dtype": "bfloat16"}, "state_dtype", "bfloat16"),
+        ("nemotron_h_new", {"tie_word_embeddings": True}, "tie_embeddings", True),
+        ("nemotron_h_new", {"head_dim": 96}, "kv_channels", 96),
+        ("nemotron_h_new", {"layers_block_type": ["mamba", "attention", "mlp"]}, "layer_pattern", "M*-"),
+        ("qwen3_next_old", {"num_hidden_layers": 3, "full_attention_interval": 2}, "layer_pattern", "GE*EGE"),
+        ("qwen3_next_old", {"num_hidden_layers": 4, "decoder_sparse_step": 2}, "layer_pattern", "G-GEG-*E"),
+        ("qwen3_next_new", {"rope_parameters": {"rope_theta": 10000.0}}, "rotary_base", 10_000),
+        ("qwen3_next_old", {"partial_rotary_factor": 0.5}, "rotary_fraction", 0.5),
+    ],
+)
+def test_a_value_is_read(name, changes, field, value):
+    assert getattr(dimensions_of(read(name) | changes, "c"), field) == value
+
+
+BAMBA = {  # of the published 9B model, in the spelling of transformers 4
+    **{"model_type": "bamba", "attn_layer_indices": [9, 18, 27], "attn_rotary_emb": 64, "hidden_act": "silu"},
+    **{"hidden_size": 4096, "intermediate_size": 14336, "mamba_chunk_size": 256, "mamba_conv_bias": True},
+    **{"mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1},
+    **{"mamba_n_heads": 128, "mamba_proj_bias": False, "max_position_embeddings": 262144, "mlp_bias": False},
+    **{"num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "partial_rotary_factor": 0.5},
+    **{
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 128256,
+    },
+}
+NEW_BAMBA = {
+    name: value for name, value in BAMBA.items() if name not in ("rope_theta", "rope_scaling", "torch_dtype")
+} | {
+    "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5, "rope_type": "default"},
+    **{"mamba_d_head": "auto", "dtype": "bfloat16", "time_step_limit": [0.0, {"__float__": "Infinity"}]},
+}
+
+
+def test_either_spelling_of_bamba():
+    config = dimensions_of(BAMBA, "c")
+    assert config == dimensions_of(NEW_BAMBA, "c")
+    assert (config.layer_pattern.count("M"), config.layer_pattern.index("*")) == (29, 18)
+    assert (config.mamba_head_dim, config.kv_channels, config.rotary_fraction) == (64, 128, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attn_layer_indices": [40]}, r"attn_layer_indices is \[40\], no list of layers from 0 to 31"),
+        ({"attn_layer_indices": None}, "has no attention layer"),
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-06"),
+        ({"mamba_conv_bias": False}, "mamba_conv_bias is False"),
+    ],
+)
+def test_what_cannot_be_run_of_bamba(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dimensions_of(BAMBA | changes, "c")
+
+
+EXPERTS = {
+    "layers_block_type": ["mamba", "attention", "moe"],
+    **{"n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 40},
+    **{"moe_shared_expert_intermediate_size": 48, "routed_scaling_factor": 2.5},
+}
+
+
+@pytest.mark.parametrize(("groups", "expected"), [((1, 1), (0, 0)), ((4, 2), (4, 2)), ((4, 4), (0, 0))])
+def test_experts_of_nemotron_h(groups, expected):
+    given = read("nemotron_h_new") | EXPERTS | dict(zip(("n_group", "topk_group"), groups, strict=True))
+    config = dimensions_of(given, "c")
+    assert (config.moe_router_groups, config.moe_router_topk_groups) == expected
+    assert (config.moe_router_score, config.moe_router_scaling) == ("sigmoid", 2.5)
+    assert (config.num_moe_experts, config.moe_router_topk, config.expert_ffn_hidden_size) == (16, 4, 40)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("nemotron_h_old", {"model_type": None}, "model_type is missing"),
+        ("nemotron_h_old", {"model_type": "llama"}, "model_type 'llama' is not supported: it is none of nemotron_h"),
+        ("nemotron_h_old", {"model_type": "granitemoehybrid"}, "'granitemoehybrid' .*logits_scaling"),
+        ("nemotron_h_old", {"model_type": "falcon_h1"}, "'falcon_h1' .*side by side"),
+        ("nemotron_h_old", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("nemotron_h_old", {"torch_dtype": "float16"}, "dtype is 'float16', none of float32, bfloat16"),
+        ("nemotron_h_old", {"hidden_size": None}, "hidden_size is missing"),
+        ("nemotron_h_old", {"hidden_size": "big"}, "hidden_size is 'big', not a whole number"),
+        ("nemotron_h_old", {"num_hidden_layers": 51}, "hybrid_override_pattern has 52 layers"),
+        ("nemotron_h_old", {"use_bias": True}, "use_bias is True; .* False only"),
+        ("nemotron_h_old", {"use_conv_bias": False}, "use_conv_bias"),
+        ("nemotron_h_old", {"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'"),
+        ("nemotron_h_old", {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon is 1e-06"),
+        ("nemotron_h_old", {"time_step_limit": [0.001, 0.1]}, "does not clamp the step size"),
+        ("nemotron_h_old", {"sliding_window": 4096}, "sliding_window"),
+        ("nemotron_h_new", {"layers_block_type": ["mamba", "conv"]}, "layers_block_type has 'conv'"),
+        ("nemotron_h_new", EXPERTS | {"moe_latent_size": 16}, "moe_latent_size: experts of a latent size"),
+        ("nemotron_h_new", EXPERTS | {"n_group": 4, "topk_group": 1}, "num_experts_per_tok is 4, and topk_group 1 of"),
+        ("nemotron_h_new", EXPERTS | {"num_experts_per_tok": 1}, "moe_router_topk=1"),
+        ("nemotron_h_new", EXPERTS | {"norm_topk_prob": False}, "norm_topk_prob is False"),
+        ("nemotron_h_new", {"n_groups": 7}, "mamba_num_heads=128 is not a multiple of mamba_num_groups=7"),
+        ("qwen3_next_old", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
+        ("qwen3_next_new", {"norm_topk_prob": False}, "norm_topk_prob is false"),
+        ("qwen3_next_new", {"layer_types": ["full_attention"]}, "layer_types must be 48 times"),
+        ("qwen3_next_new", {"attention_bias": True}, "attention_bias is True"),
+    ],
+)
+def test_what_cannot_be_run_is_one_line_that_names_it(name, changes, message):
+    with pytest.raises(ValueError, match=message) as error:
+        dimensions_of(read(name) | changes, "DIR/config.json")
+    assert str(error.value).startswith("DIR/config.json: ") and "\n" not in str(error.value)
