@@ -40,6 +40,7 @@ class Choice:
     ) -> None:
         self.index, self.prompt, self.task, self.text = index, prompt, task, text
         self._most_tokens, self._stop_tokens, self._tokenizer = most_tokens, stop_tokens, tokenizer
+        self._ends = stop_tokens | {task.sampling["termination_id"]}
         self.prompt_notes: list[TokenNote] = []
         self.last_s: float | None = None  # when its last token arrived
         self.tokens = self.cached_tokens = 0
@@ -61,19 +62,18 @@ class Choice:
         if update.prompt_log_probs:
             tops = [_by_id(top) for top in update.prompt_top_log_probs]
             self.prompt_notes = prompt_notes(self._tokenizer, self.prompt.tokens, update.prompt_log_probs, tops)
-        text, at_stop_token = "", False
+        text, ended = "", False
         for number, token in enumerate(update.tokens):
             log_prob = update.log_probs[number] if update.log_probs else None
             top = _by_id(update.top_log_probs[number]) if update.top_log_probs else None
-            at_stop_token = token in self._stop_tokens
-            text += self.text.feed(token, log_prob, top, silent=at_stop_token)
+            ended = token in self._ends
+            text += self.text.feed(token, log_prob, top, silent=token in self._stop_tokens)
             self.tokens += 1
-            if self.text.stopped or at_stop_token:
+            if self.text.stopped or ended:
                 break
-        if self.text.stopped or at_stop_token or update.finished:
+        if self.text.stopped or ended or update.finished:
             text += self.text.finish()
-            at_end = not self.text.stopped and not at_stop_token and self.tokens >= self._most_tokens
-            ended = bool(update.tokens) and update.tokens[-1] == self.task.sampling["termination_id"]
+            at_end = not self.text.stopped and self.tokens >= self._most_tokens
             self.finish_reason = "length" if at_end and not ended else "stop"
         return text, self.text.notes(last=self.finish_reason is not None)
 

@@ -58,14 +58,16 @@ def test_default_sampling_is_for_requests_that_say_nothing_of_it(tokenizer, fiel
 
 
 def test_end_tokens_unless_ignored(tokenizer):
-    assert request(tokenizer).end_tokens == (257,)
-    assert request(tokenizer, ignore_eos=True).end_tokens == ()
+    assert request(tokenizer).end_tokens == (257,) and request(tokenizer).stop_tokens == {257}
+    assert request(tokenizer, ignore_eos=True).end_tokens == () == tuple(request(tokenizer, ignore_eos=True).stop_tokens)
+    assert request(tokenizer, stop_token_ids=[5]).stop_tokens == {5, 257}
 
 
 @pytest.mark.parametrize("end", [256, 257])
 def test_an_answer_ends_at_each_end_token(tokenizer, end):
     task = GenerationTask(prompt=[1], sampling={"termination_id": 256}, deliver=lambda update: None)
-    choice = Choice(0, Prompt(tokens=[1], text="", breakpoints=[]), task, TextStream(tokenizer, []), 10, (257,))
+    prompt, ends = Prompt(tokens=[1], text="", breakpoints=[]), frozenset({257})
+    choice = Choice(0, prompt, task, TextStream(tokenizer, []), 10, ends, tokenizer)
     a = tokenizer.tokenize("a")
     assert choice.take(Update(tokens=a))[0] == "a" and choice.finish_reason is None
     assert choice.take(Update(tokens=[*a, end, *a]))[0] == "a"
