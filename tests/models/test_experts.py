@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from megatron_hybrid_prefix.models import build as models_build
 from megatron_hybrid_prefix.models import build_hybrid_model, experts, get_preset, load_checkpoint, save_checkpoint
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name
 from tests.harness.lifecycle_helpers import EngineHarness, tokens
@@ -340,3 +341,29 @@ def test_graphs_that_cannot_be_captured_are_refused(dtype, ep, capability, messa
     with pytest.raises(ValueError, match=message) as error:
         experts.check_capture(dtype, ep, torch.device("cuda", 0))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked"),
+    [
+        ({"layer_pattern": "M*E"}, True),
+        ({"mtp_num_layers": 1, "mtp_layer_pattern": "*E", "layer_pattern": "M*-"}, True),
+        ({"layer_pattern": "M*-"}, False),
+    ],
+)
+def test_graphs_ask_for_the_layers_that_there_are(platform, monkeypatch, changes, asked):
+    """``tiny-moe`` has four experts, even where no layer uses them."""
+
+    class BuiltError(Exception):
+        pass
+
+    def built(*_):
+        raise BuiltError
+
+    found = []
+    monkeypatch.setattr(experts, "check_capture", lambda *_: found.append("capture"))
+    monkeypatch.setattr(type(platform), "check_cuda_graphs", lambda *_: None)
+    monkeypatch.setattr(models_build, "_transformer_config", built)
+    with pytest.raises(BuiltError):
+        build_hybrid_model(get_preset("tiny-moe", **changes), platform=platform, cuda_graph_impl="local")
+    assert found == ["capture"] * asked
