@@ -36,15 +36,17 @@ def build_hybrid_model(
         The model in ``eval`` mode on the platform's device; its dimensions are ``model.hybrid_config``.
 
     Raises:
-        ValueError: Unknown preset, dimensions that this tp/pp/ep cannot shard, or CUDA graphs that cannot be captured.
+        ValueError: Unknown preset, dimensions that this tp/pp/ep cannot shard, CUDA graphs that cannot be captured, or fields
+            that do not go with this package's experts.
     """
     config = get_preset(preset_or_config) if isinstance(preset_or_config, str) else preset_or_config
     if platform is None:
         platform = running_platform() or ensure_platform()
     platform.check_cuda_graphs(overrides.get("cuda_graph_impl", "none"))
     if config.has_experts:
-        from megatron_hybrid_prefix.models.experts import check_capture
+        from megatron_hybrid_prefix.models.experts import check_capture, check_layer
 
+        check_layer(overrides)
         if overrides.get("cuda_graph_impl", "none") != "none":
             check_capture(getattr(torch, config.dtype), platform.ep, platform.device)
     staged_pattern = config.check_parallel(tp=platform.tp, pp=platform.pp, ep=platform.ep)

@@ -367,3 +367,34 @@ def test_graphs_ask_for_the_layers_that_there_are(platform, monkeypatch, changes
     with pytest.raises(BuiltError):
         build_hybrid_model(get_preset("tiny-moe", **changes), platform=platform, cuda_graph_impl="local")
     assert found == ["capture"] * asked
+
+
+# -- fields of megatron's config ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"moe_shared_expert_overlap": True}, "^moe_shared_expert_overlap=True is not supported"),
+        ({"transformer_impl": "inference_optimized"}, "^transformer_impl='inference_optimized' is not supported with"),
+    ],
+)
+def test_fields_that_megatrons_dispatcher_answers_are_refused(platform, shared, monkeypatch, overrides, message):
+    """At the start, and in a layer of somebody else's model."""
+    with pytest.raises(ValueError, match=message) as error:
+        build_hybrid_model(get_preset("tiny-moe", **SHARED), platform=platform, **overrides)
+    assert "\n" not in str(error.value)
+    layer = layer_of(shared)
+    for name, value in overrides.items():
+        monkeypatch.setattr(layer.config, name, value)
+    with pytest.raises(ValueError, match=message):
+        experts.ExpertsLayer(layer.config, layer.submodules)
+
+
+def test_a_layer_without_groups_has_megatrons(shared):
+    layer, hidden = layer_of(shared), torch.randn(9, 1, 64)
+    other = experts.ExpertsLayer(layer.config, layer.submodules, 2)
+    other.load_state_dict(layer.state_dict())
+    assert other.layer_number == 2 and isinstance(other.token_dispatcher, experts.ExpertDispatcher)
+    with torch.inference_mode():
+        assert torch.equal(other.eval()(hidden)[0], layer(hidden)[0])
