@@ -398,3 +398,13 @@ def test_a_layer_without_groups_has_megatrons(shared):
     assert other.layer_number == 2 and isinstance(other.token_dispatcher, experts.ExpertDispatcher)
     with torch.inference_mode():
         assert torch.equal(other.eval()(hidden)[0], layer(hidden)[0])
+
+
+@pytest.mark.parametrize("name", ["moe_expert_capacity_factor", "moe_expert_rank_capacity_factor"])
+def test_a_cache_is_refused_where_experts_drop_tokens(platform, monkeypatch, name):
+    model = build(platform)
+    monkeypatch.setattr(model.config, name, 1.0)
+    EngineHarness(model, slots=None)
+    with pytest.raises(ValueError, match=f"^{name}=1.0 does not go with prefix caching: .* is not exact") as error:
+        EngineHarness(model)
+    assert "\n" not in str(error.value)
