@@ -182,3 +182,72 @@ def test_a_model_of_other_dimensions_is_one_clear_line_and_keeps_its_weights(pla
         with pytest.raises(ValueError, match=message):
             copy_hf_weights(model, weights, config)
         assert all(map(torch.equal, model.parameters(), before))
+
+
+# Of each kind of layer: the name of a layer that has it, the module, and what it would take.
+TAKEN = [
+    ("nemotron_h", "M", "norm", "model.layers.0.norm.weight"),
+    ("nemotron_h", "M", "mixer.out_proj", "model.layers.0.mixer.out_proj.weight"),
+    ("nemotron_h", "*", "input_layernorm", "model.layers.1.norm.weight"),
+    ("nemotron_h", "-", "mlp.linear_fc2", "model.layers.2.mixer.down_proj.weight"),
+    ("qwen3_next", "*", "self_attention.q_layernorm", "model.layers.3.self_attn.q_norm.weight"),
+    ("qwen3_next", "G", "self_attention.out_norm", "model.layers.0.linear_attn.norm.weight"),
+    ("qwen3_next", "E", "mlp.shared_experts", "model.layers.0.mlp.shared_expert.*"),
+    ("qwen3_next", "E", "mlp.experts", "model.layers.0.mlp.experts.0.gate_proj.weight"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "symbol", "path", "source"), TAKEN)
+def test_a_tensor_that_no_parameter_takes_is_one_clear_line(platform, model_type, symbol, path, source):
+    config = CONFIGS[model_type]
+    model = build_hybrid_model(config, seed=0, platform=platform)
+    weights = {name: torch.rand(shape) for name, shape in hf_shapes(config).items()}
+    copy_hf_weights(model, weights, config)
+    *modules, last = path.split(".")
+    owner = model.decoder.layers[config.layer_pattern.index(symbol)]
+    for name in modules:
+        owner = getattr(owner, name)
+    setattr(owner, last, None)
+    before = [value.clone() for value in model.parameters()]
+    with pytest.raises(ValueError, match=f"^no parameter of the model takes {source}.*: it has no decoder") as error:
+        copy_hf_weights(model, {name: value + 1 for name, value in weights.items()}, config)
+    assert "\n" not in str(error.value)
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_a_model_with_fewer_layers_is_noticed(platform, model_type):
+    config = CONFIGS[model_type]
+    layers = {"nemotron_h": "M*-M-", "qwen3_next": "GEGEGE*E"}[model_type]
+    model = build_hybrid_model(replace(config, layer_pattern=layers), seed=0, platform=platform)
+    weights = {name: torch.rand(shape) for name, shape in hf_shapes(config).items()}
+    with pytest.raises(
+        ValueError, match=f"^no parameter of the model takes model.layers.{5 if layers[0] == 'M' else 4}"
+    ):
+        copy_hf_weights(model, weights, config)
+
+
+def test_a_tied_output_layer_is_the_embedding(platform):
+    config = replace(NEMOTRON_H, tie_embeddings=True)
+    model = build_hybrid_model(config, seed=0, platform=platform)
+    weights = {name: torch.rand(shape) for name, shape in hf_shapes(config).items()}
+    embedding = weights["model.embeddings.weight"]
+    with pytest.raises(ValueError, match=r"^tie_embeddings=True, but lm_head\.weight is not the embedding$"):
+        copy_hf_weights(model, weights, config)
+    for right in (weights | {"lm_head.weight": embedding.clone()}, {n: w for n, w in weights.items() if n[0] != "l"}):
+        copy_hf_weights(model, right, config)
+        assert torch.equal(dict(parameters_by_global_name(model))["embedding.word_embeddings.weight"], embedding)
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical"),
+    [
+        ("backbone.embeddings.weight", "model.embeddings.weight"),
+        ("model.embeddings.weight", "model.embeddings.weight"),
+        ("model.layers.0.backbone.weight", "model.layers.0.backbone.weight"),
+        ("backbone.layers.0.backbone.weight", "model.layers.0.backbone.weight"),
+        ("mtp.layers.0.norm.weight", None),
+    ],
+)
+def test_the_prefix_of_nemotron_h_on_the_hub(name, canonical):
+    assert family_of(NEMOTRON_H).canonical(name) == canonical
