@@ -44,8 +44,8 @@ class HybridModelConfig:
         long_memory: Initialise A, dt and the convolution so that both state components matter for hundreds of
             tokens; a model that forgets cannot tell a right state from a wrong one.
         num_moe_experts: Experts of an ``E`` layer.
-        moe_router_topk: Experts that each token goes through; their weights are a softmax over these experts' scores
-            (Hugging Face: ``norm_topk_prob=True``).
+        moe_router_topk: Experts that each token goes through, 2 or more; their weights are a softmax over these experts'
+            scores (Hugging Face: ``norm_topk_prob=True``).
         moe_ffn_hidden_size: Width of an expert; 0: that of an MLP layer.
         moe_shared_expert_intermediate_size: Width of the expert that every token goes through, too; 0: there is none.
         moe_shared_expert_gate: Multiply the shared expert's output by the sigmoid of a learned score of the token.

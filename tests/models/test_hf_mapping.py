@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core import parallel_state
 
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.models.hf.mapping import Rule, Source
-from megatron_hybrid_prefix.models.hf_weights import copy_hf_weights, family_of, hf_shapes
+from megatron_hybrid_prefix.models.hf_weights import _belongs_here, copy_hf_weights, family_of, hf_shapes
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name
 from tests.harness.hf_helpers import NEMOTRON_H, QWEN3_NEXT
 
@@ -225,6 +227,28 @@ def test_a_model_with_fewer_layers_is_noticed(platform, model_type):
         ValueError, match=f"^no parameter of the model takes model.layers.{5 if layers[0] == 'M' else 4}"
     ):
         copy_hf_weights(model, weights, config)
+
+
+@pytest.mark.parametrize(("model_type", "pp", "ep"), [("nemotron_h", 2, 1), ("qwen3_next", 1, 2), ("qwen3_next", 1, 4)])
+def test_every_parameter_belongs_to_one_stage_and_experts_to_one_rank(monkeypatch, model_type, pp, ep):
+    config, places = CONFIGS[model_type], dict[str, list[tuple[int, int]]]()
+    monkeypatch.setattr(parallel_state, "get_expert_model_parallel_world_size", lambda: ep)
+    first = 1
+    for stage, symbols in enumerate(config.check_parallel(tp=1, pp=pp, ep=ep).split("|")):
+        layers = [SimpleNamespace(layer_number=first + number) for number in range(len(symbols))]
+        first += len(symbols)
+        decoder = SimpleNamespace(layers=layers)
+        model = SimpleNamespace(decoder=decoder, pre_process=stage == 0, post_process=stage == pp - 1)
+        for rank in range(ep):
+            monkeypatch.setattr(parallel_state, "get_expert_model_parallel_rank", lambda rank=rank: rank)
+            belongs_here = _belongs_here(model, config)
+            for rule in family_of(config).rules(config):
+                if belongs_here(rule.target):
+                    places.setdefault(rule.target, []).append((stage, rank))
+    for rule in family_of(config).rules(config):
+        ranks = 1 if ".local_experts." in rule.target else ep
+        assert len(places[rule.target]) == ranks, rule.target
+        assert len({stage for stage, _ in places[rule.target]}) == 1, rule.target
 
 
 def test_a_tied_output_layer_is_the_embedding(platform):
