@@ -233,6 +233,10 @@ class _Fields:
         # Command-line spelling is accepted: --hidden-size is hidden_size.
         self._data = {str(key).lstrip("-").replace("-", "_"): value for key, value in data.items()}
 
+    def __contains__(self, name: str) -> bool:
+        """Whether the file has this name, with a value or null."""
+        return name in self._data
+
     def get(self, *names: str) -> Any:
         """The first of these names with a value."""
         return next((self._data[name] for name in names if self._data.get(name) is not None), None)
@@ -312,12 +316,17 @@ def _of_hugging_face(given: _Fields) -> Sizes:
     recurrent_layers, attention_layers = _LAYERS[kind](given)
     hidden_size, query_heads = given.number("hidden_size"), given.number("num_attention_heads")
     of_kind = _delta_net_of if kind in _DELTA_NETS else _mamba_of
+    kv_heads, kv_channels = _KV_DEFAULTS.get(kind, (None, None))
+    if kv_heads is None or "num_key_value_heads" in given:  # there it is null, which means one for each query head
+        kv_heads = query_heads
     return Sizes(
         name=given.name,
         recurrent=(of_kind(given, recurrent_layers),),
         attention_layers=attention_layers,
-        kv_heads=given.number("num_key_value_heads", default=query_heads),
-        kv_channels=given.number("head_dim", "attention_head_dim", default=hidden_size // max(1, query_heads)),
+        kv_heads=given.number("num_key_value_heads", default=kv_heads),
+        kv_channels=given.number(
+            "head_dim", "attention_head_dim", default=kv_channels or hidden_size // max(1, query_heads)
+        ),
         dtype=str(given.get("dtype", "torch_dtype") or "bfloat16"),
         state_dtype=given.get("mamba_ssm_cache_dtype"),
     )
@@ -379,6 +388,14 @@ def _one_in_four(given: _Fields) -> tuple[int, int]:
 
 
 _DELTA_NETS = ("qwen3_next",)
+# Key/value heads and channels of a head that transformers 5.23 takes where config.json has no such name, by model_type. None,
+# or no entry: they follow from the query heads.
+_KV_DEFAULTS: dict[str, tuple[int | None, int | None]] = {
+    "nemotron_h": (8, 128),
+    "bamba": (8, None),
+    "falcon_h1": (8, None),
+    "qwen3_next": (2, 256),
+}
 # Functions that count recurrent and attention layers, by model_type.
 _LAYERS: dict[str, Callable[[_Fields], tuple[int, int]]] = {
     "nemotron_h": _by_pattern,

@@ -48,8 +48,8 @@ def build_hybrid_model(
         The model in ``eval`` mode on the platform's device; its dimensions are ``model.hybrid_config``.
 
     Raises:
-        ValueError: Unknown preset, dimensions that this tp/pp/ep cannot shard, or CUDA graphs that cannot be captured. With
-            ``hf``, also as of `open_folder` and `load_hf_weights`.
+        ValueError: Unknown preset, dimensions that this tp/pp/ep cannot shard, CUDA graphs that cannot be captured, or fields
+            that do not go with this package's experts. With ``hf``, also as of `open_folder` and `load_hf_weights`.
     """
     folder = hf if hf is None or isinstance(hf, HfFolder) else open_folder(hf)
     if preset_or_config is None:
@@ -62,10 +62,12 @@ def build_hybrid_model(
     if platform is None:
         platform = running_platform() or ensure_platform()
     platform.check_cuda_graphs(overrides.get("cuda_graph_impl", "none"))
-    if config.num_moe_experts and overrides.get("cuda_graph_impl", "none") != "none":
-        from megatron_hybrid_prefix.models.experts import check_capture
+    if config.has_experts:
+        from megatron_hybrid_prefix.models.experts import check_capture, check_layer
 
-        check_capture(getattr(torch, config.dtype), platform.ep, platform.device)
+        check_layer(overrides)
+        if overrides.get("cuda_graph_impl", "none") != "none":
+            check_capture(getattr(torch, config.dtype), platform.ep, platform.device)
     staged_pattern = config.check_parallel(tp=platform.tp, pp=platform.pp, ep=platform.ep)
 
     from megatron.core import parallel_state
@@ -152,7 +154,7 @@ def _transformer_config(config: HybridModelConfig, platform: Platform, overrides
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
     )
-    if config.num_moe_experts:
+    if config.has_experts:
         fields |= dict(
             num_moe_experts=config.num_moe_experts,
             moe_router_topk=config.moe_router_topk,
@@ -178,14 +180,14 @@ def _transformer_config(config: HybridModelConfig, platform: Platform, overrides
 def _recurrent_fields(config: HybridModelConfig) -> dict[str, int]:
     """Dimensions of the recurrent layers that there are; megatron's defaults stay for others."""
     fields: dict[str, int] = {}
-    if config.count("M"):
+    if "M" in config.symbols:
         fields |= dict(
             mamba_num_heads=config.mamba_num_heads,
             mamba_head_dim=config.mamba_head_dim,
             mamba_state_dim=config.mamba_state_dim,
             mamba_num_groups=config.mamba_num_groups,
         )
-    if config.count("G"):
+    if "G" in config.symbols:
         fields |= dict(
             linear_num_key_heads=config.gdn_num_key_heads,
             linear_num_value_heads=config.gdn_num_value_heads,

@@ -48,7 +48,7 @@ class HybridModelConfig:
         long_memory: Initialise A, dt and the convolution so that both state components matter for hundreds of
             tokens; a model that forgets cannot tell a right state from a wrong one.
         num_moe_experts: Experts of an ``E`` layer.
-        moe_router_topk: Experts that each token goes through; their weights are a softmax over these experts' scores
+        moe_router_topk: Experts that each token goes through, 2 or more; their weights are a softmax over these experts' scores
             (Hugging Face: ``norm_topk_prob=True``), or see ``moe_router_score``.
         moe_router_score: "softmax", or "sigmoid": a sigmoid of each score; the choice adds a bias of each expert, a buffer of
             the model; the weights of the chosen experts are their sigmoids over the sum of these.
@@ -127,16 +127,12 @@ class HybridModelConfig:
                 f"mtp_layer_pattern={self.mtp_layer_pattern!r}, mtp_num_layers={self.mtp_num_layers}: "
                 "give both, the pattern in the symbols M, *, - and E, or neither"
             )
-        if "E" in self.layer_pattern + self.mtp_layer_pattern and not 1 <= self.moe_router_topk <= self.num_moe_experts:
+        self._check_dimensions()
+        if self.has_experts and not 2 <= self.moe_router_topk <= self.num_moe_experts:
             raise ValueError(
-                f"E layers need moe_router_topk={self.moe_router_topk} from 1 to num_moe_experts={self.num_moe_experts}"
+                f"E layers need moe_router_topk={self.moe_router_topk} from 2 to num_moe_experts={self.num_moe_experts}"
             )
         self._check_router()
-        if min(self.moe_ffn_hidden_size, self.moe_shared_expert_intermediate_size) < 0:
-            raise ValueError(
-                f"moe_ffn_hidden_size={self.moe_ffn_hidden_size}, moe_shared_expert_intermediate_size="
-                f"{self.moe_shared_expert_intermediate_size}: must not be negative"
-            )
         if self.moe_shared_expert_gate and not self.moe_shared_expert_intermediate_size:
             raise ValueError("moe_shared_expert_gate=True needs moe_shared_expert_intermediate_size")
         self._check_recurrent_layers()
@@ -144,17 +140,36 @@ class HybridModelConfig:
         if not 2 <= self.d_conv <= 4:
             raise ValueError(f"d_conv={self.d_conv}: megatron's decode kernel supports 2, 3 and 4 taps")
         for name, by in (
-            *([("mamba_num_heads", "mamba_num_groups")] if "M" in self.layer_pattern else []),
-            *([("gdn_num_value_heads", "gdn_num_key_heads")] if "G" in self.layer_pattern else []),
+            *([("mamba_num_heads", "mamba_num_groups")] if "M" in self.symbols else []),
+            *([("gdn_num_value_heads", "gdn_num_key_heads")] if "G" in self.symbols else []),
             ("num_attention_heads", "num_query_groups"),
         ):
             value, divisor = getattr(self, name), getattr(self, by)
-            if divisor < 1 or value % divisor:
+            if value % divisor:
                 raise ValueError(f"{name}={value} is not a multiple of {by}={divisor}")
+
+    def _check_dimensions(self) -> None:
+        used = ["hidden_size", "vocab_size", "max_sequence_length"]
+        used += ["num_attention_heads", "num_query_groups", "kv_channels", *self._ffn_names()]
+        for name in used:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        for name in ("num_moe_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "mtp_num_layers"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}: must not be negative")
+        if not 0 < self.layernorm_epsilon < float("inf"):
+            raise ValueError(f"layernorm_epsilon={self.layernorm_epsilon}: must be above 0")
+
+    def _ffn_names(self) -> list[str]:
+        """Fields with the width of the MLP layers and experts that there are."""
+        names = ["ffn_hidden_size"] if "-" in self.symbols else []
+        if self.has_experts:
+            names.append("moe_ffn_hidden_size" if self.moe_ffn_hidden_size else "ffn_hidden_size")
+        return names
 
     def _check_recurrent_layers(self) -> None:
         for symbol, prefix in (("M", "mamba_"), ("G", "gdn_")):
-            if symbol in self.layer_pattern + self.mtp_layer_pattern:
+            if symbol in self.symbols:
                 for name in (field.name for field in fields(self) if field.name.startswith(prefix)):
                     if getattr(self, name) < 1:
                         raise ValueError(f"{symbol} layers need {name}={getattr(self, name)} to be at least 1")
@@ -168,8 +183,6 @@ class HybridModelConfig:
     def _check_router(self) -> None:
         if self.moe_router_score not in ("softmax", "sigmoid"):
             raise ValueError(f"moe_router_score={self.moe_router_score!r}: use 'softmax' or 'sigmoid'")
-        if self.moe_router_score == "sigmoid" and self.num_moe_experts and self.moe_router_topk == 1:
-            raise ValueError("moe_router_topk=1: the weight of one expert is not normalised; give 2 or more")
         groups, chosen = self.moe_router_groups, self.moe_router_topk_groups
         if not (groups or chosen):
             return
@@ -180,6 +193,8 @@ class HybridModelConfig:
             )
 
     def _check_rotary(self) -> None:
+        if self.rotary_base is not None and self.rotary_base < 1:
+            raise ValueError(f"rotary_base={self.rotary_base}: must be at least 1, or None for no position embedding")
         if self.rotary_base is None and self.rotary_fraction != 1.0:
             raise ValueError(f"rotary_fraction={self.rotary_fraction} needs rotary_base")
         turned = self.rotary_fraction * self.kv_channels
@@ -199,6 +214,16 @@ class HybridModelConfig:
         return self.layer_pattern.count(symbol)
 
     @property
+    def symbols(self) -> frozenset[str]:
+        """Symbols of the layers that there are, those of multi-token prediction included."""
+        return frozenset(self.layer_pattern + self.mtp_layer_pattern) - {"|"}
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether a layer is a mixture of experts."""
+        return "E" in self.symbols
+
+    @property
     def expert_ffn_hidden_size(self) -> int:
         """Width of an expert."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
@@ -207,14 +232,21 @@ class HybridModelConfig:
         """Return the pattern cut into ``pp`` stages.
 
         Raises:
-            ValueError: A dimension does not divide by ``tp`` or ``ep``, or a stage would have no attention layer.
+            ValueError: A size is below 1, a dimension of the layers that there are does not divide by ``tp`` or ``ep``, or a
+                stage would have no attention layer.
         """
-        if self.num_moe_experts % ep:
+        for name, size in (("tp", tp), ("pp", pp), ("ep", ep)):
+            if size < 1:
+                raise ValueError(f"{name}={size}: must be at least 1")
+        if ep > 1 and not self.has_experts:
+            raise ValueError(f"ep={ep} needs E layers; layer_pattern={self.layer_pattern!r} has none")
+        if self.has_experts and self.num_moe_experts % ep:
             raise ValueError(f"ep={ep} does not divide num_moe_experts={self.num_moe_experts}")
         for name in (
-            *("mamba_num_groups", "num_attention_heads", "mamba_num_heads", "vocab_size"),
-            *("gdn_num_key_heads", "gdn_num_value_heads"),
-            *("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+            *(("mamba_num_groups", "mamba_num_heads") if "M" in self.symbols else ()),
+            *(("gdn_num_key_heads", "gdn_num_value_heads") if "G" in self.symbols else ()),
+            *("num_attention_heads", "vocab_size", *self._ffn_names()),
+            *(("moe_shared_expert_intermediate_size",) if self.has_experts else ()),
         ):
             if getattr(self, name) % tp:
                 raise ValueError(f"tp={tp} does not divide {name}={getattr(self, name)}")

@@ -14,7 +14,7 @@ CUDA graphs are refused there (`check_capture`, `build_experts`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -326,9 +326,51 @@ class ExpertsLayer(moe.MoELayer):  # type: ignore[misc]
     """Megatron's layer with `ExpertDispatcher`.
 
     Megatron's dispatcher stays where ours does not apply: with sequence parallelism, and where experts drop tokens.
+
+    Args:
+        config: Megatron's ``TransformerConfig``.
+        submodules: Megatron's ``MoESubmodules``.
+        layer_number: Number of the layer, from 1.
+        pg_collection: Process groups; None: megatron's global ones.
+        is_mtp_layer: Whether the layer is part of multi-token prediction.
+        name: The module's name.
+
+    Raises:
+        ValueError: See `check_layer`.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if not self.config.sequence_parallel and self.config.moe_expert_capacity_factor is None:
-            self.token_dispatcher = ExpertDispatcher(self.config, kwargs["pg_collection"])
+    def __init__(
+        self,
+        config: Any,
+        submodules: Any = None,
+        layer_number: int | None = None,
+        pg_collection: Any = None,
+        is_mtp_layer: bool = False,
+        name: str | None = None,
+    ) -> None:
+        check_layer(vars(config))
+        groups = moe.get_default_pg_collection() if pg_collection is None else pg_collection
+        super().__init__(config, submodules, layer_number, groups, is_mtp_layer, name)
+        if _dispatches(vars(config)):
+            self.token_dispatcher = ExpertDispatcher(config, groups)
+
+
+def check_layer(fields: Mapping[str, Any]) -> None:
+    """Raise ValueError, in one line, if `ExpertsLayer` cannot run with these fields of a ``TransformerConfig``.
+
+    Args:
+        fields: By name; a field that is absent has megatron's default.
+    """
+    if fields.get("transformer_impl") == "inference_optimized":
+        raise ValueError(
+            "transformer_impl='inference_optimized' is not supported with experts: megatron would replace the dispatcher; "
+            "leave the default"
+        )
+    if fields.get("moe_shared_expert_overlap") and _dispatches(fields):
+        # Megatron's dispatcher would run the shared expert, and its linear layers would not add up their ranks' parts.
+        raise ValueError("moe_shared_expert_overlap=True is not supported: the dispatcher overlaps nothing; use False")
+
+
+def _dispatches(fields: Mapping[str, Any]) -> bool:
+    """Whether `ExpertDispatcher` takes the place of megatron's dispatcher."""
+    return not fields.get("sequence_parallel") and fields.get("moe_expert_capacity_factor") is None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megatron_hybrid_prefix.models.weights import parameters_by_global_name, ran
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (NemotronH(), Qwen3Next(), Bamba())}
 """By ``model_type``."""
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 @torch.no_grad()
@@ -42,7 +44,8 @@ def copy_hf_weights(
 
     Raises:
         ValueError: No such family, or no model of it has these dimensions; or a weight is missing, unknown or has another
-            shape, or the model has one that the family lacks.
+            shape, or the model has one that the family lacks; or no parameter takes a weight; or the embedding is the output
+            layer of ``config``, and the state dict has another.
     """
     from megatron_hybrid_prefix.layers.kinds import invalidate_layers  # imports megatron
 
@@ -55,11 +58,17 @@ def copy_hf_weights(
     rules = {rule.target: rule for rule in family.rules(config, weights)}
     optional = {"lm_head.weight"} if config.tie_embeddings else set[str]()
     _check_shapes(weights, _shapes(rules.values()), optional, source)
-    parts = []
+    parts, found = [], set[str]()
     for name, parameter in parameters_by_global_name(model):
         if name not in rules:
             raise ValueError(f"the model has a weight that {family.model_type} lacks: {name}")
-        parts.append((parameter, rules[name], _part_of_this_rank(name, parameter, config, rules[name].shape)))
+        part = _part_of_this_rank(name, parameter, config, rules[name].shape)
+        tied = name == EMBEDDING and config.tie_embeddings and "lm_head.weight" in weights
+        if tied and not torch.equal(rules[OUTPUT].read(weights, **part), rules[name].read(weights, **part)):
+            raise ValueError("tie_embeddings=True, but lm_head.weight is not the embedding")
+        parts.append((parameter, rules[name], part))
+        found.add(name)
+    _check_every_source_is_taken(rules.values(), found, model, config)
     for parameter, rule, part in parts:
         parameter.copy_(rule.read(weights, **part))
     invalidate_layers(model)
@@ -117,6 +126,45 @@ def _place(weight: Any) -> str:
     """Which file a weight is in, where it is in one."""
     file = getattr(weight, "file", None)
     return "" if file is None else f" in {file}"
+
+
+def _check_every_source_is_taken(
+    rules: Iterable[Rule], found: Collection[str], model: Any, config: HybridModelConfig
+) -> None:
+    """Raise ValueError if no parameter takes a tensor that this rank should hold; a tensor may have several targets."""
+    targets: dict[tuple[str, int | None], list[str]] = {}
+    for rule in rules:
+        for source in rule.sources:
+            targets.setdefault((source.name, source.at), []).append(rule.target)
+    belongs_here = _belongs_here(model, config)
+    for (name, _), candidates in targets.items():
+        if belongs_here(candidates[0]) and not any(target in found for target in candidates):
+            raise ValueError(f"no parameter of the model takes {name}: it has no {' or '.join(candidates)}")
+
+
+def _belongs_here(model: Any, config: HybridModelConfig) -> Callable[[str], bool]:
+    """Whether this rank should hold a parameter of the unsharded model, by its pipeline stage and its experts."""
+    from megatron.core import parallel_state
+
+    first: int = model.decoder.layers[0].layer_number - 1
+    # The last stage has all layers that are left: a model with fewer layers is noticed there.
+    end: int = config.num_layers if model.post_process else first + len(model.decoder.layers)
+    experts = config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+    first_expert = parallel_state.get_expert_model_parallel_rank() * experts
+
+    def belongs_here(target: str) -> bool:
+        if target == EMBEDDING:
+            return bool(model.pre_process)
+        if target == OUTPUT and config.tie_embeddings:
+            return False
+        layer = re.match(r"decoder\.layers\.(\d+)\.", target)
+        if layer is None:
+            return bool(model.post_process)
+        expert = re.search(r"\.local_experts\.(\d+)\.", target)
+        here = expert is None or first_expert <= int(expert[1]) < first_expert + experts
+        return here and first <= int(layer[1]) < end
+
+    return belongs_here
 
 
 def _part_of_this_rank(

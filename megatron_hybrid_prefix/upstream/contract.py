@@ -920,13 +920,19 @@ EXPERTS = (
     ),
     *rows_of(
         f"{_MOE}.moe_layer:MoELayer",
-        wraps(
+        overrides(
             "__init__",
             "(self, config, submodules=None, layer_number=None, pg_collection=None, is_mtp_layer=False, name=None)",
             "models/experts",
             "with a dispatcher of ours",
         ),
-        attributes("config token_dispatcher", "models/experts", "the dispatcher, replaced by ours"),
+        attributes("token_dispatcher", "models/experts", "the dispatcher, replaced by ours"),
+    ),
+    *rows_of(
+        f"{_MOE}.moe_utils",
+        calls(
+            "get_default_pg_collection", "()", "models/experts upstream/moe", "the groups where a layer is given none"
+        ),
     ),
     *rows_of(
         f"{_MOE}.experts",

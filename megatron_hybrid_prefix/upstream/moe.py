@@ -7,6 +7,7 @@ from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel import all_to_all, reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
@@ -17,6 +18,7 @@ __all__ = [
     "ShardedTensor",
     "ShardedTensorFactory",
     "all_to_all",
+    "get_default_pg_collection",
     "get_moe_module_spec",
     "make_sharded_object_for_checkpoint",
     "reduce_from_tensor_model_parallel_region",

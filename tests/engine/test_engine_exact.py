@@ -103,6 +103,30 @@ def test_a_budget_that_cannot_hold_the_live_states_is_one_clear_line(tiny):
         build_engine(tiny, no_such_field=1)
 
 
+@pytest.mark.parametrize(
+    ("preset", "fields", "message"),
+    [
+        ("tiny", {"block_size_tokens": 0}, "block_size_tokens=0: must be at least 1"),
+        ("tiny", {"num_speculative_tokens": 1}, "num_speculative_tokens=1: the model has no multi-token prediction"),
+        ("tiny", {"num_speculative_tokens": -1}, "num_speculative_tokens=-1: must not be negative"),
+        (
+            "tiny_mtp",
+            {"num_speculative_tokens": 4},
+            "num_speculative_tokens=4: the model drafts at most mtp_num_layers=3",
+        ),
+        (
+            "tiny_mtp",
+            {"num_speculative_tokens": 3, "block_size_tokens": 3},
+            "num_speculative_tokens=3 must be below block_size_tokens=3",
+        ),
+    ],
+)
+def test_blocks_and_drafts_that_no_engine_has_are_one_clear_line(request, preset, fields, message):
+    with pytest.raises(ValueError, match=f"^{message}") as error:
+        build_engine(request.getfixturevalue(preset), **fields)
+    assert "\n" not in str(error.value)
+
+
 def test_a_model_without_attention_is_refused():
     with pytest.raises(ValueError, match="no attention layer"):
         get_preset("tiny", layer_pattern="M-M-")

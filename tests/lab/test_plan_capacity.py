@@ -110,6 +110,19 @@ def test_names_of_other_models(tmp_path):
         assert (sizes.state_bytes, sizes.kv_token_bytes) == (layers * per_layer * value_bytes, token_bytes)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "heads", "channels"), [("nemotron_h", 8, 128), ("bamba", 8, 16), ("falcon_h1", 8, 16)]
+)
+def test_heads_that_a_file_does_not_name(tmp_path, model_type, heads, channels):
+    """The makers' defaults; null is one head for each query head."""
+    mamba = {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1, "conv_kernel": 4}
+    layers = {"hybrid_override_pattern": "M*-", "attn_layer_indices": [1], "num_hidden_layers": 3}
+    data = {"model_type": model_type, "hidden_size": 512, "num_attention_heads": 32} | mamba | layers
+    sizes = sizes_of(str(saved(tmp_path / "missing.json", data)))
+    assert (sizes.kv_heads, sizes.kv_channels) == (heads, channels)
+    assert sizes_of(str(saved(tmp_path / "null.json", data | {"num_key_value_heads": None}))).kv_heads == 32
+
+
 def test_ranks_and_types():
     whole = sizes_of("nemotron-h-8b")
     assert 4 * sizes_of("nemotron-h-8b", tp=4).state_bytes == whole.state_bytes
@@ -146,9 +159,10 @@ def test_gated_delta_net(tmp_path, capsys):
         "kv-channels": 256,
         "bf16": True,
     }
+    short = {name: theirs[name] for name in ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads")}
     listed = {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 12}
     per_layer = 32 * 128 * 128 * 4 + (2 * 16 * 128 + 32 * 128) * 4 * 2  # float32 matrices, bfloat16 windows
-    for number, data in enumerate((theirs, theirs | listed, megatrons)):
+    for number, data in enumerate((theirs, theirs | listed, megatrons, short)):
         sizes = sizes_of(str(saved(tmp_path / f"{number}.json", data)))
         assert (sizes.state_bytes, sizes.kv_token_bytes) == (36 * per_layer, 2 * 12 * 2 * 256 * 2)
     preset = sizes_of("qwen3-next-80b-a3b")

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from megatron_hybrid_prefix.models import build as models_build
 from megatron_hybrid_prefix.models import build_hybrid_model, experts, get_preset, load_checkpoint, save_checkpoint
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name
 from tests.harness.lifecycle_helpers import EngineHarness, tokens
@@ -339,4 +340,71 @@ def test_graphs_that_cannot_be_captured_are_refused(dtype, ep, capability, messa
         return
     with pytest.raises(ValueError, match=message) as error:
         experts.check_capture(dtype, ep, torch.device("cuda", 0))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked"),
+    [
+        ({"layer_pattern": "M*E"}, True),
+        ({"mtp_num_layers": 1, "mtp_layer_pattern": "*E", "layer_pattern": "M*-"}, True),
+        ({"layer_pattern": "M*-"}, False),
+    ],
+)
+def test_graphs_ask_for_the_layers_that_there_are(platform, monkeypatch, changes, asked):
+    """``tiny-moe`` has four experts, even where no layer uses them."""
+
+    class BuiltError(Exception):
+        pass
+
+    def built(*_):
+        raise BuiltError
+
+    found = []
+    monkeypatch.setattr(experts, "check_capture", lambda *_: found.append("capture"))
+    monkeypatch.setattr(type(platform), "check_cuda_graphs", lambda *_: None)
+    monkeypatch.setattr(models_build, "_transformer_config", built)
+    with pytest.raises(BuiltError):
+        build_hybrid_model(get_preset("tiny-moe", **changes), platform=platform, cuda_graph_impl="local")
+    assert found == ["capture"] * asked
+
+
+# -- fields of megatron's config ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"moe_shared_expert_overlap": True}, "^moe_shared_expert_overlap=True is not supported"),
+        ({"transformer_impl": "inference_optimized"}, "^transformer_impl='inference_optimized' is not supported with"),
+    ],
+)
+def test_fields_that_megatrons_dispatcher_answers_are_refused(platform, shared, monkeypatch, overrides, message):
+    """At the start, and in a layer of somebody else's model."""
+    with pytest.raises(ValueError, match=message) as error:
+        build_hybrid_model(get_preset("tiny-moe", **SHARED), platform=platform, **overrides)
+    assert "\n" not in str(error.value)
+    layer = layer_of(shared)
+    for name, value in overrides.items():
+        monkeypatch.setattr(layer.config, name, value)
+    with pytest.raises(ValueError, match=message):
+        experts.ExpertsLayer(layer.config, layer.submodules)
+
+
+def test_a_layer_without_groups_has_megatrons(shared):
+    layer, hidden = layer_of(shared), torch.randn(9, 1, 64)
+    other = experts.ExpertsLayer(layer.config, layer.submodules, 2)
+    other.load_state_dict(layer.state_dict())
+    assert other.layer_number == 2 and isinstance(other.token_dispatcher, experts.ExpertDispatcher)
+    with torch.inference_mode():
+        assert torch.equal(other.eval()(hidden)[0], layer(hidden)[0])
+
+
+@pytest.mark.parametrize("name", ["moe_expert_capacity_factor", "moe_expert_rank_capacity_factor"])
+def test_a_cache_is_refused_where_experts_drop_tokens(platform, monkeypatch, name):
+    model = build(platform)
+    monkeypatch.setattr(model.config, name, 1.0)
+    EngineHarness(model, slots=None)
+    with pytest.raises(ValueError, match=f"^{name}=1.0 does not go with prefix caching: .* is not exact") as error:
+        EngineHarness(model)
     assert "\n" not in str(error.value)

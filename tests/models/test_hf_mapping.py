@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core import parallel_state
 
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.models.hf.mapping import Rule, Source
-from megatron_hybrid_prefix.models.hf_weights import copy_hf_weights, family_of, hf_shapes
+from megatron_hybrid_prefix.models.hf_weights import _belongs_here, copy_hf_weights, family_of, hf_shapes
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name
 from tests.harness.hf_helpers import BAMBA, NEMOTRON_H, NEMOTRON_H_EXPERTS, QWEN3_NEXT
 
@@ -186,3 +188,95 @@ def test_a_model_of_other_dimensions_is_one_clear_line_and_keeps_its_weights(pla
         with pytest.raises(ValueError, match=message):
             copy_hf_weights(model, weights, config)
         assert all(map(torch.equal, model.parameters(), before))
+
+
+# Of each kind of layer: the name of a layer that has it, the module, and what it would take.
+TAKEN = [
+    ("nemotron_h", "M", "norm", "model.layers.0.norm.weight"),
+    ("nemotron_h", "M", "mixer.out_proj", "model.layers.0.mixer.out_proj.weight"),
+    ("nemotron_h", "*", "input_layernorm", "model.layers.1.norm.weight"),
+    ("nemotron_h", "-", "mlp.linear_fc2", "model.layers.2.mixer.down_proj.weight"),
+    ("qwen3_next", "*", "self_attention.q_layernorm", "model.layers.3.self_attn.q_norm.weight"),
+    ("qwen3_next", "G", "self_attention.out_norm", "model.layers.0.linear_attn.norm.weight"),
+    ("qwen3_next", "E", "mlp.shared_experts", "model.layers.0.mlp.shared_expert.*"),
+    ("qwen3_next", "E", "mlp.experts", "model.layers.0.mlp.experts.0.gate_proj.weight"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "symbol", "path", "source"), TAKEN)
+def test_a_tensor_that_no_parameter_takes_is_one_clear_line(platform, model_type, symbol, path, source):
+    config = CONFIGS[model_type]
+    model = build_hybrid_model(config, seed=0, platform=platform)
+    weights = {name: torch.rand(shape) for name, shape in hf_shapes(config).items()}
+    copy_hf_weights(model, weights, config)
+    *modules, last = path.split(".")
+    owner = model.decoder.layers[config.layer_pattern.index(symbol)]
+    for name in modules:
+        owner = getattr(owner, name)
+    setattr(owner, last, None)
+    before = [value.clone() for value in model.parameters()]
+    with pytest.raises(ValueError, match=f"^no parameter of the model takes {source}.*: it has no decoder") as error:
+        copy_hf_weights(model, {name: value + 1 for name, value in weights.items()}, config)
+    assert "\n" not in str(error.value)
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_a_model_with_fewer_layers_is_noticed(platform, model_type):
+    config = CONFIGS[model_type]
+    fewer = config.layer_pattern[: config.layer_pattern.index("*") + 2]  # whole layers of Hugging Face
+    assert len(fewer) < len(config.layer_pattern)
+    model = build_hybrid_model(replace(config, layer_pattern=fewer), seed=0, platform=platform)
+    weights = {name: torch.rand(shape) for name, shape in hf_shapes(config).items()}
+    with pytest.raises(
+        ValueError, match=rf"^no parameter of the model takes model\.layers\..* no decoder\.layers\.{len(fewer)}\."
+    ):
+        copy_hf_weights(model, weights, config)
+
+
+@pytest.mark.parametrize(("model_type", "pp", "ep"), [("nemotron_h", 2, 1), ("qwen3_next", 1, 2), ("qwen3_next", 1, 4)])
+def test_every_parameter_belongs_to_one_stage_and_experts_to_one_rank(monkeypatch, model_type, pp, ep):
+    config, places = CONFIGS[model_type], dict[str, list[tuple[int, int]]]()
+    monkeypatch.setattr(parallel_state, "get_expert_model_parallel_world_size", lambda: ep)
+    first = 1
+    for stage, symbols in enumerate(config.check_parallel(tp=1, pp=pp, ep=ep).split("|")):
+        layers = [SimpleNamespace(layer_number=first + number) for number in range(len(symbols))]
+        first += len(symbols)
+        decoder = SimpleNamespace(layers=layers)
+        model = SimpleNamespace(decoder=decoder, pre_process=stage == 0, post_process=stage == pp - 1)
+        for rank in range(ep):
+            monkeypatch.setattr(parallel_state, "get_expert_model_parallel_rank", lambda rank=rank: rank)
+            belongs_here = _belongs_here(model, config)
+            for rule in family_of(config).rules(config):
+                if belongs_here(rule.target):
+                    places.setdefault(rule.target, []).append((stage, rank))
+    for rule in family_of(config).rules(config):
+        ranks = 1 if ".local_experts." in rule.target else ep
+        assert len(places[rule.target]) == ranks, rule.target
+        assert len({stage for stage, _ in places[rule.target]}) == 1, rule.target
+
+
+def test_a_tied_output_layer_is_the_embedding(platform):
+    config = replace(NEMOTRON_H, tie_embeddings=True)
+    model = build_hybrid_model(config, seed=0, platform=platform)
+    weights = {name: torch.rand(shape) for name, shape in hf_shapes(config).items()}
+    embedding = weights["model.embeddings.weight"]
+    with pytest.raises(ValueError, match=r"^tie_embeddings=True, but lm_head\.weight is not the embedding$"):
+        copy_hf_weights(model, weights, config)
+    for right in (weights | {"lm_head.weight": embedding.clone()}, {n: w for n, w in weights.items() if n[0] != "l"}):
+        copy_hf_weights(model, right, config)
+        assert torch.equal(dict(parameters_by_global_name(model))["embedding.word_embeddings.weight"], embedding)
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical"),
+    [
+        ("backbone.embeddings.weight", "model.embeddings.weight"),
+        ("model.embeddings.weight", "model.embeddings.weight"),
+        ("model.layers.0.backbone.weight", "model.layers.0.backbone.weight"),
+        ("backbone.layers.0.backbone.weight", "model.layers.0.backbone.weight"),
+        ("mtp.layers.0.norm.weight", None),
+    ],
+)
+def test_the_prefix_of_nemotron_h_on_the_hub(name, canonical):
+    assert family_of(NEMOTRON_H).canonical(name) == canonical

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -119,8 +121,33 @@ def test_presets_have_the_published_dimensions():
         ({"mamba_num_groups": 3}, "not a multiple"),
         ({"mtp_num_layers": 2}, "give both"),
         ({"mtp_num_layers": 1, "mtp_layer_pattern": "*X"}, "mtp_layer_pattern='\\*X'"),
-        ({"layer_pattern": "M*E"}, "moe_router_topk=2 from 1 to num_moe_experts=0"),
+        ({"layer_pattern": "M*E"}, "moe_router_topk=2 from 2 to num_moe_experts=0"),
+        (
+            {"layer_pattern": "M*E", "num_moe_experts": 4, "moe_router_topk": 1},
+            "E layers need moe_router_topk=1 from 2 to num_moe_experts=4",
+        ),
         ({"moe_ffn_hidden_size": -1}, "must not be negative"),
+        ({"num_moe_experts": -1}, "^num_moe_experts=-1: must not be negative"),
+        ({"mtp_num_layers": -1}, "^mtp_num_layers=-1: must not be negative"),
+        *(
+            ({name: 0}, f"^{name}=0: must be at least 1$")
+            for name in (
+                *("hidden_size", "vocab_size", "max_sequence_length", "ffn_hidden_size"),
+                *("num_attention_heads", "num_query_groups", "kv_channels"),
+            )
+        ),
+        (
+            {"layer_pattern": "M*", "mtp_num_layers": 1, "mtp_layer_pattern": "-", "ffn_hidden_size": 0},
+            "^ffn_hidden_size=0",
+        ),
+        ({"layer_pattern": "M*E", "num_moe_experts": 4, "ffn_hidden_size": 0}, "^ffn_hidden_size=0"),
+        ({"layernorm_epsilon": 0.0}, "^layernorm_epsilon=0.0: must be above 0"),
+        ({"layernorm_epsilon": float("nan")}, "^layernorm_epsilon=nan: must be above 0"),
+        ({"rotary_base": 0}, "^rotary_base=0: must be at least 1, or None"),
+        (
+            {"layer_pattern": "*", "mtp_num_layers": 1, "mtp_layer_pattern": "M*", "mamba_num_groups": 3},
+            "mamba_num_heads=8 is not a multiple of mamba_num_groups=3",
+        ),
         ({"rotary_fraction": 0.5}, "rotary_fraction=0.5 needs rotary_base"),
         (
             {"rotary_base": 10_000, "rotary_fraction": 0.2},
@@ -160,8 +187,16 @@ def test_dimensions_of_layers_that_are_not_there_are_not_needed(platform):
     mamba = dict.fromkeys(("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups"), 0)
     config = get_preset("tiny-gdn", layer_pattern="G*", **mamba)
     build_hybrid_model(config, seed=0, platform=platform)
-    with pytest.raises(ValueError, match="tp=3 does not divide num_attention_heads=4"):
+    with pytest.raises(ValueError, match="tp=3 does not divide gdn_num_key_heads=4"):
         config.check_parallel(tp=3, pp=1)
+    replace(config, mamba_num_groups=3, ffn_hidden_size=3, moe_ffn_hidden_size=3).check_parallel(tp=4, pp=1)
+    get_preset("tiny-moe", ffn_hidden_size=0, moe_ffn_hidden_size=32).check_parallel(tp=4, pp=1)
+
+
+def test_recurrent_layers_of_the_drafts_have_the_dimensions_that_were_asked_for(platform):
+    config = get_preset("tiny", layer_pattern="*", mtp_num_layers=1, mtp_layer_pattern="M*")
+    model = build_hybrid_model(config, seed=0, platform=platform)
+    assert model.config.mamba_state_dim == config.mamba_state_dim
 
 
 def test_unknown_presets_name_the_known_ones():
@@ -182,10 +217,23 @@ def test_stages_keep_the_layers_and_each_has_attention(pattern, pp):
     assert all("*" in stage for stage in stages)
 
 
-@pytest.mark.parametrize(("tp", "pp", "message"), [(3, 1, "tp=3 does not divide"), (1, 3, "pp=3 is impossible")])
-def test_impossible_layouts_are_refused(tp, pp, message):
-    with pytest.raises(ValueError, match=message):
-        get_preset("tiny").check_parallel(tp=tp, pp=pp)
+@pytest.mark.parametrize(
+    ("preset", "layout", "message"),
+    [
+        ("tiny", {"tp": 3}, "^tp=3 does not divide mamba_num_groups=4"),
+        ("tiny-gdn", {"tp": 8}, "^tp=8 does not divide gdn_num_key_heads=4"),
+        ("tiny-moe", {"tp": 256}, "^tp=256 does not divide mamba_num_groups=4"),
+        ("tiny", {"pp": 3}, "^pp=3 is impossible"),
+        ("tiny", {"tp": 0}, "^tp=0: must be at least 1"),
+        ("tiny", {"pp": 0}, "^pp=0: must be at least 1"),
+        ("tiny-moe", {"ep": 0}, "^ep=0: must be at least 1"),
+        ("tiny", {"ep": 2}, "^ep=2 needs E layers; layer_pattern='M\\*-M\\*-' has none"),
+    ],
+)
+def test_impossible_layouts_are_refused(preset, layout, message):
+    with pytest.raises(ValueError, match=message) as error:
+        get_preset(preset).check_parallel(**({"tp": 1, "pp": 1} | layout))
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

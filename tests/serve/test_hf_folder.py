@@ -59,7 +59,9 @@ def test_default_sampling_is_for_requests_that_say_nothing_of_it(tokenizer, fiel
 
 def test_end_tokens_unless_ignored(tokenizer):
     assert request(tokenizer).end_tokens == (257,) and request(tokenizer).stop_tokens == {257}
-    assert request(tokenizer, ignore_eos=True).end_tokens == () == tuple(request(tokenizer, ignore_eos=True).stop_tokens)
+    assert (
+        request(tokenizer, ignore_eos=True).end_tokens == () == tuple(request(tokenizer, ignore_eos=True).stop_tokens)
+    )
     assert request(tokenizer, stop_token_ids=[5]).stop_tokens == {5, 257}
 
 

@@ -77,7 +77,7 @@ class HybridPrefixContext(ContextSeam):
 
     Raises:
         ValueError: The model has no recurrent layers, or has layers that do not support the requested speculative decoding,
-            block size or CUDA graphs.
+            block size or CUDA graphs; or a cache is asked for, and its experts drop tokens.
     """
 
     # These values hold while megatron's constructor runs, too.
@@ -107,6 +107,8 @@ class HybridPrefixContext(ContextSeam):
             prefix = HybridPrefixConfig(mamba_gb=inference_config.prefix_caching_mamba_gb or 0.0)
         if prefix is not None and state_config is None:
             raise ValueError("the model has no recurrent layers: use megatron's own prefix cache")
+        if prefix is not None:
+            _check_exact(model_config)
         self.prefix_config = prefix
         self._model_states = None if state_config is None else states_of_config(state_config)
         if self._model_states is not None:
@@ -532,3 +534,13 @@ class HybridPrefixContext(ContextSeam):
         """Log a decision that must be the same on all ranks; put into words only if ranks are compared."""
         if self._decisions is not None:
             self._decisions.note(decision())
+
+
+def _check_exact(model_config: TransformerConfig) -> None:
+    """Raise ValueError, in one line, if a token's result depends on the batch, so that no hit can be exact."""
+    for name in ("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor"):
+        if model_config.num_moe_experts and (factor := getattr(model_config, name)) is not None:
+            raise ValueError(
+                f"{name}={factor} does not go with prefix caching: which tokens are dropped depends on the batch, so a hit "
+                "is not exact; use None"
+            )

@@ -137,11 +137,28 @@ def _inference_config(model: Any, prefix: HybridPrefixConfig | None, fields: dic
         tp = model.config.tensor_model_parallel_size
         values["max_tokens"] = DynamicInferenceContext.round_up_tokens(values["max_tokens"], tp)
     config = InferenceConfig(**values)
-    problems = of_all_stages(_budget_problem(model, config))
+    problems = of_all_stages(_block_problem(model, config) or _budget_problem(model, config))
     for problem in problems:
         if problem is not None:
             raise ValueError(problem)
     return config
+
+
+def _block_problem(model: Any, config: InferenceConfig) -> str | None:
+    """Why no engine has such blocks or drafts, in one line; upstream asserts on it."""
+    block_tokens, drafts = config.block_size_tokens, config.num_speculative_tokens
+    depths = model.config.mtp_num_layers or 0
+    if block_tokens < 1:
+        return f"block_size_tokens={block_tokens}: must be at least 1"
+    if drafts < 0:
+        return f"num_speculative_tokens={drafts}: must not be negative"
+    if drafts >= block_tokens:
+        return f"num_speculative_tokens={drafts} must be below block_size_tokens={block_tokens}"
+    if drafts and not depths:
+        return f"num_speculative_tokens={drafts}: the model has no multi-token prediction (mtp_num_layers)"
+    if drafts > depths and not model.config.mtp_use_repeated_layer:
+        return f"num_speculative_tokens={drafts}: the model drafts at most mtp_num_layers={depths}"
+    return None
 
 
 def _budget_problem(model: Any, config: InferenceConfig) -> str | None:

@@ -48,7 +48,9 @@ class NemotronH(Family):
 
     def canonical(self, name: str) -> str | None:
         """See Family. On the Hub names begin with ``backbone.``; ``mtp.`` is multi-token prediction."""
-        return None if name.startswith("mtp.") else name.replace("backbone.", "model.", 1)
+        if name.startswith("mtp."):
+            return None
+        return f"model.{name.removeprefix('backbone.')}" if name.startswith("backbone.") else name
 
     def rules(self, config: HybridModelConfig, names: Collection[str] = ()) -> Iterator[Rule]:
         """See Family. Experts are matrices each in files, and stacks of matrices in a model in memory."""
