@@ -22,6 +22,8 @@ from megatron_hybrid_prefix.upstream.mixer import convolve, convolve_step
 
 CHUNK = 64
 """Chunk quantum in tokens: that of the chunked kernels of this family of layers."""
+TAPS = range(2, 5)
+"""Taps of the convolution that megatron's decode kernel supports; with others it is silently wrong."""
 CONV, STATE = "gdn_conv", "gdn_state"
 
 
@@ -170,12 +172,18 @@ class GatedDeltaNetKind(LayerKind):
         token: those who publish such models keep it in float32.
 
         Raises:
-            ValueError: The layer cannot be run: its activation is not SiLU.
+            ValueError: The layer cannot be run: its activation is not SiLU, or its convolution has another number of taps
+                than 2 to 4.
         """
         layer: Any = module
         if layer.act_fn is not F.silu:
             name = getattr(layer.act_fn, "__name__", str(layer.act_fn))
             raise ValueError(f"Gated DeltaNet layers with activation {name!r}: use SiLU (activation='swiglu')")
+        if layer.conv_kernel_dim not in TAPS:
+            raise ValueError(
+                f"Gated DeltaNet layers with a convolution of {layer.conv_kernel_dim} taps: "
+                f"use {TAPS.start} to {TAPS.stop - 1} (linear_conv_kernel_dim)"
+            )
         return gated_delta_net_components(
             channels=2 * layer.qk_dim_local_tp + layer.v_dim_local_tp,
             taps=layer.conv_kernel_dim,

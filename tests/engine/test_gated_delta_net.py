@@ -121,6 +121,14 @@ def test_layers_with_another_activation_are_refused(platform):
         build_engine(model)
 
 
+@pytest.mark.parametrize("taps", [1, 5])
+def test_layers_with_another_number_of_taps_are_refused(platform, taps):
+    """Megatron's decode kernel has code for 2 to 4 taps only, and no check."""
+    model = build_hybrid_model("tiny-gdn", seed=0, platform=platform, linear_conv_kernel_dim=taps)
+    with pytest.raises(ValueError, match=rf"a convolution of {taps} taps: use 2 to 4 \(linear_conv_kernel_dim\)"):
+        build_engine(model)
+
+
 def test_put_on_and_taken_off(platform):
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 
