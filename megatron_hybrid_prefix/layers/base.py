@@ -32,13 +32,14 @@ class LayerKind(ABC):
         drafts: Whether it supports speculative decoding: `slot_class` then keeps the state after each drafted token, as
             `SlotLayer` does.
         cuda_graphs: Whether CUDA graphs can capture its work in a step: it never waits for the GPU, nor loops over data there.
+            A graph that captured other work is wrong without an error, so a kind has to say so.
         whole_chunks: Whether a KV block must consist of whole chunks. Otherwise the last chunk of a block may be shorter.
     """
 
     name: ClassVar[str]
     slot_class: ClassVar[type]
     drafts: ClassVar[bool] = False
-    cuda_graphs: ClassVar[bool] = True
+    cuda_graphs: ClassVar[bool] = False
     whole_chunks: ClassVar[bool] = False
 
     @abstractmethod

@@ -157,6 +157,7 @@ class GatedDeltaNetKind(LayerKind):
     name = "gated_delta_net"
     slot_class = GatedDeltaNetBySlots
     drafts = True
+    cuda_graphs = True
     whole_chunks = True
 
     def is_layer(self, module: torch.nn.Module) -> bool:

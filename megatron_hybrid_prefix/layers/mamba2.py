@@ -98,6 +98,7 @@ class Mamba2(LayerKind):
     name = "mamba2"
     slot_class = HybridPrefixPrefill
     drafts = True
+    cuda_graphs = True
 
     def is_layer(self, module: torch.nn.Module) -> bool:
         """See LayerKind."""
