@@ -136,13 +136,16 @@ class GatedDeltaNetBySlots(SlotLayer):
     def _by_head(
         self, qkv: torch.Tensor, z: torch.Tensor, beta: torch.Tensor, alpha: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Query, key (..., key heads, K); value, output gate (..., value heads, V); log-decay, beta (..., value heads)."""
+        """Query, key (..., key heads, K); value, output gate (..., value heads, V); log-decay, beta (..., value heads).
+
+        The log-decay is float32, as in Hugging Face's models. Megatron's training rounds ``exp(A_log)`` to the type of the
+        parameters. Beta has the type of its input in both.
+        """
         q, k, v = qkv.split([self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp], dim=-1)
         q, k = (part.unflatten(-1, (-1, self.key_head_dim)) for part in (q, k))
         v, z = (part.unflatten(-1, (-1, self.value_head_dim)) for part in (v, z))
-        # In the types that megatron's training computes them in.
-        log_decay = -self.A_log.exp() * F.softplus(alpha.float() + self.dt_bias)
-        return q, k, v, z, log_decay.float(), beta.sigmoid()
+        log_decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)
+        return q, k, v, z, log_decay, beta.sigmoid()
 
     def _gated(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """Norm of each head, times its gate: (..., value heads, V) to (..., inner width)."""
