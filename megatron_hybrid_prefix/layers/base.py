@@ -55,7 +55,7 @@ class LayerKind(ABC):
         Args:
             module: The layer.
             state_dtype: Dtype for tensors that accumulate over tokens (``HybridPrefixConfig.state_dtype``); None: the kind
-                chooses.
+                chooses. Tensors that take it have ``accumulates=True``: their dtype may change later.
             window_dtype: Dtype for tensors that hold the layer's last inputs; None: the kind chooses.
         """
 

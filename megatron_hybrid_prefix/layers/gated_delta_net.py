@@ -212,7 +212,7 @@ def gated_delta_net_components(
     """Components of a layer's state: a window of (channels, taps), a matrix (key_dim, value_dim) for each value head."""
     return (
         StateComponent(name=CONV, shape=(channels, taps), dtype=window_dtype),
-        StateComponent(name=STATE, shape=(heads, key_dim, value_dim), dtype=state_dtype),
+        StateComponent(name=STATE, shape=(heads, key_dim, value_dim), dtype=state_dtype, accumulates=True),
     )
 
 

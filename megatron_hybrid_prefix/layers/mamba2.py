@@ -129,7 +129,9 @@ def mamba2_components(
     """Components of a Mamba2 layer whose states have these shapes and dtypes."""
     return (
         StateComponent(name="conv", shape=tuple(conv_shape), dtype=str(conv_dtype).removeprefix("torch.")),
-        StateComponent(name="ssm", shape=tuple(ssm_shape), dtype=str(ssm_dtype).removeprefix("torch.")),
+        StateComponent(
+            name="ssm", shape=tuple(ssm_shape), dtype=str(ssm_dtype).removeprefix("torch."), accumulates=True
+        ),
     )
 
 

@@ -173,6 +173,30 @@ def test_layers_that_megatron_cannot_run(request, name):
     assert refused()
 
 
+@pytest.mark.parametrize("name", ["tiny", "tiny_gdn", "tiny_mixed"])
+def test_a_config_older_than_the_settings_gets_their_state_dtype(request, name):
+    from megatron_hybrid_prefix import build_engine
+
+    def types(engine):
+        return {
+            name: str(part.dtype).removeprefix("torch.") for name, part in engine.context.state_pool.tensors.items()
+        }
+
+    model = request.getfixturevalue(name)
+    install()
+    config = CONFIG(model)
+    prefix = HybridPrefixConfig(mamba_gb=0.01, state_dtype="bfloat16")
+    install(prefix)
+    states = config.mamba_inference_state_config
+    for engine in (ENGINE(model, config), build_engine(model, prefix, mamba_inference_state_config=states)):
+        assert {types(engine).get(part, "bfloat16") for part in ("ssm", "gdn_state")} == {"bfloat16"}
+        assert {types(engine).get(part, "float32") for part in ("conv", "gdn_conv")} == {"float32"}
+        layout = engine.context.state_layout
+        assert layout.slot_bytes == sum(t[:, 0].nbytes for t in engine.context.state_pool.tensors.values())
+    install(PREFIX)
+    assert set(types(ENGINE(model, config)).values()) == {"float32"}, "the config itself has not changed"
+
+
 def test_models_without_recurrent_layers_stay_megatrons(tiny):
     from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 

@@ -34,7 +34,7 @@ from megatron_hybrid_prefix.mcore.context.loads import RequestLoads
 from megatron_hybrid_prefix.mcore.context.request import PrefixRequest, RequestBook
 from megatron_hybrid_prefix.mcore.context.verify import verify_plan
 from megatron_hybrid_prefix.mcore.ranks.agreement import DecisionLog, min_over_model_ranks
-from megatron_hybrid_prefix.mcore.state.layout import needs_this_package, states_of_config
+from megatron_hybrid_prefix.mcore.state.layout import needs_this_package, states_of_config, with_state_dtype
 from megatron_hybrid_prefix.mcore.state.memory import StateMemory
 from megatron_hybrid_prefix.mcore.state.moves import HostMoves
 from megatron_hybrid_prefix.metrics import PrefixStats
@@ -107,6 +107,9 @@ class HybridPrefixContext(ContextSeam):
             prefix = HybridPrefixConfig(mamba_gb=inference_config.prefix_caching_mamba_gb or 0.0)
         if prefix is not None and state_config is None:
             raise ValueError("the model has no recurrent layers: use megatron's own prefix cache")
+        if prefix is not None and prefix.state_dtype is not None:  # the config may be older than these settings
+            state_config = with_state_dtype(state_config, prefix.state_dtype)
+            inference_config = dataclasses.replace(inference_config, mamba_inference_state_config=state_config)
         self.prefix_config = prefix
         self._model_states = None if state_config is None else states_of_config(state_config)
         if self._model_states is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -65,11 +64,6 @@ def _our_context(
         if type(self) is not DynamicInferenceContext or not wanted:
             original(self, model_config=model_config, inference_config=inference_config)
             return
-        if prefix is not None and prefix.state_dtype is not None:
-            import torch
-
-            state = dataclasses.replace(state, ssm_states_dtype=getattr(torch, prefix.state_dtype))
-            inference_config = dataclasses.replace(inference_config, mamba_inference_state_config=state)
         if model_config.cuda_graph_impl == "local":
             replace_names(CONTEXT_IN_CUDA_GRAPHS)
         self.__class__ = HybridPrefixContext

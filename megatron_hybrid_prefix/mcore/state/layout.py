@@ -131,7 +131,16 @@ def mamba_state_config(
         without_graphs=tuple(kind.name for kind in kinds if not kind.cuda_graphs),
         of_whole_chunks=tuple(kind.name for kind in kinds if kind.whole_chunks),
     )
-    return _for_megatron(symbols, states)
+    return RecurrentStateConfig(layer_type_list=symbols, states=states, **_fields_for_megatron(states))
+
+
+def with_state_dtype(config: MambaInferenceStateConfig, state_dtype: str) -> MambaInferenceStateConfig:
+    """The same recurrent states; those that accumulate over tokens have another dtype (``HybridPrefixConfig.state_dtype``)."""
+    states: ModelStates | None = getattr(config, "states", None)
+    if states is None:
+        return replace(config, ssm_states_dtype=getattr(torch, state_dtype))
+    states = replace(states, slots=states.slots.with_state_dtype(state_dtype))
+    return replace(config, states=states, **_fields_for_megatron(states))
 
 
 def needs_this_package(config: MambaInferenceStateConfig | None) -> bool:
@@ -160,25 +169,24 @@ def _recurrent_part(number: int, symbol: str, layer: torch.nn.Module) -> tuple[L
     return parts[0] if parts else None
 
 
-def _for_megatron(symbols: list[str], states: ModelStates) -> RecurrentStateConfig:
+def _fields_for_megatron(states: ModelStates) -> dict[str, Any]:
     """Megatron counts the bytes of a request's state as layers x (convolution + SSM), of two shapes."""
     kinds = states.slots.kinds
     if [layout.kind for layout in kinds] == [MAMBA2.name]:
         conv, ssm = kinds[0].components
-        shapes: dict[str, Any] = {
+        return {
             "conv_states_shape": conv.shape,
             "ssm_states_shape": ssm.shape,
             "conv_states_dtype": getattr(torch, conv.dtype),
             "ssm_states_dtype": getattr(torch, ssm.dtype),
             "mamba_chunk_size": states.quanta[0],
         }
-    else:  # other kinds have other components: as many bytes
-        layer_bytes = ceil_div(states.slots.slot_bytes, max(1, len(states.kind_of_layer)))
-        shapes = {
-            "conv_states_shape": (layer_bytes,),
-            "ssm_states_shape": (0,),
-            "conv_states_dtype": torch.uint8,
-            "ssm_states_dtype": torch.uint8,
-            "mamba_chunk_size": min(states.quanta),
-        }
-    return RecurrentStateConfig(layer_type_list=symbols, states=states, **shapes)
+    # Other kinds have other components: as many bytes.
+    layer_bytes = ceil_div(states.slots.slot_bytes, max(1, len(states.kind_of_layer)))
+    return {
+        "conv_states_shape": (layer_bytes,),
+        "ssm_states_shape": (0,),
+        "conv_states_dtype": torch.uint8,
+        "ssm_states_dtype": torch.uint8,
+        "mamba_chunk_size": min(states.quanta),
+    }
