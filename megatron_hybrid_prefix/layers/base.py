@@ -32,13 +32,14 @@ class LayerKind(ABC):
         drafts: Whether it supports speculative decoding: `slot_class` then keeps the state after each drafted token, as
             `SlotLayer` does.
         cuda_graphs: Whether CUDA graphs can capture its work in a step: it never waits for the GPU, nor loops over data there.
+            A graph that captured other work is wrong without an error, so a kind has to say so.
         whole_chunks: Whether a KV block must consist of whole chunks. Otherwise the last chunk of a block may be shorter.
     """
 
     name: ClassVar[str]
     slot_class: ClassVar[type]
     drafts: ClassVar[bool] = False
-    cuda_graphs: ClassVar[bool] = True
+    cuda_graphs: ClassVar[bool] = False
     whole_chunks: ClassVar[bool] = False
 
     @abstractmethod
@@ -54,7 +55,7 @@ class LayerKind(ABC):
         Args:
             module: The layer.
             state_dtype: Dtype for tensors that accumulate over tokens (``HybridPrefixConfig.state_dtype``); None: the kind
-                chooses.
+                chooses. Tensors that take it have ``accumulates=True``: their dtype may change later.
             window_dtype: Dtype for tensors that hold the layer's last inputs; None: the kind chooses.
         """
 

@@ -21,6 +21,8 @@ from megatron_hybrid_prefix.pool.layout import StateComponent
 from megatron_hybrid_prefix.upstream.delta_net import GatedDeltaNet
 from megatron_hybrid_prefix.upstream.mixer import convolve, convolve_step
 
+TAPS = range(2, 5)
+"""Taps of the convolution that megatron's decode kernel supports; with others it is silently wrong."""
 CONV, STATE = "gdn_conv", "gdn_state"
 
 
@@ -133,13 +135,16 @@ class GatedDeltaNetBySlots(SlotLayer):
     def _by_head(
         self, qkv: torch.Tensor, z: torch.Tensor, beta: torch.Tensor, alpha: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Query, key (..., key heads, K); value, output gate (..., value heads, V); log-decay, beta (..., value heads)."""
+        """Query, key (..., key heads, K); value, output gate (..., value heads, V); log-decay, beta (..., value heads).
+
+        The log-decay is float32, as in Hugging Face's models. Megatron's training rounds ``exp(A_log)`` to the type of the
+        parameters. Beta has the type of its input in both.
+        """
         q, k, v = qkv.split([self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp], dim=-1)
         q, k = (part.unflatten(-1, (-1, self.key_head_dim)) for part in (q, k))
         v, z = (part.unflatten(-1, (-1, self.value_head_dim)) for part in (v, z))
-        # In the types that megatron's training computes them in.
-        log_decay = -self.A_log.exp() * F.softplus(alpha.float() + self.dt_bias)
-        return q, k, v, z, log_decay.float(), beta.sigmoid()
+        log_decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)
+        return q, k, v, z, log_decay, beta.sigmoid()
 
     def _gated(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """Norm of each head, times its gate: (..., value heads, V) to (..., inner width)."""
@@ -154,6 +159,7 @@ class GatedDeltaNetKind(LayerKind):
     name = "gated_delta_net"
     slot_class = GatedDeltaNetBySlots
     drafts = True
+    cuda_graphs = True
     whole_chunks = True
 
     def is_layer(self, module: torch.nn.Module) -> bool:
@@ -169,12 +175,18 @@ class GatedDeltaNetKind(LayerKind):
         token: those who publish such models keep it in float32.
 
         Raises:
-            ValueError: The layer cannot be run: its activation is not SiLU.
+            ValueError: The layer cannot be run: its activation is not SiLU, or its convolution has another number of taps
+                than 2 to 4.
         """
         layer: Any = module
         if layer.act_fn is not F.silu:
             name = getattr(layer.act_fn, "__name__", str(layer.act_fn))
             raise ValueError(f"Gated DeltaNet layers with activation {name!r}: use SiLU (activation='swiglu')")
+        if layer.conv_kernel_dim not in TAPS:
+            raise ValueError(
+                f"Gated DeltaNet layers with a convolution of {layer.conv_kernel_dim} taps: "
+                f"use {TAPS.start} to {TAPS.stop - 1} (linear_conv_kernel_dim)"
+            )
         return gated_delta_net_components(
             channels=2 * layer.qk_dim_local_tp + layer.v_dim_local_tp,
             taps=layer.conv_kernel_dim,
@@ -199,7 +211,7 @@ def gated_delta_net_components(
     """Components of a layer's state: a window of (channels, taps), a matrix (key_dim, value_dim) for each value head."""
     return (
         StateComponent(name=CONV, shape=(channels, taps), dtype=window_dtype),
-        StateComponent(name=STATE, shape=(heads, key_dim, value_dim), dtype=state_dtype),
+        StateComponent(name=STATE, shape=(heads, key_dim, value_dim), dtype=state_dtype, accumulates=True),
     )
 
 

@@ -98,6 +98,7 @@ class Mamba2(LayerKind):
     name = "mamba2"
     slot_class = HybridPrefixPrefill
     drafts = True
+    cuda_graphs = True
 
     def is_layer(self, module: torch.nn.Module) -> bool:
         """See LayerKind."""
@@ -128,7 +129,9 @@ def mamba2_components(
     """Components of a Mamba2 layer whose states have these shapes and dtypes."""
     return (
         StateComponent(name="conv", shape=tuple(conv_shape), dtype=str(conv_dtype).removeprefix("torch.")),
-        StateComponent(name="ssm", shape=tuple(ssm_shape), dtype=str(ssm_dtype).removeprefix("torch.")),
+        StateComponent(
+            name="ssm", shape=tuple(ssm_shape), dtype=str(ssm_dtype).removeprefix("torch."), accumulates=True
+        ),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -21,6 +21,8 @@ class StateComponent:
         name: For Mamba2 "conv" (the last inputs of the convolution) or "ssm".
         shape: Shape of one state in one layer, on this rank.
         dtype: Name of the torch dtype.
+        accumulates: Whether it accumulates over tokens, so that its dtype is ``HybridPrefixConfig.state_dtype`` where that is
+            set.
 
     Raises:
         ValueError: The dtype is unknown, or the shape has no elements.
@@ -29,6 +31,7 @@ class StateComponent:
     name: str
     shape: tuple[int, ...]
     dtype: str
+    accumulates: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPE_BYTES:
@@ -95,6 +98,18 @@ class SlotLayout:
     def slot_bytes(self) -> int:
         """Bytes of one slot."""
         return sum(layout.slot_bytes for layout in self.kinds)
+
+    def with_state_dtype(self, dtype: str) -> SlotLayout:
+        """The same states; those that accumulate over tokens have another dtype."""
+        return SlotLayout(
+            tuple(
+                replace(
+                    layout,
+                    components=tuple(replace(c, dtype=dtype) if c.accumulates else c for c in layout.components),
+                )
+                for layout in self.kinds
+            )
+        )
 
     def slots_within(self, budget_bytes: int) -> int | None:
         """Number of slots that fit the budget; None if a slot takes no bytes (this rank has no recurrent layers)."""

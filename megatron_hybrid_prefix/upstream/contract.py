@@ -698,6 +698,16 @@ CONFIG = (
         ),
     ),
     *rows_of(
+        "megatron.core.models.hybrid.hybrid_model:HybridModel",
+        attributes(
+            "hybrid_layer_pattern", "upstream/state_config", "whether another pipeline stage has recurrent layers"
+        ),
+    ),
+    *rows_of(
+        "megatron.core.models.common.language_module.language_module:LanguageModule",
+        attributes("pg_collection", "upstream/state_config", "the pipeline stages of a model"),
+    ),
+    *rows_of(
         f"{_INFERENCE}.config:KVCacheManagementMode",
         constants(
             "OFFLOAD RECOMPUTE",

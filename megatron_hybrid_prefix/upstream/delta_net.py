@@ -23,4 +23,6 @@ def mark_packed_parameters(model: torch.nn.Module) -> None:
             layer: Any = module
             qk, v = layer.qk_dim_local_tp, layer.v_dim_local_tp
             layer.in_proj.weight.partition_sizes = list(layer.in_proj_split_sections)
-            layer.conv1d.weight.partition_sizes = [qk, qk, v]
+            for part in (layer.conv1d.weight, layer.conv1d.bias):
+                if part is not None:
+                    part.partition_sizes = [qk, qk, v]

@@ -158,6 +158,8 @@ def _check_signature(rebinding: Rebinding, original: Any, replacement: Any) -> N
             raise UpstreamDriftError(f"cannot rebind {rebinding.symbol}: {rebinding.same_parameters_as} does not exist")
     elif not rebinding.same_signature:
         return
+    if isinstance(replacement, classmethod):
+        replacement = replacement.__get__(None, _resolve(rebinding))
     expected = list(inspect.signature(original).parameters)
     got = list(inspect.signature(replacement).parameters)
     if expected != got:

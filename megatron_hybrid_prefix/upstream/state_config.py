@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, make_dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,11 +28,48 @@ class RecurrentStateConfig(MambaInferenceStateConfig):
     states: Any = None
 
 
+def as_subclass(config: RecurrentStateConfig, cls: Any) -> MambaInferenceStateConfig:
+    """The same description as an object of ``cls``; a subclass by users gets the field ``states`` as well."""
+    if isinstance(config, cls):
+        return config
+    described: MambaInferenceStateConfig = _with_states(cls)(
+        **{field.name: getattr(config, field.name) for field in fields(config)}
+    )
+    return described
+
+
+@cache
+def _with_states(cls: Any) -> Any:
+    return make_dataclass(cls.__name__, [("states", Any, None)], bases=(cls,))
+
+
+def decoder(model: Any) -> torch.nn.Module:
+    """The decoder of a model on this pipeline stage; layers that draft are not in it."""
+    found: torch.nn.Module = get_attr_wrapped_model(model, "decoder")
+    return found
+
+
+def process_groups(model: Any) -> Any:
+    """Megatron's process groups of a model; None for a model without."""
+    return getattr(get_attr_wrapped_model(model, "decoder", return_model_obj=True), "pg_collection", None)
+
+
+def pattern_of_all_stages(model: Any) -> str | None:
+    """Symbols of the layers of all pipeline stages; None for a model that does not have them."""
+    owner = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
+    return getattr(owner, "hybrid_layer_pattern", None)
+
+
+def has_layer_types(model: Any) -> bool:
+    """Whether the model's layers have symbols, as those of a ``HybridModel``."""
+    return getattr(decoder(model), "layer_type_list", None) is not None
+
+
 def decoder_layers(model: Any) -> list[tuple[str, torch.nn.Module]]:
     """Symbol and module of each layer of a model's decoder on this pipeline stage; none for a model without a pattern."""
-    decoder = get_attr_wrapped_model(model, "decoder")
-    symbols = getattr(decoder, "layer_type_list", None)
-    return [] if symbols is None else list(zip(symbols, decoder.layers, strict=True))
+    stack: Any = decoder(model)
+    symbols = getattr(stack, "layer_type_list", None)
+    return [] if symbols is None else list(zip(symbols, stack.layers, strict=True))
 
 
 def needs_a_kind(symbol: str) -> bool:

@@ -141,6 +141,16 @@ def test_new_weights_are_told_to_the_layers(model, kind):
     assert served.send(prompt).num_cached_tokens == 0
 
 
+def test_cuda_graphs_cannot_capture_it_unless_it_says_so(kind):
+    from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, states_of_config
+
+    model = build_hybrid_model("tiny", seed=0)
+    model.decoder.layers[3].mixer = kind.LeakyRecall(model.config.hidden_size, seed=3)
+    states = states_of_config(mamba_state_config(model))
+    with pytest.raises(ValueError, match="CUDA graphs cannot capture layers of kind leaky_recall$"):
+        states.check(block_tokens=BLOCK, cuda_graph_impl="local")
+
+
 def test_it_cannot_be_decoded_speculatively(kind):
     model = build_hybrid_model("tiny-mtp", seed=0)
     model.decoder.layers[3].mixer = kind.LeakyRecall(model.config.hidden_size, seed=3)

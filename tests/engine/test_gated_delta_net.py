@@ -81,6 +81,20 @@ def test_states_are_float32_unless_asked_otherwise(platform):
     assert types(state_dtype="float32") == windows | {"gdn_state": "float32", "ssm": "float32"}
 
 
+def test_the_gates_are_those_of_hugging_face_in_bfloat16(platform):
+    """Bit by bit: ``exp(A_log)``, rounded as in megatron's training, would be up to 0.4 % off at every token."""
+    model = build_hybrid_model(get_preset("tiny-gdn", dtype="bfloat16"), platform=platform)
+    build_engine(model)
+    layer = model.decoder.layers[0].self_attention
+    qkv, z, beta, alpha = layer._parts(torch.randn(5, layer.in_proj.weight.shape[0]).bfloat16())
+    *_, log_decay, found_beta = layer._by_head(qkv, z, beta, alpha)
+    softplus = torch.nn.functional.softplus(alpha.float() + layer.dt_bias)
+    assert layer.A_log.dtype == torch.bfloat16 and log_decay.dtype == torch.float32
+    assert torch.equal(log_decay, -layer.A_log.float().exp() * softplus)
+    assert not torch.equal(log_decay, -layer.A_log.exp() * softplus)
+    assert torch.equal(found_beta, beta.sigmoid())
+
+
 @pytest.mark.parametrize("preset", ["tiny_gdn", "tiny_mixed"])
 def test_blocks_have_to_be_whole_chunks(request, preset):
     model = request.getfixturevalue(preset)
@@ -119,6 +133,26 @@ def test_layers_with_another_activation_are_refused(platform):
     model.decoder.layers[0].self_attention.act_fn = torch.nn.functional.gelu
     with pytest.raises(ValueError, match=r"Gated DeltaNet layers with activation 'gelu': .* \(activation='swiglu'\)"):
         build_engine(model)
+
+
+@pytest.mark.parametrize("taps", [1, 5])
+def test_layers_with_another_number_of_taps_are_refused(platform, taps):
+    """Megatron's decode kernel has code for 2 to 4 taps only, and no check."""
+    model = build_hybrid_model("tiny-gdn", seed=0, platform=platform, linear_conv_kernel_dim=taps)
+    with pytest.raises(ValueError, match=rf"a convolution of {taps} taps: use 2 to 4 \(linear_conv_kernel_dim\)"):
+        build_engine(model)
+
+
+def test_a_bias_of_the_convolution_is_sharded_like_its_weights(platform):
+    from megatron_hybrid_prefix.upstream.delta_net import mark_packed_parameters
+
+    model = build_hybrid_model("tiny-gdn", seed=0, platform=platform)
+    convolution = model.decoder.layers[0].self_attention.conv1d
+    assert convolution.bias is None
+    convolution.bias = torch.nn.Parameter(torch.zeros(convolution.out_channels))
+    mark_packed_parameters(model)
+    assert convolution.bias.partition_sizes == convolution.weight.partition_sizes
+    assert sum(convolution.bias.partition_sizes) == len(convolution.bias)
 
 
 def test_put_on_and_taken_off(platform):

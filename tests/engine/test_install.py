@@ -173,6 +173,124 @@ def test_layers_that_megatron_cannot_run(request, name):
     assert refused()
 
 
+@pytest.mark.parametrize("name", ["tiny", "tiny_gdn", "tiny_mixed"])
+def test_a_config_older_than_the_settings_gets_their_state_dtype(request, name):
+    from megatron_hybrid_prefix import build_engine
+
+    def types(engine):
+        return {
+            name: str(part.dtype).removeprefix("torch.") for name, part in engine.context.state_pool.tensors.items()
+        }
+
+    model = request.getfixturevalue(name)
+    install()
+    config = CONFIG(model)
+    prefix = HybridPrefixConfig(mamba_gb=0.01, state_dtype="bfloat16")
+    install(prefix)
+    states = config.mamba_inference_state_config
+    for engine in (ENGINE(model, config), build_engine(model, prefix, mamba_inference_state_config=states)):
+        assert {types(engine).get(part, "bfloat16") for part in ("ssm", "gdn_state")} == {"bfloat16"}
+        assert {types(engine).get(part, "float32") for part in ("conv", "gdn_conv")} == {"float32"}
+        layout = engine.context.state_layout
+        assert layout.slot_bytes == sum(t[:, 0].nbytes for t in engine.context.state_pool.tensors.values())
+    install(PREFIX)
+    assert set(types(ENGINE(model, config)).values()) == {"float32"}, "the config itself has not changed"
+
+
+ASK_AGAIN = "use build_engine, or call install\\(\\) before the InferenceConfig is made"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("tiny_gdn", "gated_delta_net, the InferenceConfig describes none"),
+        ("tiny_mixed", "the InferenceConfig describes the mamba2 layers of the model only"),
+    ],
+)
+def test_a_config_made_before_install_is_refused_rather_than_fails_in_a_step(request, name, said):
+    from megatron_hybrid_prefix import build_engine
+
+    model = request.getfixturevalue(name)
+    config = CONFIG(model)
+    states = config.mamba_inference_state_config
+    message = f"{said}: {ASK_AGAIN}"
+    with installed(), pytest.raises(ValueError, match=message):
+        ENGINE(model, config)
+    with pytest.raises(ValueError, match=message):
+        build_engine(model, mamba_inference_state_config=states)
+    with installed(PREFIX), pytest.raises(ValueError, match=message):
+        ENGINE(model, config)
+    with pytest.raises(ValueError, match=ASK_AGAIN) as error:
+        build_engine(model, PREFIX, mamba_inference_state_config=states)
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_without_a_layer_pattern(tiny_gdn):
+    """Stands for megatron's ``GPTModel`` with ``experimental_attention_variant="gated_delta_net"``, which needs TE."""
+    import copy
+
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from megatron_hybrid_prefix import build_engine
+
+    config = copy.copy(tiny_gdn.config)
+    config.num_layers = 2
+    model = GPTModel(config, get_gpt_layer_local_spec(normalization="RMSNorm"), 512, 512)
+    install(PREFIX)
+    plain = CONFIG(model)
+    assert plain.mamba_inference_state_config is None
+    model.decoder.layers[0].self_attention = tiny_gdn.decoder.layers[0].self_attention
+    message = "layers of kind gated_delta_net in a model without a layer pattern: build it as HybridModel"
+    for build in (
+        lambda: CONFIG(model),
+        lambda: build_engine(model),
+        lambda: build_engine(model, PREFIX),
+    ):
+        with pytest.raises(ValueError) as error:
+            build()
+        assert str(error.value) == message
+    with pytest.raises(ValueError, match=f"the InferenceConfig describes none: {ASK_AGAIN}"):
+        ENGINE(model, plain)
+
+
+def test_from_model_is_megatrons_where_that_is_enough(tiny, tiny_gdn, monkeypatch):
+    from megatron.core.inference.config import MambaInferenceStateConfig
+
+    from megatron_hybrid_prefix.mcore.state import layout
+
+    class Sub(MambaInferenceStateConfig):
+        pass
+
+    before = MambaInferenceStateConfig.from_model(tiny)
+    install()
+    with monkeypatch.context() as patch:
+        patch.setattr(layout, "mamba_state_config", lambda *_: pytest.fail("asked for a model that megatron describes"))
+        assert MambaInferenceStateConfig.from_model(tiny) == before
+        assert type(MambaInferenceStateConfig.from_model(tiny)) is MambaInferenceStateConfig
+        assert type(Sub.from_model(tiny)) is Sub
+    ours = Sub.from_model(tiny_gdn)
+    assert isinstance(ours, Sub) and ours.states == MambaInferenceStateConfig.from_model(tiny_gdn).states is not None
+    assert classes(ENGINE(tiny_gdn, CONFIG(tiny_gdn, mamba_inference_state_config=ours))) == our_classes()
+
+
+def test_from_model_needs_no_parallel_state(monkeypatch, platform):
+    """For attention alone megatron returns None, whatever runs."""
+    from megatron.core import parallel_state
+    from megatron.core.inference.config import MambaInferenceStateConfig
+
+    from megatron_hybrid_prefix.mcore.ranks.agreement import of_all_stages
+    from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
+
+    model = build_hybrid_model(get_preset("tiny", layer_pattern="*-*-"), platform=platform)
+    install()
+    monkeypatch.setattr(parallel_state, "_TENSOR_MODEL_PARALLEL_GROUP", None)
+    monkeypatch.setattr(parallel_state, "_PIPELINE_MODEL_PARALLEL_GROUP", None)
+    model.pg_collection = None
+    assert MambaInferenceStateConfig.from_model(model) is None
+    assert of_all_stages(5) == [5]
+
+
 def test_models_without_recurrent_layers_stay_megatrons(tiny):
     from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 

@@ -34,7 +34,12 @@ from megatron_hybrid_prefix.mcore.context.loads import RequestLoads
 from megatron_hybrid_prefix.mcore.context.request import PrefixRequest, RequestBook
 from megatron_hybrid_prefix.mcore.context.verify import verify_plan
 from megatron_hybrid_prefix.mcore.ranks.agreement import DecisionLog, min_over_model_ranks
-from megatron_hybrid_prefix.mcore.state.layout import needs_this_package, states_of_config
+from megatron_hybrid_prefix.mcore.state.layout import (
+    DESCRIBE_ALL,
+    needs_this_package,
+    states_of_config,
+    with_state_dtype,
+)
 from megatron_hybrid_prefix.mcore.state.memory import StateMemory
 from megatron_hybrid_prefix.mcore.state.moves import HostMoves
 from megatron_hybrid_prefix.metrics import PrefixStats
@@ -76,8 +81,8 @@ class HybridPrefixContext(ContextSeam):
         next_prompt_token: The prompt token after the latest chunk that did not finish its prompt.
 
     Raises:
-        ValueError: The model has no recurrent layers, or has layers that do not support the requested speculative decoding,
-            block size or CUDA graphs; or a cache is asked for, and its experts drop tokens.
+        ValueError: The config describes no recurrent layers, or the model has layers that do not support the requested
+            speculative decoding, block size or CUDA graphs; or a cache is asked for, and its experts drop tokens.
     """
 
     # These values hold while megatron's constructor runs, too.
@@ -106,9 +111,15 @@ class HybridPrefixContext(ContextSeam):
         if prefix is None and state_config is not None and inference_config.enable_prefix_caching:
             prefix = HybridPrefixConfig(mamba_gb=inference_config.prefix_caching_mamba_gb or 0.0)
         if prefix is not None and state_config is None:
-            raise ValueError("the model has no recurrent layers: use megatron's own prefix cache")
+            raise ValueError(
+                f"the InferenceConfig describes no recurrent layers: {DESCRIBE_ALL}; "
+                "for a model without recurrent layers use megatron's own prefix cache"
+            )
         if prefix is not None:
             _check_exact(model_config)
+        if prefix is not None and prefix.state_dtype is not None:  # the config may be older than these settings
+            state_config = with_state_dtype(state_config, prefix.state_dtype)
+            inference_config = dataclasses.replace(inference_config, mamba_inference_state_config=state_config)
         self.prefix_config = prefix
         self._model_states = None if state_config is None else states_of_config(state_config)
         if self._model_states is not None:

@@ -25,6 +25,7 @@ from megatron_hybrid_prefix.mcore.engine.removals import Removals
 from megatron_hybrid_prefix.mcore.engine.sampling import RowRequest
 from megatron_hybrid_prefix.mcore.engine.scheduling import PrefixScheduling
 from megatron_hybrid_prefix.mcore.ranks.coordinator import meet_subscribers
+from megatron_hybrid_prefix.mcore.state.layout import check_described
 from megatron_hybrid_prefix.sampling import SamplingOptions
 from megatron_hybrid_prefix.upstream.blocks import block_counts
 from megatron_hybrid_prefix.upstream.contract import check_contract
@@ -52,10 +53,14 @@ class HybridPrefixEngine(EngineSeam):
 
     Attributes:
         removals: Requests that leave the context before they finish.
+
+    Raises:
+        ValueError: The context was made for other recurrent layers than those of the model.
     """
 
     def __init__(self, controller: TextGenerationController, context: DynamicInferenceContext) -> None:
         check_contract()
+        check_described(controller.inference_wrapped_model.model, context.config.mamba_inference_state_config)
         if getattr(context, "state_pool", None) is not None:
             use_slot_mixers(controller.inference_wrapped_model.model)
         self._has_cache = getattr(context, "prefix_cache", None) is not None

@@ -128,17 +128,7 @@ def build_engine_from_args(
     values = {field.name: getattr(upstream, field.name) for field in fields(upstream)}
     values = {name: value for name, value in values.items() if value is not None}
     values["enable_prefix_caching"] = False
-    state_dtype = None
-    if prefix is not None and prefix.state_dtype is not None:
-        import torch
-
-        state_dtype = getattr(torch, prefix.state_dtype)
-    state = mamba_state_config(
-        model,
-        args.mamba_inference_conv_states_dtype,
-        args.mamba_inference_ssm_states_dtype,
-        state_dtype=state_dtype,
-    )
+    state = mamba_state_config(model, args.mamba_inference_conv_states_dtype, args.mamba_inference_ssm_states_dtype)
     return build_engine(model, prefix, tokenizer=tokenizer, **values | {"mamba_inference_state_config": state})
 
 

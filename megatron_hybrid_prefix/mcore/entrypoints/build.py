@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.mcore.entrypoints.patches import CONTEXT_IN_CUDA_GRAPHS
 from megatron_hybrid_prefix.mcore.ranks.agreement import of_all_stages
@@ -109,7 +107,7 @@ def _checked_config(model: Any, prefix: HybridPrefixConfig | None, fields: dict[
 
 
 def _inference_config(model: Any, prefix: HybridPrefixConfig | None, fields: dict[str, Any]) -> InferenceConfig:
-    from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config
+    from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, with_state_dtype
     from megatron_hybrid_prefix.upstream.config import (
         InferenceConfig,
         PrefixCachingEvictionPolicy,
@@ -122,16 +120,18 @@ def _inference_config(model: Any, prefix: HybridPrefixConfig | None, fields: dic
         raise ValueError(f"unknown InferenceConfig field(s): {', '.join(sorted(unknown))}")
     if prefix is not None and fields.get("enable_prefix_caching"):
         raise ValueError("prefix=... and enable_prefix_caching=True (megatron's own cache) exclude each other")
-    state_dtype = None if prefix is None or prefix.state_dtype is None else getattr(torch, prefix.state_dtype)
     values: dict[str, Any] = {
         "max_sequence_length": get_attr_wrapped_model(model, "max_sequence_length"),
-        "mamba_inference_state_config": mamba_state_config(model, state_dtype=state_dtype),
+        "mamba_inference_state_config": mamba_state_config(model),
         "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU,
     }
     on_host = next(model.parameters()).device.type == "cpu"
     if on_host:
         values |= HOST_DEFAULTS
     values |= fields
+    state = values["mamba_inference_state_config"]
+    if prefix is not None and prefix.state_dtype is not None and state is not None:
+        values["mamba_inference_state_config"] = with_state_dtype(state, prefix.state_dtype)
     if values.get("max_tokens") is not None:
         # Upstream pads a step to a multiple of its size unit, and asserts that the result is at most max_tokens.
         tp = model.config.tensor_model_parallel_size

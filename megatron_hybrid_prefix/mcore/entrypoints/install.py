@@ -3,7 +3,8 @@
 Opt-in; `uninstall` undoes it. Three constructors are replaced (`patches.constructors`). They turn an object of exactly
 megatron's class into one of our subclass. So it does not matter when, or from where, a script imported the class. Megatron's
 ``MegatronLLM`` and ``MegatronAsyncLLM`` get the cache this way, too. Megatron's description of a model's recurrent states,
-``MambaInferenceStateConfig.from_model``, then includes layers of every kind.
+``MambaInferenceStateConfig.from_model``, then includes layers of every kind, on every pipeline stage. With several stages every
+rank has to ask for it, as `build_engine` does: the stages of a hybrid model tell each other what they have.
 """
 
 from __future__ import annotations

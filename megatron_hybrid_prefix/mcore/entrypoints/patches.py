@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -32,20 +31,19 @@ CONTEXT_IN_CUDA_GRAPHS = (
 )
 
 
-def _our_state_config(
-    original: Callable[..., Any], settings: Callable[[], HybridPrefixConfig | None]
-) -> Callable[..., Any]:
-    def from_model(model: Any, conv_states_dtype: Any = None, ssm_states_dtype: Any = None) -> Any:
-        import torch
+def _our_state_config(original: Callable[..., Any]) -> Any:
+    function = original.__func__  # type: ignore[attr-defined]  # a class method, bound to megatron's class
 
-        from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, needs_this_package
+    def from_model(cls: Any, model: Any, conv_states_dtype: Any = None, ssm_states_dtype: Any = None) -> Any:
+        from megatron_hybrid_prefix.mcore.state.layout import config_beyond_megatrons
+        from megatron_hybrid_prefix.upstream.state_config import as_subclass
 
-        prefix = settings()
-        state_dtype = None if prefix is None or prefix.state_dtype is None else getattr(torch, prefix.state_dtype)
-        config = mamba_state_config(model, conv_states_dtype, ssm_states_dtype, state_dtype=state_dtype)
-        return config if needs_this_package(config) else original(model, conv_states_dtype, ssm_states_dtype)
+        config = config_beyond_megatrons(model, conv_states_dtype, ssm_states_dtype)
+        if config is None:
+            return function(cls, model, conv_states_dtype, ssm_states_dtype)
+        return as_subclass(config, cls)
 
-    return staticmethod(from_model)  # looked up on the class, as the class method that it stands for
+    return classmethod(from_model)
 
 
 def _our_context(
@@ -55,21 +53,18 @@ def _our_context(
 
     def __init__(self: Any, model_config: Any, inference_config: Any) -> None:
         from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
-        from megatron_hybrid_prefix.mcore.state.layout import needs_this_package
+        from megatron_hybrid_prefix.mcore.state.layout import needs_this_package, states_of_config
         from megatron_hybrid_prefix.platform import replace_names
 
         prefix = settings()
         state = inference_config.mamba_inference_state_config
+        if state is not None:
+            states_of_config(state)  # raises if it does not describe all recurrent layers
         caches = prefix is not None or inference_config.enable_prefix_caching
         wanted = state is not None and (caches or needs_this_package(state))
         if type(self) is not DynamicInferenceContext or not wanted:
             original(self, model_config=model_config, inference_config=inference_config)
             return
-        if prefix is not None and prefix.state_dtype is not None:
-            import torch
-
-            state = dataclasses.replace(state, ssm_states_dtype=getattr(torch, prefix.state_dtype))
-            inference_config = dataclasses.replace(inference_config, mamba_inference_state_config=state)
         if model_config.cuda_graph_impl == "local":
             replace_names(CONTEXT_IN_CUDA_GRAPHS)
         self.__class__ = HybridPrefixContext
@@ -101,7 +96,10 @@ def _our_engine(original: Callable[..., None]) -> Callable[..., None]:
 
     def __init__(self: Any, controller: Any, context: Any) -> None:
         from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
+        from megatron_hybrid_prefix.mcore.state.layout import check_described, has_own_layers
 
+        if not _needs_ours(context) and has_own_layers(controller.inference_wrapped_model.model):
+            check_described(controller.inference_wrapped_model.model, context.config.mamba_inference_state_config)
         if not _needs_ours(context) or isinstance(self, HybridPrefixEngine):
             original(self, controller=controller, context=context)
         elif type(self) is DynamicInferenceEngine:
@@ -124,8 +122,8 @@ def constructors(settings: Callable[[], HybridPrefixConfig | None]) -> tuple[Reb
         Rebinding(
             owner=modules.STATE_CONFIG_CLASS,
             name="from_model",
-            make=lambda original: _our_state_config(original, settings),
-            why="scripts and megatron.training ask it, and it describes Mamba2 layers only",
+            make=_our_state_config,
+            why="scripts and megatron.training ask it, and it describes Mamba2 layers of a stage only",
             same_signature=True,
         ),
         Rebinding(

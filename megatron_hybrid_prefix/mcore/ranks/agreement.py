@@ -49,15 +49,35 @@ def max_over_model_ranks[T: (int, list[int])](values: T, pg_collection: Any = No
     return cast(T, most.tolist())  # an int of a 0-d tensor
 
 
-def of_all_stages[T](value: T) -> list[T]:
-    """The value of each pipeline stage; a collective."""
-    from megatron.core import parallel_state
+def of_all_stages[T](value: T, pg_collection: Any = None) -> list[T]:
+    """The value of each pipeline stage; a collective.
 
-    stages = [value] * parallel_state.get_pipeline_model_parallel_world_size()
+    Args:
+        value: This stage's value.
+        pg_collection: Megatron's process groups; by default those of its parallel state.
+    """
+    group = _stages(pg_collection)
+    stages = [value] * stage_count(pg_collection)
     if len(stages) > 1:
-        group = parallel_state.get_pipeline_model_parallel_group()
         torch.distributed.all_gather_object(stages, value, group=group)
     return stages
+
+
+def stage_count(pg_collection: Any = None) -> int:
+    """Number of pipeline stages; not a collective."""
+    group = _stages(pg_collection)
+    return 1 if group is None else torch.distributed.get_world_size(group)
+
+
+def _stages(pg_collection: Any) -> Any:
+    """Process group of the pipeline stages; None where there is none."""
+    from megatron.core import parallel_state
+
+    if pg_collection is not None:
+        return getattr(pg_collection, "pp", None)
+    if not parallel_state.model_parallel_is_initialized():
+        return None
+    return parallel_state.get_pipeline_model_parallel_group()
 
 
 def _model_groups(pg_collection: Any = None) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -9,15 +10,29 @@ import torch
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.layers.base import LayerKind
+from megatron_hybrid_prefix.layers.gated_delta_net import KIND as GATED_DELTA_NET
 from megatron_hybrid_prefix.layers.kinds import layer_kinds, recurrent_modules
 from megatron_hybrid_prefix.layers.mamba2 import KIND as MAMBA2
 from megatron_hybrid_prefix.layers.mamba2 import mamba2_components
-from megatron_hybrid_prefix.mcore.ranks.agreement import of_all_stages
+from megatron_hybrid_prefix.mcore.ranks.agreement import of_all_stages, stage_count
 from megatron_hybrid_prefix.pool.layout import SlotLayout, StateLayout
-from megatron_hybrid_prefix.upstream.state_config import RECURRENT, RecurrentStateConfig, decoder_layers, needs_a_kind
+from megatron_hybrid_prefix.upstream.state_config import (
+    RECURRENT,
+    RecurrentStateConfig,
+    decoder,
+    decoder_layers,
+    has_layer_types,
+    needs_a_kind,
+    pattern_of_all_stages,
+    process_groups,
+)
 
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.upstream.config import MambaInferenceStateConfig
+
+
+DESCRIBE_ALL = "use build_engine, or call install() before the InferenceConfig is made"
+"""What to do about an ``InferenceConfig`` that lacks recurrent layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +74,16 @@ class ModelStates:
 
 
 def states_of_config(config: MambaInferenceStateConfig) -> ModelStates:
-    """What a context was told: this package's description, or megatron's of Mamba2 layers."""
+    """What a context was told: this package's description, or megatron's of Mamba2 layers.
+
+    Raises:
+        ValueError: Megatron described a model that has other recurrent layers, too.
+    """
     states: ModelStates | None = getattr(config, "states", None)
     if states is not None:
         return states
+    if any(needs_a_kind(symbol) and symbol != RECURRENT for symbol in config.layer_type_list):
+        raise ValueError(f"the InferenceConfig describes the {MAMBA2.name} layers of the model only: {DESCRIBE_ALL}")
     layers = sum(symbol == RECURRENT for symbol in config.layer_type_list)
     components = mamba2_components(
         config.conv_states_shape, config.conv_states_dtype, config.ssm_states_shape, config.ssm_states_dtype
@@ -86,6 +107,8 @@ def mamba_state_config(
     Megatron derives it from the stage's own layers, of Mamba2 only, and treats a stage without them as a plain transformer,
     which then skips other tokens than its neighbours.
 
+    A collective over pipeline stages, unless the layer pattern of the whole model says that no stage has a recurrent layer.
+
     Args:
         model: This rank's shard.
         conv_dtype: Megatron's setting for Mamba2 layers: type of their last inputs; None: the layer kind's choice.
@@ -97,8 +120,15 @@ def mamba_state_config(
         None where no stage has a recurrent layer.
 
     Raises:
-        ValueError: A recurrent layer is of no known kind, or layers of one kind differ in their states.
+        ValueError: A recurrent layer is of no known kind, layers of one kind differ in their states, or a model with
+            recurrent layers has no layer pattern.
     """
+    if not has_layer_types(model):
+        if kinds_in(model):
+            raise ValueError(
+                f"layers of kind {_names(kinds_in(model))} in a model without a layer pattern: build it as HybridModel"
+            )
+        return None
     if state_dtype is None and ssm_dtype is None:
         models_own = getattr(getattr(model, "hybrid_config", None), "state_dtype", None)
         state_dtype = None if models_own is None else getattr(torch, models_own)
@@ -120,7 +150,7 @@ def mamba_state_config(
             raise ValueError(f"layer {number}: its states differ from those of other layers of kind {kind.name!r}")
         found[kind.name] = replace(layout, layers=layout.layers + 1), quantum
         kind_of_layer.append(kind.name)
-    for stage in of_all_stages(found):
+    for stage in of_all_stages(found, process_groups(model)) if _may_recur(model) else [found]:
         for name, (layout, quantum) in stage.items():
             found.setdefault(name, (replace(layout, layers=0), quantum))
     if not found:
@@ -134,7 +164,65 @@ def mamba_state_config(
         without_graphs=tuple(kind.name for kind in kinds if not kind.cuda_graphs),
         of_whole_chunks=tuple(kind.name for kind in kinds if kind.whole_chunks),
     )
-    return _for_megatron(symbols, states)
+    return RecurrentStateConfig(layer_type_list=symbols, states=states, **_fields_for_megatron(states))
+
+
+def with_state_dtype(config: MambaInferenceStateConfig, state_dtype: str) -> MambaInferenceStateConfig:
+    """The same recurrent states; those that accumulate over tokens have another dtype (``HybridPrefixConfig.state_dtype``)."""
+    states: ModelStates | None = getattr(config, "states", None)
+    if states is None:
+        return replace(config, ssm_states_dtype=getattr(torch, state_dtype))
+    states = replace(states, slots=states.slots.with_state_dtype(state_dtype))
+    return replace(config, states=states, **_fields_for_megatron(states))
+
+
+def config_beyond_megatrons(
+    model: Any, conv_dtype: torch.dtype | None = None, ssm_dtype: torch.dtype | None = None
+) -> RecurrentStateConfig | None:
+    """`mamba_state_config` where megatron's own description of this stage is not enough; None where it is.
+
+    It is not enough for layers of other kinds than Mamba2, on any stage, nor for a stage without recurrent layers beside
+    stages that have some. A collective only with several stages, and only if one of them may have recurrent layers.
+    """
+    symbols = [symbol for symbol, _ in decoder_layers(model)]
+    own = set(kinds_in(model)) - {MAMBA2.name} or any(needs_a_kind(symbol) for symbol in symbols if symbol != RECURRENT)
+    if not own and (stage_count(process_groups(model)) == 1 or not (has_layer_types(model) and _may_recur(model))):
+        return None
+    config = mamba_state_config(model, conv_dtype, ssm_dtype)
+    return config if config is not None and (needs_this_package(config) or RECURRENT not in symbols) else None
+
+
+def check_described(model: Any, config: MambaInferenceStateConfig | None) -> None:
+    """Raise ValueError, in one line, unless a config describes the recurrent layers of this stage of a model."""
+    found = kinds_in(model)
+    described = () if config is None else states_of_config(config).kind_of_layer
+    if found != described:
+        raise ValueError(
+            f"the model has recurrent layers of kind {_names(found)}, the InferenceConfig describes {_names(described)}: "
+            f"{DESCRIBE_ALL}"
+        )
+
+
+def has_own_layers(model: Any) -> bool:
+    """Whether a model has layers that megatron's own engine cannot run."""
+    return any(kind != MAMBA2.name for kind in kinds_in(model))
+
+
+def kinds_in(model: Any) -> tuple[str, ...]:
+    """Kind of each recurrent layer of a model on this stage, in their order; without the layers that draft."""
+    return tuple(kind.name for kind, _ in recurrent_modules(decoder(model)))
+
+
+def _names(kinds: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(kinds)) or "none"
+
+
+def _may_recur(model: Any) -> bool:
+    """Whether any stage may have a recurrent layer; the same answer on all stages."""
+    pattern = pattern_of_all_stages(model)
+    if pattern is None or any(needs_a_kind(symbol) for symbol in pattern):
+        return True
+    return any(kind not in (MAMBA2, GATED_DELTA_NET) for kind in layer_kinds())  # a plugin's, in layers of any symbol
 
 
 def needs_this_package(config: MambaInferenceStateConfig | None) -> bool:
@@ -163,25 +251,24 @@ def _recurrent_part(number: int, symbol: str, layer: torch.nn.Module) -> tuple[L
     return parts[0] if parts else None
 
 
-def _for_megatron(symbols: list[str], states: ModelStates) -> RecurrentStateConfig:
+def _fields_for_megatron(states: ModelStates) -> dict[str, Any]:
     """Megatron counts the bytes of a request's state as layers x (convolution + SSM), of two shapes."""
     kinds = states.slots.kinds
     if [layout.kind for layout in kinds] == [MAMBA2.name]:
         conv, ssm = kinds[0].components
-        shapes: dict[str, Any] = {
+        return {
             "conv_states_shape": conv.shape,
             "ssm_states_shape": ssm.shape,
             "conv_states_dtype": getattr(torch, conv.dtype),
             "ssm_states_dtype": getattr(torch, ssm.dtype),
             "mamba_chunk_size": states.quanta[0],
         }
-    else:  # other kinds have other components: as many bytes
-        layer_bytes = ceil_div(states.slots.slot_bytes, max(1, len(states.kind_of_layer)))
-        shapes = {
-            "conv_states_shape": (layer_bytes,),
-            "ssm_states_shape": (0,),
-            "conv_states_dtype": torch.uint8,
-            "ssm_states_dtype": torch.uint8,
-            "mamba_chunk_size": min(states.quanta),
-        }
-    return RecurrentStateConfig(layer_type_list=symbols, states=states, **shapes)
+    # Other kinds have other components: as many bytes.
+    layer_bytes = ceil_div(states.slots.slot_bytes, max(1, len(states.kind_of_layer)))
+    return {
+        "conv_states_shape": (layer_bytes,),
+        "ssm_states_shape": (0,),
+        "conv_states_dtype": torch.uint8,
+        "ssm_states_dtype": torch.uint8,
+        "mamba_chunk_size": min(states.quanta),
+    }
