@@ -147,7 +147,7 @@ def test_cuda_graphs_cannot_capture_it_unless_it_says_so(kind):
     model = build_hybrid_model("tiny", seed=0)
     model.decoder.layers[3].mixer = kind.LeakyRecall(model.config.hidden_size, seed=3)
     states = states_of_config(mamba_state_config(model))
-    with pytest.raises(ValueError, match="CUDA graphs cannot capture layers of kind leaky_recall$"):
+    with pytest.raises(ValueError, match=r"CUDA graphs cannot capture layers of kind leaky_recall$"):
         states.check(block_tokens=BLOCK, cuda_graph_impl="local")
 
 
