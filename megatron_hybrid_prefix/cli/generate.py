@@ -67,7 +67,7 @@ from megatron_hybrid_prefix.console.engine_options import (
     versions,
 )
 from megatron_hybrid_prefix.console.hf import (
-    add_generation_config_option,
+    add_tokenizer_options,
     build_model,
     default_sampling,
     tokenizer_of,
@@ -139,13 +139,7 @@ def make_parser() -> ArgumentParser:
     add_model_options(add)
     add("--load", type=Path, metavar="DIR", help="load the weights from a checkpoint written by --save")
     add("--save", type=Path, metavar="DIR", help="save the weights before generating")
-    add(
-        "--tokenizer",
-        type=Path,
-        metavar="DIR",
-        help="folder with a Hugging Face tokenizer.json, or 'bytes': a token per byte (default: that of --hf, else bytes)",
-    )
-    add_generation_config_option(add)
+    add_tokenizer_options(add)
 
     add = parser.add_argument_group("engine").add_argument
     add(

@@ -62,7 +62,7 @@ from megatron_hybrid_prefix.console.engine_options import (
     whole_number,
 )
 from megatron_hybrid_prefix.console.hf import (
-    add_generation_config_option,
+    add_tokenizer_options,
     build_model,
     default_sampling,
     tokenizer_folder,
@@ -156,13 +156,7 @@ def make_parser() -> ArgumentParser:
         metavar="DIR",
         help="load the weights from a Megatron distributed checkpoint (default: random weights)",
     )
-    add(
-        "--tokenizer",
-        type=Path,
-        metavar="DIR",
-        help="folder with a Hugging Face tokenizer.json, or 'bytes': a token per byte (default: that of --hf, else bytes)",
-    )
-    add_generation_config_option(add)
+    add_tokenizer_options(add)
     add("--add-bos", action="store_true", help="start prompts with the tokenizer's begin-of-text token")
     add(
         "--chat-template",

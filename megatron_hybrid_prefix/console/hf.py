@@ -19,10 +19,10 @@ from megatron_hybrid_prefix.console.terminal import InputError, as_input_errors,
 from megatron_hybrid_prefix.errors import PlatformError
 from megatron_hybrid_prefix.models.config import HybridModelConfig, get_preset
 from megatron_hybrid_prefix.models.hf.folder import HfFolder, open_folder
+from megatron_hybrid_prefix.pool.layout import DTYPE_BYTES
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 BYTES = "bytes"  # --tokenizer bytes: a token per byte, also with --hf
-_VALUE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def add_hf_option(add: Callable[..., Any]) -> None:
@@ -34,8 +34,14 @@ def add_hf_option(add: Callable[..., Any]) -> None:
     )
 
 
-def add_generation_config_option(add: Callable[..., Any]) -> None:
-    """Adds ``--no-generation-config``."""
+def add_tokenizer_options(add: Callable[..., Any]) -> None:
+    """Adds ``--tokenizer`` and ``--no-generation-config``."""
+    add(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="folder with a Hugging Face tokenizer.json, or 'bytes': a token per byte (default: that of --hf, else bytes)",
+    )
     add(
         "--no-generation-config",
         action="store_true",
@@ -89,11 +95,11 @@ def build_model(args: argparse.Namespace, config: HybridModelConfig, platform: A
     from megatron_hybrid_prefix import models
 
     overrides: dict[str, Any] = {"cuda_graph_impl": "local"} if getattr(args, "cuda_graphs", None) else {}
-    folder = None if getattr(args, "hf", None) is None else folder_of(args)
+    folder = folder_of(args)
     with as_input_errors(ValueError, PlatformError, OSError):
         if folder is None:
             return models.build_hybrid_model(config, seed=args.seed, platform=platform, **overrides)
-        with _reading(_VALUE_BYTES[config.dtype]) as on_read:
+        with _reading(DTYPE_BYTES[config.dtype]) as on_read:
             return models.build_hybrid_model(config, hf=folder, platform=platform, on_read=on_read, **overrides)
 
 

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hybrid_prefix.console.terminal import InputError, as_input_errors, read_text
+from megatron_hybrid_prefix.layers.components import gated_delta_net_components, mamba2_components
 from megatron_hybrid_prefix.models.config import PRESETS, HybridModelConfig
-from megatron_hybrid_prefix.pool.layout import SlotLayout, StateComponent, StateLayout
+from megatron_hybrid_prefix.models.hf.dimensions import Given
+from megatron_hybrid_prefix.pool.layout import DTYPE_BYTES, SlotLayout, StateLayout
 
 _DELTA_NET_CHUNK = 64  # tokens
-VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+VALUE_BYTES = {name: DTYPE_BYTES[name] for name in ("float32", "bfloat16", "float16")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +37,9 @@ class Mamba2Sizes:
         """One state on one of ``tp`` ranks."""
         heads, groups = self.heads // tp, self.groups // tp
         channels = heads * self.head_dim + 2 * groups * self.state_dim
-        conv = StateComponent(name="conv", shape=(channels, self.conv_taps), dtype=dtype)
-        ssm = StateComponent(name="ssm", shape=(heads, self.head_dim, self.state_dim), dtype=state_dtype or dtype)
-        return StateLayout(kind="mamba2", layers=self.layers, components=(conv, ssm))
+        ssm_shape = (heads, self.head_dim, self.state_dim)
+        components = mamba2_components((channels, self.conv_taps), dtype, ssm_shape, state_dtype or dtype)
+        return StateLayout(kind="mamba2", layers=self.layers, components=components)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +54,18 @@ class DeltaNetSizes:
     conv_taps: int
 
     def layout(self, tp: int, dtype: str, state_dtype: str | None) -> StateLayout:
-        """One state on one of ``tp`` ranks; its matrices are float32 unless ``state_dtype`` says otherwise."""
+        """One state on one of ``tp`` ranks."""
         key_heads, value_heads = self.key_heads // tp, self.value_heads // tp
-        channels = 2 * key_heads * self.key_dim + value_heads * self.value_dim
-        conv = StateComponent(name="gdn_conv", shape=(channels, self.conv_taps), dtype=dtype)
-        shape = (value_heads, self.key_dim, self.value_dim)
-        state = StateComponent(name="gdn_state", shape=shape, dtype=state_dtype or "float32")
-        return StateLayout(kind="gated_delta_net", layers=self.layers, components=(conv, state))
+        components = gated_delta_net_components(
+            channels=2 * key_heads * self.key_dim + value_heads * self.value_dim,
+            taps=self.conv_taps,
+            heads=value_heads,
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+            window_dtype=dtype,
+            state_dtype=state_dtype,
+        )
+        return StateLayout(kind="gated_delta_net", layers=self.layers, components=components)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,24 +160,19 @@ def sizes_of(model: str, *, tp: int = 1, state_dtype: str | None = None) -> Size
     """
     with as_input_errors(ValueError):
         if model in PRESETS:
-            sizes = _of_preset(model, PRESETS[model])
-        else:
-            path = Path(model)
-            path = path / "config.json" if path.is_dir() else path
-            if not path.is_file():
-                raise InputError(f"{model}: neither a file nor a preset; presets: {', '.join(PRESETS)}")
-            data = _read(path)
-            reader = _of_hugging_face if "model_type" in data else _of_megatron
-            sizes = reader(_Fields(str(path), data))
+            return sizes_of_config(model, PRESETS[model], tp=tp, state_dtype=state_dtype)
+        path = Path(model)
+        path = path / "config.json" if path.is_dir() else path
+        if not path.is_file():
+            raise InputError(f"{model}: neither a file nor a preset; presets: {', '.join(PRESETS)}")
+        data = _read(path)
+        reader = _of_hugging_face if "model_type" in data else _of_megatron
+        sizes = reader(_Fields(str(path), data))
         return replace(sizes, tp=tp, state_dtype=state_dtype or sizes.state_dtype)
 
 
 def sizes_of_config(name: str, config: HybridModelConfig, *, tp: int = 1, state_dtype: str | None = None) -> Sizes:
     """Sizes of a model with these dimensions; arguments as of `sizes_of`. Raises ValueError where ``tp`` does not divide."""
-    return replace(_of_preset(name, config), tp=tp, state_dtype=state_dtype or config.state_dtype)
-
-
-def _of_preset(name: str, config: HybridModelConfig) -> Sizes:
     mamba = Mamba2Sizes(
         layers=config.count("M"),
         heads=config.mamba_num_heads,
@@ -194,7 +196,8 @@ def _of_preset(name: str, config: HybridModelConfig) -> Sizes:
         kv_heads=config.num_query_groups,
         kv_channels=config.kv_channels,
         dtype=config.dtype,
-        state_dtype=config.state_dtype,
+        state_dtype=state_dtype or config.state_dtype,
+        tp=tp,
     )
 
 
@@ -225,21 +228,16 @@ def _read_yaml(path: Path, text: str) -> Any:
         raise InputError(f"{path}: neither JSON nor YAML: {error}") from None
 
 
-class _Fields:
+class _Fields(Given):
     """The values of a file, by name."""
 
     def __init__(self, name: str, data: Mapping[str, Any]) -> None:
-        self.name = name
         # Command-line spelling is accepted: --hidden-size is hidden_size.
-        self._data = {str(key).lstrip("-").replace("-", "_"): value for key, value in data.items()}
+        super().__init__({str(key).lstrip("-").replace("-", "_"): value for key, value in data.items()}, name)
 
     def __contains__(self, name: str) -> bool:
         """Whether the file has this name, with a value or null."""
-        return name in self._data
-
-    def get(self, *names: str) -> Any:
-        """The first of these names with a value."""
-        return next((self._data[name] for name in names if self._data.get(name) is not None), None)
+        return name in self.data
 
     def number(self, *names: str, default: int | None = None) -> int:
         """The first of these names with a value, as a whole number."""
@@ -256,13 +254,6 @@ class _Fields:
         value = self.get(*names)
         if not isinstance(value, str):
             raise InputError(f"{self.name}: {names[0]} {'is missing' if value is None else f'is {value!r}, not text'}")
-        return value
-
-    def list_of_text(self, name: str) -> list[str] | None:
-        """A list of texts; None if the name has no value."""
-        value = self.get(name)
-        if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
-            raise InputError(f"{self.name}: {name} is not a list of texts")
         return value
 
 
@@ -349,7 +340,7 @@ def _mamba_of(given: _Fields, layers: int) -> Mamba2Sizes:
 
 
 def _by_pattern(given: _Fields) -> tuple[int, int]:
-    kinds = given.list_of_text("layers_block_type")
+    kinds = given.texts("layers_block_type")
     if kinds is not None:
         return (  # names of transformers 4 and 5
             kinds.count("mamba") + kinds.count("linear_attention"),
@@ -367,7 +358,7 @@ def _by_indices(given: _Fields) -> tuple[int, int]:
 
 
 def _by_types(given: _Fields) -> tuple[int, int]:
-    kinds = given.list_of_text("layer_types") or given.list_of_text("layers_block_type")
+    kinds = given.texts("layer_types") or given.texts("layers_block_type")
     if kinds is None:
         raise InputError(f"{given.name}: layer_types is missing")
     return kinds.count("mamba"), kinds.count("attention")
@@ -379,7 +370,7 @@ def _side_by_side(given: _Fields) -> tuple[int, int]:
 
 
 def _one_in_four(given: _Fields) -> tuple[int, int]:
-    kinds = given.list_of_text("layer_types")
+    kinds = given.texts("layer_types")
     if kinds is not None:
         return kinds.count("linear_attention"), kinds.count("full_attention")
     layers = given.number("num_hidden_layers")

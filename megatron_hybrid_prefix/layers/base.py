@@ -102,6 +102,11 @@ def register_layer_kind(kind: LayerKind) -> None:
     KINDS.register(kind.name, kind)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in a `StateComponent`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def _with_slots(slot_class: type, original: type) -> type:
     """``original`` with the mixin before it; one class per pair."""
     derived = _DERIVED.get((slot_class, original))

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron_hybrid_prefix.layers.base import LayerKind, register_layer_kind
+from megatron_hybrid_prefix.layers.base import LayerKind, dtype_name, register_layer_kind
+from megatron_hybrid_prefix.layers.components import GDN_CONV, GDN_STATE, gated_delta_net_components
 from megatron_hybrid_prefix.layers.slot_layer import SlotLayer
 from megatron_hybrid_prefix.layers.step import PrefillStep
 from megatron_hybrid_prefix.ops.conv_windows import write_conv_windows
@@ -23,7 +24,6 @@ from megatron_hybrid_prefix.upstream.mixer import convolve, convolve_step
 
 TAPS = range(2, 5)
 """Taps of the convolution that megatron's decode kernel supports; with others it is silently wrong."""
-CONV, STATE = "gdn_conv", "gdn_state"
 
 
 class GatedDeltaNetBySlots(SlotLayer):
@@ -68,7 +68,7 @@ class GatedDeltaNetBySlots(SlotLayer):
     ) -> torch.Tensor:
         """See SlotLayer."""
         qkv, *gates = self._parts(inputs)
-        windows = states[CONV]
+        windows = states[GDN_CONV]
         convolved = convolve_step(
             x=qkv.to(windows.dtype),
             conv_state=windows,
@@ -76,7 +76,7 @@ class GatedDeltaNetBySlots(SlotLayer):
             bias=None if self.conv1d.bias is None else self.conv1d.bias.to(windows.dtype),
             silu_activation="silu",
             conv_state_indices=slots,
-            intermediate_conv_states=drafted.get(CONV),
+            intermediate_conv_states=drafted.get(GDN_CONV),
         ).to(qkv.dtype)
         q, k, v, z, log_decay, beta = self._by_head(convolved, *gates)
         y = update_delta_rule(
@@ -85,10 +85,10 @@ class GatedDeltaNetBySlots(SlotLayer):
             v,
             log_decay,
             beta,
-            states[STATE],
+            states[GDN_STATE],
             slots,
             normalise=self.use_qk_l2norm,
-            after=drafted.get(STATE),
+            after=drafted.get(GDN_STATE),
         )
         return self._gated(y, z)
 
@@ -97,7 +97,7 @@ class GatedDeltaNetBySlots(SlotLayer):
         chunks, slots = step.chunks[CHUNK], step.slots(CHUNK)
         qkv, *gates = self._parts(inputs)
         # In the type of its state; it reads the sources before the windows are written.
-        windows = states[CONV]
+        windows = states[GDN_CONV]
         x = qkv.to(windows.dtype).contiguous()
         weight, bias = self.conv1d.weight.squeeze(1).to(windows.dtype), self.conv1d.bias
         convolved = convolve(
@@ -118,7 +118,7 @@ class GatedDeltaNetBySlots(SlotLayer):
             v,
             log_decay,
             beta,
-            states[STATE],
+            states[GDN_STATE],
             normalise=self.use_qk_l2norm,
             chunk_bounds=chunks.bounds,
             **slots,
@@ -171,9 +171,6 @@ class GatedDeltaNetKind(LayerKind):
     ) -> tuple[StateComponent, ...]:
         """See LayerKind. The window is of the parameters' type by default, the matrices of float32.
 
-        A token's write is what the matrix lacks of its value, so each rounding of the matrix is read back at every later
-        token: those who publish such models keep it in float32.
-
         Raises:
             ValueError: The layer cannot be run: its activation is not SiLU, or its convolution has another number of taps
                 than 2 to 4.
@@ -193,8 +190,8 @@ class GatedDeltaNetKind(LayerKind):
             heads=layer.num_v_heads_local_tp,
             key_dim=layer.key_head_dim,
             value_dim=layer.value_head_dim,
-            window_dtype=str(window_dtype or layer.config.params_dtype).removeprefix("torch."),
-            state_dtype=str(state_dtype or torch.float32).removeprefix("torch."),
+            window_dtype=dtype_name(window_dtype or layer.config.params_dtype),
+            state_dtype=None if state_dtype is None else dtype_name(state_dtype),
         )
 
     def chunk_tokens(self, module: torch.nn.Module) -> int:
@@ -203,16 +200,6 @@ class GatedDeltaNetKind(LayerKind):
 
     def invalidate(self, module: torch.nn.Module) -> None:
         """See LayerKind: nothing is derived from weights."""
-
-
-def gated_delta_net_components(
-    *, channels: int, taps: int, heads: int, key_dim: int, value_dim: int, window_dtype: str, state_dtype: str
-) -> tuple[StateComponent, ...]:
-    """Components of a layer's state: a window of (channels, taps), a matrix (key_dim, value_dim) for each value head."""
-    return (
-        StateComponent(name=CONV, shape=(channels, taps), dtype=window_dtype),
-        StateComponent(name=STATE, shape=(heads, key_dim, value_dim), dtype=state_dtype, accumulates=True),
-    )
 
 
 KIND = GatedDeltaNetKind()

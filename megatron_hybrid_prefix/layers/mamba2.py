@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_hybrid_prefix.layers.base import LayerKind, register_layer_kind
+from megatron_hybrid_prefix.layers.base import LayerKind, dtype_name, register_layer_kind
+from megatron_hybrid_prefix.layers.components import mamba2_components
 from megatron_hybrid_prefix.layers.mamba2_scan import scan_by_slots
 from megatron_hybrid_prefix.layers.step import PrefillStep
 from megatron_hybrid_prefix.ops.conv_windows import write_conv_windows
@@ -111,7 +112,7 @@ class Mamba2(LayerKind):
         mixer: MambaMixer = module
         conv_shape, ssm_shape = mixer.mamba_state_shapes_per_request()
         own: torch.dtype = mixer.config.params_dtype
-        return mamba2_components(conv_shape, window_dtype or own, ssm_shape, state_dtype or own)
+        return mamba2_components(conv_shape, dtype_name(window_dtype or own), ssm_shape, dtype_name(state_dtype or own))
 
     def chunk_tokens(self, module: torch.nn.Module) -> int:
         """See LayerKind."""
@@ -121,18 +122,6 @@ class Mamba2(LayerKind):
     def invalidate(self, module: torch.nn.Module) -> None:
         """See LayerKind."""
         forget_decode_parameters(module)
-
-
-def mamba2_components(
-    conv_shape: tuple[int, ...], conv_dtype: torch.dtype, ssm_shape: tuple[int, ...], ssm_dtype: torch.dtype
-) -> tuple[StateComponent, ...]:
-    """Components of a Mamba2 layer whose states have these shapes and dtypes."""
-    return (
-        StateComponent(name="conv", shape=tuple(conv_shape), dtype=str(conv_dtype).removeprefix("torch.")),
-        StateComponent(
-            name="ssm", shape=tuple(ssm_shape), dtype=str(ssm_dtype).removeprefix("torch."), accumulates=True
-        ),
-    )
 
 
 KIND = Mamba2()

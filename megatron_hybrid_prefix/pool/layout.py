@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-_DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +34,9 @@ class StateComponent:
     accumulates: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype not in _DTYPE_BYTES:
+        if self.dtype not in DTYPE_BYTES:
             raise ValueError(
-                f"state component {self.name!r}: unknown dtype {self.dtype!r}, known are {list(_DTYPE_BYTES)}"
+                f"state component {self.name!r}: unknown dtype {self.dtype!r}, known are {list(DTYPE_BYTES)}"
             )
         if not self.shape or min(self.shape) < 1:
             raise ValueError(f"state component {self.name!r}: shape {self.shape} has no elements")
@@ -44,7 +44,7 @@ class StateComponent:
     @property
     def bytes(self) -> int:
         """Bytes of one state in one layer."""
-        return math.prod(self.shape) * _DTYPE_BYTES[self.dtype]
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

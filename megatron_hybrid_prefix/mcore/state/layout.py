@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
-from megatron_hybrid_prefix.layers.base import LayerKind
+from megatron_hybrid_prefix.layers.base import LayerKind, dtype_name
+from megatron_hybrid_prefix.layers.components import mamba2_components
 from megatron_hybrid_prefix.layers.gated_delta_net import KIND as GATED_DELTA_NET
 from megatron_hybrid_prefix.layers.kinds import layer_kinds, recurrent_modules
 from megatron_hybrid_prefix.layers.mamba2 import KIND as MAMBA2
-from megatron_hybrid_prefix.layers.mamba2 import mamba2_components
 from megatron_hybrid_prefix.mcore.ranks.agreement import of_all_stages, stage_count
 from megatron_hybrid_prefix.pool.layout import SlotLayout, StateLayout
 from megatron_hybrid_prefix.upstream.state_config import (
@@ -86,7 +86,10 @@ def states_of_config(config: MambaInferenceStateConfig) -> ModelStates:
         raise ValueError(f"the InferenceConfig describes the {MAMBA2.name} layers of the model only: {DESCRIBE_ALL}")
     layers = sum(symbol == RECURRENT for symbol in config.layer_type_list)
     components = mamba2_components(
-        config.conv_states_shape, config.conv_states_dtype, config.ssm_states_shape, config.ssm_states_dtype
+        config.conv_states_shape,
+        dtype_name(config.conv_states_dtype),
+        config.ssm_states_shape,
+        dtype_name(config.ssm_states_dtype),
     )
     return ModelStates(
         slots=SlotLayout((StateLayout(kind=MAMBA2.name, layers=layers, components=components),)),
