@@ -306,8 +306,8 @@ def run_fits(argv: Sequence[str], args: argparse.Namespace) -> int:
         max_requests=args.max_requests,
         state_dtype=args.state_dtype,
     )
-    billions = parameter_count(config) / 1e9
-    table = Table(title=f"{printable(name)}, {billions:.3g} B parameters, {config.dtype}", title_justify="left")
+    parameters = parameter_count(config)
+    table = Table(title=f"{printable(name)}, {parameters / 1e9:.3g} B parameters, {config.dtype}", title_justify="left")
     for column in ("GPUs (--tp)", "weights per GPU", "left for states and KV", "conversations kept", "budgets"):
         table.add_column(column, justify="left" if column == "budgets" else "right")
     for fit in found:
@@ -334,7 +334,7 @@ def run_fits(argv: Sequence[str], args: argparse.Namespace) -> int:
     console.print(text, markup=False, soft_wrap=True)
     if args.json is not None:
         report = {"version": __version__, "command": command_line(argv), "model": name, "advice": text}
-        write_json(args.json, report | {"parameters": parameter_count(config), "fits": [asdict(fit) for fit in found]})
+        write_json(args.json, report | {"parameters": parameters, "fits": [asdict(fit) for fit in found]})
         console.print(f"wrote {args.json}", markup=False, soft_wrap=True)
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.lab.capacity import VALUE_BYTES, sizes_of_config
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 
@@ -53,17 +54,18 @@ def fits(
         state_dtype: Dtype of the matrix states; None: the model's.
     """
     found = []
+    weight_bytes = parameter_count(config) * VALUE_BYTES[config.dtype]
+    blocks = ceil_div(conversation_tokens, block_tokens)
     for tp in TENSOR_PARALLEL_SIZES:
         try:
             config.check_parallel(tp=tp, pp=1)
             sizes = sizes_of_config("", config, tp=tp, state_dtype=state_dtype)
         except ValueError:
             continue
-        weights = parameter_count(config) * VALUE_BYTES[config.dtype] // tp
+        weights = weight_bytes // tp
         left = int(gpu_bytes * (1 - KEPT_FREE)) - weights
         # One block is megatron's dummy.
         live = max_requests * sizes.live_bytes(0) + sizes.kv_block_bytes(block_tokens)
-        blocks = -(-conversation_tokens // block_tokens)
         kv = blocks * sizes.kv_block_bytes(block_tokens)
         states = CHECKPOINTS * sizes.state_bytes
         conversations = max(0, (left - live) // (kv + states))

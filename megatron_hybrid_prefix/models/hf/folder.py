@@ -125,7 +125,10 @@ def open_folder(path: str | os.PathLike[str]) -> HfFolder:
     if "lm_head.weight" in weights:
         # transformers' Nemotron-H does not tie them whatever config.json says; other families have the same values twice.
         config = replace(config, tie_embeddings=False)
-    return HfFolder(path=folder, model_type=str(data.get("model_type")), config=config, generation=found)
+    opened = HfFolder(path=folder, model_type=str(data.get("model_type")), config=config, generation=found)
+    if weights:
+        vars(opened)["weights"] = weights  # as the property would read them again
+    return opened
 
 
 def _no_folder(path: str) -> str:
