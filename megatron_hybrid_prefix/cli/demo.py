@@ -319,11 +319,12 @@ def run_on(platform: Any, session: Session, config: Any, args: argparse.Namespac
         )
         for key, (title, short) in titles(session).items()
     ]
-    wrong = any(not outcomes(part)["ours"].exact for part in parts)
+    found = [outcomes(part) for part in parts]
+    wrong = any(not by_engine["ours"].exact for by_engine in found)
     if not is_main_rank():
         return EXIT_WRONG if wrong else 0
-    print_demo(console, parts)
-    shown = as_json(parts)
+    print_demo(console, parts, found)
+    shown = as_json(parts, found)
     subtitle = (
         f"{args.preset} hybrid model, float32, on {machine}. Questions about a text of {len(session.text):,} tokens."
     )

@@ -132,8 +132,8 @@ def summary(parts: Sequence[Mapping[str, Outcome]]) -> str:
     return text + (f", less in {less}." if less else ".")
 
 
-def print_demo(console: Console, parts: Sequence[Part]) -> None:
-    """A table with three rows a part, a verdict a part, and what comes of all."""
+def print_demo(console: Console, parts: Sequence[Part], found: Sequence[Mapping[str, Outcome]]) -> None:
+    """A table with three rows a part, a verdict a part, and what comes of all. ``found``: the `outcomes` of each part."""
     table = Table(title_justify="left", width=min(WIDTH, console.width))
     table.add_column("", justify="right", no_wrap=True)
     table.add_column("what is sent", ratio=1)
@@ -141,7 +141,6 @@ def print_demo(console: Console, parts: Sequence[Part]) -> None:
     table.add_column("answer", no_wrap=True)
     table.add_column("reused tokens", justify="right", no_wrap=True)
     table.add_column("first token", justify="right", no_wrap=True)
-    found = [outcomes(part) for part in parts]
     for number, (part, by_engine) in enumerate(zip(parts, found, strict=True), 1):
         cells: list[list[str]] = [[], [], [], []]
         for name, outcome in by_engine.items():
@@ -166,14 +165,14 @@ def _print_wrapped(console: Console, head: str, text: str) -> None:
     console.print(lines, markup=False, soft_wrap=True)
 
 
-def as_json(parts: Sequence[Part]) -> list[dict[str, Any]]:
-    """Outcomes and verdicts of all parts."""
+def as_json(parts: Sequence[Part], found: Sequence[Mapping[str, Outcome]]) -> list[dict[str, Any]]:
+    """Outcomes and verdicts of all parts; arguments as of `print_demo`."""
     return [
         {
             "part": part.key,
             "title": part.title,
             "short": part.short,
-            "verdict": verdict(found),
+            "verdict": verdict(by_engine),
             "engines": {
                 name: {
                     "exact": outcome.exact,
@@ -183,10 +182,10 @@ def as_json(parts: Sequence[Part]) -> list[dict[str, Any]]:
                     "prompt_tokens": outcome.prompt_tokens,
                     "first_token_ms": outcome.first_token_ms,
                 }
-                for name, outcome in found.items()
+                for name, outcome in by_engine.items()
             },
         }
-        for part, found in ((part, outcomes(part)) for part in parts)
+        for part, by_engine in zip(parts, found, strict=True)
     ]
 
 

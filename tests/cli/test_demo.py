@@ -144,7 +144,8 @@ def test_the_summary_counts():
 def test_a_wrong_answer_is_written_on_its_bar(tmp_path):
     rounds = {"off": [[result()]], "upstream": [[result((5,))]], "ours": [[result(first_s=0.012)]]}
     parts = [Part(key="a", title="t", short="the same prompt", rounds=rounds)]
-    demo_report.save_demo_plot(tmp_path / "demo.svg", demo_report.as_json(parts), "tiny on a CPU")
+    found = [demo_report.outcomes(part) for part in parts]
+    demo_report.save_demo_plot(tmp_path / "demo.svg", demo_report.as_json(parts, found), "tiny on a CPU")
     drawn = (tmp_path / "demo.svg").read_text()
     for text in ("100 ms  WRONG ANSWER", "12 ms", "the same prompt", "megatron-core's cache", "tiny on a CPU"):
         assert f"<!-- {text} -->" in drawn
