@@ -104,14 +104,23 @@ def _gated_norm(original: Any) -> Any:
     return GatedRMSNorm
 
 
-def _needs_mamba_ssm(original: Any) -> Any:
-    def raise_import_error(*args: Any, **kwargs: Any) -> Any:
-        raise ImportError(
-            "training and static batching of Mamba layers need mamba-ssm and causal-conv1d: "
-            "pip install --no-build-isolation 'megatron-hybrid-prefix[mamba]'"
-        )
+def _raises(message: str) -> Callable[[Any], Any]:
+    """A function that raises ImportError with this message."""
 
-    return raise_import_error
+    def raise_import_error(*args: Any, **kwargs: Any) -> Any:
+        raise ImportError(message)
+
+    return _replace_by(raise_import_error)
+
+
+_needs_mamba_ssm = _raises(
+    "training and static batching of Mamba layers need mamba-ssm and causal-conv1d: "
+    "pip install --no-build-isolation 'megatron-hybrid-prefix[mamba]'"
+)
+_needs_fla = _raises(
+    "Gated DeltaNet layers outside of this package's dynamic engine, as in training, need flash-linear-attention: "
+    "pip install fla-core"
+)
 
 
 def _packing_is_supported(original: Any) -> Any:
@@ -152,16 +161,6 @@ NO_MAMBA_SSM = (
         owner=modules.MAMBA_MIXER, name="mamba_split_conv1d_scan_combined", make=_needs_mamba_ssm, why=_NOT_DYNAMIC
     ),
 )
-
-
-def _needs_fla(original: Any) -> Any:
-    def raise_import_error(*args: Any, **kwargs: Any) -> Any:
-        raise ImportError(
-            "Gated DeltaNet layers outside of this package's dynamic engine, as in training, need flash-linear-attention: "
-            "pip install fla-core"
-        )
-
-    return raise_import_error
 
 
 NO_FLA = (
