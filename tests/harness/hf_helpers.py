@@ -323,3 +323,13 @@ class PromptLogits:
         finally:
             hook.remove()
         return seen[0].reshape(-1, seen[0].shape[-1])[: len(tokens)]
+
+
+def gaps(model, reference):
+    """Largest gaps of a model to its reference, of logits and of log-probs; the greedy answers must be the same."""
+    prompt_logits, answers = PromptLogits(model), answers_of_a_batch(model, reference)
+    cases = reference["cases"]
+    return {
+        "logits_gap": max(float((prompt_logits(case["tokens"]) - case["logits"]).abs().max()) for case in cases),
+        "log_probs_gap": max(assert_same_answer(answers[n], case) for n, case in enumerate(cases)),
+    }

@@ -16,18 +16,10 @@ from megatron_hybrid_prefix.models import build_hybrid_model, experts, get_prese
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name
 from tests.harness.lifecycle_helpers import EngineHarness, tokens
 from tests.harness.naive_model import NaiveHybridModel
+from tests.harness.workers.expert_parallel import SHARED
 from tests.kernels.rounding import EXP, SILU, allowed, check
 
 NUM_EXPERTS = 6
-# As Qwen3-Next has them, and smaller.
-SHARED = {
-    "activation": "swiglu",
-    "num_moe_experts": 16,
-    "moe_router_topk": 5,
-    "moe_ffn_hidden_size": 48,
-    "moe_shared_expert_intermediate_size": 96,
-    "moe_shared_expert_gate": True,
-}
 
 
 def build(platform, seed=0, **changes):

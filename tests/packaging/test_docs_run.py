@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -99,18 +98,11 @@ def problem_of_verb(verb: str, words: list[str]) -> str | None:
     if verb not in VERBS:
         return f"there is no verb {verb}"
     module = import_module(f"{MODULE}.cli.{VERBS[verb].module}")
-    # The verb of the demo has no parser to ask; it is shown without options.
-    parse = module.make_parser().parse_args if hasattr(module, "make_parser") else partial(_refuse_words, verb)
     try:
-        parse(words)
+        module.make_parser().parse_args(words)
     except (InputError, SystemExit, ValueError) as error:
         return str(error)
     return None
-
-
-def _refuse_words(verb: str, words: list[str]) -> None:
-    if words:
-        raise ValueError(f"{verb} {words}: cannot be checked")
 
 
 # `docs/extending.md` has plugins: test_docs.py runs its commands.

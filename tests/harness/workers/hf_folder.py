@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from tests.harness.hf_helpers import PromptLogits, answers_of_a_batch, assert_same_answer, load_reference
+from tests.harness.hf_helpers import gaps, load_reference
 from tests.harness.workers.launch import write_findings
 
 
@@ -22,12 +22,7 @@ def main(out, *folders):
         reference = load_reference(Path(folder))
         read = []
         model = build_hybrid_model(hf=folder, platform=platform, on_read=lambda *values, read=read: read.append(values))
-        prompt_logits = PromptLogits(model)
-        gaps = [float((prompt_logits(case["tokens"]) - case["logits"]).abs().max()) for case in reference["cases"]]
-        answers = answers_of_a_batch(model, reference)
-        found[Path(folder).name] = {
-            "logits_gap": max(gaps),
-            "log_probs_gap": max(assert_same_answer(answers[n], case) for n, case in enumerate(reference["cases"])),
+        found[Path(folder).name] = gaps(model, reference) | {
             "values_read": read[-1][0],
             "values_held": sum(value.numel() for _, value in parameters_by_global_name(model)),
         }

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.models.hf_weights import copy_hf_weights
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from tests.harness.hf_helpers import QWEN3_NEXT, PromptLogits, answers_of_a_batch, assert_same_answer, load_reference
+from tests.harness.hf_helpers import QWEN3_NEXT, gaps, load_reference
 from tests.harness.workers.launch import write_findings
 
 
@@ -41,12 +41,7 @@ def main(out, folder):
     with safe_open(Path(folder) / "model.safetensors", "pt") as file:
         slices = {name: CountedSlice(file, name) for name in file.keys()}  # noqa: SIM118
         copy_hf_weights(model, slices, QWEN3_NEXT)
-    prompt_logits = PromptLogits(model)
-    gaps = [float((prompt_logits(case["tokens"]) - case["logits"]).abs().max()) for case in reference["cases"]]
-    answers = answers_of_a_batch(model, reference)
-    found = {
-        "logits_gap": max(gaps),
-        "log_probs_gap": max(assert_same_answer(answers[n], case) for n, case in enumerate(reference["cases"])),
+    found = gaps(model, reference) | {
         "values_read": sum(one.values_read for one in slices.values()),
         "values_held": sum(parameter.numel() for parameter in model.parameters()),
     }
