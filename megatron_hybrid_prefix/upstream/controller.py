@@ -11,7 +11,7 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 
 
 class SamplingSeam(Sampling):
-    """A sampling backend around megatron's; a subclass overrides `sampled`.
+    """A sampling backend around megatron's; a subclass overrides `samples_rows` and `sampled`.
 
     Args:
         backend: Megatron's.
@@ -47,7 +47,9 @@ class SamplingSeam(Sampling):
             eager=eager,
             cache_key=cache_key,
         )
-        if token_to_request_index is None:  # with drafts a request has several rows; the engine refuses options there
+        if (
+            self.samples_rows and token_to_request_index is None
+        ):  # with drafts a request has several rows; the engine refuses options there
             ids = context.request_ids[context.paused_request_count : context.total_request_count].tolist()
             self.sampled(logits if gather_indices is None else _Rows(logits, gather_indices), tokens, ids[:n])
         return tokens
@@ -62,6 +64,11 @@ class SamplingSeam(Sampling):
         return result
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def samples_rows(self) -> bool:
+        """Whether `sampled` has anything to do in this step."""
+        return False
 
     def sampled(self, logits: Any, tokens: torch.Tensor, request_ids: list[int]) -> None:
         """Called after megatron sampled a step without drafts; may overwrite tokens.

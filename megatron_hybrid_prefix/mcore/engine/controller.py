@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_hybrid_prefix.mcore.engine.sampling import RowRequest, RowSampling
+from megatron_hybrid_prefix.mcore.engine.sampling import RowSampling
+from megatron_hybrid_prefix.sampling import SamplingOptions
 from megatron_hybrid_prefix.upstream.controller import ControllerSeam
+
+if TYPE_CHECKING:
+    from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequestRecord
 
 # Options of each request's log-probs: rows of the context's tables.
 _LOG_PROB_FIELDS = ("return_log_probs", "skip_prompt_log_probs", "top_n_logprobs")
@@ -17,16 +22,13 @@ _LOG_PROB_FIELDS = ("return_log_probs", "skip_prompt_log_probs", "top_n_logprobs
 class HybridPrefixController(ControllerSeam):
     """Megatron's controller, for this package's engine."""
 
-    # Gives the request of a row with sampling options of this package. The engine sets it.
-    request_of: Callable[[int], RowRequest | None] | None = None
+    # Requests with sampling options of this package, see `RowSource`. The engine sets both.
+    row_options: Mapping[int, SamplingOptions] = MappingProxyType({})
+    record_of: Callable[[int], DynamicInferenceRequestRecord]
 
     def sampling_around(self, backend: Any) -> Any:
         """See the seam."""
-
-        def request_of(request_id: int) -> RowRequest | None:
-            return None if self.request_of is None else self.request_of(request_id)
-
-        return RowSampling(backend, self.sampling_rng, request_of)
+        return RowSampling(backend, self.sampling_rng, self)
 
     def tokens_sampled(self) -> None:
         """See the seam. After a chunk that does not finish its prompt, sets the prompt's next token as the sampled token.

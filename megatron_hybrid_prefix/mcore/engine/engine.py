@@ -22,7 +22,6 @@ from megatron_hybrid_prefix.mcore.engine.log_probs import StepLogProbs, cut_to_t
 from megatron_hybrid_prefix.mcore.engine.no_cache import NoCache
 from megatron_hybrid_prefix.mcore.engine.record import RequestRecord, forget_chunks, whole_answer
 from megatron_hybrid_prefix.mcore.engine.removals import Removals
-from megatron_hybrid_prefix.mcore.engine.sampling import RowRequest
 from megatron_hybrid_prefix.mcore.engine.scheduling import PrefixScheduling
 from megatron_hybrid_prefix.mcore.ranks.coordinator import meet_subscribers
 from megatron_hybrid_prefix.mcore.state.layout import check_described
@@ -67,16 +66,17 @@ class HybridPrefixEngine(EngineSeam):
         self._cached: HybridPrefixContext | NoCache = context if self._has_cache else NoCache()
         self._scheduling = PrefixScheduling(self, context) if self._has_cache else None
         self.removals = Removals(self, self._cached)
-        self._with_options: set[int] = set()  # unfinished requests with sampling options of this package
+        self._row_options: dict[int, SamplingOptions] = {}  # of unfinished requests that have some
         if isinstance(controller, HybridPrefixController):
-            controller.request_of = self._row_request
+            controller.row_options = self._row_options
+            controller.record_of = lambda request_id: self.requests[request_id].record
         super().__init__(controller, context)
 
     def reset(self) -> None:
         """See upstream; also resets the statistics of an unfinished step."""
         super().reset()
         self.removals.clear()
-        self._with_options.clear()
+        self._row_options.clear()
         context = self.context
         context.prefix_cache_hits = context.prefix_cache_blocks_matched = 0
         context.prefix_cache_prefill_computed_tokens = context.prefix_cache_prefill_skipped_tokens = 0
@@ -181,10 +181,11 @@ class HybridPrefixEngine(EngineSeam):
 
     def accept_request(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:
         """See the seam. Makes the keys of the prompt on arrival."""
-        if SamplingOptions.of(request.sampling_params) is not None:
+        options = SamplingOptions.of(request.sampling_params)
+        if options is not None:
             if not isinstance(self.controller, HybridPrefixController) or self.num_speculative_tokens:
                 raise ValueError(f"request {request.request_id}: sampling_options do not work with drafts")
-            self._with_options.add(request.request_id)
+            self._row_options[request.request_id] = options
         self._cached.prefix_request(request)
         future = super().accept_request(request)
         self._refuse_if_never_active(request)
@@ -195,11 +196,6 @@ class HybridPrefixEngine(EngineSeam):
         """See the seam."""
         self._use_own_record(request_id)
         super().refuse_request(request_id)
-
-    def _row_request(self, request_id: int) -> RowRequest | None:
-        if request_id not in self._with_options:
-            return None
-        return RowRequest.of(self.requests[request_id].record)
 
     def _use_own_record(self, request_id: int) -> None:
         entry = self.requests[request_id]
@@ -340,8 +336,8 @@ class HybridPrefixEngine(EngineSeam):
                 cut_to_tokens(record)  # log-probs of a stop word that ended the request
         self.removals.requeue(restarting)
         self.removals.forget_finished()
-        if self._with_options:
-            self._with_options &= self.requests.keys()
+        for request_id in [each for each in self._row_options if each not in self.requests]:
+            del self._row_options[request_id]
         if evict_request_ids is not None and self._scheduling is not None:
             self._scheduling.note_preempted(evict_request_ids.tolist())
         return result

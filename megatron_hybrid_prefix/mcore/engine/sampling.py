@@ -6,10 +6,10 @@ for legacy and asynchronous scheduling. So the requests' own lists have all toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -40,14 +40,25 @@ class RowRequest:
         return len(self.prompt) + len(self.answer)
 
     @classmethod
-    def of(cls, record: DynamicInferenceRequestRecord) -> RowRequest | None:
-        """The request of a record, preempted or not; None: it has no options of this package."""
-        first = record.requests[0]
-        options = SamplingOptions.of(first.sampling_params)
-        if options is None:
-            return None
-        answer = [token for part in record.requests for token in part.generated_tokens]
+    def of(cls, record: DynamicInferenceRequestRecord, options: SamplingOptions) -> RowRequest:
+        """The request of a record, preempted or not, which has these options."""
+        first, *others = record.requests
+        answer = first.generated_tokens
+        if others:
+            answer = [token for part in record.requests for token in part.generated_tokens]
         return cls(options=options, prompt=first.prompt_tokens, answer=answer)
+
+
+class RowSource(Protocol):
+    """What `RowSampling` asks: `HybridPrefixController`.
+
+    Attributes:
+        row_options: Options of the requests that have some, by request id; megatron samples all others.
+        record_of: The record of the request with an id.
+    """
+
+    row_options: Mapping[int, SamplingOptions]
+    record_of: Callable[[int], DynamicInferenceRequestRecord]
 
 
 class RowSampling(SamplingSeam):
@@ -56,20 +67,24 @@ class RowSampling(SamplingSeam):
     Args:
         backend: Megatron's.
         generator: Noise of requests without a seed. All ranks of a replica draw from it alike.
-        request_of: The request with this id; None: megatron samples it.
+        source: Says which requests these are.
     """
 
-    def __init__(
-        self, backend: Any, generator: torch.Generator, request_of: Callable[[int], RowRequest | None]
-    ) -> None:
+    def __init__(self, backend: Any, generator: torch.Generator, source: RowSource) -> None:
         super().__init__(backend)
-        self._generator, self._request_of = generator, request_of
+        self._generator, self._source = generator, source
+
+    @property
+    def samples_rows(self) -> bool:
+        """See the seam."""
+        return bool(self._source.row_options)
 
     def sampled(self, logits: torch.Tensor, tokens: torch.Tensor, request_ids: list[int]) -> None:
         """See the seam."""
         for row, request_id in enumerate(request_ids):
-            request = self._request_of(request_id)
-            if request is not None:
+            options = self._source.row_options.get(request_id)
+            if options is not None:
+                request = RowRequest.of(self._source.record_of(request_id), options)
                 tokens[row] = sample(logits[row], request, self._generator)
 
 
