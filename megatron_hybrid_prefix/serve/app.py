@@ -431,7 +431,8 @@ class Api:
     async def _tokenize(self, request: Request) -> Response:
         body = await self._read_small(request, TokenizeBody)
         if body.messages is not None:
-            _, tokens = await to_thread.run_sync(chat_tokens, body.messages, self._served)
+            messages = [message.as_dict() for message in body.messages]
+            _, tokens = await to_thread.run_sync(chat_tokens, messages, self._served)
         else:
             tokens = await to_thread.run_sync(text_tokens, body.prompt, self._served)
         limit = self._served.limit_tokens

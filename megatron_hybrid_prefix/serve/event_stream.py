@@ -45,11 +45,12 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the stream."""
+        gone = False
         try:
             gone = await unless_gone(receive, self._send_all(send))
-            self._on_end(self._generation, gone)
         finally:
             self._generation.close()
+            self._on_end(self._generation, gone)
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from megatron_hybrid_prefix.sampling import SamplingOptions
-from megatron_hybrid_prefix.serve.bodies import MOST_SEQUENCES, Body, ChatBody, CompletionBody, Message, read_body
+from megatron_hybrid_prefix.serve.bodies import MOST_SEQUENCES, Body, ChatBody, CompletionBody, read_body
 from megatron_hybrid_prefix.serve.chat_template import ChatForm
 from megatron_hybrid_prefix.serve.errors import bad, model_not_found, short
 from megatron_hybrid_prefix.tokenizer import Tokenizer
@@ -112,7 +112,7 @@ def read_request(
         ApiError: The request is invalid.
     """
     if all(values.get(name) is None for name in ("temperature", "top_k", "top_p", "seed")):
-        values = {name: value for name, value in values.items() if value is not None} | dict(served.default_sampling)
+        values = values | dict(served.default_sampling)
     body = read_body(values, kind)
     check()
     if body.model != served.model:
@@ -139,6 +139,7 @@ def read_request(
         prompts.append(prompt)
         most_tokens.append(_most_tokens(body.most_tokens, prompt, param, served))
     options = body.stream_options
+    end_tokens = () if body.ignore_eos else served.end_tokens
     return GenerationRequest(
         chat=chat,
         prompts=prompts,
@@ -146,13 +147,13 @@ def read_request(
         most_tokens=most_tokens,
         sampling=sampling,
         stop=body.stop + (served.chat.stop if chat else []),
-        end_tokens=() if body.ignore_eos else served.end_tokens,
+        end_tokens=end_tokens,
         stream=body.stream,
         include_usage=options is not None and options.include_usage,
         usage_in_chunks=options is not None and options.continuous_usage_stats,
         echo=echo,
         logprobs=body.top_tokens,
-        stop_tokens=frozenset(body.stop_token_ids) | frozenset(() if body.ignore_eos else served.end_tokens),
+        stop_tokens=frozenset([*body.stop_token_ids, *end_tokens]),
         tenant=tenant,
     )
 
@@ -234,33 +235,32 @@ def _prompt(item: str | list[int], body: CompletionBody, served: ServedModel) ->
 
 
 def chat_tokens(
-    messages: Sequence[Message],
+    messages: Sequence[dict[str, Any]],
     served: ServedModel,
     *,
     begin_answer: bool = True,
     variables: dict[str, Any] | None = None,
 ) -> tuple[str, list[int]]:
-    """Text and tokens of a chat's prompt.
+    """Text and tokens of a chat's prompt, from messages as of `Message.as_dict`.
 
     Raises:
         ApiError: The template refuses the messages.
     """
-    given = [message.as_dict() for message in messages]
     try:
-        text = served.chat.render(given, begin_answer=begin_answer, variables=variables)
+        text = served.chat.render(messages, begin_answer=begin_answer, variables=variables)
     except ValueError as error:
         raise bad(str(error), "messages") from None
     return text, text_tokens(text, served)
 
 
 def _chat_prompt(body: ChatBody, served: ServedModel, check: Callable[[], None]) -> Prompt:
-    text, tokens = chat_tokens(body.messages, served, begin_answer=body.add_generation_prompt, variables=body.variables)
+    messages = [message.as_dict() for message in body.messages]
+    text, tokens = chat_tokens(messages, served, begin_answer=body.add_generation_prompt, variables=body.variables)
     if not tokens:
         raise bad("'messages' must not be empty.", "messages")
     # A prompt that is too long is refused later, so skip the search for message ends.
     if len(tokens) > served.limit_tokens:
         return Prompt(tokens=tokens, text=text, breakpoints=[])
-    messages = [message.as_dict() for message in body.messages]
     marked = [
         [*messages[:number], message.as_dict(characters)]
         for number, message in enumerate(body.messages)
