@@ -341,12 +341,12 @@ def start_logging(*, access_log: bool) -> None:
 
 def serve_http(app: Any, listener: socket.socket, args: argparse.Namespace) -> None:
     """Serves until Ctrl-C or SIGTERM. Open requests then get ``--drain-time`` seconds to finish."""
-    from megatron_hybrid_prefix.serve.http_server import HttpServer, ignore_signal
+    from megatron_hybrid_prefix.serve.http_server import HttpServer, ignore_sigterm
 
-    ignore_signal()
+    ignore_sigterm()
     options: dict[str, Any] = {"log_config": None, "log_level": "warning", "access_log": False}
     HttpServer(app, drain_s=args.drain_time, read_s=args.read_timeout, **options).run(sockets=[listener])
-    if getattr(app.state.backend, "is_running", False):
+    if app.state.backend.is_running:
         # The interpreter cannot end with a thread in the middle of a step.
         logging.warning("a step of the engine still runs; the process ends without it")
         logging.shutdown()

@@ -37,6 +37,10 @@ class Update:
     is_shutdown: bool = False
 
 
+STOPPED = Update(finished=True, error="the server is told to stop", is_shutdown=True)
+"""The last update of each task that a stop of the server ends."""
+
+
 @dataclass(eq=False, slots=True, kw_only=True)
 class GenerationTask:
     """One answer to one prompt. ``deliver`` receives its updates, on the asyncio side.
@@ -64,13 +68,17 @@ class Backend(ABC):
     """Generates for the routes. All methods are called in the running asyncio loop.
 
     Attributes:
-        open_sequences: Answers that run or wait.
         failures: Steps that raised.
     """
 
     def __init__(self) -> None:
-        self.open_sequences = 0
         self.failures = 0
+        self._open: set[GenerationTask] = set()
+
+    @property
+    def open_sequences(self) -> int:
+        """Answers that run or wait."""
+        return len(self._open)
 
     @property
     @abstractmethod
@@ -81,6 +89,11 @@ class Backend(ABC):
     def step_s(self) -> float:
         """Seconds since the engine began its current step; 0 between steps, or if the backend does not know."""
         return 0.0
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a thread of the backend still runs, which keeps the process from ending."""
+        return False
 
     @abstractmethod
     def start(self) -> None:

@@ -132,13 +132,13 @@ class TextStream:
         return out
 
 
-def completion_logprobs(notes: Sequence[TokenNote], base_offset: int = 0) -> dict[str, Any]:
+def completion_logprobs(notes: Sequence[TokenNote]) -> dict[str, Any]:
     """``logprobs`` in the format of ``/v1/completions``."""
     return {
         "tokens": [note.text for note in notes],
         "token_logprobs": [note.log_prob for note in notes],
         "top_logprobs": [_by_text(note) for note in notes] if any(note.top for note in notes) else None,
-        "text_offset": [base_offset + note.offset for note in notes],
+        "text_offset": [note.offset for note in notes],
     }
 
 

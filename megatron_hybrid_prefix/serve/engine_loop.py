@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update, prompt_log_probs, refusal
+from megatron_hybrid_prefix.serve.backend import STOPPED, Backend, GenerationTask, Update, prompt_log_probs, refusal
 from megatron_hybrid_prefix.serve.metrics import engine_snapshot
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,6 @@ class EngineLoop(Backend):
         self._stopping = False
         self._broken: str | None = None
         self._live: dict[int, GenerationTask] = {}
-        self._open: set[GenerationTask] = set()  # of the asyncio side
         self._step_began_s: float | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -63,7 +62,7 @@ class EngineLoop(Backend):
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread still runs."""
+        """See `Backend`: whether the engine's thread runs."""
         return self._thread.is_alive()
 
     def start(self) -> None:
@@ -80,7 +79,6 @@ class EngineLoop(Backend):
 
     def submit(self, task: GenerationTask) -> None:
         """See `Backend`."""
-        self.open_sequences += 1
         self._open.add(task)
         self._send(lambda: self._add(task))
 
@@ -94,7 +92,7 @@ class EngineLoop(Backend):
         """See `Backend`."""
         for task in list(self._open):
             self.abort(task)
-            task.deliver(Update(finished=True, error="the server is told to stop", is_shutdown=True))
+            task.deliver(STOPPED)
 
     async def snapshots(self) -> dict[str, dict[str, Any]]:
         """See `Backend`."""
@@ -142,7 +140,6 @@ class EngineLoop(Backend):
     def _close(self, task: GenerationTask) -> None:
         task.closed = True
         self._open.discard(task)
-        self.open_sequences -= 1
 
     def _receive(self, updates: list[tuple[GenerationTask, Update]]) -> None:
         for task, update in updates:

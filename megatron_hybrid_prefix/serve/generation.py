@@ -102,6 +102,7 @@ class Generation:
         self.id = f"{'chatcmpl' if request.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self._model = served.model
+        self._stop = [*request.stop, *map(served.text_of, request.end_tokens)]
         self._updates: asyncio.Queue[tuple[Choice, Update]] = asyncio.Queue()
         self.choices: list[Choice] = []
         for prompt, most_tokens in zip(request.prompts, request.most_tokens, strict=True):
@@ -120,7 +121,7 @@ class Generation:
             sampling=sampling,
             arrived_s=arrived_s,
             deliver=lambda update: self._updates.put_nowait((choice, update)),
-            stop=[*self.request.stop, *map(served.text_of, self.request.end_tokens)],
+            stop=self._stop,
         )
         choice = Choice(
             len(self.choices),
@@ -157,7 +158,9 @@ class Generation:
             choice, update = await self._updates.get()
             if choice not in left:
                 continue  # it ended at a stop string or token
-            text, notes = choice.take(update)
+            # Log-probs of a prompt take a while: the loop serves others meanwhile.
+            in_thread = bool(update.prompt_log_probs)
+            text, notes = await asyncio.to_thread(choice.take, update) if in_thread else choice.take(update)
             if update.tokens:
                 now_s = time.perf_counter()
                 if choice.last_s is not None and self._on_gap is not None:

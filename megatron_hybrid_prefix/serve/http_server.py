@@ -130,6 +130,6 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
-def ignore_signal(number: int = signal.SIGTERM) -> None:
-    """Ignores a signal that uvicorn raises again after it has stopped."""
-    signal.signal(number, lambda *_: None)
+def ignore_sigterm() -> None:
+    """Ignores SIGTERM, which uvicorn raises again after it has stopped."""
+    signal.signal(signal.SIGTERM, lambda *_: None)

@@ -24,7 +24,7 @@ import zmq
 
 from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.mcore.ranks.coordinator import CoordinatorProcess
-from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update, prompt_log_probs, refusal
+from megatron_hybrid_prefix.serve.backend import STOPPED, Backend, GenerationTask, Update, prompt_log_probs, refusal
 from megatron_hybrid_prefix.serve.metrics import engine_snapshot
 from megatron_hybrid_prefix.upstream.names import EngineState, InferenceClient, SamplingParams
 
@@ -197,7 +197,6 @@ class ReplicaLoop(Backend):
         super().__init__()
         self._rank, self._coordinator, self._board = rank, coordinator, board
         self._on_first_token, self._on_failure = on_first_token, on_failure
-        self._live: set[GenerationTask] = set()  # including aborted tasks, which are generated to their end
         self._epoch = 0
         self._broken: str | None = None
         self._client: Any = None
@@ -248,8 +247,7 @@ class ReplicaLoop(Backend):
         fields = task.sampling | {"stop_words": words, "detokenize_stop_sequence": True}
         sent_s = (time.perf_counter(), time.time())
         future = self._client.add_request(task.prompt, SamplingParams.deserialize(fields))
-        self._live.add(task)
-        self.open_sequences = len(self._live)
+        self._open.add(task)  # also while it is aborted, since it is generated to its end
         future.add_done_callback(partial(self._finish, task, sent_s))
 
     def abort(self, task: GenerationTask) -> None:
@@ -258,9 +256,8 @@ class ReplicaLoop(Backend):
 
     def end_all(self) -> None:
         """See `Backend`."""
-        stopped = Update(finished=True, error="the server is told to stop", is_shutdown=True)
-        for task in self._live:
-            self._deliver(task, stopped)
+        for task in self._open:
+            self._deliver(task, STOPPED)
 
     async def snapshots(self) -> dict[str, dict[str, Any]]:
         """See `Backend`. Snapshots are about a second old, or older if a replica is in a long step."""
@@ -278,8 +275,7 @@ class ReplicaLoop(Backend):
         return bool(tokens) and tokenizer.detokenize(tokens) == text
 
     def _finish(self, task: GenerationTask, sent_s: tuple[float, float], future: asyncio.Future[Any]) -> None:
-        self._live.discard(task)
-        self.open_sequences = len(self._live)
+        self._open.discard(task)
         if future.cancelled():
             return
         request = future.result()
@@ -315,7 +311,7 @@ class ReplicaLoop(Backend):
         self._broken = self._rank.error or f"{what} ended unexpectedly"
         self.failures += 1
         logger.error("%s", self._broken)
-        for task in self._live:
+        for task in self._open:
             self._deliver(task, Update(finished=True, error=self._broken))
         self._on_failure()
 
