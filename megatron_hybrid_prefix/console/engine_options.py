@@ -189,11 +189,10 @@ def state_dtype_field(model: Any, state_dtype: str | None) -> dict[str, Any]:
     """The field of ``InferenceConfig`` that sets the dtype of the matrix states. Empty for the layer kinds' choice."""
     if state_dtype is None:
         return {}
-    import torch
+    from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, with_state_dtype
 
-    from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config
-
-    return {"mamba_inference_state_config": mamba_state_config(model, state_dtype=getattr(torch, state_dtype))}
+    config = mamba_state_config(model)
+    return {} if config is None else {"mamba_inference_state_config": with_state_dtype(config, state_dtype)}
 
 
 def plain(fields: dict[str, Any]) -> dict[str, Any]:

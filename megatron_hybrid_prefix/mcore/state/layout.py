@@ -102,8 +102,6 @@ def mamba_state_config(
     model: Any,
     conv_dtype: torch.dtype | None = None,
     ssm_dtype: torch.dtype | None = None,
-    *,
-    state_dtype: torch.dtype | None = None,
 ) -> RecurrentStateConfig | None:
     """What megatron's context has to know of a model's recurrent states; every rank has to ask.
 
@@ -115,9 +113,8 @@ def mamba_state_config(
     Args:
         model: This rank's shard.
         conv_dtype: Megatron's setting for Mamba2 layers: type of their last inputs; None: the layer kind's choice.
-        ssm_dtype: Likewise, of what accumulates over tokens.
-        state_dtype: Type of what accumulates over tokens in layers of every kind; None: ``ssm_dtype``, or the model's
-            (`HybridModelConfig.state_dtype`), or the layer kind's choice.
+        ssm_dtype: Likewise, of what accumulates over tokens; None: the model's, for layers of every kind
+            (`HybridModelConfig.state_dtype`), or the layer kind's choice. `with_state_dtype` sets it for every kind.
 
     Returns:
         None where no stage has a recurrent layer.
@@ -132,9 +129,8 @@ def mamba_state_config(
                 f"layers of kind {_names(kinds_in(model))} in a model without a layer pattern: build it as HybridModel"
             )
         return None
-    if state_dtype is None and ssm_dtype is None:
-        models_own = getattr(getattr(model, "hybrid_config", None), "state_dtype", None)
-        state_dtype = None if models_own is None else getattr(torch, models_own)
+    models_own = None if ssm_dtype is not None else getattr(getattr(model, "hybrid_config", None), "state_dtype", None)
+    state_dtype = None if models_own is None else getattr(torch, models_own)
     layers = decoder_layers(model)
     symbols, kind_of_layer = [], []
     found: dict[str, tuple[StateLayout, int]] = {}
