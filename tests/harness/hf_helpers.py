@@ -255,14 +255,14 @@ def make_reference(folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
     return make_references({folder: asked})[folder]
 
 
-def make_references(asked: dict[Path, dict[str, Any]]) -> dict[Path, dict[str, Any]]:
+def make_references(asked: dict[Path, dict[str, Any]], device: str = "cpu") -> dict[Path, dict[str, Any]]:
     """As `make_reference`, for several folders in one process."""
     for folder, wanted in asked.items():
         folder.mkdir(exist_ok=True)
         (folder / "asked.json").write_text(json.dumps(wanted))
     result = subprocess.run(
         [sys.executable, str(REFERENCE), *map(str, asked)],
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | {"HF_HUB_OFFLINE": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}),
         capture_output=True,
         text=True,
         timeout=HANG_S,
@@ -305,13 +305,13 @@ class PromptLogits:
     One engine, built once: weights may change between two prompts.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, **fields: Any) -> None:
         self.model = model
-        self.engine = build_engine(model, materialize_only_last_token_logits=False)
+        self.engine = build_engine(model, materialize_only_last_token_logits=False, **fields)
         self.next_id = 0
 
     def __call__(self, tokens: list[int]) -> torch.Tensor:
-        """(tokens, vocabulary)."""
+        """(tokens, vocabulary), on the CPU."""
         seen: list[torch.Tensor] = []
         hook = self.model.output_layer.register_forward_hook(
             lambda module, args, output: seen.append(output[0].detach().clone())
@@ -322,7 +322,7 @@ class PromptLogits:
             run_to_end(self.engine, {})
         finally:
             hook.remove()
-        return seen[0].reshape(-1, seen[0].shape[-1])[: len(tokens)]
+        return seen[0].reshape(-1, seen[0].shape[-1])[: len(tokens)].cpu()
 
 
 def gaps(model, reference):
