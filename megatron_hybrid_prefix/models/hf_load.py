@@ -1,24 +1,39 @@
-"""`load_hf_weights`: a Hugging Face folder's weights into this rank's shard, read by slices."""
+"""`load_hf_weights`: a Hugging Face folder's weights into this rank's shard, read by slices.
+
+Values are read with ``pread``, not mapped: from the page cache that is one copy and no page fault, and a file that was
+truncated meanwhile is an error and not a signal. On a CPU they are read into the parameters themselves, else into pinned
+buffers. A few threads share the work, because one alone copies out of the page cache slower than a disk array delivers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 
 from megatron_hybrid_prefix.models.checkpoint import together
 from megatron_hybrid_prefix.models.hf.folder import HfFolder, StoredWeight
-from megatron_hybrid_prefix.models.hf_weights import copy_hf_weights
+from megatron_hybrid_prefix.models.hf_weights import Copy, plan_copies
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name
+
+CHUNK_BYTES = 16 << 20
+"""Bytes of one read, and of one pinned buffer."""
+THREADS = 4
 
 
 def load_hf_weights(model: Any, folder: HfFolder, *, on_read: Callable[[int, int], object] | None = None) -> None:
     """Load the weights of ``folder`` into ``model``, whatever its tensor-, pipeline- and expert-parallel layout.
 
-    Every rank reads the slices that it holds, one parameter after the other, from files that are mapped into memory: at no
-    time does it hold more than its shard and one parameter. A collective: an error on one rank is raised on all.
+    Every rank reads the slices that it holds. Beside its shard it needs `THREADS` buffers of `CHUNK_BYTES`, and none where
+    the model is on the CPU and in the dtype of the files. A collective: an error on one rank is raised on all.
 
     Args:
         model: This rank's shard, as `build_hybrid_model` returned it; its dimensions are ``model.hybrid_config``.
@@ -29,48 +44,167 @@ def load_hf_weights(model: Any, folder: HfFolder, *, on_read: Callable[[int, int
         ValueError: As of `HfFolder.weights` and `copy_hf_weights`, or a file cannot be read. In the last case some weights are
             written: the model must not be used.
     """
-    total = sum(parameter.numel() for _, parameter in parameters_by_global_name(model))
-    read_values = 0
+    from megatron_hybrid_prefix.layers.kinds import invalidate_layers  # imports megatron
 
-    def count(values: int) -> None:
-        nonlocal read_values
-        read_values += values
-        if on_read is not None:
-            on_read(read_values, total)
+    total = sum(parameter.numel() for _, parameter in parameters_by_global_name(model))
 
     def load() -> None:
+        config, name = model.hybrid_config, str(folder.path)
+        weights, copies = plan_copies(model, folder.weights, config, folder.model_type, source=name)
+        read_values = 0
         with ExitStack() as stack:
-            files = {weight.file for weight in folder.weights.values()}
-            opened = {file: stack.enter_context(_open(file)) for file in sorted(files)}
-            weights = {name: _Slices(weight, opened[weight.file], count) for name, weight in folder.weights.items()}
-            copy_hf_weights(model, weights, model.hybrid_config, folder.model_type, source=str(folder.path))
+            files = {file: stack.enter_context(_open(file)) for file in {weight.file for weight in weights.values()}}
+            for values in _read_all([slice_ for copy in copies for slice_ in _slices(copy, weights)], files):
+                read_values += values
+                if on_read is not None:
+                    on_read(read_values, total)
+        invalidate_layers(model)
 
     together(load)
 
 
-def _open(file: Any) -> Any:
-    from safetensors import SafetensorError, safe_open
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Slice:
+    """Rows of a weight that are read at once.
 
-    opener: Any = safe_open  # has no types
-    try:
-        return opener(file, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"cannot read {file}: {error}") from error
+    Attributes:
+        weight: The weight.
+        offset_bytes: Where its first row begins in the file.
+        skip_bytes: From there to the first column that is read.
+        piece_bytes: Of one row, what is read; rows without gaps are one piece.
+        stride_bytes: From one piece to the next.
+        pieces: How many.
+        out: (rows, ...), where they go.
+        finish: As of `Rule`.
+    """
+
+    weight: StoredWeight
+    offset_bytes: int
+    piece_bytes: int
+    stride_bytes: int
+    pieces: int
+    out: torch.Tensor
+    finish: Callable[[torch.Tensor], torch.Tensor] | None
+
+    @property
+    def size_bytes(self) -> int:
+        return self.pieces * self.piece_bytes
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the file's bytes are the values of ``out``."""
+        out = self.out
+        same = self.finish is None and out.dtype == getattr(torch, self.weight.dtype)
+        return same and out.device.type == "cpu" and out.is_contiguous()
 
 
-class _Slices:
-    """A weight of an opened file: slices of it are read when they are asked for."""
+def _slices(copy: Copy, weights: Mapping[str, StoredWeight]) -> Iterator[_Slice]:
+    """The slices of one parameter, none of more than `CHUNK_BYTES`, unless a row is larger."""
+    parameter, row = copy.parameter.detach(), 0
+    for run in copy.rule.runs(copy.rows):
+        weight, shape = weights[run.source.name], run.source.part_shape
+        value_bytes = getattr(torch, weight.dtype).itemsize
+        stride = math.prod(shape[1:]) * value_bytes
+        begin = weight.offset_bytes + (run.source.at or 0) * shape[0] * stride + run.start * stride
+        piece = stride
+        if copy.columns is not None:
+            column_bytes = stride // shape[1]
+            begin += copy.columns[0] * column_bytes
+            piece = (copy.columns[1] - copy.columns[0]) * column_bytes
+        rows_at_once = max(1, CHUNK_BYTES // piece)
+        for start in range(0, run.stop - run.start, rows_at_once):
+            rows = min(rows_at_once, run.stop - run.start - start)
+            whole = piece == stride
+            yield _Slice(
+                weight=weight,
+                offset_bytes=begin + start * stride,
+                piece_bytes=rows * piece if whole else piece,
+                stride_bytes=stride,
+                pieces=1 if whole else rows,
+                out=parameter[row : row + rows],
+                finish=copy.rule.finish,
+            )
+            row += rows
 
-    def __init__(self, weight: StoredWeight, opened: Any, on_read: Callable[[int], None]) -> None:
-        self.shape, self.file = weight.shape, weight.file
-        self._name, self._opened, self._on_read = weight.name, opened, on_read
 
-    def __getitem__(self, where: tuple[int | slice, ...]) -> torch.Tensor:
-        from safetensors import SafetensorError
+def _read_all(slices: list[_Slice], files: Mapping[Path, Any]) -> Iterator[int]:
+    """Reads all slices; yields the number of values of each."""
+    threads = min(THREADS, len(os.sched_getaffinity(0)))
+    staged = [slice_ for slice_ in slices if not slice_.is_direct]
+    buffers: SimpleQueue[_Buffer] = SimpleQueue()
+    if staged:
+        size, device = max(slice_.size_bytes for slice_ in staged), staged[0].out.device
+        for _ in range(threads):
+            buffers.put(_Buffer(size, device))
 
+    def read(slice_: _Slice) -> int:
+        descriptor = files[slice_.weight.file].fileno()
+        if slice_.is_direct:
+            _read_into(slice_.out.view(torch.uint8).flatten(), slice_, descriptor)
+            return slice_.out.numel()
+        buffer = buffers.get()
         try:
-            found: torch.Tensor = self._opened.get_slice(self._name)[where]
-        except (OSError, RuntimeError, SafetensorError) as error:
-            raise ValueError(f"cannot read {self._name} of {self.file}: {error}") from error
-        self._on_read(found.numel())
-        return found
+            buffer.pass_on(slice_, descriptor)
+        finally:
+            buffers.put(buffer)
+        return slice_.out.numel()
+
+    pool = ThreadPoolExecutor(threads)
+    try:
+        yield from pool.map(read, slices)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+class _Buffer:
+    """Memory on the host that values go through on their way to a device or to another dtype.
+
+    Args:
+        size_bytes: Of the largest slice.
+        device: Where the values go.
+    """
+
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self._bytes = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=cuda)
+        self._stream = torch.cuda.Stream(device) if cuda else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(device))  # that made the parameters
+
+    def pass_on(self, slice_: _Slice, descriptor: int) -> None:
+        """Reads a slice, and waits until it is where it goes."""
+        read = self._bytes[: slice_.size_bytes]
+        _read_into(read, slice_, descriptor)
+        values = read.view(getattr(torch, slice_.weight.dtype)).view(slice_.out.shape)
+        with torch.cuda.stream(self._stream):  # does nothing for None
+            if slice_.finish is not None or values.dtype != slice_.out.dtype:
+                values = values.to(slice_.out.device, non_blocking=True)
+            if slice_.finish is not None:
+                values = slice_.finish(values)
+            slice_.out.copy_(values, non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def _read_into(target: torch.Tensor, slice_: _Slice, descriptor: int) -> None:
+    """Reads a slice into (size_bytes,) uint8 on the host."""
+    memory = memoryview(target.numpy())
+    weight, at = slice_.weight, slice_.offset_bytes
+    for begin in range(0, len(memory), slice_.piece_bytes):
+        piece, place = memory[begin : begin + slice_.piece_bytes], at
+        while piece:
+            try:
+                count = os.preadv(descriptor, [piece], place)
+            except OSError as error:
+                raise ValueError(f"cannot read {weight.name} of {weight.file}: {error.strerror}") from error
+            if count == 0:
+                raise ValueError(f"{weight.file} is truncated: it ends before the end of {weight.name}")
+            piece, place = piece[count:], place + count
+        at += slice_.stride_bytes
+
+
+def _open(file: Path) -> Any:
+    try:
+        return open(file, "rb", buffering=0)
+    except OSError as error:
+        raise ValueError(f"cannot read {file}: {error.strerror}") from error

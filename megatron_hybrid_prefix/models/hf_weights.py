@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,6 +50,38 @@ def copy_hf_weights(
     """
     from megatron_hybrid_prefix.layers.kinds import invalidate_layers  # imports megatron
 
+    weights, copies = plan_copies(model, state_dict, config, model_type, source=source)
+    for copy in copies:
+        copy.parameter.copy_(copy.rule.read(weights, rows=copy.rows, columns=copy.columns))
+    invalidate_layers(model)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Copy:
+    """One parameter of this rank, and what it is made of.
+
+    Attributes:
+        parameter: The parameter, or this rank's part of it.
+        rule: How the unsharded parameter is made.
+        rows, columns: This rank's part of it, as of `Rule.read`.
+    """
+
+    parameter: torch.Tensor
+    rule: Rule
+    rows: list[tuple[int, int]] | None = None
+    columns: tuple[int, int] | None = None
+
+
+def plan_copies(
+    model: Any, state_dict: Mapping[str, Any], config: HybridModelConfig, model_type: str | None, *, source: str
+) -> tuple[dict[str, Any], list[Copy]]:
+    """Check a state dict against ``model``; arguments and errors as of `copy_hf_weights`, which takes these steps.
+
+    Nothing of the values is read, except where the embedding is the output layer and the state dict has both.
+
+    Returns:
+        The state dict under the names of the rules; and for each parameter of this rank what it is made of.
+    """
     family = family_of(config, model_type)
     weights = {}
     for name, value in state_dict.items():
@@ -58,7 +91,7 @@ def copy_hf_weights(
     rules = {rule.target: rule for rule in family.rules(config, weights)}
     optional = {"lm_head.weight"} if config.tie_embeddings else set[str]()
     _check_shapes(weights, _shapes(rules.values()), optional, source)
-    parts, found = [], set[str]()
+    copies, found = [], set[str]()
     for name, parameter in parameters_by_global_name(model):
         if name not in rules:
             raise ValueError(f"the model has a weight that {family.model_type} lacks: {name}")
@@ -66,12 +99,10 @@ def copy_hf_weights(
         tied = name == EMBEDDING and config.tie_embeddings and "lm_head.weight" in weights
         if tied and not torch.equal(rules[OUTPUT].read(weights, **part), rules[name].read(weights, **part)):
             raise ValueError("tie_embeddings=True, but lm_head.weight is not the embedding")
-        parts.append((parameter, rules[name], part))
+        copies.append(Copy(parameter=parameter, rule=rules[name], **part))
         found.add(name)
     _check_every_source_is_taken(rules.values(), found, model, config)
-    for parameter, rule, part in parts:
-        parameter.copy_(rule.read(weights, **part))
-    invalidate_layers(model)
+    return weights, copies
 
 
 def family_of(config: HybridModelConfig, model_type: str | None = None) -> Family:

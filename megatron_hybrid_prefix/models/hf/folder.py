@@ -37,12 +37,14 @@ class StoredWeight:
         file: The file.
         dtype: "float32", "bfloat16" or "float16".
         shape: Its shape.
+        offset_bytes: Where its values begin in the file.
     """
 
     name: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    offset_bytes: int
 
     @property
     def stored_bytes(self) -> int:
@@ -208,7 +210,10 @@ def _weights_of(file: Path) -> dict[str, StoredWeight]:
             raise ValueError(f"{file}: {name} has {end - begin:,} bytes, not those of {dtype} {list(shape)}")
         if end > data_bytes:
             raise ValueError(f"{file} is truncated: it ends {end - data_bytes:,} bytes before the end of {name}")
-        weights[name] = StoredWeight(name=name, file=file, dtype=_DTYPES[dtype][0], shape=shape)
+        place = 8 + header_bytes + begin
+        weights[name] = StoredWeight(
+            name=name, file=file, dtype=_DTYPES[dtype][0], shape=shape, offset_bytes=place
+        )
     return weights
 
 

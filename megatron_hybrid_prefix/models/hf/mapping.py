@@ -37,6 +37,15 @@ class Source:
         return self.shape if self.at is None else self.shape[1:]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Rows of a source that are neighbours in a parameter, too: from ``start`` to the one before ``stop``."""
+
+    source: Source
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rule:
     """How one parameter is made.
@@ -76,32 +85,44 @@ class Rule:
         Returns:
             The rows and columns asked for. It may be a view of a source.
         """
-        numbers = torch.arange(self.shape[0]) if self.order is None else self.order
-        if rows is not None:
-            numbers = torch.cat([numbers[start:stop] for start, stop in rows])
         pieces = []
-        for source, start, stop in self._runs(numbers):
-            where: tuple[int | slice, ...] = (slice(start, stop),)
-            if source.at is not None:
-                where = (source.at, *where)
+        for run in self.runs(rows):
+            where: tuple[int | slice, ...] = (slice(run.start, run.stop),)
+            if run.source.at is not None:
+                where = (run.source.at, *where)
             if columns is not None:
                 where = (*where, slice(*columns))
-            pieces.append(weights[source.name][where])
+            pieces.append(weights[run.source.name][where])
         found = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         return found if self.finish is None else self.finish(found)
 
-    def _runs(self, numbers: torch.Tensor) -> Iterator[tuple[Source, int, int]]:
-        """Neighbouring rows of one source, as (source, first row, row behind the last)."""
-        counts = torch.tensor([source.part_shape[0] for source in self.sources])
-        ends = counts.cumsum(0)
+    def runs(self, rows: Sequence[tuple[int, int]] | None = None) -> Iterator[Run]:
+        """Neighbouring rows of one source, in the order of the parameter's rows.
+
+        Args:
+            rows: As of `read`.
+        """
+        counts = [source.part_shape[0] for source in self.sources]
+        wanted = [(0, self.shape[0])] if rows is None else rows
+        if self.order is None:
+            for begin, end in wanted:
+                above = 0
+                for source, count in zip(self.sources, counts, strict=True):
+                    start, stop = max(begin - above, 0), min(end - above, count)
+                    if start < stop:
+                        yield Run(source=source, start=start, stop=stop)
+                    above += count
+            return
+        numbers = torch.cat([self.order[begin:end] for begin, end in wanted])
+        ends = torch.tensor(counts).cumsum(0)
         owner = torch.bucketize(numbers, ends, right=True)
         first = torch.ones(len(numbers), dtype=torch.bool)
         first[1:] = (numbers.diff() != 1) | (owner.diff() != 0)
         begins = first.nonzero().flatten().tolist()
         for begin, end in zip(begins, [*begins[1:], len(numbers)], strict=True):
             at = int(owner[begin])
-            start = int(numbers[begin] - ends[at] + counts[at])
-            yield self.sources[at], start, start + end - begin
+            start = int(numbers[begin] - ends[at]) + counts[at]
+            yield Run(source=self.sources[at], start=start, stop=start + end - begin)
 
 
 class Family(ABC):
