@@ -19,15 +19,15 @@ from pathlib import Path
 
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # before Triton is imported
 
-import torch  # noqa: E402
+import torch
 
-from megatron_hybrid_prefix import build_engine  # noqa: E402
-from megatron_hybrid_prefix.mcore.runner import release_engine  # noqa: E402
-from megatron_hybrid_prefix.models import build_hybrid_model, open_folder  # noqa: E402
-from megatron_hybrid_prefix.models.weights import parameters_by_global_name  # noqa: E402
-from megatron_hybrid_prefix.platform import ensure_platform, shut_down  # noqa: E402
-from tests.harness.engine_helpers import greedy, run_to_end  # noqa: E402
-from tests.harness.hf_helpers import (  # noqa: E402
+from megatron_hybrid_prefix import build_engine
+from megatron_hybrid_prefix.mcore.runner import release_engine
+from megatron_hybrid_prefix.models import build_hybrid_model, open_folder
+from megatron_hybrid_prefix.models.weights import parameters_by_global_name
+from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+from tests.harness.engine_helpers import greedy, run_to_end
+from tests.harness.hf_helpers import (
     BAMBA_ASKED,
     NEMOTRON_H_ASKED,
     NEMOTRON_H_EXPERTS_ASKED,
@@ -55,7 +55,12 @@ ASKED = {
     "qwen3_next_even": even(
         QWEN3_NEXT_ASKED,
         **{"hidden_size": 128, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
-        **{"head_dim": 32, "intermediate_size": 128, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
+        **{
+            "head_dim": 32,
+            "intermediate_size": 128,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+        },
     ),
 }
 

@@ -211,9 +211,7 @@ def _weights_of(file: Path) -> dict[str, StoredWeight]:
         if end > data_bytes:
             raise ValueError(f"{file} is truncated: it ends {end - data_bytes:,} bytes before the end of {name}")
         place = 8 + header_bytes + begin
-        weights[name] = StoredWeight(
-            name=name, file=file, dtype=_DTYPES[dtype][0], shape=shape, offset_bytes=place
-        )
+        weights[name] = StoredWeight(name=name, file=file, dtype=_DTYPES[dtype][0], shape=shape, offset_bytes=place)
     return weights
 
 
