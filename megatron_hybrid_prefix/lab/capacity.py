@@ -15,7 +15,7 @@ from typing import Any
 from megatron_hybrid_prefix.console.terminal import InputError, as_input_errors, read_text
 from megatron_hybrid_prefix.layers.components import gated_delta_net_components, mamba2_components
 from megatron_hybrid_prefix.models.config import PRESETS, HybridModelConfig
-from megatron_hybrid_prefix.models.hf.dimensions import Given
+from megatron_hybrid_prefix.models.hf.dimensions import Given, kv_heads_and_channels
 from megatron_hybrid_prefix.pool.layout import DTYPE_BYTES, SlotLayout, StateLayout
 
 _DELTA_NET_CHUNK = 64  # tokens
@@ -235,10 +235,6 @@ class _Fields(Given):
         # Command-line spelling is accepted: --hidden-size is hidden_size.
         super().__init__({str(key).lstrip("-").replace("-", "_"): value for key, value in data.items()}, name)
 
-    def __contains__(self, name: str) -> bool:
-        """Whether the file has this name, with a value or null."""
-        return name in self.data
-
     def number(self, *names: str, default: int | None = None) -> int:
         """The first of these names with a value, as a whole number."""
         value = self.get(*names)
@@ -305,19 +301,14 @@ def _of_hugging_face(given: _Fields) -> Sizes:
     if kind not in _LAYERS:
         raise InputError(f"{given.name}: model_type {kind!r} is none of {', '.join(_LAYERS)}")
     recurrent_layers, attention_layers = _LAYERS[kind](given)
-    hidden_size, query_heads = given.number("hidden_size"), given.number("num_attention_heads")
     of_kind = _delta_net_of if kind in _DELTA_NETS else _mamba_of
-    kv_heads, kv_channels = _KV_DEFAULTS.get(kind, (None, None))
-    if kv_heads is None or "num_key_value_heads" in given:  # there it is null, which means one for each query head
-        kv_heads = query_heads
+    kv_heads, kv_channels = kv_heads_and_channels(given)
     return Sizes(
         name=given.name,
         recurrent=(of_kind(given, recurrent_layers),),
         attention_layers=attention_layers,
-        kv_heads=given.number("num_key_value_heads", default=kv_heads),
-        kv_channels=given.number(
-            "head_dim", "attention_head_dim", default=kv_channels or hidden_size // max(1, query_heads)
-        ),
+        kv_heads=kv_heads,
+        kv_channels=kv_channels,
         dtype=str(given.get("dtype", "torch_dtype") or "bfloat16"),
         state_dtype=given.get("mamba_ssm_cache_dtype"),
     )
@@ -335,17 +326,14 @@ def _mamba_of(given: _Fields, layers: int) -> Mamba2Sizes:
         else given.number("mamba_head_dim", "mamba_d_head"),
         state_dim=given.number("ssm_state_size", "mamba_d_state"),
         groups=given.number("n_groups", "mamba_n_groups"),
-        conv_taps=given.number("conv_kernel", "mamba_d_conv"),
+        conv_taps=given.number("conv_kernel", "mamba_d_conv", default=4),
     )
 
 
 def _by_pattern(given: _Fields) -> tuple[int, int]:
-    kinds = given.texts("layers_block_type")
+    kinds = given.texts("layers_block_type", "layer_types")
     if kinds is not None:
-        return (  # names of transformers 4 and 5
-            kinds.count("mamba") + kinds.count("linear_attention"),
-            kinds.count("attention") + kinds.count("full_attention"),
-        )
+        return _counts(kinds)
     pattern = given.text("hybrid_override_pattern")
     return pattern.count("M"), pattern.count("*")
 
@@ -361,7 +349,15 @@ def _by_types(given: _Fields) -> tuple[int, int]:
     kinds = given.texts("layer_types") or given.texts("layers_block_type")
     if kinds is None:
         raise InputError(f"{given.name}: layer_types is missing")
-    return kinds.count("mamba"), kinds.count("attention")
+    return _counts(kinds)
+
+
+def _counts(kinds: list[str]) -> tuple[int, int]:
+    """Recurrent and attention layers, in the names of transformers 4 and 5."""
+    return (
+        kinds.count("mamba") + kinds.count("linear_attention"),
+        kinds.count("attention") + kinds.count("full_attention"),
+    )
 
 
 def _side_by_side(given: _Fields) -> tuple[int, int]:
@@ -379,14 +375,6 @@ def _one_in_four(given: _Fields) -> tuple[int, int]:
 
 
 _DELTA_NETS = ("qwen3_next",)
-# Key/value heads and channels of a head that transformers 5.23 takes where config.json has no such name, by model_type. None,
-# or no entry: they follow from the query heads.
-_KV_DEFAULTS: dict[str, tuple[int | None, int | None]] = {
-    "nemotron_h": (8, 128),
-    "bamba": (8, None),
-    "falcon_h1": (8, None),
-    "qwen3_next": (2, 256),
-}
 # Functions that count recurrent and attention layers, by model_type.
 _LAYERS: dict[str, Callable[[_Fields], tuple[int, int]]] = {
     "nemotron_h": _by_pattern,

@@ -1,7 +1,8 @@
 """`dimensions_of`: the values of a Hugging Face ``config.json`` as a `HybridModelConfig`. No torch, no megatron.
 
 Names have changed with transformers' releases: old and new ones are read. What megatron's layers cannot compute is
-refused in one line that names it; a value that is not read here changes nothing in the model's answers.
+refused in one line that names it; a value that is not read here changes nothing in the model's answers. What a file does
+not say is what transformers' config class says. ``tests/models/test_hf_config_fields.py`` lists all fields.
 """
 
 from __future__ import annotations
@@ -22,6 +23,21 @@ _REFUSED = {
     "qwen3_5": "it has images, and rules of its language model are missing",
 }
 _DTYPES = ("float32", "bfloat16")
+KV_DEFAULTS: dict[str, tuple[int | None, int | None]] = {
+    "nemotron_h": (8, 128),
+    "bamba": (8, None),
+    "falcon_h1": (8, None),
+    "qwen3_next": (2, 256),
+}
+"""Key/value heads and channels of a head where config.json has no such name, by model_type; None, or no entry: they follow
+from the query heads."""
+_NEMOTRON_H_OLD_NAMES = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_dt_limit": "time_step_limit",
+}
+_ROPE_NAMES = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _GATED_NORM_EPSILON = 1e-5  # of megatron's Mamba mixer, whatever the model's is
 _NEMOTRON_H_LAYERS = {
     "mamba": "M",
@@ -47,6 +63,10 @@ class Given:
     def error(self, text: str) -> ValueError:
         """An error about this file."""
         return ValueError(f"{self.name}: {text}")
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the file has this name, with a value or null."""
+        return name in self.data
 
     def get(self, *names: str) -> Any:
         """The first of these names with a value; None: there is none."""
@@ -90,7 +110,7 @@ class Given:
 
     def check_step_limits(self) -> None:
         """Checks that the step size of Mamba2 layers is not clamped. transformers 5 writes {"__float__": "Infinity"}."""
-        limits = self.get("time_step_limit", "mamba_dt_limit")
+        limits = self.get("time_step_limit")
         try:
             found = [float(limit["__float__"] if isinstance(limit, dict) else limit) for limit in limits or (0, "inf")]
         except (KeyError, TypeError, ValueError):
@@ -154,30 +174,50 @@ def _dtype(given: Given, *names: str) -> str | None:
 def _attention(given: Given) -> dict[str, Any]:
     """Fields that all families have."""
     given.only("attention_bias", False)
-    heads, hidden = given.whole("num_attention_heads"), given.whole("hidden_size")
+    if given.get("sliding_window") is not None and given.get("use_sliding_window") is not False:
+        raise given.error("sliding_window: megatron's dynamic engine has attention to all tokens only")
+    kv_heads, channels = kv_heads_and_channels(given)
     return {
-        "hidden_size": hidden,
+        "hidden_size": given.whole("hidden_size"),
         "vocab_size": given.whole("vocab_size"),
         "max_sequence_length": given.whole("max_position_embeddings"),
-        "num_attention_heads": heads,
-        "num_query_groups": given.whole("num_key_value_heads", default=heads),
-        "kv_channels": given.whole("head_dim", "attention_head_dim", default=hidden // max(1, heads)),
+        "num_attention_heads": given.whole("num_attention_heads"),
+        "num_query_groups": kv_heads,
+        "kv_channels": channels,
         "ffn_hidden_size": given.whole("intermediate_size"),
     }
+
+
+def kv_heads_and_channels(given: Given) -> tuple[int, int]:
+    """Key/value heads of an attention layer, and the channels of a head. A null means that they follow from the query heads.
+
+    Raises:
+        ValueError: A value is missing or no whole number.
+    """
+    heads, hidden = given.whole("num_attention_heads"), given.whole("hidden_size")
+    kv_heads, channels = KV_DEFAULTS.get(given.data["model_type"], (None, None))
+    if kv_heads is None or "num_key_value_heads" in given:
+        kv_heads = heads
+    if channels is None or "head_dim" in given:
+        channels = hidden // max(1, heads)
+    return (
+        given.whole("num_key_value_heads", default=kv_heads),
+        given.whole("head_dim", "attention_head_dim", default=channels),
+    )
 
 
 # --- Nemotron-H ------------------------------------------------------------------------------------------------------
 
 
 def _nemotron_h(given: Given) -> HybridModelConfig:
+    old = {new: given.data[name] for name, new in _NEMOTRON_H_OLD_NAMES.items() if name in given}
+    given = Given({**given.data, **old}, given.name)
     pattern = _nemotron_h_pattern(given)
-    for name in ("use_bias", "mlp_bias", "mamba_proj_bias"):
+    for name in ("use_bias", "mlp_bias", "mamba_proj_bias", "residual_in_fp32"):
         given.only(name, False)
     given.only("use_conv_bias", True)
     given.only("mlp_hidden_act", "relu2")
     given.only("mamba_hidden_act", "silu")
-    if given.get("sliding_window") is not None:
-        raise given.error("sliding_window: megatron's dynamic engine has attention to all tokens only")
     given.check_step_limits()
     epsilon = _epsilon(given, pattern, "layer_norm_epsilon", "norm_eps", "rms_norm_eps", default=1e-5)
     return HybridModelConfig(
@@ -186,8 +226,8 @@ def _nemotron_h(given: Given) -> HybridModelConfig:
         mamba_num_heads=given.whole("mamba_num_heads"),
         mamba_head_dim=given.whole("mamba_head_dim"),
         mamba_state_dim=given.whole("ssm_state_size"),
-        mamba_num_groups=given.whole("n_groups", "mamba_n_groups"),
-        d_conv=given.whole("conv_kernel", "mamba_d_conv", default=4),
+        mamba_num_groups=given.whole("n_groups"),
+        d_conv=given.whole("conv_kernel", default=4),
         activation="relu2",
         layernorm_epsilon=epsilon,
         **(_nemotron_h_experts(given) if "E" in pattern else {}),
@@ -259,7 +299,7 @@ def _qwen3_next(given: Given) -> HybridModelConfig:
         }
     return HybridModelConfig(
         layer_pattern=pattern,
-        **_attention(given) | {"kv_channels": given.whole("head_dim", default=256)},
+        **_attention(given),
         gdn_num_key_heads=given.whole("linear_num_key_heads"),
         gdn_num_value_heads=given.whole("linear_num_value_heads"),
         gdn_key_head_dim=given.whole("linear_key_head_dim"),
@@ -295,12 +335,14 @@ def _qwen3_next_pattern(given: Given, experts: int) -> str:
 
 def _rotary(given: Given, *, default_fraction: float) -> tuple[int, float]:
     """Base and fraction of rotary embeddings, in ``rope_parameters`` or beside it."""
-    rope = given.get("rope_parameters", "rope_scaling") or {}
+    rope = given.get("rope_scaling") or given.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise given.error("rope_parameters is not a mapping")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise given.error(f"rope_type {kind!r}: only rotary embeddings without scaling are supported")
+    if other := sorted(name for name, value in rope.items() if name not in _ROPE_NAMES and value is not None):
+        raise given.error(f"rope_parameters has {other[0]}, none of {', '.join(sorted(_ROPE_NAMES))}")
     both = Given({**given.data} | {name: value for name, value in rope.items() if value is not None}, given.name)
     base = both.whole("rope_theta", default=10_000)
     return base, both.real("partial_rotary_factor", default=default_fraction)
@@ -315,6 +357,7 @@ def _bamba(given: Given) -> HybridModelConfig:
     given.only("mamba_conv_bias", True)
     given.only("hidden_act", "silu")
     given.check_step_limits()
+    given.only("partial_rotary_factor", 0.5)  # transformers takes 0.5, and another value from rope_parameters only
     layers, indices = given.whole("num_hidden_layers"), given.get("attn_layer_indices") or []
     if not isinstance(indices, list) or not all(type(index) is int and 0 <= index < layers for index in indices):
         raise given.error(f"attn_layer_indices is {indices!r}, no list of layers from 0 to {layers - 1}")
@@ -323,9 +366,14 @@ def _bamba(given: Given) -> HybridModelConfig:
     heads = given.whole("mamba_n_heads")
     inner = given.whole("mamba_expand", default=2) * given.whole("hidden_size")
     head_dim = inner // max(1, heads) if given.get("mamba_d_head") in (None, "auto") else given.whole("mamba_d_head")
+    if heads * head_dim != inner:
+        raise given.error(f"mamba_n_heads x mamba_d_head is {heads * head_dim}, mamba_expand x hidden_size is {inner}")
+    attention = _attention(given)
+    if (turned := given.whole("attn_rotary_emb", default=0)) and turned != fraction * attention["kv_channels"]:
+        raise given.error(f"attn_rotary_emb is {turned}; transformers turns {fraction:g} x {attention['kv_channels']}")
     return HybridModelConfig(
         layer_pattern=pattern,
-        **_attention(given),
+        **attention,
         mamba_num_heads=heads,
         mamba_head_dim=head_dim,
         mamba_state_dim=given.whole("mamba_d_state"),
