@@ -23,6 +23,7 @@ import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -145,10 +146,8 @@ def drop(folder):
         page = bytearray(1)
         for at in range(0, os.fstat(descriptor).st_size, 64 << 20):
             samples += 1
-            try:
+            with suppress(OSError):  # it would wait for the disk, or this system cannot tell
                 there += os.preadv(descriptor, [page], at, os.RWF_NOWAIT)
-            except OSError:  # it would wait for the disk, or this system cannot tell
-                pass
         os.close(descriptor)
     return there / samples
 
