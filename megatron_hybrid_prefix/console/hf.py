@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megatron_hybrid_prefix.console.terminal import InputError, as_input_errors, is_main_rank
+from megatron_hybrid_prefix.console.terminal import InputError, as_input_errors, has_other_ranks, is_main_rank
 from megatron_hybrid_prefix.errors import PlatformError
 from megatron_hybrid_prefix.models.config import HybridModelConfig, get_preset
 from megatron_hybrid_prefix.models.hf.folder import HfFolder, open_folder
@@ -71,8 +71,7 @@ def choose_model(args: argparse.Namespace, default_preset: str) -> HybridModelCo
     Raises:
         InputError: Both are given, there is no such preset, or something is wrong with the folder or its files.
     """
-    folder = folder_of(args)
-    if folder is None:
+    if getattr(args, "hf", None) is None:
         args.preset = args.preset or default_preset
         with as_input_errors(ValueError):
             return get_preset(args.preset)
@@ -80,10 +79,34 @@ def choose_model(args: argparse.Namespace, default_preset: str) -> HybridModelCo
         raise InputError(f"--hf {args.hf} and --preset {args.preset}: give one of them")
     if getattr(args, "load", None) is not None:
         raise InputError(f"--hf {args.hf} and --load {args.load}: give one of them")
-    with as_input_errors(ValueError, prefix="--hf: "):
-        folder.check_weights()
+    folder = _checked_folder(args)
     args.preset = folder.name
     return folder.config
+
+
+def _checked_folder(args: argparse.Namespace) -> HfFolder:
+    """The folder of ``--hf``, its files checked. With several ranks they start here: an error on one is an error on all."""
+    found: list[HfFolder] = []
+
+    def check() -> None:
+        found.append(_open(str(args.hf)))
+        with as_input_errors(ValueError, prefix="--hf: "):
+            found[0].check_weights()
+
+    if not has_other_ranks():
+        check()
+        return found[0]
+    from megatron_hybrid_prefix.models.checkpoint import together
+    from megatron_hybrid_prefix.platform import join_ranks, shut_down
+
+    with as_input_errors(ValueError, OSError):
+        join_ranks(device=getattr(args, "device", None))
+        try:
+            together(check)
+        except (ValueError, OSError):
+            shut_down()
+            raise
+    return found[0]
 
 
 def build_model(args: argparse.Namespace, config: HybridModelConfig, platform: Any) -> Any:

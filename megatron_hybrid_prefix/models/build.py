@@ -51,16 +51,14 @@ def build_hybrid_model(
         ValueError: Unknown preset, dimensions that this tp/pp/ep cannot shard, CUDA graphs that cannot be captured, or fields
             that do not go with this package's experts. With ``hf``, also as of `open_folder` and `load_hf_weights`.
     """
-    folder = hf if hf is None or isinstance(hf, HfFolder) else open_folder(hf)
-    if preset_or_config is None:
-        if folder is None:
-            raise ValueError("build_hybrid_model needs a preset, dimensions, or hf=FOLDER")
-        preset_or_config = folder.config
-    config = get_preset(preset_or_config) if isinstance(preset_or_config, str) else preset_or_config
-    if folder is not None:
-        folder.check_weights()  # before a model is built
+    if preset_or_config is None and hf is None:
+        raise ValueError("build_hybrid_model needs a preset, dimensions, or hf=FOLDER")
     if platform is None:
         platform = running_platform() or ensure_platform()
+    folder = None if hf is None else _open_on_all_ranks(hf)
+    if preset_or_config is None and folder is not None:
+        preset_or_config = folder.config
+    config = preset_or_config if isinstance(preset_or_config, HybridModelConfig) else get_preset(str(preset_or_config))
     platform.check_cuda_graphs(overrides.get("cuda_graph_impl", "none"))
     if config.has_experts:
         from megatron_hybrid_prefix.models.experts import check_capture, check_layer
@@ -107,6 +105,21 @@ def build_hybrid_model(
 
         load_hf_weights(model, folder, on_read=on_read)
     return model.eval()
+
+
+def _open_on_all_ranks(hf: str | os.PathLike[str] | HfFolder) -> HfFolder:
+    """The folder, its files checked before a model is built. An error on one rank is raised on all."""
+    from megatron_hybrid_prefix.models.checkpoint import together
+
+    found: list[HfFolder] = []
+
+    def check() -> None:
+        folder = hf if isinstance(hf, HfFolder) else open_folder(hf)
+        folder.check_weights()
+        found.append(folder)
+
+    together(check)
+    return found[0]
 
 
 def _transformer_config(config: HybridModelConfig, platform: Platform, overrides: dict[str, Any]) -> Any:

@@ -109,9 +109,7 @@ def ensure_platform(
                 f"cannot change to tp={tp} pp={pp} ep={ep} in one process"
             )
         return _platform
-    use_cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
-    if use_cuda and not torch.cuda.is_available():
-        raise ValueError("device='cuda', but torch finds no CUDA device")
+    use_cuda = _use_cuda(device)
     attention, mamba, layers = replace_what_is_missing(use_cuda)
     torch_device = _start_distributed(use_cuda, timeout_s)
     world_size = dist.get_world_size()
@@ -156,6 +154,14 @@ def undo_platform() -> None:
     global _platform
     _applied.undo()
     _platform = None
+
+
+def join_ranks(*, device: str | None = None, timeout_s: float = 600.0) -> None:
+    """Start ``torch.distributed`` alone, for what the ranks agree on before a layout is known.
+
+    `ensure_platform` goes on from there, and `shut_down` ends it. Arguments and errors as of `ensure_platform`.
+    """
+    _start_distributed(_use_cuda(device), timeout_s)
 
 
 def shut_down() -> None:
@@ -227,6 +233,13 @@ def _stand_in_for_extensions() -> bool:
         if importlib.util.find_spec(placeholder.package) is not None:
             _applied.add_placeholder(placeholder)
     return not missing
+
+
+def _use_cuda(device: str | None) -> bool:
+    use_cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
+    if use_cuda and not torch.cuda.is_available():
+        raise ValueError("device='cuda', but torch finds no CUDA device")
+    return use_cuda
 
 
 def _start_distributed(use_cuda: bool, timeout_s: float) -> torch.device:

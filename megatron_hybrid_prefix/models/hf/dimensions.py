@@ -29,8 +29,7 @@ KV_DEFAULTS: dict[str, tuple[int | None, int | None]] = {
     "falcon_h1": (8, None),
     "qwen3_next": (2, 256),
 }
-"""Key/value heads and channels of a head where config.json has no such name, by model_type; None, or no entry: they follow
-from the query heads."""
+"""Key/value heads and channels where config.json has no such name; None, or no entry: they follow from the query heads."""
 _NEMOTRON_H_OLD_NAMES = {
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
