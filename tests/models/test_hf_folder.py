@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_hybrid_prefix.models import build_hybrid_model, open_folder
+from megatron_hybrid_prefix.models import build_hybrid_model, hf_load, open_folder
 from megatron_hybrid_prefix.models.hf_weights import family_of
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name
 from tests.harness.hf_helpers import MODELS, PromptLogits, make_folder
@@ -143,6 +144,30 @@ def test_a_damaged_folder_is_one_line_that_names_file_and_weight(platform, tmp_p
     with pytest.raises(ValueError, match=message) as error:
         build_hybrid_model(hf=tmp_path / "hf", platform=platform)
     assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_cut_after_it_was_checked_is_an_error(platform, tmp_path):
+    """And no signal, as where a file is mapped."""
+    make_folder(tmp_path / "hf")
+    folder = open_folder(tmp_path / "hf")
+    os.truncate(tmp_path / "hf/model.safetensors", folder.weights["model.embeddings.weight"].offset_bytes + 100)
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors is truncated: it ends before the end of model\.embed\S+$"
+    ):
+        build_hybrid_model(hf=folder, platform=platform)
+
+
+def test_rows_of_several_reads(platform, tmp_path, monkeypatch):
+    """Slices of a few rows each, whole rows and columns, direct and through a buffer."""
+    weights = make_folder(tmp_path / "hf", "nemotron_h_experts")
+    folder, whole = open_folder(tmp_path / "hf"), {}
+    for chunk_bytes in (hf_load.CHUNK_BYTES, 1000):
+        monkeypatch.setattr(hf_load, "CHUNK_BYTES", chunk_bytes)
+        for dtype in ("float32", "bfloat16"):
+            model = build_hybrid_model(replace(folder.config, dtype=dtype), hf=folder, platform=platform)
+            for name, parameter in parameters_by_global_name(model):
+                assert torch.equal(whole.setdefault((name, dtype), parameter), parameter), name
+    assert torch.equal(whole["output_layer.weight", "bfloat16"], weights["lm_head.weight"].bfloat16())
 
 
 def test_a_name_of_the_hub_gets_the_command_that_downloads_it(tmp_path):
