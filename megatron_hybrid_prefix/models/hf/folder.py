@@ -14,7 +14,6 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +82,7 @@ class HfFolder:
         return stored_weights(self.path)
 
     def check_weights(self) -> None:
-        """Reads the headers of all files. Raises ValueError as `weights`, or where safetensors is not installed."""
-        if find_spec("safetensors") is None:
-            raise ValueError("a Hugging Face folder needs safetensors: pip install 'megatron-hybrid-prefix[hf]'")
+        """Reads the headers of all files. Raises ValueError as `weights`, or where there is none."""
         if not self.weights:
             raise ValueError(f"{self.path} has no weights")
 
