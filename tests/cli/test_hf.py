@@ -95,6 +95,7 @@ BAD = {
     "two weights": (["x", "--hf", "FOLDER", "--load", "."], "--load .: give one of them"),
     "too many ranks": (["x", "--hf", "FOLDER", "--tp", "3"], "tp=3 does not divide"),
     "no tokenizer": (["x", "--hf", "BARE"], "BARE has no tokenizer.json: give --tokenizer DIR, or --tokenizer bytes"),
+    "unsupported": (["x", "--hf", "LLAMA"], "LLAMA/config.json: model_type 'llama' is not supported: it is none of"),
     "broken": (["x", "--hf", "BROKEN"], "BROKEN/model-00002-of-00002.safetensors is missing: it has model."),
 }
 
@@ -105,6 +106,9 @@ def test_bad_input_is_one_line(folder, tmp_path, monkeypatch, capsys, name):
     argv, message = BAD[name]
     if "BARE" in argv:
         make_folder(tmp_path / "BARE")
+    if "LLAMA" in argv:
+        (tmp_path / "LLAMA").mkdir()
+        (tmp_path / "LLAMA/config.json").write_text('{"model_type": "llama"}')
     if "BROKEN" in argv:
         make_folder(tmp_path / "BROKEN", shards=2)
         (tmp_path / "BROKEN/model-00002-of-00002.safetensors").unlink()
