@@ -158,7 +158,15 @@ def test_a_file_that_is_cut_after_it_was_checked_is_an_error(platform, tmp_path)
 
 
 def test_rows_of_several_reads(platform, tmp_path, monkeypatch):
-    """Slices of a few rows each, whole rows and columns, direct and through a buffer."""
+    """Slices of a few rows each, direct and through a buffer; the buffers are all that a load needs beside its share."""
+    buffers = []
+
+    class Buffer(hf_load._Buffer):
+        def __init__(self, size_bytes, device):
+            super().__init__(size_bytes, device)
+            buffers.append(size_bytes)
+
+    monkeypatch.setattr(hf_load, "_Buffer", Buffer)
     weights = make_folder(tmp_path / "hf", "nemotron_h_experts")
     folder, whole = open_folder(tmp_path / "hf"), {}
     for chunk_bytes in (hf_load.CHUNK_BYTES, 1000):
@@ -167,6 +175,8 @@ def test_rows_of_several_reads(platform, tmp_path, monkeypatch):
             model = build_hybrid_model(replace(folder.config, dtype=dtype), hf=folder, platform=platform)
             for name, parameter in parameters_by_global_name(model):
                 assert torch.equal(whole.setdefault((name, dtype), parameter), parameter), name
+        assert 1 <= len(buffers) <= hf_load.THREADS and max(buffers) <= chunk_bytes
+        buffers.clear()
     assert torch.equal(whole["output_layer.weight", "bfloat16"], weights["lm_head.weight"].bfloat16())
 
 
