@@ -13,11 +13,14 @@ import json
 import os
 import sys
 import tempfile
+import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # before Triton is imported
+os.environ.setdefault("MAMBA_DETERMINISTIC", "1")  # megatron's kernels are not autotuned: minutes for each shape
 
 import torch
 
@@ -47,11 +50,7 @@ def even(asked, **changes):
 
 
 ASKED = {
-    "nemotron_h": NEMOTRON_H_ASKED,
-    "nemotron_h_experts": NEMOTRON_H_EXPERTS_ASKED,
-    "bamba": BAMBA_ASKED,
     "bamba_even": even(BAMBA_ASKED, hidden_size=128, mamba_n_heads=8, mamba_d_state=32, intermediate_size=256),
-    "qwen3_next": QWEN3_NEXT_ASKED,
     "qwen3_next_even": even(
         QWEN3_NEXT_ASKED,
         **{"hidden_size": 128, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
@@ -62,6 +61,10 @@ ASKED = {
             "shared_expert_intermediate_size": 64,
         },
     ),
+    "bamba": BAMBA_ASKED,
+    "qwen3_next": QWEN3_NEXT_ASKED,
+    "nemotron_h": NEMOTRON_H_ASKED,
+    "nemotron_h_experts": NEMOTRON_H_EXPERTS_ASKED,
 }
 
 
@@ -88,32 +91,39 @@ def logits_of(model, cases):
     return found
 
 
-def compare(path, reference, platform):
-    """Figures of one folder."""
-    folder, cases = open_folder(path), reference["cases"]
-    right = torch.cat([case["logits"] for case in cases])
-    model = build_hybrid_model(hf=folder, platform=platform)
-    found = {
-        "logits_gap": float((logits_of(model, cases) - right).abs().max()),
-        "largest_logit": float(right.abs().max()),
-        "router_margin": reference["router_margin"],
-    }
-    found["same_tokens"], found["tokens"] = batch_tokens(model, reference)
-    del model
-    model = build_hybrid_model(replace(folder.config, dtype="bfloat16"), hf=folder, platform=platform)
-    theirs = torch.cat([case["bfloat16_logits"] for case in cases])
+def in_float32(path, reference, platform):
+    """Largest gap of the logits, and how many greedy tokens are the same."""
+    model, right = build_hybrid_model(hf=path, platform=platform), logits_of_reference(reference, "logits")
+    gap = float((logits_of(model, reference["cases"]) - right).abs().max())
+    same, tokens = batch_tokens(model, reference)
+    found = {"logits_gap": gap, "largest_logit": float(right.abs().max()), "same_tokens": same, "tokens": tokens}
+    return found | {"router_margin": reference["router_margin"]}
+
+
+def in_bfloat16(path, reference, platform):
+    """Errors of logits, as roots of a mean square, against transformers in float32."""
+    folder, right = open_folder(path), logits_of_reference(reference, "logits")
 
     def error(logits):
         return float((logits - right).double().pow(2).mean().sqrt())
 
-    found["bfloat16"] = {"error_here": error(logits_of(model, cases)), "error_of_transformers": error(theirs)}
+    model = build_hybrid_model(replace(folder.config, dtype="bfloat16"), hf=folder, platform=platform)
+    found = {
+        "error_here": error(logits_of(model, reference["cases"])),
+        "error_of_transformers": error(logits_of_reference(reference, "bfloat16_logits")),
+    }
     if folder.config.float32_norms:
         with torch.no_grad():
             for _, parameter in parameters_by_global_name(model):
                 if parameter.dtype == torch.float32:
                     parameter.copy_(parameter.bfloat16())
-        found["bfloat16"]["norms_rounded"] = error(logits_of(model, cases))
+        found["norms_rounded"] = error(logits_of(model, reference["cases"]))
     return found
+
+
+def logits_of_reference(reference, name):
+    """Of all cases, as one tensor of all their positions."""
+    return torch.cat([case[name] for case in reference["cases"]])
 
 
 def main():
@@ -122,27 +132,37 @@ def main():
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--only", nargs="*", choices=ASKED, default=list(ASKED))
     args = parser.parse_args()
-    platform = ensure_platform(device=args.device)
-    print(platform.describe(), flush=True)
-    found, failed = {}, []
-    with tempfile.TemporaryDirectory() as root:
+    start, found, failed = time.perf_counter(), {name: {} for name in args.only}, []
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    with tempfile.TemporaryDirectory() as root, ThreadPoolExecutor(1) as pool:
         asked = {Path(root) / name: ASKED[name] | LENGTHS | {"bfloat16": True} for name in args.only}
-        references = make_references(asked, device=platform.device.type)
-        for folder, reference in references.items():
-            try:
-                found[folder.name] = compare(folder, reference, platform)
-            except Exception as error:  # the other families are worth a run
-                traceback.print_exc()
-                failed.append(folder.name)
-                found[folder.name] = {"error": f"{type(error).__name__}: {error}"}
-            print(json.dumps({folder.name: found[folder.name]}), flush=True)
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        device = torch.cuda.get_device_name() if platform.device.type == "cuda" else "cpu"
-        text = json.dumps({"device": device, "platform": platform.describe(), "families": found}, indent=1)
-        (args.out / f"hf_parity_{platform.device.type}.json").write_text(text)
+        making = pool.submit(make_references, asked, device)  # while megatron is imported
+        platform = ensure_platform(device=device)
+        print(platform.describe(), flush=True)
+        references = making.result()
+        for what in (in_float32, in_bfloat16):
+            for folder, reference in references.items():
+                try:
+                    figures = what(folder, reference, platform)
+                except Exception as error:  # the other families are worth a run
+                    traceback.print_exc()
+                    failed.append(f"{folder.name} {what.__name__}")
+                    figures = {"error": f"{type(error).__name__}: {error}"}
+                found[folder.name][what.__name__] = figures
+                text = json.dumps({folder.name: {what.__name__: figures}})
+                print(f"[{time.perf_counter() - start:5.0f} s] {text}", flush=True)
+                if args.out is not None:
+                    save(args.out / f"hf_parity_{device}.json", platform, found)
     shut_down()
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
+
+
+def save(path, platform, found):
+    """After each family: a run that is cut leaves what it found."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    name = torch.cuda.get_device_name() if platform.device.type == "cuda" else "cpu"
+    text = json.dumps({"device": name, "platform": platform.describe(), "families": found}, indent=1)
+    path.write_text(text)
 
 
 if __name__ == "__main__":
