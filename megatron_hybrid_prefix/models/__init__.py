@@ -10,6 +10,7 @@ from megatron_hybrid_prefix.models.hf.folder import HfFolder, open_folder
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.models.build import build_hybrid_model
     from megatron_hybrid_prefix.models.checkpoint import load_checkpoint, save_checkpoint
+    from megatron_hybrid_prefix.models.hf_save import save_hf_folder
 
 __all__ = [
     "PRESETS",
@@ -20,6 +21,7 @@ __all__ = [
     "load_checkpoint",
     "open_folder",
     "save_checkpoint",
+    "save_hf_folder",
 ]
 
 
@@ -28,6 +30,10 @@ def __getattr__(name: str) -> Any:
         from megatron_hybrid_prefix.models.build import build_hybrid_model
 
         return build_hybrid_model
+    if name == "save_hf_folder":
+        from megatron_hybrid_prefix.models.hf_save import save_hf_folder
+
+        return save_hf_folder
     if name in ("save_checkpoint", "load_checkpoint"):
         from megatron_hybrid_prefix.models import checkpoint
 

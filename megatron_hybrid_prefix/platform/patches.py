@@ -3,7 +3,8 @@
 Each group applies only if the part is missing:
   * `HOST_*`                  no CUDA device: ``torch.cuda`` describes the CPU, pinning is skipped, kernels are PyTorch.
   * `MAMBA_PARTS`             mamba-ssm or causal-conv1d missing or too old: the parts that dynamic inference uses.
-  * `NO_MAMBA_SSM`            no mamba-ssm: the mixer can be built; training raises an error that says what to install.
+  * `NO_MAMBA_SSM`            no mamba-ssm: the mixer can be built, and trains with PyTorch kernels; static batching raises an
+                              error that says what to install.
   * `NO_FLA`                  no flash-linear-attention: likewise for Gated DeltaNet layers.
   * `*GATHERING_ATTENTION`    no flash-attention of any generation: attention gathers the pages.
   * `NO_TRANSFORMER_ENGINE`   the one norm that upstream's hybrid stack hard-codes.
@@ -114,7 +115,7 @@ def _raises(message: str) -> Callable[[Any], Any]:
 
 
 _needs_mamba_ssm = _raises(
-    "training and static batching of Mamba layers need mamba-ssm and causal-conv1d: "
+    "static batching of Mamba layers needs mamba-ssm and causal-conv1d: "
     "pip install --no-build-isolation 'megatron-hybrid-prefix[mamba]'"
 )
 _needs_fla = _raises(
@@ -158,7 +159,10 @@ NO_MAMBA_SSM = (
     ),
     Rebinding(owner=modules.MAMBA_MIXER, name="mamba_chunk_scan_combined", make=_needs_mamba_ssm, why=_NOT_DYNAMIC),
     Rebinding(
-        owner=modules.MAMBA_MIXER, name="mamba_split_conv1d_scan_combined", make=_needs_mamba_ssm, why=_NOT_DYNAMIC
+        owner=modules.MAMBA_MIXER,
+        name="mamba_split_conv1d_scan_combined",
+        make=_kernel("training", "mamba_split_conv1d_scan_combined"),
+        why="training calls it; this one is differentiable PyTorch, for small models",
     ),
 )
 
