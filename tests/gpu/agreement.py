@@ -1,9 +1,13 @@
-"""Next-token log-probs of one preset on GPUs: alone, batched, in chunks, and resumed from either prefix cache.
+"""Next-token log-probs of one model: alone, batched, in chunks, and resumed from either prefix cache.
 
 Run by `test_agreement.py`, alone or under torchrun; also useful by hand:
 
     python tests/gpu/agreement.py --preset small --out /tmp/small.pt
     torchrun --nproc-per-node 2 tests/gpu/agreement.py --preset small --tp 2 --out /tmp/small2.pt
+    python tests/gpu/agreement.py --hf DIR --truth --out /tmp/hf.pt         # prompts are text, not random
+    python tests/gpu/agreement.py --hf DIR --device cpu --dtype float32 --buffer-gb 0.25 --out /tmp/cpu.pt
+
+With ``--truth`` the figures are differences to the same weights in float32, else to each prompt alone with caching off.
 """
 
 from __future__ import annotations
@@ -15,20 +19,37 @@ import time
 import torch
 
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+from tests.gpu.models import Source
 
 PREFIX_TOKENS = 1024
 PROMPTS = 24
 
 
-def prompts(vocab_size: int) -> list[list[int]]:
+def prompts(source: Source) -> list[list[int]]:
     """Prompts that share 1024 tokens, with tails of 40 to 270 tokens."""
-    generator = torch.Generator().manual_seed(0)
+    shared = source.tokens(PREFIX_TOKENS, seed=0)
+    return [shared + source.tokens(40 + 10 * i, seed=1 + i) for i in range(PROMPTS)]
 
-    def draw(count: int) -> list[int]:
-        return torch.randint(0, vocab_size, (count,), generator=generator).tolist()
 
-    shared = draw(PREFIX_TOKENS)
-    return [shared + draw(40 + 10 * i) for i in range(PROMPTS)]
+def error(rows: torch.Tensor, reference: torch.Tensor) -> float:
+    """Mean absolute log-prob difference over the 50 most likely tokens of the reference."""
+    best = reference.topk(50, dim=-1).indices
+    return float((rows.gather(1, best) - reference.gather(1, best)).abs().mean())
+
+
+def table(rows: dict[str, torch.Tensor], report: dict) -> list[str]:
+    """What is said of a run."""
+    against = "truth" if "truth" in rows else "alone"
+    reference, lines = rows[against], [f"{'against ' + against:14}    mean over 50    largest  best differs  same 8 tokens"]
+    runs = {name: row for name, row in rows.items() if name != against} | {"another prompt": rows["alone"].roll(1, 0)}
+    for name, row in runs.items():
+        other = int((row.argmax(-1) != reference.argmax(-1)).sum())
+        tokens, wanted = report.get(f"tokens_{name}"), report[f"tokens_{against}"]
+        same = "" if tokens is None else f"{sum(map(list.__eq__, tokens, wanted))} of {len(wanted)}"
+        lines.append(
+            f"{name:14} {error(row, reference):15.6f} {float((row - reference).abs().max()):10.5f} {other:13d} {same:>14}"
+        )
+    return lines
 
 
 def next_log_probs(engine, batches, sampling, prefill_steps=1):
@@ -54,38 +75,46 @@ def next_log_probs(engine, batches, sampling, prefill_steps=1):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", default="small")
+    parser.add_argument("--hf", metavar="DIR", help="a Hugging Face folder instead of --preset")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the parameters (default: the model's)")
+    parser.add_argument("--truth", action="store_true", help="compare with the same weights in float32")
+    parser.add_argument("--device", choices=("cpu", "cuda"))
+    parser.add_argument("--buffer-gb", type=float, default=8.0, help="for KV; three quarters of it for states")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--out", required=True)
     arguments = parser.parse_args()
-    platform = ensure_platform(tp=arguments.tp, pp=arguments.pp)
+    platform = ensure_platform(device=arguments.device, tp=arguments.tp, pp=arguments.pp)
 
     from megatron.core.inference.sampling_params import SamplingParams
 
     from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
     from megatron_hybrid_prefix.mcore import build_upstream_engine
-    from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 
+    source = Source(arguments.preset, arguments.hf)
     start = time.perf_counter()
-    model = build_hybrid_model(arguments.preset, seed=0)
+    model = source.build(arguments.dtype)
     torch.cuda.synchronize()
     build_s = time.perf_counter() - start
     sampling = SamplingParams(num_tokens_to_generate=8, top_k=1, termination_id=-1)
-    texts = prompts(get_preset(arguments.preset).vocab_size)
+    texts = prompts(source)
     alone = [[prompt] for prompt in texts]
     batched = [texts[i : i + 4] for i in range(0, len(texts), 4)]
-    fields = dict(max_sequence_length=4096, max_requests=16, max_tokens=8192, buffer_size_gb=8)
-    report = {"platform": platform.describe(), "preset": arguments.preset, "build_s": round(build_s, 2)}
-    rows = {}
+    fields = dict(max_sequence_length=4096, max_requests=16, max_tokens=8192, buffer_size_gb=arguments.buffer_gb)
+    report = {"platform": platform.describe(), "preset": source.name, "build_s": round(build_s, 2)}
+    rows, states_gb = {}, 0.75 * arguments.buffer_gb
     with torch.inference_mode():
         # In chunks, the arithmetic of a hit without a cache: 1024 tokens, then the tail from the live state.
         for name, work, steps, extra in (
             ("alone", alone, 1, {}),
             ("batched", batched, 1, {}),
             ("chunked", alone, 2, {"enable_chunked_prefill": True, "max_tokens": PREFIX_TOKENS}),
-            ("upstream", alone, 1, {"enable_prefix_caching": True, "prefix_caching_mamba_gb": 6.0}),
-            ("ours", alone, 1, {"prefix": HybridPrefixConfig(mamba_gb=6.0, check_ranks=True)}),
+            ("upstream", alone, 1, {"enable_prefix_caching": True, "prefix_caching_mamba_gb": states_gb}),
+            ("ours", alone, 1, {"prefix": HybridPrefixConfig(mamba_gb=states_gb, check_ranks=True)}),
+            *([("truth", alone, 1, {})] if arguments.truth else []),
         ):
+            if name == "truth":
+                model = source.build("float32")
             build = build_engine if "prefix" in extra else build_upstream_engine
             engine = build(model, **(fields | extra))
             rows[name], report[f"tokens_{name}"] = next_log_probs(engine, work, sampling, steps)
@@ -96,7 +125,7 @@ def main() -> None:
     if platform.rank == 0:
         torch.save({"rows": rows, "report": report}, arguments.out)
         summary = {k: v for k, v in report.items() if not k.startswith("tokens_")}
-        print(json.dumps(summary), flush=True)
+        print(*table(rows, report), json.dumps(summary), sep="\n", flush=True)
     shut_down()
 
 

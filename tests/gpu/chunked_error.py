@@ -8,13 +8,13 @@ each. The truth is the same weights in float64, computed whole, without chunks a
 nothing); both with float32 states, and both with all in float32. ``--preset upstream-test`` is the hybrid model of
 megatron-core's ``TestChunkedPrefillCudaGraphs``, initialised as megatron does: its logits are close together, and in
 bfloat16 the best two are often the same number. ``--upstream-prompts``: that test's three prompts, which chunked prefill
-cuts at multiples of the scan's chunks and two tokens before an end.
+cuts at multiples of the scan's chunks and two tokens before an end. ``--hf DIR``: the weights of a Hugging Face folder; prompts
+and given tokens are text.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import gc
 import json
 import math
@@ -28,8 +28,9 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.layers.kinds import invalidate_layers
 from megatron_hybrid_prefix.mcore.entrypoints.build import build_upstream_engine
 from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config
-from megatron_hybrid_prefix.models import HybridModelConfig, build_hybrid_model, get_preset
+from megatron_hybrid_prefix.models import HybridModelConfig
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+from tests.gpu.models import Source
 from tests.harness.engine_helpers import greedy, random_tokens
 from tests.harness.quadratic_model import QuadraticHybridModel
 
@@ -292,13 +293,19 @@ def table(report):
             yield f"{name:34} {d['ratio']:7.4f} ({d['standard_error']:.4f})"
 
 
-def build_models(preset, seed=0):
+def open_source(preset, hf=None):
+    """The `Source` of a preset, of ``upstream-test``, or of a folder."""
+    if hf is not None or preset != "upstream-test":
+        return Source(preset, hf)
+    source = Source("tiny")
+    source.name, source.config = preset, UPSTREAM_TEST
+    return source
+
+
+def build_models(source, seed=0):
     """The model in both dtypes with the same weights, and the reference model."""
-    base = UPSTREAM_TEST if preset == "upstream-test" else get_preset(preset)
-    models = {}
-    for dtype in ("bfloat16", "float32"):
-        models[dtype] = build_hybrid_model(dataclasses.replace(base, dtype=dtype), seed=seed)
-    if preset == "upstream-test":
+    base, models = source.config, {dtype: source.build(dtype, seed) for dtype in ("bfloat16", "float32")}
+    if source.name == "upstream-test":
         initialise_as_megatron(models["bfloat16"], base, seed)
     weights = {name: value for name, value in models["bfloat16"].state_dict().items() if value is not None}
     models["float32"].load_state_dict(weights, strict=False)
@@ -321,6 +328,7 @@ def initialise_as_megatron(model, config, seed):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", default="upstream-test", help="upstream-test (default), tiny, small, ...")
+    parser.add_argument("--hf", metavar="DIR", help="a Hugging Face folder instead of --preset")
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--upstream-prompts", action="store_true", help="the three of megatron's test")
     parser.add_argument("--shortest", type=int, default=20, help="tokens of a prompt at least")
@@ -336,16 +344,18 @@ def main():
     arguments = parser.parse_args()
     platform = ensure_platform(device=arguments.device)
     print(platform.describe(), flush=True)
-    models, truth_model = build_models(arguments.preset)
+    source = open_source(arguments.preset, arguments.hf)
+    models, truth_model = build_models(source)
     generator = torch.Generator().manual_seed(arguments.seed)
     lengths = torch.randint(arguments.shortest, arguments.longest + 1, (arguments.prompts,), generator=generator)
-    vocabulary, first = truth_model.config.vocab_size, 1000 * arguments.seed
-    prompts = [random_tokens(n, seed=first + i, vocabulary=vocabulary) for i, n in enumerate(lengths.tolist())]
+    first = 1000 * arguments.seed
+    pairs = [
+        source.prompt_and_answer(n, arguments.forced, first + i, 10**6 + first + i) for i, n in enumerate(lengths.tolist())
+    ]
+    prompts, forced = [prompt for prompt, _ in pairs], [answer for _, answer in pairs]
     if arguments.upstream_prompts:
         prompts = [list(range(600 * i, 600 * i + 512)) for i in range(3)]
-    forced = [
-        random_tokens(arguments.forced, seed=10**6 + first + i, vocabulary=vocabulary) for i in range(len(prompts))
-    ]
+        forced = [random_tokens(arguments.forced, seed=10**6 + first + i, vocabulary=10000) for i in range(3)]
     with torch.inference_mode():
         report = measure(
             models,

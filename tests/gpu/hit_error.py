@@ -1,4 +1,7 @@
-"""Error of hits and misses in bfloat16 against a float32 run, teacher-forced. Usage: ``hit_error.py PRESET PROMPTS``.
+"""Error of hits and misses in bfloat16 against a float32 run, teacher-forced.
+
+    python tests/gpu/hit_error.py small 200
+    python tests/gpu/hit_error.py --hf DIR 200      # prompts and given tokens are text, not random
 
 Every prompt has 1024 shared tokens and 40 others. Then 32 given tokens are decoded. The log-prob of each is compared
 with a float32 model with the same weights and plain attention, which computes everything at once. Prints JSON: mean
@@ -7,16 +10,16 @@ with a float32 model with the same weights and plain attention, which computes e
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 
 import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.layers.kinds import invalidate_layers
-from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from tests.harness.engine_helpers import greedy, random_tokens
+from tests.gpu.models import Source
+from tests.harness.engine_helpers import greedy
 
 PREFIX_TOKENS, OWN_TOKENS, FORCED_TOKENS, BATCH = 1024, 40, 32, 8
 
@@ -81,19 +84,24 @@ def whole(model, prompts, forced):
     return torch.stack(rows)
 
 
-def main(preset, count, state_dtype=None):
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("preset", nargs="?", default="small")
+    parser.add_argument("prompts", type=int)
+    parser.add_argument("state_dtype", nargs="?", help="bfloat16 or float32")
+    parser.add_argument("--hf", metavar="DIR", help="a Hugging Face folder instead of PRESET")
+    arguments = parser.parse_args()
+    count, state_dtype = arguments.prompts, arguments.state_dtype
     platform = ensure_platform()
-    config = get_preset(preset, dtype="bfloat16")
-    model = build_hybrid_model(config, seed=0)
-    exact = build_hybrid_model(get_preset(preset, dtype="float32"), seed=0)
+    source = Source(arguments.preset, arguments.hf)
+    model, exact = source.build("bfloat16"), source.build("float32")
     exact.load_state_dict(
         {name: value for name, value in model.state_dict().items() if value is not None}, strict=False
     )
     invalidate_layers(exact)
-    vocabulary = config.vocab_size
-    shared = random_tokens(PREFIX_TOKENS, seed=1, vocabulary=vocabulary)
-    prompts = [shared + random_tokens(OWN_TOKENS, seed=100 + i, vocabulary=vocabulary) for i in range(int(count))]
-    forced = [random_tokens(FORCED_TOKENS, seed=10_000 + i, vocabulary=vocabulary) for i in range(int(count))]
+    shared = source.tokens(PREFIX_TOKENS, seed=1)
+    pairs = [source.prompt_and_answer(OWN_TOKENS, FORCED_TOKENS, 100 + i, 10_000 + i) for i in range(count)]
+    prompts, forced = [shared + own for own, _ in pairs], [answer for _, answer in pairs]
     prefix = HybridPrefixConfig(mamba_gb=2, state_dtype=state_dtype)
     with torch.inference_mode():
         right = whole(exact, prompts, forced)
@@ -105,12 +113,13 @@ def main(preset, count, state_dtype=None):
         name: float((rows - right)[hit_rows].abs().mean())
         for name, rows in (("hit", hits), ("miss", misses), ("chunked", chunked))
     }
-    report = {"platform": platform.describe(), "preset": preset, "prompts": len(prompts), "state_dtype": state_dtype}
+    report = {"platform": platform.describe(), "preset": source.name, "prompts": len(prompts), "state_dtype": state_dtype}
     report |= {"forced_tokens": FORCED_TOKENS, "reused_tokens": reused_tokens, "errors": errors}
     report["hit_over_miss"] = errors["hit"] / errors["miss"]
+    report["mean_log_prob"] = float(right.mean())
     print(json.dumps(report))
     shut_down()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.gpu.agreement import error
 from tests.gpu.launch import run_script
 
 pytestmark = pytest.mark.gpu
@@ -27,12 +28,6 @@ def one(request, tmp_path_factory):
     if request.param != "small" and torch.cuda.get_device_properties(0).total_memory < NEMOTRON_BYTES:
         pytest.skip("needs 40 GiB of GPU memory")
     return run(tmp_path_factory, request.param)
-
-
-def error(rows: torch.Tensor, reference: torch.Tensor) -> float:
-    """Mean absolute log-prob difference over the 50 most likely tokens of the reference."""
-    best = reference.topk(50, dim=-1).indices
-    return float((rows.gather(1, best) - reference.gather(1, best)).abs().mean())
 
 
 def test_generates_and_caching_agrees_within_noise(one):

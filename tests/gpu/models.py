@@ -1,0 +1,47 @@
+"""The models of the scripts here, a preset or a Hugging Face folder, and the tokens that they are given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pydoc_data.topics import topics
+
+from megatron_hybrid_prefix.models import build_hybrid_model, get_preset, open_folder
+from megatron_hybrid_prefix.tokenizer import load_tokenizer
+from tests.harness.engine_helpers import random_tokens
+
+
+class Source:
+    """A model to measure, and its tokens: random ones for random weights, text for a folder's weights.
+
+    Args:
+        preset: Name of a preset; used where there is no folder.
+        hf: A Hugging Face folder with a tokenizer; None: the preset.
+    """
+
+    def __init__(self, preset, hf=None):
+        self.folder = None if hf is None else open_folder(hf)
+        self.name = preset if self.folder is None else self.folder.name
+        self.config = get_preset(preset) if self.folder is None else self.folder.config
+        self._text = None
+        if self.folder is not None:  # the topics of Python's help(), about 700 KB
+            tokenizer = load_tokenizer(self.folder.path, self.config.vocab_size)
+            self._text = tokenizer.tokenize("\n".join(topics[name] for name in sorted(topics)))
+
+    def build(self, dtype=None, seed=0):
+        """The model, its weights in another dtype if one is given."""
+        config = self.config if dtype is None else replace(self.config, dtype=dtype)
+        return build_hybrid_model(config, seed=seed, hf=self.folder)
+
+    def tokens(self, count, seed):
+        """``count`` token ids: random ones, or a piece of the text."""
+        if self._text is None:
+            return random_tokens(count, seed=seed, vocabulary=self.config.vocab_size)
+        (start,) = random_tokens(1, seed=seed, vocabulary=len(self._text) - count)
+        return self._text[start : start + count]
+
+    def prompt_and_answer(self, tokens, answer_tokens, seed, answer_seed):
+        """A prompt and what follows: in a text it follows, random tokens have a seed of their own."""
+        if self._text is None:
+            return self.tokens(tokens, seed), self.tokens(answer_tokens, answer_seed)
+        piece = self.tokens(tokens + answer_tokens, seed)
+        return piece[:tokens], piece[tokens:]
