@@ -251,17 +251,19 @@ def main():
             weight.copy_(weight.bfloat16())
     report["held_out_bits_per_byte"] = round(bits_per_byte(model, held_out, arguments), 4)
     report |= {"parameters": count, "platform": platform.describe(), "training_bytes": len(train_tokens)}
-    report |= {"held_out_bytes": len(held_out), "arguments": {name: str(value) for name, value in vars(arguments).items()}}
+    report |= {
+        "held_out_bytes": len(held_out),
+        "arguments": {name: str(value) for name, value in vars(arguments).items()},
+    }
     print(f"held out: {report['held_out_bits_per_byte']} bits/byte after {report['tokens']:,} tokens", flush=True)
     sampling = {"do_sample": True, "temperature": 0.7, "top_p": 0.95}
     save_hf_folder(model, arguments.out, generation={"eos_token_id": END, "pad_token_id": END, **sampling})
     save_tokenizer(arguments.out)
-    del model
-    report["samples"] = samples(arguments.out, 400)
-    print(*report["samples"], sep="\n" + "-" * 79 + "\n", flush=True)
     (arguments.out / "training.json").write_text(json.dumps(report, indent=1) + "\n")
     size = sum(file.stat().st_size for file in arguments.out.iterdir())
     print(f"saved {arguments.out}: {size / 1e6:.1f} MB", flush=True)
+    del model
+    print(*samples(arguments.out, 400), sep="\n" + "-" * 79 + "\n", flush=True)
     shut_down()
 
 

@@ -41,12 +41,16 @@ def save_hf_folder(
     config: HybridModelConfig = model.hybrid_config
     family = family_of(config)
     if family.model_type != "nemotron_h" or config.has_experts:
-        raise ValueError(f"only Nemotron-H without experts is saved, not {family.model_type} with {config.layer_pattern}")
+        raise ValueError(
+            f"only Nemotron-H without experts is saved, not {family.model_type} with {config.layer_pattern}"
+        )
     rules = {rule.target: rule for rule in family.rules(config)}
     weights: dict[str, torch.Tensor] = {}
     for name, parameter in parameters_by_global_name(model):
         if name not in rules or tuple(parameter.shape) != rules[name].shape:
-            raise ValueError(f"{name} has shape {tuple(parameter.shape)}: the model is sharded, or not of {family.model_type}")
+            raise ValueError(
+                f"{name} has shape {tuple(parameter.shape)}: the model is sharded, or not of {family.model_type}"
+            )
         weights |= _sources(rules[name], parameter.detach())
     if config.tie_embeddings:  # transformers' Nemotron-H does not tie them
         weights["lm_head.weight"] = weights["model.embeddings.weight"]
@@ -54,7 +58,11 @@ def save_hf_folder(
     data = _nemotron_h(config, dtype)
     read_back = replace(dimensions_of(data, "config.json"), chunk_size=config.chunk_size)
     wanted = replace(
-        config, layer_pattern=config.layer_pattern.replace("|", ""), dtype=dtype, tie_embeddings=False, long_memory=False
+        config,
+        layer_pattern=config.layer_pattern.replace("|", ""),
+        dtype=dtype,
+        tie_embeddings=False,
+        long_memory=False,
     )
     if read_back != wanted:
         raise ValueError(f"config.json cannot say what this model is: {wanted} would be read as {read_back}")

@@ -40,7 +40,10 @@ def error(rows: torch.Tensor, reference: torch.Tensor) -> float:
 def table(rows: dict[str, torch.Tensor], report: dict) -> list[str]:
     """What is said of a run."""
     against = "truth" if "truth" in rows else "alone"
-    reference, lines = rows[against], [f"{'against ' + against:14}    mean over 50    largest  best differs  same 8 tokens"]
+    reference, lines = (
+        rows[against],
+        [f"{'against ' + against:14}    mean over 50    largest  best differs  same 8 tokens"],
+    )
     runs = {name: row for name, row in rows.items() if name != against} | {"another prompt": rows["alone"].roll(1, 0)}
     for name, row in runs.items():
         other = int((row.argmax(-1) != reference.argmax(-1)).sum())

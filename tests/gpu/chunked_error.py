@@ -350,7 +350,8 @@ def main():
     lengths = torch.randint(arguments.shortest, arguments.longest + 1, (arguments.prompts,), generator=generator)
     first = 1000 * arguments.seed
     pairs = [
-        source.prompt_and_answer(n, arguments.forced, first + i, 10**6 + first + i) for i, n in enumerate(lengths.tolist())
+        source.prompt_and_answer(n, arguments.forced, first + i, 10**6 + first + i)
+        for i, n in enumerate(lengths.tolist())
     ]
     prompts, forced = [prompt for prompt, _ in pairs], [answer for _, answer in pairs]
     if arguments.upstream_prompts:

@@ -113,7 +113,12 @@ def main():
         name: float((rows - right)[hit_rows].abs().mean())
         for name, rows in (("hit", hits), ("miss", misses), ("chunked", chunked))
     }
-    report = {"platform": platform.describe(), "preset": source.name, "prompts": len(prompts), "state_dtype": state_dtype}
+    report = {
+        "platform": platform.describe(),
+        "preset": source.name,
+        "prompts": len(prompts),
+        "state_dtype": state_dtype,
+    }
     report |= {"forced_tokens": FORCED_TOKENS, "reused_tokens": reused_tokens, "errors": errors}
     report["hit_over_miss"] = errors["hit"] / errors["miss"]
     report["mean_log_prob"] = float(right.mean())

@@ -41,7 +41,9 @@ def chunked_scan(
     x, dt, B, C = (F.pad(part, (0, 0) * (part.dim() - 2) + (0, padding)) for part in (x, dt, B, C))
     chunks = x.shape[1] // chunk_size
     by_head = (batch, chunks, chunk_size, groups, heads // groups)
-    x_dt = (x * dt[..., None]).view(*by_head, -1).permute(0, 1, 3, 4, 2, 5)  # (batch, chunks, groups, heads, chunk_size, dim)
+    x_dt = (
+        (x * dt[..., None]).view(*by_head, -1).permute(0, 1, 3, 4, 2, 5)
+    )  # (batch, chunks, groups, heads, chunk_size, dim)
     B, C = (part.view(batch, chunks, chunk_size, groups, -1).transpose(2, 3)[:, :, :, None] for part in (B, C))
     log_decay = (dt * A).view(by_head).permute(0, 1, 3, 4, 2).cumsum(-1)  # (batch, chunks, groups, heads, chunk_size)
 
@@ -58,7 +60,8 @@ def chunked_scan(
         entering = carry @ added.to(carry.dtype).permute(0, 2, 3, 1, 4, 5).flatten(-2)
     entering = entering.unflatten(-1, added.shape[-2:]).permute(0, 3, 1, 2, 4, 5)
     y = y + (C @ entering.to(C.dtype).transpose(-1, -2)) * log_decay.exp()[..., None]
-    return y.permute(0, 1, 4, 2, 3, 5).reshape(batch, chunks * chunk_size, heads, -1)[:, :tokens]
+    y = y.permute(0, 1, 4, 2, 3, 5).reshape(batch, chunks * chunk_size, heads, -1)
+    return y.narrow(1, 0, tokens)
 
 
 def _lower(log_decay: torch.Tensor, diagonal: int) -> torch.Tensor:
@@ -106,9 +109,13 @@ def mamba_split_conv1d_scan_combined(
         ValueError: An argument is not supported.
     """
     if seq_idx is not None:
-        raise ValueError("without mamba-ssm, Mamba2 layers do not train on packed sequences: give sequences of one length")
+        raise ValueError(
+            "without mamba-ssm, Mamba2 layers do not train on packed sequences: give sequences of one length"
+        )
     if activation != "silu" or norm_before_gate:
-        raise ValueError(f"activation={activation!r}, norm_before_gate={norm_before_gate}: only 'silu' and False are supported")
+        raise ValueError(
+            f"activation={activation!r}, norm_before_gate={norm_before_gate}: only 'silu' and False are supported"
+        )
     heads, channels = len(A), len(conv1d_bias)
     inner = heads * (D.shape[1] if headdim is None else headdim)
     z, xbc, dt = zxbcdt.split([inner, channels, heads], dim=-1)
@@ -123,4 +130,5 @@ def mamba_split_conv1d_scan_combined(
     x, B, C = x.unflatten(-1, (heads, -1)), B.unflatten(-1, (ngroups, -1)), C.unflatten(-1, (ngroups, -1))
     dt = F.softplus(dt.to(dtype) + dt_bias.to(dtype))
     y = chunked_scan(x, dt, A.to(dtype), B, C, chunk_size) + x * D.to(dtype).view(heads, -1)
-    return (y.flatten(-2) * F.silu(z.to(dtype))).to(zxbcdt.dtype)
+    gated: torch.Tensor = (y.flatten(-2) * F.silu(z.to(dtype))).to(zxbcdt.dtype)
+    return gated
