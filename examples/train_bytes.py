@@ -75,11 +75,13 @@ def read_texts():
 
 
 def tokens_of_texts():
-    """Training and held-out tokens, uint8 values and `END`, as int16; every twentieth file by its name is held out."""
+    """Training and held-out tokens, bytes and `END`, as int16; every twentieth file by its name is held out."""
     parts = ([], [])
     for name, text in read_texts():
-        held_out = hashlib.blake2b(name.encode(), digest_size=4).digest()[0] % 20 == 0
-        parts[held_out].append(torch.tensor([*text.encode(), END], dtype=torch.int16))
+        if text:
+            held_out = hashlib.blake2b(name.encode(), digest_size=4).digest()[0] % 20 == 0
+            values = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+            parts[held_out].extend((values.short(), torch.tensor([END], dtype=torch.int16)))
     return tuple(map(torch.cat, parts))
 
 
@@ -231,8 +233,9 @@ def main():
     parser.add_argument("--size", choices=SIZES, default="25m")
     parser.add_argument("--batch", type=int, default=16, help="rows of a step")
     parser.add_argument("--tokens", type=int, default=2048, help="of a row")
-    parser.add_argument("--rate", type=float, default=2e-3, help="largest learning rate")
+    parser.add_argument("--rate", type=float, default=1.5e-3, help="largest learning rate")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--held-out-rows", type=int, help="measure on so many in the end (default: all)")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="the scan, on a GPU")
     parser.add_argument("--say-s", type=float, default=5.0, help="seconds between lines")
     arguments = parser.parse_args()
@@ -249,7 +252,7 @@ def main():
     with torch.no_grad():
         for weight in model.parameters():  # what is saved is what is measured
             weight.copy_(weight.bfloat16())
-    report["held_out_bits_per_byte"] = round(bits_per_byte(model, held_out, arguments), 4)
+    report["held_out_bits_per_byte"] = round(bits_per_byte(model, held_out, arguments, arguments.held_out_rows), 4)
     report |= {"parameters": count, "platform": platform.describe(), "training_bytes": len(train_tokens)}
     report |= {
         "held_out_bytes": len(held_out),

@@ -48,7 +48,7 @@ def chunked_scan(
     log_decay = (dt * A).view(by_head).permute(0, 1, 3, 4, 2).cumsum(-1)  # (batch, chunks, groups, heads, chunk_size)
 
     decay = _lower(log_decay[..., :, None] - log_decay[..., None, :], diagonal=0)
-    y = ((C @ B.transpose(-1, -2)) * decay) @ x_dt
+    y: torch.Tensor = ((C @ B.transpose(-1, -2)) * decay) @ x_dt
 
     # What a chunk adds to the state, and the state before each chunk: (batch, groups, heads, chunks, dim x d_state).
     to_end = (log_decay[..., -1:] - log_decay).exp()
@@ -60,8 +60,8 @@ def chunked_scan(
         entering = carry @ added.to(carry.dtype).permute(0, 2, 3, 1, 4, 5).flatten(-2)
     entering = entering.unflatten(-1, added.shape[-2:]).permute(0, 3, 1, 2, 4, 5)
     y = y + (C @ entering.to(C.dtype).transpose(-1, -2)) * log_decay.exp()[..., None]
-    y = y.permute(0, 1, 4, 2, 3, 5).reshape(batch, chunks * chunk_size, heads, -1)
-    return y.narrow(1, 0, tokens)
+    y = y.permute(0, 1, 4, 2, 3, 5).reshape(batch, chunks * chunk_size, heads, -1)[:, :tokens]
+    return y
 
 
 def _lower(log_decay: torch.Tensor, diagonal: int) -> torch.Tensor:
