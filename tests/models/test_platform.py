@@ -102,9 +102,8 @@ def test_the_triton_interpreter_is_not_used(platform):
 def test_what_needs_mamba_ssm_says_so(platform):
     from megatron.core.ssm import mamba_mixer
 
-    for function in (mamba_mixer.mamba_chunk_scan_combined,):
-        with pytest.raises(ImportError, match=r"need mamba-ssm.*megatron-hybrid-prefix\[mamba\]"):
-            function()
+    with pytest.raises(ImportError, match=r"needs mamba-ssm.*megatron-hybrid-prefix\[mamba\]"):
+        mamba_mixer.mamba_chunk_scan_combined()
     assert mamba_mixer._check_mamba_sequence_packing_support() == (True, None)
 
 
