@@ -1,6 +1,6 @@
 """Train a byte-level hybrid (Mamba2, attention, MLP; 25 million parameters) in minutes, and save it as a Hugging Face folder.
 
-    python examples/train_bytes.py --minutes 7 --out out/bytes-25m               # one GPU
+    python examples/train_bytes.py --out out/bytes-25m               # one GPU
     python examples/train_bytes.py --size tiny --steps 20 --out out/bytes-tiny   # the CPU, a try
     hybrid-prefix generate "def main(" --hf out/bytes-25m
 
@@ -147,7 +147,9 @@ class Trainer:
 def bits_per_byte(model, tokens, arguments, most_windows=None):
     """Mean bits of each token given those before it in its window; the end of a file counts as a byte."""
     length = arguments.tokens
-    windows = [tokens[at : at + length + 1] for at in range(0, len(tokens) - length, length)][:most_windows]
+    starts = range(0, len(tokens) - length, length)
+    starts = starts[:: max(1, len(starts) // most_windows)] if most_windows else starts
+    windows = [tokens[start : start + length + 1] for start in starts]
     nats = 0.0
     with torch.compiler.set_stance("force_eager"):
         for rows in torch.stack(windows).split(arguments.batch):
@@ -227,7 +229,7 @@ def samples(folder, tokens):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the Hugging Face folder")
-    parser.add_argument("--minutes", type=float, default=7.0, help="of training, after the first step")
+    parser.add_argument("--minutes", type=float, default=4.5, help="of training, after the first step")
     parser.add_argument("--steps", type=int, help="stop after so many, if that is earlier")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
     parser.add_argument("--size", choices=SIZES, default="25m")

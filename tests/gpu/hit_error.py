@@ -4,7 +4,8 @@
     python tests/gpu/hit_error.py --hf DIR 200      # prompts and given tokens are text, not random
 
 Every prompt has 1024 shared tokens and 40 others. Then 32 given tokens are decoded. The log-prob of each is compared
-with a float32 model with the same weights and plain attention, which computes everything at once. Prints JSON: mean
+with a float32 model with the same weights and plain attention, which computes everything at once (``--float64``: with a float64 one
+without kernels, which none has to compile; slow with Gated DeltaNet layers). Prints JSON: mean
 |log-prob difference| of hits, of misses (caching off), and of misses computed in two chunks.
 """
 
@@ -20,6 +21,7 @@ from megatron_hybrid_prefix.layers.kinds import invalidate_layers
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.gpu.models import Source
 from tests.harness.engine_helpers import greedy
+from tests.harness.quadratic_model import QuadraticHybridModel
 
 PREFIX_TOKENS, OWN_TOKENS, FORCED_TOKENS, BATCH = 1024, 40, 32, 8
 
@@ -84,29 +86,58 @@ def whole(model, prompts, forced):
     return torch.stack(rows)
 
 
+def say(line):
+    """Prints at once."""
+    print(line, flush=True)
+
+
+def in_float32(source, model):
+    """The same weights in float32."""
+    exact = source.build("float32")
+    exact.load_state_dict(
+        {name: value for name, value in model.state_dict().items() if value is not None}, strict=False
+    )
+    invalidate_layers(exact)
+    return exact
+
+
+def whole_in_float64(naive, prompts, forced):
+    """As `whole`, of a `NaiveHybridModel`."""
+    rows = []
+    for prompt, tokens in zip(prompts, forced, strict=True):
+        log_probs = naive.log_probs(prompt + tokens)[len(prompt) - 1 : -1]
+        rows.append(log_probs.gather(1, torch.tensor(tokens, device=log_probs.device)[:, None])[:, 0].cpu())
+    return torch.stack(rows)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("preset", nargs="?", default="small")
     parser.add_argument("prompts", type=int)
     parser.add_argument("state_dtype", nargs="?", help="bfloat16 or float32")
     parser.add_argument("--hf", metavar="DIR", help="a Hugging Face folder instead of PRESET")
+    parser.add_argument(
+        "--float64", action="store_true", help="compare with the same weights in float64, without kernels"
+    )
     arguments = parser.parse_args()
     count, state_dtype = arguments.prompts, arguments.state_dtype
     platform = ensure_platform()
     source = Source(arguments.preset, arguments.hf)
-    model, exact = source.build("bfloat16"), source.build("float32")
-    exact.load_state_dict(
-        {name: value for name, value in model.state_dict().items() if value is not None}, strict=False
-    )
-    invalidate_layers(exact)
+    model = source.build("bfloat16")
     shared = source.tokens(PREFIX_TOKENS, seed=1)
     pairs = [source.prompt_and_answer(OWN_TOKENS, FORCED_TOKENS, 100 + i, 10_000 + i) for i in range(count)]
     prompts, forced = [shared + own for own, _ in pairs], [answer for _, answer in pairs]
     prefix = HybridPrefixConfig(mamba_gb=2, state_dtype=state_dtype)
     with torch.inference_mode():
-        right = whole(exact, prompts, forced)
-        hits, reused_tokens = decoded(model, prompts, forced, prefix)
+        if arguments.float64:
+            right = whole_in_float64(QuadraticHybridModel(model, source.config), prompts, forced)
+        else:
+            right = whole(in_float32(source, model), prompts, forced)
+        say(f"truth: mean log-prob {float(right.mean()):.4f}")
         misses, _ = decoded(model, prompts, forced, None)
+        say(f"misses: {float((misses - right).abs().mean()):.6f}")
+        hits, reused_tokens = decoded(model, prompts, forced, prefix)
+        say(f"hits, the first two included: {float((hits - right).abs().mean()):.6f}")
         chunked, _ = decoded(model, prompts, forced, None, enable_chunked_prefill=True, max_tokens=PREFIX_TOKENS)
     hit_rows = slice(2, None)  # the first two computed all
     errors = {
