@@ -3,8 +3,8 @@
 Each group applies only if the part is missing:
   * `HOST_*`                  no CUDA device: ``torch.cuda`` describes the CPU, pinning is skipped, kernels are PyTorch.
   * `MAMBA_PARTS`             mamba-ssm or causal-conv1d missing or too old: the parts that dynamic inference uses.
-  * `NO_MAMBA_SSM`            no mamba-ssm: the mixer can be built, and trains with PyTorch kernels; static batching raises an
-                              error that says what to install.
+  * `MAMBA_TRAINING`          mamba-ssm, causal-conv1d or their compiled extensions missing: the mixer trains with PyTorch.
+  * `NO_MAMBA_SSM`            no mamba-ssm: the mixer can be built; static batching raises an error that says what to install.
   * `NO_FLA`                  no flash-linear-attention: likewise for Gated DeltaNet layers.
   * `*GATHERING_ATTENTION`    no flash-attention of any generation: attention gathers the pages.
   * `NO_TRANSFORMER_ENGINE`   the one norm that upstream's hybrid stack hard-codes.
@@ -150,6 +150,14 @@ MAMBA_PARTS = (
     ),
 )
 _NOT_DYNAMIC = "not called by dynamic inference; raises a clear error in place of calling None"
+MAMBA_TRAINING = (
+    Rebinding(
+        owner=modules.MAMBA_MIXER,
+        name="mamba_split_conv1d_scan_combined",
+        make=_kernel("training", "mamba_split_conv1d_scan_combined"),
+        why="training calls it, and it calls compiled extensions; this one is differentiable PyTorch, for small models",
+    ),
+)
 NO_MAMBA_SSM = (
     Rebinding(
         owner=modules.MAMBA_MIXER,
@@ -158,12 +166,6 @@ NO_MAMBA_SSM = (
         why="the mixer's constructor requires mamba-ssm",
     ),
     Rebinding(owner=modules.MAMBA_MIXER, name="mamba_chunk_scan_combined", make=_needs_mamba_ssm, why=_NOT_DYNAMIC),
-    Rebinding(
-        owner=modules.MAMBA_MIXER,
-        name="mamba_split_conv1d_scan_combined",
-        make=_kernel("training", "mamba_split_conv1d_scan_combined"),
-        why="training calls it; this one is differentiable PyTorch, for small models",
-    ),
 )
 
 

@@ -197,6 +197,8 @@ def replace_what_is_missing(use_cuda: bool) -> tuple[str, str, str]:
         rebindings += patches.MAMBA_PARTS
     if not has_mamba_ssm:
         rebindings += patches.NO_MAMBA_SSM
+    if not has_parts or not compiled:
+        rebindings += patches.MAMBA_TRAINING
     if not delta_net.has_fla():
         rebindings += patches.NO_FLA
     if not use_cuda:

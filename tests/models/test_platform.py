@@ -110,7 +110,7 @@ def test_what_needs_mamba_ssm_says_so(platform):
 @on_host
 def test_every_entry_of_the_table_is_active_and_says_why(platform):
     entries = patches.HOST_TORCH + patches.HOST_MEGATRON + patches.HOST_ATTENTION + patches.NO_TRANSFORMER_ENGINE
-    entries += patches.MAMBA_PARTS + patches.NO_MAMBA_SSM
+    entries += patches.MAMBA_PARTS + patches.MAMBA_TRAINING + patches.NO_MAMBA_SSM
     active = active_rebindings()
     assert set(entries) <= set(active)
     assert len({entry.symbol for entry in entries}) == len(entries)

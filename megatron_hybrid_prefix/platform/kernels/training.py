@@ -1,7 +1,7 @@
 """The training forward of a Mamba2 mixer, in plain PyTorch: differentiable, on any device.
 
-Replaces `mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined` where mamba-ssm is not installed. Megatron's mixer calls
-it in training mode.
+Replaces `mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined` where mamba-ssm, causal-conv1d or their compiled extensions
+are not installed. Megatron's mixer calls it in training mode.
 
 The recurrence is computed in chunks (SSD, https://arxiv.org/abs/2405.21060, section 6): within a chunk as a masked product of matrices,
 between chunks by one product with the decays from chunk to chunk. `torch.autograd` makes the backward. The memory of a layer grows with
@@ -85,6 +85,7 @@ def mamba_split_conv1d_scan_combined(
     headdim: int | None = None,
     ngroups: int = 1,
     norm_before_gate: bool = True,
+    state_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Split, convolution, scan and gate of a Mamba2 mixer, as megatron's ``_ssm_training`` asks for them; differentiable.
 
@@ -101,6 +102,7 @@ def mamba_split_conv1d_scan_combined(
         headdim: Channels of a head.
         ngroups: Groups of heads that share B and C.
         norm_before_gate: Must be False: the norm follows the gate.
+        state_dtype: Not used: states are carried in float32. New versions of mamba-ssm have it.
 
     Returns:
         (batch, tokens, heads x head_dim) in zxbcdt's dtype.
