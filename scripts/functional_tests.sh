@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Functional tests on several ranks: tensor, pipeline, expert and data parallelism, and a rank that is killed.
-#   scripts/functional_tests.sh N [--device cpu|cuda] [--cases NAMES] [--json PATH]
+#   scripts/functional_tests.sh N [--device cpu|cuda] [--cases NAMES] [--layers KIND] [--json PATH]
 #
 #   N              number of ranks (on GPUs, one GPU each); cases that need more are skipped; 4 runs all cases
 #   --device       cpu uses gloo, cuda uses NCCL (default: cuda if there is a GPU)
 #   --cases NAMES  only these cases, comma-separated: tp2, pp2, tp2-pp2, ep2, tp2-ep2, dp2, killed, killed-alone (without torchrun)
+#   --layers KIND  recurrent layers of the models: mamba2 (default), gated-delta-net (with some Mamba2)
 #   --json PATH    write the results, with hardware and versions
 #
 # Prints one line per case: passed, failed or skipped, and why. Exit code: 0; 1 if a case failed; 2 for bad input.

@@ -64,10 +64,10 @@ def tiny_gdn(platform):
 @pytest.fixture(scope="session")
 def tiny_mixed(platform):
     """Mamba2 and Gated DeltaNet layers side by side, and experts."""
-    from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
+    from megatron_hybrid_prefix.models import build_hybrid_model
+    from tests.harness.named_models import named
 
-    config = get_preset("tiny-gdn", layer_pattern="MG*EG*-", num_moe_experts=4)
-    return build_hybrid_model(config, seed=0, platform=platform)
+    return build_hybrid_model(named("tiny-mixed"), seed=0, platform=platform)
 
 
 @pytest.fixture(scope="session")
@@ -81,10 +81,10 @@ def tiny_qwen3_next(platform):
 @pytest.fixture(scope="session")
 def tiny_gdn_mtp(platform):
     """Mamba2 and Gated DeltaNet layers, and depths of multi-token prediction."""
-    from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
+    from megatron_hybrid_prefix.models import build_hybrid_model
+    from tests.harness.named_models import named
 
-    config = get_preset("tiny-gdn", layer_pattern="G*-MG*-", mtp_num_layers=3, mtp_layer_pattern="*-")
-    return build_hybrid_model(config, seed=0, platform=platform)
+    return build_hybrid_model(named("tiny-gdn-mtp"), seed=0, platform=platform)
 
 
 @pytest.fixture(scope="session")

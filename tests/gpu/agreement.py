@@ -13,6 +13,7 @@ With ``--truth`` the figures are differences to the same weights in float64, els
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 
@@ -20,6 +21,7 @@ import torch
 
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.gpu.models import Source
+from tests.harness.named_models import runs_on_megatron
 
 PREFIX_TOKENS = 1024
 PROMPTS = 24
@@ -80,9 +82,12 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the parameters (default: the model's)")
     parser.add_argument("--truth", action="store_true", help="compare with the same weights in float64")
     parser.add_argument("--device", choices=("cpu", "cuda"))
-    parser.add_argument("--buffer-gb", type=float, default=8.0, help="for KV; three quarters of it for states")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--prompts", type=int, default=PROMPTS)
+    parser.add_argument(
+        "--buffer-gb", type=float, default=8.0, help="of KV and live states; of checkpoints 3/4 as much"
+    )
     parser.add_argument("--out", required=True)
     arguments = parser.parse_args()
     platform = ensure_platform(device=arguments.device, tp=arguments.tp, pp=arguments.pp)
@@ -95,25 +100,32 @@ def main() -> None:
     source = Source(arguments.preset, arguments.hf)
     start = time.perf_counter()
     model = source.build(arguments.dtype)
-    torch.cuda.synchronize()
+    if platform.device.type == "cuda":
+        torch.cuda.synchronize()
     build_s = time.perf_counter() - start
     sampling = SamplingParams(num_tokens_to_generate=8, top_k=1, termination_id=-1)
-    texts = prompts(source)
+    texts = prompts(source)[: arguments.prompts]
     alone = [[prompt] for prompt in texts]
     batched = [texts[i : i + 4] for i in range(0, len(texts), 4)]
     fields = dict(max_sequence_length=4096, max_requests=16, max_tokens=8192, buffer_size_gb=arguments.buffer_gb)
-    report = {"platform": platform.describe(), "preset": source.name, "build_s": round(build_s, 2)}
-    rows, states_gb = {}, 0.75 * arguments.buffer_gb
-    with torch.inference_mode():
+    states_gb = 0.75 * arguments.buffer_gb
+    # Megatron's own engine where it can run the layers, this package's with its cache off where not.
+    on_megatron = runs_on_megatron(source.config)
+    plain = build_upstream_engine if on_megatron else build_engine
+    upstream = {"enable_prefix_caching": True, "prefix_caching_mamba_gb": states_gb}
+    cases = [
         # In chunks, the arithmetic of a hit without a cache: 1024 tokens, then the tail from the live state.
-        for name, work, steps, extra in (
-            ("alone", alone, 1, {}),
-            ("batched", batched, 1, {}),
-            ("chunked", alone, 2, {"enable_chunked_prefill": True, "max_tokens": PREFIX_TOKENS}),
-            ("upstream", alone, 1, {"enable_prefix_caching": True, "prefix_caching_mamba_gb": states_gb}),
-            ("ours", alone, 1, {"prefix": HybridPrefixConfig(mamba_gb=states_gb, check_ranks=True)}),
-        ):
-            build = build_engine if "prefix" in extra else build_upstream_engine
+        ("alone", alone, 1, {}),
+        ("batched", batched, 1, {}),
+        ("chunked", alone, 2, {"enable_chunked_prefill": True, "max_tokens": PREFIX_TOKENS}),
+        *([("upstream", alone, 1, upstream)] if on_megatron else []),
+        ("ours", alone, 1, {"prefix": HybridPrefixConfig(mamba_gb=states_gb, check_ranks=True)}),
+    ]
+    report = {"platform": platform.describe(), "preset": source.name, "build_s": round(build_s, 2)}
+    rows = {}
+    with torch.inference_mode():
+        for name, work, steps, extra in cases:
+            build = build_engine if "prefix" in extra else plain
             engine = build(model, **(fields | extra))
             rows[name], report[f"tokens_{name}"] = next_log_probs(engine, work, sampling, steps)
             report[f"computed_tokens_{name}"] = engine.context.lifetime_prefill_token_count
@@ -121,6 +133,7 @@ def main() -> None:
                 off = error(rows[name], rows["alone"])
                 print(f"{name}: {off:.6f} off alone, {time.perf_counter() - start:.1f} s since the start", flush=True)
             del engine
+            gc.collect()
             torch.cuda.empty_cache()
         if arguments.truth:
             rows["truth"] = source.truth(model, texts)

@@ -12,12 +12,14 @@ import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore.runner import release_engine
-from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
+from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.harness.engine_helpers import greedy, random_tokens
+from tests.harness.named_models import named
 
 NEW_TOKENS = 24
 PREFIX_TOKENS = 512
+DRAFTING = {"tiny": "tiny-mtp", "tiny-gdn": "tiny-gdn-mtp"}
 
 
 def prompts(vocab_size):
@@ -34,7 +36,7 @@ def prompts(vocab_size):
 def run(preset, *, graphs, mode="legacy", together=True, **fields):
     """Tokens and log-probs of every request, and how many steps of each kind replayed graphs."""
     overrides = {"cuda_graph_impl": "local"} if graphs else {}
-    model = build_hybrid_model(preset, seed=0, **overrides)
+    model = build_hybrid_model(named(preset), seed=0, **overrides)
     if graphs:
         fields["num_cuda_graphs"] = 8
     engine = build_engine(
@@ -60,7 +62,7 @@ def run(preset, *, graphs, mode="legacy", together=True, **fields):
 
     context.initialize_attention_state = counting
     with torch.inference_mode():
-        for group in prompts(get_preset(preset).vocab_size):
+        for group in prompts(named(preset).vocab_size):
             for prompt in group:
                 number = len(finished) + len(engine.requests)
                 engine.add_request(number, prompt, greedy(NEW_TOKENS))
@@ -97,9 +99,9 @@ def main(preset, out):
     found = {"eager": run(preset, graphs=False), "alone": run(preset, graphs=False, together=False)}
     for mode in ("legacy", "async"):
         found[f"graphs_{mode}"] = run(preset, graphs=True, mode=mode)
-    if preset == "tiny":
-        found["eager_drafts"] = run("tiny-mtp", graphs=False, num_speculative_tokens=2)
-        found["graphs_drafts"] = run("tiny-mtp", graphs=True, num_speculative_tokens=2)
+    if preset in DRAFTING:
+        found["eager_drafts"] = run(DRAFTING[preset], graphs=False, num_speculative_tokens=2)
+        found["graphs_drafts"] = run(DRAFTING[preset], graphs=True, num_speculative_tokens=2)
     with open(out, "w") as file:
         json.dump(found, file)
     print({name: value["counts"] for name, value in found.items()})

@@ -1,4 +1,4 @@
-"""Prompts that come back from the host while others run. Usage: ``host_tier.py legacy|async``. Prints JSON."""
+"""Prompts that come back from the host while others run. Usage: ``host_tier.py legacy|async [PRESET]``. Prints JSON."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import sys
 import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
-from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
+from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.harness.engine_helpers import greedy, kv_budget, random_tokens, run_to_end, state_bytes
+from tests.harness.named_models import named
 
 PROMPTS, ROUNDS, BLOCK = 12, 4, 256
 
 
-def main(mode):
-    ensure_platform()
-    model = build_hybrid_model("small", seed=0)
-    vocabulary = get_preset("small").vocab_size
+def main(mode, preset="small"):
+    platform = ensure_platform()
+    model = build_hybrid_model(named(preset), seed=0)
+    vocabulary = named(preset).vocab_size
     engine = build_engine(
         model,
         HybridPrefixConfig(mamba_gb=8.5 * state_bytes(model) / 2**30, host_gb=8, retention_interval_tokens=0),
@@ -38,7 +39,8 @@ def main(mode):
 
     def look():
         nonlocal equal, unequal
-        torch.cuda.synchronize()
+        if platform.device.type == "cuda":
+            torch.cuda.synchronize()
         for index, key in enumerate(key_of):
             slot = cache.inspect.cached_slot(key)
             if slot is not None:
@@ -78,7 +80,13 @@ def main(mode):
     stats = engine.context.prefix_stats().as_dict()
     names = ("reused_tokens_host", "host_loads", "host_stores", "fallbacks", "host_seconds", "host_seconds_waited")
     report = {name: stats[name] for name in names}
-    report |= {"mode": mode, "bit_equal_states": equal, "unequal_states": unequal, "tokens_compared": compared}
+    report |= {
+        "preset": preset,
+        "mode": mode,
+        "bit_equal_states": equal,
+        "unequal_states": unequal,
+        "tokens_compared": compared,
+    }
     print(json.dumps(report | {"mean_log_prob_difference": difference / max(1, compared)}))
     shut_down()
 

@@ -7,9 +7,10 @@ from pydoc_data.topics import topics
 
 import torch
 
-from megatron_hybrid_prefix.models import build_hybrid_model, get_preset, open_folder
+from megatron_hybrid_prefix.models import build_hybrid_model, open_folder
 from megatron_hybrid_prefix.tokenizer import load_tokenizer
 from tests.harness.engine_helpers import random_tokens
+from tests.harness.named_models import named
 from tests.harness.quadratic_model import QuadraticHybridModel
 
 
@@ -17,14 +18,14 @@ class Source:
     """A model to measure, and its tokens: random ones for random weights, text for a folder's weights.
 
     Args:
-        preset: Name of a preset; used where there is no folder.
+        preset: Name of a preset, or of a model of ``tests/harness/named_models.py``; used where there is no folder.
         hf: A Hugging Face folder with a tokenizer; None: the preset.
     """
 
     def __init__(self, preset, hf=None):
         self.folder = None if hf is None else open_folder(hf)
         self.name = preset if self.folder is None else self.folder.name
-        self.config = get_preset(preset) if self.folder is None else self.folder.config
+        self.config = named(preset) if self.folder is None else self.folder.config
         self._text = None
         if self.folder is not None:  # the topics of Python's help(), about 700 KB
             tokenizer = load_tokenizer(self.folder.path, self.config.vocab_size)

@@ -1,11 +1,12 @@
 """Counts calls that make the CPU wait for the GPU, in steps of each engine; and forbids them in the cache's own code.
 
-Prints JSON: synchronising calls that torch warned of, by engine and kind of step.
+Usage: ``syncs.py [PRESET]``. Prints JSON: synchronising calls that torch warned of, by engine and kind of step.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from collections import Counter
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from megatron_hybrid_prefix.mcore import build_upstream_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.harness.engine_helpers import greedy, random_tokens
+from tests.harness.named_models import named, runs_on_megatron
 
 PREFIX_TOKENS = 1024
 
@@ -35,6 +37,7 @@ def mode(name):
 def forbid_syncs(engine):
     """Waiting for the GPU raises in plan, publish, and all parts of a forward that this package runs."""
     from megatron_hybrid_prefix.layers.mamba2 import HybridPrefixPrefill  # needs a platform that runs
+    from megatron_hybrid_prefix.layers.slot_layer import SlotLayer
 
     context = engine.context
     parts = [
@@ -43,10 +46,15 @@ def forbid_syncs(engine):
         (context, ("allow_one_token_prefills", "zero_live_states")),
         (context.prefill_step, ("prepare", "copy", "show")),
     ]
+    names_of = {
+        HybridPrefixPrefill: ("prefill",),
+        SlotLayer: ("slot_inputs", "slot_prefill", "slot_decode", "slot_outputs"),
+    }
     parts += [
-        (module, ("prefill",))
+        (module, names)
         for module in engine.controller.inference_wrapped_model.model.modules()
-        if isinstance(module, HybridPrefixPrefill)
+        for kind, names in names_of.items()
+        if isinstance(module, kind)
     ]
     called = Counter()
 
@@ -76,15 +84,16 @@ def counted(engine, prompt, request_id):
     return {"prefill": found[0], "decode": min(found[1:-1])}
 
 
-def main():
+def main(preset="small"):
     ensure_platform()
-    model = build_hybrid_model("small", seed=0)
+    model = build_hybrid_model(named(preset), seed=0)
+    plain = build_upstream_engine if runs_on_megatron(named(preset)) else build_engine
     fields = {"max_sequence_length": 4096, "max_requests": 8, "buffer_size_gb": 2}
     prefix = random_tokens(PREFIX_TOKENS, seed=1)
     found = {}
     with torch.inference_mode():
         for name, config in (("off", None), ("ours", HybridPrefixConfig(mamba_gb=1))):
-            engine = build_upstream_engine(model, **fields) if config is None else build_engine(model, config, **fields)
+            engine = plain(model, **fields) if config is None else build_engine(model, config, **fields)
             for repeat in range(2):  # the first compiles kernels, which may wait
                 if repeat == 1 and config is not None:
                     called = forbid_syncs(engine)
@@ -103,4 +112,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

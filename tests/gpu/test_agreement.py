@@ -23,9 +23,9 @@ def run(tmp_path_factory, preset: str, tp: int = 1, pp: int = 1):
     return torch.load(out)
 
 
-@pytest.fixture(scope="module", params=["small", "nemotron-h-8b"])
+@pytest.fixture(scope="module", params=["small", "small-gdn", "small-mixed", "small-qwen3-next", "nemotron-h-8b"])
 def one(request, tmp_path_factory):
-    if request.param != "small" and torch.cuda.get_device_properties(0).total_memory < NEMOTRON_BYTES:
+    if request.param == "nemotron-h-8b" and torch.cuda.get_device_properties(0).total_memory < NEMOTRON_BYTES:
         pytest.skip("needs 40 GiB of GPU memory")
     return run(tmp_path_factory, request.param)
 
@@ -36,21 +36,33 @@ def test_generates_and_caching_agrees_within_noise(one):
     assert report["computed_tokens_alone"] == report["prompt_tokens"]
     noise = error(rows["chunked"], rows["alone"])
     cached = {}
-    for engine in ("upstream", "ours"):
+    for engine in [name for name in ("upstream", "ours") if name in rows]:  # megatron's engine does not run every layer
         assert report[f"computed_tokens_{engine}"] < 0.5 * report["prompt_tokens"]
         cached[engine] = error(rows[engine], rows["alone"])
     batched = error(rows["batched"], rows["alone"])
     wrong = error(rows["alone"].roll(1, 0), rows["alone"])
     print(
-        f"{report['preset']}: in chunks {noise:.5f}, batched {batched:.5f}, upstream's cache "
-        f"{cached['upstream']:.5f}, ours {cached['ours']:.5f}, another prompt {wrong:.5f}"
+        f"{report['preset']}: in chunks {noise:.5f}, batched {batched:.5f}, caches "
+        f"{', '.join(f'{name} {value:.5f}' for name, value in cached.items())}, another prompt {wrong:.5f}"
     )
     assert batched <= 1.5 * noise
     assert max(cached.values()) <= 1.5 * noise
     assert wrong > 10 * max(noise, 1e-3)
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 1), (1, 2)], ids=["tp2", "tp4", "pp2"])
+@pytest.mark.parametrize(
+    ("one", "tp", "pp"),
+    [
+        pytest.param(preset, tp, pp, id=f"{preset}-tp{tp}" if tp > 1 else f"{preset}-pp{pp}")
+        for preset, tp, pp in (
+            *(("small", 2, 1), ("small", 4, 1), ("small", 1, 2)),
+            *(("small-gdn", 2, 1), ("small-gdn", 1, 2), ("small-mixed", 2, 1)),
+            *(("small-qwen3-next", 2, 1), ("small-qwen3-next", 1, 2)),
+            ("nemotron-h-8b", 2, 1),
+        )
+    ],
+    indirect=["one"],
+)
 def test_several_gpus_agree_with_one(one, tmp_path_factory, tp, pp):
     if torch.cuda.device_count() < tp * pp:
         pytest.skip(f"needs {tp * pp} GPUs")

@@ -18,15 +18,17 @@ def report(script, *arguments, **env):
     return json.loads(line)
 
 
-def test_a_hit_is_as_near_to_float32_as_a_miss():
-    found = report("hit_error.py", "small", 200, TRITON_F32_DEFAULT="ieee")
+@pytest.mark.parametrize("preset", ["small", "small-gdn", "small-mixed"])
+def test_a_hit_is_as_near_to_float32_as_a_miss(preset):
+    found = report("hit_error.py", preset, 200, TRITON_F32_DEFAULT="ieee")
     assert found["prompts"] >= 200 and found["forced_tokens"] >= 32
     assert found["reused_tokens"] >= 198 * 1024
     assert found["hit_over_miss"] <= 1.05
 
 
-def test_keeping_states_moves_no_state():
-    found = report("checkpoint_cost.py", "small", 8192, 30)
+@pytest.mark.parametrize("preset", ["small", "small-gdn"])
+def test_keeping_states_moves_no_state(preset):
+    found = report("checkpoint_cost.py", preset, 8192, 30)
     assert found["hit_reused_tokens"] == 4096
     assert found["kernels"] > 100  # the profiler saw the step
     assert found["moving_operators"] == {}

@@ -33,8 +33,9 @@ def check_counts(found):
         assert sum(cached >= 512 for cached in run["cached_tokens"]) >= 8, (name, run["cached_tokens"])
 
 
-def test_float32_says_the_same_tokens(tmp_path):
-    found = run(tmp_path, "tiny")
+@pytest.mark.parametrize("preset", ["tiny", "tiny-gdn"])
+def test_float32_says_the_same_tokens(tmp_path, preset):
+    found = run(tmp_path, preset)
     check_counts(found)
     for name, against in (
         ("alone", "eager"),
@@ -46,8 +47,9 @@ def test_float32_says_the_same_tokens(tmp_path):
             assert own == pytest.approx(other, abs=1e-4)
 
 
-def test_bfloat16_is_within_the_noise_of_two_runs_that_batch_differently(tmp_path):
-    found = run(tmp_path, "small")
+@pytest.mark.parametrize("preset", ["small", "small-mixed", "small-qwen3-next"])
+def test_bfloat16_is_within_the_noise_of_two_runs_that_batch_differently(tmp_path, preset):
+    found = run(tmp_path, preset)
     check_counts(found)
 
     def error(name):
@@ -68,5 +70,7 @@ def test_bfloat16_is_within_the_noise_of_two_runs_that_batch_differently(tmp_pat
     noise, _ = error("alone")
     for mode in MODES:
         graphs, count = error(f"graphs_{mode}")
-        print(f"mean |log-prob difference|: graphs, {mode} {graphs:.5f} over {count} tokens; noise {noise:.5f}")
+        print(
+            f"{preset}: mean |log-prob difference|: graphs, {mode} {graphs:.5f} over {count} tokens; noise {noise:.5f}"
+        )
         assert graphs <= 1.5 * noise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.gpu.launch import run_script
@@ -9,11 +11,11 @@ from tests.gpu.launch import run_script
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("mode", ["legacy", "async"])
-def test_cold_device_and_host_agree(mode):
-    import json
-
-    found = json.loads(run_script("host_tier.py", mode).strip().splitlines()[-1])
+@pytest.mark.parametrize(
+    ("preset", "mode"), [("small", "legacy"), ("small", "async"), ("small-gdn", "legacy"), ("small-mixed", "async")]
+)
+def test_cold_device_and_host_agree(preset, mode):
+    found = json.loads(run_script("host_tier.py", mode, preset).strip().splitlines()[-1])
     assert found["reused_tokens_host"] > 20_000 and found["host_loads"] > 200
     assert found["fallbacks"] == {}
     assert found["bit_equal_states"] >= 10 and found["unequal_states"] == 0

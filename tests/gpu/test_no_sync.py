@@ -11,13 +11,14 @@ from tests.gpu.launch import run_script
 pytestmark = pytest.mark.gpu
 
 
-def test_plan_publish_and_forward_do_not_wait_and_steps_wait_no_more_often_than_without():
-    printed = run_script("syncs.py").strip().splitlines()[-1]
+@pytest.mark.parametrize("preset", ["small", "small-gdn"])
+def test_plan_publish_and_forward_do_not_wait_and_steps_wait_no_more_often_than_without(preset):
+    printed = run_script("syncs.py", preset).strip().splitlines()[-1]
     print(printed)
     found = json.loads(printed)
     for name in ("match", "admit", "plan", "publish", "release", "prepare_prefill", "prepare", "copy", "show"):
         assert found["called"][name] >= 3, name
-    assert found["called"]["prefill"] >= 9
+    assert found["called"]["prefill" if preset == "small" else "slot_prefill"] >= 9
     assert found["reused_tokens"] == 4 * 1024 and found["published"] > 0
     for kind in ("whole", "short tail", "long tail"):
         off, ours = found[f"off, {kind}"], found[f"ours, {kind}"]

@@ -1,4 +1,4 @@
-"""``tiny`` in fp32 on a GPU, Triton kernels and all, against the float64 recompute."""
+"""Tiny models in fp32 on a GPU, Triton kernels and all, against the float64 recompute."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from tests.gpu.launch import run_script
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("tf32", 5e-3), ("ieee", 5e-5)])
-def test_matches_the_recompute(precision, tolerance):
-    """The scan's ``tl.dot`` uses TF32 on the tensor cores unless told otherwise, and the bound is TF32's then."""
-    print(run_script("tiny_fp32.py", tolerance, TRITON_F32_DEFAULT=precision))
+@pytest.mark.parametrize(
+    ("preset", "precision", "tolerance"),
+    [("tiny", "tf32", 5e-3), ("tiny", "ieee", 5e-5), ("tiny-gdn", "ieee", 5e-5), ("tiny-mixed", "ieee", 5e-5)],
+)
+def test_matches_the_recompute(preset, precision, tolerance):
+    """Mamba2's scan uses TF32 on the tensor cores unless told otherwise, and the bound is TF32's then."""
+    print(run_script("tiny_fp32.py", tolerance, preset, TRITON_F32_DEFAULT=precision))

@@ -1,6 +1,6 @@
-"""``tiny`` in float32 on a GPU against the float64 recompute: hits, misses, log-probs of prompts computed in chunks.
+"""A tiny model in float32 on a GPU against the float64 recompute: hits, misses, log-probs of prompts computed in chunks.
 
-Usage: ``tiny_fp32.py TOLERANCE``.
+Usage: ``tiny_fp32.py TOLERANCE [PRESET]``.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import sys
 import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
-from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
+from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.harness.engine_helpers import NOISES, assert_matches, greedy, random_tokens, run_to_end
 from tests.harness.naive_model import UNIT_ROUNDOFF, NaiveHybridModel
+from tests.harness.named_models import named
 
 LENGTHS = (2, 65, 129, 200)
 
@@ -43,9 +44,9 @@ def assert_prompt_matches(reference, request, tolerance):
     torch.testing.assert_close(found, rows.topk(2).values, rtol=0, atol=NOISES * tolerance)
 
 
-def main(tolerance):
+def main(tolerance, preset):
     print(ensure_platform().describe())
-    model = build_hybrid_model("tiny", seed=0)
+    model = build_hybrid_model(named(preset), seed=0)
     fields = {"max_sequence_length": 1024, "buffer_size_gb": 1, "max_requests": 16}
     engine = build_engine(model, **fields)
     cached = build_engine(model, HybridPrefixConfig(mamba_gb=0.01), **fields)
@@ -63,7 +64,7 @@ def main(tolerance):
         run_to_end(engine, finished)
         cases = [(prefix, mode) for prefix in (None, HybridPrefixConfig(mamba_gb=0.01)) for mode in ("legacy", "async")]
         chunked = [request for case in cases for request in prompts_in_chunks(model, *case)]
-    reference = NaiveHybridModel(model.cpu(), get_preset("tiny"))
+    reference = NaiveHybridModel(model.cpu(), named(preset))
     for request in finished.values():
         request.prompt_tokens = request.prompt_tokens.cpu()
         assert_matches(reference, request, tolerance=tolerance)
@@ -77,4 +78,4 @@ def main(tolerance):
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]))
+    main(float(sys.argv[1]), *(sys.argv[2:] or ["tiny"]))

@@ -44,3 +44,53 @@ def test_matches_the_loops(dtype):
             rounding.check(out[span], expected, rounding.allowed(expected, weighted, dtype, truncated=INTERPRETED))
         assert out.dtype == dtype
         assert (out[start:] == 0).all()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="for a GPU")
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 64), (32, 8, 128), (16, 2, 256), (8, 1, 256)])
+@pytest.mark.parametrize(
+    ("q_lens", "k_lens"),
+    [([300], [8492]), ([1, 1, 1, 1], [3, 256, 257, 4000]), ([300, 1, 600], [300, 700, 4696]), ([3, 3], [9, 1030])],
+    ids=["tail of a hit", "decode", "mixed", "drafts"],
+)
+def test_flash_attention_4(heads, kv_heads, dim, q_lens, k_lens):
+    """As megatron calls it: no further off than the gathering attention in bfloat16, by twice its error."""
+    cute = pytest.importorskip("flash_attn.cute")
+    from megatron_hybrid_prefix.platform.kernels.attention_cuda import (
+        flash_attn4_varlen_func,
+        paged_varlen_attention_cuda,
+    )
+
+    q, k, v, table = make(0, q_lens, k_lens, heads, kv_heads, dtype=torch.bfloat16, dim=dim, page=256)
+    k, v = k.nan_to_num(30.0), v.nan_to_num(30.0)  # both compute with all of a page, and mask what it holds of nobody
+    table = table.clamp(min=0)
+    call = flash_attn4_varlen_func(cute.flash_attn_varlen_func, torch.cuda.get_device_capability()[0] == 9)
+    lengths, starts = torch.tensor(k_lens, dtype=torch.int32), cumulative(q_lens)
+    on_gpu = [t.cuda() for t in (q, k, v)]
+    found, _ = call(
+        *on_gpu,
+        cu_seqlens_q=starts.cuda(),
+        max_seqlen_q=max(q_lens),
+        max_seqlen_k=max(k_lens),
+        seqused_k=lengths.cuda(),
+        page_table=table.cuda(),
+        softmax_scale=dim**-0.5,
+        causal=True,
+        window_size=(-1, -1),
+        num_splits=0,
+    )
+    gathered, _ = paged_varlen_attention_cuda(
+        *on_gpu, starts.cuda(), lengths.long().cuda(), max(q_lens), None, (-1, 0), table.cuda()
+    )
+    errors = {"FA4": 0.0, "gathered": 0.0}
+    for i, (rows, keys) in enumerate(zip(q_lens, k_lens, strict=True)):
+        span = slice(int(starts[i]), int(starts[i]) + rows)
+        own = [naive.pages(x, table[i], keys).cuda().double() for x in (k, v)]
+        own = [x.repeat_interleave(heads // kv_heads, 1) for x in own]  # (keys, heads, dim)
+        scores = torch.einsum("qhd,khd->hqk", q[span].cuda().double(), own[0]) * dim**-0.5
+        later = torch.ones(rows, keys, dtype=torch.bool, device="cuda").triu(1 + keys - rows)
+        expected = torch.einsum("hqk,khd->qhd", scores.masked_fill(later, float("-inf")).softmax(-1), own[1])
+        for name, out in (("FA4", found), ("gathered", gathered)):
+            errors[name] = max(errors[name], float((out[span].double() - expected).abs().max()))
+    print(f"heads {heads}/{kv_heads} of {dim}, {len(q_lens)} requests: largest errors {errors}")
+    assert errors["FA4"] <= 2 * errors["gathered"] < 0.1

@@ -1,4 +1,4 @@
-"""One rank of a functional test. Usage: ``torchrun ranks.py OUT.json CASE DEVICE``.
+"""One rank of a functional test. Usage: ``torchrun ranks.py OUT.json CASE DEVICE LAYERS``.
 
 Writes a list with the findings of each rank to ``OUT.json``, which `run.py` judges. Everything also runs with caching
 off on the same ranks. The data-parallel coordinator is a process that imports this file, hence the main guard.
@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,21 +23,42 @@ from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.distributed.functional.run import CASES, Case
 from tests.harness.engine_helpers import greedy, random_tokens, run_to_end
+from tests.harness.named_models import named
 from tests.harness.limits import COLLECTIVE_HANG_S, HANG_S
 from tests.harness.workers import coordinator, expert_parallel, prefix_parallel
 from tests.harness.workers.launch import write_findings
 
 BLOCK_TOKENS = prefix_parallel.BLOCK_TOKENS
-PATTERNS = {1: "M*-M*-", 2: "M*-|M*-"}  # by pipeline stages
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """What is run of a kind of recurrent layers.
+
+    Attributes:
+        patterns: Layers, by pipeline stages.
+        experts: A model with experts.
+        replicas: A model that replicas serve.
+    """
+
+    patterns: dict[int, str]
+    experts: str
+    replicas: str
+
+
+MODELS = {
+    "mamba2": Models({1: "M*-M*-", 2: "M*-|M*-"}, "tiny-moe", "tiny"),
+    "gated-delta-net": Models({1: "G*-MG*-", 2: "G*-|MG*-"}, "tiny-mixed", "tiny-gdn"),
+}
 STEPS_BEFORE_DEATH = 5
 
 
 # --- Tensor and pipeline parallel ------------------------------------------------------------------------------------
 
 
-def layout(case: Case, platform: Any) -> dict[str, Any]:
+def layout(case: Case, platform: Any, models: Models) -> dict[str, Any]:
     """Findings of each scenario, with caching off and on; and with wrong states."""
-    pattern = PATTERNS[case.pp]
+    pattern = models.patterns[case.pp]
     model = prefix_parallel.build(pattern, case.tp, case.pp, platform)
 
     def session(mode: str, name: str, cached: bool) -> Any:
@@ -71,9 +93,9 @@ def layout(case: Case, platform: Any) -> dict[str, Any]:
 # --- Expert parallel -------------------------------------------------------------------------------------------------
 
 
-def experts(case: Case, platform: Any) -> dict[str, Any]:
-    """Findings of ``tiny-moe``. Each data-parallel rank has different requests, and decides alone."""
-    model = build_hybrid_model("tiny-moe", seed=0, platform=platform)
+def experts(case: Case, platform: Any, models: Models) -> dict[str, Any]:
+    """Findings of a model with experts. Each data-parallel rank has different requests, and decides alone."""
+    model = build_hybrid_model(named(models.experts), seed=0, platform=platform)
     settings = {"off": None, "on": HybridPrefixConfig(mamba_gb=0.002, check_ranks=True)}
     return {
         "runs": {
@@ -89,9 +111,9 @@ def experts(case: Case, platform: Any) -> dict[str, Any]:
 # --- Data parallel, behind megatron's coordinator --------------------------------------------------------------------
 
 
-def replicas(case: Case, platform: Any) -> dict[str, Any]:
+def replicas(case: Case, platform: Any, models: Models) -> dict[str, Any]:
     """Findings of requests through the coordinator. Rank 0 has the client, and compares with a local engine."""
-    model = build_hybrid_model("tiny", seed=0, platform=platform)
+    model = build_hybrid_model(models.replicas, seed=0, platform=platform)
     fields = {"max_sequence_length": 512, "block_size_tokens": BLOCK_TOKENS, "buffer_size_gb": 0.05}
     engine = build_engine(model, HybridPrefixConfig(mamba_gb=0.01, check_ranks=True), **fields)
     prefixes = [random_tokens(2 * BLOCK_TOKENS, seed=seed) for seed in range(case.ranks)]
@@ -132,12 +154,12 @@ async def _serve(engine: Any, rounds: Sequence[Sequence[list[int]]], *, is_clien
 # --- A rank dies -----------------------------------------------------------------------------------------------------
 
 
-def killed(case: Case, platform: Any, out: str) -> dict[str, Any]:
+def killed(case: Case, platform: Any, models: Models, out: str) -> dict[str, Any]:
     """The last rank kills itself between two steps. The others continue, and must not complete.
 
     Each rank writes its process id to ``OUT.rankN`` when it gets this far.
     """
-    pattern = PATTERNS[case.pp]
+    pattern = models.patterns[case.pp]
     model = prefix_parallel.build(pattern, case.tp, case.pp, platform)
     session = prefix_parallel.Session(model, pattern, case.tp, case.pp, mode="legacy", slots=8, check_ranks=True)
     for number in range(3):
@@ -150,12 +172,12 @@ def killed(case: Case, platform: Any, out: str) -> dict[str, Any]:
     return {}
 
 
-def main(out: str, name: str, device: str) -> None:
+def main(out: str, name: str, device: str, layers: str) -> None:
     case = CASES[name]
     platform = ensure_platform(tp=case.tp, pp=case.pp, ep=case.ep, device=device, timeout_s=COLLECTIVE_HANG_S[device])
     kinds = {"layout": layout, "experts": experts, "replicas": replicas, "killed": partial(killed, out=out)}
     play = kinds[case.kind]
-    write_findings(out, play(case, platform) | {"platform": platform.describe()})
+    write_findings(out, play(case, platform, MODELS[layers]) | {"platform": platform.describe()})
     shut_down()
 
 

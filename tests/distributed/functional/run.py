@@ -36,6 +36,7 @@ END_TIMEOUT_S = {"cpu": COLLECTIVE_HANG_S["cpu"], "cuda": COLLECTIVE_HANG_S["cud
 # Log-probs, float32; on GPUs with the products of Triton's kernels in float32, too (TRITON_F32_DEFAULT=ieee).
 TOLERANCE = {"cpu": LOG_PROB_NOISE, "cuda": LOG_PROB_NOISE}
 _RAISED = re.compile(r"(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception): .*)|.*(Watchdog caught .*)")
+LAYERS = ("mamba2", "gated-delta-net")
 WRONG = 1e-3  # a wrong state is farther off than this
 
 
@@ -187,8 +188,8 @@ JUDGES: dict[str, Callable[[Case, Sequence[dict[str, Any]], float], str]] = {
 # --- Running ---------------------------------------------------------------------------------------------------------
 
 
-def run_case(name: str, device: str) -> str:
-    """Runs one case. Returns a line about it.
+def run_case(name: str, device: str, layers: str = "mamba2") -> str:
+    """Runs one case, of models with these recurrent `LAYERS`. Returns a line about it.
 
     Raises:
         Failure: The case failed.
@@ -197,13 +198,15 @@ def run_case(name: str, device: str) -> str:
     with tempfile.TemporaryDirectory(prefix="functional-") as folder:
         out = Path(folder) / "found.json"
         if case.kind == "killed":
-            return (run_killed if case.torchrun else run_killed_alone)(name, case, device, out)
+            return (run_killed if case.torchrun else run_killed_alone)(name, case, device, out, layers)
         timeout_s = CASE_TIMEOUT_S[device]
         try:
             if device == "cpu" and case.forked:
-                ranks = run_ranks(WORKER, out, name, device, ranks=case.ranks, timeout_s=timeout_s)
+                ranks = run_ranks(WORKER, out, name, device, layers, ranks=case.ranks, timeout_s=timeout_s)
             else:
-                ranks = run_torchrun(WORKER, out, name, device, ranks=case.ranks, timeout_s=timeout_s, device=device)
+                ranks = run_torchrun(
+                    WORKER, out, name, device, layers, ranks=case.ranks, timeout_s=timeout_s, device=device
+                )
         except AssertionError as error:  # says what the ranks wrote
             hung = " hung:" in str(error).partition("\n")[0]
             message = f"hung for {timeout_s:.0f} s" if hung else "a rank failed: " + last_error(str(error))
@@ -215,11 +218,11 @@ def run_case(name: str, device: str) -> str:
     return JUDGES[case.kind](case, ranks, TOLERANCE[device])
 
 
-def run_killed(name: str, case: Case, device: str, out: Path) -> str:
+def run_killed(name: str, case: Case, device: str, out: Path, layers: str) -> str:
     """The last rank is killed. torchrun must end with an error, and no rank may survive."""
     timeout_s = CASE_TIMEOUT_S[device]
     try:
-        run_torchrun(WORKER, out, name, device, ranks=case.ranks, timeout_s=timeout_s, device=device)
+        run_torchrun(WORKER, out, name, device, layers, ranks=case.ranks, timeout_s=timeout_s, device=device)
     except AssertionError as error:  # as it should be, if it is for the right reason
         errors = str(error)
     else:
@@ -244,7 +247,7 @@ def is_running(pid: int) -> bool:
     return True
 
 
-def run_killed_alone(name: str, case: Case, device: str, out: Path) -> str:
+def run_killed_alone(name: str, case: Case, device: str, out: Path, layers: str) -> str:
     """The last rank is killed. Every other rank must end with an error by itself, without torchrun."""
     folder = out.parent
     with socket.socket() as free:
@@ -256,7 +259,7 @@ def run_killed_alone(name: str, case: Case, device: str, out: Path) -> str:
     try:
         for rank in range(case.ranks):
             with errors[rank].open("w") as stderr:
-                command = [sys.executable, str(WORKER), str(out), name, device]
+                command = [sys.executable, str(WORKER), str(out), name, device, layers]
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 env = environment(device) | common | own
                 processes.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=stderr))
@@ -327,7 +330,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             outcome, text = "skipped", f"needs {case.ranks} ranks, there are {args.ranks}"
         else:
             try:
-                outcome, text = "passed", run_case(name, args.device)
+                outcome, text = "passed", run_case(name, args.device, args.layers)
             except Failure as error:
                 outcome, text, details = "failed", str(error), error.details
         seconds = time.monotonic() - started_s
@@ -344,6 +347,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("ranks", type=int, metavar="N")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--layers", choices=LAYERS, default="mamba2")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     if args.ranks < 2:
@@ -369,10 +373,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.device == "cuda":
         os.environ["TRITON_F32_DEFAULT"] = "ieee"
     outcomes = run(args)
+    of_layers = "" if args.layers == LAYERS[0] else f", {args.layers}"
     counts = {kind: sum(one["outcome"] == kind for one in outcomes) for kind in ("passed", "failed", "skipped")}
-    print(f"{', '.join(f'{count} {kind}' for kind, count in counts.items())} ({args.device}, N={args.ranks})")
+    print(f"{', '.join(f'{count} {kind}' for kind, count in counts.items())} ({args.device}, N={args.ranks}{of_layers})")
     if args.json is not None:
-        report = {"device": args.device, "ranks": args.ranks, "tolerance": TOLERANCE[args.device]}
+        report = {"device": args.device, "ranks": args.ranks, "layers": args.layers, "tolerance": TOLERANCE[args.device]}
         report |= {"hardware": hardware(args.device), "cases": outcomes}
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 1 if counts["failed"] else 0

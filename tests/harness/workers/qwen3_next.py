@@ -1,10 +1,12 @@
-"""Answers of ``tiny-qwen3-next`` in one layout, as JSON. Usage: ``torchrun qwen3_next.py OUT.json NAME CHECKPOINT``.
+"""Answers of ``tiny-qwen3-next`` in one layout, as JSON. Usage: ``torchrun qwen3_next.py OUT.json NAME [CHECKPOINT]``.
 
-CHECKPOINT is what one rank saved of the same model.
+CHECKPOINT is what one rank saved of the same model; without it, the model runs on GPUs. One rank alone builds the layout's
+model undivided.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 
 import torch.distributed as dist
@@ -43,7 +45,8 @@ def answers(model, damaged=False):
     """What the requests say, with the cache on. All data-parallel ranks send the same ones, and so step alike."""
     engine = build_engine(
         model,
-        HybridPrefixConfig(mamba_gb=0.01),
+        HybridPrefixConfig(mamba_gb=0.01, check_ranks=True),
+        buffer_size_gb=0.25,
         max_sequence_length=512,
         max_requests=8,
         block_size_tokens=BLOCK_TOKENS,
@@ -67,14 +70,17 @@ def answers(model, damaged=False):
     ]
 
 
-def main(out, name, checkpoint):
-    platform = ensure_platform(device="cpu", timeout_s=COLLECTIVE_HANG_S["cpu"], **LAYOUTS[name][0])
+def main(out, name, checkpoint=None):
+    device = "cuda" if checkpoint is None else "cpu"
+    sizes = LAYOUTS[name][0] if int(os.environ.get("WORLD_SIZE", "1")) > 1 else {}
+    platform = ensure_platform(device=device, timeout_s=COLLECTIVE_HANG_S[device], **sizes)
     model = build(name, platform)
-    found = {"answers": answers(model)}
+    found = {"answers": answers(model), "platform": platform.describe()}
     found["damaged"] = answers(model, damaged=dist.get_rank() == dist.get_world_size() - 1)
-    other = build(name, platform, seed=1)
-    load_checkpoint(other, checkpoint)
-    found["unequal"] = unequal(other, model)
+    if checkpoint is not None:
+        other = build(name, platform, seed=1)
+        load_checkpoint(other, checkpoint)
+        found["unequal"] = unequal(other, model)
     write_findings(out, found)
     shut_down()
 

@@ -1,0 +1,41 @@
+"""Dimensions of models by name: the presets, and models that only tests build."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron_hybrid_prefix.models.config import HybridModelConfig, get_preset
+
+MORE = {
+    # Mamba2 and Gated DeltaNet layers side by side, and experts.
+    "tiny-mixed": get_preset("tiny-gdn", layer_pattern="MG*EG*-", num_moe_experts=4),
+    # The same kinds, and depths of multi-token prediction.
+    "tiny-gdn-mtp": get_preset("tiny-gdn", layer_pattern="G*-MG*-", mtp_num_layers=3, mtp_layer_pattern="*-"),
+    "small-mixed": get_preset("small-gdn", layer_pattern="M-G-M*-G-M-G*-M-G-"),
+    # Qwen3-Next's layers with its heads (attention's of 256 channels) and fewer, smaller experts.
+    "small-qwen3-next": get_preset(
+        "qwen3-next-80b-a3b",
+        layer_pattern="GEGEGE*E" * 2,
+        hidden_size=1024,
+        vocab_size=32768,
+        max_sequence_length=65536,
+        num_attention_heads=8,
+        num_moe_experts=64,
+        moe_router_topk=4,
+    ),
+}
+
+
+def named(name: str, **changes: Any) -> HybridModelConfig:
+    """A model's dimensions, with some of them changed.
+
+    Raises:
+        ValueError: No model has this name.
+    """
+    return replace(MORE[name], **changes) if name in MORE else get_preset(name, **changes)
+
+
+def runs_on_megatron(config: HybridModelConfig) -> bool:
+    """Whether megatron's own engine runs the model's layers."""
+    return "G" not in config.symbols
