@@ -16,6 +16,7 @@ from megatron_hybrid_prefix.layers.components import GDN_CONV, GDN_STATE, gated_
 from megatron_hybrid_prefix.layers.slot_layer import SlotLayer
 from megatron_hybrid_prefix.layers.step import PrefillStep
 from megatron_hybrid_prefix.ops.conv_windows import write_conv_windows
+from megatron_hybrid_prefix.ops.delta_gates import gated_head_norm, gates
 from megatron_hybrid_prefix.ops.delta_rule import scan_delta_rule, update_delta_rule
 from megatron_hybrid_prefix.ops.delta_rule_triton import CHUNK
 from megatron_hybrid_prefix.pool.layout import StateComponent
@@ -143,12 +144,14 @@ class GatedDeltaNetBySlots(SlotLayer):
         q, k, v = qkv.split([self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp], dim=-1)
         q, k = (part.unflatten(-1, (-1, self.key_head_dim)) for part in (q, k))
         v, z = (part.unflatten(-1, (-1, self.value_head_dim)) for part in (v, z))
-        log_decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)
-        return q, k, v, z, log_decay, beta.sigmoid()
+        return q, k, v, z, *gates(alpha, beta, self.A_log, self.dt_bias)
 
     def _gated(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """Norm of each head, times its gate: (..., value heads, V) to (..., inner width)."""
-        normed: torch.Tensor = self.out_norm(y.reshape(-1, self.value_head_dim)).view(y.shape)
+        norm = self.out_norm
+        if isinstance(norm, torch.nn.RMSNorm) and norm.weight is not None and norm.eps is not None:
+            return gated_head_norm(y, z, norm.weight, norm.eps)
+        normed: torch.Tensor = norm(y.reshape(-1, self.value_head_dim)).view(y.shape)
         gate: torch.Tensor = self.act_fn(z.float())
         return (normed * gate).to(y.dtype).flatten(-2)
 

@@ -1,4 +1,4 @@
-"""Prompts that come back from the host while others run. Usage: ``host_tier.py legacy|async [PRESET]``. Prints JSON."""
+"""Prompts that come back from the host while others run. Usage: ``host_tier.py legacy|async [PRESET [HOST_GIB]]``. Prints JSON."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.harness.named_models import named
 PROMPTS, ROUNDS, BLOCK = 12, 4, 256
 
 
-def main(mode, preset="small"):
+def main(mode, preset="small", host_gb=8.0):
     platform = ensure_platform()
     model = build_hybrid_model(named(preset), seed=0)
     vocabulary = named(preset).vocab_size
     engine = build_engine(
         model,
-        HybridPrefixConfig(mamba_gb=8.5 * state_bytes(model) / 2**30, host_gb=8, retention_interval_tokens=0),
+        HybridPrefixConfig(mamba_gb=8.5 * state_bytes(model) / 2**30, host_gb=host_gb, retention_interval_tokens=0),
         max_sequence_length=8192,
         max_requests=4,
         max_tokens=8192,
@@ -92,4 +92,4 @@ def main(mode, preset="small"):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:3], *map(float, sys.argv[3:]))

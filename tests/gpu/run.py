@@ -110,7 +110,7 @@ def run_all(jobs: list[Job], gpus: int, per_gpu: int, out: Path, limit_s: float)
         # A test that needs more GPUs than there are skips itself.
         own = [job for job in jobs if (job in alone and job.gpus == size) or (size == 1 and job not in alone)]
         places: Queue[list[int]] = Queue()
-        for _ in range(per_gpu if size == 1 else ceil_div(per_gpu, 4)):
+        for _ in range(per_gpu if size == 1 else ceil_div(per_gpu, 2)):
             for first in range(0, gpus - size + 1, size):
                 places.put(list(range(first, first + size)))
         _in_places(own, places, out, limit_s, say)
@@ -135,12 +135,13 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="run tests with one of them in their names; default: all")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=6, help="processes on each GPU")
+    parser.add_argument("--need", type=int, nargs="+", default=[1, 2, 4], help="run tests that need so many GPUs")
     parser.add_argument("--limit-s", type=float, default=540.0, help="of a process")
     parser.add_argument("--not-slow", action="store_true", help="without tests marked slow")
     parser.add_argument("--out", type=Path, default=Path("out/gpu"))
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    jobs = collect(arguments.words, not arguments.not_slow)
+    jobs = [job for job in collect(arguments.words, not arguments.not_slow) if job.gpus in arguments.need]
     print(f"{len(jobs)} processes, {sum(len(job.tests) for job in jobs)} tests", flush=True)
     started_s = time.monotonic()
     failed = run_all(jobs, arguments.gpus, arguments.jobs, arguments.out, arguments.limit_s)

@@ -27,6 +27,7 @@ def test_the_kernels_do_what_the_loops_do():
             "no:cacheprovider",
             "test_slot_ops.py",
             "test_delta_rule.py",
+            "test_delta_gates.py",
             "test_paged_attention.py",
             "test_checksum.py",
             "test_gated_norm.py",

@@ -23,8 +23,8 @@ from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.distributed.functional.run import CASES, Case
 from tests.harness.engine_helpers import greedy, random_tokens, run_to_end
-from tests.harness.named_models import named
 from tests.harness.limits import COLLECTIVE_HANG_S, HANG_S
+from tests.harness.named_models import named
 from tests.harness.workers import coordinator, expert_parallel, prefix_parallel
 from tests.harness.workers.launch import write_findings
 

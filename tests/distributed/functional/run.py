@@ -375,9 +375,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     outcomes = run(args)
     of_layers = "" if args.layers == LAYERS[0] else f", {args.layers}"
     counts = {kind: sum(one["outcome"] == kind for one in outcomes) for kind in ("passed", "failed", "skipped")}
-    print(f"{', '.join(f'{count} {kind}' for kind, count in counts.items())} ({args.device}, N={args.ranks}{of_layers})")
+    print(
+        f"{', '.join(f'{count} {kind}' for kind, count in counts.items())} ({args.device}, N={args.ranks}{of_layers})"
+    )
     if args.json is not None:
-        report = {"device": args.device, "ranks": args.ranks, "layers": args.layers, "tolerance": TOLERANCE[args.device]}
+        report = {
+            "device": args.device,
+            "ranks": args.ranks,
+            "layers": args.layers,
+            "tolerance": TOLERANCE[args.device],
+        }
         report |= {"hardware": hardware(args.device), "cases": outcomes}
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 1 if counts["failed"] else 0
