@@ -96,6 +96,12 @@ def run_bench(scenario: str, arguments: argparse.Namespace, groups: int) -> dict
     if error is not None:
         raise SystemExit(f"{scenario}: {error}")
     print(f"{scenario}, {groups} groups: {seconds:.0f} s", flush=True)
+    if scenario == "shared_prefix":
+        slots = int(arguments.mamba_gb * GIB) // sizes_of_config(NAME, shortened(arguments.preset, groups)).state_bytes
+        print(
+            f"  slots in {arguments.mamba_gb} GiB: engine {found['engines']['ours']['state_slots']}, plan {slots}",
+            flush=True,
+        )
     return {name: metric["median"]["ours"] for name, metric in found["metrics"].items() if metric["median"]}
 
 
