@@ -16,12 +16,13 @@ from megatron_hybrid_prefix.layers.components import GDN_CONV, GDN_STATE, gated_
 from megatron_hybrid_prefix.layers.slot_layer import SlotLayer
 from megatron_hybrid_prefix.layers.step import PrefillStep
 from megatron_hybrid_prefix.ops.conv_windows import write_conv_windows
+from megatron_hybrid_prefix.ops.convolution import convolve_from_slots
 from megatron_hybrid_prefix.ops.delta_gates import gated_head_norm, gates
 from megatron_hybrid_prefix.ops.delta_rule import scan_delta_rule, update_delta_rule
 from megatron_hybrid_prefix.ops.delta_rule_triton import CHUNK
 from megatron_hybrid_prefix.pool.layout import StateComponent
 from megatron_hybrid_prefix.upstream.delta_net import GatedDeltaNet
-from megatron_hybrid_prefix.upstream.mixer import convolve, convolve_step
+from megatron_hybrid_prefix.upstream.mixer import convolve_step
 
 TAPS = range(2, 5)
 """Taps of the convolution that megatron's decode kernel supports; with others it is silently wrong."""
@@ -97,21 +98,16 @@ class GatedDeltaNetBySlots(SlotLayer):
         """See SlotLayer."""
         chunks, slots = step.chunks[CHUNK], step.slots(CHUNK)
         qkv, *gates = self._parts(inputs)
-        # In the type of its state; it reads the sources before the windows are written.
-        windows = states[GDN_CONV]
-        x = qkv.to(windows.dtype).contiguous()
-        weight, bias = self.conv1d.weight.squeeze(1).to(windows.dtype), self.conv1d.bias
-        convolved = convolve(
-            x=x,
-            weight=weight,
-            bias=weight.new_zeros(len(weight)) if bias is None else bias.to(windows.dtype),
-            cu_seqlens=step.bounds,
-            initial_states=windows[:, :, 1:],
-            activation="silu",
-            precomputed_seq_idx=step.token_sources,  # megatron looks the window up by it; here it is a slot
-            precomputed_seq_start=step.token_starts,
-        ).to(qkv.dtype)
-        write_conv_windows(x, windows, chunk_bounds=chunks.bounds, **slots)
+        windows, bias = states[GDN_CONV], self.conv1d.bias
+        convolved = convolve_from_slots(  # reads the sources before windows are written
+            qkv,
+            windows,
+            self.conv1d.weight.squeeze(1).to(windows.dtype),
+            bias,
+            sources=step.token_sources,
+            starts=step.token_starts,
+        )
+        write_conv_windows(qkv, windows, chunk_bounds=chunks.bounds, **slots)
         q, k, v, z, log_decay, beta = self._by_head(convolved, *gates)
         y = scan_delta_rule(
             q,

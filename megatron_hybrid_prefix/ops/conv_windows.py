@@ -28,7 +28,7 @@ def write_conv_windows(
     A sequence may read and write the same slot. Two sequences may share a slot only if both just read it.
 
     Args:
-        inputs: (tokens, dim), the convolution's inputs, packed sequences; contiguous.
+        inputs: (tokens, dim), the convolution's inputs, packed sequences; rows may be strided.
         windows: (slots, dim, d_conv), the pool of one layer, newest input last; strided over slots, contiguous inside a slot.
         first_chunks: (sequences + 1,) int64, the chunks of sequence i are [first_chunks[i], first_chunks[i + 1]).
         chunk_bounds: (chunks + 1,) integer, chunk i is rows [chunk_bounds[i], chunk_bounds[i + 1]) of ``inputs``.
@@ -42,7 +42,7 @@ def write_conv_windows(
         )
         return
     _, dim, d_conv = windows.shape
-    assert windows[0].is_contiguous() and inputs.is_contiguous()
+    assert windows[0].is_contiguous() and inputs.stride(1) == 1
     _write_conv_windows_kernel[(triton.cdiv(dim, _BLOCK), source_slots.shape[0])](
         inputs,
         windows,
@@ -52,6 +52,7 @@ def write_conv_windows(
         live_slots,
         chunk_slots,
         dim,
+        inputs.stride(0),
         windows.stride(0),
         D_CONV=d_conv,
         WIDTH=triton.next_power_of_2(d_conv),
@@ -88,7 +89,7 @@ if triton is not None:
 
     @triton.jit
     def _write_conv_windows_kernel(
-        inputs_ptr: tl.tensor,  # (tokens, dim)
+        inputs_ptr: tl.tensor,  # (tokens, dim), strided over tokens
         windows_ptr: tl.tensor,  # (slots, dim, d_conv), strided over slots
         first_chunks_ptr: tl.tensor,
         chunk_bounds_ptr: tl.tensor,
@@ -96,6 +97,7 @@ if triton is not None:
         live_slots_ptr: tl.tensor,
         chunk_slots_ptr: tl.tensor,
         dim: tl.tensor,
+        stride_inputs: tl.int64,
         stride_slot: tl.int64,
         D_CONV: tl.constexpr,
         WIDTH: tl.constexpr,
@@ -123,7 +125,7 @@ if triton is not None:
             rows = end - D_CONV + columns  # (WIDTH,)
             own = rows >= start
             values = tl.load(
-                inputs_ptr + tl.maximum(rows, 0)[None, :] * dim + channels[:, None],
+                inputs_ptr + tl.maximum(rows, 0)[None, :] * stride_inputs + channels[:, None],
                 mask=mask & own[None, :] & (slot >= 0),
                 other=0.0,
             ).to(windows_ptr.dtype.element_ty)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron_hybrid_prefix.ops.conv_windows import write_conv_windows
+from megatron_hybrid_prefix.ops.convolution import convolve_from_slots
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots
 from megatron_hybrid_prefix.ops.state_passing import pass_states
 from tests.kernels import rounding
@@ -35,8 +36,10 @@ def test_conv_windows(device, d_conv, dtype):
         pool = poisoned_pool(step, (dim, d_conv), dtype, device, seed)
         before = pool.clone()
         bounds = step.bounds
-        inputs = torch.randn(bounds[-1] + 3, dim, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
-        inputs[bounds[-1] :] = NAN
+        inputs = torch.full((bounds[-1] + 3, dim + 7), NAN, dtype=dtype, device=device)[
+            :, 3 : 3 + dim
+        ]  # part of wider rows
+        inputs[: bounds[-1]] = torch.randn(bounds[-1], dim, generator=torch.Generator().manual_seed(seed)).to(dtype)
         write_conv_windows(
             inputs,
             pool,
@@ -51,6 +54,75 @@ def test_conv_windows(device, d_conv, dtype):
                     window = torch.cat([window[:, 1:], inputs[row, :, None]], dim=1)
                 expected[slot] = window
         assert torch.equal(pool.nan_to_num(9e9), expected.nan_to_num(9e9)), seed  # copies: bit-equal
+
+
+# The interpreter cuts bfloat16 off rather than rounding it.
+CONVOLVED = [torch.float32, *([] if INTERPRETED else [torch.bfloat16])]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("taps", [2, 3, 4])
+@pytest.mark.parametrize("dtype", CONVOLVED)
+def test_convolution(device, taps, dtype):
+    check_convolution(device, taps, dtype)
+
+
+def check_convolution(device, taps, dtype, convolve=convolve_from_slots):
+    """Raises AssertionError if a value is further off than rounding takes it."""
+    dim = 300  # more than one program's channels, and no multiple of them
+    for seed in range(SEEDS // 2):
+        step, generator = Step.draw(seed), torch.Generator().manual_seed(seed)
+        windows = poisoned_pool(step, (dim, taps), dtype, device, seed)
+        bounds, before = step.bounds, windows.clone()
+        rows = bounds[-1]
+        inputs = torch.full((rows, dim + 7), NAN, dtype=dtype, device=device)[:, 3 : 3 + dim]
+        inputs[:] = torch.randn(rows, dim, generator=generator).to(dtype)
+        weight, bias = (
+            torch.randn(*shape, generator=generator).to(dtype).to(device) for shape in ((dim, taps), (dim,))
+        )
+        bias = bias if seed % 2 else None
+        sources, starts = (torch.zeros(rows, dtype=torch.int32) for _ in range(2))
+        for i, chunks, _ in step.sequences():
+            span = slice(bounds[chunks.start], bounds[chunks.stop])
+            sources[span], starts[span] = step.source_slots[i], span.start
+        out = convolve(inputs, windows, weight, bias, sources=sources.to(device), starts=starts.to(device))
+        assert out.dtype == dtype and out.is_contiguous()
+        assert torch.equal(windows.nan_to_num(9e9), before.nan_to_num(9e9))
+        added = torch.zeros(dim, dtype=torch.float64) if bias is None else bias.double().cpu()
+        for i, chunks, _ in step.sequences():
+            held = before[step.source_slots[i]].double().cpu().T  # (taps, dim)
+            span = slice(bounds[chunks.start], bounds[chunks.stop])
+            x = torch.cat([held[1:], inputs[span].double().cpu()])
+            products = torch.stack(
+                [x[tap : len(x) - taps + 1 + tap] * weight[:, tap].double().cpu() for tap in range(taps)]
+            )
+            total, magnitude = products.sum(0) + added, products.abs().sum(0) + added.abs()
+            expected = torch.nn.functional.silu(total)
+            # The slope of SiLU is at most 1.1.
+            weighted = 1.1 * magnitude * (taps + 1) + expected.abs() * (rounding.SILU + total.abs())
+            rounding.check(out[span].cpu(), expected, rounding.allowed(expected, weighted, dtype))
+
+
+def shifted_window(inputs, windows, *rest, **fields):
+    """Windows are read a tap late."""
+    return convolve_from_slots(inputs, windows.roll(1, -1), *rest, **fields)
+
+
+def rounded_taps(inputs, windows, weight, *rest, **fields):
+    """Weights are rounded to bfloat16."""
+    return convolve_from_slots(inputs, windows, weight.bfloat16().float(), *rest, **fields)
+
+
+def over_the_start(inputs, *rest, starts, **fields):
+    """Sequences are not told apart."""
+    return convolve_from_slots(inputs, *rest, starts=torch.zeros_like(starts), **fields)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="of the bound")
+@pytest.mark.parametrize("mutant", [shifted_window, rounded_taps, over_the_start])
+def test_the_bound_of_the_convolution_sees(mutant):
+    with pytest.raises(AssertionError):
+        check_convolution("cpu", 4, torch.float32, mutant)
 
 
 @pytest.mark.parametrize("device", DEVICES)
