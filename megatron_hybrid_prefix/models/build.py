@@ -14,6 +14,7 @@ import torch
 
 from megatron_hybrid_prefix.models.config import HybridModelConfig, get_preset
 from megatron_hybrid_prefix.models.hf.folder import HfFolder, open_folder
+from megatron_hybrid_prefix.models.norms import Float32RMSNorm
 from megatron_hybrid_prefix.models.weights import initialise_weights
 from megatron_hybrid_prefix.platform import Platform, ensure_platform, running_platform
 
@@ -92,7 +93,9 @@ def build_hybrid_model(
     model.to(platform.device)
     for module in model.modules():
         # The local norms are made in float32 whatever the parameters are.
-        if isinstance(module, torch.nn.RMSNorm) and not config.float32_norms:
+        if type(module) is torch.nn.RMSNorm and config.float32_norms:
+            module.__class__ = Float32RMSNorm
+        elif isinstance(module, torch.nn.RMSNorm):
             module.to(getattr(torch, config.dtype))
     if config.float32_norms:
         # Said at the first forward: PyTorch's one-kernel norm wants one dtype, and several kernels compute this one.

@@ -86,6 +86,28 @@ def test_the_module_is_the_function(group_size):
     assert norm.weight.grad is not None and norm.weight.grad.abs().min() > 0
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(5, 1, 2048), (7, 4, 256), (0, 64)])
+def test_a_norm_with_a_float32_weight_is_rounded_once(shape, monkeypatch):
+    from megatron_hybrid_prefix.models.norms import Float32RMSNorm
+    from megatron_hybrid_prefix.platform.kernels import norm_triton
+
+    x, weight, _ = make(4, shape[0] * shape[1], shape[-1], torch.bfloat16)
+    x = x.cuda()[: torch.Size(shape).numel() // shape[-1]].view(shape)
+    norm = Float32RMSNorm(shape[-1], eps=1e-6, device="cuda")
+    norm.weight.data = 1 + weight.cuda().float() / 7
+    kernel, calls = norm_triton.gated_rms_norm, []
+    monkeypatch.setattr(norm_triton, "gated_rms_norm", lambda *args: calls.append(1) or kernel(*args))
+    with torch.inference_mode():
+        out = norm(x)
+    assert len(calls) == 1 and out.dtype == torch.bfloat16
+    expected = torch.nn.functional.rms_norm(x.double(), shape[-1:], norm.weight.double(), 1e-6)
+    torch.testing.assert_close(out.double(), expected, rtol=2.0**-8 * 1.01, atol=1e-6)
+    with torch.inference_mode():
+        assert torch.equal(norm(x.float()), torch.nn.functional.rms_norm(x.float(), shape[-1:], norm.weight, 1e-6))
+    assert len(calls) == 1
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU")
 def test_the_module_takes_the_kernel_without_gradients(monkeypatch):
     from megatron_hybrid_prefix.platform.kernels import norm_triton
