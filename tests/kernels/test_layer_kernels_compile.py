@@ -1,0 +1,43 @@
+"""The kernels around the gated delta rule compile for a GPU as they are launched, on a machine without one."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_hybrid_prefix.ops import conv_windows, convolution, delta_gates
+
+INT32 = {"sources_ptr", "starts_ptr", "chunk_bounds_ptr"}
+INT64 = {"first_chunks_ptr", "source_slots_ptr", "live_slots_ptr", "chunk_slots_ptr"}
+KERNELS = {  # module, constants
+    "_gates_kernel": (delta_gates, {"ROWS": 8, "BLOCK": 32}),
+    "_gated_head_norm_kernel": (delta_gates, {"HEADS": 16, "BLOCK": 128}),
+    "_convolve_kernel": (convolution, {"TAPS": 4, "BIAS": True, "TOKENS": 8, "CHANNELS": 256}),
+    "_write_conv_windows_kernel": (conv_windows, {"D_CONV": 4, "WIDTH": 4, "BLOCK": 256}),
+}
+
+
+def type_of(name: str) -> str:
+    if name in INT32:
+        return "*i32"
+    if name in INT64:
+        return "*i64"
+    if name.endswith("_ptr"):
+        return "*fp32" if name == "log_decay_ptr" else "*bf16"
+    return "i64" if name.startswith("stride") else "fp32" if name == "epsilon" else "i32"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiles(name):
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    module, constants = KERNELS[name]
+    kernel = getattr(module, name)
+    types = {arg: "constexpr" if arg in constants else type_of(arg) for arg in kernel.arg_names}
+    divisible = [[["tt.divisibility", 16]]] * len(types)  # as tensors, strides and widths of models are
+    attrs = {(at,): value for at, value in enumerate(divisible) if types[kernel.arg_names[at]] != "constexpr"}
+    attrs = {at: value for at, value in attrs.items() if types[kernel.arg_names[at[0]]] != "fp32"}
+    source = ASTSource(kernel, types, constexprs=constants, attrs=attrs)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
