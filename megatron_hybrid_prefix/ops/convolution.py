@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel, tl, triton
 
-_TOKENS, _CHANNELS = 8, 256  # of a program
+_TOKENS, _CHANNELS = 16, 256  # of a program, which is one warp
+_MANY = 4096  # tokens from which a program computes twice as many
 
 
 def convolve_from_slots(
@@ -29,7 +30,7 @@ def convolve_from_slots(
 
     Args:
         inputs: (tokens, dim), floating; rows may be strided.
-        windows: (slots, dim, taps), the pool of one layer, newest input last; strided over slots, contiguous inside a slot.
+        windows: (slots, dim, taps), the pool of one layer, newest input last, 2 to 4 taps; strided over slots, contiguous inside a slot.
         weight: (dim, taps) in the windows' type, contiguous; the last column meets the token itself.
         bias: (dim,), or None.
         sources: (tokens,) integer, the slot of the window before each token's sequence.
@@ -41,12 +42,13 @@ def convolve_from_slots(
     if inputs.dtype == torch.float64 or not runs_kernel(inputs):
         return _reference(inputs, windows, weight, bias, sources, starts)
     tokens, dim = inputs.shape
-    assert windows[0].is_contiguous() and weight.is_contiguous()
+    assert windows[0].is_contiguous() and weight.is_contiguous() and 2 <= windows.shape[2] <= 4
     if inputs.stride(1) != 1:
         inputs = inputs.contiguous()
     out = torch.empty((tokens, dim), dtype=inputs.dtype, device=inputs.device)
+    together = _TOKENS if tokens < _MANY else 2 * _TOKENS
     if tokens:
-        _convolve_kernel[(triton.cdiv(dim, _CHANNELS), triton.cdiv(tokens, _TOKENS))](
+        _convolve_kernel[(triton.cdiv(dim, _CHANNELS), triton.cdiv(tokens, together))](
             inputs,
             windows,
             weight,
@@ -60,8 +62,9 @@ def convolve_from_slots(
             dim,
             TAPS=windows.shape[2],
             BIAS=bias is not None,
-            TOKENS=_TOKENS,
+            TOKENS=together,
             CHANNELS=_CHANNELS,
+            num_warps=1,
         )
     return out
 
@@ -93,6 +96,47 @@ def _reference(
 if triton is not None:
 
     @triton.jit
+    def _lagged(
+        recent: tl.tensor,
+        windows_ptr: tl.tensor,
+        channel: tl.tensor,
+        inside: tl.tensor,
+        since: tl.tensor,
+        LAG: tl.constexpr,
+        TAPS: tl.constexpr,
+    ) -> tl.tensor:
+        """The input LAG tokens back: ``recent`` if the sequence has it, else from its window."""
+        if LAG >= TAPS:
+            return recent
+        column = TAPS + since - LAG
+        before = tl.load(windows_ptr + channel * TAPS + column, mask=inside & (since < LAG), other=0.0)
+        return tl.where(since < LAG, before.to(tl.float32), recent)
+
+    @triton.jit
+    def _output(
+        bias: tl.tensor,
+        x3: tl.tensor,
+        x2: tl.tensor,
+        x1: tl.tensor,
+        x0: tl.tensor,
+        w3: tl.tensor,
+        w2: tl.tensor,
+        w1: tl.tensor,
+        w0: tl.tensor,
+        kept: tl.constexpr,
+        TAPS: tl.constexpr,
+    ) -> tl.tensor:
+        """A token's output from its input and those up to three tokens back, added from the oldest on."""
+        total = bias
+        if TAPS > 3:
+            total += x3 * w3
+        if TAPS > 2:
+            total += x2 * w2
+        total += x1 * w1
+        total += x0 * w0
+        return (total / (1.0 + tl.exp(-total))).to(kept)
+
+    @triton.jit
     def _convolve_kernel(
         inputs_ptr: tl.tensor,  # (tokens, dim), strided over tokens
         windows_ptr: tl.tensor,  # (slots, dim, TAPS), strided over slots
@@ -110,37 +154,55 @@ if triton is not None:
         TOKENS: tl.constexpr,
         CHANNELS: tl.constexpr,
     ) -> None:
-        """One program: CHANNELS channels of TOKENS tokens."""
+        """One program: CHANNELS channels of TOKENS tokens, one after another; the inputs of the last tokens are in registers."""
         channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-        token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-        filled, inside = token < tokens, channel < dim
-        mask = filled[:, None] & inside[None, :]
+        inside = channel < dim
         kept = windows_ptr.dtype.element_ty
-        start = tl.load(starts_ptr + token, mask=filled, other=0)
-        source = tl.load(sources_ptr + token, mask=filled, other=0).to(tl.int64)
-        # Few programs hold a token whose taps reach back to before its sequence.
-        reaches_back = tl.max(tl.where(filled & (token - start < TAPS - 1), 1, 0), 0) > 0
-        total = tl.zeros([TOKENS, CHANNELS], dtype=tl.float32)
+        first = tl.program_id(1) * TOKENS
+        of_weight = weight_ptr + channel * TAPS + TAPS - 1
+        w0 = tl.load(of_weight, mask=inside, other=0.0).to(tl.float32)
+        w1 = tl.load(of_weight - 1, mask=inside, other=0.0).to(tl.float32)
+        w2, w3 = tl.zeros_like(w0), tl.zeros_like(w0)
+        if TAPS > 2:
+            w2 = tl.load(of_weight - 2, mask=inside, other=0.0).to(tl.float32)
+        if TAPS > 3:
+            w3 = tl.load(of_weight - 3, mask=inside, other=0.0).to(tl.float32)
+        bias = tl.zeros_like(w0)
         if BIAS:
-            bias = tl.load(bias_ptr + channel, mask=inside, other=0.0)
-            total += bias.to(kept).to(tl.float32)[None, :]
-        for tap in tl.static_range(TAPS):
-            row = token - (TAPS - 1) + tap
-            own = row >= start
-            value = tl.load(
-                inputs_ptr + row.to(tl.int64)[:, None] * stride_inputs + channel[None, :],
-                mask=mask & own[:, None],
-                other=0.0,
-            )
-            value = value.to(kept).to(tl.float32)
-            if reaches_back:
-                column = TAPS + row - start
-                value += tl.load(
-                    windows_ptr + (source * stride_slot + column)[:, None] + (channel * TAPS)[None, :],
-                    mask=mask & (~own)[:, None],
-                    other=0.0,
-                ).to(tl.float32)
-            weight = tl.load(weight_ptr + channel * TAPS + tap, mask=inside, other=0.0).to(tl.float32)
-            total += value * weight[None, :]
-        result = (total / (1.0 + tl.exp(-total))).to(kept).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + token.to(tl.int64)[:, None] * dim + channel[None, :], result, mask=mask)
+            bias = tl.load(bias_ptr + channel, mask=inside, other=0.0).to(kept).to(tl.float32)
+        of_inputs = inputs_ptr + first.to(tl.int64) * stride_inputs + channel
+        of_out = out_ptr + first.to(tl.int64) * dim + channel
+        # What came before the first token; nothing of it counts where another sequence starts.
+        x1 = tl.load(of_inputs - stride_inputs, mask=inside & (first > 0), other=0.0).to(kept).to(tl.float32)
+        x2 = tl.load(of_inputs - 2 * stride_inputs, mask=inside & (first > 1), other=0.0).to(kept).to(tl.float32)
+        x3 = tl.load(of_inputs - 3 * stride_inputs, mask=inside & (first > 2), other=0.0).to(kept).to(tl.float32)
+        start = tl.load(starts_ptr + first)
+        last = tl.minimum(first + TOKENS, tokens) - 1
+        if (first - start >= TAPS - 1) & (tl.load(starts_ptr + last) == start):
+            # All of them in one sequence, and none near its start: no windows, and loads can run ahead.
+            for token in tl.static_range(0, TOKENS, 4):  # four loads on their way at a time
+                left = last + 1 - first - token
+                at = of_inputs + token * stride_inputs
+                a = tl.load(at, mask=inside & (left > 0), other=0.0).to(kept).to(tl.float32)
+                b = tl.load(at + stride_inputs, mask=inside & (left > 1), other=0.0).to(kept).to(tl.float32)
+                c = tl.load(at + 2 * stride_inputs, mask=inside & (left > 2), other=0.0).to(kept).to(tl.float32)
+                d = tl.load(at + 3 * stride_inputs, mask=inside & (left > 3), other=0.0).to(kept).to(tl.float32)
+                to = of_out + token * dim
+                tl.store(to, _output(bias, x3, x2, x1, a, w3, w2, w1, w0, kept, TAPS), mask=inside & (left > 0))
+                tl.store(to + dim, _output(bias, x2, x1, a, b, w3, w2, w1, w0, kept, TAPS), mask=inside & (left > 1))
+                to += 2 * dim
+                tl.store(to, _output(bias, x1, a, b, c, w3, w2, w1, w0, kept, TAPS), mask=inside & (left > 2))
+                tl.store(to + dim, _output(bias, a, b, c, d, w3, w2, w1, w0, kept, TAPS), mask=inside & (left > 3))
+                x3, x2, x1 = b, c, d
+        else:
+            for token in range(first, last + 1):
+                since = token - tl.load(starts_ptr + token)
+                of_window = windows_ptr + tl.load(sources_ptr + token).to(tl.int64) * stride_slot
+                x0 = tl.load(of_inputs, mask=inside, other=0.0).to(kept).to(tl.float32)
+                a3 = _lagged(x3, of_window, channel, inside, since, 3, TAPS)
+                a2 = _lagged(x2, of_window, channel, inside, since, 2, TAPS)
+                a1 = _lagged(x1, of_window, channel, inside, since, 1, TAPS)
+                tl.store(of_out, _output(bias, a3, a2, a1, x0, w3, w2, w1, w0, kept, TAPS), mask=inside)
+                of_inputs += stride_inputs
+                of_out += dim
+                x3, x2, x1 = x2, x1, x0

@@ -56,7 +56,7 @@ class StatePool:
         self._check(slots)
         on_device = self._on_device(slots)
         for tensor in self.tensors.values():
-            tensor[:, on_device] = 0
+            tensor[:, on_device] = tensor.new_zeros(())  # a number would be sent to the GPU, and waited for
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy states bit by bit, from ``sources[i]`` to ``targets[i]``.

@@ -11,7 +11,7 @@ INT64 = {"first_chunks_ptr", "source_slots_ptr", "live_slots_ptr", "chunk_slots_
 KERNELS = {  # module, constants
     "_gates_kernel": (delta_gates, {"ROWS": 8, "BLOCK": 32}),
     "_gated_head_norm_kernel": (delta_gates, {"HEADS": 16, "BLOCK": 128}),
-    "_convolve_kernel": (convolution, {"TAPS": 4, "BIAS": True, "TOKENS": 8, "CHANNELS": 256}),
+    "_convolve_kernel": (convolution, {"TAPS": 4, "BIAS": True, "TOKENS": 32, "CHANNELS": 256}),
     "_write_conv_windows_kernel": (conv_windows, {"D_CONV": 4, "WIDTH": 4, "BLOCK": 256}),
 }
 
