@@ -1,6 +1,7 @@
 """Runs the tests that need a GPU, several at a time on each GPU. Usage: ``python -m tests.gpu.run [--gpus N] [WORDS...]``.
 
-    python -m tests.gpu.run --gpus 1 --jobs 6 --out out/gpu            # all of them; those for several GPUs are skipped
+    python -m tests.gpu.run --gpus 1 --jobs 12 --out out/gpu           # all of them; those for several GPUs are skipped
+    python -m tests.gpu.run --gpus 1 --jobs 12 --need 1 --without chunked_prefill as_near       # those that are done in five minutes
     python -m tests.gpu.run --gpus 4 --jobs 4 cuda_graphs host_tier    # tests with one of these words in their names
 
 Each test is a process of pytest: what it does is mostly waiting for the host (imports, compiling of kernels, small steps).
@@ -27,6 +28,7 @@ from megatron_hybrid_prefix.arithmetic import ceil_div
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = ["tests/gpu", "tests/kernels", "tests/core/test_host_arena.py"]
 OWN_PROCESS = "tests/gpu/"  # tests of other folders start no processes; those of one file share one
+LONGEST = ("chunked_prefill", "as_near", "nemotron", "test_delta_rule", "agreement", "cuda_graphs", "paged")  # first
 TWO = re.compile(r"\b(tp2|pp2|ep2|(tiny|4b)-2)\b")
 FOUR = re.compile(r"\b(tp4|2x2)\b")
 
@@ -40,8 +42,8 @@ class Job:
     gpus: int
 
 
-def collect(words: list[str], slow: bool) -> list[Job]:
-    """The tests marked ``gpu`` with one of the words in their names, as jobs; the longest first."""
+def collect(words: list[str], without: list[str], slow: bool) -> list[Job]:
+    """The tests marked ``gpu`` with one of the words in their names and none of others, as jobs; the longest first."""
     command = [
         sys.executable,
         "-m",
@@ -58,11 +60,11 @@ def collect(words: list[str], slow: bool) -> list[Job]:
         raise SystemExit(f"pytest found no tests:\n{listed.stdout[-2000:]}{listed.stderr[-2000:]}")
     groups: dict[str, list[str]] = {}
     for test in tests:
-        if not words or any(word in test for word in words):
+        if (not words or any(word in test for word in words)) and not any(word in test for word in without):
             name = test if test.startswith(OWN_PROCESS) else test.partition("::")[0]
             groups.setdefault(name, []).append(test)
     jobs = [Job(name, tuple(own), max(map(gpus_of, own))) for name, own in groups.items()]
-    return sorted(jobs, key=lambda job: (-job.gpus, "kernels" not in job.name))
+    return sorted(jobs, key=lambda job: next((at for at, word in enumerate(LONGEST) if word in job.name), len(LONGEST)))
 
 
 def gpus_of(test: str) -> int:
@@ -135,13 +137,16 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="run tests with one of them in their names; default: all")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=6, help="processes on each GPU")
+    parser.add_argument("--without", nargs="+", default=[], metavar="WORD", help="but none with one of these")
     parser.add_argument("--need", type=int, nargs="+", default=[1, 2, 4], help="run tests that need so many GPUs")
     parser.add_argument("--limit-s", type=float, default=540.0, help="of a process")
     parser.add_argument("--not-slow", action="store_true", help="without tests marked slow")
     parser.add_argument("--out", type=Path, default=Path("out/gpu"))
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    jobs = [job for job in collect(arguments.words, not arguments.not_slow) if job.gpus in arguments.need]
+    jobs = [
+        job for job in collect(arguments.words, arguments.without, not arguments.not_slow) if job.gpus in arguments.need
+    ]
     print(f"{len(jobs)} processes, {sum(len(job.tests) for job in jobs)} tests", flush=True)
     started_s = time.monotonic()
     failed = run_all(jobs, arguments.gpus, arguments.jobs, arguments.out, arguments.limit_s)

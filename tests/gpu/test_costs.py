@@ -18,11 +18,11 @@ def report(script, *arguments, **env):
     return json.loads(line)
 
 
-@pytest.mark.parametrize("preset", ["small", "small-gdn", "small-mixed"])
-def test_a_hit_is_as_near_to_float32_as_a_miss(preset):
-    found = report("hit_error.py", preset, 200, TRITON_F32_DEFAULT="ieee")
-    assert found["prompts"] >= 200 and found["forced_tokens"] >= 32
-    assert found["reused_tokens"] >= 198 * 1024
+@pytest.mark.parametrize(("preset", "prompts"), [("small", 200), ("small-gdn", 200), ("small-mixed", 100)])
+def test_a_hit_is_as_near_to_float32_as_a_miss(preset, prompts):
+    found = report("hit_error.py", preset, prompts, TRITON_F32_DEFAULT="ieee")
+    assert found["prompts"] >= prompts and found["forced_tokens"] >= 32
+    assert found["reused_tokens"] >= (prompts - 2) * 1024
     assert found["hit_over_miss"] <= 1.05
 
 

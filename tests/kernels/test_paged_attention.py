@@ -54,7 +54,7 @@ def test_matches_the_loops(dtype):
     ids=["tail of a hit", "decode", "mixed", "drafts"],
 )
 def test_flash_attention_4(heads, kv_heads, dim, q_lens, k_lens):
-    """As megatron calls it: no further off than the gathering attention in bfloat16, by twice its error."""
+    """As megatron calls it: at most twice as far off as the gathering attention in bfloat16, by root mean square."""
     cute = pytest.importorskip("flash_attn.cute")
     from megatron_hybrid_prefix.platform.kernels.attention_cuda import (
         flash_attn4_varlen_func,
@@ -91,6 +91,6 @@ def test_flash_attention_4(heads, kv_heads, dim, q_lens, k_lens):
         later = torch.ones(rows, keys, dtype=torch.bool, device="cuda").triu(1 + keys - rows)
         expected = torch.einsum("hqk,khd->qhd", scores.masked_fill(later, float("-inf")).softmax(-1), own[1])
         for name, out in (("FA4", found), ("gathered", gathered)):
-            errors[name] = max(errors[name], float((out[span].double() - expected).abs().max()))
-    print(f"heads {heads}/{kv_heads} of {dim}, {len(q_lens)} requests: largest errors {errors}")
-    assert errors["FA4"] <= 2 * errors["gathered"] < 0.1
+            errors[name] = max(errors[name], float((out[span].double() - expected).square().mean().sqrt()))
+    print(f"heads {heads}/{kv_heads} of {dim}, {len(q_lens)} requests: root mean square errors {errors}")
+    assert errors["FA4"] <= 2 * errors["gathered"] < 0.02
