@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable
 from typing import Annotated, Any, Self
 
@@ -278,7 +279,9 @@ class Body(Fields, ABC):
     user: Ignored = None
     metadata: Ignored = None
     service_tier: Ignored = None
-    prompt_cache_key: Any = Field(None, description="accepted; replicas are chosen by the prompt")
+    prompt_cache_key: Annotated[Text, Field(min_length=1, max_length=256)] | None = Field(
+        None, description="requests with one key go to one replica; nothing else depends on it"
+    )
     prompt_cache_retention: Ignored = None
     safety_identifier: Ignored = None
     store: Annotated[Any, _only(lambda value: value is False)] = Field(False, description="refused unless false")
@@ -439,8 +442,15 @@ def read_json(data: bytes) -> dict[str, Any]:
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is not JSON")
 
+    def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):  # a proxy in front of the server may have checked the other value
+            twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+            raise ValueError(f"the name '{short(twice)}' appears twice in an object")
+        return found
+
     try:
-        body = json.loads(data.decode("utf-8"), parse_constant=refuse)
+        body = json.loads(data.decode("utf-8"), parse_constant=refuse, object_pairs_hook=each_once)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         raise bad(f"We could not parse the JSON body of your request: {error}", code="invalid_json") from None
     if not isinstance(body, dict):

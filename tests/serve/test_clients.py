@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import math
+import socket
 import threading
 import time
 from collections import Counter
@@ -587,6 +588,16 @@ def test_bytes_that_are_not_http_are_refused_and_counted(server):
         assert b" 400 " in asyncio.run(asyncio.wait_for(send(data), HANG_S)), name
         assert server.metrics()[key] == before + 1, name
     assert server.send("/health")[0] == 200
+
+
+def test_replies_do_not_wait_for_acknowledgements(server):
+    """With Nagle's algorithm, each reply of a kept connection and each token of a stream came 40 ms late."""
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert client.recv(12) == b"HTTP/1.1 200"
+        ends = [connection.transport for connection in server._server.server_state.connections]
+        ours = [end for end in ends if end.get_extra_info("peername") == client.getsockname()]
+        assert ours[0].get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_slow_headers_are_given_up(tiny):

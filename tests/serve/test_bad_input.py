@@ -1,0 +1,471 @@
+"""Malformed requests: each gets a 4xx with one line of JSON, is counted by its status, and the server goes on.
+
+The cases of the routes with a body are generated from the JSON schemas of their models, so a new field is covered as
+soon as it exists. The other cases are what HTTP allows clients to get wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+pytest.importorskip("prometheus_client")
+
+from pydantic import BaseModel
+
+from megatron_hybrid_prefix.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from tests.harness.limits import HANG_S
+from tests.serve.test_serve import ADMIN, Server, running
+
+BODY_BYTES = 64 << 10
+HALF = "\ud800"  # of a surrogate pair
+DEEP: Any = None
+for _ in range(300):
+    DEEP = [DEEP]
+GOOD: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
+    "/v1/completions": (CompletionBody, {"model": "tiny", "prompt": "x", "max_tokens": 1}),
+    "/v1/chat/completions": (
+        ChatBody,
+        {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
+    ),
+    "/tokenize": (TokenizeBody, {"prompt": "x"}),
+    "/detokenize": (DetokenizeBody, {"tokens": [1]}),
+}
+# A value of each JSON type.
+VALUES: dict[str, Any] = {
+    "boolean": True,
+    "integer": 3,
+    "number": 2.5,
+    "string": "1",
+    "array": [[True]],
+    "object": {"a": 1},
+}
+# Values that fields of any type refuse. A field that accepts everything has no row, and no case.
+REFUSED = {
+    "suffix": ["x", 1, True],
+    "functions": [[{}], "x", True],
+    "function_call": ["f", 1, {}],
+    "tool_choice": ["required", 1, {}, {"type": "function"}],
+    "tools": [[{"type": "function"}], "x", 1],
+    "store": [True, 1, "false"],
+    "response_format": [{"type": "json_object"}, "text", 1, []],
+    "modalities": [["audio"], "text", 1],
+    "parallel_tool_calls": [1, "true", []],
+}
+ACCEPTED = {"user", "metadata", "service_tier", "prompt_cache_retention", "safety_identifier"}
+MESSAGES: dict[str, Any] = {
+    "no messages": [],
+    "a message that is null": [None],
+    "a message that is a list": [[]],
+    "no role": [{"content": "x"}],
+    "no content": [{"role": "user"}],
+    "an empty message": [{}],
+    "another role": [{"role": "robot", "content": "x"}],
+    "a role with a capital": [{"role": "User", "content": "x"}],
+    "a role of another type": [{"role": 1, "content": "x"}],
+    "an unhashable role": [{"role": [], "content": "x"}],
+    "content as a number": [{"role": "user", "content": 1}],
+    "content as an object": [{"role": "user", "content": {"type": "text", "text": "x"}}],
+    "content with a null": [{"role": "user", "content": [None]}],
+    "content with a string": [{"role": "user", "content": ["x"]}],
+    "a part without text": [{"role": "user", "content": [{"type": "text"}]}],
+    "a part without type": [{"role": "user", "content": [{"text": "x"}]}],
+    "a part of another type": [{"role": "user", "content": [{"type": "input_audio", "text": "x"}]}],
+    "deep content": [{"role": "user", "content": DEEP}],
+    "an unknown field": [{"role": "user", "content": "x", "colour": "red"}],
+    "a call by a user": [{"role": "user", "content": "x", "tool_calls": [{}]}],
+    "calls as text": [{"role": "assistant", "content": "x", "tool_calls": "f"}],
+    "calls that are numbers": [{"role": "assistant", "content": "x", "tool_calls": [1]}],
+    "deep calls": [{"role": "assistant", "content": "x", "tool_calls": [{"a": DEEP}], "name": 1}],
+    "an answer of no tool": [{"role": "user", "content": "x", "tool_call_id": "1"}],
+    "marks": [{"role": "user", "content": "x", "marks": [1]}],
+    "name of another type": [{"role": "user", "content": "x", "name": 1}],
+    "half a pair in the content": [{"role": "user", "content": HALF}],
+    "half a pair in a part": [{"role": "user", "content": [{"type": "text", "text": HALF}]}],
+    "half a pair in a name": [{"role": "user", "content": "x", "name": HALF}],
+    "half a pair as a message's field": [{"role": "user", "content": "x", HALF: 1}],
+    "an eternal mark": [{"role": "user", "content": "x", "cache_control": {"type": "eternal"}}],
+    "a mark that is text": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": "ephemeral"}]}],
+    "too many marks": [
+        {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}] * 129}
+    ],
+}
+MORE: dict[str, tuple[str, Any]] = {
+    "prompts of two types": ("/v1/completions", {"prompt": ["x", 1]}),
+    "an empty prompt": ("/v1/completions", {"prompt": ""}),
+    "an empty prompt of several": ("/v1/completions", {"prompt": ["x", ""]}),
+    "empty ids": ("/v1/completions", {"prompt": [[]]}),
+    "a token above the vocabulary": ("/v1/completions", {"prompt": [512]}),
+    "a huge token": ("/v1/completions", {"prompt": [10**30]}),
+    "a negative token": ("/v1/completions", {"prompt": [-1]}),
+    "true as a token": ("/v1/completions", {"prompt": [1, True]}),
+    "too many prompts": ("/v1/completions", {"prompt": ["x"] * 129}),
+    "too many answers": ("/v1/completions", {"prompt": ["x"] * 2, "n": 128}),
+    "too long a prompt": ("/v1/completions", {"prompt": "x" * 2000}),
+    "too long an answer": ("/v1/completions", {"max_tokens": 2000}),
+    "no answer": ("/v1/completions", {"max_tokens": 0}),
+    "the likeliest of all": ("/v1/completions", {"top_k": 512}),
+    "log-probs of the prompt": ("/v1/completions", {"echo": True, "logprobs": 1}),
+    "best of more": ("/v1/completions", {"best_of": 2}),
+    "options of no stream": ("/v1/completions", {"stream_options": {"include_usage": True}}),
+    "an unknown option of a stream": ("/v1/completions", {"stream": True, "stream_options": {"usage": True}}),
+    "a breakpoint at 0": ("/v1/completions", {"cache_breakpoints": [0]}),
+    "a breakpoint after the end": ("/v1/completions", {"cache_breakpoints": [2]}),
+    "a huge breakpoint": ("/v1/completions", {"cache_breakpoints": [10**30]}),
+    "breakpoints of two prompts": ("/v1/completions", {"prompt": ["x", "y"], "cache_breakpoints": [1]}),
+    "a bias that is no id": ("/v1/completions", {"logit_bias": {"x": 1}}),
+    "a bias of no token": ("/v1/completions", {"logit_bias": {"512": 1}}),
+    "a negative id": ("/v1/completions", {"logit_bias": {"-1": 1}}),
+    "a huge id": ("/v1/completions", {"logit_bias": {"9" * 400: 1}}),
+    "digits of another script": ("/v1/completions", {"logit_bias": {"²": 1}}),
+    "a bias of text": ("/v1/completions", {"logit_bias": {"1": "1"}}),
+    "too strong a bias": ("/v1/completions", {"logit_bias": {"1": 101}}),
+    "a stop token of none": ("/v1/completions", {"stop_token_ids": [512]}),
+    "an empty stop": ("/v1/completions", {"stop": ""}),
+    "another model": ("/v1/completions", {"model": "gpt"}),
+    "another model of a chat": ("/v1/chat/completions", {"model": ""}),
+    "two limits": ("/v1/chat/completions", {"max_completion_tokens": 1}),
+    "top log-probs alone": ("/v1/chat/completions", {"top_logprobs": 1}),
+    "a breakpoint at no message": ("/v1/chat/completions", {"cache_breakpoints": [1]}),
+    "a breakpoint before all": ("/v1/chat/completions", {"cache_breakpoints": [-1]}),
+    "a variable of the server": ("/v1/chat/completions", {"chat_template_kwargs": {"messages": []}}),
+    "half a pair in a variable": ("/v1/chat/completions", {"chat_template_kwargs": {"a": HALF}}),
+    "another model to tokenize": ("/tokenize", {"model": "gpt"}),
+    "a chat of nothing": ("/tokenize", {"messages": [1]}),
+    "no token": ("/detokenize", {"tokens": [512]}),
+}
+# What is no JSON, or none that this server accepts. "{}" is the rest of a good body.
+NOT_JSON = {
+    "nothing": b"",
+    "spaces": b"  ",
+    "a word": b"hello",
+    "a number": b"1",
+    "null": b"null",
+    "a list": b"[]",
+    "text": b'"x"',
+    "half": b'{"model": "ti',
+    "a comma too many": b'{"model": "tiny",}',
+    "single quotes": b"{'model': 'tiny'}",
+    "no quotes": b"{model: 1}",
+    "two objects": b"{}{}",
+    "a comment": b"{} // x",
+    "NaN": b'{"temperature": NaN, {}',
+    "infinity": b'{"temperature": Infinity, {}',
+    "minus infinity": b'{"temperature": -Infinity, {}',
+    "beyond a double": b'{"temperature": 1e999, {}',
+    "a leading zero": b'{"n": 01, {}',
+    "a leading plus": b'{"n": +1, {}',
+    "hexadecimal": b'{"n": 0x1, {}',
+    "too many digits": b'{"n": ' + b"1" * 5000 + b", {}",
+    "a control character": b'{"user": "\n", {}',
+    "half an escape": b'{"user": "\\u12", {}',
+    "an unknown escape": b'{"user": "\\x", {}',
+    "not UTF-8": b'{"user": "\xff", {}',
+    "overlong UTF-8": b'{"user": "\xc0\xaf", {}',
+    "half a UTF-8 character": b'{"user": "\xe2\x82", {}',
+    "an encoded surrogate": b'{"user": "\xed\xa0\x80", {}',
+    "UTF-16": '{"user": "x"}'.encode("utf-16"),
+    "a byte order mark": b"\xef\xbb\xbf{}",
+    "zero bytes": b"\x00" * 100,
+    "too deep a list": b"[" * 50_000,
+    "too deep an object": b'{"a":' * 10_000,
+    "too deep a field": b'{"user": ' + b"[" * 20_000 + b"]" * 20_000 + b", {}",
+    "a name twice": b'{"user": "a", "user": "b", {}',
+    "an inner name twice": b'{"metadata": {"a": 1, "a": 2}, {}',
+    "a form": b"model=tiny&prompt=x",
+}
+
+
+def schema_cases(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Bodies in which one field has a wrong type, or is just out of its range. Yields names and changed bodies."""
+    model, good = GOOD[path]
+    schema = model.model_json_schema()
+    for name, field in schema["properties"].items():
+        options = _options(field)
+        types = {option["type"] for option in options if "type" in option}
+        if not types:
+            assert name in REFUSED or name in ACCEPTED, f"say which values {name!r} refuses"
+        for wrong in REFUSED.get(name, ()):
+            yield f"{name} {wrong!r}", good | {name: wrong}
+        for kind, value in VALUES.items():
+            fits = kind in types or (kind == "integer" and "number" in types)
+            if types and not fits and not (kind == "string" and {"stop", "prompt"} & {name}):
+                yield f"{name} is {kind}", good | {name: value}
+        if types - {"boolean"}:
+            yield f"{name} is deep", good | {name: DEEP}
+        if types & {"string", "array", "object"}:
+            yield f"{name} has half a pair", good | {name: {"array": [HALF], "object": {HALF: 1}}.get(*types, HALF)}
+        if types & {"integer", "number"}:
+            for huge in (10**30, -(10**30), 1e200, -1e200):
+                yield f"{name} {huge:.0e}", good | {name: huge}
+        for option in options:
+            for limit, value in option.items():
+                if (change := _beyond(limit, value, option)) is not None:
+                    yield f"{name} beyond {limit}", good | {name: change}
+    for name in schema.get("required", ()):
+        rest = {key: value for key, value in good.items() if key != name}
+        yield f"{name} is missing", rest
+        yield f"{name} is null", rest | {name: None}
+    yield "unknown field", good | {"colour": "red"}
+    yield "half a pair as a field", good | {HALF: 1}
+    yield "empty field name", good | {"": 1}
+    yield "long field name", good | {"x" * 5000: 1}
+
+
+def _options(field: dict[str, Any]) -> list[dict[str, Any]]:
+    found = [option | ({"type": "object"} if "$ref" in option else {}) for option in field.get("anyOf", [field])]
+    return [option for option in found if option.get("type") != "null"]
+
+
+def _beyond(limit: str, value: Any, option: dict[str, Any]) -> Any:
+    """A value just beyond a limit of a JSON schema; None: the entry is no limit."""
+    is_float = option.get("type") == "number"
+    match limit:
+        case "minimum":
+            return value - (0.001 if is_float else 1)
+        case "maximum":
+            return value + (0.001 if is_float else 1)
+        case "exclusiveMinimum":
+            return value
+        case "maxItems":
+            return ["x" if "string" in str(option["items"]) else 1] * (value + 1)
+        case "minLength":
+            return ""
+        case "maxLength":
+            return {str(at): 0 for at in range(value + 1)} if option.get("type") == "object" else "x" * (value + 1)
+        case "maxProperties":
+            return {str(at): 0 for at in range(value + 1)}
+    return None
+
+
+def json_cases() -> Iterator[tuple[str, str, bytes]]:
+    """Names, paths and bodies."""
+    for path, (_, good) in GOOD.items():
+        for name, body in schema_cases(path):
+            yield name, path, json.dumps(body).encode()
+        rest = json.dumps(good)[1:].encode()
+        for name, data in NOT_JSON.items():
+            whole = data[:-2] + rest if data.endswith(b", {}") else data
+            yield name, path, whole
+    chat = GOOD["/v1/chat/completions"][1]
+    for name, messages in MESSAGES.items():
+        yield name, "/v1/chat/completions", json.dumps(chat | {"messages": messages}).encode()
+    for name, (path, changes) in MORE.items():
+        yield name, path, json.dumps(GOOD[path][1] | changes).encode()
+
+
+def test_there_are_as_many_cases_as_it_takes():
+    cases = list(json_cases())
+    assert len({case[:2] for case in cases}) == len(cases) >= 400
+    assert len(RAW) >= 18
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Any) -> Iterator[Server]:
+    with running(tiny, body_bytes=BODY_BYTES, read_s=HANG_S) as server:
+        yield server
+
+
+def replies(server: Server) -> Counter[tuple[str, str]]:
+    """Counted replies by path and status."""
+    return Counter(
+        {
+            (dict(labels)["path"], dict(labels)["status"]): int(value)
+            for (name, labels), value in server.metrics().items()
+            if name == "http_requests_total"
+        }
+    )
+
+
+def problem_of(status: int, body: bytes) -> str | None:
+    """What is wrong with a reply to a bad request; None: nothing."""
+    if not 400 <= status < 500:
+        return f"status {status}: {body[:200]!r}"
+    try:
+        error = json.loads(body)["error"]
+    except (ValueError, KeyError):
+        return f"no JSON error: {body[:200]!r}"
+    message = error["message"]
+    if set(error) != {"message", "type", "param", "code"} or error["type"] != "invalid_request_error":
+        return f"another form: {error}"
+    if not message or "\n" in message or len(message) > 400:
+        return f"not one line: {message[:500]!r}"
+    if any(word in message for word in ("Traceback", "pydantic", "NoneType", ".py", "<class")):
+        return f"not for clients: {message!r}"
+    return None
+
+
+def assert_goes_on(server: Server) -> None:
+    path = "/v1/completions"
+    assert server.send(path, GOOD[path][1])[0] == 200
+    assert server.send("/health")[1]["open_sequences"] == 0
+
+
+def test_bodies(server, caplog):
+    """One connection for all of them: none closes it."""
+    before, sent, problems = replies(server), Counter[tuple[str, str]](), {}
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=HANG_S)
+    for name, path, body in json_cases():
+        connection.request("POST", path, body, {"content-type": "application/json"})
+        socket = connection.sock
+        answer = connection.getresponse()
+        if problem := problem_of(answer.status, answer.read()):
+            problems[f"{path}: {name}"] = problem
+        assert connection.sock is socket
+        sent[path, str(answer.status)] += 1
+    connection.close()
+    assert not problems, "\n".join(f"{name}: {problem}" for name, problem in problems.items())
+    found = replies(server) - before
+    assert {key: found[key] for key in sent} == sent
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    assert_goes_on(server)
+
+
+# --- Bytes on the socket ---------------------------------------------------------------------------------------------
+
+_BODY = json.dumps(GOOD["/v1/completions"][1]).encode()
+
+
+def _request(
+    line: str = "POST /v1/completions HTTP/1.1", headers: str = "", body: bytes = b"", *, length: int | None = None
+) -> bytes:
+    size = "" if length is None else f"content-length: {length}\r\n"
+    return f"{line}\r\nhost: x\r\n{size}{headers}\r\n".encode("latin-1") + body
+
+
+def _chunked(data: bytes) -> bytes:
+    return _request(headers="transfer-encoding: chunked\r\n", body=data)
+
+
+_GOOD = _request(body=_BODY, length=len(_BODY))
+# What is sent, and the statuses of the replies. Afterwards the server closes the connection, or this client does.
+RAW: dict[str, tuple[bytes, list[int]]] = {
+    "no HTTP": (b"hello\r\n\r\n", [400]),
+    "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", [400]),
+    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\n", [404]),
+    "HTTP/0.9": (b"GET /health\r\n\r\n", [400]),
+    "a version of text": (b"GET /health HTTP/one\r\nhost: x\r\n\r\n", [400]),
+    "zero bytes": (b"\x00" * 64 + b"\r\n\r\n", [400]),
+    "no host": (b"GET /health HTTP/1.1\r\n\r\n", [400]),
+    "a space before the colon": (_request("GET /health HTTP/1.1", "a : b\r\n"), [400]),
+    "a header without colon": (_request("GET /health HTTP/1.1", "abc\r\n"), [400]),
+    "a header without name": (_request("GET /health HTTP/1.1", ": b\r\n"), [400]),
+    "a zero byte in a header": (_request("GET /health HTTP/1.1", "a: b\x00c\r\n"), [400]),
+    "a space in the path": (_request("GET /hea lth HTTP/1.1"), [400]),
+    "endless headers": (_request("GET /health HTTP/1.1", "a: " + "b" * 200_000), [400]),
+    "an endless path": (b"GET /" + b"a" * 200_000, [400]),
+    "length that is text": (_request(headers="content-length: many\r\n"), [400]),
+    "negative length": (_request(headers="content-length: -1\r\n"), [400]),
+    "fractional length": (_request(headers="content-length: 1.5\r\n"), [400]),
+    "two lengths": (_request(headers="content-length: 3\r\ncontent-length: 4\r\n", body=b"{}"), [400]),
+    "no length": (_request(), [400]),
+    "length 0": (_request(length=0), [400]),
+    "chunks of no size": (_chunked(b"xyz\r\n{}\r\n0\r\n\r\n"), [400]),
+    "a negative chunk": (_chunked(b"-2\r\n{}\r\n0\r\n\r\n"), [400]),
+    "a huge chunk": (_chunked(b"f" * 40 + b"\r\n{}"), [400]),
+    "a chunk without its end": (_chunked(b"2\r\n{}xx0\r\n\r\n"), [400]),
+    "empty chunks": (_chunked(b"0\r\n\r\n"), [400]),
+    "another encoding": (_request(headers="transfer-encoding: gzip, chunked\r\n", body=b"0\r\n\r\n"), [400, 501]),
+    "a compressed body": (_request(headers="content-encoding: gzip\r\n", body=b"\x1f\x8b\x08\x00", length=4), [400]),
+    "too large a body": (_request(body=b" " * (BODY_BYTES + 1), length=BODY_BYTES + 1), [413]),
+    "too large a body in chunks": (_chunked(b"20000\r\n" + b" " * 0x20000 + b"\r\n0\r\n\r\n"), [413]),
+    "another method": (_request("GET /v1/completions HTTP/1.1"), [405]),
+    "a method that nobody knows": (_request("BREW /v1/completions HTTP/1.1"), [400, 405]),
+    "TRACE": (_request("TRACE / HTTP/1.1"), [404, 405]),
+    "CONNECT": (_request("CONNECT x:443 HTTP/1.1"), [400, 404, 405]),
+    "a path outside": (_request("GET /../../etc/passwd HTTP/1.1"), [404]),
+    "an encoded path outside": (_request("GET /%2e%2e/%2e%2e/etc/passwd HTTP/1.1"), [404]),
+    "a path that is not UTF-8": (_request("GET /%ff%fe HTTP/1.1"), [404]),
+    "a model that is half a pair": (_request("GET /v1/models/%ED%A0%80 HTTP/1.1"), [404]),
+    "another host's address": (_request("GET http://example.com/v2 HTTP/1.1"), [404]),
+    "a token of other letters": (_request("POST /admin/reset_cache HTTP/1.1", "authorization: Bearer \xff\r\n"), [401]),
+    "half a token": (
+        _request("POST /admin/reset_cache HTTP/1.1", f"authorization: Bearer {ADMIN[:-1]}\r\n", length=0),
+        [401],
+    ),
+    "an upgrade": (_request("GET /v2 HTTP/1.1", "connection: upgrade\r\nupgrade: websocket\r\n"), [404]),
+}
+
+
+async def _exchange(port: int, data: bytes) -> list[tuple[int, bytes]]:
+    """Sends bytes and the end of the stream. Returns status and body of each reply."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    found = []
+    try:
+        writer.write(data)
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            status = int(head.split()[1])
+            if status == 100:
+                continue
+            headers = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:] if b": " in line)
+            found.append((status, await reader.readexactly(int(headers.get(b"content-length", b"0")))))
+            if headers.get(b"connection") == b"close" or len(found) == max(1, data.count(b" HTTP/1.1\r\n")):
+                break
+    except (asyncio.IncompleteReadError, ConnectionError):
+        pass
+    finally:
+        writer.transport.abort()
+    return found
+
+
+def exchange(server: Server, data: bytes) -> list[tuple[int, bytes]]:
+    return asyncio.run(asyncio.wait_for(_exchange(server.port, data), HANG_S))
+
+
+def test_bytes_on_the_socket(server):
+    before, sent, problems = replies(server), Counter[str](), {}
+
+    async def send_all() -> None:
+        for name, (data, statuses) in RAW.items():
+            found = await _exchange(server.port, data)
+            if len(found) != 1 or found[0][0] not in statuses:
+                problems[name] = f"replies {found}"
+            elif problem := problem_of(*found[0]):
+                problems[name] = problem
+            sent.update(str(status) for status, _ in found)
+            assert (await _exchange(server.port, _GOOD))[0][0] == 200, name
+
+    asyncio.run(asyncio.wait_for(send_all(), HANG_S))
+    assert not problems, "\n".join(f"{name}: {problem}" for name, problem in problems.items())
+    counted = Counter[str]()
+    for (_, status), count in (replies(server) - before).items():
+        counted[status] += count
+    assert {status: counted[status] for status in sent} == sent
+    assert_goes_on(server)
+
+
+def test_requests_in_a_row_get_their_replies_in_order(server):
+    """Sent at once: a bad one does not take the place of another's reply."""
+    wrong = _request(body=b"{}", length=2)
+    unknown = _request("GET /v2 HTTP/1.1")
+    for row in ([_GOOD, wrong, _GOOD], [wrong, wrong, unknown], [unknown, _GOOD, unknown, wrong]):
+        expected = [{_GOOD: 200, wrong: 400, unknown: 404}[data] for data in row]
+        assert [status for status, _ in exchange(server, b"".join(row))] == expected
+    # A body that is longer than its length is the beginning of the next request.
+    found = exchange(server, _request(body=b"{}" + b"x" * 10 + b"\r\n\r\n HTTP/1.1\r\n", length=2))
+    assert [status for status, _ in found] == [400, 400]
+    assert_goes_on(server)
+
+
+def test_a_client_that_leaves_in_its_body_is_no_reply(server):
+    """Headers or half of a body, then nothing: the next request is answered."""
+
+    async def leave(data: bytes) -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(data)
+        await writer.drain()
+        writer.transport.abort()
+
+    for cut in (1, 10, len(_GOOD) - len(_BODY), len(_GOOD) - 1):
+        asyncio.run(leave(_GOOD[:cut]))
+    for data in (_chunked(b"2\r\n{"), _chunked(b"5")):
+        asyncio.run(leave(data))
+    assert_goes_on(server)
