@@ -276,6 +276,8 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
     keys = read_keys(args.api_keys)
     tokenizer, end_tokens = tokenizer_of(args, config.vocab_size)
     sampling = default_sampling(args)
+    from megatron_hybrid_prefix.serve.access_log import start_logging
+
     start_logging(access_log=not args.no_access_log)
     chat = load_chat_form(args.chat_template, tokenizer_folder(args), plain=args.hf is None)
     if args.add_bos and tokenizer.bos is None:
@@ -330,13 +332,6 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
             serve_http(app_of(), listener, args)
             return 0
         return serve_replicas(app_of, engine, platform, listener, args)
-
-
-def start_logging(*, access_log: bool) -> None:
-    """Log lines with time and level on stderr."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
-    access = logging.getLogger("megatron_hybrid_prefix.serve.access")
-    access.setLevel(logging.INFO if access_log else logging.WARNING)
 
 
 def serve_http(app: Any, listener: socket.socket, args: argparse.Namespace) -> None:

@@ -8,10 +8,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import re
 import threading
 import time
-import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -26,9 +24,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
 
 from megatron_hybrid_prefix._version import __version__
+from megatron_hybrid_prefix.serve.access_log import ServerApp
 from megatron_hybrid_prefix.serve.backend import Backend
 from megatron_hybrid_prefix.serve.bodies import DetokenizeBody, TokenizeBody, read_fields, read_json
 from megatron_hybrid_prefix.serve.chat_template import ChatForm
@@ -41,15 +39,12 @@ from megatron_hybrid_prefix.serve.protocol import ServedModel, chat_tokens, read
 from megatron_hybrid_prefix.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-# One line per response: request id, method, path, status, seconds, tokens. Never the prompt, the answer or the key.
-access = logging.getLogger("megatron_hybrid_prefix.serve.access")
 
 # nginx's status code for a closed connection. Nobody reads this response.
 _CLIENT_GONE = 499
 # Read up to this multiple of the size limit before refusing: most clients read a response only after they sent all.
 _READ_ON = 8
 _SNAPSHOT_S = 1.0  # wait for new figures this long, then show the last ones
-_GENERATES = ("/v1/completions", "/v1/chat/completions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,51 +147,6 @@ def make_app(
     metrics = ServerMetrics(replicas)
     make_backend = make_backend or partial(EngineLoop, engine)
     return Api(make_backend(metrics.first_token), served, limits, metrics).app(on_start)
-
-
-class ServerApp(Starlette):
-    """The ASGI application. Counts and logs every response, whoever made it.
-
-    Args:
-        paths: Paths of the routes. All other paths are counted as "other".
-        metrics: Counts responses.
-        options: Starlette's.
-    """
-
-    def __init__(self, paths: frozenset[str], metrics: ServerMetrics, **options: Any) -> None:
-        super().__init__(**options)
-        self._paths, self._metrics = paths, metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles a request."""
-        if scope["type"] != "http":
-            await super().__call__(scope, receive, send)
-            return
-        began_s, path, request_id = time.perf_counter(), self._label(scope["path"]), _request_id(scope)
-        scope.setdefault("state", {})["request_id"] = request_id
-        status = 0
-
-        async def send_counted(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                self._metrics.http.labels(path, status).inc()
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
-            await send(message)
-
-        try:
-            await super().__call__(scope, receive, send_counted)
-        finally:
-            seconds = time.perf_counter() - began_s
-            if path in _GENERATES and status == 200:
-                self._metrics.end_to_end.observe(seconds)
-            facts = scope["state"].get("facts", "")
-            access.info("%s %s %s %d %.3f s%s", request_id, scope["method"], path, status, seconds, facts)
-
-    def _label(self, path: str) -> str:
-        if path.startswith("/v1/models/"):
-            return "/v1/models/{name}"
-        return path if path in self._paths else "other"
 
 
 class Api:
@@ -340,6 +290,9 @@ class Api:
         status = "cancelled" if gone else "failed" if None in reasons else "finished"
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         self._metrics.generated.labels(status).inc(usage["completion_tokens"])
+        for choice in generation.choices:
+            if choice.cached_tokens:
+                self._metrics.hit_depth.observe(choice.cached_tokens)
         request.state.facts = f" prompt={usage['prompt_tokens']} cached={cached} generated={usage['completion_tokens']}"
         if gone:
             self._metrics.cancelled.inc()
@@ -527,12 +480,6 @@ class Api:
 def _bearer(request: Request) -> bytes:
     scheme, _, value = request.headers.get("authorization", "").partition(" ")
     return value.strip().encode("latin-1") if scheme.lower() == "bearer" else b""  # the bytes that were sent
-
-
-def _request_id(scope: Scope) -> str:
-    """The client's ``x-request-id`` if it is short and plain, else a new one."""
-    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-    return given.decode() if re.fullmatch(rb"[\w.:-]{1,64}", given) and given.isascii() else uuid.uuid4().hex
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -12,6 +12,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import copy_context
+from functools import partial
 from typing import Any
 
 from megatron_hybrid_prefix.serve.backend import STOPPED, Backend, GenerationTask, Update, prompt_log_probs, refusal
@@ -80,7 +82,7 @@ class EngineLoop(Backend):
     def submit(self, task: GenerationTask) -> None:
         """See `Backend`."""
         self._open.add(task)
-        self._send(lambda: self._add(task))
+        self._send(partial(copy_context().run, self._add, task))  # the log has the request's id
 
     def abort(self, task: GenerationTask) -> None:
         """See `Backend`."""

@@ -15,6 +15,7 @@ PREFIX = "hybrid_prefix"
 _FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _BETWEEN_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
 _END_TO_END_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+_DEPTH_TOKENS = tuple(2**power for power in range(6, 21))
 
 # Fields that share one metric with a label: prefix of their names -> metric, label, help text.
 _LABELLED = {
@@ -111,6 +112,12 @@ class ServerMetrics:
             "Seconds from a request's arrival to its first token, by cache hit or miss",
             ["cache"],
             buckets=_FIRST_TOKEN_S,
+            registry=self.registry,
+        )
+        self.hit_depth = Histogram(
+            f"{PREFIX}_hit_depth_tokens",
+            "Depth of the state that a hit resumed from, in prompt tokens: those it did not compute",
+            buckets=_DEPTH_TOKENS,
             registry=self.registry,
         )
         for cache in ("hit", "miss"):  # both labels exist from the start

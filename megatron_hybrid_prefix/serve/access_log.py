@@ -1,0 +1,93 @@
+"""The application that counts and logs every reply, and the request's id in each line of the log."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from contextvars import ContextVar
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.types import Message, Receive, Scope, Send
+
+from megatron_hybrid_prefix.serve.metrics import ServerMetrics
+
+# One line per reply: method, path, status, seconds, tokens. Never the prompt, the answer or the key.
+access = logging.getLogger("megatron_hybrid_prefix.serve.access")
+# Of the request that the current task works on; threads that work for it have it, too.
+request_id: ContextVar[str] = ContextVar("request_id", default="-")
+
+LINE = "%(asctime)s %(levelname)s %(request_id)s %(message)s"
+_GENERATES = ("/v1/completions", "/v1/chat/completions")
+
+
+def start_logging(*, access_log: bool) -> None:
+    """Log lines on stderr with time, level and request id.
+
+    Args:
+        access_log: Whether each reply has a line.
+    """
+    logging.basicConfig(format=LINE)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(add_request_id)
+    access.setLevel(logging.INFO if access_log else logging.WARNING)
+
+
+def add_request_id(record: logging.LogRecord) -> bool:
+    """A filter of `logging` that gives each record its ``request_id``."""
+    record.request_id = request_id.get()
+    return True
+
+
+class ServerApp(Starlette):
+    """The ASGI application. Counts and logs every reply, whoever made it.
+
+    Args:
+        paths: Paths of the routes. All other paths are counted as "other".
+        metrics: Counts replies.
+        options: Starlette's.
+    """
+
+    def __init__(self, paths: frozenset[str], metrics: ServerMetrics, **options: Any) -> None:
+        super().__init__(**options)
+        self._paths, self._metrics = paths, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles a request."""
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        began_s, path, identity = time.perf_counter(), self._label(scope["path"]), _id_of(scope)
+        request_id.set(identity)  # uvicorn runs each request in a task
+        scope.setdefault("state", {})
+        status = 0
+
+        async def send_counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                self._metrics.http.labels(path, status).inc()
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", identity.encode())]
+            await send(message)
+
+        try:
+            await super().__call__(scope, receive, send_counted)
+        finally:
+            seconds = time.perf_counter() - began_s
+            if path in _GENERATES and status == 200:
+                self._metrics.end_to_end.observe(seconds)
+            facts = scope["state"].get("facts", "")
+            access.info("%s %s %d %.3f s%s", scope["method"], path, status, seconds, facts)
+
+    def _label(self, path: str) -> str:
+        if path.startswith("/v1/models/"):
+            return "/v1/models/{name}"
+        return path if path in self._paths else "other"
+
+
+def _id_of(scope: Scope) -> str:
+    """The client's ``x-request-id`` if it is short and plain, else a new one."""
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    return given.decode() if re.fullmatch(rb"[\w.:-]{1,64}", given) and given.isascii() else uuid.uuid4().hex

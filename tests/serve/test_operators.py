@@ -1,0 +1,228 @@
+"""What operators read: metrics, the dashboard, log lines."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+pytest.importorskip("prometheus_client")
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from megatron_hybrid_prefix.metrics import PrefixStats
+from megatron_hybrid_prefix.serve import access_log
+from megatron_hybrid_prefix.serve.metrics import Families, add_prefix_metrics
+from tests.harness.limits import HANG_S, wait_until
+from tests.serve.test_serve import BLOCK, COMPLETION, HIT, PROMPT, Server, complete, running
+
+DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana.json"
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Any) -> Iterator[Server]:
+    with running(tiny) as server:
+        yield server
+
+
+# --- Metrics and the dashboard ---------------------------------------------------------------------------------------
+
+
+def test_the_depth_of_a_hit_is_that_of_its_state(server, salt):
+    buckets = {key: value for key, value in server.metrics().items() if key[0].startswith("hit_depth")}
+    assert buckets[("hit_depth_tokens_count", ())] == 0
+    for _ in range(3):  # a miss and two hits
+        complete(server.client(), extra=salt)
+    complete(server.client(), PROMPT[: BLOCK + 5], extra=salt)  # no state was kept that early
+    found = server.metrics()
+    assert found[("hit_depth_tokens_count", ())] == 2
+    assert found[("hit_depth_tokens_sum", ())] == 2 * HIT
+    assert HIT == 256
+    at = {dict(labels)["le"]: value for (name, labels), value in found.items() if name == "hit_depth_tokens_bucket"}
+    assert (at["128.0"], at["256.0"]) == (0, 2)
+
+
+@pytest.fixture
+def salt(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return {"cache_salt": request.node.name}
+
+
+def labels_by_name(server: Server) -> dict[str, set[str]]:
+    """Names of all samples of ``/metrics``, with their labels. A reason is there when it first happened: so all are."""
+    families, registry = Families(), CollectorRegistry()
+    add_prefix_metrics(families, PrefixStats(fallbacks={"stale_match": 1}).as_dict())
+    registry.register(type("Source", (), {"collect": lambda self: families})())
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=HANG_S) as answer:
+        pages = [answer.read().decode(), generate_latest(registry).decode()]
+    return {
+        sample.name: set(sample.labels)
+        for page in pages
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+    }
+
+
+def problems_of(query: str, legend: str, known: dict[str, set[str]]) -> list[str]:
+    """Names and labels of a PromQL query that ``/metrics`` lacks, and labels of the legend that the query drops."""
+    found = []
+    kept: set[str] = set()
+    for labels in re.findall(r"\bby \(([^)]*)\)", query):
+        kept |= {label.strip() for label in labels.split(",")}
+    names = re.findall(r"\b(hybrid_prefix_\w+)(?:\{([^}]*)\})?", query)
+    if not names:
+        found.append("no metric")
+    for name, selector in names:
+        if name not in known:
+            found.append(f"no metric {name}")
+            continue
+        selected = set(re.findall(r"(\w+)\s*[=!]", selector))
+        found += [f"{name} has no label {label}" for label in sorted((kept | selected) - known[name])]
+    if "_bucket" in query and "le" not in kept:
+        found.append("buckets added up")
+    if any(
+        name.endswith("_total") and f"rate({name}[" not in query and "sum(" + name not in query for name, _ in names
+    ):
+        found.append("a counter without rate")
+    if query.count("(") != query.count(")"):
+        found.append("parentheses")
+    return found + [f"legend: {label}" for label in re.findall(r"\{\{(\w+)\}\}", legend) if label not in kept]
+
+
+def test_each_query_of_the_dashboard_has_its_metrics(server):
+    complete(server.client(), max_tokens=1)
+    known = labels_by_name(server)
+    dashboard = json.loads(DASHBOARD.read_text())
+    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    targets = [(panel["title"], target) for panel in panels for target in panel["targets"]]
+    problems = {
+        (title, target["expr"]): found
+        for title, target in targets
+        if (found := problems_of(target["expr"], target["legendFormat"], known))
+    }
+    assert not problems
+    shown = " ".join(target["expr"] for _, target in targets)
+    for wanted in (
+        "first_token",
+        "between_tokens",
+        "end_to_end",
+        "generated_tokens",
+        "hit_depth",
+        "lost_tokens",
+        "slots",
+    ):
+        assert wanted in shown
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(ids) == len(set(ids))
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in dashboard["panels"]]
+    assert len(places) == len(set(places))
+
+
+def test_a_query_without_its_metric_is_found(server):
+    known = labels_by_name(server)
+    for query, legend, problem in (
+        ("sum(hybrid_prefix_slot)", "", "no metric hybrid_prefix_slot"),
+        ("sum by (stat) (rate(hybrid_prefix_http_requests_total[1m]))", "", "has no label stat"),
+        ('sum(rate(hybrid_prefix_http_requests_total{code="429"}[1m]))', "", "has no label code"),
+        ("sum(rate(hybrid_prefix_end_to_end_seconds_bucket[1m]))", "", "buckets added up"),
+        ("sum by (le) (rate(hybrid_prefix_end_to_end_seconds_bucket[1m]))", "{{status}}", "legend: status"),
+        ("avg(hybrid_prefix_http_requests_total)", "", "a counter without rate"),
+        ("sum(vector(1))", "", "no metric"),
+    ):
+        assert any(problem in found for found in problems_of(query, legend, known)), query
+
+
+# --- Log lines -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    """The log as the command writes it."""
+    found, access_level = io.StringIO(), access_log.access.level
+    handler = logging.StreamHandler(found)
+    handler.setFormatter(logging.Formatter(access_log.LINE))
+    handler.addFilter(access_log.add_request_id)
+    root = logging.getLogger()
+    root.addHandler(handler)
+    access_log.access.setLevel(logging.INFO)
+    yield found
+    root.removeHandler(handler)
+    access_log.access.setLevel(access_level)
+
+
+def ask(server: Server, identity: str, body: dict[str, Any]) -> str:
+    """Sends a completion with a request id. Returns the id of the reply."""
+    headers = {"x-request-id": identity}
+    request = urllib.request.Request(f"{server.url}/v1/completions", json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=HANG_S) as answer:
+            answer.read()
+            return answer.headers["x-request-id"]
+    except urllib.error.HTTPError as error:
+        return error.headers["x-request-id"]
+
+
+def test_log_lines_have_time_level_and_request_id(server, log, monkeypatch):
+    """Also those of the engine's thread, and of two requests at once."""
+    real = server.engine.add_request
+
+    def refuse(request_id: int, prompt: Any, sampling: Any) -> Any:
+        if len(prompt) < 3:
+            raise RuntimeError("injected")
+        return real(request_id, prompt, sampling)
+
+    monkeypatch.setattr(server.engine, "add_request", refuse)
+    asked = {"first.one": "x", "second:one": "xy", "third-one": "a secret prompt", "a b": "another secret"}
+    threads = [
+        threading.Thread(target=ask, args=(server, identity, COMPLETION | {"prompt": prompt, "max_tokens": 2}))
+        for identity, prompt in asked.items()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HANG_S)
+    wait_until(lambda: log.getvalue().count("POST /v1/completions") == len(asked), "each has its line")
+    text = log.getvalue()
+    lines = [line for line in text.splitlines() if re.match(r"\d{4}-\d\d-\d\d ", line)]
+    form = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (?P<level>INFO|WARNING|ERROR) (?P<id>\S+) (?P<message>.*)")
+    found: dict[str, list[str]] = {}
+    for line in lines:
+        match = form.fullmatch(line)
+        assert match is not None, line
+        found.setdefault(match["id"], []).append(f"{match['level']} {re.sub(r'[0-9.]+ s', 'S', match['message'])}")
+    failed = [
+        "ERROR the engine refused a request",
+        "ERROR an answer failed: RuntimeError: injected",
+        "INFO POST /v1/completions 500 S prompt={} cached=0 generated=0",
+    ]
+    for identity, tokens in (("first.one", 1), ("second:one", 2)):
+        assert found.pop(identity) == [line.format(tokens) for line in failed]
+    assert found.pop("third-one") == ["INFO POST /v1/completions 200 S prompt=15 cached=0 generated=2"]
+    ((identity, rest),) = found.items()  # one that does not fit into a line is replaced
+    assert re.fullmatch(r"[0-9a-f]{32}", identity) and len(rest) == 1
+    assert "secret" not in text
+    assert ask(server, "mine", COMPLETION | {"n": 0}) == "mine"
+    assert len(ask(server, "x" * 65, COMPLETION | {"n": 0})) == 32
+
+
+def test_the_command_logs_in_this_form(monkeypatch, capsys):
+    root = logging.Logger("root")
+    monkeypatch.setattr(logging, "root", root)
+    monkeypatch.setattr(logging, "getLogger", lambda name=None: root)
+    level = access_log.access.level
+    for on in (True, False):
+        access_log.start_logging(access_log=on)
+        assert access_log.access.isEnabledFor(logging.INFO) == on
+    root.warning("hello")
+    assert re.fullmatch(r"\S+ \S+ WARNING - hello\n", capsys.readouterr().err)
+    access_log.access.setLevel(level)
