@@ -482,9 +482,38 @@ def test_cache_control_is_a_breakpoint(server, salt):
 
     assert [ask(question, None) for question in "ab"] == [0, 0]
     assert [ask(question, {"type": "ephemeral"}) for question in "ab"] == [0, 3 * BLOCK]
+    assert [ask(question, {"type": "ephemeral", "ttl": "1h"}) for question in "ab"] == [0, 3 * BLOCK]
     for control in ({"type": "eternal"}, 1, []):
         body = CHAT | {"messages": [{"role": "user", "content": "x", "cache_control": control}]}
         assert server.send("/v1/chat/completions", body)[0] == 400
+
+
+def test_cache_hints_are_breakpoints_and_nothing_else():
+    """A mark is the end of its part, or of its message; a key for caches only routes."""
+    model = served(chat=ChatForm())
+    mark = {"cache_control": {"type": "ephemeral"}}
+    parts = [
+        {"type": "text", "text": "abc", **mark},
+        {"type": "text", "text": "def"},
+        {"type": "text", "text": "g", **mark},
+    ]
+    messages = [{"role": "system", "content": "rules", **mark}, {"role": "user", "content": parts}]
+    asked = read_request(CHAT | {"messages": messages, "cache_breakpoints": []}, "chat", model, None)
+    (prompt,) = asked.prompts
+    text = bytes(prompt.tokens).decode()
+    assert (
+        [text[:end].rstrip() for end in prompt.breakpoints]
+        == [  # at the end of a message with what follows it
+            text[: text.index(part) + len(part)] for part in ("rules", "abc", "g")
+        ]
+    )
+    plain = [
+        {"role": message["role"], "content": text} for message, text in zip(messages, ("rules", "abcdefg"), strict=True)
+    ]
+    whole = read_request(CHAT | {"messages": plain, "cache_breakpoints": []}, "chat", model, None)
+    assert (whole.prompts[0].tokens, whole.prompts[0].breakpoints) == (prompt.tokens, [])
+    keyed = read_request(CHAT | {"messages": plain, "prompt_cache_key": "k"}, "chat", model, None)
+    assert keyed.sampling == whole.sampling and keyed.prompts[0].tokens == prompt.tokens
 
 
 # --- Other routes ----------------------------------------------------------------------------------------------------
