@@ -169,6 +169,14 @@ def make_parser() -> ArgumentParser:
     add("--max-sequence-length", type=positive_int, help="longest prompt plus answer, in tokens (default: the model's)")
     add_engine_options(add, max_requests=16, max_requests_text="default: %(default)s", cuda_graphs_text="default: none")
     add(
+        "--verify-hits",
+        type=share,
+        default=0.0,
+        metavar="SHARE",
+        help="share of the hits, 0 to 1, to compute without the cache, too, and compare (default: %(default)s)",
+    )
+    add("--no-cache", action="store_true", help="compute every prompt whole, and keep no state: for comparisons")
+    add(
         "--prompt-log-probs",
         action="store_true",
         help="allow 'echo' with 'logprobs'; takes memory for the logits of all tokens of a step",
@@ -188,6 +196,14 @@ def seconds(text: str) -> float:
     return 0.0 if text == "0" else positive_float(text)
 
 
+def share(text: str) -> float:
+    """An argparse type: a number from 0 to 1."""
+    value = seconds(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is above 1")
+    return value
+
+
 def check_options(args: argparse.Namespace) -> Any:
     """Checks everything that needs neither torch nor a device. Returns the model's configuration."""
     needs = NEEDS + (NEEDS_OF_REPLICAS if has_other_ranks() else ())
@@ -199,6 +215,10 @@ def check_options(args: argparse.Namespace) -> Any:
         raise InputError(f"--max-sequence-length: {args.preset} has at most {config.max_sequence_length}")
     if args.load is not None and not args.load.is_dir():
         raise InputError(f"--load: there is no folder {args.load}")
+    if args.no_cache:
+        given = ("mamba_gb", "host_gb", "tier_behind_host", "verify_hits")
+        for name in (name for name in given if getattr(args, name)):
+            raise InputError(f"--no-cache: leaves nothing for --{name.replace('_', '-')} to do")
     if args.port > 65535:
         raise InputError(f"--port: {args.port} is above 65535")
     args.admin_token = args.admin_token or os.environ.get(ADMIN_TOKEN) or None
@@ -232,6 +252,17 @@ def read_keys(path: Path | None) -> dict[str, str]:
     return keys
 
 
+def cache_config(args: argparse.Namespace, device_type: str) -> HybridPrefixConfig:
+    """The cache's settings. With ``--no-cache`` there is room for no state, and each request is told to use none."""
+    return HybridPrefixConfig(
+        mamba_gb=0.0 if args.no_cache else args.mamba_gb or DEFAULT_MAMBA_GB[device_type],
+        host_gb=args.host_gb or 0.0,
+        tier_behind_host=args.tier_behind_host,
+        state_dtype=args.state_dtype,
+        verify_hits=args.verify_hits,
+    )
+
+
 def make_engine(model: Any, tokenizer: Any, device_type: str, args: argparse.Namespace) -> Any:
     """Builds the engine for the options, and warms it up.
 
@@ -242,12 +273,7 @@ def make_engine(model: Any, tokenizer: Any, device_type: str, args: argparse.Nam
     from megatron_hybrid_prefix.mcore.runner import run_batch
     from megatron_hybrid_prefix.upstream.names import SamplingParams
 
-    prefix = HybridPrefixConfig(
-        mamba_gb=args.mamba_gb or DEFAULT_MAMBA_GB[device_type],
-        host_gb=args.host_gb or 0.0,
-        tier_behind_host=args.tier_behind_host,
-        state_dtype=args.state_dtype,
-    )
+    prefix = cache_config(args, device_type)
     fields = engine_fields(args, device_type, 0, args.max_sequence_length)
     fields["materialize_only_last_token_logits"] = not args.prompt_log_probs
     with as_input_errors(ValueError):
@@ -319,6 +345,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
             end_tokens=end_tokens,
             default_sampling=sampling,
             add_bos=args.add_bos,
+            caches=not args.no_cache,
             max_waiting=args.max_waiting,
             body_bytes=int(args.max_body_mb * 2**20),
             keys=keys,

@@ -90,6 +90,7 @@ def make_app(
     replicas: int = 1,
     end_tokens: tuple[int, ...] = (),
     default_sampling: Mapping[str, Any] | None = None,
+    caches: bool = True,
 ) -> Starlette:
     """Builds the ASGI application around an engine of ``build_engine``.
 
@@ -114,6 +115,7 @@ def make_app(
         replicas: Number of engines behind the backend.
         end_tokens: As of `ServedModel`.
         default_sampling: As of `ServedModel`.
+        caches: As of `ServedModel`.
     """
     from megatron_hybrid_prefix.mcore.runner import check_fits
 
@@ -134,6 +136,7 @@ def make_app(
         gives_prompt_log_probs=not context.config.materialize_only_last_token_logits,
         end_tokens=end_tokens,
         default_sampling=default_sampling or {},
+        caches=caches,
     )
     limits = Limits(
         sequences=replicas * context.max_requests + max_waiting,

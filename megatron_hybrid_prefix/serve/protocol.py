@@ -73,6 +73,7 @@ class ServedModel:
         gives_prompt_log_probs: Whether the engine computes log-probs of prompts.
         end_tokens: Tokens that end an answer, beside the tokenizer's ``eod``.
         default_sampling: ``temperature``, ``top_k`` or ``top_p`` of requests that do not say how to sample.
+        caches: False: no request reads or writes the cache, whatever it asks for.
     """
 
     model: str
@@ -86,6 +87,7 @@ class ServedModel:
     gives_prompt_log_probs: bool = False
     end_tokens: tuple[int, ...] = ()
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
+    caches: bool = True
 
     def text_of(self, token: int) -> str:
         """A token as text, a special one, too."""
@@ -176,8 +178,8 @@ def _sampling(body: Body, served: ServedModel, tenant: str | None) -> dict[str, 
         "top_n_logprobs": body.top_tokens or 0,
         "top_n_by_id": True,
         "cache_salt": body.cache_salt if tenant is None else json.dumps([tenant, body.cache_salt]),
-        "cache_read": body.cache_read,
-        "cache_write": body.cache_write,
+        "cache_read": body.cache_read if served.caches else False,
+        "cache_write": body.cache_write if served.caches else False,
     }
     options = SamplingOptions(
         temperature=0.0 if fields["top_k"] == 1 else fields["temperature"],

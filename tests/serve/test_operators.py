@@ -21,6 +21,8 @@ pytest.importorskip("prometheus_client")
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from megatron_hybrid_prefix.cli import serve
+from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.serve import access_log
 from megatron_hybrid_prefix.serve.metrics import Families, add_prefix_metrics
@@ -226,3 +228,31 @@ def test_the_command_logs_in_this_form(monkeypatch, capsys):
     root.warning("hello")
     assert re.fullmatch(r"\S+ \S+ WARNING - hello\n", capsys.readouterr().err)
     access_log.access.setLevel(level)
+
+
+# --- The cache, verified or off --------------------------------------------------------------------------------------
+
+
+def config_of(*argv: str) -> Any:
+    return serve.cache_config(serve.make_parser().parse_args(argv), "cpu")
+
+
+def test_hits_can_be_verified():
+    assert config_of().verify_hits == 0 and config_of("--verify-hits", "0.5").verify_hits == 0.5
+    for wrong in ("1.5", "-1", "nan", "all"):
+        with pytest.raises(InputError, match="--verify-hits"):
+            config_of("--verify-hits", wrong)
+
+
+def test_without_the_cache_every_prompt_is_computed_whole(tiny):
+    assert config_of().mamba_gb > 0 and config_of("--no-cache").mamba_gb == 0
+    for options in (["--mamba-gb", "1"], ["--host-gb", "1"], ["--verify-hits", "0.5"]):
+        with pytest.raises(InputError, match=options[0]):
+            serve.check_options(serve.make_parser().parse_args(["--no-cache", *options]))
+    with running(tiny, slots=0, caches=False) as server:
+        for extra in ({}, {}, {"cache_read": True, "cache_write": True}, {}):
+            answer = complete(server.client(), extra=extra)
+            assert answer.usage.prompt_tokens_details.cached_tokens == 0
+        found = server.metrics()
+        assert found[("computed_prompt_tokens_total", ())] == 4 * len(PROMPT)
+        assert found[("slots", ())] == found[("hit_depth_tokens_count", ())] == 0
