@@ -22,10 +22,11 @@ from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from megatron_hybrid_prefix._version import __version__
+from megatron_hybrid_prefix.serve import openapi
 from megatron_hybrid_prefix.serve.access_log import ServerApp
 from megatron_hybrid_prefix.serve.backend import Backend
 from megatron_hybrid_prefix.serve.bodies import DetokenizeBody, TokenizeBody, read_fields, read_json
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 _CLIENT_GONE = 499
 # Read up to this multiple of the size limit before refusing: most clients read a response only after they sent all.
 _READ_ON = 8
+_LOADS_NOTHING = "default-src 'none'; style-src 'unsafe-inline'"
 _SNAPSHOT_S = 1.0  # wait for new figures this long, then show the last ones
 
 
@@ -194,6 +196,8 @@ class Api:
             route("/health", "GET", self._health),
             route("/health_generate", "GET", self._health_generate),
             route("/metrics", "GET", self._show_metrics),
+            route("/openapi.json", "GET", self._openapi),
+            route("/docs", "GET", self._docs),
             route("/admin/reset_cache", "POST", self._reset_cache),
         ]
         handlers: Any = {HTTPException: _http_error, Exception: _server_error}
@@ -410,6 +414,13 @@ class Api:
 
     async def _version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})
+
+    async def _openapi(self, request: Request) -> Response:
+        return JSONResponse(openapi.document(self._served.model, needs_key=bool(self._limits.keys)))
+
+    async def _docs(self, request: Request) -> Response:
+        document = openapi.document(self._served.model, needs_key=bool(self._limits.keys))
+        return HTMLResponse(openapi.page(document), headers={"content-security-policy": _LOADS_NOTHING})
 
     async def _health(self, request: Request) -> Response:
         self._check_engine()

@@ -23,11 +23,14 @@ from pydantic import (
     FailFast,
     Field,
     ValidationError,
+    WithJsonSchema,
     model_validator,
 )
-from pydantic_core import ErrorDetails, PydanticCustomError, PydanticKnownError
+from pydantic.json_schema import SkipJsonSchema
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
-from megatron_hybrid_prefix.serve.errors import ApiError, bad, encodable, short, wrong_type
+from megatron_hybrid_prefix.serve.body_errors import api_error
+from megatron_hybrid_prefix.serve.errors import bad, encodable, short
 
 MOST_SEQUENCES = 128  # answers per request: prompts times n
 MOST_STOPS = 16
@@ -156,14 +159,43 @@ Integers = Annotated[list[int], Field(fail_fast=True)]
 Breakpoints = Annotated[Integers, Field(max_length=MOST_BREAKPOINTS), AfterValidator(_ascending)]
 StopTokens = Annotated[Integers, Field(max_length=MOST_STOP_TOKENS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Biases = Annotated[dict[int, Bias], BeforeValidator(_token_biases), Field(max_length=MOST_BIASES)]
+Biases = Annotated[
+    dict[int, Bias],
+    BeforeValidator(_token_biases),
+    Field(max_length=MOST_BIASES),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": MOST_BIASES,
+        }
+    ),
+]
+# For the schema: what the models read, before parts become text and marks.
+_CACHE_CONTROL = {
+    "type": "object",
+    "properties": {"type": {"const": "ephemeral"}},
+    "required": ["type"],
+    "description": "other prompts will share this one up to here",
+}
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}, "cache_control": _CACHE_CONTROL},
+    "required": ["type", "text"],
+}
+_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}
+_STOP = {"type": "string", "minLength": 1}
+_STOPS = {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MOST_STOPS}]}
+_IDS = {"type": "array", "items": {"type": "integer"}}
+_PROMPTS = {"type": "array", "items": {"anyOf": [{"type": "string"}, _IDS]}, "minItems": 1, "maxItems": MOST_SEQUENCES}
+_PROMPT = {"anyOf": [{"type": "string"}, _IDS, _PROMPTS]}
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class Fields(BaseModel):
     """An object that refuses unknown fields. Types are not converted: "3" is not a number."""
 
-    model_config = ConfigDict(strict=True, frozen=True)
+    model_config = ConfigDict(strict=True, frozen=True, json_schema_extra={"additionalProperties": False})
 
     @model_validator(mode="before")
     @classmethod
@@ -190,12 +222,12 @@ class Message(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True)
 
-    role: Annotated[Text, AfterValidator(_known_role)]
-    content: Text
+    role: Annotated[Text, AfterValidator(_known_role), WithJsonSchema({"type": "string", "enum": ROLES})]
+    content: Annotated[Text, WithJsonSchema(_CONTENT)]
     tool_calls: Annotated[list[dict[str, Any]], AfterValidator(_encodable_json)] = []
     tool_call_id: Text | None = None
     name: Text | None = None
-    marks: list[int] = []
+    marks: SkipJsonSchema[list[int]] = []
 
     @model_validator(mode="before")
     @classmethod
@@ -240,9 +272,9 @@ class Body(Fields, ABC):
     stream_options: StreamOptions | None = Field(
         None, description="`include_usage`: a last chunk with usage; `continuous_usage_stats`: usage in every chunk"
     )
-    stop: Annotated[list[Stop], FailFast(), BeforeValidator(_list_of_one), Field(max_length=MOST_STOPS)] = Field(
-        [], description="the answer ends before the first of these texts"
-    )
+    stop: Annotated[
+        list[Stop], FailFast(), BeforeValidator(_list_of_one), Field(max_length=MOST_STOPS), WithJsonSchema(_STOPS)
+    ] = Field([], description="the answer ends before the first of these texts")
     stop_token_ids: StopTokens = Field([], description="the answer ends at the first of these tokens")
     temperature: Annotated[float, Field(ge=0, le=2)] = Field(1.0, description="0: the likeliest token")
     top_p: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="sample from the likeliest tokens of this sum")
@@ -321,6 +353,7 @@ class CompletionBody(Body):
         FailFast(),
         BeforeValidator(_list_of_prompts),
         Field(min_length=1, max_length=MOST_SEQUENCES),
+        WithJsonSchema(_PROMPT),
     ] = Field(description="a string or token ids, or an array of these")
     max_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = Field(
         16, description="most tokens to generate; 0 only with `echo`"
@@ -481,67 +514,6 @@ def read_fields[Kind: BaseModel](values: dict[str, Any], kind: type[Kind]) -> Ki
         return kind.model_validate(values)
     except ValidationError as error:
         try:
-            raise _api_error(error.errors(include_url=False)) from None
+            raise api_error(error.errors(include_url=False)) from None
         except UnicodeEncodeError:  # pydantic cannot describe it
             raise bad("The request has half of a surrogate pair.") from None
-
-
-# -- pydantic's errors in the format of the API ------------------------------------------------------------------------
-
-_TYPES = {
-    "bool_type": "a boolean",
-    "dict_type": "an object",
-    "float_type": "a number",
-    "int_type": "an integer",
-    "list_type": "an array",
-    "model_type": "an object",
-    "string_type": "a string",
-}
-# Fields that accept more than one type.
-_EXPECTED = {
-    "cache_breakpoints": "an array of integers",
-    "logit_bias": "an object of numbers by token id",
-    "stop_token_ids": "an array of integers",
-    "content": "a string or an array of parts",
-    "messages": "a non-empty array of objects",
-    "prompt": "a string, or an array of strings, of token ids or of arrays of token ids",
-    "stop": "a string or an array of strings",
-}
-_LIMITS = {
-    "greater_than": "must be above {gt}, not {}",
-    "greater_than_equal": "must be at least {ge}, not {}",
-    "less_than_equal": "must be at most {le}, not {}",
-    "string_unicode": "is not valid text: it has half of a surrogate pair",
-    "too_long": "must have a length of at most {max_length}",
-    "too_short": "must have a length of at least {min_length}",
-}
-
-
-def _api_error(problems: list[ErrorDetails]) -> ApiError:
-    # Report unsupported fields first. If a field accepts several types, report the error of the type that was given.
-    first = next((problem for problem in problems if problem["type"] == "unsupported_parameter"), problems[0])
-    of_field = [problem for problem in problems if problem["loc"][:1] == first["loc"][:1]]
-    problem = next((problem for problem in of_field if problem["type"] not in _TYPES), first)
-    kind, context, param = problem["type"], problem.get("ctx", {}), _param(problem["loc"])
-    if "name" in context:
-        name = short(context["name"])
-        param, name = (param, f"{param}.{name}") if param else (name, name)
-    else:
-        name = param
-    if kind == "missing":
-        return bad(f"Missing required parameter: '{name}'.", param, "missing_required_parameter")
-    if kind == "unknown_parameter":
-        return bad(f"Unknown parameter: '{name}'.", param, kind)
-    if kind == "unsupported_parameter":
-        return bad(f"'{name}' is not supported by this server.", param, kind)
-    if kind in _TYPES:
-        return wrong_type(param, _EXPECTED.get(param.rpartition(".")[2], _TYPES[kind]), problem["input"])
-    if kind in _LIMITS:
-        return bad(f"'{name}' {_LIMITS[kind].format(short(problem['input']), **context)}.", param)
-    return bad(f"Invalid '{name}': {problem['msg']}.", name if "name" in context else param)
-
-
-def _param(location: tuple[int | str, ...]) -> str:
-    """The field's path for messages and stream options (messages[0].role), for other fields its name."""
-    whole = location if location[:1] in (("messages",), ("stream_options",)) else location[:1]
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in whole).removeprefix(".")

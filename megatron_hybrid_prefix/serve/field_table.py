@@ -19,7 +19,7 @@ Made from the models that check the requests: `python -m megatron_hybrid_prefix.
 A field of another type, out of range or not in a table is refused with status 400 and `error.param`. Fields that are null count
 as absent.
 """
-_ROUTES: tuple[tuple[str, type[BaseModel]], ...] = (
+ROUTES: tuple[tuple[str, type[BaseModel]], ...] = (
     ("/v1/completions", CompletionBody),
     ("/v1/chat/completions", ChatBody),
     ("/tokenize", TokenizeBody),
@@ -39,7 +39,7 @@ _RANGES = {
 
 def document() -> str:
     """The whole document."""
-    return "\n".join([_HEAD, *(line for route, model in _ROUTES for line in _section(route, model))])
+    return "\n".join([_HEAD, *(line for route, model in ROUTES for line in _section(route, model))])
 
 
 def _section(route: str, model: type[BaseModel]) -> Iterator[str]:
@@ -55,27 +55,29 @@ def _section(route: str, model: type[BaseModel]) -> Iterator[str]:
         if name in shared and field == CompletionBody.model_json_schema()["properties"][name]:
             continue
         default = "required" if name in schema.get("required", ()) else f"`{json.dumps(field.get('default'))}`"
-        limits = ", ".join(_limits(field))
-        yield f"| `{name}` | {_type(field)} | {limits} | {default} | {field.get('description', '')} |"
+        limits = ", ".join(limits_of(field))
+        yield f"| `{name}` | {type_of(field)} | {limits} | {default} | {field.get('description', '')} |"
     yield ""
 
 
-def _type(field: dict[str, Any]) -> str:
+def type_of(field: dict[str, Any]) -> str:
+    """The types of a field of a JSON schema, in words."""
     if "$ref" in field:
         return "object"
     if "anyOf" in field:
-        return " or ".join(_type(option) for option in field["anyOf"] if option.get("type") != "null")
+        return " or ".join(type_of(option) for option in field["anyOf"] if option.get("type") != "null")
     if field.get("type") == "array":
-        return f"array of {_type(field['items'])}"
+        inner = type_of(field["items"])
+        return f"array of ({inner})" if " or " in inner else f"array of {inner}"
     return str(field.get("type", "any"))
 
 
-def _limits(field: dict[str, Any]) -> Iterator[str]:
+def limits_of(field: dict[str, Any]) -> Iterator[str]:
+    """The limits of a field of a JSON schema, in words."""
     for part in (field, *field.get("anyOf", ())):
         for key, text in _RANGES.items():
             if key in part:
                 value = part[key]
-                text = "at most {}" if part.get("type") == "object" else text
                 yield text.format(int(value) if float(value).is_integer() else value)
 
 

@@ -197,12 +197,13 @@ def schema_cases(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{name} {wrong!r}", good | {name: wrong}
         for kind, value in VALUES.items():
             fits = kind in types or (kind == "integer" and "number" in types)
-            if types and not fits and not (kind == "string" and {"stop", "prompt"} & {name}):
+            if types and not fits:
                 yield f"{name} is {kind}", good | {name: value}
         if types - {"boolean"}:
             yield f"{name} is deep", good | {name: DEEP}
         if types & {"string", "array", "object"}:
-            yield f"{name} has half a pair", good | {name: {"array": [HALF], "object": {HALF: 1}}.get(*types, HALF)}
+            half = HALF if "string" in types else [HALF] if "array" in types else {HALF: 1}
+            yield f"{name} has half a pair", good | {name: half}
         if types & {"integer", "number"}:
             for huge in (10**30, -(10**30), 1e200, -1e200):
                 yield f"{name} {huge:.0e}", good | {name: huge}
@@ -235,6 +236,8 @@ def _beyond(limit: str, value: Any, option: dict[str, Any]) -> Any:
             return value + (0.001 if is_float else 1)
         case "exclusiveMinimum":
             return value
+        case "minItems":
+            return []
         case "maxItems":
             return ["x" if "string" in str(option["items"]) else 1] * (value + 1)
         case "minLength":
