@@ -192,6 +192,7 @@ class Api:
             route("/v1/models/{name:path}", "GET", self._model),
             route("/tokenize", "POST", self._tokenize),
             route("/detokenize", "POST", self._detokenize),
+            route("/tokenizer_info", "GET", self._tokenizer_info),
             route("/version", "GET", self._version),
             route("/health", "GET", self._health),
             route("/health_generate", "GET", self._health_generate),
@@ -392,9 +393,11 @@ class Api:
         body = await self._read_small(request, TokenizeBody)
         if body.messages is not None:
             messages = [message.as_dict() for message in body.messages]
-            _, tokens = await to_thread.run_sync(chat_tokens, messages, self._served)
+            chat = partial(chat_tokens, begin_answer=body.add_generation_prompt, with_bos=body.add_special_tokens)
+            _, tokens = await to_thread.run_sync(chat, messages, self._served)
         else:
-            tokens = await to_thread.run_sync(text_tokens, body.prompt, self._served)
+            text = partial(text_tokens, with_bos=body.add_special_tokens)
+            tokens = await to_thread.run_sync(text, body.prompt, self._served)
         limit = self._served.limit_tokens
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
 
@@ -403,6 +406,10 @@ class Api:
         if any(not 0 <= token < self._served.vocab_size for token in body.tokens):
             raise bad(f"'tokens' has ids outside the vocabulary of {self._served.vocab_size} tokens.", "tokens")
         return JSONResponse({"prompt": await to_thread.run_sync(self._served.tokenizer.detokenize, body.tokens)})
+
+    async def _tokenizer_info(self, request: Request) -> Response:
+        self._tenant(request)
+        return JSONResponse(self._served.tokenizer_info())
 
     async def _read_small[Kind: (TokenizeBody, DetokenizeBody)](self, request: Request, kind: type[Kind]) -> Kind:
         self._tenant(request)

@@ -456,6 +456,8 @@ class TokenizeBody(Fields):
     messages: Annotated[list[Message], Field(fail_fast=True)] | None = Field(
         None, description="a chat, in place of `prompt`"
     )
+    add_special_tokens: bool = Field(True, description="false: without the begin-of-text token of --add-bos")
+    add_generation_prompt: bool = Field(True, description="of a chat; false: do not begin the answer's turn")
 
 
 class DetokenizeBody(Fields):

@@ -57,6 +57,11 @@ class ChatForm:
                 pass  # the template cannot render an empty conversation
 
     @property
+    def template(self) -> str | None:
+        """Jinja source; None: the plain format."""
+        return self._template
+
+    @property
     def stop(self) -> list[str]:
         """Stop strings of every answer: in the plain format, the start of another turn."""
         return [] if self._template is not None else [PLAIN_STOP]

@@ -17,6 +17,7 @@ _SUMMARIES = {
     "post /v1/chat/completions": "Answer a conversation",
     "post /tokenize": "Token ids of a text or a chat",
     "post /detokenize": "Text of token ids",
+    "get /tokenizer_info": "Special tokens as text, and the chat template",
     "get /v1/models": "The served model, with max_model_len",
     "get /v1/models/{name}": "The same for one model",
     "get /version": "Version of this package",

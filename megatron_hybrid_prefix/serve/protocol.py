@@ -89,6 +89,12 @@ class ServedModel:
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     caches: bool = True
 
+    def tokenizer_info(self) -> dict[str, str | None]:
+        """Special tokens as text, and the chat template; None: there is none, or it has no text."""
+        names = {"bos_token": self.tokenizer.bos, "eos_token": self.tokenizer.eod}
+        texts = {name: None if token is None else self.text_of(token) or None for name, token in names.items()}
+        return texts | {"pad_token": texts["eos_token"], "chat_template": self.chat.template}
+
     def text_of(self, token: int) -> str:
         """A token as text, a special one, too."""
         return self.tokenizer.detokenize([token])
@@ -241,6 +247,7 @@ def chat_tokens(
     served: ServedModel,
     *,
     begin_answer: bool = True,
+    with_bos: bool = True,
     variables: dict[str, Any] | None = None,
 ) -> tuple[str, list[int]]:
     """Text and tokens of a chat's prompt, from messages as of `Message.as_dict`.
@@ -252,7 +259,7 @@ def chat_tokens(
         text = served.chat.render(messages, begin_answer=begin_answer, variables=variables)
     except ValueError as error:
         raise bad(str(error), "messages") from None
-    return text, text_tokens(text, served)
+    return text, text_tokens(text, served, with_bos=with_bos)
 
 
 def _chat_prompt(body: ChatBody, served: ServedModel, check: Callable[[], None]) -> Prompt:
@@ -280,7 +287,7 @@ def _chat_prompt(body: ChatBody, served: ServedModel, check: Callable[[], None])
     return Prompt(tokens=tokens, text=text, breakpoints=ends)
 
 
-def text_tokens(text: str, served: ServedModel) -> list[int]:
-    """Tokens of a text prompt."""
-    bos = served.tokenizer.bos if served.add_bos else None
+def text_tokens(text: str, served: ServedModel, *, with_bos: bool = True) -> list[int]:
+    """Tokens of a text prompt. ``with_bos``: false leaves out the first token that ``add_bos`` asks for."""
+    bos = served.tokenizer.bos if served.add_bos and with_bos else None
     return [*(() if bos is None else (bos,)), *served.tokenizer.tokenize(text)]

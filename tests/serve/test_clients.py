@@ -27,7 +27,7 @@ from starlette.requests import ClientDisconnect  # noqa: E402
 from megatron_hybrid_prefix.serve.bodies import MOST_BREAKPOINTS  # noqa: E402
 from megatron_hybrid_prefix.serve.chat_template import ChatForm  # noqa: E402
 from megatron_hybrid_prefix.serve.detokenizer import TextStream, chat_logprobs, completion_logprobs  # noqa: E402
-from megatron_hybrid_prefix.serve.protocol import ServedModel, read_request  # noqa: E402
+from megatron_hybrid_prefix.serve.protocol import ServedModel, chat_tokens, read_request, text_tokens  # noqa: E402
 from tests.harness.engine_helpers import LOG_PROB_NOISE  # noqa: E402
 from tests.harness.limits import HANG_S, wait_until  # noqa: E402
 from tests.serve.test_serve import (  # noqa: E402
@@ -525,6 +525,11 @@ def test_tokenize_detokenize_version_and_health_generate(server):
     assert server.send("/detokenize", {"tokens": answer["tokens"]}) == (200, {"prompt": "a€"})
     chat = server.send("/tokenize", {"messages": CHAT["messages"]})[1]
     assert bytes(chat["tokens"]).decode() == "User: x\nAssistant:"
+    chat = server.send("/tokenize", {"messages": CHAT["messages"], "add_generation_prompt": False})[1]
+    assert bytes(chat["tokens"]).decode() == "User: x\n"
+    assert server.send("/tokenize", {"prompt": "a", "add_special_tokens": False})[1]["tokens"] == [97]
+    info = dict.fromkeys(("bos_token", "eos_token", "pad_token", "chat_template"))  # bytes have none
+    assert server.send("/tokenizer_info") == (200, info)
     for path, body in (
         ("/tokenize", {"prompt": 1}),
         ("/tokenize", {"prompt": HALF}),
@@ -539,6 +544,26 @@ def test_tokenize_detokenize_version_and_health_generate(server):
     before = server.engine.context.step_count
     assert server.send("/health_generate") == (200, {"status": "ok"})
     assert server.engine.context.step_count > before
+
+
+def test_the_first_token_can_be_left_out():
+    model = served(add_bos=True, chat=ChatForm())
+    assert text_tokens("a", model) == [256, 97]
+    assert text_tokens("a", model, with_bos=False) == [97]
+    assert chat_tokens(CHAT["messages"], model, with_bos=False)[1] == chat_tokens(CHAT["messages"], model)[1][1:]
+
+
+def test_lm_eval_can_use_this_servers_tokenizer(tmp_path):
+    """Its remote tokenizer reads these, and takes the first token of their text for their ids."""
+    pytest.importorskip("transformers")
+    from megatron_hybrid_prefix.serve.chat_template import load_chat_form
+    from megatron_hybrid_prefix.tokenizer import HuggingFaceTokenizer
+    from tests.clients.tokenizer_folder import CHAT_TEMPLATE, make_folder
+
+    tokenizer = HuggingFaceTokenizer(make_folder(tmp_path), 512)
+    info = served(tokenizer=tokenizer, chat=load_chat_form(None, tmp_path)).tokenizer_info()
+    assert info == {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>", "chat_template": CHAT_TEMPLATE}
+    assert [tokenizer.tokenize(info[name]) for name in ("bos_token", "eos_token")] == [[tokenizer.bos], [tokenizer.eod]]
 
 
 # --- M9: a step that does not end ------------------------------------------------------------------------------------
