@@ -2,16 +2,18 @@
 """Creates a variant of the running environment with a few other packages. Prints the path of its python.
 
     .venv/bin/python scripts/variant_env.py DIR [--megatron VERSION] [--without NAME ...] [--extra NAME]
+    .venv/bin/python scripts/variant_env.py DIR --only NAME ... --requirements FILE --constraints FILE
 
 Packages are links into this environment, so a variant takes seconds and a few megabytes. Safe to repeat: an up-to-date
-variant is kept. Used by ``scripts/test.sh --megatron VERSION`` and ``--without-mamba``, and by ``scripts/docs.sh``, which
-adds the packages of the extra ``docs``.
+variant is kept. Used by ``scripts/test.sh --megatron VERSION`` and ``--without-mamba``, by ``scripts/docs.sh``, which
+adds the packages of the extra ``docs``, and by ``scripts/clients.sh``, which links torch alone and installs the rest.
 """
 
 from __future__ import annotations
 
 import argparse
 import fcntl
+import fnmatch
 import hashlib
 import importlib.metadata
 import json
@@ -44,9 +46,15 @@ def entries_of(name: str) -> set[str]:
     return {file.parts[0] for file in files if file.parts[0] != ".."}
 
 
-def installed() -> list[str]:
-    """This environment's packages, each as ``name==version``."""
-    return sorted(f"{d.name}=={d.version}" for d in importlib.metadata.distributions(path=[str(SITE)]))
+def installed(only: list[str]) -> list[str]:
+    """This environment's packages, each as ``name==version``. ``only``: patterns of their names; empty: all."""
+    found = importlib.metadata.distributions(path=[str(SITE)])
+    return sorted(f"{d.name}=={d.version}" for d in found if not only or is_one_of(d.name, only))
+
+
+def is_one_of(name: str, patterns: list[str]) -> bool:
+    """Whether a distribution's name fits a pattern."""
+    return any(fnmatch.fnmatchcase(canonical(name), pattern) for pattern in patterns)
 
 
 def packages_of(extra: str | None) -> list[str]:
@@ -58,9 +66,9 @@ def packages_of(extra: str | None) -> list[str]:
 
 def key(options: argparse.Namespace) -> str:
     """A fingerprint of this environment's packages and of the options."""
-    stamp = [sys.version, str(SITE), options.megatron, sorted(options.without), installed(), Path(__file__).read_text()]
-    if options.extra:
-        stamp += [packages_of(options.extra), (ROOT / "constraints.txt").read_text()]
+    stamp = [sys.version, str(SITE), options.megatron, sorted(options.without), Path(__file__).read_text()]
+    stamp += [installed(options.only), options.only, packages_of(options.extra)]
+    stamp += [file.read_text() for file in (options.constraints, options.requirements) if file is not None]
     return hashlib.sha256(json.dumps(stamp).encode()).hexdigest()
 
 
@@ -79,6 +87,9 @@ def make(folder: Path, options: argparse.Namespace) -> None:
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     site = folder / "lib" / version / "site-packages"
     left_out = set().union(*(entries_of(name) for name in options.without))
+    if options.only:
+        kept = set().union(*(entries_of(package.partition("==")[0]) for package in installed(options.only)))
+        left_out |= {entry.name for entry in SITE.iterdir()} - kept
     if options.megatron:
         left_out |= entries_of("megatron-core")
     for entry in SITE.iterdir():
@@ -88,14 +99,18 @@ def make(folder: Path, options: argparse.Namespace) -> None:
         # Through this environment's pip, because the variant's pip would follow the links in its site-packages.
         from_wheels = ("--no-deps", "--only-binary", ":all:")
         pip("install", *from_wheels, "--target", str(site), f"megatron-core=={options.megatron}")
-    if options.extra:
+    wanted = packages_of(options.extra)
+    wanted += [] if options.requirements is None else ["-r", str(options.requirements)]
+    if wanted:
         # Linked packages keep their versions, because pip would remove an old version through the link.
-        with tempfile.NamedTemporaryFile("w", suffix=".txt") as kept:
-            kept.write("\n".join(installed()))
-            kept.flush()
-            constraints = ("-c", str(ROOT / "constraints.txt"), "-c", kept.name)
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as linked:
+            linked.write("\n".join(installed(options.only)))
+            linked.flush()
+            constraints = ("-c", str(options.constraints), "-c", linked.name)
             where = ("--python", str(folder / "bin" / "python"))
-            pip(*where, "install", "--only-binary", ":all:", *constraints, *packages_of(options.extra))
+            # Some requirements of a file may be on the index as sources only.
+            from_wheels = () if options.requirements else ("--only-binary", ":all:")
+            pip(*where, "install", *from_wheels, *constraints, *wanted)
 
 
 def main() -> int:
@@ -104,12 +119,22 @@ def main() -> int:
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("--megatron", metavar="VERSION", help="another megatron-core, from the index")
     parser.add_argument("--without", action="append", default=[], metavar="NAME", help="a package to leave out")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="link no packages but these (globs)"
+    )
     parser.add_argument("--extra", metavar="NAME", help="add the packages of an extra of pyproject.toml")
+    parser.add_argument("--requirements", type=Path, metavar="FILE", help="add the packages of a file of requirements")
+    parser.add_argument(
+        "--constraints", type=Path, default=ROOT / "constraints.txt", metavar="FILE", help="versions of added packages"
+    )
     options = parser.parse_args()
     if sys.prefix == sys.base_prefix:
         parser.error("run it with the python of an environment")
     if options.megatron and not re.fullmatch(r"\d+(\.\d+)+\w*", options.megatron):
         parser.error(f"--megatron {options.megatron}: give a version such as 0.19.1")
+    for file in (options.requirements, options.constraints):
+        if file is not None and not file.is_file():
+            parser.error(f"there is no file {file}")
     options.without = [canonical(name) for name in options.without]
     folder = options.folder.absolute()
     if folder.exists() and not (folder / "pyvenv.cfg").exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -122,7 +147,7 @@ def main() -> int:
                 make(folder, options)
             except subprocess.CalledProcessError as error:
                 wanted_packages = [f"megatron-core=={options.megatron}"] * bool(options.megatron)
-                wanted_packages += packages_of(options.extra)
+                wanted_packages += [*packages_of(options.extra), *map(str, filter(None, [options.requirements]))]
                 print(f"variant_env: pip could not install {', '.join(wanted_packages)}", file=sys.stderr)
                 return error.returncode
             stamp.write_text(wanted)

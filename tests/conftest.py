@@ -16,8 +16,13 @@ os.environ["OMP_NUM_THREADS"] = str(THREADS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked ``gpu`` if there is no GPU."""
+    """Skips tests marked ``gpu`` if there is no GPU, and those marked ``clients`` outside of scripts/clients.sh."""
     import torch
+
+    if "MHP_CLIENTS_PYTHON" not in os.environ:
+        for item in items:
+            if "clients" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs the clients: scripts/clients.sh"))
 
     if torch.cuda.is_available():
         return

@@ -112,7 +112,7 @@ def make_app(
         max_per_tenant: Answers that may run or wait per tenant; None: no limit.
         read_s: Seconds that a request's body may take to arrive.
         step_s: Seconds that a step of the engine may take before the server is unhealthy.
-        on_start: Called when the server is ready.
+        on_start: Called when the server listens.
         make_backend: Makes a `Backend`. Its argument is the function to call at each first token.
         replicas: Number of engines behind the backend.
         end_tokens: As of `ServedModel`.
@@ -167,12 +167,12 @@ class Api:
         self._probing: asyncio.Task[None] | None = None
 
     def app(self, on_start: Callable[[], None] = lambda: None) -> Starlette:
-        """The application. Its lifespan starts and stops the backend."""
+        """The application. Its lifespan starts and stops the backend. ``on_start``: as of `make_app`."""
+        self.on_start = on_start
 
         @asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
             self._engine.start()
-            on_start()
             yield
             await self._engine.stop()
 

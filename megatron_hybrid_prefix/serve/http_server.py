@@ -52,6 +52,8 @@ class HttpServer(uvicorn.Server):
         """See upstream."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        if self.started:
+            self._api.on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See upstream. Refuses new requests, and ends the open ones after a while."""

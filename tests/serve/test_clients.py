@@ -654,6 +654,19 @@ def test_replies_do_not_wait_for_acknowledgements(server):
         assert ours[0].get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
+def test_a_server_says_that_it_serves_once_it_listens(tiny):
+    found = []
+
+    def on_start() -> None:
+        with socket.create_connection(("127.0.0.1", server.port)):
+            found.append("connected")
+
+    server = Server(tiny, on_start=on_start)
+    server.start()
+    server.stop()
+    assert found == ["connected"]
+
+
 def test_slow_headers_are_given_up(tiny):
     async def stall(data: bytes) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
