@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from anyio import to_thread
@@ -422,12 +422,15 @@ class Api:
     async def _version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})
 
+    @cached_property
+    def _document(self) -> dict[str, Any]:
+        return openapi.document(self._served.model, needs_key=bool(self._limits.keys))
+
     async def _openapi(self, request: Request) -> Response:
-        return JSONResponse(openapi.document(self._served.model, needs_key=bool(self._limits.keys)))
+        return JSONResponse(self._document)
 
     async def _docs(self, request: Request) -> Response:
-        document = openapi.document(self._served.model, needs_key=bool(self._limits.keys))
-        return HTMLResponse(openapi.page(document), headers={"content-security-policy": _LOADS_NOTHING})
+        return HTMLResponse(openapi.page(self._document), headers={"content-security-policy": _LOADS_NOTHING})
 
     async def _health(self, request: Request) -> Response:
         self._check_engine()
