@@ -1,8 +1,8 @@
 """A load with many clients that leave, against the real command: what is lost, does memory grow, does ``/health`` answer?
 
-    python -m tests.serve.load [--rounds 3] [--json FILE]
+    python -m tests.serve.load [--rounds 3] [--requests 300] [--json FILE]
 
-64 streams at a time, 300 requests a round; half of the clients leave: in the middle of their request, before the first
+64 streams at a time, 300 requests a round; about half of the clients leave: in the middle of their request, before the first
 token, or after some. One request in 20 has a prompt of 8,000 tokens. Meanwhile ``/health`` is asked every 20 ms. After
 each round nothing may run or wait, all KV blocks must be free or evictable, and after a reset of the cache all slots
 must be free. The exit status is 1 if something is lost. Figures: ``docs/benchmarks.md``.
@@ -81,11 +81,11 @@ class Round:
     Args:
         server: The server.
         seed: Of what clients ask and do.
+        requests: Number of requests.
     """
 
-    def __init__(self, server: Command, seed: int) -> None:
-        self._server, self._random = server, random.Random(seed)
-        self._seed = seed
+    def __init__(self, server: Command, seed: int, requests: int) -> None:
+        self._server, self._seed, self._requests = server, seed, requests
         self._places = asyncio.Semaphore(STREAMS)
         self._long_open = 0
         self._ended = False
@@ -97,7 +97,7 @@ class Round:
     async def run(self) -> None:
         """Sends all requests; returns when all have ended."""
         pinging = asyncio.create_task(self._ping())
-        await asyncio.gather(*(self._request(number) for number in range(REQUESTS)))
+        await asyncio.gather(*(self._request(number) for number in range(self._requests)))
         self._ended = True
         await pinging
 
@@ -195,6 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the rounds, prints a line each and a summary."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=REQUESTS, help="of a round")
     parser.add_argument("--json", type=Path, help="write all figures")
     args = parser.parse_args(argv)
     server = Command("--no-access-log")
@@ -204,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         start_mb = server.resident_mb()
         print(f"resident memory at the start: {start_mb:.0f} MB", flush=True)
         for number in range(args.rounds):
-            began_s, one = time.perf_counter(), Round(server, number)
+            began_s, one = time.perf_counter(), Round(server, number, args.requests)
             asyncio.run(one.run())
             seconds = time.perf_counter() - began_s
             problems = lost(server)

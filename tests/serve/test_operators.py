@@ -30,6 +30,7 @@ from megatron_hybrid_prefix.serve import access_log, openapi
 from megatron_hybrid_prefix.serve.bodies import ChatBody, CompletionBody, TokenizeBody
 from megatron_hybrid_prefix.serve.metrics import Families, add_prefix_metrics
 from tests.harness.limits import HANG_S, wait_until
+from tests.serve import load
 from tests.serve.test_serve import BLOCK, COMPLETION, HIT, PROMPT, Server, complete, running
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana.json"
@@ -323,3 +324,14 @@ def test_without_the_cache_every_prompt_is_computed_whole(tiny):
         found = server.metrics()
         assert found[("computed_prompt_tokens_total", ())] == 4 * len(PROMPT)
         assert found[("slots", ())] == found[("hit_depth_tokens_count", ())] == 0
+
+
+@pytest.mark.slow
+def test_the_load_of_the_benchmark_runs(tmp_path, capsys):
+    """A small one: nothing is lost, and each client's end is counted."""
+    file = tmp_path / "load.json"
+    assert load.main(["--rounds", "1", "--requests", "24", "--json", str(file)]) == 0
+    (figures,) = json.loads(file.read_text())["rounds"]
+    assert sum(figures["ends"].values()) == 24 and figures["ends"]["whole"] >= 12
+    assert figures["lost"] == [] and figures["health_beside_long_count"] > 0
+    assert "lost: nothing" in capsys.readouterr().out
