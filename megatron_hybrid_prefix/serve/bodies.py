@@ -311,7 +311,7 @@ class Body(Fields, ABC):
     user: Ignored = None
     metadata: Ignored = None
     service_tier: Ignored = None
-    prompt_cache_key: Annotated[Text, Field(min_length=1, max_length=256)] | None = Field(
+    prompt_cache_key: Annotated[Text, Field(max_length=256)] | None = Field(
         None, description="requests with one key go to one replica; nothing else depends on it"
     )
     prompt_cache_retention: Ignored = None
