@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from html import escape
 from typing import Any
@@ -178,11 +179,16 @@ def _fields(schema: dict[str, Any], schemas: dict[str, Any]) -> Iterator[str]:
     for name, field in schema["properties"].items():
         default = "required" if name in schema.get("required", ()) else json.dumps(field.get("default"))
         cells = [type_of(field), ", ".join(limits_of(field)), default, field.get("description", "")]
-        yield f"<tr><td><code>{escape(name)}</code>" + "".join(f"<td>{escape(cell)}" for cell in cells) + "</tr>"
+        yield f"<tr><td><code>{escape(name)}</code>" + "".join(f"<td>{_with_code(cell)}" for cell in cells) + "</tr>"
         for part in (field, field.get("items", {}), *field.get("anyOf", ())):
             if "$ref" in part:
                 inner[name] = schemas[part["$ref"].rpartition("/")[2]]
     yield "</table>"
     for name, own in inner.items():
-        yield f"<p><code>{escape(name)}</code>: {escape(own.get('description', ''))}</p>"
+        yield f"<p><code>{escape(name)}</code>: {_with_code(own.get('description', ''))}</p>"
         yield from _fields(own, schemas)
+
+
+def _with_code(text: str) -> str:
+    """Escaped text, with what stands between backticks as code."""
+    return re.sub(r"(`+)(.+?)\1", r"<code>\2</code>", escape(text))
