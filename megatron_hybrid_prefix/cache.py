@@ -39,7 +39,9 @@ from megatron_hybrid_prefix.index.keys import KeyChain, KeyMaker, Tokens
 from megatron_hybrid_prefix.index.loads import Loads
 from megatron_hybrid_prefix.index.matcher import Match, Matcher
 from megatron_hybrid_prefix.index.planner import BoundaryRule, StepPlanner
+from megatron_hybrid_prefix.index.prompt_scores import PromptScores
 from megatron_hybrid_prefix.index.requests import Admission, LiveRequest, RequestBook, StepPlan
+from megatron_hybrid_prefix.index.scores import ScoreTable
 from megatron_hybrid_prefix.index.store import PrefixStore
 from megatron_hybrid_prefix.index.tree import PrefixTree
 from megatron_hybrid_prefix.metrics import PrefixStats, TierStats
@@ -74,9 +76,11 @@ class HybridPrefixCache:
         host_write_through: True: copy to the host when published. False: copy only when evicted.
         behind: The tier behind the host. It is offered what the host evicts. Needs a host tier.
         boundary_rule: Chooses which boundaries of a prompt get a checkpoint.
+        scores_bytes: Bytes of the log-probs of cached prompts. 0: requests that want those of their prompt match nothing.
 
     Attributes:
         loads: Loads from the host tier; preempted requests that are swapped out.
+        scores: Log-probs of cached prompts.
         blocks: KV blocks by id.
         inspect: Read-only queries.
 
@@ -104,6 +108,7 @@ class HybridPrefixCache:
         host_write_through: bool = False,
         behind: TierBehind | None = None,
         boundary_rule: BoundaryRule = prompt_boundaries,
+        scores_bytes: int = 0,
     ) -> None:
         if min_computed_tokens < 1:
             raise ValueError(f"min_computed_tokens={min_computed_tokens}: must be 1 or more")
@@ -121,7 +126,7 @@ class HybridPrefixCache:
         self.retention_interval_tokens = retention_interval_tokens
         self._keys = KeyMaker(block_tokens, secret)
         self._stats = PrefixStats(bytes_budget=bytes_budget)
-        tree, host = PrefixTree(epoch), None
+        tree, host = PrefixTree(epoch, ScoreTable(scores_bytes, self._stats)), None
         tiers: list[DepthTier] = []
         if host_pages:
             host = HostTier(
@@ -159,6 +164,7 @@ class HybridPrefixCache:
             rule=boundary_rule,
         )
         self.loads = Loads(self._store, self._requests, self._matcher, self._stats, block_tokens=block_tokens)
+        self.scores = PromptScores(tree, self._planner.writing, block_tokens=block_tokens)
         self.blocks = BlocksById(self._store, self._requests, self.loads)
         self.inspect = Inspector(self._store, self._requests)
 
@@ -182,7 +188,14 @@ class HybridPrefixCache:
         """
         return self._keys.chain(tokens, salt=salt, adapter=adapter, epoch=self.epoch)
 
-    def match(self, chain: KeyChain, *, read: bool = True, max_resume_tokens: int | None = None) -> Match:
+    def match(
+        self,
+        chain: KeyChain,
+        *,
+        read: bool = True,
+        max_resume_tokens: int | None = None,
+        top_n: int | None = None,
+    ) -> Match:
         """Finds the deepest state that the prompt can resume from. Changes nothing.
 
         A chain of another weights epoch matches nothing.
@@ -190,7 +203,9 @@ class HybridPrefixCache:
         Args:
             chain: Keys of the prompt.
             read: False: match nothing, because the request must not reuse the cache.
-            max_resume_tokens: Resume at this position or earlier (the request needs prompt log-probs from here on).
+            max_resume_tokens: Resume at this position or earlier.
+            top_n: The request wants the log-probs of its prompt, with so many likeliest tokens per position: resume only where
+                they are kept. None: it does not want them.
 
         Returns:
             An immutable match. It pins nothing, so it may be out of date by the time of `admit`.
@@ -203,7 +218,7 @@ class HybridPrefixCache:
         limit_tokens = chain.tokens - self.min_computed_tokens
         if max_resume_tokens is not None:
             limit_tokens = min(limit_tokens, max_resume_tokens)
-        return self._matcher.match(chain, limit_tokens, read)
+        return self._matcher.match(chain, limit_tokens, read, top_n)
 
     def is_current(self, match: Match) -> bool:
         """Whether matching again would give the same result."""
@@ -290,6 +305,8 @@ class HybridPrefixCache:
         if match.source_slot is not None:
             store.slots.pin(match.source_slot)
             store.checkpoints.use(match.path[-1])
+        if match.scores:
+            store.tree.scores.use(match.path)
         block_ids += store.take_blocks(own_blocks)
         write = write and chain.epoch == self.epoch
         boundaries = self._planner.boundaries(match, breakpoints) if write else ()
@@ -306,6 +323,7 @@ class HybridPrefixCache:
             computed_tokens=match.resume_tokens,
             planned_tokens=match.resume_tokens,
             pinned_slot=match.source_slot,
+            top_n=match.top_n,
         )
         self._count_admission(match)
         return Admission(
@@ -316,6 +334,7 @@ class HybridPrefixCache:
             source_slot=match.source_slot,
             lost_tokens_no_state=match.lost_tokens_no_state,
             boundaries=live.boundaries,
+            scores=match.scores,
         )
 
     def grow(self, request_id: int, length_tokens: int) -> list[int] | None:
@@ -353,18 +372,21 @@ class HybridPrefixCache:
         """
         return self._planner.plan(self._requests[request_id], start_tokens, end_tokens)
 
-    def publish(self, plan: StepPlan) -> None:
+    def publish(self, plan: StepPlan) -> bool:
         """The forward succeeded. Its full blocks and checkpoints become matchable, and its source is unpinned.
 
         Nothing becomes matchable if the weights changed since admission, or if an earlier plan of the request was
         abandoned.
+
+        Returns:
+            Whether what the forward computed became matchable.
         """
         live = self._requests.owner(plan)
         if live is None:
-            return  # `reset` dropped the request
+            return False  # `reset` dropped the request
         if live.computed_tokens != plan.start_tokens:
             self._settle(live, plan, kept=False)
-            return
+            return False
         live.computed_tokens = plan.end_tokens
         self._store.unpin_source(live)
         self._stats.computed_prompt_tokens += max(0, min(plan.end_tokens, live.prompt_tokens) - plan.start_tokens)
@@ -376,7 +398,9 @@ class HybridPrefixCache:
             self._stats.reused_tokens += live.load.match.resume_tokens
             self._stats.reused_tokens_host += live.load.match.resume_tokens
             self.loads.end(live, kept=live.write)
-        self._settle(live, plan, kept=live.write)
+        kept = live.write
+        self._settle(live, plan, kept=kept)
+        return kept
 
     def abandon(self, plan: StepPlan, reason: str = "forward_failed") -> None:
         """The forward failed or did not run. Its reserved slots become free, and nothing becomes matchable.
@@ -523,6 +547,8 @@ class HybridPrefixCache:
         stats = self._stats.copy()
         stats.slots_total = self._store.slots.total_slots
         stats.slots_used = self._store.slots.used_slots
+        stats.scores_bytes = self._store.tree.scores.used_bytes
+        stats.scores_bytes_budget = self._store.tree.scores.budget_bytes
         host = self._store.host
         if host is not None:
             stats.tiers[HOST].kv_blocks, stats.tiers[HOST].states = host.kv_entries, host.state_entries
@@ -580,6 +606,7 @@ class HybridPrefixCache:
             lost_tokens_no_state=match.lost_tokens_no_state,
             boundaries=live.boundaries,
             payloads=load.payloads,
+            scores=match.scores,
         )
 
     def _count_admission(self, match: Match) -> None:
@@ -588,6 +615,7 @@ class HybridPrefixCache:
             self._stats.reused_tokens += match.resume_tokens
             self._stats.reused_tokens_device += match.resume_tokens
         self._stats.lost_tokens_no_state += match.lost_tokens_no_state
+        self._stats.lost_tokens_no_scores += match.lost_tokens_no_scores
 
     def _blocks_for(self, match: Match, length_tokens: int | None) -> int:
         return ceil_div(match.chain.tokens if length_tokens is None else length_tokens, self.block_tokens)

@@ -78,6 +78,14 @@ class HybridPrefixConfig:
             "only to compare."
         ),
     )
+    prompt_log_probs_gb: float = field(
+        default=0.25,
+        metadata=_help(
+            "Most host memory for log-probs of cached prompts, in GiB per rank. Requests that want the log-probs of their "
+            "prompt fill it, and skip only tokens whose log-probs are there. Not allocated before. 0: these requests are "
+            "always computed whole."
+        ),
+    )
     host_gb: float = field(
         default=0.0,
         metadata=_help(
@@ -121,7 +129,7 @@ class HybridPrefixConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("mamba_gb", "host_gb"):
+        for name in ("mamba_gb", "host_gb", "prompt_log_probs_gb"):
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
                 raise ValueError(f"{name}={value}: must be 0 or more")

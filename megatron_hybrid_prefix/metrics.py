@@ -83,11 +83,14 @@ class PrefixStats:
         reused_tokens_host: Prompt tokens skipped by a request that loaded KV or a state from the host. Counts the
             tokens before them on the device, too.
         lost_tokens_no_state: Tokens whose KV matched, but that were recomputed because no state was kept that deep.
+        lost_tokens_no_scores: Tokens that could be skipped, but were computed because the request wants the log-probs of its
+            prompt, and they were not kept.
         checkpoints_published: States that became matchable.
         checkpoints_skipped: States that were not kept because there was no slot.
         checkpoints_by_reason: States published, by `CheckpointReason`.
         evictions: States evicted, to make room or together with their KV block.
         kv_evictions: KV blocks evicted.
+        score_evictions: Blocks whose log-probs were evicted because the budget was full.
         verified_hits: Hits that were computed again and compared with the cache (``verify_hits``).
         verify_mismatches: Verified hits that differed; 0 unless the cache is wrong.
         tiers: Statistics by tier: "host", and the tier behind it. Those of the host are also ``host_loads``,
@@ -99,6 +102,8 @@ class PrefixStats:
         slots_total: Checkpoint slots.
         slots_used: Checkpoint slots in use, including those that a forward is writing.
         bytes_budget: Bytes of all checkpoint slots.
+        scores_bytes: Bytes of the log-probs of cached prompts, on the host.
+        scores_bytes_budget: Most of these bytes.
     """
 
     prompt_tokens: int = 0
@@ -107,6 +112,7 @@ class PrefixStats:
     reused_tokens_device: int = 0
     reused_tokens_host: int = 0
     lost_tokens_no_state: int = 0
+    lost_tokens_no_scores: int = 0
     checkpoints_published: int = 0
     checkpoints_skipped: int = 0
     checkpoints_by_reason: ReasonCounts = field(
@@ -114,6 +120,7 @@ class PrefixStats:
     )
     evictions: int = 0
     kv_evictions: int = 0
+    score_evictions: int = 0
     verified_hits: int = 0
     verify_mismatches: int = 0
     tiers: dict[str, TierStats] = field(default_factory=lambda: {"host": TierStats()})
@@ -121,6 +128,8 @@ class PrefixStats:
     slots_total: int = 0
     slots_used: int = 0
     bytes_budget: int = 0
+    scores_bytes: int = 0
+    scores_bytes_budget: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """All statistics as plain values, for JSON. Those of the host tier also have flat names, ``host_...``."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 
 from megatron_hybrid_prefix.index.keys import KeyChain
+from megatron_hybrid_prefix.index.scores import Kept
 from megatron_hybrid_prefix.index.tree import Node, PrefixTree
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers.base import DepthTier
@@ -28,7 +29,12 @@ class Match:
         source_slot: Slot of the state at ``resume_tokens``; None if that is 0.
         lost_tokens_no_state: Tokens whose KV is on the device, but that are recomputed because no state was kept that
             deep.
-        version: Version of the tree at the time of the match.
+        version: Version of the tree, and with ``top_n`` of its scores, at the time of the match.
+        top_n: The request wants the log-probs of its prompt, with so many likeliest tokens per position, so it resumes only
+            where they are kept. None: it does not want them.
+        scores: Scores of the blocks up to ``resume_tokens``, then the next row there. Empty without ``top_n``.
+        lost_tokens_no_scores: Tokens that could be skipped without ``top_n``, but are computed because their log-probs are
+            not kept.
         loadable_blocks: Depth, in blocks, of a deeper state on a tier below the device; 0: there is none.
         load_id: Id of the request's load; None: no load has begun.
         loaded_blocks: With a load, the KV blocks up to ``resume_tokens``: shared ones, then loaded ones.
@@ -44,6 +50,9 @@ class Match:
     source_slot: int | None
     lost_tokens_no_state: int
     version: int
+    top_n: int | None = None
+    scores: tuple[Kept, ...] = ()
+    lost_tokens_no_scores: int = 0
     loadable_blocks: int = 0
     load_id: int | None = None
     loaded_blocks: tuple[int, ...] = ()
@@ -62,6 +71,7 @@ def match_prefix(
     block_tokens: int,
     limit_tokens: int,
     read: bool,
+    top_n: int | None = None,
 ) -> Match:
     """Matches ``chain`` against the tree and the tiers below. O(blocks matched).
 
@@ -72,6 +82,7 @@ def match_prefix(
         block_tokens: Tokens per block.
         limit_tokens: The request must resume here or earlier, so that it computes at least one token.
         read: False: match nothing.
+        top_n: See `Match`.
     """
     path = tree.path(chain.keys) if read else []
     kv_depth = _kv_depth(tiers, chain.keys, len(path)) if read else 0
@@ -81,9 +92,14 @@ def match_prefix(
     resume_blocks = device_blocks
     while resume_blocks and path[resume_blocks - 1].slot == NO_SLOT:
         resume_blocks -= 1
+    state_blocks, scored = resume_blocks, None
+    if top_n is not None:
+        scored = tree.scored_depths(chain.keys[:usable_blocks] if read else [], top_n)
+        while resume_blocks and (path[resume_blocks - 1].slot == NO_SLOT or resume_blocks not in scored):
+            resume_blocks -= 1
     loadable_blocks = resume_blocks
     for tier in tiers:
-        loadable_blocks = tier.state_depth(chain.keys, loadable_blocks, usable_blocks)
+        loadable_blocks = _state_depth(tier, chain.keys, loadable_blocks, usable_blocks, scored)
     return Match(
         chain=chain,
         prompt_tokens=chain.tokens,
@@ -93,8 +109,11 @@ def match_prefix(
         path=tuple(path[:resume_blocks]),
         resume_tokens=resume_blocks * block_tokens,
         source_slot=path[resume_blocks - 1].slot if resume_blocks else None,
-        lost_tokens_no_state=(device_blocks - resume_blocks) * block_tokens,
-        version=tree.version,
+        lost_tokens_no_state=(device_blocks - state_blocks) * block_tokens,
+        version=_version(tree, top_n),
+        top_n=top_n,
+        scores=() if top_n is None else tree.scores_of(chain.keys[:resume_blocks], top_n),
+        lost_tokens_no_scores=(state_blocks - resume_blocks) * block_tokens,
         loadable_blocks=loadable_blocks if loadable_blocks > resume_blocks else 0,
     )
 
@@ -107,6 +126,23 @@ def _kv_depth(tiers: Sequence[DepthTier], keys: Sequence[bytes], depth: int) -> 
         for tier in tiers:
             depth = tier.kv_depth(keys, depth)
     return depth
+
+
+def _state_depth(tier: DepthTier, keys: Sequence[bytes], after: int, limit: int, scored: Collection[int] | None) -> int:
+    """Depth in blocks of the tier's deepest state beyond ``after``, only at the depths of ``scored`` if that is given."""
+    if scored is None:
+        return tier.state_depth(keys, after, limit)
+    while (limit := max((depth for depth in scored if depth <= limit), default=0)) > after:
+        depth = tier.state_depth(keys, after, limit)
+        if depth <= after or depth in scored:
+            return depth
+        limit = depth - 1
+    return after
+
+
+def _version(tree: PrefixTree, top_n: int | None) -> int:
+    # Both versions only grow, so their sum is the same only if both are.
+    return tree.version if top_n is None else tree.version + tree.scores.version
 
 
 class Matcher:
@@ -124,22 +160,28 @@ class Matcher:
     ) -> None:
         self._tree, self._tiers, self._loads, self._block_tokens = tree, tiers, loads, block_tokens
 
-    def match(self, chain: KeyChain, limit_tokens: int, read: bool) -> Match:
+    def match(self, chain: KeyChain, limit_tokens: int, read: bool, top_n: int | None = None) -> Match:
         """See `match_prefix`. A chain of another weights epoch matches nothing."""
         tree = self._tree
         read = read and chain.epoch == tree.epoch
         return match_prefix(
-            tree, chain, tiers=self._tiers, block_tokens=self._block_tokens, limit_tokens=limit_tokens, read=read
+            tree,
+            chain,
+            tiers=self._tiers,
+            block_tokens=self._block_tokens,
+            limit_tokens=limit_tokens,
+            read=read,
+            top_n=top_n,
         )
 
     def is_current(self, match: Match) -> bool:
         """Whether matching again would give the same result."""
         if match.load_id is not None:
             return match.load_id in self._loads
-        return match.version == self._tree.version and match.prompt_tokens == match.chain.tokens
+        return match.version == _version(self._tree, match.top_n) and match.prompt_tokens == match.chain.tokens
 
     def fresh(self, match: Match) -> Match:
         """The match itself, or a new one with the same limit if it is out of date."""
         if self.is_current(match):
             return match
-        return self.match(match.chain, match.limit_tokens, match.read)
+        return self.match(match.chain, match.limit_tokens, match.read, match.top_n)

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.matcher import Match
+from megatron_hybrid_prefix.index.scores import Kept
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason
 from megatron_hybrid_prefix.tiers.units import Tag
@@ -27,6 +28,7 @@ class Admission:
         lost_tokens_no_state: See `Match`.
         payloads: Payload (routing) of each loaded KV block, or None, by block id.
         boundaries: Positions of the prompt that get a checkpoint.
+        scores: See `Match`.
     """
 
     request_id: int
@@ -37,6 +39,7 @@ class Admission:
     lost_tokens_no_state: int
     boundaries: tuple[Boundary, ...]
     payloads: dict[int, Any] = field(default_factory=dict)
+    scores: tuple[Kept, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +151,7 @@ class LiveRequest:
         plans: Its plans in flight, by id.
         released: Released by the engine with a plan in flight. Removed when the last plan is settled.
         load: Its load from the host, until the first forward is settled.
+        top_n: See `Match`: what its forwards compute is scored.
     """
 
     request_id: int
@@ -164,6 +168,7 @@ class LiveRequest:
     plans: dict[int, StepPlan] = field(default_factory=dict)
     released: bool = False
     load: Load | None = None
+    top_n: int | None = None
 
     @property
     def is_loading(self) -> bool:

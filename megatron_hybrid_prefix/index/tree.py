@@ -12,8 +12,9 @@ has children. Three invariants keep everything else simple. ``check_integrity`` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
+from megatron_hybrid_prefix.index.scores import Kept, ScoreTable
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 
@@ -76,13 +77,16 @@ class PrefixTree:
     Attributes:
         version: Grows whenever a match could give another result.
         epoch: Weights epoch of all nodes.
+        scores: Log-probs kept beside the nodes.
 
     Args:
         epoch: Weights epoch at the start.
+        scores: See above; by default none are kept.
     """
 
-    def __init__(self, epoch: int = 0) -> None:
+    def __init__(self, epoch: int = 0, scores: ScoreTable | None = None) -> None:
         self.epoch = epoch
+        self.scores = ScoreTable() if scores is None else scores
         self._nodes: dict[bytes, Node] = {}
         self.version = 0
 
@@ -107,6 +111,31 @@ class PrefixTree:
             found.append(node)
         return found
 
+    def scored_depths(self, keys: Sequence[bytes], top_n: int) -> list[int]:
+        """Depths, in blocks, where a request that wants the log-probs of its prompt may resume. Ascending.
+
+        Args:
+            keys: Keys of the prompt's blocks, front first.
+            top_n: Likeliest tokens that it wants per position.
+        """
+        found = []
+        for depth, key in enumerate(keys, 1):
+            node = self.get(key)
+            if self.scores.block(node, top_n) is None:
+                break
+            if self.scores.next_row(node) is not None:
+                found.append(depth)
+        return found
+
+    def scores_of(self, keys: Sequence[bytes], top_n: int) -> tuple[Kept, ...]:
+        """Scores of these blocks, then the next row after the last one. Each must be kept. Empty without keys."""
+        nodes = [self.get(key) for key in keys]
+        found = [self.scores.block(node, top_n) for node in nodes]
+        if nodes:
+            found.append(self.scores.next_row(nodes[-1]))
+        assert None not in found, found
+        return tuple(item for item in found if item is not None)
+
     def insert(self, key: bytes, parent: Node | None, block_id: int) -> Node:
         """Adds a node. Its key must not be in the tree yet; its parent must be."""
         assert key not in self._nodes
@@ -125,6 +154,7 @@ class PrefixTree:
             and node.slot == node.host_slot == NO_SLOT
         ):
             del self._nodes[node.key]
+            self.scores.drop(node)
             if node.parent is not None:
                 node.parent.children -= 1
             node = node.parent
@@ -144,6 +174,7 @@ class PrefixTree:
         slot, node.slot = node.slot, NO_SLOT
         if node.host_slot == NO_SLOT:
             node.reason = None
+            self.scores.drop_next_row(node)
         self.version += 1
         return slot
 
@@ -153,6 +184,7 @@ class PrefixTree:
         node.host_slot = NO_SLOT
         if node.slot == NO_SLOT:
             node.reason = None
+            self.scores.drop_next_row(node)
         self.version += 1
 
     def clear(self) -> None:
@@ -162,4 +194,5 @@ class PrefixTree:
                 None  # breaks reference cycles, so that the garbage collector has no work
             )
         self._nodes.clear()
+        self.scores.clear()
         self.version += 1

@@ -182,6 +182,12 @@ class ControllerSeam(TextGenerationController):
         tokens: torch.Tensor = self._sampled_tokens_cuda
         return tokens
 
+    @property
+    def step_logits(self) -> torch.Tensor:
+        """The step's logits, on the device: (1, rows, vocabulary); a row per token if prompts may have log-probs."""
+        logits: torch.Tensor = self._all_logits_cuda
+        return logits
+
     def clear_accepted_drafts(self) -> None:
         """Set the accepted drafts of all rows to none."""
         self._accepted_tokens_per_request.fill_(-1)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.mcore.context.reports import LengthWatch
 from megatron_hybrid_prefix.mcore.context.request import PrefixRequest, RequestBook
+from megatron_hybrid_prefix.mcore.context.scores import ScoredPrompts
 from megatron_hybrid_prefix.upstream.context import AdmittedChunk, ChunkBlocks, ContextSeam
 from megatron_hybrid_prefix.upstream.names import (
     BlockOverflowError,
@@ -28,6 +29,7 @@ class Admissions:
         context: The context.
         cache: Its cache.
         requests: Its requests.
+        scored: Prompts whose log-probs are wanted.
         note: Logs a decision that must be the same on all ranks; gets a function that returns it in words.
     """
 
@@ -36,9 +38,11 @@ class Admissions:
         context: ContextSeam,
         cache: HybridPrefixCache,
         requests: RequestBook,
+        scored: ScoredPrompts,
         note: Callable[[Callable[[], str]], None],
     ) -> None:
         self._context, self._cache, self._requests, self._note = context, cache, requests, note
+        self._scored = scored
         self._lengths = LengthWatch(context.block_size_tokens)
 
     def blocks_of_chunk(self, req: DynamicInferenceRequest, chunk_tokens: int) -> ChunkBlocks:
@@ -111,6 +115,9 @@ class Admissions:
         if admission is None:
             raise BlockOverflowError(req.request_id)
         known.lost_tokens = admission.lost_tokens_no_state
+        if known.top_n is not None:
+            self._scored.begin(known, req.prompt_tokens, admission)
+            req.prompt_log_probs = req.prompt_top_n_logprobs = None  # the request may have started over
         allocator: HybridPrefixBlockAllocator = self._context.kv_block_allocator
         allocator.take_routing(admission.payloads)
         self._lengths.note(known.chain.tokens)

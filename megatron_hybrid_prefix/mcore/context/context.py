@@ -32,6 +32,7 @@ from megatron_hybrid_prefix.mcore.context.blocks import HybridPrefixBlockAllocat
 from megatron_hybrid_prefix.mcore.context.decode import DecodedStates
 from megatron_hybrid_prefix.mcore.context.loads import RequestLoads
 from megatron_hybrid_prefix.mcore.context.request import PrefixRequest, RequestBook
+from megatron_hybrid_prefix.mcore.context.scores import ScoredPrompts
 from megatron_hybrid_prefix.mcore.context.verify import verify_plan
 from megatron_hybrid_prefix.mcore.ranks.agreement import DecisionLog, min_over_model_ranks
 from megatron_hybrid_prefix.mcore.state.layout import (
@@ -77,6 +78,7 @@ class HybridPrefixContext(ContextSeam):
         prefill_step: What the next step prefills, for the recurrent layers; None if the model has none.
         host_moves: The host tier, or None.
         loads: Loads from the host tier, or None.
+        scored: Prompts whose log-probs are wanted, or None without a cache.
         checkpoint_slots: Slots of the cache; the same number on all ranks.
         next_prompt_token: The prompt token after the latest chunk that did not finish its prompt.
 
@@ -91,6 +93,7 @@ class HybridPrefixContext(ContextSeam):
     prefill_step: PrefillStep | None = None
     host_moves: HostMoves | None = None
     loads: RequestLoads | None = None
+    scored: ScoredPrompts | None = None
     checkpoint_slots = 0
     next_prompt_token = 0
     prefix_config: HybridPrefixConfig | None = None
@@ -148,6 +151,8 @@ class HybridPrefixContext(ContextSeam):
             eviction_policy=prefix.eviction_policy,
             retention_interval_tokens=prefix.retention_interval_tokens,
             bytes_budget=self.checkpoint_slots * self.state_layout.slot_bytes,
+            # Processed log-probs depend on a request's temperature and filters, so they are not shared.
+            scores_bytes=int(prefix.prompt_log_probs_gb * 2**30) if self.config.logprobs_mode == "raw_logprobs" else 0,
             **({} if self.host_moves is None else self.host_moves.cache_fields),
         )
         self.kv_block_allocator: HybridPrefixBlockAllocator = HybridPrefixBlockAllocator(
@@ -156,7 +161,8 @@ class HybridPrefixContext(ContextSeam):
         cache.loads.set_block_routing(self.kv_block_allocator.block_routing.get)
         if self.checkpoint_slots and (prefix.decode_checkpoints or self.host_moves is not None):
             self._decodes = DecodedStates(self, cache, self._note, keep=prefix.decode_checkpoints)
-        self._admissions = Admissions(self, cache, self._requests, self._note)
+        self.scored = ScoredPrompts(self, cache)
+        self._admissions = Admissions(self, cache, self._requests, self.scored, self._note)
         if self.host_moves is not None:
             self.host_moves.serve(cache)
             self.loads = RequestLoads(self, cache, self.host_moves, self._requests, self._note)
@@ -368,6 +374,16 @@ class HybridPrefixContext(ContextSeam):
             logits = logits[:, : self.active_token_count]
         return super().calculate_log_probs_tensors(logits, new_tokens, only_last_token_logits, *args, **kwargs)
 
+    def step_sampled(self, logits: torch.Tensor) -> None:
+        """Keep what later prompts need of a forward's logits, before megatron computes the log-probs.
+
+        Args:
+            logits: (1, tokens, vocabulary), on the device; all tokens of the forward if a request wants log-probs of its
+                prompt.
+        """
+        if self.scored is not None and (requests := self._requests.in_step()):
+            self.scored.capture(requests, logits)
+
     # -- publish -------------------------------------------------------------------------------------------------------
 
     def update_requests(
@@ -411,14 +427,15 @@ class HybridPrefixContext(ContextSeam):
 
     def _publish(self) -> None:
         failed = set() if self.loads is None else self.loads.take_failed()
-        for plan in self._requests.take_plans():
-            assert self.prefix_cache is not None and self.prefix_config is not None
+        for known, plan in self._requests.take_plans():
+            assert self.prefix_cache is not None and self.prefix_config is not None and self.scored is not None
             if plan.request_id in failed:
                 self.prefix_cache.fail_load(plan)
                 continue
             if self.prefix_config.verify_hits:
                 verify_plan(self, plan)
-            self.prefix_cache.publish(plan)
+            cached = self.prefix_cache.publish(plan)
+            self.scored.publish(known, plan, cached=cached)
 
     def fail_forward(self) -> None:
         """A step raised. Frees reserved slots; if a forward was running, the engine must be reset."""
@@ -427,7 +444,9 @@ class HybridPrefixContext(ContextSeam):
             self._abandon_plans("forward_failed")
 
     def _abandon_plans(self, reason: str) -> None:
-        for plan in self._requests.take_plans():
+        if self.scored is not None:
+            self.scored.forget_step()
+        for _, plan in self._requests.take_plans():
             assert self.prefix_cache is not None
             self.prefix_cache.abandon(plan, reason)
 

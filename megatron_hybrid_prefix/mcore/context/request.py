@@ -25,6 +25,7 @@ from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.matcher import Match
 from megatron_hybrid_prefix.index.requests import StepPlan
+from megatron_hybrid_prefix.mcore.context.scores import ScoredPrompt
 
 
 @dataclass(slots=True)
@@ -41,6 +42,9 @@ class PrefixRequest:
         verify_at_tokens: Position to verify; 0: none.
         last: The last match.
         lost_tokens: Tokens with cached KV at admission that were computed because there was no state.
+        top_n: The request wants the log-probs of its prompt, with so many likeliest tokens per position; None: it does not,
+            or none are kept.
+        scored: Its prompt's log-probs, from its admission on; None without ``top_n``.
         resumes: Whether the request was preempted and may have swapped out to the host.
         plan: Its plan in the next or running forward.
     """
@@ -54,6 +58,8 @@ class PrefixRequest:
     verify_at_tokens: int = 0
     last: Match | None = None
     lost_tokens: int = 0
+    top_n: int | None = None
+    scored: ScoredPrompt | None = None
     resumes: bool = False
     plan: StepPlan | None = None
 
@@ -62,11 +68,11 @@ class PrefixRequest:
         limit = length_tokens - 1
         last = self.last
         if last is None or last.resume_tokens > limit or last.limit_tokens < limit or not cache.is_current(last):
-            self.last = last = cache.match(self.chain, read=self.read, max_resume_tokens=limit)
+            self.last = last = cache.match(self.chain, read=self.read, max_resume_tokens=limit, top_n=self.top_n)
             if last.resume_tokens and self.write and self.take_sample is not None:
                 if self.take_sample():
                     self.read, self.verify_at_tokens = False, last.resume_tokens
-                    self.last = last = cache.match(self.chain, read=False)
+                    self.last = last = cache.match(self.chain, read=False, top_n=self.top_n)
                 self.take_sample = None
         return last
 
@@ -111,6 +117,10 @@ class RequestBook:
         request.plan = plan
         self._in_step[plan.request_id] = request
 
+    def in_step(self) -> list[PrefixRequest]:
+        """All requests in that forward."""
+        return list(self._in_step.values())
+
     def plan_of(self, request_id: int) -> StepPlan | None:
         """Plan of a request in that forward, or None."""
         request = self._in_step.get(request_id)
@@ -128,13 +138,13 @@ class RequestBook:
         plan, request.plan = request.plan, None
         return plan
 
-    def take_plans(self) -> list[StepPlan]:
-        """Remove all requests, as the forward is over; returns their plans."""
-        plans = list(self.plans())
+    def take_plans(self) -> list[tuple[PrefixRequest, StepPlan]]:
+        """Remove all requests, as the forward is over; returns them with their plans."""
+        taken = [(request, request.plan) for request in self._in_step.values() if request.plan is not None]
         for request in self._in_step.values():
             request.plan = None
         self._in_step.clear()
-        return plans
+        return taken
 
     def _take_sample(self) -> bool:
         # Counted, not random: all ranks choose the same hits.
@@ -145,16 +155,18 @@ class RequestBook:
 def _read_request(req: Any, cache: HybridPrefixCache) -> PrefixRequest:
     params = req.sampling_params
     salt, adapter = (getattr(params, name, None) for name in ("cache_salt", "cache_adapter"))
-    # Log-probs of the prompt need the logits of every position, so nothing can be skipped.
+    # Log-probs of the prompt need the logits of every position. Only what has them in the cache can be skipped.
     wants_prompt = getattr(params, "return_log_probs", False) and not getattr(params, "skip_prompt_log_probs", False)
+    keeps_scores = cache.scores.is_on
     return PrefixRequest(
         chain=cache.chain(
             req.prompt_tokens.detach().to("cpu", torch.int64).contiguous().numpy(),
             salt=None if salt is None else str(salt),
             adapter=None if adapter is None else str(adapter),
         ),
-        read=bool(getattr(params, "cache_read", True)) and not wants_prompt,
+        read=bool(getattr(params, "cache_read", True)) and (keeps_scores or not wants_prompt),
         write=bool(getattr(params, "cache_write", True)),
+        top_n=int(getattr(params, "top_n_logprobs", 0) or 0) if wants_prompt and keeps_scores else None,
         breakpoints=_breakpoints(req.request_id, getattr(params, "cache_breakpoints", None)),
     )
 

@@ -1,7 +1,8 @@
 """`Coalescing`: requests wait for a prefix that another request is computing, instead of computing it, too.
 
 A waiting request is held back if its prompt shares more with a prompt being computed than with the cache. The other request is
-told to checkpoint the state where the two prompts diverge. Decisions count tokens and rounds, never time, so all ranks decide
+told to checkpoint the state where the two prompts diverge. A request that wants the log-probs of its prompt waits only for one
+that computes them, too. Decisions count tokens and rounds, never time, so all ranks decide
 alike.
 """
 
@@ -46,10 +47,13 @@ class Coalescing:
             most: Maximum number of requests to look at.
         """
         cache, block_tokens = self._cache, self._cache.block_tokens
-        owner_of: dict[bytes, Any] = {}  # by key of a block that is being computed, or will be
+        owners = _Owners(block_tokens)
         for request_id in cache.inspect.prefilling():
-            self._add(
-                owner_of, cache.inspect.request_keys(request_id), cache.inspect.planned_tokens(request_id), request_id
+            owners.add(
+                cache.inspect.request_keys(request_id),
+                cache.inspect.planned_tokens(request_id),
+                request_id,
+                cache.inspect.top_n(request_id),
             )
         held: list[int] = []
         idle: dict[int, tuple[int, int, int]] = {}
@@ -59,6 +63,7 @@ class Coalescing:
             keys = self._prefix_request(request)
             length = request.remaining_prompt_length
             resume = keys.match(cache, length).resume_tokens
+            owner_of = owners.of(keys.top_n)
             if keys.read and owner_of:
                 last_block = (length - 1) // block_tokens
                 prompt_keys = keys.chain.keys
@@ -73,13 +78,9 @@ class Coalescing:
                         held.append(request.request_id)
                         continue
             if keys.write:
-                self._add(owner_of, keys.chain.keys, resume, keys)
+                owners.add(keys.chain.keys, resume, keys, keys.top_n)
         self._idle = idle
         return held
-
-    def _add(self, owner_of: dict[bytes, Any], keys: Sequence[bytes], start_tokens: int, owner: Any) -> None:
-        for key in keys[start_tokens // self._cache.block_tokens :]:
-            owner_of.setdefault(key, owner)
 
     def _waits(self, request_id: int, owner: Any, position_tokens: int, idle: dict[int, tuple[int, int, int]]) -> bool:
         """Tell the owner to checkpoint the state there; returns whether to wait for it."""
@@ -93,3 +94,29 @@ class Coalescing:
         rounds = rounds + 1 if (last_owner, last_progress) == (owner, progress) else 0
         idle[request_id] = (owner, progress, rounds)
         return rounds < _MAX_IDLE_ROUNDS
+
+
+class _Owners:
+    """Who computes which blocks.
+
+    Args:
+        block_tokens: Tokens per KV block.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._by_top_n: dict[int | None, dict[bytes, Any]] = {None: {}}
+
+    def add(self, keys: Sequence[bytes], start_tokens: int, owner: Any, top_n: int | None) -> None:
+        """``owner`` computes the blocks with these keys from a position on, and with ``top_n`` their log-probs."""
+        scored = [] if top_n is None else [top_n]
+        for table in (self._by_top_n.setdefault(each, {}) for each in [None, *scored]):
+            for key in keys[start_tokens // self._block_tokens :]:
+                table.setdefault(key, owner)
+
+    def of(self, top_n: int | None) -> dict[bytes, Any]:
+        """Owners by key of a block; with ``top_n`` only those that compute its log-probs with as many likeliest tokens."""
+        if top_n is None or top_n in self._by_top_n:
+            return self._by_top_n.get(top_n, {})
+        more = [each for each in self._by_top_n if each is not None and each > top_n]
+        return self._by_top_n[min(more)] if more else {}

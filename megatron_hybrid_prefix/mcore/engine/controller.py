@@ -39,6 +39,7 @@ class HybridPrefixController(ControllerSeam):
         token = getattr(context, "next_prompt_token", None)
         if token is None:
             return  # megatron's own context
+        context.step_sampled(self.step_logits)
         row = context.get_index_of_chunked_prefill_request()
         if row != -1:
             # The token is known on the host, so the fill does not synchronise.

@@ -18,7 +18,7 @@ from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.layers.kinds import invalidate_layers, use_slot_mixers
 from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
 from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
-from megatron_hybrid_prefix.mcore.engine.log_probs import StepLogProbs, cut_to_tokens
+from megatron_hybrid_prefix.mcore.engine.log_probs import StepLogProbs, add_cached, cut_to_tokens, keep_log_probs
 from megatron_hybrid_prefix.mcore.engine.no_cache import NoCache
 from megatron_hybrid_prefix.mcore.engine.record import RequestRecord, forget_chunks, whole_answer
 from megatron_hybrid_prefix.mcore.engine.removals import Removals
@@ -315,6 +315,9 @@ class HybridPrefixEngine(EngineSeam):
         given = None
         if log_probs:
             requests = [self.get_request(request_id) for request_id in request_ids.tolist()]
+            step = (log_probs, top_n_logprobs)
+            if self._cached.scored is not None:
+                add_cached(requests, self._cached.scored, self.controller.tokenizer)
             given = StepLogProbs(requests, log_probs, top_n_logprobs, consumed_chunked_prefill_request_id)
             log_probs, top_n_logprobs = given.selected, given.top_n
         result = super().post_process_requests(
@@ -332,6 +335,8 @@ class HybridPrefixEngine(EngineSeam):
         )
         if given is not None:
             given.name_all_tokens(self.controller.tokenizer)
+            if self._cached.scored is not None:
+                keep_log_probs(requests, self._cached.scored, *step)
             for record in result[1]:
                 cut_to_tokens(record)  # log-probs of a stop word that ended the request
         self.removals.requeue(restarting)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from megatron_hybrid_prefix.mcore.context.scores import ScoredPrompts
     from megatron_hybrid_prefix.tokenizer import Tokenizer
     from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest, DynamicInferenceRequestRecord
 
@@ -68,9 +69,53 @@ class StepLogProbs:
                 if len(entry) == len(ids) and not by_id:
                     continue
                 entry.clear()
-                for value, token in zip(values.tolist(), ids.tolist(), strict=True):
-                    text = "" if by_id else tokenizer.detokenize([token])
-                    entry[f"token_id:{token}" if by_id or text in entry else text] = value
+                entry.update(_named(values.tolist(), ids.tolist(), tokenizer, by_id=by_id))
+
+
+def add_cached(requests: Sequence[DynamicInferenceRequest], scored: ScoredPrompts, tokenizer: Tokenizer) -> None:
+    """Give requests of a step the log-probs of prompt tokens that they skipped. Call it before megatron adds the step's.
+
+    Args:
+        requests: Requests of the step.
+        scored: Has the prompts of the step.
+        tokenizer: Names tokens, as megatron does.
+    """
+    for request in requests:
+        prompt = scored.published(request.request_id)
+        log_probs, tops = ([], []) if prompt is None else prompt.take()
+        if log_probs:
+            request.prompt_log_probs = log_probs
+            by_id = getattr(request.sampling_params, "top_n_by_id", False)
+            if tops:
+                request.prompt_top_n_logprobs = [_named(*top, tokenizer, by_id=by_id) for top in tops]
+
+
+def keep_log_probs(
+    requests: Sequence[DynamicInferenceRequest],
+    scored: ScoredPrompts,
+    selected: Sequence[list[float] | None],
+    top_n: TopN | None,
+) -> None:
+    """Keep a step's log-probs of prompts for later prompts.
+
+    Args:
+        requests: Requests of the step, in the order of its rows.
+        scored: Has the prompts of the step.
+        selected: As of `StepLogProbs`.
+        top_n: As of `StepLogProbs`.
+    """
+    for row, request in enumerate(requests):
+        if scored.published(request.request_id) is not None:
+            scored.collect(request.request_id, selected[row], (top_n or {}).get(row))
+
+
+def _named(values: Sequence[float], ids: Sequence[int], tokenizer: Tokenizer, *, by_id: bool) -> dict[str, float]:
+    """Log-probs by token, the likeliest first. A text that is there already, or each one with ``by_id``: ``token_id:5``."""
+    entry: dict[str, float] = {}
+    for value, token in zip(values, ids, strict=True):
+        text = "" if by_id else tokenizer.detokenize([token])
+        entry[f"token_id:{token}" if by_id or text in entry else text] = value
+    return entry
 
 
 def cut_to_tokens(record: DynamicInferenceRequestRecord) -> None:

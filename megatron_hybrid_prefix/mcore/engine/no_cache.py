@@ -9,6 +9,7 @@ class NoCache:
     """Has the methods of `HybridPrefixContext` that the engine calls for the cache."""
 
     loads_wait = False
+    scored = None
 
     def prefix_request(self, req: Any) -> None:
         """Make no keys."""

@@ -24,6 +24,10 @@ class RequestRecord(DynamicInferenceRequestRecord):
         new.block_size_tokens = old.block_size_tokens
         new.enable_prefix_caching = old.enable_prefix_caching
         new.status = old.status
+        if old.generated_tokens:
+            # The old part has the log-probs of the prompt.
+            new.sampling_params.skip_prompt_log_probs = True
+            new.sampling_params.return_prompt_top_n_logprobs = False
         if not old.generated_tokens:
             # The request starts over. Drop the old part: its half-filled lists would be merged.
             new.prompt = old.prompt
