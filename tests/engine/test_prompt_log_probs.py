@@ -56,7 +56,9 @@ class Traffic:
         tokenizer: By default one with a different text for each token.
         blocks: KV blocks; by default many.
         paused_blocks: How many of them are for paused requests.
-        **fields: Fields of megatron's ``InferenceConfig``, and ``host_gb``.
+        states: State slots of the cache.
+        cache: More settings of the cache.
+        **fields: Fields of megatron's ``InferenceConfig``.
     """
 
     def __init__(
@@ -67,6 +69,8 @@ class Traffic:
         tokenizer: Any = None,
         blocks: int | None = None,
         paused_blocks: int = 0,
+        states: int = 32,
+        cache: dict[str, Any] | None = None,
         **fields: Any,
     ) -> None:
         fields = {
@@ -87,25 +91,32 @@ class Traffic:
                 speculative_tokens=fields.get("num_speculative_tokens", 0),
                 paused_blocks=paused_blocks,
             )
-        host_gb = fields.pop("host_gb", 0.0)
         tokenizer = tokenizer or IdTokenizer()
         if side == "upstream":
             self.engine = build_upstream_engine(model, tokenizer=tokenizer, **fields)
         else:
             prefix = None
             if side == "on":
-                prefix = HybridPrefixConfig(mamba_gb=32 * state_bytes(model) / 2**30, host_gb=host_gb)
+                prefix = HybridPrefixConfig(mamba_gb=states * state_bytes(model) / 2**30, **(cache or {}))
             self.engine = build_engine(model, prefix, tokenizer=tokenizer, **fields)
         self.context = self.engine.context
         self.finished: dict[int, Any] = {}
         self.asked: dict[int, Any] = {}
 
-    def add(self, prompt: list[int], count: int = 4, **params: Any) -> int:
-        """Adds a greedy request for log-probs of prompt and answer. ``params`` are fields of its sampling parameters."""
+    def add(self, prompt: list[int], count: int = 4, cache: dict[str, Any] | None = None, **params: Any) -> int:
+        """Adds a greedy request for log-probs of prompt and answer.
+
+        Args:
+            prompt: Its tokens.
+            count: Tokens to generate.
+            cache: Its cache options.
+            **params: Fields of its sampling parameters.
+        """
         number = len(self.asked) + 1
         params = {"skip_prompt_log_probs": False} | params
-        self.asked[number] = greedy(count, **params)
-        self.engine.add_request(number, prompt, greedy(count, **params))
+        self.asked[number], sampling = greedy(count, **params), greedy(count, **params)
+        sampling.add_attributes(cache or {})
+        self.engine.add_request(number, prompt, sampling)
         return number
 
     def run(self, steps: int | None = None) -> None:
@@ -456,7 +467,7 @@ def test_processed_log_probs(tiny, reference, side, mode):
 @pytest.mark.parametrize(("side", "host_gb"), [("off", 0.0), ("on", 0.0), ("on", 0.01)])
 @pytest.mark.parametrize("mode", MODES)
 def test_preempted_requests(tiny, reference, side, mode, host_gb):
-    traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64, blocks=6, host_gb=host_gb)
+    traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64, blocks=6, cache={"host_gb": host_gb})
     for number in range(3):
         traffic.add(prompt(number, 100 + number), 36, top_n_logprobs=number)
     traffic.run()

@@ -1,0 +1,226 @@
+"""Log-probs of prompts that skip tokens: at every position, against a float64 recompute."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_hybrid_prefix.index.scores import ScoreTable
+from megatron_hybrid_prefix.mcore.context import scores
+from tests.engine.test_prompt_log_probs import BLOCK, MODES, Reference, Traffic, WrongLogProb, prompt
+from tests.harness.drafts import forced_drafts
+from tests.harness.engine_helpers import random_tokens
+from tests.harness.selection import mostly_slow
+
+
+@pytest.fixture(scope="module")
+def reference(tiny):
+    return Reference(tiny)
+
+
+def ending(cut: int, number: int, length: int = 30) -> list[int]:
+    """A prompt that has the first ``cut`` tokens of one context, and then tokens of its own, the first one included."""
+    context, own = prompt(0, 240), random_tokens(length, seed=900 + number)
+    if own[0] == context[cut]:
+        own[0] += 1
+    return context[:cut] + own
+
+
+def computed(traffic: Traffic) -> int:
+    """Prompt tokens computed so far."""
+    return traffic.context.prefix_stats().computed_prompt_tokens
+
+
+def finish(traffic: Traffic) -> None:
+    """Runs to the end, one step at a time; checks the cache after each."""
+    while traffic.engine.has_unfinished_requests():
+        traffic.run(steps=1)
+        traffic.context.check_integrity()
+
+
+CUTS = (2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK)
+
+
+def endings_part(traffic: Traffic) -> None:
+    """Endings that part at a boundary, one before it and one after it. Each reaches further than its predecessors."""
+    for number, cut in enumerate((*CUTS, *CUTS)):
+        traffic.add(ending(cut, number), number % 3, top_n_logprobs=2)
+        finish(traffic)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_endings_that_part_at_a_boundary_one_before_and_one_after(tiny, reference, mode):
+    traffic = Traffic(tiny, "on", async_sched_mode=mode)
+    endings_part(traffic)
+    traffic.check(reference)
+    assert [traffic.finished[number].num_cached_tokens for number in range(1, 9)] == [
+        0,
+        64,
+        128,
+        128,
+        64,
+        128,
+        128,
+        192,
+    ]
+
+
+@pytest.mark.parametrize("model", ["tiny_gdn", "tiny_mixed"])
+def test_other_recurrent_layers(model, request):
+    model = request.getfixturevalue(model)
+    traffic = Traffic(model, "on", max_tokens=64)
+    for number, cut in enumerate(CUTS):
+        traffic.add(ending(cut, number), 1, top_n_logprobs=1)
+        finish(traffic)
+    traffic.check(Reference(model))
+    assert traffic.finished[4].num_cached_tokens >= 2 * BLOCK
+
+
+# -- four endings of one long context ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_four_endings_of_a_long_context(tiny, mode, at_once):
+    """What a multiple-choice task asks for: the context is computed once."""
+    context, own = random_tokens(2000, seed=7), (5, 20, 33, 70)
+    traffic = Traffic(
+        tiny, "on", async_sched_mode=mode, max_tokens=512, max_sequence_length=2304, states=64, buffer_size_gb=0.05
+    )
+    for number, length in enumerate(own):
+        traffic.add(context + random_tokens(length, seed=50 + number), 0, top_n_logprobs=1)
+        if not at_once:
+            traffic.run()
+    traffic.run()
+    assert computed(traffic) <= len(context) + sum(own) + 4 * BLOCK
+    whole = Traffic(tiny, "off", max_tokens=512, max_sequence_length=2304, buffer_size_gb=0.05)
+    for number, request in traffic.finished.items():
+        same = whole.add([int(t) for t in request.prompt_tokens], 0, top_n_logprobs=1)
+        whole.run()
+        right = whole.finished[same]
+        assert len(request.prompt_log_probs) == len(context) + own[number - 1] - 1
+        assert request.prompt_log_probs == pytest.approx(right.prompt_log_probs, abs=1e-4)
+        assert [list(entry) for entry in request.prompt_top_n_logprobs[2000:]] == [
+            list(entry) for entry in right.prompt_top_n_logprobs[2000:]
+        ]
+
+
+# -- random traffic ------------------------------------------------------------------------------------------------------
+
+RANDOM = mostly_slow(range(16), 0, 1)
+
+
+def random_traffic(model: Any, seed: int) -> Traffic:
+    """Random endings of two contexts, budgets, evictions, salts, epochs, aborts."""
+    dice = random.Random(seed)
+    plenty = seed % 2 == 0
+    traffic = Traffic(
+        model,
+        "on",
+        async_sched_mode=dice.choice(MODES),
+        max_tokens=dice.choice((64, 128, 512)),
+        blocks=None if plenty else dice.choice((8, 14)),
+        states=32 if plenty else dice.choice((1, 3, 6)),
+        cache={
+            "prompt_log_probs_gb": 0.1 if plenty else dice.choice((2000, 5000, 20000)) / 2**30,
+            "host_gb": 0.0 if plenty else dice.choice((0.0, 0.0004, 0.02)),
+        },
+    )
+    for number in range(18):
+        context = prompt(dice.randrange(2), 240)
+        cut = dice.choice((1, 2, 3)) * BLOCK + dice.choice((-2, -1, 0, 0, 1, 2, 17))
+        tokens = context[:cut] + random_tokens(dice.choice((1, 2, 20, BLOCK - 1, BLOCK)), seed=dice.randrange(6))
+        asks: dict[str, Any] = {"top_n_logprobs": dice.choice((0, 0, 1, 3))}
+        if dice.random() < 0.25:
+            asks |= {"skip_prompt_log_probs": True}
+        options: dict[str, Any] = {"cache_salt": dice.choice((None, None, None, "a"))}
+        if dice.random() < 0.1:
+            options |= dice.choice(({"cache_read": False}, {"cache_write": False}))
+        asked = traffic.add(tokens, dice.choice((0, 1, 1, 3, 40)), cache=options, **asks)
+        if dice.random() < 0.7:
+            for _ in range(dice.randrange(1, 6)):
+                traffic.run(steps=1)
+                traffic.context.check_integrity()
+        chance = dice.random()
+        if chance < 0.05:
+            traffic.engine.invalidate()
+        elif chance < 0.1 and traffic.engine.abort_request(asked):
+            traffic.asked.pop(asked)
+            traffic.asked[-asked] = None  # numbers go on
+    finish(traffic)
+    for number in [number for number, params in traffic.asked.items() if params is None]:
+        del traffic.asked[number]
+        traffic.finished.pop(-number)
+    return traffic
+
+
+@pytest.mark.parametrize("seed", RANDOM)
+def test_random_traffic(tiny, reference, seed):
+    traffic = random_traffic(tiny, seed)
+    traffic.check(reference)
+    stats = traffic.context.prefix_stats()
+    assert stats.scores_bytes <= stats.scores_bytes_budget
+    if seed % 2 == 0:
+        asked_for_prompt = [number for number, params in traffic.asked.items() if not params.skip_prompt_log_probs]
+        assert any(traffic.finished[number].num_cached_tokens for number in asked_for_prompt)
+
+
+# -- mutants -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """``owner.name`` is ``value`` inside the block."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _row_of_the_position_before(original: Any) -> Any:
+    return lambda self: {request_id: first - 1 for request_id, first in original(self).items()}
+
+
+def _log_probs_one_position_early(original: Any) -> Any:
+    def part(self: scores.Scores, start: int, end: int, top_n: int) -> scores.Scores:
+        right = original(self, start, end, top_n)
+        return right._replace(log_probs=right.log_probs[1:] + right.log_probs[:1])
+
+    return part
+
+
+def _row_of_another_boundary(original: Any) -> Any:
+    return lambda self, node: original(self, node.parent) or original(self, node) if node is not None else None
+
+
+def _too_few_likeliest(original: Any) -> Any:
+    return lambda self, node, top_n: original(self, node, 0)
+
+
+MUTANTS = {
+    "row of the position before": (scores.ScoredPrompts, "_first_tokens", _row_of_the_position_before),
+    "block shifted by one": (scores.Scores, "part", _log_probs_one_position_early),
+    "row of another boundary": (ScoreTable, "next_row", _row_of_another_boundary),
+    "fewer likeliest tokens than asked for": (ScoreTable, "block", _too_few_likeliest),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants(tiny, reference, name):
+    owner, method, mutate = MUTANTS[name]
+    traffic = Traffic(tiny, "on")
+    with (
+        replaced(owner, method, mutate(getattr(owner, method))),
+        pytest.raises((WrongLogProb, ValueError)),
+    ):
+        for number, cut in enumerate((*CUTS, *CUTS)):
+            traffic.add(ending(cut, number), 1, top_n_logprobs=1 + 2 * (number // len(CUTS)))
+            traffic.run()
+        traffic.check(reference)
