@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import psutil
 import pytest
 
 from megatron_hybrid_prefix.models import get_preset
-from tests.harness.engine_helpers import LOG_PROB_NOISE
+from tests.engine.test_prompt_log_probs import Reference, wrong
+from tests.harness.engine_helpers import LOG_PROB_NOISE, greedy
 from tests.harness.limits import HANG_S, wait_until
 from tests.harness.workers import parallel_engine
 from tests.harness.workers.launch import run_ranks
@@ -54,6 +57,21 @@ def test_log_probs_of_prompts_in_chunks(one_rank, two_ranks):
         for found, right in zip(rank["chunked"], one_rank["chunked"], strict=True):
             assert len(found) == 150 + 4 - 1
             assert found == pytest.approx(right, rel=0, abs=LOG_PROB_NOISE)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("mode", ["legacy", "async"])
+def test_log_probs_of_prompts_that_skip_tokens(tiny, two_ranks, mode):
+    reference = Reference(tiny)
+    params = greedy(1, skip_prompt_log_probs=False, top_n_logprobs=2)
+    for rank in two_ranks[1]:
+        found = rank["endings"][mode]
+        assert [each["cached_tokens"] for each in found] == [0, 64, 128, 128]
+        for each in found:
+            request = SimpleNamespace(**each, prompt_tokens=each["prompt"])
+            for entry in (request.prompt_top_n_logprobs, request.generated_top_n_logprobs):
+                entry[:] = [{name.removeprefix("token_id:"): value for name, value in top.items()} for top in entry]
+            assert wrong(reference, request, params) == []
 
 
 @pytest.mark.multi

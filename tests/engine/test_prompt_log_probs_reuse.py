@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,6 +71,7 @@ def test_endings_that_part_at_a_boundary_one_before_and_one_after(tiny, referenc
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["tiny_gdn", "tiny_mixed"])
 def test_other_recurrent_layers(model, request):
     model = request.getfixturevalue(model)
@@ -84,10 +86,10 @@ def test_other_recurrent_layers(model, request):
 # -- four endings of one long context ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at_once", [False, True])
-@pytest.mark.parametrize("mode", MODES)
-def test_four_endings_of_a_long_context(tiny, mode, at_once):
+@pytest.mark.parametrize("case", mostly_slow(itertools.product(MODES, (False, True)), ("async", True)), ids=str)
+def test_four_endings_of_a_long_context(tiny, case):
     """What a multiple-choice task asks for: the context is computed once."""
+    mode, at_once = case
     context, own = random_tokens(2000, seed=7), (5, 20, 33, 70)
     traffic = Traffic(
         tiny, "on", async_sched_mode=mode, max_tokens=512, max_sequence_length=2304, states=64, buffer_size_gb=0.05
@@ -110,9 +112,169 @@ def test_four_endings_of_a_long_context(tiny, mode, at_once):
         ]
 
 
+# -- who has what ------------------------------------------------------------------------------------------------------------
+
+
+def test_requests_that_do_not_ask_pay_nothing(tiny, monkeypatch):
+    traffic = Traffic(tiny, "on", materialize_only_last_token_logits=True)
+    monkeypatch.setattr(scores, "ScoredPrompt", None)
+    monkeypatch.setattr(scores.ScoredPrompts, "_first_tokens", None)
+    for number, cut in enumerate(CUTS):
+        traffic.add(ending(cut, number), 1, skip_prompt_log_probs=True)
+        finish(traffic)
+    stats = traffic.context.prefix_stats()
+    assert stats.scores_bytes == 0 and stats.reused_tokens > 0
+
+
+def test_prompts_cached_without_log_probs_are_computed_and_fill_them(tiny, reference):
+    traffic = Traffic(tiny, "on")
+    traffic.add(ending(128, 0), 1, skip_prompt_log_probs=True)
+    traffic.run()
+    for number, (cached, lost) in enumerate([(0, 128), (128, 128)], 1):
+        asked = traffic.add(ending(128, number), 1, top_n_logprobs=1)
+        traffic.run()
+        assert traffic.finished[asked].num_cached_tokens == cached
+        assert traffic.context.prefix_stats().lost_tokens_no_scores == lost
+    more = [traffic.add(ending(128, 5 + number), 1, top_n_logprobs=top_n) for number, top_n in enumerate((0, 2, 2, 1))]
+    traffic.run()
+    assert [traffic.finished[asked].num_cached_tokens for asked in more[:2]] == [128, 0]
+    finish(traffic)
+    again = traffic.add(ending(128, 20), 1, top_n_logprobs=2)
+    traffic.run()
+    assert traffic.finished[again].num_cached_tokens == 128
+    traffic.check(reference)
+
+
+@pytest.mark.parametrize("options", [{"cache_salt": "b"}, {"cache_adapter": "x"}])
+def test_never_across_salts_and_adapters(tiny, reference, options):
+    traffic = Traffic(tiny, "on")
+    for number in range(2):
+        traffic.add(ending(128, number), 1, cache={"cache_salt": "a"})
+        traffic.run()
+    reused = traffic.context.prefix_stats().reused_tokens
+    assert reused == 128
+    traffic.add(ending(128, 5), 1, cache=options)
+    traffic.run()
+    assert traffic.context.prefix_stats().reused_tokens == reused
+    traffic.check(reference)
+
+
+@pytest.mark.parametrize("when", ["idle", "between two chunks", "mutant"])
+@pytest.mark.parametrize("mode", MODES)
+def test_never_across_weights(tiny, mode, when):
+    """The output layer changes: log-probs of the old weights are wrong, and no KV or state tells."""
+    traffic = Traffic(tiny, "on", async_sched_mode=mode, max_tokens=64)
+    weight = tiny.output_layer.weight
+    kept = weight.detach().clone()
+    traffic.add(ending(128, 0), 1)
+    traffic.run(steps=2 if when == "between two chunks" else None)
+    try:
+        with torch.no_grad():
+            weight *= 1.1
+        if when != "mutant":
+            traffic.engine.invalidate()
+        traffic.run()
+        for number in (1, 2):
+            traffic.add(ending(128, number), 1)
+            traffic.run()
+            assert traffic.finished[number + 1].num_cached_tokens == (0 if number == 1 and when != "mutant" else 128)
+        del traffic.asked[1], traffic.finished[1]
+        right = Reference(tiny)
+        if when == "mutant":
+            with pytest.raises(WrongLogProb):
+                traffic.check(right)
+        else:
+            traffic.check(right)
+    finally:
+        with torch.no_grad():
+            weight.copy_(kept)
+
+
+@pytest.mark.parametrize("budget_bytes", mostly_slow([0, 100, 3400, 9000], 3400))
+def test_a_small_budget_computes_more_and_is_kept(tiny, reference, budget_bytes):
+    traffic = Traffic(tiny, "on", cache={"prompt_log_probs_gb": budget_bytes / 2**30})
+    for number, cut in enumerate((*CUTS, *CUTS)):
+        traffic.add(ending(cut, number), 1, top_n_logprobs=2)
+        while traffic.engine.has_unfinished_requests():
+            traffic.run(steps=1)
+            traffic.context.check_integrity()
+            assert traffic.context.prefix_stats().scores_bytes <= budget_bytes
+    traffic.check(reference)
+    stats = traffic.context.prefix_stats()
+    assert (stats.score_evictions > 0) == (budget_bytes > 0)
+    assert (stats.reused_tokens > 0) == (budget_bytes > 2048 + 1280), "a row and scores of a block"
+
+
+def test_processed_log_probs_are_not_shared(tiny):
+    traffic = Traffic(tiny, "on", logprobs_mode="processed_logprobs")
+    for number in range(2):
+        traffic.add(ending(128, number), 1, top_k=0, temperature=1.0 + number)
+        traffic.run()
+    stats = traffic.context.prefix_stats()
+    assert stats.reused_tokens == stats.scores_bytes_budget == 0
+
+
+# -- eviction, host tier, preemption, drafts ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", mostly_slow(itertools.product(MODES, (False, True)), ("legacy", True)), ids=str)
+def test_back_from_the_host(tiny, reference, case):
+    """Log-probs stay on the host beside the tier's entries. After a failed load they are those of the computed prompt."""
+    mode, fault = case
+    traffic = Traffic(tiny, "on", async_sched_mode=mode, max_tokens=64, blocks=7, states=4, cache={"host_gb": 0.02})
+    first = ending(128, 0, length=70)
+    traffic.add(first, 1, top_n_logprobs=1)
+    finish(traffic)
+    for number in range(1, 4):
+        traffic.add(prompt(number, 200), 1, skip_prompt_log_probs=True)
+        finish(traffic)
+    cache = traffic.context.prefix_cache
+    assert not cache.match(cache.chain(first)).path
+    if fault:
+        arena, node = traffic.context.host_moves.arena, cache.inspect.node(cache.chain(first).keys[1])
+        arena.memory[cache.inspect.host_tier.entries.pages(node.host_block)[0] * arena.page_bytes + 17] ^= 4
+    asked = traffic.add(ending(128, 9), 2, top_n_logprobs=1)
+    finish(traffic)
+    stats = traffic.context.prefix_stats()
+    assert (stats.reused_tokens_host, traffic.finished[asked].num_cached_tokens) == ((0, 0) if fault else (128, 128))
+    assert stats.fallbacks == ({"host_load_failed": 1} if fault else {})
+    traffic.check(reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host_gb", [0.0, 0.02])
+@pytest.mark.parametrize("mode", MODES)
+def test_preempted_after_their_prompt(tiny, reference, mode, host_gb):
+    """They have the log-probs of their prompt already, so they resume like any other request."""
+    traffic = Traffic(tiny, "on", async_sched_mode=mode, max_tokens=64, blocks=6, cache={"host_gb": host_gb})
+    for number in range(3):
+        traffic.add(ending(64, number, length=40), 60, top_n_logprobs=number)
+    finish(traffic)
+    assert traffic.engine.evicted_request_count > 0
+    traffic.check(reference)
+    if host_gb:
+        assert traffic.context.prefix_stats().tiers["host"].preempted > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_drafts(tiny_mtp, mode):
+    right = Reference(tiny_mtp)
+    truth = {n: ending(cut, n) + right.answer(tuple(ending(cut, n)), 8) for n, cut in enumerate((*CUTS, 128), 1)}
+    traffic = Traffic(tiny_mtp, "on", async_sched_mode=mode, max_tokens=128, num_speculative_tokens=2)
+    with forced_drafts(traffic.engine, truth, lambda request_id, position: (request_id + position) % 3):
+        for number, tokens in truth.items():
+            traffic.add(tokens[:-8], 8, top_n_logprobs=1)
+            traffic.run(steps=2 if number % 2 else None)
+            traffic.context.check_integrity()
+        traffic.run()
+    traffic.check(right)
+    assert traffic.context.prefix_stats().reused_tokens >= 2 * 128
+
+
 # -- random traffic ------------------------------------------------------------------------------------------------------
 
-RANDOM = mostly_slow(range(16), 0, 1)
+RANDOM = mostly_slow(range(16), 3)
 
 
 def random_traffic(model: Any, seed: int) -> Traffic:
@@ -131,7 +293,7 @@ def random_traffic(model: Any, seed: int) -> Traffic:
             "host_gb": 0.0 if plenty else dice.choice((0.0, 0.0004, 0.02)),
         },
     )
-    for number in range(18):
+    for _request in range(18):
         context = prompt(dice.randrange(2), 240)
         cut = dice.choice((1, 2, 3)) * BLOCK + dice.choice((-2, -1, 0, 0, 1, 2, 17))
         tokens = context[:cut] + random_tokens(dice.choice((1, 2, 20, BLOCK - 1, BLOCK)), seed=dice.randrange(6))

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from megatron_hybrid_prefix import build_engine
+from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.models.hf_weights import copy_hf_weights, hf_shapes
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down, undo_platform
@@ -57,6 +57,41 @@ def chunked_prompts(model, mode):
     return [list(finished[i].prompt_log_probs) + list(finished[i].generated_log_probs) for i in sorted(finished)]
 
 
+def endings(model, mode):
+    """Endings of one context, which part at a boundary, one before it and one after it: everything about their log-probs."""
+    engine = build_engine(
+        model,
+        HybridPrefixConfig(mamba_gb=0.02),
+        max_sequence_length=512,
+        block_size_tokens=64,
+        enable_chunked_prefill=True,
+        max_tokens=128,
+        materialize_only_last_token_logits=False,
+        async_sched_mode=mode,
+    )
+    finished: dict = {}
+    context = random_tokens(240, seed=128)
+    for number, cut in enumerate((127, 128, 129, 128)):
+        sampling = greedy(1, skip_prompt_log_probs=False, top_n_logprobs=2)
+        sampling.add_attributes({"top_n_by_id": True})
+        engine.add_request(number, context[:cut] + random_tokens(40, seed=60 + number), sampling)
+        if number != 2:  # the last two come together
+            run_to_end(engine, finished)
+    run_to_end(engine, finished)
+    return [
+        {
+            "cached_tokens": finished[number].num_cached_tokens,
+            "prompt": finished[number].prompt_tokens.tolist(),
+            "generated_tokens": list(finished[number].generated_tokens),
+            "prompt_log_probs": finished[number].prompt_log_probs,
+            "prompt_top_n_logprobs": finished[number].prompt_top_n_logprobs,
+            "generated_log_probs": finished[number].generated_log_probs,
+            "generated_top_n_logprobs": finished[number].generated_top_n_logprobs,
+        }
+        for number in sorted(finished)
+    ]
+
+
 def upstream_caching(model):
     """Four prompts with a shared prefix, with megatron-core's own prefix cache: answers, and prompt tokens computed."""
     engine = build_engine(model, max_sequence_length=1024, enable_prefix_caching=True, prefix_caching_mamba_gb=0.02)
@@ -86,6 +121,7 @@ def layout_answers(tp, pp):
     for mode in ("legacy", "async"):
         found[mode] = mixed_batches(model, mode)
     found["chunked"] = chunked_prompts(model, "legacy") + chunked_prompts(model, "async")
+    found["endings"] = {mode: endings(model, mode) for mode in ("legacy", "async")}
     found["caching"] = upstream_caching(model)
     copy_hf_weights(model, hf_state_dict(get_preset("tiny")), get_preset("tiny"))
     found["hf_weights"] = mixed_batches(model, "legacy")
