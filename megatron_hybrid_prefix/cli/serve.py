@@ -180,7 +180,15 @@ def make_parser() -> ArgumentParser:
     add(
         "--prompt-log-probs",
         action="store_true",
-        help="allow 'echo' with 'logprobs'; takes memory for the logits of all tokens of a step",
+        help="allow 'prompt_logprobs', and 'echo' with 'logprobs'; takes memory for the logits of all tokens of a step",
+    )
+    add(
+        "--prompt-log-probs-gb",
+        type=positive_float,
+        default=0.25,
+        metavar="GIB",
+        help="most host memory for the log-probs of cached prompts, so that prompts that want them can skip tokens "
+        "(default: %(default)s)",
     )
     parser.set_defaults(chunked_prefill=True)
     add(
@@ -261,6 +269,7 @@ def cache_config(args: argparse.Namespace, device_type: str) -> HybridPrefixConf
         tier_behind_host=args.tier_behind_host,
         state_dtype=args.state_dtype,
         verify_hits=args.verify_hits,
+        prompt_log_probs_gb=args.prompt_log_probs_gb,
     )
 
 

@@ -154,6 +154,7 @@ NoChoice = Annotated[
 ]
 Count = Annotated[int, Field(ge=1, le=MOST_SEQUENCES)]
 TokenCount = Annotated[int, Field(ge=1, le=2**31)]
+MostTokens = Annotated[int, Field(ge=0, le=2**31)]
 TopCount = Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)]
 Integers = Annotated[list[int], Field(fail_fast=True)]
 Breakpoints = Annotated[Integers, Field(max_length=MOST_BREAKPOINTS), AfterValidator(_ascending)]
@@ -293,8 +294,13 @@ class Body(Fields, ABC):
         1.0, description="divides positive and multiplies negative logits of tokens in prompt or answer"
     )
     logit_bias: Biases = Field({}, description="added to the logits of these token ids")
-    max_tokens: TokenCount | None = Field(
-        None, description="most tokens to generate; by default up to the end of the context"
+    max_tokens: MostTokens | None = Field(
+        None,
+        description="most tokens to generate; by default up to the end of the context; 0 only with `prompt_logprobs`",
+    )
+    prompt_logprobs: TopCount | None = Field(
+        None,
+        description="log-probs of the prompt's tokens, and of this many likeliest ones at each position, as vLLM's",
     )
 
     cache_salt: Annotated[Text, Field(min_length=1, max_length=256)] | None = Field(
@@ -342,6 +348,8 @@ class Body(Fields, ABC):
     def _check_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise bad("'stream_options' is only allowed when 'stream' is true.", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise bad("'prompt_logprobs' is not available when 'stream' is true.", "prompt_logprobs")
         return self
 
 
@@ -355,8 +363,8 @@ class CompletionBody(Body):
         Field(min_length=1, max_length=MOST_SEQUENCES),
         WithJsonSchema(_PROMPT),
     ] = Field(description="a string or token ids, or an array of these")
-    max_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = Field(
-        16, description="most tokens to generate; 0 only with `echo`"
+    max_tokens: MostTokens | None = Field(
+        16, description="most tokens to generate; 0 only with `echo` or `prompt_logprobs`"
     )
     logprobs: TopCount | None = Field(None, description="log-probs of the tokens and of this many likeliest ones")
     best_of: Count | None = Field(None, description="refused unless it equals `n`")
@@ -374,8 +382,8 @@ class CompletionBody(Body):
     def _check_completion(self) -> Self:
         if self.best_of not in (None, self.n):
             raise bad("'best_of' is not supported unless it equals 'n'.", "best_of", "unsupported_parameter")
-        if self.max_tokens == 0 and not self.echo:
-            raise bad("'max_tokens' must be at least 1 unless 'echo' is true.", "max_tokens")
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise bad("'max_tokens' must be at least 1 unless 'echo' or 'prompt_logprobs' is set.", "max_tokens")
         if self.cache_breakpoints and len(self.prompt) > 1:
             raise bad("'cache_breakpoints' needs a single prompt.", "cache_breakpoints")
         return self
@@ -432,6 +440,8 @@ class ChatBody(Body):
     def _check_chat(self) -> Self:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise bad("'max_tokens' and 'max_completion_tokens' cannot both be set.", "max_tokens")
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise bad("'max_tokens' must be at least 1 unless 'prompt_logprobs' is set.", "max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise bad("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
         if self.tools and self.tool_choice != "none":

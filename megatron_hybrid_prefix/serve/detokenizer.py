@@ -5,7 +5,7 @@ The text depends on the tokens alone, not on how many arrive at a time. So a str
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,6 +140,42 @@ def completion_logprobs(notes: Sequence[TokenNote]) -> dict[str, Any]:
         "top_logprobs": [_by_text(note) for note in notes] if any(note.top for note in notes) else None,
         "text_offset": [note.offset for note in notes],
     }
+
+
+def vllm_prompt_logprobs(
+    text_of: Callable[[int], str],
+    tokens: Sequence[int],
+    log_probs: Sequence[float],
+    tops: Sequence[Mapping[int, float]],
+) -> list[dict[str, dict[str, Any]] | None]:
+    """``prompt_logprobs`` in the format of vLLM: for each token of the prompt, itself and the likeliest ones, by id.
+
+    Args:
+        text_of: Text of a token.
+        tokens: The prompt.
+        log_probs: Of each token after the first.
+        tops: Log-probs of the likeliest tokens by id, the likeliest first; the same positions. Empty: none are wanted.
+
+    Returns:
+        An entry per token; None for the first. ``rank`` is null if the token is not among the likeliest.
+    """
+    found: list[dict[str, dict[str, Any]] | None] = [None]
+    texts: dict[int, str] = {}
+    for at, (token, log_prob) in enumerate(zip(tokens[1:], log_probs, strict=True)):
+        ranked = list(tops[at]) if tops else []
+        entry = {token: (log_prob, ranked.index(token) + 1 if token in ranked else None)}
+        for rank, other in enumerate(ranked, 1):
+            entry.setdefault(other, (tops[at][other], rank))
+        for each in entry:
+            if each not in texts:
+                texts[each] = text_of(each)
+        found.append(
+            {
+                str(each): {"logprob": value, "rank": rank, "decoded_token": texts[each]}
+                for each, (value, rank) in entry.items()
+            }
+        )
+    return found
 
 
 def _by_text(note: TokenNote) -> dict[str, float | None] | None:

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update
@@ -17,6 +18,7 @@ from megatron_hybrid_prefix.serve.detokenizer import (
     chat_logprobs,
     completion_logprobs,
     prompt_notes,
+    vllm_prompt_logprobs,
 )
 from megatron_hybrid_prefix.serve.errors import ApiError
 from megatron_hybrid_prefix.serve.protocol import GenerationRequest, Prompt, ServedModel
@@ -35,12 +37,14 @@ class Choice:
         task: GenerationTask,
         text: TextStream,
         most_tokens: int,
-        stop_tokens: frozenset[int],
+        request: GenerationRequest,
         tokenizer: Tokenizer,
     ) -> None:
         self.index, self.prompt, self.task, self.text = index, prompt, task, text
-        self._most_tokens, self._stop_tokens, self._tokenizer = most_tokens, stop_tokens, tokenizer
-        self._ends = stop_tokens | {task.sampling["termination_id"]}
+        self._most_tokens, self._stop_tokens, self._tokenizer = most_tokens, request.stop_tokens, tokenizer
+        self._ends = request.stop_tokens | {task.sampling["termination_id"]}
+        self._request = request
+        self.prompt_logprobs: list[dict[str, dict[str, Any]] | None] = [None]
         self.prompt_notes: list[TokenNote] = []
         self.last_s: float | None = None  # when its last token arrived
         self.tokens = self.cached_tokens = 0
@@ -60,12 +64,12 @@ class Choice:
             raise ApiError(500, message, type="server_error", code="engine_failed")
         self.cached_tokens = update.cached_tokens
         if update.prompt_log_probs:
-            tops = [_by_id(top) for top in update.prompt_top_log_probs]
-            self.prompt_notes = prompt_notes(self._tokenizer, self.prompt.tokens, update.prompt_log_probs, tops)
+            self._take_prompt(update)
         text, ended = "", False
         for number, token in enumerate(update.tokens):
-            log_prob = update.log_probs[number] if update.log_probs else None
-            top = _by_id(update.top_log_probs[number]) if update.top_log_probs else None
+            shown = self._request.logprobs
+            log_prob = update.log_probs[number] if update.log_probs and shown is not None else None
+            top = _by_id(update.top_log_probs[number], shown) if update.top_log_probs and shown else None
             ended = token in self._ends
             text += self.text.feed(token, log_prob, top, silent=token in self._stop_tokens)
             self.tokens += 1
@@ -76,6 +80,18 @@ class Choice:
             at_end = not self.text.stopped and self.tokens >= self._most_tokens
             self.finish_reason = "length" if at_end and not ended else "stop"
         return text, self.text.notes(last=self.finish_reason is not None)
+
+    def _take_prompt(self, update: Update) -> None:
+        request, tokens = self._request, self.prompt.tokens
+        if request.echoes_log_probs:
+            tops = [_by_id(top, request.logprobs) for top in update.prompt_top_log_probs] if request.logprobs else []
+            self.prompt_notes = prompt_notes(self._tokenizer, tokens, update.prompt_log_probs, tops)
+        if request.prompt_logprobs is not None:
+            count = request.prompt_logprobs
+            tops = [_by_id(top, count) for top in update.prompt_top_log_probs] if count else []
+            self.prompt_logprobs = vllm_prompt_logprobs(
+                lambda token: self._tokenizer.detokenize([token]), tokens, update.prompt_log_probs, tops
+            )
 
 
 class Generation:
@@ -129,7 +145,7 @@ class Generation:
             task,
             TextStream(served.tokenizer, self.request.stop),
             most_tokens,
-            self.request.stop_tokens,
+            self.request,
             served.tokenizer,
         )
         self.choices.append(choice)
@@ -200,7 +216,7 @@ class Generation:
             notes[choice.index] += some
         choices = []
         for choice in self.choices:
-            entry = {
+            entry: dict[str, Any] = {
                 "index": choice.index,
                 "logprobs": self._logprobs(choice, notes[choice.index], with_prompt=True),
                 "finish_reason": choice.finish_reason,
@@ -209,8 +225,13 @@ class Generation:
                 entry["message"] = {"role": "assistant", "content": texts[choice.index], "refusal": None}
             else:
                 entry["text"] = texts[choice.index]
+                if self.request.prompt_logprobs is not None:
+                    entry["prompt_logprobs"] = choice.prompt_logprobs
             choices.append(entry)
-        return self._envelope("", choices) | {"usage": self.usage()}
+        answer = self._envelope("", choices) | {"usage": self.usage()}
+        if self.request.chat and self.request.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = self.choices[0].prompt_logprobs
+        return answer
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """The chunks of a streamed response. The first one comes with the first token.
@@ -250,7 +271,7 @@ class Generation:
         return chunk | {"usage": None} if self.request.include_usage else chunk
 
     def _logprobs(self, choice: Choice, notes: list[TokenNote], *, with_prompt: bool = False) -> dict[str, Any] | None:
-        before = choice.prompt_notes if with_prompt and self.request.prompt_log_probs else []
+        before = choice.prompt_notes if with_prompt else []
         if self.request.logprobs is None or (self.request.stream and not notes and not before):
             return None
         if self.request.chat:
@@ -263,6 +284,6 @@ class Generation:
         return {"id": self.id, "object": name, "created": self.created, "model": self._model, "choices": choices}
 
 
-def _by_id(top: dict[str, float]) -> dict[int, float]:
-    """The engine names tokens ``token_id:5``."""
-    return {int(name.removeprefix("token_id:")): value for name, value in top.items()}
+def _by_id(top: dict[str, float], count: int | None) -> dict[int, float]:
+    """The first ``count`` tokens by id. The engine names tokens ``token_id:5``, the likeliest first."""
+    return {int(name.removeprefix("token_id:")): value for name, value in islice(top.items(), count)}

@@ -31,6 +31,7 @@ class GenerationRequest:
     Attributes:
         usage_in_chunks: Whether every chunk of a stream has the usage so far.
         logprobs: Likeliest tokens to return per position; None: no log-probs.
+        prompt_logprobs: The same of the prompt, in vLLM's format.
         end_tokens: Tokens of the model that end an answer, as the token of ``sampling["termination_id"]`` does.
         stop_tokens: All token ids that end an answer without being part of it: those, and the request's.
         tenant: Name of the API key.
@@ -48,12 +49,13 @@ class GenerationRequest:
     usage_in_chunks: bool
     echo: bool
     logprobs: int | None
+    prompt_logprobs: int | None
     stop_tokens: frozenset[int]
     tenant: str | None
 
     @property
-    def prompt_log_probs(self) -> bool:
-        """Whether the prompt's tokens get log-probs, too."""
+    def echoes_log_probs(self) -> bool:
+        """Whether the prompt's tokens are among those of the answer, with log-probs."""
         return self.echo and self.logprobs is not None
 
 
@@ -133,11 +135,12 @@ def read_request(
         read = [partial(_prompt, item, body, served) for item in body.prompt]
     if len(read) * body.n > MOST_SEQUENCES:
         raise bad(f"{len(read)} prompts with n={body.n}: a request may have at most {MOST_SEQUENCES} answers.", "n")
-    if echo and body.top_tokens is not None and not served.gives_prompt_log_probs:
+    echoes_log_probs = echo and body.top_tokens is not None
+    if (echoes_log_probs or body.prompt_logprobs is not None) and not served.gives_prompt_log_probs:
+        name, param = ("'echo' with 'logprobs'", "logprobs") if echoes_log_probs else ("'prompt_logprobs'",) * 2
         raise bad(
-            "'echo' with 'logprobs' needs log-probs of the prompt, for which this server was not started "
-            "(--prompt-log-probs).",
-            "logprobs",
+            f"{name} needs log-probs of the prompt, for which this server was not started (--prompt-log-probs).",
+            param.strip("'"),
         )
     sampling = _sampling(body, served, tenant)
     prompts, most_tokens = [], []
@@ -161,6 +164,7 @@ def read_request(
         usage_in_chunks=options is not None and options.continuous_usage_stats,
         echo=echo,
         logprobs=body.top_tokens,
+        prompt_logprobs=body.prompt_logprobs,
         stop_tokens=frozenset([*body.stop_token_ids, *end_tokens]),
         tenant=tenant,
     )
@@ -179,9 +183,9 @@ def _sampling(body: Body, served: ServedModel, tenant: str | None) -> dict[str, 
         "top_k": 1 if body.is_greedy else top_k,
         "top_p": 0.0 if body.is_greedy or body.top_p == 1 or top_k == 1 else body.top_p,
         "termination_id": -1 if eod is None or body.ignore_eos else eod,
-        "return_log_probs": body.top_tokens is not None,
-        "skip_prompt_log_probs": not getattr(body, "echo", False),
-        "top_n_logprobs": body.top_tokens or 0,
+        "return_log_probs": body.top_tokens is not None or body.prompt_logprobs is not None,
+        "skip_prompt_log_probs": not getattr(body, "echo", False) and body.prompt_logprobs is None,
+        "top_n_logprobs": max(body.top_tokens or 0, body.prompt_logprobs or 0),
         "top_n_by_id": True,
         "cache_salt": body.cache_salt if tenant is None else json.dumps([tenant, body.cache_salt]),
         "cache_read": body.cache_read if served.caches else False,

@@ -277,11 +277,13 @@ def test_a_step_that_fails_before_the_first_token_is_an_http_error(tiny, monkeyp
 
 
 def test_echo_with_logprobs(server, salt, tiny_reference):
-    """Compared with the float64 model; the second time the prompt is cached, and is computed all the same."""
+    """Compared with the float64 model; the second time the prompt is cached, and its log-probs with it."""
     tokens = TOKENIZER.tokenize(PROMPT)
     expected = _log_probs(tiny_reference, tokens)
-    for _ in range(2):
-        choice = complete(server.client(), extra=salt, echo=True, logprobs=3, max_tokens=2).choices[0]
+    for cached in (False, True):
+        answer = complete(server.client(), extra=salt, echo=True, logprobs=3, max_tokens=2)
+        assert (answer.usage.prompt_tokens_details.cached_tokens > 0) == cached
+        choice = answer.choices[0]
         notes = choice.logprobs
         assert choice.text.startswith(PROMPT) and len(notes.tokens) == len(tokens) + 2
         assert notes.token_logprobs[0] is None and notes.top_logprobs[0] is None
@@ -307,6 +309,43 @@ def test_only_the_prompts_logprobs(server, salt):
         server, "/v1/completions", COMPLETION | salt | {"echo": True, "logprobs": 0, "max_tokens": 0, "stream": True}
     )
     assert streamed[0]["choices"][0]["text"] == "x"
+
+
+@pytest.mark.parametrize("kind", ["completions", "chat/completions"])
+def test_prompt_logprobs(server, salt, tiny_reference, kind):
+    """In vLLM's format; the second time the prompt is cached, and its log-probs with it."""
+    body = CHAT | {"messages": [{"role": "user", "content": PROMPT}]} if kind.startswith("chat") else COMPLETION
+    asked = {"messages": body["messages"]} if kind.startswith("chat") else {"prompt": PROMPT}
+    tokens = server.send("/tokenize", asked)[1]["tokens"]
+    body |= salt | {"prompt_logprobs": 2, "max_tokens": 0} | asked
+    for cached in (False, True):
+        status, answer = server.send(f"/v1/{kind}", body)
+        assert status == 200 and answer["usage"]["completion_tokens"] == 0
+        assert (answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0) == cached
+        choice = answer["choices"][0]
+        assert choice["logprobs"] is None
+        first, *rest = (answer if kind.startswith("chat") else choice)["prompt_logprobs"]
+        assert first is None and len(rest) == answer["usage"]["prompt_tokens"] - 1
+        for row, token, entry in zip(tiny_reference.log_probs(tokens), tokens[1:], rest, strict=False):
+            best = row.topk(2)
+            assert list(entry) == [str(token), *(str(int(other)) for other in best.indices if other != token)]
+            for name, value in entry.items():
+                rank = int((row > row[int(name)]).sum()) + 1
+                assert value["logprob"] == pytest.approx(float(row[int(name)]), abs=LOG_PROB_NOISE)
+                assert value["rank"] == (rank if rank <= 2 else None)
+                assert value["decoded_token"] == TOKENIZER.detokenize([int(name)])
+
+
+def test_prompt_logprobs_beside_those_of_the_answer(server, salt):
+    asked = COMPLETION | salt | {"prompt": PROMPT, "max_tokens": 2, "temperature": 0}
+    both = server.send("/v1/completions", asked | {"prompt_logprobs": 3, "logprobs": 1, "echo": True})[1]["choices"][0]
+    assert all(len(entry) in (3, 4) for entry in both["prompt_logprobs"][1:])
+    assert all(len(entry) <= 2 for entry in both["logprobs"]["top_logprobs"][1:])
+    none = server.send("/v1/completions", asked | {"prompt_logprobs": 0, "logprobs": 2})[1]["choices"][0]
+    assert [len(entry) for entry in none["prompt_logprobs"][1:]] == [1] * (len(PROMPT) - 1)
+    assert none["text"] == both["text"].removeprefix(PROMPT) and len(none["logprobs"]["tokens"]) == 2
+    single = server.send("/v1/completions", asked | {"prompt": [65], "prompt_logprobs": 1})[1]["choices"][0]
+    assert single["prompt_logprobs"] == [None]
 
 
 def _log_probs(reference: Any, tokens: list[int]) -> list[float]:
