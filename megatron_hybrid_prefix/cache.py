@@ -547,7 +547,7 @@ class HybridPrefixCache:
         stats = self._stats.copy()
         stats.slots_total = self._store.slots.total_slots
         stats.slots_used = self._store.slots.used_slots
-        stats.scores_bytes = self._store.tree.scores.used_bytes
+        stats.scores_bytes_used = self._store.tree.scores.used_bytes
         stats.scores_bytes_budget = self._store.tree.scores.budget_bytes
         host = self._store.host
         if host is not None:

@@ -90,7 +90,7 @@ class PrefixStats:
         checkpoints_by_reason: States published, by `CheckpointReason`.
         evictions: States evicted, to make room or together with their KV block.
         kv_evictions: KV blocks evicted.
-        score_evictions: Blocks whose log-probs were evicted because the budget was full.
+        scores_evictions: Blocks whose log-probs were evicted because the budget was full.
         verified_hits: Hits that were computed again and compared with the cache (``verify_hits``).
         verify_mismatches: Verified hits that differed; 0 unless the cache is wrong.
         tiers: Statistics by tier: "host", and the tier behind it. Those of the host are also ``host_loads``,
@@ -102,7 +102,7 @@ class PrefixStats:
         slots_total: Checkpoint slots.
         slots_used: Checkpoint slots in use, including those that a forward is writing.
         bytes_budget: Bytes of all checkpoint slots.
-        scores_bytes: Bytes of the log-probs of cached prompts, on the host.
+        scores_bytes_used: Bytes of the log-probs of cached prompts, on the host.
         scores_bytes_budget: Most of these bytes.
     """
 
@@ -120,7 +120,7 @@ class PrefixStats:
     )
     evictions: int = 0
     kv_evictions: int = 0
-    score_evictions: int = 0
+    scores_evictions: int = 0
     verified_hits: int = 0
     verify_mismatches: int = 0
     tiers: dict[str, TierStats] = field(default_factory=lambda: {"host": TierStats()})
@@ -128,7 +128,7 @@ class PrefixStats:
     slots_total: int = 0
     slots_used: int = 0
     bytes_budget: int = 0
-    scores_bytes: int = 0
+    scores_bytes_used: int = 0
     scores_bytes_budget: int = 0
 
     def as_dict(self) -> dict[str, Any]:

@@ -155,7 +155,7 @@ class ScoreTable:
         while self.used_bytes > self.budget_bytes:
             self.drop(next(iter(self._kept)))
             if self.stats is not None:
-                self.stats.score_evictions += 1
+                self.stats.scores_evictions += 1
 
     def withdraw(self, node: Node, promised: Kept) -> None:
         """Drops a promise that will not be filled."""

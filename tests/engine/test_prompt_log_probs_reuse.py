@@ -123,7 +123,7 @@ def test_requests_that_do_not_ask_pay_nothing(tiny, monkeypatch):
         traffic.add(ending(cut, number), 1, skip_prompt_log_probs=True)
         finish(traffic)
     stats = traffic.context.prefix_stats()
-    assert stats.scores_bytes == 0 and stats.reused_tokens > 0
+    assert stats.scores_bytes_used == 0 and stats.reused_tokens > 0
 
 
 def test_prompts_cached_without_log_probs_are_computed_and_fill_them(tiny, reference):
@@ -198,10 +198,10 @@ def test_a_small_budget_computes_more_and_is_kept(tiny, reference, budget_bytes)
         while traffic.engine.has_unfinished_requests():
             traffic.run(steps=1)
             traffic.context.check_integrity()
-            assert traffic.context.prefix_stats().scores_bytes <= budget_bytes
+            assert traffic.context.prefix_stats().scores_bytes_used <= budget_bytes
     traffic.check(reference)
     stats = traffic.context.prefix_stats()
-    assert (stats.score_evictions > 0) == (budget_bytes > 0)
+    assert (stats.scores_evictions > 0) == (budget_bytes > 0)
     assert (stats.reused_tokens > 0) == (budget_bytes > 2048 + 1280), "a row and scores of a block"
 
 
@@ -326,7 +326,7 @@ def test_random_traffic(tiny, reference, seed):
     traffic = random_traffic(tiny, seed)
     traffic.check(reference)
     stats = traffic.context.prefix_stats()
-    assert stats.scores_bytes <= stats.scores_bytes_budget
+    assert stats.scores_bytes_used <= stats.scores_bytes_budget
     if seed % 2 == 0:
         asked_for_prompt = [number for number, params in traffic.asked.items() if not params.skip_prompt_log_probs]
         assert any(traffic.finished[number].num_cached_tokens for number in asked_for_prompt)

@@ -317,7 +317,7 @@ def test_prompt_logprobs(server, salt, tiny_reference, kind):
     body = CHAT | {"messages": [{"role": "user", "content": PROMPT}]} if kind.startswith("chat") else COMPLETION
     asked = {"messages": body["messages"]} if kind.startswith("chat") else {"prompt": PROMPT}
     tokens = server.send("/tokenize", asked)[1]["tokens"]
-    body |= salt | {"prompt_logprobs": 2, "max_tokens": 0} | asked
+    body = body | salt | {"prompt_logprobs": 2, "max_tokens": 0} | asked
     for cached in (False, True):
         status, answer = server.send(f"/v1/{kind}", body)
         assert status == 200 and answer["usage"]["completion_tokens"] == 0
