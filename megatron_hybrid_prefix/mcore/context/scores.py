@@ -128,10 +128,10 @@ class ScoredPrompt:
         if self.top_n and len(tops) < min(left, len(log_probs)):
             return False
         self._scores.log_probs.extend(log_probs[:left])
-        if self.top_n:
-            for values, ids in tops[:left]:
-                self._scores.top_values.extend(values.tolist())
-                self._scores.top_ids.extend(ids.tolist())
+        if self.top_n and tops[:left]:
+            values, ids = (torch.stack(each).cpu() for each in zip(*tops[:left], strict=True))
+            self._scores.top_values.frombytes(values.to(torch.float32).numpy().tobytes())
+            self._scores.top_ids.frombytes(ids.to(torch.int32).numpy().tobytes())
         return True
 
     def block(self, end_tokens: int, block_tokens: int) -> Scores | None:
