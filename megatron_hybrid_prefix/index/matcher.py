@@ -32,7 +32,7 @@ class Match:
         version: Version of the tree, and with ``top_n`` of its scores, at the time of the match.
         top_n: The request wants the log-probs of its prompt, with so many likeliest tokens per position, so it resumes only
             where they are kept. None: it does not want them.
-        scores: Scores of the blocks up to ``resume_tokens``, then the next row there. Empty without ``top_n``.
+        scores: Scores of the blocks up to ``resume_tokens``, then the next logits there. Empty without ``top_n``.
         lost_tokens_no_scores: Tokens that could be skipped without ``top_n``, but are computed because their log-probs are
             not kept.
         loadable_blocks: Depth, in blocks, of a deeper state on a tier below the device; 0: there is none.

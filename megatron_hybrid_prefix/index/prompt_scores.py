@@ -18,13 +18,13 @@ class Promise:
 
     Attributes:
         position_tokens: End of the block.
-        is_row: Whether it is the next row at that position; False: the scores of the block.
+        is_logits: Whether it is the next logits at that position; False: the scores of the block.
         node: The block's node.
         kept: What to fill.
     """
 
     position_tokens: int
-    is_row: bool
+    is_logits: bool
     node: Node
     kept: Kept
 
@@ -46,10 +46,10 @@ class PromptScores:
         """Whether log-probs are kept."""
         return self._tree.scores.budget_bytes > 0
 
-    def wanted_rows(self, chain: KeyChain, start_tokens: int, end_tokens: int) -> list[int]:
-        """Boundaries in (start, end] whose next row a forward over [start, end) should keep, ascending.
+    def wanted_logits(self, chain: KeyChain, start_tokens: int, end_tokens: int) -> list[int]:
+        """Boundaries in (start, end] whose next logits a forward over [start, end) should keep, ascending.
 
-        These are the boundaries that have a state, or get one in this step, and no next row yet.
+        These are the boundaries that have a state, or get one in this step, and no next logits yet.
         """
         if chain.epoch != self._tree.epoch:
             return []
@@ -58,14 +58,14 @@ class PromptScores:
             key = chain.keys[depth - 1]
             node = self._tree.get(key)
             has_state = node is not None and not node.slot == node.host_slot == NO_SLOT
-            if (has_state or key in self._writing) and self._tree.scores.next_row(node) is None:
+            if (has_state or key in self._writing) and self._tree.scores.next_logits(node) is None:
                 found.append(depth * self._block_tokens)
         return found
 
     def promise(
-        self, chain: KeyChain, start_tokens: int, end_tokens: int, *, top_n: int, rows: Collection[int]
+        self, chain: KeyChain, start_tokens: int, end_tokens: int, *, top_n: int, captured: Collection[int]
     ) -> list[Promise]:
-        """A forward over [start, end) succeeded and was published: promises its scores, and the next rows at ``rows``.
+        """A forward over [start, end) succeeded and was published: promises its scores, and the next logits at ``captured``.
 
         Pass each promise to `fill` or to `withdraw` before the next forward is published.
 
@@ -74,7 +74,7 @@ class PromptScores:
             start_tokens: First computed position. A block boundary, or where the request's last promises ended.
             end_tokens: See above.
             top_n: Likeliest tokens per position.
-            rows: Positions of `wanted_rows` whose rows the caller has.
+            captured: Positions of `wanted_logits` whose logits the caller has.
         """
         if chain.epoch != self._tree.epoch:
             return []
@@ -86,7 +86,7 @@ class PromptScores:
             position = depth * self._block_tokens
             if (kept := scores.promise_block(node, top_n)) is not None:
                 promises.append(Promise(position, False, node, kept))
-            if position in rows and (kept := scores.promise_next_row(node)) is not None:
+            if position in captured and (kept := scores.promise_next_logits(node)) is not None:
                 promises.append(Promise(position, True, node, kept))
         return promises
 

@@ -3,7 +3,7 @@
 A request that wants the log-probs of its prompt can skip tokens only if their log-probs are kept, too:
 
 - *scores* of a block: the log-prob of each of its tokens, and the likeliest tokens at each of these positions;
-- the *next row* of a boundary: the logits after the last token before it. The log-prob of the first token after a boundary
+- the *next logits* of a boundary: the logits after the last token before it. The log-prob of the first token after a boundary
   comes from the token before it, which a hit does not compute, and each prompt may have another token there.
 
 Only requests that want the log-probs of their prompt make scores. Scores belong to a node of the prefix tree, so they are
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 class Kept:
-    """Scores of a block, or the next row of a boundary.
+    """Scores of a block, or the next logits of a boundary.
 
     A step's blocks become matchable before its log-probs are on the host. So a value is first promised, and filled at the end
     of the same step. Who matches it meanwhile reads it at the end of a later step.
 
     Attributes:
-        top_n: Likeliest tokens per position; 0 for a next row.
+        top_n: Likeliest tokens per position; 0 for a next logits.
         size_bytes: Size of the value; 0 until it is filled.
     """
 
@@ -68,14 +68,14 @@ class NodeScores:
 
     Attributes:
         block: Scores of its block, or None.
-        next_row: Next row of the boundary at its end, or None.
+        next_logits: Next logits of the boundary at its end, or None.
     """
 
-    __slots__ = ("block", "next_row")
+    __slots__ = ("block", "next_logits")
 
     def __init__(self) -> None:
         self.block: Kept | None = None
-        self.next_row: Kept | None = None
+        self.next_logits: Kept | None = None
 
 
 class ScoreTable:
@@ -108,10 +108,10 @@ class ScoreTable:
         kept = None if node is None else self._kept.get(node)
         return None if kept is None or kept.block is None or kept.block.top_n < top_n else kept.block
 
-    def next_row(self, node: Node | None) -> Kept | None:
-        """Next row of the boundary at the node's end, or None."""
+    def next_logits(self, node: Node | None) -> Kept | None:
+        """Next logits of the boundary at the node's end, or None."""
         kept = None if node is None else self._kept.get(node)
-        return None if kept is None else kept.next_row
+        return None if kept is None else kept.next_logits
 
     def depth(self, path: Sequence[Node | None], top_n: int) -> int:
         """Number of leading nodes whose blocks have scores with at least ``top_n`` likeliest tokens."""
@@ -129,14 +129,14 @@ class ScoreTable:
         self.version += 1
         return kept.block
 
-    def promise_next_row(self, node: Node) -> Kept | None:
-        """Promises the next row of the boundary at the node's end. None: the node has one already."""
-        if not self.budget_bytes or self.next_row(node) is not None:
+    def promise_next_logits(self, node: Node) -> Kept | None:
+        """Promises the next logits of the boundary at the node's end. None: the node has one already."""
+        if not self.budget_bytes or self.next_logits(node) is not None:
             return None
         kept = self._kept.setdefault(node, NodeScores())
-        kept.next_row = Kept()
+        kept.next_logits = Kept()
         self.version += 1
-        return kept.next_row
+        return kept.next_logits
 
     def fill(self, node: Node, promised: Kept, value: Any, size_bytes: int) -> None:
         """Fills a promise. The value is kept if the node still has the promise, and then counts towards the budget."""
@@ -167,15 +167,15 @@ class ScoreTable:
         kept = self._kept.pop(node, None)
         if kept is not None:
             self._subtract(kept.block)
-            self._subtract(kept.next_row)
+            self._subtract(kept.next_logits)
             self.version += 1
 
-    def drop_next_row(self, node: Node) -> None:
-        """Drops the node's next row: no tier has a state there any more."""
+    def drop_next_logits(self, node: Node) -> None:
+        """Drops the node's next logits: no tier has a state there any more."""
         kept = self._kept.get(node)
-        if kept is not None and kept.next_row is not None:
-            self._subtract(kept.next_row)
-            kept.next_row = None
+        if kept is not None and kept.next_logits is not None:
+            self._subtract(kept.next_logits)
+            kept.next_logits = None
             self.version += 1
             if kept.block is None:
                 del self._kept[node]
@@ -196,9 +196,9 @@ class ScoreTable:
         for node, kept in self._kept.items():
             if node not in nodes:
                 raise CacheCorruptionError(f"{node} has scores and is not in the tree")
-            if kept.block is None and kept.next_row is None:
+            if kept.block is None and kept.next_logits is None:
                 raise CacheCorruptionError(f"{node} has empty scores")
-            sizes += sum(item.size_bytes for item in (kept.block, kept.next_row) if item is not None)
+            sizes += sum(item.size_bytes for item in (kept.block, kept.next_logits) if item is not None)
         if sizes != self.used_bytes or self.used_bytes > self.budget_bytes:
             raise CacheCorruptionError(
                 f"scores of {sizes} bytes, counted as {self.used_bytes}, budget {self.budget_bytes}"
@@ -206,7 +206,7 @@ class ScoreTable:
 
     def _has(self, node: Node, promised: Kept) -> bool:
         kept = self._kept.get(node)
-        return kept is not None and (kept.block is promised or kept.next_row is promised)
+        return kept is not None and (kept.block is promised or kept.next_logits is promised)
 
     def _subtract(self, item: Kept | None) -> None:
         if item is not None:

@@ -123,16 +123,16 @@ class PrefixTree:
             node = self.get(key)
             if self.scores.block(node, top_n) is None:
                 break
-            if self.scores.next_row(node) is not None:
+            if self.scores.next_logits(node) is not None:
                 found.append(depth)
         return found
 
     def scores_of(self, keys: Sequence[bytes], top_n: int) -> tuple[Kept, ...]:
-        """Scores of these blocks, then the next row after the last one. Each must be kept. Empty without keys."""
+        """Scores of these blocks, then the next logits after the last one. Each must be kept. Empty without keys."""
         nodes = [self.get(key) for key in keys]
         found = [self.scores.block(node, top_n) for node in nodes]
         if nodes:
-            found.append(self.scores.next_row(nodes[-1]))
+            found.append(self.scores.next_logits(nodes[-1]))
         assert None not in found, found
         return tuple(item for item in found if item is not None)
 
@@ -174,7 +174,7 @@ class PrefixTree:
         slot, node.slot = node.slot, NO_SLOT
         if node.host_slot == NO_SLOT:
             node.reason = None
-            self.scores.drop_next_row(node)
+            self.scores.drop_next_logits(node)
         self.version += 1
         return slot
 
@@ -184,7 +184,7 @@ class PrefixTree:
         node.host_slot = NO_SLOT
         if node.slot == NO_SLOT:
             node.reason = None
-            self.scores.drop_next_row(node)
+            self.scores.drop_next_logits(node)
         self.version += 1
 
     def clear(self) -> None:

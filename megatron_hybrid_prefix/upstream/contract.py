@@ -599,7 +599,7 @@ CONTROLLER = (
             "upstream/controller",
             "overwritten with a prompt's next token; with forced answers in benchmarks",
         ),
-        attributes("_all_logits_cuda", "upstream/controller", "rows at boundaries are kept for later prompts"),
+        attributes("_all_logits_cuda", "upstream/controller", "those at boundaries are kept for later prompts"),
     ),
     *rows_of(
         f"{_CONTROLLERS}:AsyncScheduleLogitsState",

@@ -202,7 +202,7 @@ def test_a_small_budget_computes_more_and_is_kept(tiny, reference, budget_bytes)
     traffic.check(reference)
     stats = traffic.context.prefix_stats()
     assert (stats.scores_evictions > 0) == (budget_bytes > 0)
-    assert (stats.reused_tokens > 0) == (budget_bytes > 2048 + 1280), "a row and scores of a block"
+    assert (stats.reused_tokens > 0) == (budget_bytes > 2048 + 1280), "next logits, and scores of a block"
 
 
 def test_processed_log_probs_are_not_shared(tiny):
@@ -346,7 +346,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, original)
 
 
-def _row_of_the_position_before(original: Any) -> Any:
+def _logits_of_the_position_before(original: Any) -> Any:
     return lambda self: {request_id: first - 1 for request_id, first in original(self).items()}
 
 
@@ -358,7 +358,7 @@ def _log_probs_one_position_early(original: Any) -> Any:
     return part
 
 
-def _row_of_another_boundary(original: Any) -> Any:
+def _logits_of_another_boundary(original: Any) -> Any:
     return lambda self, node: original(self, node.parent) or original(self, node) if node is not None else None
 
 
@@ -367,9 +367,9 @@ def _too_few_likeliest(original: Any) -> Any:
 
 
 MUTANTS = {
-    "row of the position before": (scores.ScoredPrompts, "_first_tokens", _row_of_the_position_before),
+    "logits of the position before": (scores.ScoredPrompts, "_first_tokens", _logits_of_the_position_before),
     "block shifted by one": (scores.Scores, "part", _log_probs_one_position_early),
-    "row of another boundary": (ScoreTable, "next_row", _row_of_another_boundary),
+    "logits of another boundary": (ScoreTable, "next_logits", _logits_of_another_boundary),
     "fewer likeliest tokens than asked for": (ScoreTable, "block", _too_few_likeliest),
 }
 

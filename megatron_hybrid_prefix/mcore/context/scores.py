@@ -1,9 +1,9 @@
 """`ScoredPrompts`: the log-probs of prompts, kept for later prompts and taken by them.
 
 Requests that want the log-probs of their prompt compute them anyway, and megatron brings them to the host at the end of the
-step. They are kept in the cache (``index/scores.py``), beside the blocks that the step published. Only the next rows of
-boundaries are copied for this: a row of logits each, in the stream of the forward, before megatron's own copy. So nothing
-waits for them, and steps without such requests copy nothing.
+step. They are kept in the cache (``index/scores.py``), beside the blocks that the step published. Only the next logits of
+boundaries are copied for this, in the stream of the forward, before megatron's own copy. So nothing waits for them, and steps
+without such requests copy nothing.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ class ScoredPrompt:
     Attributes:
         chain: See above.
         top_n: See above.
-        rows: Captured next rows by position, (vocabulary,) on the host. Valid once the step's log-probs are.
+        next_logits: Captured ones by position, (vocabulary,) on the host. Valid once the step's log-probs are.
         promises: What the last step promised.
     """
 
     def __init__(self, chain: KeyChain, tokens: torch.Tensor, top_n: int, admission: Admission) -> None:
         self.chain, self.top_n = chain, top_n
         self._tokens, self._resume, self._kept = tokens, admission.resume_tokens, admission.scores
-        self.rows: dict[int, torch.Tensor] = {}
+        self.next_logits: dict[int, torch.Tensor] = {}
         self.promises: list[Promise] = []
         self._scores = Scores.empty()  # of tokens from `_resume` on
         if not self._resume:  # nothing says how likely the first token is
@@ -111,10 +111,10 @@ class ScoredPrompt:
                     (scores.top_values[at : at + self.top_n].tolist(), scores.top_ids[at : at + self.top_n].tolist())
                     for at in starts
                 )
-        row = kept[-1].value.float().log_softmax(-1)
-        best = row.topk(self.top_n)
+        after = kept[-1].value.float().log_softmax(-1)
+        best = after.topk(self.top_n)
         values, ids = best.values.tolist(), best.indices.tolist()
-        own = float(row[int(self._tokens[self._resume])])
+        own = float(after[int(self._tokens[self._resume])])
         self._scores.add(own, values, ids)
         log_probs.append(own)
         tops.append((values, ids))
@@ -160,7 +160,7 @@ class ScoredPrompts:
         known.scored = ScoredPrompt(known.chain, tokens, known.top_n, admission)
 
     def capture(self, requests: Iterable[PrefixRequest], logits: torch.Tensor) -> None:
-        """Begin to copy the next rows that this forward adds. Call it before megatron copies the step's log-probs.
+        """Begin to copy the next logits that this forward adds. Call it before megatron copies the step's log-probs.
 
         Args:
             requests: Requests with a plan in this forward.
@@ -170,20 +170,20 @@ class ScoredPrompts:
         for request in requests:
             plan, scored = request.plan, request.scored
             if plan is not None and scored is not None and request.write:
-                scored.rows.clear()
-                positions = self._cache.scores.wanted_rows(scored.chain, plan.start_tokens, plan.end_tokens)
+                scored.next_logits.clear()
+                positions = self._cache.scores.wanted_logits(scored.chain, plan.start_tokens, plan.end_tokens)
                 if positions:
                     wanted.append((scored, plan, positions))
         if not wanted:
             return
         first = self._first_tokens()
         count = sum(len(positions) for _, _, positions in wanted)
-        rows = iter(torch.empty((count, logits.shape[-1]), dtype=logits.dtype, pin_memory=logits.is_cuda))
+        copies = iter(torch.empty((count, logits.shape[-1]), dtype=logits.dtype, pin_memory=logits.is_cuda))
         for scored, plan, positions in wanted:
             for position in positions:
-                row = scored.rows[position] = next(rows)
+                own = scored.next_logits[position] = next(copies)
                 # Views alone: an index made on the host would be copied to the device.
-                row.copy_(logits[0, first[plan.request_id] + position - 1 - plan.start_tokens], non_blocking=True)
+                own.copy_(logits[0, first[plan.request_id] + position - 1 - plan.start_tokens], non_blocking=True)
 
     def publish(self, known: PrefixRequest, plan: StepPlan, *, cached: bool) -> None:
         """A request's forward succeeded. Promise the log-probs of the blocks that it filled.
@@ -199,7 +199,7 @@ class ScoredPrompts:
         self._published[plan.request_id] = scored
         if cached:
             scored.promises = self._cache.scores.promise(
-                scored.chain, plan.start_tokens, plan.end_tokens, top_n=scored.top_n, rows=scored.rows.keys()
+                scored.chain, plan.start_tokens, plan.end_tokens, top_n=scored.top_n, captured=scored.next_logits.keys()
             )
 
     def published(self, request_id: int) -> ScoredPrompt | None:
@@ -223,23 +223,25 @@ class ScoredPrompts:
         if scored is None:
             return
         complete = log_probs is not None and scored.add(log_probs, tops or ())
-        rows = scored.rows
+        captured = scored.next_logits
         filled: list[tuple[Promise, Any, int]] = []
         for promise in scored.promises:
-            if promise.is_row:
-                row = rows[promise.position_tokens].clone()  # the captured one is pinned, and shared by the step
-                filled.append((promise, row, row.nbytes))
+            if promise.is_logits:
+                logits = captured[
+                    promise.position_tokens
+                ].clone()  # those are pinned, and one tensor for the whole step
+                filled.append((promise, logits, logits.nbytes))
             elif complete and (part := scored.block(promise.position_tokens, self._cache.block_tokens)) is not None:
                 filled.append((promise, part, part.size_bytes))
         self._cache.scores.fill(scored.chain, filled)
         self._cache.scores.withdraw(scored.promises)  # of those that are left
-        scored.promises, scored.rows = [], {}
+        scored.promises, scored.next_logits = [], {}
 
     def forget_step(self) -> None:
         """The last forward's log-probs will not come."""
         for scored in self._published.values():
             self._cache.scores.withdraw(scored.promises)
-            scored.promises, scored.rows = [], {}
+            scored.promises, scored.next_logits = [], {}
         self._published.clear()
 
     def _first_tokens(self) -> dict[int, int]:
