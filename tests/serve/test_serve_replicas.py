@@ -30,7 +30,7 @@ TOKENIZER = ByteTokenizer(512)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with started(tmp_path_factory.mktemp("replicas")) as server:
+    with started(tmp_path_factory.mktemp("replicas"), "--prompt-log-probs") as server:
         yield server
 
 
@@ -113,6 +113,18 @@ def test_salts_share_nothing(server):
     order = ["x", "y", "x", "y", "z"]
     found = [cached(complete(server.client(), extra={"cache_salt": f"salts {salt}"})) for salt in order]
     assert found == [0, 0, HIT, HIT, 0]
+
+
+def test_log_probs_of_a_prompt_come_with_a_hit_too(server, tiny_reference):
+    tokens = TOKENIZER.tokenize(PROMPT)
+    rows = tiny_reference.log_probs(tokens)
+    right = [float(row[token]) for row, token in zip(rows, tokens[1:], strict=False)]
+    for hit in (0, HIT):
+        answer = complete(server.client(), max_tokens=0, extra={"cache_salt": "scores", "prompt_logprobs": 1})
+        entries = answer.choices[0].prompt_logprobs
+        assert cached(answer) == hit and entries[0] is None
+        found = [entry[str(token)]["logprob"] for entry, token in zip(entries[1:], tokens[1:], strict=True)]
+        assert found == pytest.approx(right, abs=LOG_PROB_NOISE)
 
 
 @pytest.mark.parametrize("stop", [None, ["A", "="]])
