@@ -68,6 +68,7 @@ GIB = 2**30
 GB = 10**9
 RAISED_BY = 0.25  # each budget in turn is raised by this share of all budgets together
 WORTH_IT = 0.001  # least gain to recommend, as a share of the prompt tokens
+SCORE_BYTES = 12  # of a prompt's token: float32 log-probs of it and of one likeliest token, and the id of that
 KNOBS = {"state_bytes": "--mamba-gb", "host_bytes": "--host-gb", "kv_bytes": "--buffer-gb"}
 
 
@@ -282,6 +283,9 @@ def print_report(
         ("KV blocks", f"{plan.kv_blocks:,}"),
         ("tokens in the KV blocks", f"{plan.history_tokens:,}"),
     ]
+    if sizes.next_logits_bytes is not None:
+        rows.append(("log-probs of prompts (host), per checkpoint", f"{sizes.next_logits_bytes:,} bytes"))
+        rows.append(("... per token, with one likeliest token", f"{SCORE_BYTES} bytes"))
     if reuse is not None:
         rows.append(("expected reuse of prompt tokens", f"{reuse['reused_token_fraction']:.4f}"))
         rows.append(("reuse with unlimited memory", f"{reuse['ceiling_fraction']:.4f}"))
@@ -397,6 +401,7 @@ def run(argv: Sequence[str], interrupt: Interrupt) -> int:
             "tp": sizes.tp,
             "checkpoint_bytes": sizes.state_bytes,
             "kv_block_bytes": sizes.kv_block_bytes(args.block_size_tokens),
+            "next_logits_bytes": sizes.next_logits_bytes,
             "live_request_bytes": sizes.live_bytes(args.speculative_tokens),
             "device_states": plan.device_states,
             "host_states": plan.host_states,

@@ -80,6 +80,7 @@ class Sizes:
         dtype: Dtype of parameters, KV and convolution states.
         state_dtype: Dtype of the matrix states. None: the choice of each kind.
         tp: Tensor-parallel size. Bytes are per rank.
+        vocabulary: Number of token ids, or None if the file does not say it.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Sizes:
     dtype: str = "bfloat16"
     state_dtype: str | None = None
     tp: int = 1
+    vocabulary: int | None = None
 
     def __post_init__(self) -> None:
         if not self.recurrent:
@@ -141,6 +143,11 @@ class Sizes:
     def kv_block_bytes(self, block_tokens: int) -> int:
         """Bytes of one KV block on one rank."""
         return block_tokens * self.kv_token_bytes
+
+    @property
+    def next_logits_bytes(self) -> int | None:
+        """Bytes on the host of the logits beside a checkpoint, for log-probs of prompts; None without a vocabulary."""
+        return None if self.vocabulary is None else self.vocabulary * VALUE_BYTES[self.dtype]
 
     def live_bytes(self, speculative_tokens: int) -> int:
         """Bytes of one running request's states: one, and one more per token that may be accepted in a step with drafts."""
@@ -198,6 +205,7 @@ def sizes_of_config(name: str, config: HybridModelConfig, *, tp: int = 1, state_
         dtype=config.dtype,
         state_dtype=state_dtype or config.state_dtype,
         tp=tp,
+        vocabulary=config.vocab_size,
     )
 
 
@@ -281,6 +289,7 @@ def _of_megatron(given: _Fields) -> Sizes:
         kv_heads=given.number("num_query_groups", default=1) if grouped else query_heads,
         kv_channels=given.number("kv_channels", default=hidden_size // max(1, query_heads)),
         dtype=dtype,
+        vocabulary=given.number("padded_vocab_size", "vocab_size", default=0) or None,
     )
 
 
@@ -311,6 +320,7 @@ def _of_hugging_face(given: _Fields) -> Sizes:
         kv_channels=kv_channels,
         dtype=str(given.get("dtype", "torch_dtype") or "bfloat16"),
         state_dtype=given.get("mamba_ssm_cache_dtype"),
+        vocabulary=given.number("vocab_size", default=0) or None,
     )
 
 

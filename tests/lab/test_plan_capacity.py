@@ -254,6 +254,7 @@ def test_what_a_budget_holds(tmp_path, capsys):
     found = plan(tmp_path, "--mamba-gb", 10, "--buffer-gb", 20, "--host-gb", 5, "--max-requests", 16)
     block = 256 * TOKEN_BYTES
     assert found["checkpoint_bytes"] == STATE_BYTES and found["kv_block_bytes"] == block
+    assert found["next_logits_bytes"] == 2 * 131_072
     assert found["device_states"] == 10 * 2**30 // STATE_BYTES and found["host_states"] == 5 * 2**30 // STATE_BYTES
     assert found["kv_blocks"] == (20 * 2**30 - 16 * STATE_BYTES) // block - 1
     assert found["history_tokens"] == 256 * found["kv_blocks"] and found["expected_reuse"] is None
