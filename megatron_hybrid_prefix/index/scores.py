@@ -113,10 +113,6 @@ class ScoreTable:
         kept = None if node is None else self._kept.get(node)
         return None if kept is None else kept.next_logits
 
-    def depth(self, path: Sequence[Node | None], top_n: int) -> int:
-        """Number of leading nodes whose blocks have scores with at least ``top_n`` likeliest tokens."""
-        return next((index for index, node in enumerate(path) if self.block(node, top_n) is None), len(path))
-
     # -- write ---------------------------------------------------------------------------------------------------------
 
     def promise_block(self, node: Node, top_n: int) -> Kept | None:
@@ -130,7 +126,7 @@ class ScoreTable:
         return kept.block
 
     def promise_next_logits(self, node: Node) -> Kept | None:
-        """Promises the next logits of the boundary at the node's end. None: the node has one already."""
+        """Promises the next logits of the boundary at the node's end. None: the node has them already."""
         if not self.budget_bytes or self.next_logits(node) is not None:
             return None
         kept = self._kept.setdefault(node, NodeScores())

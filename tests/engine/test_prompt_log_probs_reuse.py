@@ -13,9 +13,10 @@ import torch
 
 from megatron_hybrid_prefix.index.scores import ScoreTable
 from megatron_hybrid_prefix.mcore.context import scores
+from megatron_hybrid_prefix.mcore.engine import engine
 from tests.engine.test_prompt_log_probs import BLOCK, MODES, Reference, Traffic, WrongLogProb, prompt
 from tests.harness.drafts import forced_drafts
-from tests.harness.engine_helpers import random_tokens
+from tests.harness.engine_helpers import greedy, random_tokens
 from tests.harness.selection import mostly_slow
 
 
@@ -203,6 +204,26 @@ def test_a_small_budget_computes_more_and_is_kept(tiny, reference, budget_bytes)
     stats = traffic.context.prefix_stats()
     assert (stats.scores_evictions > 0) == (budget_bytes > 0)
     assert (stats.reused_tokens > 0) == (budget_bytes > 2048 + 1280), "next logits, and scores of a block"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_whose_bookkeeping_raises_keeps_nothing(tiny, reference, mode, monkeypatch):
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a tokenizer that fails")
+
+    traffic = Traffic(tiny, "on", async_sched_mode=mode)
+    traffic.add(ending(128, 0), 1)
+    monkeypatch.setattr(engine, "keep_log_probs", fail)
+    with pytest.raises(RuntimeError, match="tokenizer"):
+        traffic.run()
+    monkeypatch.undo()
+    del traffic.asked[1]
+    for number, cached in ((2, 0), (3, 128)):
+        traffic.asked[number] = greedy(1, skip_prompt_log_probs=False)
+        traffic.engine.add_request(number, ending(128, number), greedy(1, skip_prompt_log_probs=False))
+        traffic.run()
+        assert traffic.finished[number].num_cached_tokens == cached
+    traffic.check(reference)
 
 
 def test_processed_log_probs_are_not_shared(tiny):

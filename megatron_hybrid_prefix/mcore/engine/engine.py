@@ -255,6 +255,8 @@ class HybridPrefixEngine(EngineSeam):
 
     async def async_forward(self) -> tuple[dict[str, Any] | None, dict[str, Any], float]:
         """See upstream; a forward that raises publishes nothing."""
+        if self._cached.scored is not None:
+            self._cached.scored.forget_step()  # a step whose bookkeeping raised has left its promises
         if self.removals.are_due and not self._is_suspended:
             self.removals.take_out()
         try:
