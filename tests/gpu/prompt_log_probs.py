@@ -1,8 +1,8 @@
 """Prompts that want their log-probs: with them kept beside the cache, and with every such prompt computed whole.
 
-Endings of one context, one after another and at once: tokens computed, seconds, the largest difference between log-probs of
-a hit and of a prompt computed whole, and calls that make the CPU wait for the GPU. Keeping log-probs must add none, and
-raises if it waits. Usage: ``prompt_log_probs.py [--preset P] [--context N] [--endings N] [--repeats N] [--device cpu] --out DIR``.
+Endings of one context, one after another and at once: tokens computed, seconds, and calls that make the CPU wait for the GPU.
+Keeping log-probs must add none, and raises if it waits. Then the mean difference of log-probs to those of a prompt computed
+whole: of a hit, and of a prompt computed in two chunks, over the tokens that the hit computes. Usage: ``prompt_log_probs.py [--preset P] [--context N] [--endings N] [--repeats N] [--device cpu] --out DIR``.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ class Endings:
         model: The model.
         side: Of `SIDES`.
         options: Options of the script.
+        step_tokens: Most tokens of a step.
     """
 
-    def __init__(self, model, side, options):
+    def __init__(self, model, side, options, step_tokens=8192):
         self.vocabulary = get_preset(options.preset).vocab_size
         self.options, self.number = options, 0
         self.engine = build_engine(
@@ -72,7 +73,7 @@ class Endings:
             HybridPrefixConfig(mamba_gb=options.mamba_gb, prompt_log_probs_gb=SIDES[side]),
             max_sequence_length=options.context + LONGEST_ENDING + 512,
             max_requests=8,
-            max_tokens=8192,
+            max_tokens=step_tokens,
             buffer_size_gb=options.buffer_gb,
             enable_chunked_prefill=True,
             materialize_only_last_token_logits=False,
@@ -115,14 +116,13 @@ class Endings:
         return sum("synchronizing" in str(warning.message) for warning in caught)
 
 
-def furthest(found, right):
-    """Largest difference of a log-prob of the prompt."""
-    pairs = [
-        (a, b)
-        for one, other in zip(found, right, strict=True)
-        for a, b in zip(one.prompt_log_probs, other.prompt_log_probs, strict=True)
-    ]
-    return max(abs(a - b) for a, b in pairs)
+def off_by(found, right, first_tokens):
+    """Mean difference of prompts' log-probs, of each prompt from a position on."""
+    return statistics.mean(
+        abs(a - b)
+        for one, other, first in zip(found, right, first_tokens, strict=True)
+        for a, b in zip(one.prompt_log_probs[first:], other.prompt_log_probs[first:], strict=True)
+    )
 
 
 def main():
@@ -153,11 +153,19 @@ def main():
         options.syncs = True
         seen = {side: endings.run(endings.prompts(1)) for side, endings in sides.items()}
         options.syncs = False
-        again = sides["whole"].run(sides["whole"].prompts(1), at_once=True)  # another batch: the noise of rounding
+        half = 64 * (options.context // 128)
+        chunks = Endings(model, "whole", options, step_tokens=half + 512)
+        in_chunks = chunks.run(chunks.prompts(1)[1:])[0]
+        hits, whole = seen["kept"][0][1:], seen["whole"][0][1:]  # the first one is no hit
+        first = [request.num_cached_tokens for request in hits]
+        assert min(first) > half, first
         found["waits_in_first_steps"] = {side: run[3] for side, run in seen.items()}
-        found["off_by"] = furthest(seen["kept"][0], seen["whole"][0])
-        found["off_by_of_two_runs_computed_whole"] = furthest(again[0], seen["whole"][0])
-        print(f"waits {found['waits_in_first_steps']}; off by {found['off_by']:.2e}", flush=True)
+        found["cached_tokens"] = first
+        found["hit_off_by"] = off_by(hits, whole, first)
+        found["two_chunks_off_by"] = off_by(in_chunks, whole, first)
+        print(f"waits {found['waits_in_first_steps']}, cached {first}", flush=True)
+        print(f"off by {found['hit_off_by']:.2e}, in two chunks {found['two_chunks_off_by']:.2e}", flush=True)
+        del chunks
         for at_once in (False, True):
             rows = {side: [] for side in SIDES}
             for repeat in range(options.repeats):

@@ -17,8 +17,8 @@ def test_endings_of_a_context(tmp_path):
     found = json.loads(printed)
     waits = found["waits_in_first_steps"]
     assert all(kept <= whole for kept, whole in zip(waits["kept"], waits["whole"], strict=True))
-    # In bf16 a hit differs from a prompt computed whole as two ways to batch it do.
-    assert found["off_by"] <= max(0.1, 4 * found["off_by_of_two_runs_computed_whole"])
+    # In bf16 a hit differs from a prompt computed whole as a prompt in two chunks does. Other log-probs are off by several.
+    assert found["hit_off_by"] <= 4 * found["two_chunks_off_by"]
     context, endings, block = 2000, 4 * 64, found["block_tokens"]
     for name in ("in turn", "at once"):
         assert found[name]["kept"]["computed_tokens"] <= context + endings + 4 * block
