@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_hybrid_prefix.index.keys import KeyMaker
 from megatron_hybrid_prefix.index.scores import ScoreTable
 from megatron_hybrid_prefix.mcore.context import scores
 from megatron_hybrid_prefix.mcore.engine import engine
@@ -146,17 +147,21 @@ def test_prompts_cached_without_log_probs_are_computed_and_fill_them(tiny, refer
     traffic.check(reference)
 
 
-@pytest.mark.parametrize("options", [{"cache_salt": "b"}, {"cache_adapter": "x"}])
-def test_never_across_salts_and_adapters(tiny, reference, options):
+@pytest.mark.parametrize("mutant", [False, True], ids=["", "mutant"])
+@pytest.mark.parametrize("options", [{"cache_salt": "b"}, {"cache_adapter": "x"}], ids=str)
+def test_never_across_salts_and_adapters(tiny, reference, options, mutant, monkeypatch):
+    """The mutant makes keys without them. Log-probs are the same under each salt, so only what is computed tells."""
+    if mutant:
+        seed = KeyMaker.seed
+        monkeypatch.setattr(KeyMaker, "seed", lambda self, *, epoch, **_: seed(self, epoch=epoch))
     traffic = Traffic(tiny, "on")
     for number in range(2):
         traffic.add(ending(128, number), 1, cache={"cache_salt": "a"})
         traffic.run()
-    reused = traffic.context.prefix_stats().reused_tokens
-    assert reused == 128
-    traffic.add(ending(128, 5), 1, cache=options)
+    assert traffic.context.prefix_stats().reused_tokens == 128
+    asked = traffic.add(ending(128, 5), 1, cache=options)
     traffic.run()
-    assert traffic.context.prefix_stats().reused_tokens == reused
+    assert traffic.finished[asked].num_cached_tokens == (128 if mutant else 0)
     traffic.check(reference)
 
 
