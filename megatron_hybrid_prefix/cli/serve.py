@@ -269,7 +269,7 @@ def cache_config(args: argparse.Namespace, device_type: str) -> HybridPrefixConf
         tier_behind_host=args.tier_behind_host,
         state_dtype=args.state_dtype,
         verify_hits=args.verify_hits,
-        prompt_log_probs_gb=args.prompt_log_probs_gb,
+        prompt_log_probs_gb=0.0 if args.no_cache else args.prompt_log_probs_gb,
     )
 
 
