@@ -30,8 +30,9 @@ docs/server-fields.md lists all fields.
 
 replicas:
     Under torchrun, --tp x --pp ranks form a replica. Megatron's data-parallel coordinator sends each request to the
-    replica that has most of its prefix. The coordinator only carries whole answers: a stream arrives in one piece, and
-    an aborted answer is generated to its end. /metrics shows each replica. If one process ends, all end.
+    replica that has most of its prefix; other requests take turns. Requests with one "prompt_cache_key" go to one
+    replica. Streams, aborts and /metrics work as with one process; /metrics has a label for the replica. If a replica
+    ends, /health names it and the others go on, unless torchrun ends them: it ends all ranks if one fails.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.console.engine_options import (
@@ -332,9 +333,9 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
         if stop_requested(platform, interrupt):
             raise Stopped
         if listener is None:
-            from megatron_hybrid_prefix.serve.replicas import serve_with_others
+            from megatron_hybrid_prefix.serve.ranks import serve_with_others
 
-            return serve_with_others(engine, platform, args.drain_time + DRAIN_MARGIN_S)
+            serve_with_others(engine, args.drain_time + DRAIN_MARGIN_S)
         name = args.served_model_name or args.preset
         host, port = listener.getsockname()[:2]
 
@@ -368,7 +369,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
         if platform.world_size == 1:
             serve_http(app_of(), listener, args)
             return 0
-        return serve_replicas(app_of, engine, platform, listener, args)
+        serve_replicas(app_of, engine, platform, listener, args)
 
 
 def serve_http(app: Any, listener: socket.socket, args: argparse.Namespace) -> None:
@@ -387,18 +388,19 @@ def serve_http(app: Any, listener: socket.socket, args: argparse.Namespace) -> N
 
 def serve_replicas(
     app_of: Callable[..., Any], engine: Any, platform: Any, listener: socket.socket, args: argparse.Namespace
-) -> int:
-    """Serves on rank 0 of several ranks, and stops all of them at the end. Returns the exit code."""
+) -> NoReturn:
+    """Serves on rank 0 of several ranks, and stops all of them at the end. The process ends with this call."""
     from megatron_hybrid_prefix.mcore.ranks.coordinator import CoordinatorProcess
-    from megatron_hybrid_prefix.serve.replicas import RankEngine, ReplicaLoop, SnapshotBoard, leave_in_time, own_address
+    from megatron_hybrid_prefix.serve.ranks import Board, RankEngine, leave, own_address
+    from megatron_hybrid_prefix.serve.replicas import ReplicaLoop
 
     coordinator = CoordinatorProcess(engine, own_address())
+    backend = board = None
     try:
-        board = SnapshotBoard(platform)
+        board = Board(engine)
         rank = RankEngine(engine, board, coordinator.port)
         rank.wait_until_connected()
         coordinator.wait_until_ready(_CONNECT_S)
-        backend = None
 
         def make_backend(on_first_token: Callable[[float, bool], None]) -> Any:
             nonlocal backend
@@ -408,11 +410,14 @@ def serve_replicas(
             return backend
 
         serve_http(app_of(make_backend=make_backend, replicas=platform.dp), listener, args)
-        assert backend is not None
-        return 0 if backend.problem is None and rank.error is None else 1
+    except Exception:
+        logging.exception("the server ends")
+        raise
     finally:
-        leave_in_time()  # after a failure this process may wait for others forever
         coordinator.stop()
+        if board is not None and (backend is None or not backend.ended_well):
+            board.processes.end_all()  # other ranks may hang, and this process would wait for them
+    leave(0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -211,9 +211,10 @@ class Api:
         """Counts a reply to bytes that are not HTTP."""
         self._metrics.http.labels("other", 400).inc()
 
-    def refuse_more(self) -> None:
-        """The server is told to stop: further requests get 503."""
+    def refuse_more(self, drain_s: float = 0.0) -> None:
+        """The server is told to stop: further requests get 503, open ones may go on for ``drain_s`` seconds."""
         self._stopping = True
+        self._engine.will_end(drain_s)
 
     def end_all(self) -> None:
         """Ends all requests with an error: the server stops now."""
@@ -435,12 +436,23 @@ class Api:
     async def _health(self, request: Request) -> Response:
         self._check_engine()
         self._check_step()
-        return JSONResponse(
-            {"status": "ok", "open_sequences": self._engine.open_sequences, "engine_failures": self._engine.failures}
-        )
+        replicas = self._replicas()
+        health: dict[str, Any] = {
+            "status": "ok" if set(replicas.values()) == {"ok"} else "degraded",
+            "open_sequences": self._engine.open_sequences,
+            "engine_failures": self._engine.failures,
+        }
+        return JSONResponse(health if len(replicas) == 1 else health | {"replicas": replicas})
+
+    def _replicas(self) -> dict[str, str]:
+        """The state of each replica: ok, stuck in a step, or lost."""
+        steps_s = self._engine.replica_steps_s.items()
+        states = {name: "stuck" if step_s > self._limits.step_s else "ok" for name, step_s in steps_s}
+        states |= dict.fromkeys(self._engine.lost_replicas, "lost")
+        return dict(sorted(states.items(), key=lambda state: int(state[0])))
 
     def _check_step(self) -> None:
-        if self._engine.step_s > self._limits.step_s:
+        if "ok" not in self._replicas().values():
             message = f"The engine's current step takes longer than {self._limits.step_s:g} s."
             raise ApiError(503, message, type="server_error", code="engine_stuck")
 

@@ -24,6 +24,7 @@ class Update:
         finished: Whether this is the last update.
         error: Why the task failed; set only in the last update. For the log: it may name what clients must not see.
         is_shutdown: Whether the task failed because the server is told to stop.
+        is_lost: Whether the task failed because its replica ended.
     """
 
     tokens: Sequence[int] = ()
@@ -35,6 +36,7 @@ class Update:
     finished: bool = False
     error: str | None = None
     is_shutdown: bool = False
+    is_lost: bool = False
 
 
 STOPPED = Update(finished=True, error="the server is told to stop", is_shutdown=True)
@@ -87,8 +89,18 @@ class Backend(ABC):
 
     @property
     def step_s(self) -> float:
-        """Seconds since the engine began its current step; 0 between steps, or if the backend does not know."""
-        return 0.0
+        """Seconds since the engine began its current step; 0 between steps. Of several replicas, the longest."""
+        return max(self.replica_steps_s.values(), default=0.0)
+
+    @property
+    def replica_steps_s(self) -> dict[str, float]:
+        """The same of each replica that can generate, by name."""
+        return {"0": 0.0}
+
+    @property
+    def lost_replicas(self) -> frozenset[str]:
+        """Names of replicas that ended, while others go on."""
+        return frozenset()
 
     @property
     def is_running(self) -> bool:
@@ -102,6 +114,10 @@ class Backend(ABC):
     @abstractmethod
     async def stop(self) -> None:
         """Stops the backend. Unfinished tasks get no more updates."""
+
+    def will_end(self, drain_s: float) -> None:
+        """The server is told to stop; `stop` is called at the latest when ``drain_s`` seconds and a few have passed."""
+        del drain_s
 
     @abstractmethod
     def submit(self, task: GenerationTask) -> None:
@@ -130,6 +146,36 @@ class Backend(ABC):
         Raises:
             RuntimeError: The backend has a problem.
         """
+
+
+def new_output(parts: Sequence[Any], seen_tokens: int, prompt_tokens: int) -> dict[str, Any]:
+    """Output of a request after its first ``seen_tokens`` tokens, as fields of `Update`.
+
+    Args:
+        parts: The parts of the request's record; several if it was preempted.
+        seen_tokens: Generated tokens that were delivered before.
+        prompt_tokens: Length of its prompt.
+    """
+    tokens = _since(parts, "generated_tokens", seen_tokens)
+    of_prompt, tops_of_prompt = ([], []) if seen_tokens else prompt_log_probs(parts, prompt_tokens)
+    return {
+        "tokens": tokens,
+        "log_probs": _since(parts, "generated_log_probs", seen_tokens)[: len(tokens)],
+        "top_log_probs": _since(parts, "generated_top_n_logprobs", seen_tokens)[: len(tokens)],
+        "prompt_log_probs": of_prompt,
+        "prompt_top_log_probs": tops_of_prompt,
+        "cached_tokens": int(parts[0].num_cached_tokens),
+    }
+
+
+def _since(parts: Sequence[Any], name: str, start: int) -> list[Any]:
+    """Items from ``start`` on of a list that is split over the parts of a preempted request."""
+    found: list[Any] = []
+    for part in parts:
+        items = getattr(part, name) or ()
+        found += items[start:]
+        start = max(0, start - len(items))
+    return found
 
 
 def prompt_log_probs(parts: Sequence[Any], prompt_tokens: int) -> tuple[list[float], list[dict[str, float]]]:

@@ -16,7 +16,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any
 
-from megatron_hybrid_prefix.serve.backend import STOPPED, Backend, GenerationTask, Update, prompt_log_probs, refusal
+from megatron_hybrid_prefix.serve.backend import STOPPED, Backend, GenerationTask, Update, new_output, refusal
 from megatron_hybrid_prefix.serve.metrics import engine_snapshot
 
 logger = logging.getLogger(__name__)
@@ -57,10 +57,10 @@ class EngineLoop(Backend):
         return self._broken
 
     @property
-    def step_s(self) -> float:
+    def replica_steps_s(self) -> dict[str, float]:
         """See `Backend`."""
         began_s = self._step_began_s
-        return 0.0 if began_s is None else time.perf_counter() - began_s
+        return {"0": 0.0 if began_s is None else time.perf_counter() - began_s}
 
     @property
     def is_running(self) -> bool:
@@ -241,40 +241,14 @@ class EngineLoop(Backend):
         for request_id, task in list(self._live.items()):
             record = records.get(request_id)
             parts = (record or self.engine.requests[request_id].record).requests
-            tokens = _since(parts, "generated_tokens", task.seen_tokens)
+            output = new_output(parts, task.seen_tokens, len(task.prompt))
+            tokens = output["tokens"]
             if not tokens and record is None:
                 continue
-            cached_tokens = int(parts[0].num_cached_tokens)
             if tokens and not task.seen_tokens:
-                self._on_first_token(time.perf_counter() - task.arrived_s, cached_tokens > 0)
-            log_probs, tops = (
-                _since(parts, name, task.seen_tokens)[: len(tokens)]
-                for name in ("generated_log_probs", "generated_top_n_logprobs")
-            )
-            of_prompt, tops_of_prompt = ([], []) if task.seen_tokens else prompt_log_probs(parts, len(task.prompt))
+                self._on_first_token(time.perf_counter() - task.arrived_s, output["cached_tokens"] > 0)
             task.seen_tokens += len(tokens)
             if record is not None:
                 del self._live[request_id]
-            yield (
-                task,
-                Update(
-                    tokens=tokens,
-                    log_probs=log_probs,
-                    top_log_probs=tops,
-                    prompt_log_probs=of_prompt,
-                    prompt_top_log_probs=tops_of_prompt,
-                    cached_tokens=cached_tokens,
-                    finished=record is not None,
-                    error=refusal(parts[-1]) if record is not None and parts[-1].failed() else None,
-                ),
-            )
-
-
-def _since(parts: Sequence[Any], name: str, start: int) -> list[Any]:
-    """Items from ``start`` on of a list that is split over the parts of a preempted request."""
-    found: list[Any] = []
-    for part in parts:
-        items = getattr(part, name) or ()
-        found += items[start:]
-        start = max(0, start - len(items))
-    return found
+            failed = record is not None and parts[-1].failed()
+            yield task, Update(**output, finished=record is not None, error=refusal(parts[-1]) if failed else None)

@@ -57,7 +57,7 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See upstream. Refuses new requests, and ends the open ones after a while."""
-        self._api.refuse_more()
+        self._api.refuse_more(self._drain_s)
         ending = asyncio.get_running_loop().call_later(self._drain_s, self._api.end_all)
         try:
             await super().shutdown(sockets)

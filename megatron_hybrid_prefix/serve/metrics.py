@@ -29,6 +29,7 @@ _HELP = {
     "open_sequences": "Answers that run or wait",
     "engine_failures": "Steps that raised; their requests got an error",
     "step_seconds": "Seconds since the engine began its current step; 0 between steps",
+    "replica_up": "Whether the replica generates: 0 once it is lost",
     "running_requests": "Requests in the engine's batch",
     "waiting_requests": "Requests that the engine has not admitted",
     "kv_blocks": "KV blocks of the engine",

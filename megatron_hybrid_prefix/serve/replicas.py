@@ -1,8 +1,8 @@
-"""Data-parallel replicas: `ReplicaLoop` is the `Backend` on rank 0, `RankEngine` is the engine on every rank.
+"""`ReplicaLoop`: a `Backend` for data-parallel replicas, on rank 0.
 
-Rank 0 has the routes, megatron's coordinator (a separate process), megatron's client, and the first rank of the first
-replica. The coordinator's protocol only carries whole answers. So a stream arrives in one piece, and an aborted answer
-is generated to its end.
+Rank 0 has the routes, megatron's coordinator (a separate process), a client of it, and the first rank of the first replica.
+Requests and aborts go through the coordinator to one replica, and new tokens come back the same way after each step. A
+replica is lost if one of its ranks ends. Its requests then get an error, and the other replicas go on.
 """
 
 from __future__ import annotations
@@ -10,169 +10,26 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
-import signal
-import socket
-import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from contextlib import suppress
 from typing import Any
 
-import torch
 import zmq
 
-from megatron_hybrid_prefix.console.terminal import InputError
+from megatron_hybrid_prefix.mcore.ranks.client import ReplicaClient
 from megatron_hybrid_prefix.mcore.ranks.coordinator import CoordinatorProcess
-from megatron_hybrid_prefix.serve.backend import STOPPED, Backend, GenerationTask, Update, prompt_log_probs, refusal
-from megatron_hybrid_prefix.serve.metrics import engine_snapshot
-from megatron_hybrid_prefix.upstream.names import EngineState, InferenceClient, SamplingParams
+from megatron_hybrid_prefix.mcore.ranks.messages import Routing
+from megatron_hybrid_prefix.serve.backend import STOPPED, Backend, GenerationTask, Update, new_output, refusal
+from megatron_hybrid_prefix.serve.ranks import END_S, LEAVE_S, Board, RankEngine
+from megatron_hybrid_prefix.upstream.names import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_SNAPSHOT_S = 1.0  # between two snapshots of a replica
 _WATCH_S = 0.5
-_START_S = 120.0
+_SNAPSHOT_S = 0.5  # wait this long for replicas in a step
+_SILENT_S = 30.0  # a rank that has not reported for so long is lost
 _CONNECT_S = 10.0  # for the coordinator's first reply
-_END_S = 4.0  # for all replicas to stop
-_LEAVE_S = 0.5  # for the rest of the process after that
-
-
-def leave_in_time(after_s: float = 0.0) -> None:
-    """Forces the process to exit ``after_s`` seconds and the replicas' time later, even if it hangs."""
-    timer = threading.Timer(after_s + _END_S + _LEAVE_S, os._exit, (1,))
-    timer.daemon = True
-    timer.start()
-
-
-def own_address() -> str:
-    """The address at which other ranks reach this process.
-
-    Raises:
-        InputError: There are several hosts, but only a loopback address is known.
-    """
-    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
-        return "127.0.0.1"
-    master = os.environ["MASTER_ADDR"]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master, 9))  # sends nothing, only selects the network interface
-        address = str(probe.getsockname()[0])
-    if address.startswith("127."):
-        raise InputError(f"MASTER_ADDR={master} is a loopback address; set it to an address that all hosts can reach")
-    return address
-
-
-class SnapshotBoard:
-    """The latest snapshot of each replica, in a store on rank 0. Creating it is a collective call.
-
-    Args:
-        platform: The running platform.
-    """
-
-    def __init__(self, platform: Any) -> None:
-        self._replicas = platform.dp
-        address: list[Any] = [None]
-        if platform.rank == 0:
-            host = own_address()
-            self._store = torch.distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-            address = [(host, self._store.port)]
-        torch.distributed.broadcast_object_list(address, src=0)
-        if platform.rank != 0:
-            host, port = address[0]
-            self._store = torch.distributed.TCPStore(host, port, is_master=False)
-
-    @property
-    def is_there(self) -> bool:
-        """Whether rank 0, which has the store, is alive."""
-        try:
-            self._store.check(["0"])
-        except RuntimeError:  # torch's connection errors
-            return False
-        return True
-
-    def write(self, replica: int, snapshot: dict[str, Any]) -> None:
-        """Stores a replica's snapshot."""
-        self._store.set(str(replica), json.dumps(snapshot))
-
-    def read(self) -> dict[str, dict[str, Any]]:
-        """Snapshots by replica. Replicas without one are missing."""
-        names = [str(number) for number in range(self._replicas)]
-        return {name: json.loads(self._store.get(name)) for name in names if self._store.check([name])}
-
-
-class RankEngine:
-    """The engine of one rank, and the thread in which it serves the coordinator.
-
-    Args:
-        engine: An engine of ``build_engine``, without requests.
-        board: Receives the replica's snapshots.
-        port: Port of the coordinator. Only rank 0 needs it.
-
-    Attributes:
-        error: Why the thread ended early.
-    """
-
-    def __init__(self, engine: Any, board: SnapshotBoard, port: int = 0) -> None:
-        self.engine = engine
-        self.error: str | None = None
-        self._board, self._port = board, port
-        self._connected = threading.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the thread is running."""
-        return self._thread.is_alive()
-
-    def join(self, timeout_s: float | None = None) -> None:
-        """Waits for the thread to end."""
-        self._thread.join(timeout_s)
-
-    def wait_until_connected(self, timeout_s: float = _START_S) -> None:
-        """Returns once all ranks are connected.
-
-        Raises:
-            RuntimeError: They did not connect in time, or the engine failed.
-        """
-        if not self._connected.wait(timeout_s) or self.error is not None:
-            raise RuntimeError(self.error or f"the ranks did not connect within {timeout_s:g} s")
-
-    async def wait_until_paused(self) -> None:
-        """Returns once all replicas are paused. Can be awaited in any asyncio loop."""
-        assert self._loop is not None
-        waiting = asyncio.run_coroutine_threadsafe(self.engine.wait_until(EngineState.PAUSED), self._loop)
-        await asyncio.wrap_future(waiting)
-
-    def _run(self) -> None:
-        try:
-            if torch.cuda.is_available():
-                torch.cuda.set_device(next(self.engine.controller.inference_wrapped_model.model.parameters()).device)
-            asyncio.run(self._serve())
-        except BaseException as error:  # megatron's tasks end with SystemExit
-            logger.exception("an engine ended")
-            self.error = f"the engine of rank {torch.distributed.get_rank()} ended: {type(error).__name__}: {error}"
-        finally:
-            self._connected.set()
-
-    async def _serve(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        await self.engine.start_listening_to_data_parallel_coordinator(
-            self._port, launch_inference_coordinator=False, hostname=own_address()
-        )
-        self._connected.set()
-        talking = asyncio.create_task(self._talk())
-        try:
-            await self.engine.engine_loop_task
-        finally:
-            talking.cancel()
-
-    async def _talk(self) -> None:
-        replica = torch.distributed.get_rank(self.engine.pg_collection.dp)
-        while self.engine.is_mp_coordinator:
-            self._board.write(replica, engine_snapshot(self.engine))
-            await asyncio.sleep(_SNAPSHOT_S)
 
 
 class ReplicaLoop(Backend):
@@ -181,16 +38,19 @@ class ReplicaLoop(Backend):
     Args:
         rank: The engine of this process, connected.
         coordinator: The coordinator's process, ready.
-        board: Snapshots of all replicas.
+        board: Reports of all ranks.
         on_first_token: Called with the seconds since arrival and whether the cache was hit.
         on_failure: Called once the backend cannot generate any more.
+
+    Attributes:
+        ended_well: Whether `stop` stopped all ranks. If not, some may hang.
     """
 
     def __init__(
         self,
         rank: RankEngine,
         coordinator: CoordinatorProcess,
-        board: SnapshotBoard,
+        board: Board,
         on_first_token: Callable[[float, bool], None],
         on_failure: Callable[[], None],
     ) -> None:
@@ -199,137 +59,228 @@ class ReplicaLoop(Backend):
         self._on_first_token, self._on_failure = on_first_token, on_failure
         self._epoch = 0
         self._broken: str | None = None
-        self._client: Any = None
+        self._live: dict[int, GenerationTask] = {}
+        self._lost: dict[int, str] = {}  # why, by replica
+        self._reports: dict[int, dict[str, Any]] = {}  # by rank
+        self._reported_s: dict[int, float] = {}  # when the last new one was seen
+        self._snapshots: dict[int, tuple[int, dict[str, Any]]] = {}  # number and snapshot, by replica
+        self._snapshot_came, self._asked = asyncio.Event(), 0
+        self._stopping = False
+        self.ended_well = False
+        self._client: ReplicaClient | None = None
         self._watching: asyncio.Task[None] | None = None
+
+    # -- tasks ---------------------------------------------------------------------------------------------------------
 
     @property
     def problem(self) -> str | None:
         """See `Backend`."""
         return self._broken
 
-    def start(self) -> None:
-        """See `Backend`."""
-        self._client = InferenceClient(self._coordinator.address, deserialize=True)
-        self._client.socket.setsockopt(zmq.RCVTIMEO, int(_CONNECT_S * 1000))  # timeout of the coordinator's first reply
-        self._client.start()
-        self._client.socket.setsockopt(zmq.RCVTIMEO, -1)
-        self._watching = asyncio.create_task(self._watch())
-
-    async def stop(self) -> None:
-        """Stops all replicas on all ranks."""
-        assert self._watching is not None
-        self._watching.cancel()
-        try:
-            if self._broken is None:
-                async with asyncio.timeout(_END_S):
-                    self._client.pause_engines()
-                    await self._rank.wait_until_paused()
-                    self._client.stop_engines()
-                    await asyncio.to_thread(self._rank.join, _END_S)
-                    if self._rank.is_alive:
-                        raise TimeoutError
-                self._client.shutdown_coordinator()
-        except TimeoutError:
-            self._broken = f"the replicas did not stop within {_END_S:g} s"
-        except (RuntimeError, asyncio.CancelledError):  # the engine's loop has ended or was closed
-            self._broken = self._rank.error or "the engine of rank 0 ended"
-        finally:
-            await asyncio.to_thread(self._coordinator.stop, 0.0 if self._broken else _LEAVE_S)
-            self._client.stop()
-
     def submit(self, task: GenerationTask) -> None:
         """See `Backend`."""
-        if self._broken is not None:
-            task.deliver(Update(finished=True, error=self._broken))
+        if self._broken is not None or self._client is None:
+            task.deliver(Update(finished=True, error=self._broken or "the server has not started"))
             return
-        # `TextStream` finds all stop strings in the text. The engine also stops at those it can find in the tokens.
-        words = [word for word in task.stop if self._is_exact(word)]
-        fields = task.sampling | {"stop_words": words, "detokenize_stop_sequence": True}
-        sent_s = (time.perf_counter(), time.time())
-        future = self._client.add_request(task.prompt, SamplingParams.deserialize(fields))
-        self._open.add(task)  # also while it is aborted, since it is generated to its end
-        future.add_done_callback(partial(self._finish, task, sent_s))
+        fields = dict(task.sampling)
+        routing = Routing(
+            key=fields.pop("routing_key", None), salt=fields.get("cache_salt"), reads=fields.get("cache_read", True)
+        )
+        self._open.add(task)
+        task.request_id = self._client.submit(task.prompt, SamplingParams.deserialize(fields), routing)
+        self._live[task.request_id] = task
 
     def abort(self, task: GenerationTask) -> None:
-        """See `Backend`. The coordinator has no abort, so the task is generated to its end and dropped."""
-        task.closed = True
+        """See `Backend`."""
+        if task.closed:
+            return
+        self._close(task)
+        if self._client is not None and task.request_id is not None and self._broken is None:
+            self._client.abort(task.request_id)
 
     def end_all(self) -> None:
         """See `Backend`."""
-        for task in self._open:
-            self._deliver(task, STOPPED)
-
-    async def snapshots(self) -> dict[str, dict[str, Any]]:
-        """See `Backend`. Snapshots are about a second old, or older if a replica is in a long step."""
-        return await asyncio.to_thread(self._board.read)
+        for task in list(self._open):
+            self.abort(task)
+            task.deliver(STOPPED)
 
     async def reset_cache(self) -> None:
         """See `Backend`."""
+        if self._broken is not None or self._client is None:
+            raise RuntimeError(self._broken or "the server has not started")
         self._epoch += 1
         self._client.set_generation_epoch(self._epoch)  # reaches the replicas before the next task does
 
-    def _is_exact(self, text: str) -> bool:
-        """Whether tokenizing and detokenizing gives back the same text."""
-        tokenizer = self._rank.engine.controller.tokenizer
-        tokens = tokenizer.tokenize(text)
-        return bool(tokens) and tokenizer.detokenize(tokens) == text
-
-    def _finish(self, task: GenerationTask, sent_s: tuple[float, float], future: asyncio.Future[Any]) -> None:
+    def _close(self, task: GenerationTask) -> None:
+        task.closed = True
         self._open.discard(task)
-        if future.cancelled():
-            return
-        request = future.result()
-        cached_tokens = int(request.num_cached_tokens)
-        if request.ttft is not None:
-            # The engine counts from its own arrival time. On another host this is as accurate as the clocks of both.
-            taken_s = next(event.timestamp for event in request.events if event.type.name == "ADD_ENGINE")
-            waited_s = sent_s[0] - task.arrived_s + max(0.0, taken_s - sent_s[1])
-            self._on_first_token(waited_s + request.ttft, cached_tokens > 0)
-        of_prompt, tops_of_prompt = prompt_log_probs([request], len(task.prompt))
-        update = Update(
-            tokens=request.generated_tokens,
-            log_probs=request.generated_log_probs or (),
-            top_log_probs=request.generated_top_n_logprobs or (),
-            prompt_log_probs=of_prompt,
-            prompt_top_log_probs=tops_of_prompt,
-            cached_tokens=cached_tokens,
-            finished=True,
-            error=refusal(request) if request.failed() else None,
-        )
-        self._deliver(task, update)
+        if task.request_id is not None:
+            self._live.pop(task.request_id, None)
 
-    @staticmethod
-    def _deliver(task: GenerationTask, update: Update) -> None:
-        if not task.closed:
-            task.closed = True
-            task.deliver(update)
+    # -- output of the replicas: `Answers` -----------------------------------------------------------------------------
+
+    def progressed(self, request_id: int, output: dict[str, Any]) -> None:
+        """See `Answers`."""
+        self._deliver(request_id, Update(**output))
+
+    def finished(self, request_id: int, request: Any) -> None:
+        """See `Answers`."""
+        task = self._live.get(request_id)
+        if task is not None:
+            output = new_output([request], task.seen_tokens, len(task.prompt))
+            self._deliver(
+                request_id, Update(**output, finished=True, error=refusal(request) if request.failed() else None)
+            )
+
+    def refused(self, request_id: int, why: str) -> None:
+        """See `Answers`."""
+        self._deliver(request_id, Update(finished=True, error=why))
+
+    def lost(self, replica: int, request_ids: list[int]) -> None:
+        """See `Answers`."""
+        if not self._stopping:
+            self._lose(replica, "the coordinator cannot reach it")
+        error = f"replica {replica} is lost"
+        for request_id in request_ids:
+            self._deliver(request_id, Update(finished=True, error=error, is_lost=True))
+
+    def snapshot_taken(self, replica: int, number: int, snapshot: str) -> None:
+        """See `Answers`."""
+        self._snapshots[replica] = (number, json.loads(snapshot))
+        self._snapshot_came.set()
+
+    def _deliver(self, request_id: int, update: Update) -> None:
+        task = self._live.get(request_id)
+        if task is None:
+            return  # aborted meanwhile
+        if update.tokens and not task.seen_tokens:
+            self._on_first_token(time.perf_counter() - task.arrived_s, update.cached_tokens > 0)
+        task.seen_tokens += len(update.tokens)
+        if update.finished:
+            self._close(task)
+        task.deliver(update)
+
+    # -- the replicas --------------------------------------------------------------------------------------------------
+
+    @property
+    def replica_steps_s(self) -> dict[str, float]:
+        """See `Backend`."""
+        steps_s = {str(number): 0.0 for number in range(self._board.replicas) if number not in self._lost}
+        for rank, report in self._reports.items():
+            name = str(self._board.replica_of_rank[rank])
+            if name in steps_s and report["step_s"]:
+                steps_s[name] = max(steps_s[name], report["step_s"] + time.monotonic() - self._reported_s[rank])
+        return steps_s
+
+    @property
+    def lost_replicas(self) -> frozenset[str]:
+        """See `Backend`."""
+        return frozenset(map(str, self._lost))
+
+    async def snapshots(self) -> dict[str, dict[str, Any]]:
+        """See `Backend`. Replicas in a long step keep their last snapshot. Counters of lost replicas stay."""
+        if self._client is not None and self._broken is None:
+            self._asked = asked = self._asked + 1
+            self._client.ask_for_snapshots(asked)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_SNAPSHOT_S):
+                    while not self._have_snapshots(asked):
+                        self._snapshot_came.clear()
+                        await self._snapshot_came.wait()
+        found = {}
+        for replica, (_, snapshot) in sorted(self._snapshots.items()):
+            is_lost = replica in self._lost
+            gauges = {} if is_lost else snapshot["gauges"]
+            found[str(replica)] = snapshot | {"gauges": gauges | {"replica_up": float(not is_lost)}}
+        return found
+
+    def _have_snapshots(self, number: int) -> bool:
+        live = set(range(self._board.replicas)) - set(self._lost)
+        return all(replica in self._snapshots and self._snapshots[replica][0] >= number for replica in live)
 
     async def _watch(self) -> None:
-        while self._rank.is_alive and self._coordinator.is_alive:
+        while self._broken is None:
             await asyncio.sleep(_WATCH_S)
-        what = "the coordinator" if self._rank.is_alive else "the engine of rank 0"
-        self._broken = self._rank.error or f"{what} ended unexpectedly"
+            await self._read_reports()
+            for rank, replica in enumerate(self._board.replica_of_rank):
+                why = self._why_lost(rank)
+                if why is not None:
+                    self._lose(replica, why)
+            if not self._coordinator.is_alive:
+                self._break("the coordinator ended unexpectedly")
+
+    async def _read_reports(self) -> None:
+        now_s = time.monotonic()
+        for rank, report in (await asyncio.to_thread(self._board.reports)).items():
+            last = self._reports.get(rank)
+            if last is None or last["number"] < report["number"]:
+                self._reports[rank], self._reported_s[rank] = report, now_s
+
+    def _why_lost(self, rank: int) -> str | None:
+        report = self._reports.get(rank, {})
+        if report.get("error") is not None:
+            return str(report["error"])
+        if self._board.processes.has_ended(rank):
+            return f"the process of rank {rank} ended"
+        silent_s = time.monotonic() - self._reported_s.setdefault(rank, time.monotonic())
+        if silent_s > _SILENT_S:
+            return f"rank {rank} has given no sign of life for {silent_s:.0f} s"
+        return None
+
+    def _lose(self, replica: int, why: str) -> None:
+        """Gives a replica up: it gets no more requests, and its ranks end. The coordinator says which requests it had."""
+        if replica in self._lost:
+            return
+        self._lost[replica] = why
         self.failures += 1
-        logger.error("%s", self._broken)
-        for task in self._open:
-            self._deliver(task, Update(finished=True, error=self._broken))
+        logger.error("replica %d is lost: %s", replica, why)
+        if self._client is not None:
+            self._client.remove(replica)
+        self._board.give_up(replica)
+        if len(self._lost) == self._board.replicas:
+            self._break(f"all replicas are lost; the last one: {why}")
+
+    def _break(self, why: str) -> None:
+        if self._broken is not None:
+            return
+        self._broken = why
+        self.failures += 1
+        logger.error("%s", why)
+        for request_id in list(self._live):
+            self._deliver(request_id, Update(finished=True, error=why))
         self._on_failure()
 
+    # -- start and end -------------------------------------------------------------------------------------------------
 
-def serve_with_others(engine: Any, platform: Any, drain_s: float) -> int:
-    """Serves on a rank other than 0, until rank 0 ends it, at most ``drain_s`` seconds after SIGTERM.
+    def start(self) -> None:
+        """See `Backend`."""
+        self._client = ReplicaClient(self._coordinator.address, self)
+        self._client.connect(_CONNECT_S)
+        self._watching = asyncio.create_task(self._watch())
 
-    Returns:
-        The exit code.
-    """
-    board = SnapshotBoard(platform)
-    rank = RankEngine(engine, board)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: leave_in_time(drain_s))
-    while rank.is_alive:
-        rank.join(_SNAPSHOT_S)
-        if rank.is_alive and not board.is_there:
-            logger.error("rank 0 is gone")
-            os._exit(1)  # the engine may wait for other ranks forever
-    leave_in_time()  # after a failure, other ranks may hang
-    return 0 if rank.error is None else 1
+    def will_end(self, drain_s: float) -> None:
+        """See `Backend`. This process and those of the other ranks on its host end in time, whatever they do."""
+        self._stopping = True
+        self._board.processes.end_all_in_time(drain_s + END_S + LEAVE_S)
+
+    async def stop(self) -> None:
+        """Stops all replicas on all ranks. With a lost one this is not possible, see `ended_well`."""
+        assert self._watching is not None and self._client is not None
+        self._stopping = True
+        self._watching.cancel()
+        try:
+            if self._broken is None and not self._lost:
+                async with asyncio.timeout(END_S):
+                    self._client.pause_engines()
+                    await self._rank.wait_until_paused()
+                    self._client.stop_engines()
+                    await asyncio.to_thread(self._rank.join, END_S)
+                    self.ended_well = not self._rank.is_alive and self._rank.error is None
+                self._client.shutdown_coordinator()
+        except TimeoutError:
+            logger.error("the replicas did not stop within %g s", END_S)
+        except (RuntimeError, asyncio.CancelledError, zmq.ZMQError):
+            logger.exception("the replicas did not stop")
+        finally:
+            await asyncio.to_thread(self._coordinator.stop, LEAVE_S if self.ended_well else 0.0)
+            self._client.stop()

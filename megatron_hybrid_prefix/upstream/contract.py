@@ -350,7 +350,7 @@ ENGINE = rows_of(
         "start_listening_to_data_parallel_coordinator",
         "async (self, inference_coordinator_port=None, launch_inference_coordinator=True, *, hostname=None, "
         "coordinator_schedule_output_path=None, loop=None)",
-        "mcore/engine/engine serve/replicas",
+        "mcore/engine/engine serve/ranks",
         "ranks meet before they serve",
     ),
     overrides(
@@ -417,7 +417,7 @@ ENGINE = rows_of(
         "the latest part of a request",
     ),
     calls("step_modern", "(self)", "mcore/runner serve/engine_loop", "one step"),
-    calls("wait_until", "async (self, state)", "serve/replicas", "waits for the engine to stop"),
+    calls("wait_until", "async (self, state)", "serve/ranks", "waits for the engine to stop"),
     attributes("_loop", "upstream/engine", "its asyncio loop, to notify in"),
     attributes("_prefix_coordination_waits", "upstream/engine", "its count of requests held back"),
     attributes("num_speculative_tokens", "mcore/engine/engine", "sampling options do not work with drafts"),
@@ -438,7 +438,7 @@ ENGINE = rows_of(
         "its parts and settings",
     ),
     attributes("ep_world_size ep_consensus_interval", "mcore/engine/engine", "set to 1 if there are no peers"),
-    attributes("engine_loop_task", "serve/replicas", "awaited by a replica"),
+    attributes("engine_loop_task", "serve/ranks", "awaited by a replica"),
     attributes(
         "is_mp_coordinator model_parallel_publisher_socket model_parallel_subscriber_socket pg_collection "
         "expert_parallel_zmq_communicator world_zmq_communicator",
@@ -459,7 +459,7 @@ ENGINE_PARTS = (
     *rows_of(
         f"{_INFERENCE}.engines.dynamic_engine:EngineState",
         constants("SUSPENDED SUSPENDING", "mcore/engine/engine", "whether requests wait to be resumed"),
-        constants("PAUSED", "serve/replicas", "before replicas end"),
+        constants("PAUSED", "serve/ranks", "before replicas end"),
     ),
     *rows_of(
         f"{_INFERENCE}.engines.async_zmq_communicator:AsyncZMQCommunicator",

@@ -1,27 +1,73 @@
 """`CoordinatorSeam`: megatron's data-parallel coordinator, its private hooks under neutral names.
 
+Megatron 0.19 carries whole answers only, and its loop ends at a header that it does not know. So messages of this package
+have a frame more than megatron's, and are taken off the socket before megatron's loop sees them. Later versions of megatron
+stream answers and abort requests through the coordinator, on the same way.
+
 This module also has the other names that the coordinator's process needs. That process must not import an engine's modules,
 because they need a running platform.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgpack
 from megatron.core.inference.config import PrefixCachingCoordinatorPolicy
 from megatron.core.inference.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
+from megatron.core.inference.headers import Headers
 from megatron.core.utils import get_pg_size
 
-__all__ = ["CoordinatorSeam", "PrefixCachingCoordinatorPolicy", "get_pg_size"]
+__all__ = ["MARK", "CoordinatorSeam", "PrefixCachingCoordinatorPolicy", "get_pg_size", "replica_of"]
+
+MARK = "hybrid_prefix_message"
+"""Attribute of the sampling parameters in a message that submits no request, but tells a replica something.
+
+Megatron's engine hands such a message to all ranks of a replica, between the same two steps, like a new request.
+"""
 
 
 class CoordinatorSeam(DataParallelInferenceCoordinator):
     """Megatron's coordinator; a subclass overrides the methods without an underscore."""
 
+    _unregistered: frozenset[bytes] = frozenset()
+
+    def start(self) -> None:
+        """See upstream."""
+        self.router_socket = _FilteredSocket(self.router_socket, self._take)
+        super().start()
+
+    def _take(self, sender: bytes, frames: Sequence[bytes]) -> bytes | None:
+        if sender in self._unregistered:
+            return None  # megatron's loop ends at a reply of a replica that it has removed
+        if len(frames) == 1:
+            return frames[0]
+        return self.receive(sender, *frames)
+
     def _update_rank_hashes(self, rank_identity: bytes, request_hashes: list[int]) -> None:
         self.note_blocks(rank_identity, request_hashes)
+
+    def _remove_engine(self, identity: bytes) -> None:
+        requests = [request for request, replica in self.request_id_to_rank.items() if replica == identity]
+        super()._remove_engine(identity)
+        self._unregistered |= {identity}
+        self.replica_removed(replica_of(identity), requests)
+
+    # -- hooks ---------------------------------------------------------------------------------------------------------
+
+    def receive(self, sender: bytes, kind: bytes, *contents: bytes) -> bytes | None:
+        """A message of this package arrived. What is returned goes on to megatron as a message of the sender."""
+        raise NotImplementedError
 
     def note_blocks(self, rank_identity: bytes, keys: list[int]) -> None:
         """A replica got a request and will hold these blocks."""
         super()._update_rank_hashes(rank_identity, keys)
+
+    def replica_removed(self, replica: int, request_ids: list[int]) -> None:
+        """A replica disconnected, cannot be reached or was removed. It will not reply to these requests."""
+
+    # -- private state -------------------------------------------------------------------------------------------------
 
     @property
     def replicas_by_block(self) -> dict[int, dict[int, int]]:
@@ -39,3 +85,82 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
         """A replica's ZeroMQ identity, by its index in `pending_requests`."""
         name: bytes = self._identities_list[replica]
         return name
+
+    def is_registered(self, name: bytes) -> bool:
+        """Whether the replica with this identity gets requests."""
+        return name in self.identity_to_rank_index
+
+    def remove_replica(self, replica: int) -> None:
+        """Send a replica no more requests, and ignore what it sends."""
+        name = identity_of(replica)
+        if self.is_registered(name):
+            self._remove_engine(name)
+
+    def request_of(self, client: bytes, client_request_id: int) -> int | None:
+        """Id of a client's unfinished request; None: it has ended."""
+        for request_id, own in self.request_id_to_client_request_id.items():
+            if own == client_request_id and self.request_id_to_client_id[request_id] == client:
+                return int(request_id)
+        return None
+
+    def client_of(self, request_id: int) -> tuple[bytes, int] | None:
+        """The client of an unfinished request, and the client's id of it."""
+        if request_id not in self.request_id_to_client_id:
+            return None
+        return self.request_id_to_client_id[request_id], self.request_id_to_client_request_id[request_id]
+
+    def forget(self, request_id: int) -> tuple[bytes, int] | None:
+        """Forget a request that gets no reply. Returns its `client_of`."""
+        client = self.client_of(request_id)
+        self.request_id_to_client_id.pop(request_id, None)
+        self.request_id_to_client_request_id.pop(request_id, None)
+        replica = self.request_id_to_rank.pop(request_id, None)
+        if replica in self.identity_to_rank_index:
+            self._pending_counts[self.identity_to_rank_index[replica]] -= 1
+        return client
+
+    def tell(self, replica: bytes, what: str, number: int) -> None:
+        """Send all ranks of a replica a message. Its engine gets it as `EngineSeam.message_received`."""
+        message = [Headers.SUBMIT_REQUEST.value, number, [], {MARK: what}]
+        self._send_to_engine(replica, msgpack.packb(message, use_bin_type=True))
+
+    def replica_with(self, request_id: int) -> bytes | None:
+        """Identity of the replica that has an unfinished request."""
+        name: bytes | None = self.request_id_to_rank.get(request_id)
+        return name
+
+    @property
+    def registered(self) -> list[bytes]:
+        """Identities of the replicas that get requests."""
+        return list(self.identity_to_rank_index)
+
+    def send(self, receiver: bytes, *frames: bytes) -> None:
+        """Send a message of this package to a client."""
+        self.router_socket.send_multipart([receiver, *frames])
+
+
+def identity_of(replica: int) -> bytes:
+    """The ZeroMQ identity that megatron's engine gives to the first rank of a replica."""
+    return f"mp-coord-{replica}".encode()
+
+
+def replica_of(identity: bytes) -> int:
+    """The number of the replica with this identity."""
+    return int(identity.rpartition(b"-")[2])
+
+
+class _FilteredSocket:
+    """A router socket that passes on what ``take`` returns."""
+
+    def __init__(self, socket: Any, take: Callable[[bytes, Sequence[bytes]], bytes | None]) -> None:
+        self._socket, self._take = socket, take
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+    def recv_multipart(self) -> list[bytes]:
+        while True:
+            sender, *frames = self._socket.recv_multipart()
+            passed = self._take(sender, frames)
+            if passed is not None:
+                return [sender, passed]

@@ -3,23 +3,49 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
+import msgpack
 import torch
 from megatron.core.inference.engines import DynamicInferenceEngine
-from megatron.core.inference.inference_request import DynamicInferenceRequest
+from megatron.core.inference.headers import Headers
+from megatron.core.inference.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord
 from megatron.core.inference.sampling_params import SamplingParams
+
+from megatron_hybrid_prefix.upstream.coordinator import MARK
 
 
 class EngineSeam(DynamicInferenceEngine):
     """Megatron's engine; a subclass overrides the methods without an underscore."""
 
     _epoch: int | None = None
+    _takes_messages = False
 
     def add_request(
         self, request_id: int, prompt: str | list[int] | torch.Tensor, sampling_params: SamplingParams | None = None
-    ) -> asyncio.Future[DynamicInferenceRequest]:
-        """See upstream, and `receive_request`."""
-        return self.receive_request(request_id, prompt, sampling_params)
+    ) -> asyncio.Future[DynamicInferenceRequest] | None:
+        """See upstream, and `receive_request`. Returns None only for messages of a coordinator."""
+        if not self._takes_messages:
+            return self.receive_request(request_id, prompt, sampling_params)
+        what = getattr(sampling_params, MARK, None)
+        if what is not None:
+            self.message_received(what, request_id)
+            return None
+        try:
+            return self.receive_request(request_id, prompt, sampling_params)
+        except Exception as error:  # megatron's loop would end, and the replica with it
+            self.receive_failed(request_id, error)
+            return None
+
+    def schedule_requests(self) -> int:
+        """See upstream: takes the messages of the coordinator, on all ranks of a replica alike."""
+        self._takes_messages = True
+        try:
+            messages: int = super().schedule_requests()
+        finally:
+            self._takes_messages = False
+        self.messages_taken()
+        return messages
 
     def _add_request(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:
         return self.accept_request(request)
@@ -81,6 +107,29 @@ class EngineSeam(DynamicInferenceEngine):
 
     def invalidate(self) -> None:
         """The weights changed."""
+
+    # -- the coordinator -----------------------------------------------------------------------------------------------
+
+    def message_received(self, what: str, number: int) -> None:
+        """The coordinator told this replica something, see `CoordinatorSeam.tell`."""
+
+    def receive_failed(self, request_id: int, error: Exception) -> None:
+        """A request of the coordinator could not be received."""
+        raise error
+
+    def messages_taken(self) -> None:
+        """The messages of the coordinator so far were taken; a step or an idle moment follows."""
+
+    def reply(self, records: Sequence[DynamicInferenceRequestRecord]) -> None:
+        """Send finished requests to the coordinator, as megatron does after a step."""
+        if self.is_mp_coordinator and records:
+            message = [Headers.ENGINE_REPLY.value, [record.merge().serialize() for record in records]]
+            self.socket_for_receiving_requests.send(msgpack.packb(message, use_bin_type=True))
+
+    def tell_coordinator(self, *frames: bytes) -> None:
+        """Send the coordinator a message of this package; only the first rank of a replica does."""
+        if self.is_mp_coordinator:
+            self.socket_for_receiving_requests.send_multipart(frames)
 
     # -- private state -------------------------------------------------------------------------------------------------
 

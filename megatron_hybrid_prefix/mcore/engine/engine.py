@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from megatron_hybrid_prefix.mcore.engine.record import RequestRecord, forget_chu
 from megatron_hybrid_prefix.mcore.engine.removals import Removals
 from megatron_hybrid_prefix.mcore.engine.scheduling import PrefixScheduling
 from megatron_hybrid_prefix.mcore.ranks.coordinator import meet_subscribers
+from megatron_hybrid_prefix.mcore.ranks.messages import REFUSED, TELL_ABORT, TELL_SNAPSHOT, pack
 from megatron_hybrid_prefix.mcore.state.layout import check_described
 from megatron_hybrid_prefix.sampling import SamplingOptions
 from megatron_hybrid_prefix.upstream.blocks import block_counts
@@ -52,12 +54,18 @@ class HybridPrefixEngine(EngineSeam):
 
     Attributes:
         removals: Requests that leave the context before they finish.
+        on_step: Called after each step. A replica sends the new tokens there.
+        on_snapshot: Called between two steps, when the coordinator asks for a snapshot with this number.
+        step_began_s: When the current step began (``perf_counter``); None between steps. Other threads may read it.
 
     Raises:
         ValueError: The context was made for other recurrent layers than those of the model.
     """
 
     def __init__(self, controller: TextGenerationController, context: DynamicInferenceContext) -> None:
+        self.on_step: Callable[[], None] = lambda: None
+        self.on_snapshot: Callable[[int], None] = lambda number: None
+        self.step_began_s: float | None = None
         check_contract()
         check_described(controller.inference_wrapped_model.model, context.config.mamba_inference_state_config)
         if getattr(context, "state_pool", None) is not None:
@@ -145,6 +153,29 @@ class HybridPrefixEngine(EngineSeam):
             # forwards and ignores PAUSE. Without peers a query costs nothing.
             self.ep_consensus_interval = 1
         return address
+
+    def message_received(self, what: str, number: int) -> None:
+        """See the seam. The number is that of a request to abort, or of a snapshot."""
+        if what == TELL_ABORT:
+            self.abort_request(number)
+        elif what == TELL_SNAPSHOT:
+            self.on_snapshot(number)
+
+    def receive_failed(self, request_id: int, error: Exception) -> None:
+        """See the seam. The coordinator learns of it; the other requests go on."""
+        logger.error("request %d was refused", request_id, exc_info=error)
+        self.requests.pop(request_id, None)
+        self._row_options.pop(request_id, None)
+        self.tell_coordinator(REFUSED, pack(request_id), pack(f"{type(error).__name__}: {error}"))
+
+    def messages_taken(self) -> None:
+        """See the seam. Returns the requests that ended without a step, since the next step may be far off."""
+        if not self.failed_request_ids or self._is_suspended:
+            return
+        records = [self.requests.pop(request_id).record for request_id in self.failed_request_ids]
+        self.failed_request_ids.clear()
+        # Megatron has replied to those that it refused.
+        self.reply([record for record in records if record.requests[-1].status != Status.FAILED])
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -252,6 +283,16 @@ class HybridPrefixEngine(EngineSeam):
         if self.removals.are_due or self._cached.loads_wait:
             return False
         return super().may_overlap_steps()
+
+    async def async_step(self) -> Any:
+        """See upstream; see `on_step` and `step_began_s`."""
+        self.step_began_s = time.perf_counter()
+        try:
+            result = await super().async_step()
+        finally:
+            self.step_began_s = None
+        self.on_step()
+        return result
 
     async def async_forward(self) -> tuple[dict[str, Any] | None, dict[str, Any], float]:
         """See upstream; a forward that raises publishes nothing."""

@@ -1,7 +1,7 @@
 """Replicas behind megatron's data-parallel coordinator: the coordinator's process, and how ranks meet before they serve.
 
 Clients send requests to the coordinator over ZeroMQ. It routes each to the replica that has the longest part of its prefix,
-unless that replica is overloaded, and returns the complete answer.
+unless that replica is overloaded. It passes on output after each step, aborts, and what became of a lost replica's requests.
 """
 
 from __future__ import annotations
@@ -10,27 +10,117 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections import defaultdict
+from functools import cached_property
 from itertools import islice
 from multiprocessing.connection import wait
 from typing import Any
 
 import torch
 
-from megatron_hybrid_prefix.upstream.coordinator import CoordinatorSeam, PrefixCachingCoordinatorPolicy, get_pg_size
+from megatron_hybrid_prefix.mcore.ranks.messages import (
+    ABORT,
+    LOST,
+    PARTIAL,
+    REFUSED,
+    REMOVE,
+    SNAPSHOT,
+    SUBMIT,
+    TELL_ABORT,
+    TELL_SNAPSHOT,
+    Routing,
+    pack,
+    unpack,
+)
+from megatron_hybrid_prefix.upstream.coordinator import (
+    CoordinatorSeam,
+    PrefixCachingCoordinatorPolicy,
+    get_pg_size,
+    replica_of,
+)
 
 # Blocks that the coordinator remembers; each takes about 300 bytes.
 _MOST_BLOCKS = 2**20
+_MOST_KEYS = 2**16  # of requests that have one
 _MEET_MS = 50
 
 
 class PrefixCoordinator(CoordinatorSeam):
-    """Megatron's coordinator with a limit on the number of remembered blocks, and fair ties.
+    """Megatron's coordinator with messages of this package, limits on what it remembers, and fair ties.
 
     Of equally loaded replicas megatron takes the first, so a server that is rarely busy would use one replica only.
     """
 
     most_blocks = _MOST_BLOCKS
+    most_keys = _MOST_KEYS
     _last_replica = -1  # that got a prompt which no replica knows
+    _routing = Routing()  # of the request that is being submitted
+
+    @cached_property
+    def _replica_by_key(self) -> dict[str, bytes]:
+        """Replicas by `Routing.key`; least recently used key first."""
+        return {}
+
+    # -- messages --------------------------------------------------------------------------------------------------------
+
+    def receive(self, sender: bytes, kind: bytes, *contents: bytes) -> bytes | None:
+        """See the seam."""
+        if kind == SUBMIT:
+            self._routing = Routing.unpack(contents[0])
+            return contents[1]
+        values = [unpack(frame) for frame in contents]
+        if kind == PARTIAL:
+            self._pass_on(values[0])
+        elif kind == ABORT:
+            request_id = self.request_of(sender, values[0])
+            replica = None if request_id is None else self.replica_with(request_id)
+            if request_id is not None and replica is not None:
+                self.tell(replica, TELL_ABORT, request_id)
+        elif kind == SNAPSHOT and sender in self.known_clients:
+            for name in self.registered:
+                self.tell(name, TELL_SNAPSHOT, values[0])
+        elif kind == SNAPSHOT:
+            for name in self.known_clients:
+                self.send(name, SNAPSHOT, pack(replica_of(sender)), *contents)
+        elif kind == REFUSED:
+            client = self.forget(values[0])
+            if client is not None:
+                self.send(client[0], REFUSED, pack(client[1]), contents[1])
+        elif kind == REMOVE:
+            self.remove_replica(values[0])
+        return None
+
+    def _pass_on(self, outputs: list[tuple[int, dict[str, Any]]]) -> None:
+        """Output of one step of a replica, to each client its own."""
+        by_client: dict[bytes, list[tuple[int, dict[str, Any]]]] = defaultdict(list)
+        for request_id, output in outputs:
+            client = self.client_of(request_id)
+            if client is not None:
+                by_client[client[0]].append((client[1], output))
+        for name, own in by_client.items():
+            self.send(name, PARTIAL, pack(own))
+
+    def replica_removed(self, replica: int, request_ids: list[int]) -> None:
+        """See the seam. Tells all clients."""
+        lost: dict[bytes, list[int]] = {name: [] for name in self.known_clients}
+        for request_id in request_ids:
+            client = self.forget(request_id)
+            if client is not None:
+                lost[client[0]].append(client[1])
+        for name, own in lost.items():
+            self.send(name, LOST, pack(replica), pack(own))
+
+    def detokenize(self, finished_request: dict[str, Any]) -> None:
+        """See upstream. Clients turn tokens into text themselves, as they arrive."""
+
+    # -- the choice of a replica -----------------------------------------------------------------------------------------
+
+    def compute_request_hashes(self, prompt: list[int]) -> list[int]:
+        """See upstream. Prompts with different salts share no keys."""
+        if not self._routing.reads:
+            return []
+        bits = self._routing.salt_bits
+        return [key ^ bits for key in super().compute_request_hashes(prompt)]
 
     def get_least_loaded_data_parallel_rank(self) -> bytes:
         """See upstream. Of equally loaded replicas takes the one after the last choice."""
@@ -44,7 +134,20 @@ class PrefixCoordinator(CoordinatorSeam):
         return self.name_of(self._last_replica)
 
     def get_best_data_parallel_rank(self, request_hashes: list[int]) -> bytes:
-        """See upstream. A prompt that no replica knows goes to the least loaded one."""
+        """See upstream. A request with a known key goes where the key's last request went."""
+        key, by_key = self._routing.key, self._replica_by_key
+        if key is None:
+            return self._best_for_prompt(request_hashes)
+        name = by_key.pop(key, None)
+        if name is None or not self.is_registered(name):
+            name = self._best_for_prompt(request_hashes)
+        by_key[key] = name
+        if len(by_key) > self.most_keys:
+            del by_key[next(iter(by_key))]
+        return name
+
+    def _best_for_prompt(self, request_hashes: list[int]) -> bytes:
+        """A prompt that no replica knows goes to the least loaded one."""
         known = self.replicas_by_block
         if not any(known.get(key) for key in request_hashes):
             return self.get_least_loaded_data_parallel_rank()
@@ -82,14 +185,14 @@ class CoordinatorProcess:
     def __init__(self, engine: Any, hostname: str) -> None:
         spawn = multiprocessing.get_context("spawn")
         receiver, sender = spawn.Pipe(duplex=False)
-        self._ready = spawn.Event()
+        self._ready: Any = spawn.Event()
         self._process = spawn.Process(
             target=_run,
             kwargs={
                 "pipe_connection": sender,
                 "ready_event": self._ready,
                 "data_parallel_size": get_pg_size(engine.pg_collection.dp),
-                "tokenizer": engine.controller.tokenizer,
+                "tokenizer": None,  # prompts are token ids
                 "max_requests": engine.context.max_requests,
                 "block_size_tokens": engine.context.block_size_tokens,
                 "enable_prefix_caching": engine.context.enable_prefix_caching,
@@ -126,6 +229,7 @@ class CoordinatorProcess:
         self._process.join(timeout_s)
         self._process.kill()
         self._process.join()
+        self._ready = None  # frees its semaphores, also if this process does not end as usual
 
 
 def _run(**arguments: Any) -> None:

@@ -1,0 +1,115 @@
+"""`ReplicaClient`: sends requests to the replicas behind the coordinator, and receives their output token by token."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Protocol
+
+import zmq
+import zmq.asyncio
+
+from megatron_hybrid_prefix.mcore.ranks.messages import (
+    ABORT,
+    LOST,
+    PARTIAL,
+    REFUSED,
+    REMOVE,
+    SNAPSHOT,
+    SUBMIT,
+    Routing,
+    pack,
+    unpack,
+)
+from megatron_hybrid_prefix.upstream.client import ClientSeam
+from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class Answers(Protocol):
+    """Receives the output of requests by id, in the asyncio loop."""
+
+    def progressed(self, request_id: int, output: dict[str, Any]) -> None:
+        """New output of an unfinished request."""
+
+    def finished(self, request_id: int, request: DynamicInferenceRequest) -> None:
+        """A request ended; it has its whole output."""
+
+    def refused(self, request_id: int, why: str) -> None:
+        """The engine raised when it got the request."""
+
+    def lost(self, replica: int, request_ids: list[int]) -> None:
+        """A replica gets no more requests; these were with it and have no more output."""
+
+    def snapshot_taken(self, replica: int, number: int, snapshot: str) -> None:
+        """A replica's figures, taken after all earlier messages of this client."""
+
+
+class ReplicaClient(ClientSeam):
+    """A client of the coordinator.
+
+    Args:
+        address: The coordinator's address.
+        answers: Receives the output.
+    """
+
+    def __init__(self, address: str, answers: Answers) -> None:
+        super().__init__(address)
+        self._answers = answers
+
+    def connect(self, timeout_s: float) -> None:
+        """Connect, and receive from then on. Call it in the running asyncio loop.
+
+        Raises:
+            zmq.Again: The coordinator did not reply in time.
+        """
+        self.socket.setsockopt(zmq.RCVTIMEO, int(timeout_s * 1000))
+        self.start()
+        self.socket.setsockopt(zmq.RCVTIMEO, -1)
+        # Megatron looks for messages every 5 ms. This wakes the loop when one arrives.
+        self.socket = zmq.asyncio.Socket.from_socket(self.socket)
+
+    def submit(self, prompt: list[int], params: SamplingParams, routing: Routing) -> int:
+        """Submit a request. Returns its id."""
+        request_id: int = self.next_request_id
+        self.next_request_id = request_id + 1
+        self.socket.send_multipart([SUBMIT, routing.pack(), self.submission(request_id, prompt, params)])
+        return request_id
+
+    def abort(self, request_id: int) -> None:
+        """Abort a request, finished or not. Its replica may still send output that was under way."""
+        self.socket.send_multipart([ABORT, pack(request_id)])
+
+    def ask_for_snapshots(self, number: int) -> None:
+        """Ask all replicas for `Answers.snapshot_taken` with this number."""
+        self.socket.send_multipart([SNAPSHOT, pack(number)])
+
+    def remove(self, replica: int) -> None:
+        """Send a replica no more requests. Those that it has are `Answers.lost`."""
+        self.socket.send_multipart([REMOVE, pack(replica)])
+
+    async def receive_all(self) -> None:
+        """See the seam."""
+        while True:
+            frames = await self.socket.recv_multipart()
+            try:
+                self._receive(*frames)
+            except Exception:  # one bad message must not end all answers
+                logger.exception("a message of the coordinator could not be used")
+
+    def _receive(self, first: bytes, *contents: bytes) -> None:
+        if not contents:
+            reply = self.finished_request(first)
+            if reply is not None:
+                self._answers.finished(*reply)
+            return
+        values = [unpack(frame) for frame in contents]
+        if first == PARTIAL:
+            for request_id, output in values[0]:
+                self._answers.progressed(request_id, output)
+        elif first == REFUSED:
+            self._answers.refused(*values)
+        elif first == LOST:
+            self._answers.lost(*values)
+        elif first == SNAPSHOT:
+            self._answers.snapshot_taken(*values)

@@ -1,0 +1,79 @@
+"""Messages beside megatron's, between clients, coordinator and replicas: a frame with the kind, then frames of msgpack.
+
+============  ============================  ===========================================================================
+kind          way                           frames
+============  ============================  ===========================================================================
+``SUBMIT``    client, coordinator           facts for the choice of a replica (`Routing`); megatron's message
+``ABORT``     client, coordinator           the client's request id; goes on as ``TELL_ABORT``
+``SNAPSHOT``  client, coordinator           a number; goes on to all replicas as ``TELL_SNAPSHOT``
+``SNAPSHOT``  replica, coordinator, client  number, snapshot (the coordinator puts the replica's number before them)
+``REMOVE``    client, coordinator           number of a replica that is lost
+``PARTIAL``   replica, coordinator, client  list of (request id, new output since the last message)
+``REFUSED``   replica, coordinator, client  request id, why: the engine raised, and the request has no other reply
+``LOST``      coordinator, client           number of a replica; ids of the client's requests that were with it
+============  ============================  ===========================================================================
+
+A finished request comes with megatron's own reply. All of them take one way, so they arrive in order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import msgpack
+
+SUBMIT = b"submit"
+ABORT = b"abort"
+SNAPSHOT = b"snapshot"
+REMOVE = b"remove"
+PARTIAL = b"partial"
+REFUSED = b"refused"
+LOST = b"lost"
+
+# What the coordinator tells all ranks of a replica, with a number.
+TELL_ABORT = "abort"
+TELL_SNAPSHOT = "snapshot"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """What the choice of a replica depends on, beside the prompt.
+
+    Attributes:
+        key: Requests with one key go to one replica, as long as it lives. None: the prompt alone decides.
+        salt: Requests with different salts share nothing, so their equal prompts may go to different replicas.
+        reads: Whether the request reuses cached prefixes. If not, any replica will do.
+    """
+
+    key: str | None = None
+    salt: str | None = None
+    reads: bool = True
+
+    @property
+    def salt_bits(self) -> int:
+        """64 bits to be added (xor) to the keys of the prompt's blocks."""
+        if self.salt is None:
+            return 0
+        return int.from_bytes(hashlib.blake2b(self.salt.encode(), digest_size=8).digest())
+
+    def pack(self) -> bytes:
+        """As a frame."""
+        return pack(asdict(self))
+
+    @classmethod
+    def unpack(cls, frame: bytes) -> Routing:
+        """From a frame."""
+        return cls(**unpack(frame))
+
+
+def pack(value: Any) -> bytes:
+    """A frame with this value."""
+    packed: bytes = msgpack.packb(value, use_bin_type=True)
+    return packed
+
+
+def unpack(frame: bytes) -> Any:
+    """The value of a frame."""
+    return msgpack.unpackb(frame, raw=False)
