@@ -144,7 +144,7 @@ class Board:
     @property
     def replicas(self) -> int:
         """Number of replicas."""
-        return max(self.replica_of_rank) + 1
+        return int(max(self.replica_of_rank)) + 1
 
     def report(self, report: dict[str, Any]) -> bool:
         """Stores this rank's report. Returns whether rank 0 still wants this replica.

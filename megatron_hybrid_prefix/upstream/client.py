@@ -14,6 +14,9 @@ from megatron.core.inference.sampling_params import SamplingParams
 class ClientSeam(InferenceClient):
     """Megatron's client; a subclass overrides the methods without an underscore."""
 
+    socket: Any
+    next_request_id: int
+
     async def _recv_task(self) -> None:
         await self.receive_all()
 

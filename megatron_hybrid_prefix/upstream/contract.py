@@ -401,6 +401,10 @@ ENGINE = rows_of(
         "mcore/engine/engine",
         "requests that start over are not finished",
     ),
+    overrides("async_step", "async (self)", "mcore/engine/engine", "a replica sends new tokens after a step"),
+    overrides(
+        "schedule_requests", "(self)", "upstream/engine", "messages of this package; requests that ended without a step"
+    ),
     overrides("async_forward", "async (self)", "mcore/engine/engine", "a forward that raises publishes nothing"),
     attributes("_generation_epoch", "upstream/engine", "replaced by a property: new weights invalidate the cache"),
     calls(
@@ -439,6 +443,7 @@ ENGINE = rows_of(
     ),
     attributes("ep_world_size ep_consensus_interval", "mcore/engine/engine", "set to 1 if there are no peers"),
     attributes("engine_loop_task", "serve/ranks", "awaited by a replica"),
+    attributes("socket_for_receiving_requests", "upstream/engine", "its socket to the coordinator"),
     attributes(
         "is_mp_coordinator model_parallel_publisher_socket model_parallel_subscriber_socket pg_collection "
         "expert_parallel_zmq_communicator world_zmq_communicator",
@@ -485,7 +490,6 @@ REQUESTS = (
             "keys of `active_request_metadata`: options of a step's log-probs",
         ),
         attributes("generated_text", "mcore/runner", "the answer"),
-        attributes("ttft", "serve/replicas", "time to first token"),
         properties(
             "remaining_prompt_length",
             "mcore/context/context mcore/engine/scheduling mcore/engine/coalesce mcore/runner",
@@ -616,6 +620,25 @@ COORDINATOR = (
             "upstream/coordinator",
             "limits the number of remembered blocks",
         ),
+        overrides("start", "(self)", "upstream/coordinator", "takes messages of this package off the socket first"),
+        overrides(
+            "_remove_engine", "(self, identity)", "upstream/coordinator", "clients learn which requests are lost"
+        ),
+        overrides("detokenize", "(self, finished_request)", "mcore/ranks/coordinator", "clients turn tokens into text"),
+        overrides(
+            "compute_request_hashes",
+            "(self, prompt)",
+            "mcore/ranks/coordinator",
+            "prompts with different salts share nothing",
+        ),
+        calls("_send_to_engine", "(self, identity, payload)", "upstream/coordinator", "aborts, and other messages"),
+        attributes("router_socket", "upstream/coordinator", "its socket"),
+        attributes("known_clients", "mcore/ranks/coordinator", "whom a snapshot or a loss is sent"),
+        attributes(
+            "request_id_to_client_id request_id_to_client_request_id request_id_to_rank identity_to_rank_index",
+            "upstream/coordinator",
+            "its tables of requests and replicas",
+        ),
         attributes("_hash_table", "upstream/coordinator", "replicas that hold a block"),
         attributes("_pending_counts _identities_list", "upstream/coordinator", "unfinished requests by replica"),
         overrides(
@@ -645,15 +668,32 @@ COORDINATOR = (
         constants("LONGEST_PREFIX", "mcore/ranks/coordinator", "where a request goes"),
     ),
     *rows_of(
+        f"{_INFERENCE}.headers",
+        constants("Headers", "upstream/client upstream/coordinator upstream/engine", "first items of messages"),
+    ),
+    *rows_of(
+        f"{_INFERENCE}.headers:Request",
+        constants(
+            "SUBMIT_REQUEST ENGINE_REPLY", "upstream/client upstream/coordinator upstream/engine", "kinds of messages"
+        ),
+    ),
+    *rows_of(
         f"{_INFERENCE}.inference_client:InferenceClient",
-        calls("start", "(self, loop=None)", "serve/replicas", "a client of the coordinator"),
+        overrides(
+            "__init__",
+            "(self, inference_coordinator_address, deserialize=False)",
+            "mcore/ranks/client",
+            "a client of the coordinator",
+        ),
+        calls("start", "(self, loop=None)", "mcore/ranks/client", "a client of the coordinator"),
         calls("stop", "(self)", "serve/replicas", "a client of the coordinator"),
-        calls("add_request", "(self, prompt, sampling_params)", "serve/replicas", "a client of the coordinator"),
+        overrides("_recv_task", "async (self)", "upstream/client", "messages of this package, without polling"),
         calls("pause_engines", "(self)", "serve/replicas", "before replicas end"),
         calls("stop_engines", "(self)", "serve/replicas", "the end of all replicas"),
         calls("shutdown_coordinator", "(self)", "serve/replicas", "the end of all replicas"),
         calls("set_generation_epoch", "(self, generation_epoch)", "serve/replicas", "empties all caches"),
-        attributes("socket", "serve/replicas", "gets a timeout"),
+        attributes("socket", "mcore/ranks/client", "gets a timeout, then is one of asyncio"),
+        attributes("next_request_id", "mcore/ranks/client", "ids of a client's requests"),
     ),
 )
 

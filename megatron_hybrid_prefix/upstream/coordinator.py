@@ -1,8 +1,8 @@
 """`CoordinatorSeam`: megatron's data-parallel coordinator, its private hooks under neutral names.
 
 Megatron 0.19 carries whole answers only, and its loop ends at a header that it does not know. So messages of this package
-have a frame more than megatron's, and are taken off the socket before megatron's loop sees them. Later versions of megatron
-stream answers and abort requests through the coordinator, on the same way.
+start with a frame that no message of megatron's can have, and are taken off the socket before megatron's loop sees them. Later
+versions of megatron stream answers and abort requests through the coordinator, in the same way.
 
 This module also has the other names that the coordinator's process needs. That process must not import an engine's modules,
 because they need a running platform.
@@ -19,7 +19,10 @@ from megatron.core.inference.data_parallel_inference_coordinator import DataPara
 from megatron.core.inference.headers import Headers
 from megatron.core.utils import get_pg_size
 
-__all__ = ["MARK", "CoordinatorSeam", "PrefixCachingCoordinatorPolicy", "get_pg_size", "replica_of"]
+__all__ = ["MARK", "OWN", "CoordinatorSeam", "PrefixCachingCoordinatorPolicy", "get_pg_size", "replica_of"]
+
+OWN = b"\xc1"
+"""Start of the first frame of this package's messages. Msgpack, of which megatron's are made, never uses this byte."""
 
 MARK = "hybrid_prefix_message"
 """Attribute of the sampling parameters in a message that submits no request, but tells a replica something.
@@ -31,6 +34,7 @@ Megatron's engine hands such a message to all ranks of a replica, between the sa
 class CoordinatorSeam(DataParallelInferenceCoordinator):
     """Megatron's coordinator; a subclass overrides the methods without an underscore."""
 
+    router_socket: Any
     _unregistered: frozenset[bytes] = frozenset()
 
     def start(self) -> None:
@@ -41,9 +45,7 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
     def _take(self, sender: bytes, frames: Sequence[bytes]) -> bytes | None:
         if sender in self._unregistered:
             return None  # megatron's loop ends at a reply of a replica that it has removed
-        if len(frames) == 1:
-            return frames[0]
-        return self.receive(sender, *frames)
+        return self.receive(sender, *frames) if frames[0].startswith(OWN) else frames[0]
 
     def _update_rank_hashes(self, rank_identity: bytes, request_hashes: list[int]) -> None:
         self.note_blocks(rank_identity, request_hashes)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.harness.limits import HANG_S, wait_until
-from tests.harness.workers.launch import environment, torchrun
+from tests.harness.workers.launch import environment, environments_of, torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 64
@@ -64,12 +66,25 @@ class Endpoint:
 
 
 class Server(Endpoint):
-    """A server under torchrun, and all its processes."""
+    """A server, and all its processes.
 
-    def __init__(self, process: subprocess.Popen[str], url: str, errors: Path) -> None:
-        self.process, self.url, self._errors = process, url, errors
-        self.ranks = sorted(children(process.pid), key=_rank)
+    Attributes:
+        process: Torchrun, or rank 0.
+        ranks: Ids of the ranks' processes.
+    """
+
+    def __init__(self, processes: list[subprocess.Popen[str]], url: str, errors: Path) -> None:
+        self.process, self.url, self._errors, self._processes = processes[0], url, errors, processes
+        self.ranks = [one.pid for one in processes[1:]] or children(processes[0].pid)
+        if len(processes) > 1:
+            self.ranks.insert(0, processes[0].pid)
+        self.ranks.sort(key=_rank)
         self.pids = [pid for rank in self.ranks for pid in (rank, *children(rank))]
+
+    def terminate(self) -> None:
+        """Sends SIGTERM to torchrun, or to all ranks."""
+        for process in self._processes:
+            process.send_signal(signal.SIGTERM)
 
     def metric(self, name: str, **labels: str) -> list[float]:
         """Samples with these labels, in the order of the replicas."""
@@ -120,26 +135,36 @@ def _rank(pid: int) -> int:
 
 
 @contextmanager
-def started(folder: Path, *argv: str, ranks: int = 2, device: str = "cpu") -> Iterator[Server]:
-    """A server on this many ranks. All its processes are ended at the end."""
+def started(
+    folder: Path, *argv: str, ranks: int = 2, device: str = "cpu", with_torchrun: bool = True
+) -> Iterator[Server]:
+    """A server on this many ranks. All its processes are ended at the end.
+
+    Torchrun ends all ranks if one fails. Without it, each rank is a process of the test, and the others go on.
+    """
     options = ["--port", "0", "--block-size-tokens", str(BLOCK), "--max-sequence-length", str(LIMIT_TOKENS)]
     options += ["--max-requests", "4", "--max-waiting", "200", "--admin-token", ADMIN, *argv]
     errors = folder / "errors"
+    command = [str(ROOT / "tools" / "serve.py"), *options]
+    common = environment(device)
     with errors.open("w") as stderr:
-        process = subprocess.Popen(
-            [*torchrun(ranks), str(ROOT / "tools" / "serve.py"), *options],
-            env=environment(device),
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-        )
+        processes = [
+            subprocess.Popen([*start, *command], env=common | own, stdout=subprocess.PIPE, stderr=stderr, text=True)
+            for start, own in (
+                [(torchrun(ranks), {})]
+                if with_torchrun
+                else [([sys.executable], own) for own in environments_of(ranks)]
+            )
+        ]
     try:
-        assert process.stdout is not None
-        lines = iter(process.stdout.readline, "")
+        assert processes[0].stdout is not None
+        lines = iter(processes[0].stdout.readline, "")
         found = (re.match(r"serving .* on (http://\S+)", line) for line in lines)
         url = next((match[1] for match in found if match), None)
         assert url is not None, errors.read_text()[-4000:]
-        yield Server(process, url, errors)
+        yield Server(processes, url, errors)
     finally:
-        process.terminate()
-        process.wait(HANG_S)
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait(HANG_S)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
-from collections.abc import Iterator
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,19 @@ from megatron_hybrid_prefix import build_engine  # noqa: E402
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer  # noqa: E402
 from tests.harness.engine_helpers import LOG_PROB_NOISE  # noqa: E402
 from tests.harness.limits import HANG_S, wait_until  # noqa: E402
-from tests.harness.server_process import ADMIN, BLOCK, HIT, LIMIT_TOKENS, PROMPT, Server, children, started  # noqa: E402
+from tests.harness.server_process import (  # noqa: E402
+    ADMIN,
+    BLOCK,
+    HIT,
+    LIMIT_TOKENS,
+    PROMPT,
+    Endpoint,
+    Server,
+    children,
+    started,
+)
+from tests.serve.test_serve import BLOCK as ONE_PROCESS_BLOCK  # noqa: E402
+from tests.serve.test_serve import running  # noqa: E402
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
@@ -57,10 +72,10 @@ def expected(model: Any) -> tuple[str, list[float]]:
     return TOKENIZER.detokenize(answer.generated), answer.log_probs
 
 
-def check_hits(server: Server, model: Any) -> None:
+def check_hits(server: Server, model: Any, salt: str = "hits") -> None:
     text, log_probs = expected(model)
     for hit in (0, HIT):
-        answer = complete(server.client(), logprobs=0, extra={"cache_salt": "hits"})
+        answer = complete(server.client(), logprobs=0, extra={"cache_salt": salt})
         assert (cached(answer), answer.choices[0].text) == (hit, text)
         assert answer.choices[0].logprobs.token_logprobs == pytest.approx(log_probs, abs=LOG_PROB_NOISE)
         assert answer.choices[0].finish_reason == "length"
@@ -92,21 +107,19 @@ def test_conversations_spread_and_stay_where_their_prefix_is(server):
     for turns in asyncio.run(talks()):
         for (_, prompt), (hit, _) in pairwise(turns):
             assert hit >= prompt - 2 * BLOCK  # the turn before
-    wait_until(
-        lambda: all(now > then for then, now in zip(before, server.metric("prompt_tokens_total"), strict=True)),
-        "each replica counts prompt tokens",
-    )
+    assert all(now > then for then, now in zip(before, server.metric("prompt_tokens_total"), strict=True))
 
 
 def test_idle_traffic_goes_to_all_replicas(server):
-    """One request at a time, each with another prompt."""
+    """One request at a time: equal prompts with different salts take turns, too. The replicas' figures add up."""
     before = server.metric("prompt_tokens_total")
-    for number in range(4):
-        complete(server.client(), f"idle {number} {PROMPT}", max_tokens=1)
-    wait_until(
-        lambda: all(now > then for then, now in zip(before, server.metric("prompt_tokens_total"), strict=True)),
-        "each replica counts prompt tokens",
-    )
+    found = [
+        complete(server.client(), max_tokens=1, extra={"cache_salt": f"idle {number}"}).usage for number in range(4)
+    ]
+    grown = [now - then for then, now in zip(before, server.metric("prompt_tokens_total"), strict=True)]
+    assert min(grown) > 0 and sum(grown) == sum(usage.prompt_tokens for usage in found)
+    status, health = server.send("/health")
+    assert status == 200 and health["replicas"] == {"0": "ok", "1": "ok"}
 
 
 def test_salts_share_nothing(server):
@@ -128,40 +141,121 @@ def test_log_probs_of_a_prompt_come_with_a_hit_too(server, tiny_reference):
 
 
 @pytest.mark.parametrize("stop", [None, ["A", "="]])
-def test_streams_say_the_same_in_one_piece(server, stop):
+def test_streams_say_what_whole_answers_say(server, stop):
     client, fields = server.client(), {"max_tokens": 40, "stop": stop, "n": 2, "extra": {"ignore_eos": True}}
     whole = complete(client, **fields)
-    texts, reasons, pieces = ["", ""], {}, [0, 0]
+    texts, reasons = ["", ""], {}
     for chunk in complete(client, stream=True, **fields):
         for choice in chunk.choices:
             texts[choice.index] += choice.text
-            pieces[choice.index] += 1
             if choice.finish_reason:
                 reasons[choice.index] = choice.finish_reason
     assert texts == [choice.text for choice in whole.choices] and all(texts)
-    assert pieces == [1, 1]
     assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
     full = complete(client, max_tokens=40, extra={"ignore_eos": True}).choices[0].text
     cut = min((full.index(word) for word in stop or () if word in full), default=len(full))
     assert texts[0] == full[:cut]
 
 
+def events(server: Endpoint, **fields: Any) -> list[Any]:
+    """The events of a stream, without what differs between two equal requests."""
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "logprobs": 3, "stream": True}
+    data = json.dumps(body | {"stream_options": {"continuous_usage_stats": True}} | fields).encode()
+    with urllib.request.urlopen(f"{server.url}/v1/completions", data, timeout=HANG_S) as answer:
+        lines = [line.decode().removeprefix("data: ").strip() for line in answer if line.strip()]
+    assert lines.pop() == "[DONE]"
+    return [{**json.loads(line), "id": "", "created": 0} for line in lines]
+
+
+def without_log_probs(found: list[Any]) -> tuple[list[Any], list[float]]:
+    """Events without their log-probs, and these."""
+    log_probs = []
+    for event in found:
+        for choice in event["choices"]:
+            given = choice["logprobs"]
+            if given is not None:
+                log_probs += given.pop("token_logprobs")
+                given["top_logprobs"] = [sorted(top) for top in given["top_logprobs"]]
+    return found, log_probs
+
+
+def test_streams_are_those_of_one_process(server, tiny):
+    """Event by event: greedy, with a seed, with other options of the sampling, and with log-probs."""
+    salt = {"cache_salt": "one process"}
+    kinds: list[dict[str, Any]] = [
+        salt | {"temperature": 0},
+        salt | {"temperature": 0.9, "seed": 7, "n": 2},
+        salt | {"temperature": 1.2, "seed": 8, "top_k": 20, "min_p": 0.01, "presence_penalty": 0.5},
+        salt | {"temperature": 0, "repetition_penalty": 1.3, "logit_bias": {"66": 2.0}},
+    ]
+    with running(tiny) as alone:
+        assert BLOCK == ONE_PROCESS_BLOCK
+        expected = [without_log_probs(events(alone, **fields)) for fields in kinds]
+    found = [without_log_probs(events(server, **fields)) for fields in kinds]
+    for (here, here_log_probs), (there, there_log_probs) in zip(expected, found, strict=True):
+        by_choice = [sorted(stream, key=lambda event: event["choices"][0]["index"]) for stream in (here, there)]
+        for stream in by_choice:
+            for event in stream:
+                event.pop("usage")  # counts both answers, whose order may differ
+        assert by_choice[0] == by_choice[1]
+        assert len(here) > 10  # token by token
+        assert sorted(here_log_probs) == pytest.approx(sorted(there_log_probs), abs=LOG_PROB_NOISE)
+
+
+def decoded_blocks(server: Server) -> float:
+    """Blocks that the engines decoded to their end: each has a state."""
+    return sum(server.metric("checkpoints_total", reason="decode"))
+
+
 def test_an_engine_ends_at_a_stop_string(server):
-    """It must stop by itself, because the protocol has no abort."""
     extra = {"ignore_eos": True}
     text = complete(server.client(), max_tokens=60, extra=extra).choices[0].text
     word = next(char for at, char in enumerate(text) if at >= 4 and char.isascii() and char not in text[:at])
     kept = []
     for stop in ([word], ["not to be found"]):
-        prompt_tokens = sum(server.metric("prompt_tokens_total"))
-        states = sum(server.metric("checkpoints_total", reason="decode"))
+        states = decoded_blocks(server)
         answer = complete(server.client(), max_tokens=600, stop=stop, extra=extra | {"cache_salt": f"stop {stop}"})
         assert answer.choices[0].finish_reason == ("stop" if stop == [word] else "length")
-        wait_until(lambda before=prompt_tokens: sum(server.metric("prompt_tokens_total")) > before, "it was counted")
         server.wait_until_drained()
-        kept.append(sum(server.metric("checkpoints_total", reason="decode")) - states)
-    # A state at the end of each block that an engine decodes.
-    assert kept[0] <= 1 and kept[1] >= 600 // BLOCK - 1
+        kept.append(decoded_blocks(server) - states)
+    assert kept[0] < kept[1] and kept[1] >= 600 // BLOCK - 1
+
+
+def test_clients_that_leave_free_their_memory(server):
+    """Some are answered, the others wait. All are gone long before their last token."""
+    clients, most_tokens = 16, 700
+    before = decoded_blocks(server), server.metrics()[("cancelled_requests_total", ())]
+
+    async def ask(client: Any, number: int, begun: asyncio.Event) -> None:
+        fields = {"max_tokens": most_tokens, "extra_body": {"ignore_eos": True, "cache_salt": f"leaves {number}"}}
+        async for _ in await client.completions.create(model="tiny", prompt=PROMPT, stream=True, **fields):
+            begun.set()
+
+    async def leave() -> None:
+        async with server.client(kind=openai.AsyncOpenAI) as client:
+            begun = asyncio.Event()
+            asking = [asyncio.create_task(ask(client, number, begun)) for number in range(clients)]
+            await begun.wait()
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(leave(), HANG_S))
+    server.wait_until_drained()
+    cancelled = server.metrics()[("cancelled_requests_total", ())] - before[1]
+    assert 0 < cancelled <= clients
+    assert decoded_blocks(server) - before[0] < clients * (most_tokens // BLOCK) / 2
+
+
+def test_one_key_goes_to_one_replica(server):
+    """Different prompts and salts, so nothing but the key holds them together."""
+    for key in ("first", "second"):
+        before = server.metric("prompt_tokens_total")
+        for number in range(4):
+            extra = {"prompt_cache_key": key, "cache_salt": f"{key} {number}"}
+            complete(server.client(), f"{number} {key} {PROMPT}", max_tokens=1, extra=extra)
+        grown = [now > then for then, now in zip(before, server.metric("prompt_tokens_total"), strict=True)]
+        assert sorted(grown) == [False, True]
 
 
 def test_the_cache_can_be_reset(server):
@@ -239,9 +333,71 @@ def test_one_replica_of_two_ranks_until_one_is_killed(tmp_path, tiny):
     with started(tmp_path, "--tp", "2") as server:
         check_hits(server, tiny)
         assert len(server.metric("slots")) == 1
+        with complete(server.client(), max_tokens=700, stream=True, extra={"ignore_eos": True}) as stream:
+            next(iter(stream))
+        server.wait_until_drained()  # all ranks aborted it at the same step
+        assert decoded_blocks(server) < 700 // BLOCK / 2
+        check_hits(server, tiny, "after")
         os.kill(server.ranks[1], signal.SIGKILL)
         server.wait_until_gone()
         assert server.process.returncode != 0 and "Signal 9 (SIGKILL)" in server.errors()
+
+
+async def lines_of(server: Server, number: int, begun: list[int], **fields: Any) -> list[str]:
+    """Lines of a streamed answer with its status; its number is in ``begun`` once it has begun."""
+    host, port = server.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = {"model": "tiny", "prompt": f"{number} {PROMPT}", "max_tokens": 700, "stream": True, "ignore_eos": True}
+    data = json.dumps(body | fields).encode()
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n")
+    writer.write(b"content-length: %d\r\n\r\n%s" % (len(data), data))
+    lines = []
+    while line := await reader.readline():
+        lines.append(line.decode().strip())
+        if line.startswith(b"data:") and number not in begun:
+            begun.append(number)
+    writer.close()
+    return [line for line in lines if line.startswith(("HTTP", "data:"))]
+
+
+def test_a_lost_replica_is_named_and_the_others_go_on(tmp_path):
+    """One of three is killed with streams open, later one is stopped. The end comes with two signals."""
+
+    async def streams(number: int, then: Callable[[], None]) -> list[list[str]]:
+        begun: list[int] = []
+        asking = [asyncio.create_task(lines_of(server, stream, begun)) for stream in range(number)]
+        while len(begun) < number:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(then)
+        return await asyncio.gather(*asking)
+
+    def is_cut(lines: list[str], code: str) -> bool:
+        assert "HTTP/1.1 200" in lines[0] and lines[-1] == "data: [DONE]"
+        return f'"{code}"' in lines[-2]
+
+    def end() -> None:
+        os.kill(server.ranks[1], signal.SIGSTOP)
+        server.terminate()
+        wait_until(lambda: server.process.poll() is not None or time.monotonic() > told_s + 1.5, "the first was seen")
+        server.terminate()
+
+    with started(tmp_path, "--drain-time", str(HANG_S), ranks=3, with_torchrun=False) as server:
+        found = asyncio.run(asyncio.wait_for(streams(9, lambda: os.kill(server.ranks[2], signal.SIGKILL)), HANG_S))
+        cut = [is_cut(lines, "replica_lost") for lines in found]
+        assert 0 < sum(cut) < len(cut)
+        assert all('"length"' in lines[-2] for lines, is_lost in zip(found, cut, strict=True) if not is_lost)
+        status, health = server.send("/health")
+        assert (status, health["status"]) == (200, "degraded")
+        assert health["replicas"] == {"0": "ok", "1": "ok", "2": "lost"}
+        assert server.metric("replica_up") == [1, 1, 0] and len(server.metric("kv_blocks")) == 2
+        for number in range(6):
+            assert complete(server.client(), f"{number} {PROMPT}", max_tokens=1).choices
+        server.wait_until_drained()
+        assert "replica 2 is lost: the process of rank 2 ended" in server.errors()
+        told_s = time.monotonic()
+        found = asyncio.run(asyncio.wait_for(streams(6, end), HANG_S))
+        assert any([is_cut(lines, "server_stopping") for lines in found])
+        server.wait_until_gone()
 
 
 def test_a_coordinator_that_ends_ends_the_server(tmp_path):

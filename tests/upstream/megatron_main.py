@@ -59,11 +59,6 @@ RENAMED: tuple[tuple[str, str, str], ...] = (
         "finished_handoff_ssm_slots=None, finished_handoff_decode_tokens=None)",
     ),
     (
-        "megatron.core.inference.inference_client:InferenceClient.add_request",
-        "signature",
-        "(self, prompt, sampling_params, *, multi_modal_data=None)",
-    ),
-    (
         "megatron.core.inference.inference_client:InferenceClient.start",
         "signature",
         "(self, loop=None, connect_timeout_seconds=None)",

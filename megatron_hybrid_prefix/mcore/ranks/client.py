@@ -21,6 +21,7 @@ from megatron_hybrid_prefix.mcore.ranks.messages import (
     unpack,
 )
 from megatron_hybrid_prefix.upstream.client import ClientSeam
+from megatron_hybrid_prefix.upstream.coordinator import OWN
 from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class ReplicaClient(ClientSeam):
 
     def submit(self, prompt: list[int], params: SamplingParams, routing: Routing) -> int:
         """Submit a request. Returns its id."""
-        request_id: int = self.next_request_id
+        request_id = self.next_request_id
         self.next_request_id = request_id + 1
         self.socket.send_multipart([SUBMIT, routing.pack(), self.submission(request_id, prompt, params)])
         return request_id
@@ -98,7 +99,7 @@ class ReplicaClient(ClientSeam):
                 logger.exception("a message of the coordinator could not be used")
 
     def _receive(self, first: bytes, *contents: bytes) -> None:
-        if not contents:
+        if not first.startswith(OWN):
             reply = self.finished_request(first)
             if reply is not None:
                 self._answers.finished(*reply)

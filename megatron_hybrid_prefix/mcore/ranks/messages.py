@@ -24,13 +24,15 @@ from typing import Any
 
 import msgpack
 
-SUBMIT = b"submit"
-ABORT = b"abort"
-SNAPSHOT = b"snapshot"
-REMOVE = b"remove"
-PARTIAL = b"partial"
-REFUSED = b"refused"
-LOST = b"lost"
+from megatron_hybrid_prefix.upstream.coordinator import OWN
+
+SUBMIT = OWN + b"submit"
+ABORT = OWN + b"abort"
+SNAPSHOT = OWN + b"snapshot"
+REMOVE = OWN + b"remove"
+PARTIAL = OWN + b"partial"
+REFUSED = OWN + b"refused"
+LOST = OWN + b"lost"
 
 # What the coordinator tells all ranks of a replica, with a number.
 TELL_ABORT = "abort"
