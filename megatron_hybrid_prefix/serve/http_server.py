@@ -18,7 +18,7 @@ from megatron_hybrid_prefix.serve.errors import bad
 # Clients have this long to read the last error, and close.
 _LAST_WORDS_S = 2.0
 # The terminal and torchrun both send SIGINT for one Ctrl-C. Signals closer than this count as one.
-_SAME_SIGNAL_S = 1.0
+SAME_SIGNAL_S = 1.0
 
 
 class HttpServer(uvicorn.Server):
@@ -70,7 +70,7 @@ class HttpServer(uvicorn.Server):
         if self._told_s is None:
             self._told_s = now_s
             super().handle_exit(sig, frame)
-        elif now_s - self._told_s > _SAME_SIGNAL_S and self._loop is not None:
+        elif now_s - self._told_s > SAME_SIGNAL_S and self._loop is not None:
             self._loop.call_soon_threadsafe(self._api.end_all)
 
 

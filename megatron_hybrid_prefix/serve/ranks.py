@@ -25,6 +25,7 @@ import torch
 from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.mcore.ranks.messages import PARTIAL, SNAPSHOT, pack
 from megatron_hybrid_prefix.serve.backend import new_output
+from megatron_hybrid_prefix.serve.http_server import SAME_SIGNAL_S
 from megatron_hybrid_prefix.serve.metrics import engine_snapshot
 from megatron_hybrid_prefix.upstream.names import EngineState
 
@@ -295,9 +296,18 @@ def serve_with_others(engine: Any, drain_s: float) -> NoReturn:
     """
     board = Board(engine)
     rank = RankEngine(engine, board)
-    end_s = drain_s + END_S + 2 * LEAVE_S  # rank 0 ends before
+    end_s = END_S + 2 * LEAVE_S  # rank 0 ends before
+    told_s: list[float] = []
+
+    def on_signal(*_: object) -> None:
+        # Rank 0 does not wait for open requests at a second signal, see `HttpServer`.
+        again = bool(told_s) and time.monotonic() - told_s[0] > SAME_SIGNAL_S
+        if again or not told_s:
+            board.processes.end_all_in_time(end_s if again else drain_s + end_s)
+        told_s.append(time.monotonic())
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: board.processes.end_all_in_time(end_s))
+        signal.signal(number, on_signal)
     while rank.is_alive:
         rank.join(_REPORT_S)
     rank.last_report()

@@ -187,8 +187,9 @@ class ReplicaLoop(Backend):
                     while not self._have_snapshots(asked):
                         self._snapshot_came.clear()
                         await self._snapshot_came.wait()
-        found = {}
-        for replica, (_, snapshot) in sorted(self._snapshots.items()):
+        found: dict[str, dict[str, Any]] = {}
+        for replica in range(self._board.replicas):
+            _, snapshot = self._snapshots.get(replica, (0, {"prefix_stats": {}, "gauges": {}}))
             is_lost = replica in self._lost
             gauges = {} if is_lost else snapshot["gauges"]
             found[str(replica)] = snapshot | {"gauges": gauges | {"replica_up": float(not is_lost)}}
