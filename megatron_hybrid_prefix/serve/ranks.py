@@ -43,13 +43,15 @@ def own_address() -> str:
     Raises:
         InputError: There are several hosts, but only a loopback address is known.
     """
-    if os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE")) == os.environ.get("WORLD_SIZE"):
+    on_this_host = os.environ.get("LOCAL_WORLD_SIZE")
+    if on_this_host == os.environ.get("WORLD_SIZE"):
         return "127.0.0.1"
     master = os.environ["MASTER_ADDR"]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((master, 9))  # sends nothing, only selects the network interface
         address = str(probe.getsockname()[0])
-    if address.startswith("127."):
+    # Launchers other than torchrun may not say how many ranks a host has. A loopback address reaches one host only.
+    if address.startswith("127.") and on_this_host is not None:
         raise InputError(f"MASTER_ADDR={master} is a loopback address; set it to an address that all hosts can reach")
     return address
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
+from typing import Any
+
 import numpy as np
+from megatron.core.inference.config import PrefixCachingCoordinatorPolicy
 
 from megatron_hybrid_prefix.mcore.ranks.coordinator import PrefixCoordinator
+from megatron_hybrid_prefix.mcore.ranks.messages import ABORT, LOST, PARTIAL, SNAPSHOT, SUBMIT, Routing, pack, unpack
+from megatron_hybrid_prefix.upstream.coordinator import MARK
 
-RANKS = [b"first", b"second"]
+RANKS = [b"mp-coord-0", b"mp-coord-1"]
 
 
 def coordinator(most_blocks: int) -> PrefixCoordinator:
@@ -15,7 +21,24 @@ def coordinator(most_blocks: int) -> PrefixCoordinator:
     made.identity_to_rank_index = {name: number for number, name in enumerate(RANKS)}
     made._identities_list, made._pending_counts = list(RANKS), np.zeros(len(RANKS), dtype=np.int32)
     made._hash_table, made._hash_assignment_counter, made.most_blocks = {}, 0, most_blocks
+    made.identities_of_data_parallel_ranks, made.known_clients = deque(RANKS), {b"client"}
+    made.request_id_to_client_id, made.request_id_to_client_request_id, made.request_id_to_rank = {}, {}, {}
+    made.enable_prefix_caching, made.max_requests, made.prefix_caching_routing_alpha = True, 4, 0.5
+    made.prefix_caching_coordinator_policy = PrefixCachingCoordinatorPolicy.LONGEST_PREFIX
+    made.block_size_tokens, made.router_socket = 4, Sent()
     return made
+
+
+class Sent:
+    """A socket that keeps what it is told to send."""
+
+    def __init__(self) -> None:
+        self.messages: list[list[Any]] = []
+
+    def send_multipart(self, frames: list[bytes]) -> None:
+        receiver, *rest = frames
+        own = rest[0] in (PARTIAL, LOST, SNAPSHOT)
+        self.messages.append([receiver, *rest[:own], *map(unpack, rest[own:])])
 
 
 def test_it_forgets_the_least_recently_used_prefix():
@@ -45,11 +68,7 @@ def test_within_its_limits_it_decides_as_megatron():
 
 
 def test_equally_loaded_replicas_take_turns():
-    from megatron.core.inference.config import PrefixCachingCoordinatorPolicy
-
     made = coordinator(most_blocks=100)
-    made.enable_prefix_caching, made.max_requests, made.prefix_caching_routing_alpha = True, 4, 0.5
-    made.prefix_caching_coordinator_policy = PrefixCachingCoordinatorPolicy.LONGEST_PREFIX
     best = made.get_best_data_parallel_rank
     assert [best([number]) for number in range(4)] == [RANKS[0], RANKS[1]] * 2
     assert [best([]) for _ in range(2)] == RANKS
@@ -57,3 +76,62 @@ def test_equally_loaded_replicas_take_turns():
     assert [best([7]) for _ in range(3)] == [RANKS[1]] * 3  # a known prefix stays where it is
     made._pending_counts[0] = 1
     assert [best([8]) for _ in range(2)] == [RANKS[1]] * 2
+
+
+def asks(made: PrefixCoordinator, **routing: Any) -> bytes | None:
+    """What goes on to megatron of a request with these facts."""
+    return made.receive(b"client", SUBMIT, Routing(**routing).pack(), b"message")
+
+
+def test_a_key_stays_with_its_replica_while_that_lives():
+    made = coordinator(most_blocks=100)
+    made.most_keys = 2
+    best = made.get_best_data_parallel_rank
+    assert asks(made, key="a") == b"message"
+    first = best([1])
+    made._update_rank_hashes(RANKS[1 - RANKS.index(first)], [5])
+    made._pending_counts[RANKS.index(first)] = 3
+    assert [best([number]) for number in (5, 6)] == [first] * 2  # whatever the prompt and the load
+    asks(made)
+    assert best([5]) != first
+    for key in ("b", "c", "a"):
+        asks(made, key=key)
+        other = best([6])
+    assert other != first  # "a" was forgotten, and the other replica has less to do
+    made.remove_replica(RANKS.index(other))
+    assert best([5]) == first
+
+
+def test_salts_share_no_blocks_and_a_request_that_reads_nothing_has_none():
+    made, prompt = coordinator(most_blocks=100), list(range(12))
+    found = []
+    for routing in ({}, {"salt": "x"}, {"salt": "y"}, {"salt": "x"}):
+        asks(made, **routing)
+        found.append(made.compute_request_hashes(prompt))
+    assert found[1] == found[3] and len(found[1]) == 3
+    assert len({key for keys in found for key in keys}) == 9
+    asks(made, reads=False)
+    assert made.compute_request_hashes(prompt) == []
+
+
+def test_messages_reach_the_right_ones_and_a_removed_replica_is_not_heard():
+    made = coordinator(most_blocks=100)
+    for request_id, (client, own, rank) in enumerate([(b"client", 7, 0), (b"other", 7, 1), (b"client", 8, 1)]):
+        made.request_id_to_client_id[request_id], made.request_id_to_client_request_id[request_id] = client, own
+        made.request_id_to_rank[request_id] = RANKS[rank]
+        made._pending_counts[rank] += 1
+    made.known_clients.add(b"other")
+    sent = made.router_socket.messages
+    assert made._take(RANKS[1], [PARTIAL, pack([[1, {"tokens": [3]}], [2, {"tokens": [4]}], [99, {}]])]) is None
+    assert sent == [[b"other", PARTIAL, [[7, {"tokens": [3]}]]], [b"client", PARTIAL, [[8, {"tokens": [4]}]]]]
+    sent.clear()
+    for client, own in ((b"client", 8), (b"other", 8), (b"client", 99)):
+        made._take(client, [ABORT, pack(own)])
+    [[receiver, (_, request_id, prompt, params)]] = sent
+    assert (receiver, request_id, prompt, params[MARK]) == (RANKS[1], 2, [], "abort")
+    sent.clear()
+    made.remove_replica(1)
+    made.remove_replica(1)
+    assert sorted(sent) == [[b"client", LOST, 1, [8]], [b"other", LOST, 1, [7]]]
+    assert made._take(RANKS[1], [b"megatron's"]) is None and made._take(RANKS[0], [b"megatron's"]) == b"megatron's"
+    assert list(made.request_id_to_rank) == [0] and made.pending_requests == [1]
