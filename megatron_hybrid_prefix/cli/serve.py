@@ -89,8 +89,6 @@ ADMIN_TOKEN = "HYBRID_PREFIX_ADMIN_TOKEN"
 NEEDS = ("starlette", "uvicorn", "prometheus_client", "pydantic", "transformers")
 NEEDS_OF_REPLICAS = ("zmq", "msgpack")
 _CONNECT_S = 60.0
-# Rank 0 closes the connections of its clients before it ends the other ranks.
-DRAIN_MARGIN_S = 0.5
 
 
 def make_parser() -> ArgumentParser:
@@ -335,7 +333,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
         if listener is None:
             from megatron_hybrid_prefix.serve.ranks import serve_with_others
 
-            serve_with_others(engine, args.drain_time + DRAIN_MARGIN_S)
+            serve_with_others(engine, args.drain_time)
         name = args.served_model_name or args.preset
         host, port = listener.getsockname()[:2]
 

@@ -61,7 +61,7 @@ class Choice:
                 raise ApiError(503, "The server is shutting down.", type="server_error", code="server_stopping")
             logger.error("an answer failed: %s", update.error)
             if update.is_lost:
-                message = "The replica that computed this answer has ended. Other replicas go on: try again."
+                message = "The replica that computed this answer has ended. Try again."
                 raise ApiError(503, message, type="server_error", code="replica_lost")
             message = "The engine failed on this request. The server's log says why."
             raise ApiError(500, message, type="server_error", code="engine_failed")

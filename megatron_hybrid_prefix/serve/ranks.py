@@ -31,9 +31,9 @@ from megatron_hybrid_prefix.upstream.names import EngineState
 
 logger = logging.getLogger(__name__)
 
-END_S = 2.5  # for all replicas to stop
+END_S = 1.5  # for all replicas to stop
 LEAVE_S = 0.5  # for the rest of the process after that
-_REPORT_S = 0.5
+REPORT_S = 0.5  # between two reports of a rank
 _START_S = 120.0
 
 
@@ -287,7 +287,7 @@ class RankEngine:
             if not is_wanted and self._board.rank != 0:
                 logger.error("rank 0 has given this replica up")
                 leave(1)
-            if self._ended.wait(_REPORT_S) and (self.error is None or report["error"] is not None):
+            if self._ended.wait(REPORT_S) and (self.error is None or report["error"] is not None):
                 return
 
 
@@ -311,6 +311,6 @@ def serve_with_others(engine: Any, drain_s: float) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
     while rank.is_alive:
-        rank.join(_REPORT_S)
+        rank.join(REPORT_S)
     rank.last_report()
     leave(0 if rank.error is None else 1)

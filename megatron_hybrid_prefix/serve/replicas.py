@@ -21,7 +21,7 @@ from megatron_hybrid_prefix.mcore.ranks.client import ReplicaClient
 from megatron_hybrid_prefix.mcore.ranks.coordinator import CoordinatorProcess
 from megatron_hybrid_prefix.mcore.ranks.messages import Routing
 from megatron_hybrid_prefix.serve.backend import STOPPED, Backend, GenerationTask, Update, new_output, refusal
-from megatron_hybrid_prefix.serve.ranks import END_S, LEAVE_S, Board, RankEngine
+from megatron_hybrid_prefix.serve.ranks import END_S, LEAVE_S, REPORT_S, Board, RankEngine
 from megatron_hybrid_prefix.upstream.names import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 _WATCH_S = 0.5
 _SNAPSHOT_S = 0.5  # wait this long for replicas in a step
 _SILENT_S = 30.0  # a rank that has not reported for so long is lost
+_HURRY_S = 4 * REPORT_S  # at the end, it is not waited for after so long
 _CONNECT_S = 10.0  # for the coordinator's first reply
 
 
@@ -223,10 +224,13 @@ class ReplicaLoop(Backend):
             return str(report["error"])
         if self._board.processes.has_ended(rank):
             return f"the process of rank {rank} ended"
-        silent_s = time.monotonic() - self._reported_s.setdefault(rank, time.monotonic())
-        if silent_s > _SILENT_S:
-            return f"rank {rank} has given no sign of life for {silent_s:.0f} s"
+        if self._silent_s(rank) > _SILENT_S:
+            return f"rank {rank} has given no sign of life for {_SILENT_S:g} s"
         return None
+
+    def _silent_s(self, rank: int) -> float:
+        now_s = time.monotonic()
+        return now_s - self._reported_s.setdefault(rank, now_s)
 
     def _lose(self, replica: int, why: str) -> None:
         """Gives a replica up: it gets no more requests, and its ranks end. The coordinator says which requests it had."""
@@ -265,12 +269,13 @@ class ReplicaLoop(Backend):
         self._board.processes.end_all_in_time(drain_s + END_S + LEAVE_S)
 
     async def stop(self) -> None:
-        """Stops all replicas on all ranks. With a lost one this is not possible, see `ended_well`."""
+        """Stops all replicas on all ranks. With a lost or stopped one this is not possible, see `ended_well`."""
         assert self._watching is not None and self._client is not None
         self._stopping = True
         self._watching.cancel()
         try:
-            if self._broken is None and not self._lost:
+            hang = any(self._silent_s(rank) > _HURRY_S for rank in range(len(self._board.replica_of_rank)))
+            if self._broken is None and not self._lost and not hang:
                 async with asyncio.timeout(END_S):
                     self._client.pause_engines()
                     await self._rank.wait_until_paused()

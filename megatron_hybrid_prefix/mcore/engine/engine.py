@@ -1,7 +1,7 @@
 """`HybridPrefixEngine`: megatron's dynamic engine with this package's cache.
 
-It adds weights epochs, preempted and aborted requests, failed forwards, and correct log-probs per request. Megatron does
-the scheduling and stepping.
+It adds weights epochs, preempted and aborted requests, failed forwards, correct log-probs per request, and what a coordinator
+tells it. Megatron does the scheduling and stepping. Long, because it is one class: megatron's.
 """
 
 from __future__ import annotations
