@@ -191,7 +191,7 @@ def _sampling(body: Body, served: ServedModel, tenant: str | None) -> dict[str, 
         "cache_read": body.cache_read if served.caches else False,
         "cache_write": body.cache_write if served.caches else False,
     }
-    if body.prompt_cache_key is not None:
+    if body.prompt_cache_key:
         fields["routing_key"] = json.dumps([tenant, body.prompt_cache_key])
     options = SamplingOptions(
         temperature=0.0 if fields["top_k"] == 1 else fields["temperature"],
