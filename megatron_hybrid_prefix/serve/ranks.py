@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -90,13 +91,14 @@ class Processes:
         """Ends this process and those of the other ranks on this host, whatever they do."""
         for rank in self._handles:
             self.kill(rank)
-        leave(1)
+        os._exit(1)
 
-    def end_all_in_time(self, after_s: float) -> None:
-        """Calls `end_all` that many seconds later, unless this process ends before."""
-        timer = threading.Timer(after_s, self.end_all)
-        timer.daemon = True
-        timer.start()
+
+def call_later(after_s: float, function: Callable[[], object]) -> None:
+    """Calls a function in a thread that many seconds later, unless this process ends before."""
+    timer = threading.Timer(after_s, function)
+    timer.daemon = True
+    timer.start()
 
 
 def leave(code: int) -> NoReturn:
@@ -149,19 +151,26 @@ class Board:
         """Number of replicas."""
         return int(max(self.replica_of_rank)) + 1
 
-    def report(self, report: dict[str, Any]) -> bool:
-        """Stores this rank's report. Returns whether rank 0 still wants this replica.
+    def report(self, report: dict[str, Any]) -> tuple[bool, bool]:
+        """Stores this rank's report. Waits while rank 0 is stopped.
+
+        Returns:
+            Whether rank 0 has given this replica up, and whether it is about to end.
 
         Raises:
             RuntimeError: Rank 0 is gone. (Torch's connection errors.)
         """
         self._store.set(f"report {self.rank}", json.dumps(report))
-        return not self._store.check([f"lost {self.replica}"])
+        return self._store.check([f"lost {self.replica}"]), self._store.check(["ending"])
 
     def reports(self) -> dict[int, dict[str, Any]]:
         """Latest reports by rank. Ranks without one are missing. Only for rank 0."""
         names = {rank: f"report {rank}" for rank in range(len(self.replica_of_rank))}
         return {rank: json.loads(self._store.get(name)) for rank, name in names.items() if self._store.check([name])}
+
+    def will_end(self) -> None:
+        """Tells all ranks that rank 0 is about to end. Only for rank 0."""
+        self._store.set("ending", "")
 
     def give_up(self, replica: int) -> None:
         """Ends the other ranks of a replica: those of this host at once, others when they report. Only for rank 0."""
@@ -188,6 +197,7 @@ class RankEngine:
         self.error: str | None = None
         self._board, self._port = board, port
         self._seen_tokens: dict[int, int] = {}  # of unfinished requests that have some
+        self._first_rank_goes_on, self._answered_s = True, time.monotonic()
         self._connected, self._ended = threading.Event(), threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -207,6 +217,11 @@ class RankEngine:
     def last_report(self) -> None:
         """Returns once rank 0 knows that the engine's thread has ended, or soon after."""
         self._reports.join(LEAVE_S)
+
+    @property
+    def first_rank_goes_on(self) -> bool:
+        """Whether rank 0 was alive a moment ago, and not about to end."""
+        return self._first_rank_goes_on and time.monotonic() - self._answered_s < 4 * REPORT_S
 
     def wait_until_connected(self, timeout_s: float = _START_S) -> None:
         """Returns once all ranks are connected.
@@ -278,13 +293,14 @@ class RankEngine:
             step_s = 0.0 if began_s is None else time.perf_counter() - began_s
             report = {"number": number, "error": self.error, "step_s": step_s}
             try:
-                is_wanted = self._board.report(report)
+                is_given_up, is_ending = self._board.report(report)
+                self._first_rank_goes_on, self._answered_s = not is_ending, time.monotonic()
             except RuntimeError:
                 if self._ended.wait(LEAVE_S):
                     return  # so all ended
                 logger.error("rank 0 is gone")
                 leave(1)  # the engine may wait for other ranks forever
-            if not is_wanted and self._board.rank != 0:
+            if is_given_up and self._board.rank != 0:
                 logger.error("rank 0 has given this replica up")
                 leave(1)
             if self._ended.wait(REPORT_S) and (self.error is None or report["error"] is not None):
@@ -301,11 +317,16 @@ def serve_with_others(engine: Any, drain_s: float) -> NoReturn:
     end_s = END_S + 2 * LEAVE_S  # rank 0 ends before
     told_s: list[float] = []
 
+    def end() -> None:
+        if rank.first_rank_goes_on:
+            os._exit(1)  # only this rank was told to end
+        board.processes.end_all()
+
     def on_signal(*_: object) -> None:
         # Rank 0 does not wait for open requests at a second signal, see `HttpServer`.
         again = bool(told_s) and time.monotonic() - told_s[0] > SAME_SIGNAL_S
         if again or not told_s:
-            board.processes.end_all_in_time(end_s if again else drain_s + end_s)
+            call_later(end_s if again else drain_s + end_s, end)
         told_s.append(time.monotonic())
 
     for number in (signal.SIGINT, signal.SIGTERM):

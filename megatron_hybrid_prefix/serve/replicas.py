@@ -21,7 +21,7 @@ from megatron_hybrid_prefix.mcore.ranks.client import ReplicaClient
 from megatron_hybrid_prefix.mcore.ranks.coordinator import CoordinatorProcess
 from megatron_hybrid_prefix.mcore.ranks.messages import Routing
 from megatron_hybrid_prefix.serve.backend import STOPPED, Backend, GenerationTask, Update, new_output, refusal
-from megatron_hybrid_prefix.serve.ranks import END_S, LEAVE_S, REPORT_S, Board, RankEngine
+from megatron_hybrid_prefix.serve.ranks import END_S, LEAVE_S, REPORT_S, Board, RankEngine, call_later
 from megatron_hybrid_prefix.upstream.names import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -266,7 +266,8 @@ class ReplicaLoop(Backend):
     def will_end(self, drain_s: float) -> None:
         """See `Backend`. This process and those of the other ranks on its host end in time, whatever they do."""
         self._stopping = True
-        self._board.processes.end_all_in_time(drain_s + END_S + LEAVE_S)
+        self._board.will_end()
+        call_later(drain_s + END_S + LEAVE_S, self._board.processes.end_all)
 
     async def stop(self) -> None:
         """Stops all replicas on all ranks. With a lost or stopped one this is not possible, see `ended_well`."""
