@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _WATCH_S = 0.5
 _SNAPSHOT_S = 0.5  # wait this long for replicas in a step
-_SILENT_S = 30.0  # a rank that has not reported for so long is lost
+_SILENT_S = 60.0  # a rank that has not reported for so long is lost
 _HURRY_S = 4 * REPORT_S  # at the end, it is not waited for after so long
 _CONNECT_S = 10.0  # for the coordinator's first reply
 
