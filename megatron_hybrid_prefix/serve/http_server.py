@@ -17,6 +17,8 @@ from megatron_hybrid_prefix.serve.errors import bad
 
 # Clients have this long to read the last error, and close.
 _LAST_WORDS_S = 2.0
+# Clients such as httpx close idle connections after 5 s. A server that does so at the same moment fails their next request.
+_KEEP_ALIVE_S = 30
 # The terminal and torchrun both send SIGINT for one Ctrl-C. Signals closer than this count as one.
 SAME_SIGNAL_S = 1.0
 
@@ -40,6 +42,7 @@ class HttpServer(uvicorn.Server):
                 http=protocol,
                 ws="none",
                 lifespan="on",
+                timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=int(drain_s + _LAST_WORDS_S),
                 **options,
             )
