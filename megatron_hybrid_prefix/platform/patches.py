@@ -312,7 +312,7 @@ FA4 = (
         owner=modules.ATTENTION,
         name="flash_attn4_varlen_func",
         make=_fa4,
-        why="FA4 raises 'SplitKV not supported on SM 9.0' unless num_splits=1, and does not support float32",
+        why="FA4 raises 'SplitKV not supported on SM 9.0' unless num_splits=1; it supports neither float32 nor every head size",
     ),
 )
 

@@ -263,3 +263,25 @@ def test_the_cuda_version_says_what_it_cannot_do():
         options = {"causal": True, "block_table": table, "cache_seqlens": 5} | options
         with pytest.raises(NotImplementedError):
             attention_cuda.flash_attn_with_kvcache(q[None], k, v, **options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "theirs"),
+    [
+        *((torch.bfloat16, dim, True) for dim in (16, 64, 128, 256)),
+        *((torch.bfloat16, dim, False) for dim in (20, 24, 272)),
+        (torch.float32, 128, False),
+    ],
+)
+def test_flash_attention_4_gets_what_it_supports(monkeypatch, dtype, dim, theirs):
+    from megatron_hybrid_prefix.platform.kernels import attention_cuda
+
+    called = []
+    monkeypatch.setattr(attention_cuda, "paged_varlen_attention_cuda", lambda *args: called.append("gathering"))
+    call = attention_cuda.flash_attn4_varlen_func(lambda *args, **kwargs: called.append(kwargs["num_splits"]), True)
+    q, k, v, table = make(0, [1], [3], 2, 1, dtype=dtype, dim=dim, page=16)
+    lengths = torch.tensor([3], dtype=torch.int32)
+    given = {"cu_seqlens_q": cumulative([1]), "seqused_k": lengths, "max_seqlen_q": 1, "max_seqlen_k": 3}
+    given |= {"page_table": table, "softmax_scale": None, "causal": True, "window_size": (-1, -1), "num_splits": 0}
+    call(q, k, v, **given)
+    assert called == [1 if theirs else "gathering"]

@@ -13,6 +13,8 @@ import torch
 
 pytest.importorskip("safetensors")
 
+from megatron.core.inference.utils import InferenceMode
+
 from megatron_hybrid_prefix.models import build_hybrid_model, open_folder, save_hf_folder
 from megatron_hybrid_prefix.models.hf_weights import hf_shapes
 from tests.harness.engine_helpers import random_tokens
@@ -39,7 +41,13 @@ with torch.no_grad():
 def training_logits(model, rows):
     """(rows, tokens, vocabulary), from megatron's forward outside of inference."""
     positions = torch.arange(rows.shape[1]).expand_as(rows)
-    return model(input_ids=rows, position_ids=positions, attention_mask=None)
+    engine_is_active = InferenceMode.is_active()  # another test of this process left its engine
+    InferenceMode.unset_active()
+    try:
+        return model(input_ids=rows, position_ids=positions, attention_mask=None)
+    finally:
+        if engine_is_active:
+            InferenceMode.set_active()
 
 
 @pytest.fixture(scope="module")

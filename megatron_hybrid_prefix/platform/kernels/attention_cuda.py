@@ -111,7 +111,9 @@ flash_attn_varlen_func, flash_attn_with_kvcache = flash_attn_functions(paged_var
 
 
 def flash_attn4_varlen_func(original: FlashAttention4, one_split: bool) -> FlashAttention4:
-    """FA4's entry point with two fixes: no split KV on Hopper, and float32 by the gathering attention.
+    """FA4's entry point with fixes: no split KV on Hopper; what it does not support by the gathering attention.
+
+    On a paged cache FA4 supports 16-bit types and heads whose size is a multiple of 16, up to 256.
 
     Args:
         original: ``flash_attn.cute.flash_attn_varlen_func``.
@@ -124,7 +126,7 @@ def flash_attn4_varlen_func(original: FlashAttention4, one_split: bool) -> Flash
     def call(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if q.dtype in (torch.float16, torch.bfloat16):
+        if q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 16 == 0 and q.shape[-1] <= 256:
             if one_split:
                 kwargs["num_splits"] = 1
             return original(q, k, v, **kwargs)
