@@ -127,13 +127,14 @@ if triton is not None:
         TAPS: tl.constexpr,
     ) -> tl.tensor:
         """A token's output from its input and those up to three tokens back, added from the oldest on."""
+        # Written as FMAs: which of two products a compiler fuses would depend on where this is used, and bits with it.
         total = bias
         if TAPS > 3:
-            total += x3 * w3
+            total = tl.fma(x3, w3, total)
         if TAPS > 2:
-            total += x2 * w2
-        total += x1 * w1
-        total += x0 * w0
+            total = tl.fma(x2, w2, total)
+        total = tl.fma(x1, w1, total)
+        total = tl.fma(x0, w0, total)
         return (total / (1.0 + tl.exp(-total))).to(kept)
 
     @triton.jit
