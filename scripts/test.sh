@@ -40,6 +40,6 @@ if ((without)) || [[ -n $megatron ]]; then
   python=$("$python" scripts/variant_env.py "$folder" "${variant[@]}")
   export PATH="${python%/*}:$PATH"
 fi
-arguments=(-n 2 --dist loadfile)
+arguments=(-n 2 --dist loadfile --no-loadscope-reorder) # in the order that tests/conftest.py gives
 ((all)) || arguments+=(-m "not slow")
 exec "$python" -m pytest -q "${arguments[@]}" "$@"

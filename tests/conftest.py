@@ -15,10 +15,16 @@ from tests.harness.limits import THREADS
 os.environ["OMP_NUM_THREADS"] = str(THREADS)
 
 
+# Folders whose files take longest: they run first, so that at the end no process waits long for the other.
+_FIRST = ("packaging", "distributed", "serve", "cli", "engine")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked ``gpu`` if there is no GPU, and those marked ``clients`` outside of scripts/clients.sh."""
+    """Puts the longest folders first. Skips ``gpu`` tests without a GPU, and ``clients`` outside of scripts/clients.sh."""
     import torch
 
+    order = {folder: place for place, folder in enumerate(_FIRST)}
+    items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
     if "MHP_CLIENTS_PYTHON" not in os.environ:
         for item in items:
             if "clients" in item.keywords:
