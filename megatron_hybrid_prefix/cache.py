@@ -14,6 +14,10 @@ The cache handles only numbers: token counts, KV block ids, slot ids. It holds n
 engine does the work, and a trace replay runs this same file without an engine. The cache owns all KV blocks and all
 checkpoint slots.
 
+KV blocks and slots have separate memory of fixed sizes (``kv_blocks`` and ``state_slots``), or share one
+(``cache_bytes``). Then the value per byte decides across both (``index/shared_store.py``), the states of running requests
+are in the same slots, and blocks that no request holds may move (``pool/pages.py``).
+
 Three helpers belong to it. `cache.loads` loads from the host tier and swaps out preempted requests. `cache.blocks`
 serves megatron's block allocator. `cache.inspect` answers queries. Eviction is in ``index/store.py``, the choice of
 checkpoints in ``index/planner.py``.
@@ -42,14 +46,16 @@ from megatron_hybrid_prefix.index.planner import BoundaryRule, StepPlanner
 from megatron_hybrid_prefix.index.prompt_scores import PromptScores
 from megatron_hybrid_prefix.index.requests import Admission, LiveRequest, RequestBook, StepPlan
 from megatron_hybrid_prefix.index.scores import ScoreTable
+from megatron_hybrid_prefix.index.shared_store import SharedStore
 from megatron_hybrid_prefix.index.store import PrefixStore
 from megatron_hybrid_prefix.index.tree import PrefixTree
 from megatron_hybrid_prefix.metrics import PrefixStats, TierStats
 from megatron_hybrid_prefix.policy.boundaries import Boundary, prompt_boundaries, with_verification
 from megatron_hybrid_prefix.policy.registry import DEFAULT_EVICTION_POLICY, make_eviction_policy
+from megatron_hybrid_prefix.pool.pages import PageLayout, Pages
 from megatron_hybrid_prefix.pool.slots import SlotPool
 from megatron_hybrid_prefix.tiers.base import DepthTier, TierBehind
-from megatron_hybrid_prefix.tiers.units import HOST
+from megatron_hybrid_prefix.tiers.units import HOST, Copy
 
 
 class HybridPrefixCache:
@@ -59,6 +65,10 @@ class HybridPrefixCache:
         block_tokens: Tokens per KV block.
         kv_blocks: Number of KV blocks, ids 0 .. kv_blocks - 1. Does not count megatron's dummy block.
         state_slots: Number of checkpoint slots. 0 disables reuse.
+        cache_bytes: Bytes that KV blocks, checkpoints and states of running requests share, instead of ``kv_blocks`` and
+            ``state_slots``. Ranks must pass the same three sizes, or sizes with the same `layout`.
+        block_bytes: Bytes of a KV block, with ``cache_bytes``.
+        state_bytes: Bytes of a state, with ``cache_bytes``.
         first_state_slot: Id of the first checkpoint slot. Lower ids are the engine's live slots.
         epoch: Weights epoch at the start.
         secret: Secret of the block hashes, at most 64 bytes. None: random. Ranks need the same secret only if their
@@ -79,6 +89,7 @@ class HybridPrefixCache:
         scores_bytes: Bytes of the log-probs of cached prompts. 0: requests that want those of their prompt match nothing.
 
     Attributes:
+        layout: How KV blocks and states share one memory; None if they do not.
         loads: Loads from the host tier; preempted requests that are swapped out.
         scores: Log-probs of cached prompts.
         blocks: KV blocks by id.
@@ -92,8 +103,11 @@ class HybridPrefixCache:
         self,
         *,
         block_tokens: int,
-        kv_blocks: int,
-        state_slots: int,
+        kv_blocks: int | None = None,
+        state_slots: int | None = None,
+        cache_bytes: int | None = None,
+        block_bytes: int = 0,
+        state_bytes: int = 0,
         first_state_slot: int = 0,
         epoch: int = 0,
         secret: bytes | None = None,
@@ -121,6 +135,15 @@ class HybridPrefixCache:
             )
         if behind is not None and not host_pages:
             raise ValueError(f"tier {behind.name!r} behind the host needs a host tier: host_pages is 0")
+        self.layout = None
+        if cache_bytes is not None:
+            if kv_blocks is not None or state_slots is not None or first_state_slot:
+                raise ValueError(
+                    "cache_bytes replaces kv_blocks, state_slots and first_state_slot: give one or the others"
+                )
+            self.layout = PageLayout.within(cache_bytes, block_bytes=block_bytes, state_bytes=state_bytes)
+        elif kv_blocks is None or state_slots is None:
+            raise ValueError("give kv_blocks and state_slots, or cache_bytes, block_bytes and state_bytes")
         self.block_tokens = block_tokens
         self.min_computed_tokens = min_computed_tokens
         self.retention_interval_tokens = retention_interval_tokens
@@ -145,16 +168,16 @@ class HybridPrefixCache:
             if behind is not None:
                 self._stats.tiers[behind.name] = TierStats()
                 tiers.append(behind)
-        self._store = PrefixStore(
-            tree,
-            KVBlocks(kv_blocks),
-            SlotPool(state_slots, first_state_slot),
-            make_eviction_policy(eviction_policy),
-            host,
-            self._stats,
-        )
+        eviction = make_eviction_policy(eviction_policy)
+        self._store: PrefixStore
+        if self.layout is not None:
+            self._store = SharedStore(tree, Pages(self.layout), eviction, host, self._stats)
+        else:
+            assert kv_blocks is not None and state_slots is not None
+            blocks, slots = KVBlocks(kv_blocks), SlotPool(state_slots, first_state_slot)
+            self._store = PrefixStore(tree, blocks, slots, eviction, host, self._stats)
         self._requests = RequestBook()
-        self._matcher = Matcher(tree, tiers, self._requests.loads, block_tokens=block_tokens)
+        self._matcher = Matcher(tree, tiers, self._requests.loads, block_tokens=block_tokens, ghosts=self._store.ghosts)
         self._planner = StepPlanner(
             self._store,
             self._stats,
@@ -231,8 +254,8 @@ class HybridPrefixCache:
         match = self._matcher.fresh(match)
         own_blocks = self._blocks_for(match, length_tokens)
         own_blocks -= len(match.block_ids)
-        unreferenced = self._store.blocks.unreferenced_tail(match.path) if match.load_id is None else 0
-        return own_blocks <= self._store.blocks.available_blocks - unreferenced
+        path = match.path if match.load_id is None else ()
+        return self._store.has_room(own_blocks, path, slots=1, source_slot=match.source_slot)
 
     def admit(
         self,
@@ -296,7 +319,7 @@ class HybridPrefixCache:
         expected, match = match, self._matcher.fresh(match)
         chain, shared = match.chain, len(match.path)
         own_blocks = max(0, self._blocks_for(match, length_tokens) - shared)
-        if own_blocks > store.blocks.available_blocks - store.blocks.unreferenced_tail(match.path):
+        if not store.has_room(own_blocks, match.path, slots=1, source_slot=match.source_slot):
             return None
         if match.resume_tokens < expected.resume_tokens:
             self._stats.count_fallback("stale_match")
@@ -307,6 +330,7 @@ class HybridPrefixCache:
             store.checkpoints.use(match.path[-1])
         if match.scores:
             store.tree.scores.use(match.path)
+        live_slot = store.take_live_slot()
         block_ids += store.take_blocks(own_blocks)
         write = write and chain.epoch == self.epoch
         boundaries = self._planner.boundaries(match, breakpoints) if write else ()
@@ -324,6 +348,7 @@ class HybridPrefixCache:
             planned_tokens=match.resume_tokens,
             pinned_slot=match.source_slot,
             top_n=match.top_n,
+            live_slot=live_slot,
         )
         self._count_admission(match)
         return Admission(
@@ -335,7 +360,19 @@ class HybridPrefixCache:
             lost_tokens_no_state=match.lost_tokens_no_state,
             boundaries=live.boundaries,
             scores=match.scores,
+            live_slot=live_slot,
         )
+
+    def take_copies(self) -> list[Copy]:
+        """Takes the copies queued since the last call: to and from other tiers, and of blocks that moved.
+
+        Carry them out in this order, before anything is written to a block or slot that the cache gave out since: before
+        the next forward, and before the states of `checkpoint_decoded` are copied to their slots.
+        """
+        copies = list(self._store.copies)
+        self._store.copies.clear()
+        self._store.copies_taken()
+        return copies
 
     def grow(self, request_id: int, length_tokens: int) -> list[int] | None:
         """Allocates blocks so that the request's KV fits up to position ``length_tokens``.
@@ -476,7 +513,8 @@ class HybridPrefixCache:
 
         Returns:
             The slot to copy the state to, before the request's next forward. The state is matchable at once. None: the
-            state is kept already, the request caches nothing, or there is no slot.
+            state is kept already, the request caches nothing, or there is no slot. With shared memory, call `take_copies`
+            between this call and the copy, and make the copy before the next call that may evict.
 
         Raises:
             ValueError: The request is not live.
@@ -587,8 +625,9 @@ class HybridPrefixCache:
         assert load is not None
         match, held = load.match, len(live.block_ids)
         own_blocks = self._blocks_for(match, length_tokens) - held
-        if own_blocks > self._store.blocks.available_blocks:
+        if not self._store.has_room(own_blocks, slots=1):
             return None
+        live.live_slot = self._store.take_live_slot()
         live.block_ids += self._store.take_blocks(max(0, own_blocks))
         live.write = live.write and write
         if live.write:
@@ -607,6 +646,7 @@ class HybridPrefixCache:
             boundaries=live.boundaries,
             payloads=load.payloads,
             scores=match.scores,
+            live_slot=live.live_slot,
         )
 
     def _count_admission(self, match: Match) -> None:

@@ -188,11 +188,17 @@ class KVBlocks:
                 raise CacheCorruptionError(f"block {block_id} and {node} disagree")
             if block_id in cached and node is None:
                 raise CacheCorruptionError(f"block {block_id} is in the eviction queue without a key")
+        self._check_order(queue)
+        self._check_duplicates()
+
+    def _check_order(self, queue: Sequence[Node]) -> None:
         seen: set[Node] = set()
         for node in queue:
             if node.parent in seen:
                 raise CacheCorruptionError(f"{node} would be evicted after its parent")
             seen.add(node)
+
+    def _check_duplicates(self) -> None:
         for node, duplicates in self._duplicates.items():
             if not duplicates or not self._ref_counts[node.block_id]:
                 raise CacheCorruptionError(f"{node} has duplicates {duplicates}, but nobody holds its block")

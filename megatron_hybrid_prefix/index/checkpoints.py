@@ -21,7 +21,12 @@ class CheckpointTable:
         eviction: Ranks the states.
         host: Host tier for evicted states; None: evicted states are lost.
         stats: Counts evictions and published states.
+
+    Attributes:
+        protected: Slots that `protect` pinned.
     """
+
+    protected: Sequence[int] = ()
 
     def __init__(
         self,
@@ -76,6 +81,9 @@ class CheckpointTable:
 
             slot = self._slot_of(self.eviction.victim(is_elsewhere, probationary_only=True))
         return slot
+
+    def protect(self, slot: int) -> None:
+        """The state in the published ``slot`` will be copied there later. Matters only if slots share memory with KV."""
 
     def publish(self, node: Node, slot: int, reason: CheckpointReason) -> None:
         """Makes the state in the reserved ``slot`` matchable. The node must have no state on the device."""

@@ -19,7 +19,7 @@ from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers.base import TierBehind
-from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
+from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, Copy, EntryKind, Tag
 
 
 def is_probationary(node: Node) -> bool:
@@ -71,7 +71,7 @@ class HostTier:
         self._figures = stats.tiers[HOST]
         self.write_through = write_through
         self.behind = behind
-        self.transfers: list[BlockTransfer] = []
+        self.transfers: list[Copy] = []
         self.routing_of: Callable[[int], Any] = lambda block_id: None
         self.reset()
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron_hybrid_prefix.index.host_tier import HostTier
 from megatron_hybrid_prefix.index.requests import RequestBook
+from megatron_hybrid_prefix.index.shared_store import MemoryUse, SharedStore
 from megatron_hybrid_prefix.index.store import PrefixStore
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
@@ -61,11 +62,19 @@ class Inspector:
         """Keys of a live request's full blocks, front first."""
         return tuple(self._requests[request_id].chain.keys)
 
+    def live_slot(self, request_id: int) -> int | None:
+        """Slot of a live request's own state; None unless states share their memory with KV."""
+        return self._requests[request_id].live_slot
+
     # -- the cache -----------------------------------------------------------------------------------------------------
 
     def nodes(self) -> Iterator[Node]:
         """All nodes of the prefix tree, in any order."""
         return iter(self._store.tree)
+
+    def memory_use(self) -> MemoryUse | None:
+        """Who uses the memory that KV and states share; None if they do not share one. O(blocks)."""
+        return self._store.memory_use() if isinstance(self._store, SharedStore) else None
 
     @property
     def node_count(self) -> int:

@@ -37,11 +37,12 @@ def check_integrity(
     requests = book.everyone()
     blocks.check()
     slots.check()
+    store.check()
     _check_tree(tree, blocks)
     tree.scores.check(set(tree))
     _check_requests(tree, blocks, requests, block_tokens, tree.epoch)
     _check_ref_counts(blocks, requests, unattached)
-    _check_slots(tree, slots, list(store.checkpoints.eviction), requests)
+    _check_slots(tree, slots, list(store.checkpoints.eviction), requests, store.checkpoints.protected)
     planned = [
         live.chain.keys[checkpoint.position_tokens // block_tokens - 1]
         for live in requests
@@ -135,7 +136,11 @@ def _check_ref_counts(blocks: KVBlocks, requests: Sequence[LiveRequest], unattac
 
 
 def _check_slots(
-    tree: PrefixTree, slots: SlotPool, ranked_states: Sequence[Node], requests: Sequence[LiveRequest]
+    tree: PrefixTree,
+    slots: SlotPool,
+    ranked_states: Sequence[Node],
+    requests: Sequence[LiveRequest],
+    protected: Sequence[int],
 ) -> None:
     published = [node.slot for node in tree if node.slot != NO_SLOT]
     _expect(
@@ -152,6 +157,9 @@ def _check_slots(
         sorted(reserved) == slots.slots_in(SlotState.RESERVED),
         "the reserved slots differ from those of plans and loads",
     )
+    own = [live.live_slot for live in requests if live.live_slot is not None]
+    _expect(sorted(own) == slots.slots_in(SlotState.LIVE), "the live slots differ from those of the requests")
     pins = Counter(live.pinned_slot for live in requests if live.pinned_slot is not None)
+    pins.update(protected)
     for slot in range(slots.first_slot, slots.first_slot + slots.total_slots):
         _expect(slots.pins(slot) == pins[slot], f"slot {slot} has {slots.pins(slot)} pins, should have {pins[slot]}")

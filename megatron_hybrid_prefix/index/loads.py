@@ -84,10 +84,14 @@ class Loads:
     # -- moves ---------------------------------------------------------------------------------------------------------
 
     def take_transfers(self) -> list[BlockTransfer]:
-        """Takes the copies queued since the last call. Carry them out in this order, before any other write."""
+        """Takes the copies queued since the last call. Carry them out in this order, before any other write.
+
+        With shared memory, call `HybridPrefixCache.take_copies` instead.
+        """
         if self._host is None or not self._host.transfers:
             return []
-        units = list(self._host.transfers)
+        units = [unit for unit in self._host.transfers if isinstance(unit, BlockTransfer)]
+        assert len(units) == len(self._host.transfers), "blocks moved: call take_copies of the cache"
         self._host.transfers.clear()
         return units
 
@@ -256,7 +260,7 @@ class Loads:
         return loaded
 
     def _has_blocks(self, count: int, shared: Sequence[Node]) -> bool:
-        return count <= self._blocks.available_blocks - self._blocks.unreferenced_tail(shared)
+        return self._store.has_room(count, shared, slots=1)
 
     # -- end a load ----------------------------------------------------------------------------------------------------
 

@@ -35,6 +35,8 @@ class Match:
         scores: Scores of the blocks up to ``resume_tokens``, then the next logits there. Empty without ``top_n``.
         lost_tokens_no_scores: Tokens that could be skipped without ``top_n``, but are computed because their log-probs are
             not kept.
+        seen_blocks: With shared memory: number of leading blocks that an earlier prompt had, even if their KV was evicted
+            since (``ghosts.py``). At least ``kv_depth_blocks`` then; else 0.
         loadable_blocks: Depth, in blocks, of a deeper state on a tier below the device; 0: there is none.
         load_id: Id of the request's load; None: no load has begun.
         loaded_blocks: With a load, the KV blocks up to ``resume_tokens``: shared ones, then loaded ones.
@@ -53,6 +55,7 @@ class Match:
     top_n: int | None = None
     scores: tuple[Kept, ...] = ()
     lost_tokens_no_scores: int = 0
+    seen_blocks: int = 0
     loadable_blocks: int = 0
     load_id: int | None = None
     loaded_blocks: tuple[int, ...] = ()
@@ -72,6 +75,7 @@ def match_prefix(
     limit_tokens: int,
     read: bool,
     top_n: int | None = None,
+    ghosts: Container[bytes] = frozenset(),
 ) -> Match:
     """Matches ``chain`` against the tree and the tiers below. O(blocks matched).
 
@@ -83,6 +87,7 @@ def match_prefix(
         limit_tokens: The request must resume here or earlier, so that it computes at least one token.
         read: False: match nothing.
         top_n: See `Match`.
+        ghosts: Keys of evicted blocks that are remembered.
     """
     path = tree.path(chain.keys) if read else []
     kv_depth = _kv_depth(tiers, chain.keys, len(path)) if read else 0
@@ -100,6 +105,11 @@ def match_prefix(
     loadable_blocks = resume_blocks
     for tier in tiers:
         loadable_blocks = _state_depth(tier, chain.keys, loadable_blocks, usable_blocks, scored)
+    seen_blocks = 0
+    if ghosts and read:
+        seen_blocks = next(
+            (depth for depth in range(kv_depth, len(chain.keys)) if chain.keys[depth] not in ghosts), len(chain.keys)
+        )
     return Match(
         chain=chain,
         prompt_tokens=chain.tokens,
@@ -114,6 +124,7 @@ def match_prefix(
         top_n=top_n,
         scores=() if top_n is None else tree.scores_of(chain.keys[:resume_blocks], top_n),
         lost_tokens_no_scores=(state_blocks - resume_blocks) * block_tokens,
+        seen_blocks=seen_blocks,
         loadable_blocks=loadable_blocks if loadable_blocks > resume_blocks else 0,
     )
 
@@ -153,12 +164,20 @@ class Matcher:
         tiers: Tiers below the device, nearest first.
         loads: Ids of the loads that have not ended.
         block_tokens: Tokens per block.
+        ghosts: Keys of evicted blocks that are remembered.
     """
 
     def __init__(
-        self, tree: PrefixTree, tiers: Sequence[DepthTier], loads: Container[int], *, block_tokens: int
+        self,
+        tree: PrefixTree,
+        tiers: Sequence[DepthTier],
+        loads: Container[int],
+        *,
+        block_tokens: int,
+        ghosts: Container[bytes] = frozenset(),
     ) -> None:
         self._tree, self._tiers, self._loads, self._block_tokens = tree, tiers, loads, block_tokens
+        self._ghosts = ghosts
 
     def match(self, chain: KeyChain, limit_tokens: int, read: bool, top_n: int | None = None) -> Match:
         """See `match_prefix`. A chain of another weights epoch matches nothing."""
@@ -172,6 +191,7 @@ class Matcher:
             limit_tokens=limit_tokens,
             read=read,
             top_n=top_n,
+            ghosts=self._ghosts,
         )
 
     def is_current(self, match: Match) -> bool:

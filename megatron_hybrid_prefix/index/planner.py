@@ -83,7 +83,7 @@ class StepPlanner:
             prompt_tokens=match.chain.tokens,
             block_tokens=self._block_tokens,
             resume_tokens=match.resume_tokens,
-            kv_depth_blocks=match.kv_depth_blocks,
+            kv_depth_blocks=max(match.kv_depth_blocks, match.seen_blocks),
             min_computed_tokens=self._min_computed_tokens,
             breakpoints=breakpoints,
             interval_tokens=interval_tokens,
@@ -165,6 +165,7 @@ class StepPlanner:
             self._stats.checkpoints_skipped += 1
             return None
         checkpoints.publish(node, slot, CheckpointReason.DECODE)
+        checkpoints.protect(slot)
         live.decoded.append((node, slot))
         return slot
 

@@ -29,6 +29,8 @@ class Admission:
         payloads: Payload (routing) of each loaded KV block, or None, by block id.
         boundaries: Positions of the prompt that get a checkpoint.
         scores: See `Match`.
+        live_slot: With shared memory: slot of the request's own state until it is released. None: the engine has slots of
+            its own for running requests.
     """
 
     request_id: int
@@ -40,6 +42,7 @@ class Admission:
     boundaries: tuple[Boundary, ...]
     payloads: dict[int, Any] = field(default_factory=dict)
     scores: tuple[Kept, ...] = ()
+    live_slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +155,7 @@ class LiveRequest:
         released: Released by the engine with a plan in flight. Removed when the last plan is settled.
         load: Its load from the host, until the first forward is settled.
         top_n: See `Match`: what its forwards compute is scored.
+        live_slot: Slot of its own state, if the memory is shared and it is admitted.
     """
 
     request_id: int
@@ -169,6 +173,7 @@ class LiveRequest:
     released: bool = False
     load: Load | None = None
     top_n: int | None = None
+    live_slot: int | None = None
 
     @property
     def is_loading(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container, Sequence
+
 from megatron_hybrid_prefix.index.blocks import KVBlocks
 from megatron_hybrid_prefix.index.checkpoints import CheckpointTable
 from megatron_hybrid_prefix.index.host_tier import HostTier
@@ -10,10 +12,13 @@ from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node, PrefixTree
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool
+from megatron_hybrid_prefix.tiers.units import Copy
 
 
 class PrefixStore:
     """Prefix tree, KV blocks, checkpoints and host tier, changed together.
+
+    KV blocks and slots have separate memory here; in ``shared_store.py`` they share one.
 
     Args:
         tree: An empty tree.
@@ -22,7 +27,14 @@ class PrefixStore:
         eviction: Ranks the states.
         host: Host tier for evicted KV and states; None: evicted entries are lost.
         stats: Counts evictions and published states.
+
+    Attributes:
+        copies: Queued copies, to be carried out in this order.
+        ghosts: Keys of evicted blocks that a prompt still recognises.
+        on_move: Called at once when a cached block moves: (from block, to block).
     """
+
+    ghosts: Container[bytes] = frozenset()
 
     def __init__(
         self,
@@ -36,6 +48,28 @@ class PrefixStore:
         self.tree, self.blocks, self.slots, self.host = tree, blocks, slots, host
         self.checkpoints = CheckpointTable(tree, slots, eviction, host, stats)
         self._stats = stats
+        self.copies: list[Copy] = [] if host is None else host.transfers
+        self.on_move: Callable[[int, int], None] = lambda source, target: None
+
+    def has_room(
+        self, blocks: int, path: Sequence[Node] = (), *, slots: int = 0, source_slot: int | None = None
+    ) -> bool:
+        """Whether blocks (and slots) can be taken, if need be by eviction, after a request has shared a path.
+
+        Args:
+            blocks: Number of new blocks.
+            path: Nodes that the request shares.
+            slots: Number of slots, 0 or 1. Only counts if slots share their memory with KV.
+            source_slot: Slot that the request pins.
+        """
+        return blocks <= self.blocks.available_blocks - self.blocks.unreferenced_tail(path)
+
+    def take_live_slot(self) -> int | None:
+        """Takes a slot for a running request; None if the engine has slots of its own for them."""
+        return None
+
+    def copies_taken(self) -> None:
+        """The engine carries out all queued copies now."""
 
     def take_blocks(self, count: int) -> list[int]:
         """Takes ``count`` of the available blocks. If too few are free, evicts the cached ones released longest ago."""
@@ -112,3 +146,7 @@ class PrefixStore:
         self.tree.clear()
         self.blocks.reset()
         self.checkpoints.reset()
+        self.copies.clear()
+
+    def check(self) -> None:
+        """Checks what only this store counts. For ``check_integrity``."""

@@ -35,6 +35,8 @@ class Node:
         reason: Why that state is kept, on the device or on the host.
         used: Whether a request has resumed from that state.
         children: Number of child nodes.
+        users: With shared memory: 1 if a state is kept here on the device, and 1 for each child with users. At 0 the KV
+            of the block is worthless: no request can resume behind it. Interval states that nobody used do not count.
         older, newer: Neighbours in the eviction queue (``index/blocks.py``).
     """
 
@@ -51,6 +53,7 @@ class Node:
         "reason",
         "slot",
         "used",
+        "users",
     )
 
     def __init__(self, key: bytes, parent: Node | None, block_id: int) -> None:
@@ -64,6 +67,7 @@ class Node:
         self.reason: CheckpointReason | None = None
         self.used = False
         self.children = 0
+        self.users = 0
         self.older: Node | None = None
         self.newer: Node | None = None
 

@@ -19,6 +19,7 @@ from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.lab.traces import Trace, TraceRequest
 from megatron_hybrid_prefix.lab.upstream_rule import UpstreamRule
 from megatron_hybrid_prefix.policy.boundaries import Boundary, prompt_boundaries
+from megatron_hybrid_prefix.pool.pages import PageLayout
 
 ADMISSIONS = ("adaptive", "asked", "tail")
 _SAMPLES = 200  # points of the time series
@@ -42,6 +43,36 @@ class Policy:
     admission: str = "adaptive"
     interval_tokens: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """A memory for KV, checkpoints and the state of the running request.
+
+    Attributes:
+        cache_bytes: All bytes.
+        block_bytes: Bytes of a KV block.
+        state_bytes: Bytes of a state.
+        state_share: Share of the bytes that only states may use; KV uses the others. None: both share all bytes.
+    """
+
+    cache_bytes: int
+    block_bytes: int
+    state_bytes: int
+    state_share: float | None = None
+
+    def counts(self) -> tuple[int, int]:
+        """KV blocks and checkpoint slots of a fixed split. One state belongs to the running request."""
+        assert self.state_share is not None
+        states = int(self.cache_bytes * self.state_share)
+        return (self.cache_bytes - states) // self.block_bytes, max(0, states // self.state_bytes - 1)
+
+    def cache_options(self) -> dict[str, int]:
+        """Arguments of `HybridPrefixCache`."""
+        if self.state_share is not None:
+            kv_blocks, state_slots = self.counts()
+            return {"kv_blocks": kv_blocks, "state_slots": state_slots}
+        return {"cache_bytes": self.cache_bytes, "block_bytes": self.block_bytes, "state_bytes": self.state_bytes}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +101,8 @@ class Replayed:
         series: Occupancy over time.
         counters: Counters of the cache, by name.
         seconds: Duration of the replay.
+        memory: The memory, if it was given in bytes. If it is shared, ``state_slots`` and ``kv_blocks`` are the most that
+            fit.
     """
 
     policy: Policy
@@ -81,6 +114,7 @@ class Replayed:
     series: tuple[Occupancy, ...]
     counters: Mapping[str, Any]
     seconds: float
+    memory: Memory | None = None
 
     @property
     def reused_token_fraction(self) -> float:
@@ -112,14 +146,13 @@ class Server(Protocol):
 class CacheServer:
     """`HybridPrefixCache`, called as the engine calls it."""
 
-    def __init__(self, policy: Policy, block_tokens: int, kv_blocks: int, state_slots: int) -> None:
+    def __init__(self, policy: Policy, block_tokens: int, sizes: Mapping[str, int]) -> None:
         self._cache = HybridPrefixCache(
             boundary_rule=_tail_only if policy.admission == "tail" else prompt_boundaries,
             block_tokens=block_tokens,
-            kv_blocks=kv_blocks,
-            state_slots=state_slots,
             eviction_policy=policy.eviction,
             retention_interval_tokens=policy.interval_tokens if policy.admission == "adaptive" else 0,
+            **sizes,
             **policy.options,
         )
         self._next_id = 0
@@ -132,7 +165,7 @@ class CacheServer:
         if match.loadable_blocks:
             match = cache.loads.begin_load_back(self._next_id, match) or match
         admission = cache.admit(self._next_id, match)
-        cache.loads.take_transfers()  # a replay has no data to copy
+        cache.take_copies()  # a replay has no data to copy
         if admission is None:
             cache.release(self._next_id)
             return None
@@ -164,8 +197,9 @@ def replay(
     trace: Trace,
     policy: Policy,
     *,
-    state_slots: int,
+    state_slots: int = 0,
     kv_blocks: int | None = None,
+    memory: Memory | None = None,
     on_request: Callable[[int], None] = lambda done: None,
 ) -> Replayed:
     """Replays all requests of a trace through a new cache.
@@ -175,14 +209,21 @@ def replay(
         policy: Which states are kept and evicted.
         state_slots: Checkpoint slots.
         kv_blocks: KV blocks; None: as many as the trace can use.
+        memory: Bytes, instead of the two counts. Not for "upstream" if they are shared.
         on_request: Called from time to time with the number of finished requests. May raise to stop the replay.
     """
+    if memory is not None and memory.state_share is not None:
+        kv_blocks, state_slots = memory.counts()
+    elif memory is not None:
+        layout = PageLayout.within(**memory.cache_options())
+        kv_blocks, state_slots = layout.total_blocks, layout.pages
     blocks = unlimited_kv_blocks(trace) if kv_blocks is None else kv_blocks
+    sizes = {"kv_blocks": blocks, "state_slots": state_slots} if memory is None else memory.cache_options()
     server: Server
     if policy.eviction == "upstream":
         server = UpstreamRule(block_tokens=trace.block_tokens, kv_blocks=blocks, state_slots=state_slots)
     else:
-        server = CacheServer(policy, trace.block_tokens, blocks, state_slots)
+        server = CacheServer(policy, trace.block_tokens, sizes)
     reused = array("q")
     series: list[Occupancy] = []
     refused = reused_so_far = prompt_so_far = 0
@@ -219,6 +260,7 @@ def replay(
         series=tuple(series),
         counters=server.counters(),
         seconds=seconds,
+        memory=memory,
     )
 
 

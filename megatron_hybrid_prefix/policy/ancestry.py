@@ -85,11 +85,32 @@ class Ancestry[T: TreeNode]:
         above.hang(joint, via)
         joint.hang(other, its_via)
 
-    def remove(self, node: T) -> None:
-        """Removes the state at ``node``."""
+    def remove(self, node: T) -> T | None:
+        """Removes the state at ``node``.
+
+        Returns:
+            The kept state whose `exclusive_blocks` grew; None if there is none.
+        """
         place = self._places[node]
+        above = place.above
+        assert above is not None
         place.kept = False
-        self._tidy(place)
+        if not place.below:
+            self._tidy(place)
+            # The state above has no state below it now, or the fork above is gone and one branch of it is left.
+            left = above if above.kept else next(iter(above.below.values()), above)
+        elif len(place.below) == 1:
+            (left,) = place.below.values()
+            self._tidy(place)
+        else:
+            return None  # a fork now
+        return left.node if left.kept and not left.below else None
+
+    def exclusive_blocks(self, node: T) -> int:
+        """Blocks that only the state at ``node`` makes useful: down from the next place above, if no state is below."""
+        place = self._places[node]
+        assert place.above is not None
+        return 0 if place.below else place.depth_blocks - place.above.depth_blocks
 
     def nearest_above(self, node: T) -> T | None:
         """The nearest kept state above ``node``, which must be a place. None: there is only the root."""

@@ -11,7 +11,7 @@ state that is known to be useful.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 
@@ -71,3 +71,18 @@ class EvictionPolicy[T: KeptState](Protocol):
 
     def clear(self) -> None:
         """All states were dropped."""
+
+
+@runtime_checkable
+class SharesMemory(Protocol):
+    """A policy that can rank states by value per byte freed, for a memory that KV and states share.
+
+    Other policies rank states alone: then the KV behind which no request can resume goes first, and after it their victim.
+    """
+
+    def share_memory(self, *, state_blocks: int) -> None:
+        """From now on states and KV share their memory. Called once, before any other method.
+
+        Args:
+            state_blocks: Bytes of a state, in KV blocks.
+        """

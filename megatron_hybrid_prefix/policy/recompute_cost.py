@@ -2,7 +2,8 @@
 
     value = cost of computing from the nearest kept state above up to this one  x  how likely this state is to be used
 
-All states of a tier have the same size, so it is left out.
+All states of a tier have the same size, so it is left out. If states and KV share their memory, the value is divided by the
+bytes that evicting the state frees: its own, and those of the KV that only this state makes useful.
 
 *Cost* is counted in blocks, or by a function of the model (attention makes deep blocks dearer). Only states that are
 still kept count as "above": evicting a state makes the states below it dearer. Each kept state can be reached, because
@@ -126,6 +127,11 @@ class RecomputeCostEviction[T: KeptState]:
         self._now = self._numbers = self._serials = 0
         self._next_refresh = _REFRESH_AT_LEAST
         self._refreshes = 0
+        self._state_blocks = 0  # 0: states have memory of their own
+
+    def share_memory(self, *, state_blocks: int) -> None:
+        """See SharesMemory."""
+        self._state_blocks = state_blocks
 
     def __len__(self) -> int:
         return len(self._records)
@@ -171,7 +177,9 @@ class RecomputeCostEviction[T: KeptState]:
         """See EvictionPolicy."""
         above = self._ancestry.nearest_above(state)
         record = self._records.pop(state)
-        self._ancestry.remove(state)
+        longer = self._ancestry.remove(state)
+        if self._state_blocks and longer is not None:  # more KV depends on it, so it is worth less per byte
+            self._rank(self._records[longer])
         record.state = None
         record.entry = -1
         if above is not None:
@@ -221,7 +229,10 @@ class RecomputeCostEviction[T: KeptState]:
         self._calendar.clear()
 
     def _cost_of(self, state: T) -> float:
-        return self._cost(self._ancestry.depth_above_blocks(state), state.depth_blocks)
+        cost = self._cost(self._ancestry.depth_above_blocks(state), state.depth_blocks)
+        if self._state_blocks:
+            cost /= self._state_blocks + self._ancestry.exclusive_blocks(state)
+        return cost
 
     def _touch(self, record: _Record[T]) -> None:
         record.touched = self._now

@@ -6,14 +6,19 @@ A slot goes ``free -> reserved -> published -> free``:
 - A *published* slot is never written again. It belongs to one node of the prefix tree.
 - Pins count the admitted requests whose first forward still has to read a published slot. A pinned slot that leaves the
   tree (because the weights changed) is *retired*: its last unpin frees it.
+
+`PageSlots` are the slots of a memory that states share with KV blocks (``pages.py``). A running request's state is in such
+a slot, too: ``free -> live -> free``.
 """
 
 from __future__ import annotations
 
 from array import array
 from enum import IntEnum
+from typing import SupportsIndex
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
+from megatron_hybrid_prefix.pool.pages import Pages
 
 NO_SLOT = -1
 
@@ -25,6 +30,7 @@ class SlotState(IntEnum):
     RESERVED = 1
     PUBLISHED = 2
     RETIRED = 3
+    LIVE = 4
 
 
 class SlotPool:
@@ -120,6 +126,9 @@ class SlotPool:
         """Raises CacheCorruptionError if a slot is lost, or if its pins do not fit its state."""
         if sorted(self._free) != self.slots_in(SlotState.FREE):
             raise CacheCorruptionError("the list of free slots and their states differ")
+        self._check_pins()
+
+    def _check_pins(self) -> None:
         for index, pins in enumerate(self._pins):
             state = self._state[index]
             if pins < 0 or (pins and state not in (SlotState.PUBLISHED, SlotState.RETIRED)):
@@ -138,3 +147,111 @@ class SlotPool:
         if self._state[index] != source:
             raise CacheCorruptionError(f"slot {slot} is {self.state(slot).name}, expected {source.name}")
         self._state[index] = target
+
+
+class PageSlots(SlotPool):
+    """Slots of shared pages: slot p is page p. A free slot is a page whose KV blocks are all free.
+
+    Args:
+        pages: The shared pages.
+
+    Attributes:
+        stuck_slots: Slots that cannot become free by eviction: reserved, live, pinned and retired ones.
+    """
+
+    def __init__(self, pages: Pages) -> None:
+        self._pages = pages
+        super().__init__(len(pages))
+
+    def reset(self) -> None:
+        """Frees all slots. The caller resets the pages."""
+        self._state = bytearray(self.total_slots)
+        self._pins = array("i", bytes(4 * self.total_slots))
+        self._free = _PagesAsSlots(self._pages)
+        self.stuck_slots = 0
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that get a page without eviction or moves: 1 or 0, as only one page is looked for."""
+        return int(self._pages.empty_page is not None)
+
+    @property
+    def used_slots(self) -> int:
+        """Slots in use, with live ones."""
+        return self._pages.state_pages
+
+    @property
+    def live_slots(self) -> int:
+        """Slots of running requests; O(slots)."""
+        return self._state.count(SlotState.LIVE)
+
+    def reserve(self) -> int | None:
+        """See SlotPool; None if no page is empty."""
+        slot = super().reserve()
+        self.stuck_slots += slot is not None
+        return slot
+
+    def publish(self, slot: int) -> None:
+        """See SlotPool."""
+        super().publish(slot)
+        self.stuck_slots -= 1
+
+    def abandon(self, slot: int) -> None:
+        """See SlotPool."""
+        super().abandon(slot)
+        self.stuck_slots -= 1
+
+    def pin(self, slot: int) -> None:
+        """See SlotPool."""
+        super().pin(slot)
+        self.stuck_slots += self.pins(slot) == 1
+
+    def unpin(self, slot: int) -> None:
+        """See SlotPool."""
+        super().unpin(slot)
+        self.stuck_slots -= self.pins(slot) == 0
+
+    def make_live(self, slot: int) -> None:
+        """Gives the reserved ``slot`` to a running request."""
+        self._move(slot, SlotState.RESERVED, SlotState.LIVE)
+
+    def end_live(self, slot: int) -> None:
+        """Frees the slot of a request that ended."""
+        self._move(slot, SlotState.LIVE, SlotState.FREE)
+        self._free.append(slot)
+        self.stuck_slots -= 1
+
+    def check(self) -> None:
+        """See SlotPool."""
+        used = [slot for slot in range(self.total_slots) if self._pages.is_state(slot)]
+        if used != [slot for slot, state in enumerate(self._state) if state != SlotState.FREE]:
+            raise CacheCorruptionError("the pages of states and the slots in use differ")
+        self._check_pins()
+        stuck = sum(
+            bool(pins) or state in (SlotState.RESERVED, SlotState.LIVE)
+            for state, pins in zip(self._state, self._pins, strict=True)
+        )
+        if stuck != self.stuck_slots:
+            raise CacheCorruptionError(f"{stuck} slots cannot be evicted, counted {self.stuck_slots}")
+
+
+class _PagesAsSlots(list[int]):
+    """The free list of `PageSlots`: the empty pages."""
+
+    def __init__(self, pages: Pages) -> None:
+        super().__init__()
+        self._pages = pages
+
+    def __bool__(self) -> bool:
+        return self._pages.empty_page is not None
+
+    def pop(self, index: SupportsIndex = -1) -> int:
+        """Gives an empty page to its slot."""
+        page = self._pages.empty_page
+        assert page is not None
+        self._pages.give_to_state(page)
+        return page
+
+    def append(self, page: int) -> None:
+        """The page's slot is free."""
+        self._pages.take_from_state(page)

@@ -65,3 +65,15 @@ class BlockTransfer:
     tag: Tag
     device_id: int | None = None
     load_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockMove:
+    """A copy of a KV block, in all attention layers, within the memory that KV and states share on the device."""
+
+    source_block: int
+    target_block: int
+
+
+type Copy = BlockTransfer | BlockMove
+"""A copy that the cache decided on. Copies run in the order of their queue."""

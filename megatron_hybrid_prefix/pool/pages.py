@@ -1,0 +1,314 @@
+"""`Pages`: one memory for KV blocks and states. Which pages hold a state, and which hold KV blocks.
+
+The memory is an array of KV blocks. A *page* is as many blocks as one state needs, rounded up::
+
+    page 0                  page 1                  page 2                  rest
+    | block 0 | 1 | 2 | 3 | | block 4 | 5 | 6 | 7 | | block 8 | 9 | 10 | 11 | | 12 | 13 |
+    | slot 0            | | | slot 1            | | | slot 2              | |
+
+Block k begins at ``k * block_bytes``, slot p at ``p * page_bytes``. So blocks and slots are two strided views of the same
+memory, and no address ever changes. A page belongs to its slot, or to its blocks. The blocks after the last whole page
+hold KV only.
+
+To give a page to a slot, its blocks must be free. If no page is empty, the page with the fewest blocks in use is emptied:
+its blocks move into holes of other pages. Only blocks that no request holds may move. New blocks go to the fullest page
+that has a hole. So holes are rare, and the blocks of running requests lie close together.
+
+What is lost:
+
+- ``padding_bytes`` per state: less than one block.
+- Nothing else is lost for KV: every free block can be allocated.
+- A slot is refused, while there are enough free blocks for it, only if every page has a state or a block that a running
+  request holds.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from megatron_hybrid_prefix.arithmetic import ceil_div
+from megatron_hybrid_prefix.errors import CacheCorruptionError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageLayout:
+    """How KV blocks and states share one memory.
+
+    Attributes:
+        block_bytes: Bytes of a KV block, in all attention layers.
+        state_bytes: Bytes of a state, in all recurrent layers.
+        total_blocks: KV blocks that fit.
+    """
+
+    block_bytes: int
+    state_bytes: int
+    total_blocks: int
+
+    @classmethod
+    def within(cls, cache_bytes: int, *, block_bytes: int, state_bytes: int) -> PageLayout:
+        """The layout of ``cache_bytes`` bytes.
+
+        Raises:
+            ValueError: A size is below 1, or there is no room for a KV block and a state.
+        """
+        if block_bytes < 1 or state_bytes < 1:
+            raise ValueError(f"block_bytes={block_bytes}, state_bytes={state_bytes}: must be 1 or more")
+        layout = cls(block_bytes=block_bytes, state_bytes=state_bytes, total_blocks=max(0, cache_bytes) // block_bytes)
+        if layout.total_blocks <= layout.page_blocks:
+            raise ValueError(
+                f"cache_bytes={cache_bytes}: a state and a KV block need {layout.page_bytes + block_bytes} bytes"
+            )
+        return layout
+
+    @property
+    def page_blocks(self) -> int:
+        """KV blocks in a page."""
+        return ceil_div(self.state_bytes, self.block_bytes)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        return self.page_blocks * self.block_bytes
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of a page that a state leaves unused."""
+        return self.page_bytes - self.state_bytes
+
+    @property
+    def pages(self) -> int:
+        """Whole pages, which is also the number of slots."""
+        return self.total_blocks // self.page_blocks
+
+
+class _Buckets:
+    """Pages by number of free blocks. Entries may be out of date: the reader checks them. O(log pages) per call."""
+
+    def __init__(self, pages: int, most_free: int) -> None:
+        self._heaps: list[list[int]] = [[] for _ in range(most_free + 1)]
+        self._listed = [bytearray(pages) for _ in range(most_free + 1)]
+        self._filled = 0  # bit f: the heap of f free blocks is not empty
+
+    def push(self, page: int, free: int) -> None:
+        """Lists the page with ``free`` free blocks."""
+        if not self._listed[free][page]:
+            self._listed[free][page] = 1
+            heappush(self._heaps[free], page)
+            self._filled |= 1 << free
+
+    def fullest(self, is_listed: Callable[[int, int], bool], *, least_free: int = 1) -> int | None:
+        """The page with the fewest free blocks, at least ``least_free``; of equal pages the first."""
+        left = self._filled >> least_free << least_free
+        while left:
+            free = (left & -left).bit_length() - 1
+            page = self._top(free, is_listed)
+            if page is not None:
+                return page
+            left &= left - 1
+        return None
+
+    def emptiest(self, is_listed: Callable[[int, int], bool]) -> int | None:
+        """The page with the most free blocks; of equal pages the first."""
+        left = self._filled
+        while left:
+            free = left.bit_length() - 1
+            page = self._top(free, is_listed)
+            if page is not None:
+                return page
+            left ^= 1 << free
+        return None
+
+    def _top(self, free: int, is_listed: Callable[[int, int], bool]) -> int | None:
+        heap, listed = self._heaps[free], self._listed[free]
+        while heap:
+            if is_listed(heap[0], free):
+                return heap[0]
+            listed[heappop(heap)] = 0
+        self._filled &= ~(1 << free)
+        return None
+
+
+class Pages:
+    """The pages of one memory. ``index/shared_blocks.py`` and `PageSlots` tell it which blocks and slots are in use.
+
+    A block is free, cached (no request holds it) or held.
+
+    Args:
+        layout: Sizes.
+    """
+
+    def __init__(self, layout: PageLayout) -> None:
+        self.layout = layout
+        self.reset()
+
+    def reset(self) -> None:
+        """Frees everything."""
+        layout, size = self.layout, self.layout.page_blocks
+        starts = range(0, layout.total_blocks, size)
+        # Stacks with the lowest id on top.
+        self._free_ids = [list(range(min(start + size, layout.total_blocks) - 1, start - 1, -1)) for start in starts]
+        self._held = array("i", bytes(4 * len(self._free_ids)))
+        self._is_state = bytearray(len(self._free_ids))
+        self._by_free = _Buckets(len(self._free_ids), size)
+        self._unheld_by_free = _Buckets(len(self._free_ids), size)  # whole pages without a held block
+        self.free_blocks = layout.total_blocks
+        self.held_blocks = 0
+        self.state_pages = 0
+        self.unheld_pages = layout.pages
+        for page in range(len(self._free_ids)):
+            self._list(page)
+
+    def __len__(self) -> int:
+        return self.layout.pages
+
+    def page_of(self, block_id: int) -> int:
+        """The page that the block is in."""
+        return block_id // self.layout.page_blocks
+
+    def is_whole(self, page: int) -> bool:
+        """Whether the page can hold a state."""
+        return page < self.layout.pages
+
+    def held_in(self, page: int) -> int:
+        """Blocks of the page that requests hold."""
+        return self._held[page]
+
+    # -- blocks --------------------------------------------------------------------------------------------------------
+
+    def take_blocks(self, count: int) -> list[int]:
+        """Takes free blocks, which are held from now on. The caller checks that there are enough."""
+        block_ids: list[int] = []
+        while len(block_ids) < count:
+            page = self._by_free.fullest(self._has_free)
+            assert page is not None, "taken more blocks than are free"
+            free = self._free_ids[page]
+            taken = min(count - len(block_ids), len(free))
+            block_ids += free[: -taken - 1 : -1]
+            del free[-taken:]
+            self.free_blocks -= taken
+            self._hold(page, taken)
+            self._list(page)
+        return block_ids
+
+    def hold(self, block_id: int) -> None:
+        """A request shares the cached block."""
+        self._hold(self.page_of(block_id), 1)
+
+    def let_go(self, block_id: int) -> None:
+        """The last request that held the block let it go. It stays cached."""
+        self._hold(self.page_of(block_id), -1)
+
+    def free(self, block_id: int) -> None:
+        """Frees a held block."""
+        page = self.page_of(block_id)
+        self._free_ids[page].append(block_id)
+        self.free_blocks += 1
+        self._hold(page, -1)
+        self._list(page)
+
+    # -- slots ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def empty_page(self) -> int | None:
+        """A page whose blocks are all free; None if there is none."""
+        page = self._unheld_by_free.emptiest(self._is_unheld)
+        return page if page is not None and len(self._free_ids[page]) == self.layout.page_blocks else None
+
+    def can_be_emptied(self) -> bool:
+        """Whether there is a page without a held block, and room for its blocks elsewhere."""
+        return self.unheld_pages > 0 and self.free_blocks >= self.layout.page_blocks
+
+    def empty(self) -> tuple[int, list[tuple[int, int]]]:
+        """Chooses the page that is emptied with the fewest moves. The caller carries out the moves.
+
+        Returns:
+            The page, and its moves: (from block, to block). From now on the blocks it moves to are cached and the page's
+            blocks are free.
+        """
+        page = self._unheld_by_free.emptiest(self._is_unheld)
+        assert page is not None and self.can_be_emptied()
+        size, free = self.layout.page_blocks, self._free_ids[page]
+        start, moves = page * size, []
+        for block_id in sorted(set(range(start, start + size)) - set(free)):
+            target = self._by_free.fullest(lambda other, count: other != page and self._has_free(other, count))
+            assert target is not None
+            moves.append((block_id, self._free_ids[target].pop()))
+            self._list(target)
+        free[:] = range(start + size - 1, start - 1, -1)
+        self._list(page)
+        return page, moves
+
+    def give_to_state(self, page: int) -> None:
+        """Gives an empty page to its slot."""
+        if len(self._free_ids[page]) != self.layout.page_blocks or self._is_state[page] or not self.is_whole(page):
+            raise CacheCorruptionError(f"page {page} is given to a state, but is not empty")
+        self._is_state[page] = 1
+        self.state_pages += 1
+        self.unheld_pages -= 1
+        self.free_blocks -= self.layout.page_blocks
+
+    def take_from_state(self, page: int) -> None:
+        """The page's slot became free, so its blocks are."""
+        if not self._is_state[page]:
+            raise CacheCorruptionError(f"page {page} is taken from a state that it does not hold")
+        self._is_state[page] = 0
+        self.state_pages -= 1
+        self.unheld_pages += 1
+        self.free_blocks += self.layout.page_blocks
+        self._list(page)
+
+    def is_state(self, page: int) -> bool:
+        """Whether the page holds a state."""
+        return bool(self._is_state[page])
+
+    def free_ids(self) -> list[int]:
+        """All free blocks, ascending; O(blocks)."""
+        pages = zip(self._free_ids, self._is_state, strict=True)
+        return sorted(block_id for free, is_state in pages if not is_state for block_id in free)
+
+    def check(self, ref_counts: array[int]) -> None:
+        """Checks the counters against the blocks' ref counts.
+
+        Raises:
+            CacheCorruptionError: They differ, or a page of a state has a block that is in use.
+        """
+        size = self.layout.page_blocks
+        held = array("i", bytes(4 * len(self._free_ids)))
+        for block_id, ref_count in enumerate(ref_counts):
+            held[block_id // size] += ref_count > 0
+        for page, free in enumerate(self._free_ids):
+            ids = range(page * size, min((page + 1) * size, self.layout.total_blocks))
+            if len(set(free)) != len(free) or not set(free) <= set(ids):
+                raise CacheCorruptionError(f"page {page}: its free blocks {free} are not its own")
+            if self._is_state[page] and (len(free) != size or held[page]):
+                raise CacheCorruptionError(f"page {page} holds a state and KV blocks")
+        unheld = sum(not held[page] and not self._is_state[page] for page in range(len(self)))
+        counted = (self.free_blocks, self.held_blocks, self.state_pages, self.unheld_pages)
+        found = (len(self.free_ids()), sum(held), sum(self._is_state), unheld)
+        if held != self._held or counted != found:
+            raise CacheCorruptionError(f"free, held blocks, states and unheld pages: counted {counted}, are {found}")
+
+    def _hold(self, page: int, count: int) -> None:
+        before = self._held[page]
+        self._held[page] = before + count
+        self.held_blocks += count
+        if self.is_whole(page) and (before == 0) != (before + count == 0):
+            self.unheld_pages += 1 if before else -1
+            if before:
+                self._unheld_by_free.push(page, len(self._free_ids[page]))
+
+    def _list(self, page: int) -> None:
+        free = len(self._free_ids[page])
+        if free:
+            self._by_free.push(page, free)
+        if not self._held[page] and self.is_whole(page):
+            self._unheld_by_free.push(page, free)
+
+    def _has_free(self, page: int, free: int) -> bool:
+        return len(self._free_ids[page]) == free and not self._is_state[page]
+
+    def _is_unheld(self, page: int, free: int) -> bool:
+        return self._has_free(page, free) and not self._held[page]
