@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.loads import Loads
@@ -58,6 +58,13 @@ class BlocksById:
             else:
                 self._cut_last_block(block_id)
             self._store.blocks.release((block_id,))
+
+    def set_on_move(self, on_move: Callable[[int, int], None]) -> None:
+        """Sets a function that is called at once when a cached block moves: (from block, to block).
+
+        For what the engine keeps by block id on the host. The copy of the KV itself comes with `take_copies`.
+        """
+        self._store.on_move = on_move
 
     @property
     def unattached(self) -> tuple[int, ...]:

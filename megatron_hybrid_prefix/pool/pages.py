@@ -142,11 +142,12 @@ class Pages:
 
     def __init__(self, layout: PageLayout) -> None:
         self.layout = layout
+        self._size, self._whole = layout.page_blocks, layout.pages
         self.reset()
 
     def reset(self) -> None:
         """Frees everything."""
-        layout, size = self.layout, self.layout.page_blocks
+        layout, size = self.layout, self._size
         starts = range(0, layout.total_blocks, size)
         # Stacks with the lowest id on top.
         self._free_ids = [list(range(min(start + size, layout.total_blocks) - 1, start - 1, -1)) for start in starts]
@@ -162,15 +163,15 @@ class Pages:
             self._list(page)
 
     def __len__(self) -> int:
-        return self.layout.pages
+        return self._whole
 
     def page_of(self, block_id: int) -> int:
         """The page that the block is in."""
-        return block_id // self.layout.page_blocks
+        return block_id // self._size
 
     def is_whole(self, page: int) -> bool:
         """Whether the page can hold a state."""
-        return page < self.layout.pages
+        return page < self._whole
 
     def held_in(self, page: int) -> int:
         """Blocks of the page that requests hold."""
@@ -195,15 +196,15 @@ class Pages:
 
     def hold(self, block_id: int) -> None:
         """A request shares the cached block."""
-        self._hold(self.page_of(block_id), 1)
+        self._hold(block_id // self._size, 1)
 
     def let_go(self, block_id: int) -> None:
         """The last request that held the block let it go. It stays cached."""
-        self._hold(self.page_of(block_id), -1)
+        self._hold(block_id // self._size, -1)
 
     def free(self, block_id: int) -> None:
         """Frees a held block."""
-        page = self.page_of(block_id)
+        page = block_id // self._size
         self._free_ids[page].append(block_id)
         self.free_blocks += 1
         self._hold(page, -1)
@@ -215,11 +216,11 @@ class Pages:
     def empty_page(self) -> int | None:
         """A page whose blocks are all free; None if there is none."""
         page = self._unheld_by_free.emptiest(self._is_unheld)
-        return page if page is not None and len(self._free_ids[page]) == self.layout.page_blocks else None
+        return page if page is not None and len(self._free_ids[page]) == self._size else None
 
     def can_be_emptied(self) -> bool:
         """Whether there is a page without a held block, and room for its blocks elsewhere."""
-        return self.unheld_pages > 0 and self.free_blocks >= self.layout.page_blocks
+        return self.unheld_pages > 0 and self.free_blocks >= self._size
 
     def empty(self) -> tuple[int, list[tuple[int, int]]]:
         """Chooses the page that is emptied with the fewest moves. The caller carries out the moves.
@@ -230,7 +231,7 @@ class Pages:
         """
         page = self._unheld_by_free.emptiest(self._is_unheld)
         assert page is not None and self.can_be_emptied()
-        size, free = self.layout.page_blocks, self._free_ids[page]
+        size, free = self._size, self._free_ids[page]
         start, moves = page * size, []
         for block_id in sorted(set(range(start, start + size)) - set(free)):
             target = self._by_free.fullest(lambda other, count: other != page and self._has_free(other, count))
@@ -243,12 +244,12 @@ class Pages:
 
     def give_to_state(self, page: int) -> None:
         """Gives an empty page to its slot."""
-        if len(self._free_ids[page]) != self.layout.page_blocks or self._is_state[page] or not self.is_whole(page):
+        if len(self._free_ids[page]) != self._size or self._is_state[page] or not self.is_whole(page):
             raise CacheCorruptionError(f"page {page} is given to a state, but is not empty")
         self._is_state[page] = 1
         self.state_pages += 1
         self.unheld_pages -= 1
-        self.free_blocks -= self.layout.page_blocks
+        self.free_blocks -= self._size
 
     def take_from_state(self, page: int) -> None:
         """The page's slot became free, so its blocks are."""
@@ -257,7 +258,7 @@ class Pages:
         self._is_state[page] = 0
         self.state_pages -= 1
         self.unheld_pages += 1
-        self.free_blocks += self.layout.page_blocks
+        self.free_blocks += self._size
         self._list(page)
 
     def is_state(self, page: int) -> bool:
@@ -275,7 +276,7 @@ class Pages:
         Raises:
             CacheCorruptionError: They differ, or a page of a state has a block that is in use.
         """
-        size = self.layout.page_blocks
+        size = self._size
         held = array("i", bytes(4 * len(self._free_ids)))
         for block_id, ref_count in enumerate(ref_counts):
             held[block_id // size] += ref_count > 0
@@ -295,7 +296,7 @@ class Pages:
         before = self._held[page]
         self._held[page] = before + count
         self.held_blocks += count
-        if self.is_whole(page) and (before == 0) != (before + count == 0):
+        if page < self._whole and (before == 0) != (before + count == 0):
             self.unheld_pages += 1 if before else -1
             if before:
                 self._unheld_by_free.push(page, len(self._free_ids[page]))
@@ -304,7 +305,7 @@ class Pages:
         free = len(self._free_ids[page])
         if free:
             self._by_free.push(page, free)
-        if not self._held[page] and self.is_whole(page):
+        if not self._held[page] and page < self._whole:
             self._unheld_by_free.push(page, free)
 
     def _has_free(self, page: int, free: int) -> bool:

@@ -14,12 +14,13 @@ from itertools import count
 from typing import Any
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.index.matcher import Match
 from megatron_hybrid_prefix.index.requests import Admission, LiveRequest, StepPlan
 from megatron_hybrid_prefix.index.tree import NO_BLOCK
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers.base import Entry
-from megatron_hybrid_prefix.tiers.units import DEVICE, EntryKind
+from megatron_hybrid_prefix.tiers.units import DEVICE, BlockMove, EntryKind
 
 Salt = tuple[str | None, str | None]  # cache_salt, adapter
 History = tuple[tuple[int, int], ...]  # (token, weights epoch it was computed under), from position 0
@@ -94,7 +95,11 @@ class ModelEngine:
 
     def carry_out(self) -> None:
         """Carries out the queued copies, as late as allowed: just before anything else is written."""
-        for unit in self.cache.loads.take_transfers():
+        for unit in self.cache.take_copies():
+            if isinstance(unit, BlockMove):
+                self.seen["moved"] += 1
+                self.put_block(unit.target_block, self.blocks[unit.source_block])
+                continue
             device = self.blocks if unit.tag.kind == EntryKind.KV else self.slots
             if unit.source == DEVICE:
                 self.seen["stored"] += 1
@@ -112,9 +117,26 @@ class ModelEngine:
                 self.seen["given back" if number == checksum else "not given back"] += 1
             else:
                 self.seen["loaded"] += 1
-                device[unit.device_id] = self.host[unit.pages]
+                put = self.put_block if unit.tag.kind == EntryKind.KV else self.put_state
+                put(unit.device_id, self.host[unit.pages])
                 if self.host[unit.pages] == GARBAGE:
                     self.bad_loads.add(unit.load_id)
+
+    def put_block(self, block_id: int, content: Content) -> None:
+        self.blocks[block_id] = content
+
+    def put_state(self, slot: int, content: Content) -> None:
+        self.slots[slot] = content
+
+    def put_live(self, request: Request, content: Content) -> None:
+        request.live_state = content
+
+    def check_live(self, request: Request, content: Content) -> None:
+        assert request.live_state == content
+
+    def has_room(self, own: int, shared: Sequence[int], source_slot: int | None) -> bool:
+        """Whether ``own`` blocks can be had, beside the held and the shared ones."""
+        return own <= self.kv_blocks - len(self.held_blocks() | set(shared))
 
     def table(self, request: Request) -> tuple[int, ...]:
         if request.released:
@@ -128,6 +150,11 @@ class ModelEngine:
         cached |= self.on_host(EntryKind.KV) | self.is_behind(EntryKind.KV)
         kv_depth, _ = self.deepest(salt, tokens, limit_tokens, cached, states)
         return kv_depth, depth
+
+    def seen_before(self, salt: Salt, tokens: list[int], match: Match) -> int:
+        """Depth in blocks that the cache remembers without KV."""
+        assert match.seen_blocks == 0
+        return 0
 
     def device_depth(self, salt: Salt, tokens: list[int]) -> int:
         """Number of leading blocks whose KV is on the device."""
@@ -313,7 +340,7 @@ class ModelEngine:
         length = len(tokens) if first_chunk is None else min(len(tokens), first_chunk)
         own = max(0, -(-length // self.block_tokens) - depth)
         held = self.held_blocks()
-        room = own <= self.kv_blocks - len(held | set(match.block_ids))
+        room = self.has_room(own, match.block_ids, match.source_slot)
         assert self.cache.can_admit(old_match, length_tokens=first_chunk and length) == room
         request_id, self.next_id = self.next_id, self.next_id + 1
         before = (self.cache.blocks.available_count, self.cache.stats())
@@ -332,7 +359,8 @@ class ModelEngine:
         if match.source_slot is not None:
             self.use(match.source_slot)
         if write and before[1].slots_total:
-            expected = self.oracle_boundaries(len(tokens), admission.resume_tokens, kv_depth, breakpoints)
+            seen = max(kv_depth, self.seen_before(salt, tokens, match))
+            expected = self.oracle_boundaries(len(tokens), admission.resume_tokens, seen, breakpoints)
             assert list(admission.boundaries) == expected
         own_ids = admission.block_ids[admission.shared_blocks :]
         assert len(own_ids) == own and not set(own_ids) & (held | set(match.block_ids)), "own blocks belong to others"
@@ -380,7 +408,7 @@ class ModelEngine:
                 cache.loads.drop_swapped_out(request_id)
                 return None  # new weights, a reset, or running requests needed the blocks
         length = len(tokens) if first_chunk is None else max(depth + 1, min(len(tokens), first_chunk))
-        room = -(-length // block) - len(loaded.block_ids) <= self.kv_blocks - len(self.held_blocks())
+        room = self.has_room(-(-length // block) - len(loaded.block_ids), (), None)
         assert cache.can_admit(loaded, length_tokens=length) == room
         admission = cache.admit(request_id, loaded, length_tokens=length, write=write)
         assert (admission is not None) == room
@@ -401,10 +429,12 @@ class ModelEngine:
 
     def swap_out(self, request: Request) -> bool:
         """Preempts the request. Returns whether it can continue later."""
-        live_slot = LIVE_SLOTS + request.request_id
+        live_slot = request.admission.live_slot
         kept = False
         if not request.plans and not request.broken and request.live_state not in (None, GARBAGE):
-            self.slots[live_slot] = request.live_state
+            if live_slot is None:
+                live_slot = LIVE_SLOTS + request.request_id
+                self.slots[live_slot] = request.live_state
             kept = self.cache.loads.swap_out(request.request_id, len(request.history), live_slot)
         self.carry_out()
         self.release(request)
@@ -501,7 +531,7 @@ class ModelEngine:
                 return False
             self.write_block(request, position)
             request.history += ((request.tokens[position], self.cache.epoch),)
-            request.live_state = (request.salt, request.history)
+            self.put_live(request, (request.salt, request.history))
             request.tokens.append(token)
             if not at_once:
                 self.cache.append(request.request_id, request.tokens[appended:])
@@ -514,11 +544,15 @@ class ModelEngine:
             return self.cache.grow(request.request_id, len(request.tokens)) is not None
         block_ids = self.cache.blocks.allocate(1)
         if block_ids is None:
-            assert len(self.held_blocks()) == self.kv_blocks
+            assert not self.has_blocks()
             return False
         assert not set(block_ids) & self.held_blocks()
         self.cache.blocks.attach(request.request_id, block_ids)
         return True
+
+    def has_blocks(self) -> bool:
+        """Whether one more block can be had."""
+        return len(self.held_blocks()) < self.kv_blocks
 
     def release(self, request: Request) -> None:
         if not request.plans:
@@ -539,6 +573,7 @@ class ModelEngine:
                 self.settle(plan, request, succeeds=True)
             if not request.released:
                 self.release(request)
+        self.carry_out()
         assert not self.requests and self.cache.blocks.available_count == self.kv_blocks
         self.check()
         self.cache.invalidate()
@@ -560,7 +595,7 @@ class ModelEngine:
         if plan.source_slot is not None:
             assert self.slots[plan.source_slot] == (request.salt, request.history[:start])
         elif start:
-            assert request.live_state == (request.salt, request.history[:start])
+            self.check_live(request, (request.salt, request.history[:start]))
 
     def write(self, request: Request, plan: StepPlan, succeeds: bool) -> None:
         span = request.tokens[plan.start_tokens : plan.end_tokens]
@@ -572,10 +607,9 @@ class ModelEngine:
             spoilt = before if index * self.block_tokens < plan.start_tokens else GARBAGE
             self.write_block(request, index * self.block_tokens, content if succeeds else spoilt)
         for checkpoint in plan.checkpoints:
-            self.slots[checkpoint.slot] = (request.salt, history[: checkpoint.position_tokens])
-            if not succeeds:
-                self.slots[checkpoint.slot] = GARBAGE
-        request.live_state = (request.salt, history) if succeeds else GARBAGE
+            state = (request.salt, history[: checkpoint.position_tokens]) if succeeds else GARBAGE
+            self.put_state(checkpoint.slot, state)
+        self.put_live(request, (request.salt, history) if succeeds else GARBAGE)
         if succeeds:
             request.history = history
 
@@ -588,7 +622,7 @@ class ModelEngine:
         assert not keyed, f"{keyed} is written again"
         if content is None:
             content = (request.salt, (*request.history, (request.tokens[position], self.cache.epoch)))
-        self.blocks[block_id] = content
+        self.put_block(block_id, content)
 
     def check(self) -> None:
         """Runs `check_integrity`, and checks that every matchable entry holds what its place in the tree says."""

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.tiers.base import TierBehind
 from tests.core.model import BEHIND, ModelEngine, Request
+from tests.core.shared_model import SharedModelEngine
 from tests.harness.plugins.dictionary_tier import DictionaryTier
 
 STEPS: Counter[str] = Counter()
@@ -32,6 +33,14 @@ HOSTS: list[dict[str, Any]] = [
     {"host_pages": 40, "host_kv_pages": 1, "host_state_pages": 1, "host_state_share": 0.3},
     {"host_pages": 200, "host_kv_pages": 1, "host_state_pages": 1, "host_write_through": True},
     {"host_pages": 1000, "host_kv_pages": 1, "host_state_pages": 2},
+]
+MEMORIES: list[dict[str, int]] = [  # pages of 1, 1, 3, 4 and 5 blocks, most with blocks left over
+    {"cache_bytes": 40, "block_bytes": 2, "state_bytes": 1},
+    {"cache_bytes": 31, "block_bytes": 1, "state_bytes": 1},
+    {"cache_bytes": 46, "block_bytes": 1, "state_bytes": 3},
+    {"cache_bytes": 60, "block_bytes": 2, "state_bytes": 7},
+    {"cache_bytes": 130, "block_bytes": 2, "state_bytes": 9},
+    {"cache_bytes": 1200, "block_bytes": 3, "state_bytes": 11},
 ]
 token_lists = st.lists(st.integers(0, 1), min_size=1, max_size=24)
 
@@ -47,6 +56,8 @@ class CacheMachine(RuleBasedStateMachine):
         max_requests=st.sampled_from([0, 4]),
         interval_blocks=st.sampled_from([None, None, 0, 1, 2]),
         host=st.sampled_from([HOSTS[0], *HOSTS]),
+        memory=st.sampled_from([None] * len(MEMORIES) + MEMORIES),
+        policy=st.sampled_from(["lru", "recompute_cost"]),
     )
     def build(
         self,
@@ -57,18 +68,19 @@ class CacheMachine(RuleBasedStateMachine):
         max_requests: int,
         interval_blocks: int | None,
         host: dict[str, Any],
+        memory: dict[str, int] | None,
+        policy: str,
     ) -> None:
+        split = {"kv_blocks": kv_blocks, "state_slots": state_slots, "first_state_slot": max_requests}
         cache = HybridPrefixCache(
             block_tokens=block_tokens,
-            kv_blocks=kv_blocks,
-            state_slots=state_slots,
-            first_state_slot=max_requests,
             min_computed_tokens=min_computed_tokens,
-            eviction_policy="lru",
+            eviction_policy="lru" if memory is None else policy,
             retention_interval_tokens=None if interval_blocks is None else interval_blocks * block_tokens,
+            **(split if memory is None else memory),
             **host,
         )
-        self.engine = ModelEngine(cache, kv_blocks, max_requests)
+        self.engine = ModelEngine(cache, kv_blocks, max_requests) if memory is None else SharedModelEngine(cache)
         self.known: list[list[int]] = [[]]
         self.waiting: list[Request] = []  # preempted
         STEPS["machines"] += 1
@@ -248,7 +260,7 @@ def count_checks(engine: ModelEngine) -> None:
     STEPS.update(engine.seen)
 
 
-def run_seed(seed: int, steps: int, behind: list[str] | None = None) -> None:
+def run_seed(seed: int, steps: int, behind: list[str] | None = None, shared: bool = False) -> None:
     """The same machine without Hypothesis: more, and more typical, traffic in the same time."""
     rng = random.Random(seed)
     kv_blocks, state_slots = rng.choice([8, 16, 24, 40, 60, 300]), rng.choice([0, 1, 2, 3, 8, 100])
@@ -261,17 +273,19 @@ def run_seed(seed: int, steps: int, behind: list[str] | None = None) -> None:
     host = tier.choice([HOSTS[0], *HOSTS])
     if behind is not None:
         host = tier.choice(HOSTS[1:4]) | {"behind": TierBehind(BEHIND, DictionaryTier(tier.choice(behind)))}
+    first_state_slot = rng.choice([0, 4])
+    sizes = {"kv_blocks": kv_blocks, "state_slots": state_slots, "first_state_slot": first_state_slot}
+    memory = random.Random(f"memory {seed}")
+    policy = memory.choice(["lru", "recompute_cost"]) if shared else "lru"
     cache = HybridPrefixCache(
         block_tokens=block_tokens,
-        kv_blocks=kv_blocks,
-        state_slots=state_slots,
-        first_state_slot=(first_state_slot := rng.choice([0, 4])),
         min_computed_tokens=rng.choice([1, 1, 2]),
-        eviction_policy="lru",
+        eviction_policy=policy,
         retention_interval_tokens=None if interval_blocks is None else interval_blocks * block_tokens,
+        **(memory.choice(MEMORIES) if shared else sizes),
         **host,
     )
-    engine = ModelEngine(cache, kv_blocks, first_state_slot)
+    engine = SharedModelEngine(cache) if shared else ModelEngine(cache, kv_blocks, first_state_slot)
     known: list[list[int]] = [[]]
     waiting: list[Request] = []
     for _ in range(steps):
@@ -325,6 +339,10 @@ def run_seed(seed: int, steps: int, behind: list[str] | None = None) -> None:
                 waiting.append(request)
                 STEPS["preempted"] += 1
             known.append(list(request.tokens))
+            if isinstance(engine, SharedModelEngine):
+                for other in [x for x in decoding if x in engine.requests]:
+                    engine.checkpoint_decoded(other)
+                engine.copy_decoded()
         elif what == 4 and live:
             request = rng.choice(live)
             STEPS["aborted in flight" if request.plans else "released"] += 1
@@ -346,6 +364,8 @@ def run_seed(seed: int, steps: int, behind: list[str] | None = None) -> None:
         STEPS["steps"] += 1
     STEPS["machines"] += 1
     count_checks(engine)
+    if (use := cache.inspect.memory_use()) is not None:
+        STEPS["blocked slots"] += use.blocked_slots
     engine.drain()
 
 
@@ -364,6 +384,18 @@ def test_random_traffic(seeds):
     moves = ("stored", "loaded", "admitted from the host", "resumed", "swapped out", "load failed", "load given up")
     for what in moves:
         assert STEPS[what] >= len(seeds) / 30, f"{what}: only {STEPS[what]} times"
+
+
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 400), marks=pytest.mark.slow)], ids=str)
+def test_random_traffic_in_shared_memory(seeds):
+    STEPS.clear()
+    for seed in seeds:
+        run_seed(seed, 150, shared=True)
+    print(dict(STEPS))
+    common = ("hits", "misses", "refused", "preempted", "aborted in flight", "evictions", "kv evictions", "lost")
+    own = ("moved", "told of a move", "ghosts", "decoded states", "blocked slots")
+    for what in (*common, *own, "junctions", "intervals", "readmitted", "stored", "loaded", "swapped out"):
+        assert STEPS[what] >= len(seeds) / 10, f"{what}: only {STEPS[what]} times"
 
 
 @pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 200), marks=pytest.mark.slow)], ids=str)

@@ -1,0 +1,347 @@
+"""One memory for KV and states: layout, who gets the next bytes, moves, and mutants of all of it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.errors import CacheCorruptionError
+from megatron_hybrid_prefix.index.keys import KeyChain
+from megatron_hybrid_prefix.index.shared_blocks import SharedBlocks
+from megatron_hybrid_prefix.index.shared_store import SharedCheckpoints, SharedStore
+from megatron_hybrid_prefix.pool import pages as pages_module
+from megatron_hybrid_prefix.pool.pages import PageLayout, Pages
+from megatron_hybrid_prefix.pool.slots import PageSlots
+from megatron_hybrid_prefix.tiers.units import BlockMove
+from tests.core import test_stateful
+
+BLOCK = 4  # tokens
+
+
+# -- layout and pages --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cache_bytes", "block_bytes", "state_bytes", "expected"),
+    [  # blocks, blocks in a page, pages, padding
+        (100, 4, 16, (25, 4, 6, 0)),
+        (100, 4, 17, (25, 5, 5, 3)),
+        (103, 4, 3, (25, 1, 25, 1)),  # a block is larger than a state
+        (22, 10, 10, (2, 1, 2, 0)),
+    ],
+)
+def test_layout(cache_bytes, block_bytes, state_bytes, expected):
+    layout = PageLayout.within(cache_bytes, block_bytes=block_bytes, state_bytes=state_bytes)
+    assert (layout.total_blocks, layout.page_blocks, layout.pages, layout.padding_bytes) == expected
+    assert layout.pages * layout.page_bytes <= cache_bytes and layout.padding_bytes < block_bytes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"cache_bytes": 11, "block_bytes": 4, "state_bytes": 5}, "a state and a KV block need 12 bytes"),
+        ({"cache_bytes": -5, "block_bytes": 4, "state_bytes": 5}, "a state and a KV block need 12 bytes"),
+        ({"cache_bytes": 11, "block_bytes": 0, "state_bytes": 5}, "must be 1 or more"),
+        ({"cache_bytes": 99, "block_bytes": 4, "state_bytes": 5, "kv_blocks": 3}, "give one or the others"),
+        ({"cache_bytes": 99, "block_bytes": 4, "state_bytes": 5, "first_state_slot": 3}, "give one or the others"),
+        ({"kv_blocks": 3}, "give kv_blocks and state_slots, or cache_bytes"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        HybridPrefixCache(block_tokens=BLOCK, **sizes)
+
+
+def memory(*, pages: int, size: int = 3, rest: int = 0) -> Pages:
+    return Pages(PageLayout(block_bytes=1, state_bytes=size, total_blocks=pages * size + rest))
+
+
+def test_blocks_fill_pages_with_holes_first_and_empty_ones_last():
+    pages = memory(pages=3, rest=2)
+    assert pages.take_blocks(3) == [9, 10, 0], "the blocks that no state can use go first"
+    assert pages.take_blocks(2) == [1, 2]
+    pages.free(1)
+    assert pages.take_blocks(1) == [1]
+    assert (pages.free_blocks, pages.held_blocks, pages.unheld_pages) == (6, 5, 2)
+
+
+def test_the_page_with_the_fewest_moves_is_emptied():
+    pages = memory(pages=4)
+    taken = pages.take_blocks(12)
+    assert not pages.can_be_emptied()
+    for block_id in taken[3:]:
+        pages.let_go(block_id)  # cached, but for the first page
+    for block_id in (3, 4, 6):
+        pages.hold(block_id)
+        pages.free(block_id)
+    assert pages.can_be_emptied()
+    page, moves = pages.empty()
+    assert (page, moves) == (1, [(5, 6)])
+    pages.give_to_state(page)
+    assert pages.free_blocks == 0 and not pages.can_be_emptied()
+
+
+def test_pages_with_a_held_block_cannot_be_emptied():
+    pages = memory(pages=2)
+    taken = pages.take_blocks(6)
+    for block_id in taken[:2] + taken[3:5]:
+        pages.free(block_id)
+    assert pages.free_blocks == 4 and pages.unheld_pages == 0 and not pages.can_be_emptied()
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_pages_against_the_obvious_count(size):
+    rng = random.Random(size)
+    pages = memory(pages=7, size=size, rest=size - 1)
+    cached: set[int] = set()
+    held: set[int] = set()
+    states: set[int] = set()
+    for _ in range(2000):
+        what = rng.randrange(6)
+        free = set(range(pages.layout.total_blocks)) - cached - held
+        free -= {block for page in states for block in range(page * size, (page + 1) * size)}
+        assert pages.free_blocks == len(free) and sorted(free) == pages.free_ids()
+        if what == 0 and free:
+            held |= set(pages.take_blocks(rng.randint(1, len(free))))
+        elif what == 1 and held:
+            held.discard(block := rng.choice(sorted(held)))
+            cached.add(block)
+            pages.let_go(block)
+        elif what == 2 and cached:
+            cached.discard(block := rng.choice(sorted(cached)))
+            held.add(block)
+            pages.hold(block)
+        elif what == 3 and held:
+            held.discard(block := rng.choice(sorted(held)))
+            pages.free(block)
+        elif what == 4 and states:
+            states.discard(page := rng.choice(sorted(states)))
+            pages.take_from_state(page)
+        elif what == 5:
+            unheld = [p for p in range(7) if p not in states and not {b // size for b in held} & {p}]
+            assert pages.unheld_pages == len(unheld)
+            assert pages.can_be_emptied() == (bool(unheld) and len(free) >= size)
+            if not pages.can_be_emptied():
+                assert pages.empty_page is None
+                continue
+            least = min(sum(block // size == p for block in cached) for p in unheld)
+            page, moves = pages.empty()
+            assert page in unheld and len(moves) == least
+            assert {target for _, target in moves} <= free and all(target // size != page for _, target in moves)
+            cached = cached - {source for source, _ in moves} | {target for _, target in moves}
+            assert pages.empty_page is not None
+            pages.give_to_state(page)
+            states.add(page)
+
+
+# -- who gets the next bytes -------------------------------------------------------------------------------------------
+
+
+def shared(blocks: int, state_blocks: int = 2, **options: Any) -> HybridPrefixCache:
+    options = {"retention_interval_tokens": 0} | options
+    return HybridPrefixCache(block_tokens=BLOCK, cache_bytes=blocks, block_bytes=1, state_bytes=state_blocks, **options)
+
+
+def run(cache: HybridPrefixCache, name: str, blocks: int, *, prefix: int = 0) -> int | None:
+    """Runs a prompt of ``blocks`` blocks and one more token; its first ``prefix`` blocks are common. Reused tokens."""
+    keys = [b"common %d" % n if n < prefix else b"%s %d" % (name.encode(), n) for n in range(blocks)]
+    request_id = run.__dict__["next"] = run.__dict__.get("next", 0) + 1
+    admission = cache.admit(request_id, cache.match(KeyChain(keys, blocks * BLOCK + 1)))
+    if admission is None:
+        return None
+    cache.publish(cache.plan(request_id, admission.resume_tokens, blocks * BLOCK + 1))
+    cache.release(request_id)
+    cache.take_copies()
+    cache.check_integrity()
+    return admission.resume_tokens
+
+
+def depths(cache: HybridPrefixCache) -> list[int]:
+    return sorted(node.depth_blocks for node in cache.inspect.nodes_with_state())
+
+
+def test_a_running_request_has_its_live_slot_from_the_same_memory():
+    cache = shared(12)
+    match = cache.match(cache.chain(range(2 * BLOCK + 1)))
+    admission = cache.admit(7, match)
+    use = cache.inspect.memory_use()
+    assert admission.live_slot == cache.inspect.live_slot(7) is not None
+    assert (use.held_blocks, use.state_pages, use.live_slots) == (3, 1, 1)
+    cache.check_integrity()
+    cache.release(7)
+    assert cache.inspect.memory_use().free_blocks == 12
+
+
+def test_max_requests_reserves_nothing():
+    cache = shared(12)
+    admitted = []
+    for request_id in range(9):
+        match = cache.match(cache.chain([request_id]))
+        assert cache.can_admit(match) == (request_id < 4), "a block and a page of two each"
+        admitted.append(cache.admit(request_id, match) is not None)
+    assert admitted == [True] * 4 + [False] * 5
+    cache.check_integrity()
+
+
+def test_kv_that_no_state_needs_goes_first_the_deepest_block_first():
+    cache = shared(16)
+    run(cache, "a", 4)  # 4 blocks and a state: 6
+    run(cache, "b", 3)  # 3 blocks and a state: 5
+    (state,) = [node for node in cache.inspect.nodes_with_state() if node.depth_blocks == 4]
+    cache._store.checkpoints.evict(state)
+    assert [node.depth_blocks for node in cache.inspect.evictable()] == [4, 3, 2, 1]
+    cache.check_integrity()
+    run(cache, "c", 4)
+    assert depths(cache) == [3, 4]
+    assert run(cache, "b", 3) == 3 * BLOCK
+
+
+def test_kv_above_a_fork_stays_while_a_state_below_it_is_kept():
+    cache = shared(24)
+    run(cache, "a", 5, prefix=3)
+    run(cache, "b", 5, prefix=3)  # makes a junction at 3
+    assert depths(cache) == [3, 5, 5]
+    for state in [node for node in cache.inspect.nodes_with_state() if node.depth_blocks == 3]:
+        cache._store.checkpoints.evict(state)
+    assert not list(cache.inspect.evictable()), "both tails need what is above them"
+    (one, _) = cache.inspect.nodes_with_state()
+    cache._store.checkpoints.evict(one)
+    assert [node.depth_blocks for node in cache.inspect.evictable()] == [5, 4]
+    cache.check_integrity()
+
+
+def test_a_junction_is_found_though_the_kv_before_it_is_gone():
+    cache = shared(13)
+    run(cache, "a", 6, prefix=4)
+    for state in list(cache.inspect.nodes_with_state()):
+        cache._store.checkpoints.evict(state)
+    run(cache, "x", 10)  # takes the bytes of the KV
+    assert cache.match(KeyChain([b"common 0"], BLOCK + 1)).kv_depth_blocks == 0
+    run(cache, "b", 6, prefix=4)
+    assert cache.stats().checkpoints_by_reason["junction"] == 1
+    assert 4 in depths(cache)
+
+
+def test_what_is_remembered_is_bounded():
+    cache = shared(12)
+    for number in range(60):
+        run(cache, str(number), 5)
+    assert len(cache._store.ghosts) == 4 * 12
+    cache.invalidate()
+    assert len(cache._store.ghosts) == 0
+
+
+def test_guesses_take_free_bytes_only_and_go_first():
+    cache = shared(24, retention_interval_tokens=BLOCK)
+    run(cache, "a", 5)
+    assert cache.stats().checkpoints_by_reason["interval"] == 4
+    run(cache, "b", 9)
+    assert 9 in depths(cache) and 5 in depths(cache), "the guesses went, not the tail"
+    before = cache.stats().checkpoints_by_reason["interval"]
+    run(cache, "c", 3)
+    assert cache.stats().checkpoints_by_reason["interval"] - before <= 1
+
+
+@pytest.mark.parametrize("policy", ["lru", "recompute_cost"])
+def test_each_policy_ranks_what_is_shared(policy):
+    cache = shared(30, eviction_policy=policy)
+    rng = random.Random(1)
+    reused = sum(run(cache, str(rng.randrange(4)), 5, prefix=2) or 0 for _ in range(60))
+    assert reused > 0
+
+
+def test_value_is_per_byte_that_is_freed():
+    """Two states that save as much each. One of them needs twice the KV: it goes first, though it was used last."""
+    cache = shared(40, state_blocks=4, eviction_policy="recompute_cost")
+    run(cache, "fork", 8)
+    run(cache, "fork", 8)
+    cache._store.checkpoints.eviction._likelihood.refresh(0)
+    policy = cache._store.checkpoints.eviction
+    (deep,) = cache.inspect.nodes_with_state()
+    alone = policy.value(deep)
+    rate = policy._records[deep].cell.rate
+    assert alone == 8 / (4 + 8) * rate, "its own bytes and those of its KV"
+    keys = [b"fork %d" % n for n in range(8)]
+    extended = [*keys, b"more"]
+    admission = cache.admit(-1, cache.match(KeyChain(extended, 9 * BLOCK + 1)))
+    cache.publish(cache.plan(-1, admission.resume_tokens, 9 * BLOCK + 1))
+    cache.release(-1)
+    rate = policy._records[deep].cell.rate
+    assert policy.value(deep) == 8 / 4 * rate, "the KV is needed by the state below, too"
+
+
+# -- mutants -----------------------------------------------------------------------------------------------------------
+
+
+def stale_id_after_a_move(patch: pytest.MonkeyPatch) -> None:
+    def move(self: SharedBlocks, moves: list[tuple[int, int]]) -> None:
+        for source, target in moves:
+            self._node[target], self._node[source] = self._node[source], None
+
+    patch.setattr(SharedBlocks, "move", move)
+
+
+def a_move_that_is_not_copied(patch: pytest.MonkeyPatch) -> None:
+    def nowhere(*, source_block: int, target_block: int) -> BlockMove:
+        return BlockMove(source_block=target_block, target_block=target_block)
+
+    patch.setattr("megatron_hybrid_prefix.index.shared_store.BlockMove", nowhere)
+
+
+def a_page_one_block_too_short(patch: pytest.MonkeyPatch) -> None:
+    short = property(lambda self: max(1, pages_module.ceil_div(self.state_bytes, self.block_bytes) - 1))
+    patch.setattr(PageLayout, "page_blocks", short)
+
+
+def a_page_with_a_block_left(patch: pytest.MonkeyPatch) -> None:
+    empty = Pages.empty
+
+    def all_but_one(self: Pages) -> tuple[int, list[tuple[int, int]]]:
+        page, moves = empty(self)
+        return page, moves[:-1]
+
+    patch.setattr(Pages, "empty", all_but_one)
+
+
+def a_held_block_moves(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Pages, "_is_unheld", Pages._has_free)
+    patch.setattr(Pages, "can_be_emptied", lambda self: self.free_blocks >= self._size)
+
+
+def a_decoded_state_without_protection(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SharedCheckpoints, "protect", lambda self, slot: None)
+
+
+def a_live_slot_that_is_evicted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PageSlots, "make_live", PageSlots.abandon)
+
+
+def useful_kv_is_evicted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SharedStore, "gain_state", lambda self, node: None)
+    patch.setattr(SharedStore, "lose_state", lambda self, node: None)
+
+
+MUTANTS = [
+    stale_id_after_a_move,
+    a_move_that_is_not_copied,
+    a_page_one_block_too_short,
+    a_page_with_a_block_left,
+    a_held_block_moves,
+    a_decoded_state_without_protection,
+    a_live_slot_that_is_evicted,
+    useful_kv_is_evicted,
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_mutants_are_found(mutant, monkeypatch):
+    mutant(monkeypatch)
+    for seed in range(60):
+        try:
+            test_stateful.run_seed(seed, 150, shared=True)
+        except (AssertionError, CacheCorruptionError, KeyError):
+            return
+    pytest.fail("no seed finds it")
