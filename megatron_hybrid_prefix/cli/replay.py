@@ -7,11 +7,17 @@ examples:
     hybrid-prefix replay trace.jsonl --eviction lru --admission asked --baselines none
     hybrid-prefix replay trace.jsonl --interval 4096                # interval states every 4096 tokens
     hybrid-prefix replay trace.jsonl --preset nemotron-h-8b         # shows the slots and blocks in GiB
+    hybrid-prefix replay trace.jsonl --preset nemotron-h-8b --cache-gb 10,20,40 --splits 10
+                                                                    # one memory for KV and states, against fixed splits
 
 TRACE is a file with one JSON object per line, in one of three formats:
     Mooncake   "timestamp", "input_length", "output_length", and "hash_ids" of 512-token blocks
     sessions   "hash_ids" that are valid within a session, and "block_size"
     text       "timestamp" and "input", the whole prompt as text
+
+With --cache-gb, KV, checkpoints and the state of the running request share one memory of so many GiB, with the bytes of
+the model of --preset or --hf. --splits N also replays N fixed splits of the same bytes: 5 % for states, 10 %, and so on
+up to N times 5 %. The best of them is an oracle: nobody knows it before.
 
 Requests run one after another, by time. Answers are not replayed. The replay uses the same cache classes as the engine.
 The last row, "no limits", is a cache with unlimited memory and a state after every block.
@@ -23,8 +29,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +40,7 @@ from rich.table import Table
 
 from megatron_hybrid_prefix._version import __version__
 from megatron_hybrid_prefix.console.engine_options import positive_int, whole_number
+from megatron_hybrid_prefix.console.hf import add_hf_option, folder_of
 from megatron_hybrid_prefix.console.terminal import (
     ArgumentParser,
     InputError,
@@ -49,7 +57,8 @@ from megatron_hybrid_prefix.console.terminal import (
     write_json,
     write_whole,
 )
-from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_of
+from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_of, sizes_of_config
+from megatron_hybrid_prefix.lab.memory_report import GIB, MOST_SPLITS, is_split, memories, print_memories
 from megatron_hybrid_prefix.lab.plot import save_plot
 from megatron_hybrid_prefix.lab.replay import ADMISSIONS, Policy, Replayed, ceiling_tokens, replay
 from megatron_hybrid_prefix.lab.traces import Trace, read_trace
@@ -88,11 +97,21 @@ def make_parser() -> ArgumentParser:
     add = parser.add_argument_group("budget").add_argument
     add(
         "--state-slots",
-        default=DEFAULT_SLOTS,
         metavar="N[,N...]",
-        help="state slots; several are replayed in turn (default: %(default)s)",
+        help=f"state slots; several are replayed in turn (default: {DEFAULT_SLOTS})",
     )
-    add("--kv-blocks", default="unlimited", metavar="N", help="KV blocks, or 'unlimited' (default)")
+    add("--kv-blocks", metavar="N", help="KV blocks, or 'unlimited' (default)")
+    add(
+        "--cache-gb",
+        metavar="X[,X...]",
+        help="GiB that KV and states share, instead of the two counts; several are replayed in turn",
+    )
+    add(
+        "--splits",
+        type=positive_int,
+        metavar="N",
+        help=f"with --cache-gb: also replay N fixed splits, at most {MOST_SPLITS}, and show the best",
+    )
     add(
         "--host-state-slots",
         type=whole_number,
@@ -102,6 +121,7 @@ def make_parser() -> ArgumentParser:
     )
     add("--host-kv-blocks", type=whole_number, default=0, metavar="N", help="KV blocks in the host tier (default: 0)")
     add("--preset", metavar="MODEL", help="show bytes for this preset, Megatron arguments or Hugging Face config.json")
+    add_hf_option(add)
     add = parser.add_argument_group("policy").add_argument
     add(
         "--eviction",
@@ -124,10 +144,10 @@ def make_parser() -> ArgumentParser:
     )
     add(
         "--baselines",
-        default=DEFAULT_BASELINES,
         metavar="NAMES",
         help="other policies to compare with, comma-separated: lru, upstream (megatron-core 0.19's rule), align (LRU, "
-        "ends of prompts only), interval:TOKENS (LRU with interval states); or none (default: %(default)s)",
+        f"ends of prompts only), interval:TOKENS (LRU with interval states); or none (default: {DEFAULT_BASELINES}; "
+        "with --cache-gb: lru)",
     )
     add = parser.add_argument_group("output").add_argument
     add("--json", type=Path, metavar="PATH", help="write all results as JSON, with the occupancy over time")
@@ -206,25 +226,25 @@ def _interval(text: str, option: str, block_tokens: int) -> int:
 
 
 def run_all(
-    trace: Trace, chosen: Sequence[Policy], slots: Sequence[int], blocks: int | None, interrupt: Interrupt
+    trace: Trace, chosen: Sequence[Policy], budgets: Sequence[Mapping[str, Any]], interrupt: Interrupt
 ) -> list[Replayed]:
-    """Replays the trace with every policy at every budget.
+    """Replays the trace with every policy at every budget (arguments of `replay`).
 
     Raises:
         Stopped: Ctrl-C was pressed.
     """
     runs: list[Replayed] = []
-    total = len(trace.requests) * len(slots)
+    total = len(trace.requests) * len(budgets)
     with progress([policy.name for policy in chosen], total) as done:
         for policy in chosen:
-            for number, budget in enumerate(slots):
+            for number, budget in enumerate(budgets):
 
                 def on_request(count: int, policy: Policy = policy, number: int = number) -> None:
                     if interrupt.requested:
                         raise Stopped
                     done(policy.name, number * len(trace.requests) + count)
 
-                runs.append(replay(trace, policy, state_slots=budget, kv_blocks=blocks, on_request=on_request))
+                runs.append(replay(trace, policy, on_request=on_request, **budget))
     return runs
 
 
@@ -235,7 +255,9 @@ def as_json(
     args: argparse.Namespace, trace: Trace, runs: Sequence[Replayed], ceiling: float, command: str
 ) -> dict[str, Any]:
     """All results as JSON values. ``reused_token_fraction`` is the first policy's, at the largest budget."""
-    own = [run for run in runs if run.policy is runs[0].policy]
+    own = [run for run in runs if run.policy is runs[0].policy and not is_split(run)]
+    shared = [(run.memory.cache_bytes / GIB, run) for run in own if run.memory is not None]
+    by_budget = {f"{gib:g}": run.reused_token_fraction for gib, run in shared}
     return {
         "version": __version__,
         "command": command,
@@ -248,7 +270,11 @@ def as_json(
         },
         "reused_token_fraction": own[-1].reused_token_fraction,
         "ceiling_fraction": ceiling,
-        "by_state_slots": {str(run.state_slots): run.reused_token_fraction for run in own},
+        **(
+            {"by_cache_gb": by_budget}
+            if shared
+            else {"by_state_slots": {str(run.state_slots): run.reused_token_fraction for run in own}}
+        ),
         "runs": [_run_json(run) for run in runs],
     }
 
@@ -256,6 +282,7 @@ def as_json(
 def _run_json(run: Replayed) -> dict[str, Any]:
     return {
         "policy": dataclasses.asdict(run.policy),
+        **({} if run.memory is None else {"memory": dataclasses.asdict(run.memory)}),
         "state_slots": run.state_slots,
         "kv_blocks": run.kv_blocks,
         "reused_token_fraction": run.reused_token_fraction,
@@ -321,6 +348,55 @@ def _shares(runs: Sequence[Replayed], slots: Sequence[int]) -> list[tuple[str, l
     return [(name, [shares.get(budget) for budget in slots]) for name, shares in found.items()]
 
 
+def model_sizes(args: argparse.Namespace) -> Sizes | None:
+    """Sizes of the model of ``--preset`` or ``--hf``; None: neither is given.
+
+    Raises:
+        InputError: Both are given, or the model is not understood.
+    """
+    folder = folder_of(args)
+    if folder is None:
+        return None if args.preset is None else sizes_of(args.preset)
+    if args.preset is not None:
+        raise InputError(f"--hf {args.hf} and --preset {args.preset}: give one of them")
+    with as_input_errors(ValueError):
+        return sizes_of_config(folder.name, folder.config)
+
+
+def run_shared(
+    args: argparse.Namespace,
+    sizes: Sizes | None,
+    trace_of: Callable[[], Trace],
+    argv: Sequence[str],
+    interrupt: Interrupt,
+) -> int:
+    """Runs the command with ``--cache-gb``."""
+    if args.cache_gb is None:
+        raise InputError("--splits: needs --cache-gb")
+    if args.state_slots is not None or args.kv_blocks is not None:
+        raise InputError("--cache-gb replaces --state-slots and --kv-blocks: give one or the others")
+    if sizes is None:
+        raise InputError("--cache-gb: needs the bytes of a model: give --preset or --hf")
+    args.baselines = args.baselines or "lru"
+    memories_for = functools.partial(memories, args.cache_gb, args.splits or 0, state_bytes=sizes.state_bytes)
+    memories_for(block_bytes=1)  # finds wrong options before the trace is read
+    trace = trace_of()
+    budgets = memories_for(block_bytes=sizes.kv_block_bytes(trace.block_tokens))
+    chosen = policies(args, trace.block_tokens)
+    if any(policy.eviction == "upstream" for policy in chosen):
+        raise InputError(
+            "--baselines upstream: megatron-core's rule has no shared memory; it does not go with --cache-gb"
+        )
+    ceiling = sum(ceiling_tokens(trace)) / trace.prompt_tokens
+    runs = run_all(trace, chosen, [{"memory": memory} for memory in budgets], interrupt)
+    console = output_console()
+    print_memories(console, trace, runs, ceiling, sizes)
+    if args.json is not None:
+        write_json(args.json, as_json(args, trace, runs, ceiling, command_line(argv)))
+        console.print(f"wrote {args.json}", markup=False, soft_wrap=True)
+    return 0
+
+
 def run(argv: Sequence[str], interrupt: Interrupt) -> int:
     """Runs the command."""
     args = make_parser().parse_args(argv)
@@ -328,13 +404,21 @@ def run(argv: Sequence[str], interrupt: Interrupt) -> int:
         if path is not None:
             check_writable(path)
     if args.plot is not None:
+        if args.cache_gb is not None:
+            raise InputError("--plot: shows state slots; it does not go with --cache-gb")
         check_can_plot("--plot")
+    sizes = model_sizes(args)
+    trace_of = functools.partial(read_trace, args.traces, block_tokens=args.block_tokens, limit=args.limit)
+    if args.cache_gb is not None or args.splits is not None:
+        return run_shared(args, sizes, trace_of, argv, interrupt)
+    args.state_slots, args.kv_blocks = args.state_slots or DEFAULT_SLOTS, args.kv_blocks or "unlimited"
+    args.baselines = args.baselines or DEFAULT_BASELINES
     slots, blocks = state_slots(args.state_slots), kv_blocks(args.kv_blocks)
-    sizes = None if args.preset is None else sizes_of(args.preset)
-    trace = read_trace(args.traces, block_tokens=args.block_tokens, limit=args.limit)
+    trace = trace_of()
     chosen = policies(args, trace.block_tokens)
     ceiling = sum(ceiling_tokens(trace)) / trace.prompt_tokens
-    runs = run_all(trace, chosen, slots, blocks, interrupt)
+    budgets = [{"state_slots": budget, "kv_blocks": blocks} for budget in slots]
+    runs = run_all(trace, chosen, budgets, interrupt)
     console = output_console()
     print_report(console, trace, runs, ceiling, sizes, blocks)
     if args.json is not None:

@@ -26,7 +26,7 @@ class Ghosts:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def __contains__(self, key: bytes) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._keys
 
     def add(self, key: bytes) -> None:

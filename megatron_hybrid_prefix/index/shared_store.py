@@ -78,6 +78,8 @@ class SharedStore(PrefixStore):
 
     blocks: SharedBlocks
     slots: PageSlots
+    checkpoints: SharedCheckpoints
+    ghosts: Ghosts
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class SharedStore(PrefixStore):
         self.ghosts = Ghosts(pages.layout.total_blocks)
         if isinstance(eviction, SharesMemory):
             eviction.share_memory(state_blocks=pages.layout.page_blocks)
-        self.checkpoints: SharedCheckpoints = SharedCheckpoints(self, eviction, host, stats)
+        self.checkpoints = SharedCheckpoints(self, eviction, host, stats)
         self._moved_blocks = self._blocked_slots = 0
 
     def has_room(

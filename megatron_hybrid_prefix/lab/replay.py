@@ -16,6 +16,7 @@ from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.console.terminal import no_garbage_collection
 from megatron_hybrid_prefix.index.keys import KeyChain
+from megatron_hybrid_prefix.lab.memory import Memory
 from megatron_hybrid_prefix.lab.traces import Trace, TraceRequest
 from megatron_hybrid_prefix.lab.upstream_rule import UpstreamRule
 from megatron_hybrid_prefix.policy.boundaries import Boundary, prompt_boundaries
@@ -43,36 +44,6 @@ class Policy:
     admission: str = "adaptive"
     interval_tokens: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """A memory for KV, checkpoints and the state of the running request.
-
-    Attributes:
-        cache_bytes: All bytes.
-        block_bytes: Bytes of a KV block.
-        state_bytes: Bytes of a state.
-        state_share: Share of the bytes that only states may use; KV uses the others. None: both share all bytes.
-    """
-
-    cache_bytes: int
-    block_bytes: int
-    state_bytes: int
-    state_share: float | None = None
-
-    def counts(self) -> tuple[int, int]:
-        """KV blocks and checkpoint slots of a fixed split. One state belongs to the running request."""
-        assert self.state_share is not None
-        states = int(self.cache_bytes * self.state_share)
-        return (self.cache_bytes - states) // self.block_bytes, max(0, states // self.state_bytes - 1)
-
-    def cache_options(self) -> dict[str, int]:
-        """Arguments of `HybridPrefixCache`."""
-        if self.state_share is not None:
-            kv_blocks, state_slots = self.counts()
-            return {"kv_blocks": kv_blocks, "state_slots": state_slots}
-        return {"cache_bytes": self.cache_bytes, "block_bytes": self.block_bytes, "state_bytes": self.state_bytes}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +117,7 @@ class Server(Protocol):
 class CacheServer:
     """`HybridPrefixCache`, called as the engine calls it."""
 
-    def __init__(self, policy: Policy, block_tokens: int, sizes: Mapping[str, int]) -> None:
+    def __init__(self, policy: Policy, block_tokens: int, sizes: Mapping[str, Any]) -> None:
         self._cache = HybridPrefixCache(
             boundary_rule=_tail_only if policy.admission == "tail" else prompt_boundaries,
             block_tokens=block_tokens,
