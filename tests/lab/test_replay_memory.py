@@ -1,0 +1,98 @@
+"""`replay --cache-gb`: one memory for KV and states beside fixed splits of the same bytes; made-up traffic."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace as with_fields
+from typing import Any
+
+import pytest
+
+from megatron_hybrid_prefix.cli import replay as command
+from megatron_hybrid_prefix.lab import traffic
+from megatron_hybrid_prefix.lab.memory import Memory
+from megatron_hybrid_prefix.lab.replay import Policy, ceiling_tokens, replay
+from megatron_hybrid_prefix.lab.traces import read_trace
+
+GIB = 2**30
+# Nemotron-H-8B in bf16, KV blocks of 256 tokens: a state is as large as 12.5 blocks.
+SHARED = Memory(cache_bytes=5 * GIB // 2, block_bytes=4_194_304, state_bytes=52_297_728)
+RULE = Policy(name="recompute_cost", eviction="recompute_cost")
+
+
+def run(*arguments: Any) -> int:
+    return command.main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def changing():
+    return traffic.changing_traffic(requests=150)
+
+
+def test_counts_of_a_fixed_split():
+    memory = Memory(cache_bytes=1000, block_bytes=10, state_bytes=30, state_share=0.25)
+    assert memory.counts() == (75, 7), "250 bytes are eight states; one of them is the running request's"
+    assert with_fields(memory, state_share=0.01).counts() == (99, 0)
+
+
+def test_shared_memory_beats_every_fixed_split_where_traffic_changes(changing):
+    shared = sum(replay(changing, RULE, memory=SHARED).reused_tokens)
+    splits = {
+        percent: sum(replay(changing, RULE, memory=with_fields(SHARED, state_share=percent / 100)).reused_tokens)
+        for percent in (10, 20, 25, 30, 40, 50, 60, 70, 80)
+    }
+    assert shared > 1.05 * max(splits.values()), (shared, splits)
+    assert shared <= sum(ceiling_tokens(changing))
+
+
+def test_shared_memory_that_has_room_for_everything_reuses_as_much_as_is_possible(changing):
+    every_block = with_fields(RULE, interval_tokens=changing.block_tokens)
+    memory = with_fields(SHARED, cache_bytes=3000 * GIB)
+    assert replay(changing, every_block, memory=memory).reused_tokens == ceiling_tokens(changing)
+
+
+def test_made_up_traffic_is_the_same_for_the_same_seed(tmp_path, changing):
+    path = tmp_path / "t.jsonl"
+    assert traffic.main([str(path), "--requests", "150"]) == 0
+    assert read_trace([path]) == with_fields(changing, requests=read_trace([path]).requests)
+    assert [list(request.keys) for request in read_trace([path]).requests] == [r.keys for r in changing.requests]
+    assert traffic.changing_traffic(requests=20, seed=1) != traffic.changing_traffic(requests=20)
+    with pytest.raises(SystemExit):
+        traffic.main([str(path), "--phases", "chats,books"])
+
+
+def test_table_and_json(tmp_path, capsys):
+    trace, report = tmp_path / "t.jsonl", tmp_path / "r.json"
+    traffic.main([str(trace), "--requests", "30"])
+    arguments = ["--preset", "nemotron-h-8b", "--cache-gb", "3,1.5", "--splits", "2", "--json", report]
+    assert run(trace, *arguments) == 0
+    said = capsys.readouterr().out
+    for text in ("4,194,304", "52,297,728", "in 13 blocks", "best of 2 fixed splits", "no limits", "lru", "%)"):
+        assert text in said
+    data = json.loads(report.read_text())
+    assert list(data["by_cache_gb"]) == ["1.5", "3"]
+    assert data["reused_token_fraction"] == data["by_cache_gb"]["3"]
+    assert [found["memory"]["state_share"] for found in data["runs"]] == [None, 0.05, 0.1] * 4
+    assert {found["memory"]["cache_bytes"] for found in data["runs"]} == {3 * GIB, 3 * GIB // 2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cache-gb", "3"], "--cache-gb: needs the bytes of a model: give --preset or --hf"),
+        (["--splits", "3"], "--splits: needs --cache-gb"),
+        (["--cache-gb", "3", "--kv-blocks", "4"], "--cache-gb replaces --state-slots and --kv-blocks"),
+        (["--cache-gb", "3", "--preset", "tiny", "--splits", "20"], "--splits 20: at most 19"),
+        (["--cache-gb", "3,3", "--preset", "tiny"], "--cache-gb: 3,3 has a number twice"),
+        (["--cache-gb", "0.01", "--preset", "nemotron-h-8b"], "--cache-gb 0.01: cache_bytes=10737418: a state and"),
+        (["--cache-gb", "3", "--preset", "tiny", "--baselines", "upstream"], "--baselines upstream: megatron-core's"),
+        (["--cache-gb", "3", "--preset", "tiny", "--plot", "x.png"], "--plot: shows state slots"),
+        (["--hf", "somewhere", "--preset", "tiny"], "--hf"),
+    ],
+)
+def test_bad_options_are_named(tmp_path, capsys, arguments, message):
+    trace = tmp_path / "t.jsonl"
+    traffic.main([str(trace), "--requests", "2"])
+    assert run(trace, *arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {message}") and said.count("\n") == 1
