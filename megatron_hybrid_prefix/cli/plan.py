@@ -3,6 +3,7 @@
 examples:
     hybrid-prefix plan --hf ./NVIDIA-Nemotron-Nano-9B-v2 --gpu-gb 80
     hybrid-prefix plan nemotron-h-8b --mamba-gb 20 --buffer-gb 20
+    hybrid-prefix plan nemotron-h-8b --cache-gb 40 --trace trace.jsonl
     hybrid-prefix plan arguments.yaml --mamba-gb 20 --buffer-gb 20 --tp 2 --speculative-tokens 3
     hybrid-prefix plan config.json --mamba-gb 20 --buffer-gb 20 --trace trace.jsonl --json plan.json
 
@@ -12,6 +13,9 @@ in GiB per rank.
 --hf and --gpu-gb without budgets: what fits GPUs of this size at each tensor-parallel size, and which budgets to give. A
 conversation that is kept has its KV and three checkpoints. 10 % of a GPU stay free for activations. The folder needs
 config.json only. --hf with budgets is like MODEL.
+
+--cache-gb: one budget that KV, checkpoints and states of running requests share, and the fixed split of as many bytes: 25 %
+for states, or with --trace the best split of ten.
 
 With --trace, the recorded requests are replayed at this budget (as by hybrid-prefix replay). Then each budget is raised
 by the same amount in turn, and the one that gains most is recommended. The time of loading from the host is not
@@ -55,6 +59,8 @@ from megatron_hybrid_prefix.console.terminal import (
 )
 from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_of, sizes_of_config
 from megatron_hybrid_prefix.lab.fit import fits, parameter_count
+from megatron_hybrid_prefix.lab.one_budget import ADVISED_STATE_SHARE, one_budget, reuse_of_one_budget
+from megatron_hybrid_prefix.lab.one_budget import advice as advice_of_split
 from megatron_hybrid_prefix.lab.replay import Policy, ceiling_tokens, replay
 from megatron_hybrid_prefix.lab.traces import Trace, read_trace
 from megatron_hybrid_prefix.models.config import PRESETS, get_preset
@@ -197,6 +203,11 @@ def make_parser() -> ArgumentParser:
         "--state-dtype", choices=("float32", "bfloat16"), help="dtype of the matrix states (default: each layer kind's)"
     )
     add = parser.add_argument_group("budget per rank").add_argument
+    add(
+        "--cache-gb",
+        type=positive_float,
+        help="GiB for KV, checkpoints and states of running requests together, instead of --mamba-gb and --buffer-gb",
+    )
     add("--mamba-gb", type=positive_float, help="GiB for state checkpoints on the GPU")
     add("--buffer-gb", type=positive_float, help="GiB for KV blocks and the states of running requests")
     add("--host-gb", type=positive_float, help="GiB of pinned host memory for evicted KV and states (default: none)")
@@ -208,7 +219,7 @@ def make_parser() -> ArgumentParser:
         default=0,
         help="draft tokens of speculative decoding (default: %(default)s)",
     )
-    add = parser.add_argument_group("what fits (--hf or a preset, without budgets)").add_argument
+    add = parser.add_argument_group("what fits (--hf or a preset, without budgets; --cache-gb)").add_argument
     add("--gpu-gb", type=positive_float, metavar="X", help="memory of one GPU, in GB (10^9 bytes), such as 80")
     add(
         "--conversation-tokens",
@@ -343,6 +354,78 @@ def run_fits(argv: Sequence[str], args: argparse.Namespace) -> int:
     return 0
 
 
+def run_one_budget(argv: Sequence[str], args: argparse.Namespace, sizes: Sizes, interrupt: Interrupt) -> int:
+    """What ``--cache-gb`` holds, and what it reuses. Returns the exit code."""
+    cache_bytes = int(args.cache_gb * GIB)
+    live_bytes = args.max_requests * sizes.live_bytes(args.speculative_tokens)
+    with as_input_errors(ValueError, prefix=f"--cache-gb {args.cache_gb:g}: "):
+        plan = one_budget(
+            sizes,
+            cache_bytes=cache_bytes,
+            block_tokens=args.block_size_tokens,
+            conversation_tokens=args.conversation_tokens,
+            live_bytes=live_bytes,
+        )
+    reuse, ceiling = None, None
+    if args.trace:
+        trace = read_trace(args.trace, limit=args.limit)
+        ceiling = sum(ceiling_tokens(trace)) / trace.prompt_tokens
+
+        def on_request(done: int) -> None:
+            if interrupt.requested:
+                raise Stopped
+
+        reuse = reuse_of_one_budget(trace, sizes, cache_bytes, args.eviction, on_request)
+    layout, text = plan.layout, advice_of_split(cache_bytes, reuse)
+    table = Table(title=f"{printable(sizes.name)}, tp={sizes.tp}", title_justify="left", show_header=False)
+    table.add_column("what", no_wrap=True)
+    table.add_column("how much", justify="right", no_wrap=True)
+    rows = [
+        ("one state", f"{layout.state_bytes:,} bytes"),
+        (f"one KV block of {args.block_size_tokens} tokens", f"{layout.block_bytes:,} bytes"),
+        ("a state takes", f"{layout.page_blocks} KV blocks, {layout.padding_bytes / layout.page_bytes:.1%} unused"),
+        ("KV blocks, if there were no states", f"{layout.total_blocks:,}"),
+        ("states, if there were no KV", f"{layout.pages:,}"),
+        (f"conversations of {args.conversation_tokens:,} tokens with three checkpoints", f"{plan.conversations:,}"),
+        (f"with {ADVISED_STATE_SHARE:.0%} for states, fixed: checkpoints", f"{plan.split_states:,}"),
+        (f"... KV blocks beside {args.max_requests} running requests", f"{plan.split_blocks:,}"),
+    ]
+    if reuse is not None:
+        raised = f"{cache_bytes * RAISED_BY / GIB:.1f} GiB more"
+        rows += [
+            ("expected reuse of prompt tokens, shared", f"{reuse['shared']:.4f}"),
+            (f"... {raised}", f"{reuse['shared_raised'] - reuse['shared']:+.4f}"),
+            ("reuse with unlimited memory", f"{ceiling:.4f}"),
+        ]
+        rows += [(f"fixed, {share:.0%} for states", f"{found:.4f}") for share, found in reuse["splits"].items()]
+    for row in rows:
+        table.add_row(*row)
+    console = output_console()
+    console.print(table)
+    console.print(text, markup=False, soft_wrap=True)
+    if args.json is not None:
+        report = {
+            "version": __version__,
+            "command": command_line(argv),
+            "model": sizes.name,
+            "tp": sizes.tp,
+            "cache_bytes": cache_bytes,
+            "checkpoint_bytes": layout.state_bytes,
+            "kv_block_bytes": layout.block_bytes,
+            "page_blocks": layout.page_blocks,
+            "padding_bytes": layout.padding_bytes,
+            "kv_blocks": layout.total_blocks,
+            "states": layout.pages,
+            "conversations": plan.conversations,
+            "expected_reuse": reuse and reuse | {"splits": {f"{s:g}": x for s, x in reuse["splits"].items()}},
+            "ceiling_fraction": ceiling,
+            "advice": text,
+        }
+        write_json(args.json, report)
+        console.print(f"wrote {args.json}", markup=False, soft_wrap=True)
+    return 0
+
+
 def _floor(count: int) -> str:
     """Bytes as GiB with two digits, not rounded up."""
     return f"{count * 100 // GIB / 100:g}"
@@ -357,6 +440,10 @@ def check_model(args: argparse.Namespace) -> bool:
     if (args.model is None) == (args.hf is None):
         raise InputError("give MODEL or --hf DIR, and only one of them")
     budgets = [name for name in ("mamba_gb", "buffer_gb") if getattr(args, name) is not None]
+    if args.cache_gb is not None:
+        if budgets or args.gpu_gb is not None or args.host_gb is not None:
+            raise InputError("--cache-gb: does not go with --mamba-gb, --buffer-gb, --host-gb and --gpu-gb")
+        return False
     if len(budgets) == 2 and args.gpu_gb is None:
         return False
     if args.gpu_gb is None or budgets or args.trace or (args.hf is None and args.model not in PRESETS):
@@ -381,6 +468,8 @@ def run(argv: Sequence[str], interrupt: Interrupt) -> int:
             sizes = sizes_of_config(folder.name, folder.config, tp=args.tp, state_dtype=args.state_dtype)
     with as_input_errors(ValueError):
         sizes.check_blocks(args.block_size_tokens)
+    if args.cache_gb is not None:
+        return run_one_budget(argv, args, sizes, interrupt)
     budget = Budget(
         state_bytes=int(args.mamba_gb * GIB),
         host_bytes=int((args.host_gb or 0) * GIB),

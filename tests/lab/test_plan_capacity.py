@@ -343,3 +343,37 @@ def test_neither_torch_nor_megatron_is_imported():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# -- one budget --------------------------------------------------------------------------------------------------------
+
+
+def test_one_budget_and_the_advised_split(tmp_path, capsys):
+    report = tmp_path / "p.json"
+    assert run("nemotron-h-8b", "--cache-gb", "40", "--max-requests", "8", "--json", report) == 0
+    said = capsys.readouterr().out
+    data = json.loads(report.read_text())
+    assert (data["kv_blocks"], data["page_blocks"], data["states"]) == (10240, 13, 787)
+    assert data["padding_bytes"] == 13 * 256 * TOKEN_BYTES - STATE_BYTES
+    assert data["conversations"] == (10240 - 13) // (32 + 3 * 13)
+    assert data["expected_reuse"] is None
+    assert "--mamba-gb 10 --buffer-gb 30 (25% for states)" in said
+    assert f"{10 * 2**30 // STATE_BYTES:,}" in said
+
+
+def test_one_budget_finds_the_split(trace_file, tmp_path, capsys):
+    report = tmp_path / "p.json"
+    arguments = ["--cache-gb", "3", "--trace", trace_file, "--limit", "150", "--json", report]
+    assert run("nemotron-h-8b", *arguments) == 0
+    found = json.loads(report.read_text())["expected_reuse"]
+    assert len(found["splits"]) == 10 and found["splits"][f"{found['best_split']:g}"] == max(found["splits"].values())
+    assert 0 < found["shared"] <= found["shared_raised"] + 0.01
+    assert f"({found['best_split']:.0%} for states)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--mamba-gb", "--buffer-gb", "--host-gb", "--gpu-gb"])
+def test_one_budget_alone(capsys, option):
+    assert run("nemotron-h-8b", "--cache-gb", "3", option, "2") == 2
+    assert "--cache-gb: does not go with" in capsys.readouterr().err
+    assert run("nemotron-h-8b", "--cache-gb", "0.01") == 2
+    assert "a state and a KV block need" in capsys.readouterr().err
