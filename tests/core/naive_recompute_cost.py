@@ -28,7 +28,8 @@ class Known:
 class NaiveRecomputeCost:
     """Decides as `RecomputeCostEviction` does, in O(n) or slower."""
 
-    def __init__(self) -> None:
+    def __init__(self, state_blocks: int = 0) -> None:
+        self.state_blocks = state_blocks  # 0: states have memory of their own
         self.known: list[Known] = []  # kept ones in the order of publication, then remembered ones as they were lost
         self.uses: dict[tuple[tuple[int, ...], int], float] = {}
         self.exposure: dict[tuple[tuple[int, ...], int], float] = {}
@@ -94,7 +95,23 @@ class NaiveRecomputeCost:
         return None if best is None else best.node
 
     def value(self, node: Node) -> float:
-        return (node.depth_blocks - self.depth_above(node)) * self.rate(self.of(node))
+        cost = node.depth_blocks - self.depth_above(node)
+        if self.state_blocks:
+            cost /= self.state_blocks + self.exclusive(node)
+        return cost * self.rate(self.of(node))
+
+    def exclusive(self, node: Node) -> int:
+        """Blocks at or above the node that are at or above no other kept state; 0 if one is below the node."""
+        needed = set()
+        for known in self.kept():
+            other = known.node
+            while known.node is not node and other is not None:
+                needed.add(other)
+                other = other.parent
+        count = 0
+        while node is not None and node not in needed:
+            node, count = node.parent, count + 1
+        return count
 
     def order(self, known: Known) -> int:
         probationary = known.origin == CheckpointReason.INTERVAL and not known.uses

@@ -12,6 +12,7 @@ from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.lab.replay import Policy, replay
 from megatron_hybrid_prefix.policy import likelihood, recompute_cost
+from megatron_hybrid_prefix.policy.ancestry import Ancestry
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.likelihood import Likelihood
 from megatron_hybrid_prefix.policy.recompute_cost import RecomputeCostEviction
@@ -58,9 +59,11 @@ def lost_in_order(policy, **options) -> list[Node]:
     return order
 
 
-def compare(rng: random.Random, calls: int, most: int) -> int:
+def compare(rng: random.Random, calls: int, most: int, state_blocks: int = 0) -> int:
     """Makes the same random calls to the policy and its naive twin. Returns how many victims were compared."""
-    mine, naive = make_eviction_policy("recompute_cost"), NaiveRecomputeCost()
+    mine, naive = make_eviction_policy("recompute_cost"), NaiveRecomputeCost(state_blocks)
+    if state_blocks:
+        mine.share_memory(state_blocks=state_blocks)
     nodes: list[Node] = []
     kept: list[Node] = []
     compared = 0
@@ -112,6 +115,24 @@ def compare(rng: random.Random, calls: int, most: int) -> int:
 @pytest.mark.parametrize("seed", range(25))
 def test_it_decides_as_the_obvious_version_does(seed):
     assert compare(random.Random(seed), calls=500, most=25) > 30
+
+
+@pytest.mark.usefixtures("fast_clock")
+@pytest.mark.parametrize("state_blocks", [1, 3, 13])
+def test_it_decides_so_per_byte_too(state_blocks):
+    compared = sum(compare(random.Random(seed), calls=400, most=25, state_blocks=state_blocks) for seed in range(2))
+    assert compared > 60
+
+
+@pytest.mark.usefixtures("fast_clock")
+def test_a_state_that_became_the_only_one_to_need_its_kv_must_be_ranked_again(monkeypatch):
+    monkeypatch.setattr(Ancestry, "remove", lambda self, node: _remove(self, node) and None)
+    with pytest.raises(AssertionError):
+        for seed in range(20):
+            compare(random.Random(seed), calls=400, most=25, state_blocks=3)
+
+
+_remove = Ancestry.remove
 
 
 def test_it_decides_so_with_its_own_constants_too():
