@@ -13,6 +13,7 @@ from megatron_hybrid_prefix.lab import traffic
 from megatron_hybrid_prefix.lab.memory import Memory
 from megatron_hybrid_prefix.lab.replay import Policy, ceiling_tokens, replay
 from megatron_hybrid_prefix.lab.traces import read_trace
+from tests.harness.steps import steps
 
 GIB = 2**30
 # Nemotron-H-8B in bf16, KV blocks of 256 tokens: a state is as large as 12.5 blocks.
@@ -96,3 +97,16 @@ def test_bad_options_are_named(tmp_path, capsys, arguments, message):
     assert run(trace, *arguments) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: {message}") and said.count("\n") == 1
+
+
+def steps_of_a_request(kind: str, requests: int, gib: int) -> float:
+    trace = traffic.changing_traffic(phases=[kind], requests=requests)
+    memory = with_fields(SHARED, cache_bytes=gib * GIB)
+    return steps(lambda: replay(trace, RULE, memory=memory)) / requests
+
+
+@pytest.mark.parametrize("kind", ["fresh", pytest.param("chats", marks=pytest.mark.slow)])
+def test_a_request_takes_no_more_steps_in_a_larger_memory_or_a_longer_trace(kind):
+    base = steps_of_a_request(kind, 150, 2)
+    assert steps_of_a_request(kind, 150, 8) <= 1.25 * base
+    assert steps_of_a_request(kind, 450, 2) <= 1.25 * base
