@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -154,7 +154,8 @@ class CacheServer:
 
     def counters(self) -> Mapping[str, Any]:
         """See Server."""
-        return self._cache.stats().as_dict()
+        use = self._cache.inspect.memory_use()
+        return self._cache.stats().as_dict() | ({} if use is None else {"memory_use": asdict(use)})
 
 
 def _tail_only(*, prompt_tokens: int, block_tokens: int, **rest: Any) -> tuple[Boundary, ...]:

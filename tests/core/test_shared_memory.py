@@ -273,6 +273,31 @@ def test_value_is_per_byte_that_is_freed():
     assert policy.value(deep) == 8 / 4 * rate, "the KV is needed by the state below, too"
 
 
+def test_ranks_decide_alike():
+    """Ids and moves depend on the calls only: not on the secret of the keys, and so not on their hashes."""
+    caches = [shared(60, 5, secret=secret, retention_interval_tokens=None) for secret in (b"one", b"two")]
+    rng, moves = random.Random(3), 0
+    known, live = [[0]], []
+    for request_id in range(300):
+        tokens = rng.choice(known[-9:])[: rng.randint(0, 40)] + rng.choices(range(9), k=rng.randint(1, 30))
+        known.append(tokens)
+        if len(live) > 2:
+            assert len({cache.release(live[0]) for cache in caches}) == 1
+            live.pop(0)
+        decisions = []
+        for cache in caches:
+            admission = cache.admit(request_id, cache.match(cache.chain(tokens)))
+            plan = admission and cache.plan(request_id, admission.resume_tokens, len(tokens))
+            copies = cache.take_copies()
+            decisions.append((admission, plan, copies))
+            if plan:
+                cache.publish(plan)
+        assert decisions[0] == decisions[1]
+        moves += len(decisions[0][2])
+        live += [request_id] if decisions[0][0] else []
+    assert moves > 20 and caches[0].stats() == caches[1].stats()
+
+
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
 

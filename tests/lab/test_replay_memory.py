@@ -74,6 +74,8 @@ def test_table_and_json(tmp_path, capsys):
     assert list(data["by_cache_gb"]) == ["1.5", "3"]
     assert data["reused_token_fraction"] == data["by_cache_gb"]["3"]
     assert [found["memory"]["state_share"] for found in data["runs"]] == [None, 0.05, 0.1] * 4
+    use = data["runs"][0]["counters"]["memory_use"]
+    assert use["total_blocks"] == 384 and use["padding_bytes"] == use["state_pages"] * (13 * 4_194_304 - 52_297_728)
     assert {found["memory"]["cache_bytes"] for found in data["runs"]} == {3 * GIB, 3 * GIB // 2}
 
 
