@@ -2,11 +2,12 @@
 
 What goes first, when bytes are needed:
 
-1. Interval states that nobody used. They are guesses, and take free bytes only (or those of other guesses).
-2. Worthless KV, behind which no request can resume: released or worthless longest ago first, the deepest block first.
+1. Worthless KV, behind which no request can resume: released or worthless longest ago first, the deepest block first.
    Its keys are remembered (``ghosts.py``).
-3. The state that the eviction policy names. Evicting it makes the KV worthless that only it made useful. So policies rank
+2. The state that the eviction policy names. Evicting it makes the KV worthless that only it made useful. So policies rank
    by value per byte *freed*, if they can (`SharesMemory`).
+
+An interval state that nobody used is a guess. It only gets free bytes, or those of another guess, and makes no KV useful.
 
 KV is valued like states: a block is worth what the states at and below it are worth.
 """
@@ -193,14 +194,11 @@ class SharedStore(PrefixStore):
     def _evict_next(self, *, states_only: bool = False) -> bool:
         """Evicts one entry: see the top of this file. False: nothing can be evicted."""
         checkpoints = self.checkpoints
-        state = checkpoints.victim(probationary_only=True)
-        if state is None and not states_only:
-            node = self.blocks.oldest()
-            if node is not None:
-                self._drop_kv(node)
-                return True
-        if state is None:
-            state = checkpoints.victim()
+        node = None if states_only else self.blocks.oldest()
+        if node is not None:
+            self._drop_kv(node)
+            return True
+        state = checkpoints.victim()
         if state is not None:
             checkpoints.evict(state)
             return True
@@ -331,9 +329,9 @@ class SharedCheckpoints(CheckpointTable):
         if was_guess:
             self._store.gain_state(node)
 
-    def victim(self, *, probationary_only: bool = False) -> Node | None:
+    def victim(self) -> Node | None:
         """The state to evict next; None if there is none."""
-        return self.eviction.victim(self._is_evictable, probationary_only=probationary_only)
+        return self.eviction.victim(self._is_evictable)
 
     # -- states that wait for their copy -------------------------------------------------------------------------------
 

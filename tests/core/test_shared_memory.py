@@ -234,15 +234,27 @@ def test_what_is_remembered_is_bounded():
     assert len(cache._store.ghosts) == 0
 
 
-def test_guesses_take_free_bytes_only_and_go_first():
+def test_guesses_take_free_bytes_only():
     cache = shared(24, retention_interval_tokens=BLOCK)
     run(cache, "a", 5)
     assert cache.stats().checkpoints_by_reason["interval"] == 4
-    run(cache, "b", 9)
-    assert 9 in depths(cache) and 5 in depths(cache), "the guesses went, not the tail"
-    before = cache.stats().checkpoints_by_reason["interval"]
-    run(cache, "c", 3)
-    assert cache.stats().checkpoints_by_reason["interval"] - before <= 1
+    for state in list(cache.inspect.nodes_with_state()):
+        if state.depth_blocks < 5:
+            cache._store.checkpoints.evict(state)
+    run(cache, "b", 9)  # ten blocks and two states: 14 of the 17 that are free; one page is left for a guess
+    assert depths(cache) == [1, 5, 9], "no guess took the page of another state"
+
+
+def test_a_state_that_finds_no_page_to_empty_evicts_another_state():
+    cache = shared(15, state_blocks=3)
+    scattered = cache.blocks.allocate(9)
+    cache.blocks.free([block_id for block_id in scattered if block_id % 3])  # a held block in each of three pages
+    run(cache, "a", 1)
+    run(cache, "b", 1)
+    use = cache.inspect.memory_use()
+    assert (use.blocked_slots, use.moved_blocks, use.state_pages) == (1, 0, 1) and cache.stats().evictions == 1
+    cache.blocks.free([block_id for block_id in scattered if not block_id % 3])
+    cache.check_integrity()
 
 
 @pytest.mark.parametrize("policy", ["lru", "recompute_cost"])

@@ -364,8 +364,6 @@ def run_seed(seed: int, steps: int, behind: list[str] | None = None, shared: boo
         STEPS["steps"] += 1
     STEPS["machines"] += 1
     count_checks(engine)
-    if (use := cache.inspect.memory_use()) is not None:
-        STEPS["blocked slots"] += use.blocked_slots
     engine.drain()
 
 
@@ -393,7 +391,7 @@ def test_random_traffic_in_shared_memory(seeds):
         run_seed(seed, 150, shared=True)
     print(dict(STEPS))
     common = ("hits", "misses", "refused", "preempted", "aborted in flight", "evictions", "kv evictions", "lost")
-    own = ("moved", "told of a move", "ghosts", "decoded states", "blocked slots")
+    own = ("moved", "told of a move", "ghosts", "decoded states")
     for what in (*common, *own, "junctions", "intervals", "readmitted", "stored", "loaded", "swapped out"):
         assert STEPS[what] >= len(seeds) / 10, f"{what}: only {STEPS[what]} times"
 
