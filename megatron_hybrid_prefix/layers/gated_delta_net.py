@@ -19,7 +19,7 @@ from megatron_hybrid_prefix.ops.conv_windows import write_conv_windows
 from megatron_hybrid_prefix.ops.convolution import convolve_from_slots
 from megatron_hybrid_prefix.ops.delta_gates import gated_head_norm, gates
 from megatron_hybrid_prefix.ops.delta_rule import scan_delta_rule, update_delta_rule
-from megatron_hybrid_prefix.ops.delta_rule_triton import CHUNK
+from megatron_hybrid_prefix.ops.delta_rule_triton import CHUNK, check_heads
 from megatron_hybrid_prefix.pool.layout import StateComponent
 from megatron_hybrid_prefix.upstream.delta_net import GatedDeltaNet
 from megatron_hybrid_prefix.upstream.mixer import convolve_step
@@ -171,8 +171,8 @@ class GatedDeltaNetKind(LayerKind):
         """See LayerKind. The window is of the parameters' type by default, the matrices of float32.
 
         Raises:
-            ValueError: The layer cannot be run: its activation is not SiLU, or its convolution has another number of taps
-                than 2 to 4.
+            ValueError: The layer cannot be run: its activation is not SiLU, its convolution has another number of taps
+                than 2 to 4, or it is on a GPU and the kernels do not support heads of its sizes.
         """
         layer: Any = module
         if layer.act_fn is not F.silu:
@@ -183,6 +183,8 @@ class GatedDeltaNetKind(LayerKind):
                 f"Gated DeltaNet layers with a convolution of {layer.conv_kernel_dim} taps: "
                 f"use {TAPS.start} to {TAPS.stop - 1} (linear_conv_kernel_dim)"
             )
+        if layer.A_log.is_cuda:
+            check_heads(layer.config.params_dtype, layer.key_head_dim, layer.value_head_dim)
         return gated_delta_net_components(
             channels=2 * layer.qk_dim_local_tp + layer.v_dim_local_tp,
             taps=layer.conv_kernel_dim,

@@ -43,16 +43,23 @@ class Launch(NamedTuple):
     output: dict[str, Any]
 
 
-def launch_options(dtype: torch.dtype, key_size: int, value_size: int, *, normalise: bool) -> Launch:
-    """Tiles, warps and pipeline stages for inputs of this type and heads of these sizes.
+def check_heads(dtype: torch.dtype, key_size: int, value_size: int) -> None:
+    """Checks that the kernels of a prefill support inputs of this type and heads of these sizes.
 
     Raises:
-        ValueError: Keys are too long for the memory of a multiprocessor.
+        ValueError: Keys are too long for the memory of a multiprocessor. Or the type has 16 bits, and a size is no multiple
+            of 16: on an H200, with Triton 3.6, outputs of heads of 16 key and 40 value channels were wrong in bfloat16.
     """
+    if triton.next_power_of_2(key_size) * dtype.itemsize > 1024:
+        raise ValueError(f"heads of {key_size} key channels in {dtype}: at most {1024 // dtype.itemsize} are supported")
+    if dtype.itemsize == 2 and (key_size % 16 or value_size % 16):
+        raise ValueError(f"heads of {key_size} key and {value_size} value channels in {dtype}: use multiples of 16")
+
+
+def launch_options(dtype: torch.dtype, key_size: int, value_size: int, *, normalise: bool) -> Launch:
+    """Tiles, warps and pipeline stages for inputs of this type and heads of these sizes, which `check_heads` accepts."""
     block_k, block_v = (max(16, triton.next_power_of_2(size)) for size in (key_size, value_size))
     row_bytes = block_k * dtype.itemsize
-    if row_bytes > 1024:
-        raise ValueError(f"heads of {key_size} key channels in {dtype}: at most {1024 // dtype.itemsize} are supported")
     narrow = min(_COLUMNS, block_v)
     shared = {"BLOCK_K": block_k, "CHUNK": CHUNK}
     if dtype == torch.float32:
@@ -99,6 +106,7 @@ def scan_by_kernels(
     q, k, v = (_contiguous_from(tensor, 1) for tensor in (q, k, v))
     log_decay, beta = log_decay.contiguous(), beta.contiguous()
     assert states[0].is_contiguous()
+    check_heads(v.dtype, key_size, value_size)
     options = launch_options(v.dtype, key_size, value_size, normalise=normalise)
     unit_q, unit_k = (torch.empty(tensor.shape, dtype=v.dtype, device=v.device) for tensor in (q, k))
     _normalise_kernel[(triton.cdiv(tokens, PART), key_heads)](

@@ -153,14 +153,17 @@ def test_any_step(seed, key_heads, repeat, key_dim, value_dim, normalise):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=not_interpreted)])
 def test_rounding(device, dtype):
+    sizes = {} if dtype == torch.float32 else {"key_dim": 16, "value_dim": 32}
     for seed in SEEDS:
-        check_scan(seed, dtype=dtype, device=device)
+        check_scan(seed, dtype=dtype, device=device, **sizes)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=not_interpreted)])
 @pytest.mark.parametrize(("key_heads", "heads", "key_dim", "value_dim"), SHAPES)
 def test_shapes_of_several_tiles(device, dtype, key_heads, heads, key_dim, value_dim):
+    if device == "cuda" and dtype == torch.bfloat16 and (key_dim % 16 or value_dim % 16):
+        pytest.skip("refused, see test_delta_rule_compiles.py")
     check_scan(1, dtype=dtype, device=device, key_heads=key_heads, heads=heads, key_dim=key_dim, value_dim=value_dim)
 
 

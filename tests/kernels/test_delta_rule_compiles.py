@@ -7,7 +7,7 @@ import torch
 
 from megatron_hybrid_prefix.lab import capacity
 from megatron_hybrid_prefix.ops import delta_rule_triton
-from megatron_hybrid_prefix.ops.delta_rule_triton import CHUNK, launch_options
+from megatron_hybrid_prefix.ops.delta_rule_triton import CHUNK, check_heads, launch_options
 
 HOPPER_SHARED_BYTES = 227 * 1024  # of a thread block
 FLOAT32 = {"log_decay_ptr", "cumulative_ptr", "totals_ptr", "states_ptr", "after_ptr"}
@@ -56,9 +56,22 @@ def test_compiles_within_shared_memory(name, dtype, size):
     assert compiled.metadata.shared <= HOPPER_SHARED_BYTES
 
 
-def test_keys_that_do_not_fit_are_refused_in_one_line():
-    with pytest.raises(ValueError, match=r"heads of 600 key channels in torch.bfloat16: at most 512 are supported"):
-        launch_options(torch.bfloat16, 600, 64, normalise=True)
+@pytest.mark.parametrize(
+    ("dtype", "key_size", "value_size", "message"),
+    [
+        (torch.bfloat16, 600, 64, "heads of 600 key channels in torch.bfloat16: at most 512 are supported"),
+        (torch.bfloat16, 16, 40, "heads of 16 key and 40 value channels in torch.bfloat16: use multiples of 16"),
+        (torch.float16, 12, 16, "heads of 12 key and 16 value channels in torch.float16: use multiples of 16"),
+    ],
+)
+def test_heads_that_the_kernels_do_not_support_are_refused_in_one_line(dtype, key_size, value_size, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        check_heads(dtype, key_size, value_size)
+
+
+@pytest.mark.parametrize(("dtype", "key_size", "value_size"), [(torch.bfloat16, 128, 256), (torch.float32, 12, 10)])
+def test_heads_that_the_kernels_support(dtype, key_size, value_size):
+    check_heads(dtype, key_size, value_size)
 
 
 def test_plan_has_the_chunk_of_the_kernels():

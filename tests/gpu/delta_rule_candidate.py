@@ -1,0 +1,434 @@
+"""Candidate for the prefill kernels of the gated delta rule: two kernels in place of five. Nothing uses it but `delta_rule_speed.py`.
+
+On an H200, heads of 128 x 128 in bfloat16, 8,192 tokens: 399 us in a sweep (the kernels in ``ops/delta_rule_triton.py``: 600,
+fla's: 519), with smaller errors than fla's. But bfloat16 outputs of heads of 12 and of 40 channels were wrong, for a cause that is not
+known, and one run of small tiles ended in an illegal memory access. This form, where unaligned rows are padded, was not run on a
+GPU yet. It takes the place of the other one when `tests/kernels/test_delta_rule.py` passes with it on a GPU.
+
+1. `_prepare_kernel` computes all that does not depend on the state, for each chunk: norms, scores, the inverse of the triangular
+   system, and what is written if the state before the chunk is zero.
+2. `_pass_kernel` passes the states along the chunks of a sequence, from any slot, writes planned states to their slots, and
+   computes the outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_hybrid_prefix.ops.delta_rule_triton import CHUNK
+from megatron_hybrid_prefix.ops.triton_or_torch import tl, triton
+
+PART = 16
+"""Rows of the diagonal blocks that are inverted by substitution."""
+
+
+class Launch(NamedTuple):
+    """What the kernels of a prefill are compiled with, each as keyword arguments."""
+
+    prepare: dict[str, Any]
+    pass_on: dict[str, Any]
+
+
+def launch_options(dtype: torch.dtype, key_size: int, value_size: int, *, normalise: bool) -> Launch:
+    """Tiles, warps and pipeline stages for inputs of this type and heads of these sizes.
+
+    Raises:
+        ValueError: Keys are too long for the memory of a multiprocessor.
+    """
+    least = 16 if dtype == torch.float32 else 64  # rows of an instruction on tensor cores
+    block_k, block_v = (max(least, triton.next_power_of_2(size)) for size in (key_size, value_size))
+    row_bytes = block_k * dtype.itemsize
+    if row_bytes > 1024:
+        raise ValueError(f"heads of {key_size} key channels in {dtype}: at most {1024 // dtype.itemsize} are supported")
+    shared: dict[str, Any] = {"K": key_size, "V": value_size, "BLOCK_K": block_k, "WIDTH_V": block_v, "CHUNK": CHUNK}
+    prepare: dict[str, Any] = {"NORMALISE": normalise, "PART": PART}
+    if dtype == torch.float32:
+        # No tensor cores. The compiler unrolls these products: smaller tiles, on more threads, keep that short.
+        shared["PRECISION"] = "ieee"
+        prepare |= {"MERGE": "ieee", "TILE_K": min(32, block_k), "TILE_V": min(32, block_v), "num_warps": 16}
+        columns, pass_warps, stages = 16, 8, 1
+    else:
+        shared["PRECISION"] = "tf32"
+        prepare |= {"MERGE": "tf32", "TILE_K": min(128, block_k), "TILE_V": min(128, block_v)}
+        # With 168 registers a thread, a multiprocessor holds three programs. The operands of all stages of the last kernel
+        # lie in shared memory. These are the fastest of those tried on an H200, with heads of 128 x 128.
+        prepare |= {"num_warps": 4, "maxnreg": 168} if row_bytes <= 256 else {"num_warps": 8}
+        columns, pass_warps, stages = (32, 4, 3) if row_bytes <= 256 else (16, 4, 2) if row_bytes <= 512 else (16, 8, 1)
+    if key_size % 16 or value_size % 16:
+        stages = 1  # see `_aligned`
+    pass_on = {"BLOCK_V": columns, "num_warps": pass_warps, "num_stages": stages}
+    return Launch(prepare=shared | prepare, pass_on=shared | pass_on)
+
+
+def scan_by_kernels(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    states: torch.Tensor,
+    *,
+    normalise: bool,
+    epsilon: float,
+    chunk_bounds: torch.Tensor,
+    first_chunks: torch.Tensor,
+    source_slots: torch.Tensor,
+    live_slots: torch.Tensor,
+    chunk_slots: torch.Tensor,
+    options: Launch | None = None,
+) -> torch.Tensor:
+    """`scan_delta_rule` on a GPU; ``epsilon`` is added to a squared norm.
+
+    All chunks of a sequence but the first and the last must hold `CHUNK` tokens; the first and the last at most so many.
+    An empty chunk must be the only one of its sequence, and have no slot. Temporary memory: for each chunk and value head
+    64 rows of K, V and 64 elements in the type of ``v`` (for 16,384 tokens and 64 heads of 128 x 128 in bfloat16, 0.6 GiB).
+
+    Args:
+        options: What to launch the kernels with, instead of `launch_options`.
+    """
+    tokens, heads, value_size = v.shape
+    key_heads, key_size = q.shape[1:]
+    chunks = chunk_slots.shape[0]
+    if not chunks:
+        return torch.zeros(v.shape, dtype=v.dtype, device=v.device)
+    outputs = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    q, k, v = (_aligned(tensor) for tensor in (q, k, v))
+    log_decay, beta = log_decay.contiguous(), beta.contiguous()
+    assert states[0].is_contiguous()
+    options = options or launch_options(v.dtype, key_size, value_size, normalise=normalise)
+
+    def by_chunk(*shape: int, dtype: torch.dtype = v.dtype) -> torch.Tensor:
+        return torch.empty(chunks, heads, *shape, dtype=dtype, device=v.device)
+
+    against = by_chunk(CHUNK, options.pass_on["BLOCK_K"])
+    values = by_chunk(CHUNK, options.pass_on["WIDTH_V"])
+    scores = by_chunk(CHUNK, CHUNK)
+    factors, decays = by_chunk(2, CHUNK, dtype=torch.float32), by_chunk(dtype=torch.float32)
+    _prepare_kernel[(heads, chunks)](
+        q,
+        k,
+        v,
+        log_decay,
+        beta,
+        against,
+        values,
+        scores,
+        factors,
+        decays,
+        outputs,
+        chunk_bounds,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        tokens,
+        key_size**-0.5,
+        epsilon,
+        HEADS=heads,
+        KEY_HEADS=key_heads,
+        WIDTH_K=q.shape[-1],
+        WIDTH_IN=v.shape[-1],
+        **options.prepare,
+    )
+    # Not autotuned: a kernel that writes slots in place must not be run more often than asked for.
+    _pass_kernel[(triton.cdiv(value_size, options.pass_on["BLOCK_V"]), heads, source_slots.shape[0])](
+        q,
+        k,
+        against,
+        values,
+        scores,
+        factors,
+        decays,
+        states,
+        outputs,
+        chunk_bounds,
+        first_chunks,
+        source_slots,
+        live_slots,
+        chunk_slots,
+        q.stride(0),
+        k.stride(0),
+        states.stride(0),
+        HEADS=heads,
+        KEY_HEADS=key_heads,
+        WIDTH_K=q.shape[-1],
+        **options.pass_on,
+    )
+    return outputs
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """(tokens, heads, K) without gaps but between rows; a copy, padded to K of a multiple of 16, if it is not aligned to that.
+
+    The compiler then loads 16 bytes at a time, ahead of their use. With rows that are not aligned, bfloat16 outputs were wrong on
+    an H200 (Triton 3.6, heads of 12 and 40 channels); why is not known.
+    """
+    tensor = _contiguous_from(tensor, 1)
+    size = tensor.shape[-1]
+    if size % 16 or tensor.stride(0) % 16 or tensor.data_ptr() % 16:
+        padded = tensor.new_zeros(*tensor.shape[:-1], -(-size // 16) * 16)
+        padded[..., :size] = tensor
+        return padded
+    return tensor
+
+
+def _contiguous_from(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """``tensor``, or a copy, whose dimensions from ``dim`` on lie without gaps; those before may be strided."""
+    sizes, strides = tensor.shape[dim:], tensor.stride()[dim:]
+    dense = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size > 1 and stride != dense:
+            return tensor.contiguous()
+        dense *= size
+    return tensor
+
+
+if triton is not None:
+
+    @triton.jit
+    def _decayed(g: tl.tensor) -> tl.tensor:
+        """(i, j): exp of g_i - g_j, along the last dimension; 1 where that would be positive, which the caller masks."""
+        return tl.exp(tl.minimum(tl.expand_dims(g, -1) - tl.expand_dims(g, -2), 0.0))
+
+    @triton.jit
+    def _unit(x: tl.tensor, epsilon: tl.tensor, NORMALISE: tl.constexpr) -> tl.tensor:
+        """(rows,) float32: what makes each row of ``x`` a unit vector; 1 if that is not asked for."""
+        x = x.to(tl.float32)
+        squared = tl.sum(x * x, 1)
+        return 1 / tl.sqrt(squared + epsilon) if NORMALISE else tl.full(squared.shape, 1.0, tl.float32)
+
+    @triton.jit
+    def _prepare_kernel(
+        q_ptr: tl.tensor,  # (tokens, key heads, K), strided over tokens
+        k_ptr: tl.tensor,
+        v_ptr: tl.tensor,  # (tokens, heads, V), likewise
+        log_decay_ptr: tl.tensor,  # (tokens, heads) float32, contiguous
+        beta_ptr: tl.tensor,  # (tokens, heads), contiguous
+        against_ptr: tl.tensor,  # (chunks, heads, CHUNK, BLOCK_K): its product with the state before the chunk is subtracted
+        values_ptr: tl.tensor,  # (chunks, heads, CHUNK, WIDTH_V): what is written if that state is zero
+        scores_ptr: tl.tensor,  # (chunks, heads, CHUNK, CHUNK): the outputs' share of what is written in the chunk
+        factors_ptr: tl.tensor,  # (chunks, heads, 2, CHUNK) float32: of queries against the state, of keys into it
+        decays_ptr: tl.tensor,  # (chunks, heads) float32: how much of the state is left after the chunk
+        out_ptr: tl.tensor,  # (tokens, heads, V), contiguous: zero behind the last chunk
+        bounds_ptr: tl.tensor,
+        stride_q: tl.int64,
+        stride_k: tl.int64,
+        stride_v: tl.int64,
+        tokens: tl.tensor,
+        scale: tl.tensor,
+        epsilon: tl.tensor,
+        HEADS: tl.constexpr,
+        KEY_HEADS: tl.constexpr,
+        K: tl.constexpr,
+        V: tl.constexpr,
+        WIDTH_K: tl.constexpr,
+        WIDTH_IN: tl.constexpr,
+        WIDTH_V: tl.constexpr,
+        BLOCK_K: tl.constexpr,
+        TILE_K: tl.constexpr,
+        TILE_V: tl.constexpr,
+        CHUNK: tl.constexpr,
+        PART: tl.constexpr,
+        NORMALISE: tl.constexpr,
+        PRECISION: tl.constexpr,
+        MERGE: tl.constexpr,
+    ) -> None:
+        """One program: one head of one chunk. Rows behind the chunk's end are zero in all that it writes.
+
+        It inverts I + A, where A[i, j] = beta_i exp(g_i - g_j) k_i k_j for j < i. Blocks on the diagonal are inverted by
+        substitution; with D, the matrix of these, and N = D (A - blocks on the diagonal), the inverse is
+        (I + N^2) (I - N) D, as N^4 = 0.
+        """
+        PARTS: tl.constexpr = CHUNK // PART
+        tl.static_assert(PARTS == 4)
+        head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        chunks = tl.num_programs(1)
+        start, end = tl.load(bounds_ptr + chunk).to(tl.int64), tl.load(bounds_ptr + chunk + 1).to(tl.int64)
+        inside, part, parts = tl.arange(0, CHUNK), tl.arange(0, PART), tl.arange(0, PARTS)
+        for first in range(tl.load(bounds_ptr + chunks).to(tl.int64) + chunk * PART, tokens, chunks * PART):
+            row = first + part
+            for column in tl.static_range(0, V, TILE_V):
+                in_v = column + tl.arange(0, TILE_V)
+                zero = tl.zeros([PART, TILE_V], dtype=out_ptr.dtype.element_ty)
+                out = out_ptr + (row * HEADS + head)[:, None] * V + in_v[None, :]
+                tl.store(out, zero, mask=(row < tokens)[:, None] & (in_v < V)[None, :])
+        if start == end:
+            return
+        dtype = values_ptr.dtype.element_ty
+        cell = chunk * HEADS + head
+        filled = inside < (end - start).to(tl.int32)
+        of_gates = start * HEADS + head + inside * HEADS
+        log_decay = tl.load(log_decay_ptr + of_gates, mask=filled, other=0.0)
+        beta = tl.load(beta_ptr + of_gates, mask=filled, other=0.0).to(tl.float32)
+        g, total = tl.cumsum(log_decay, 0), tl.sum(log_decay, 0)
+        key_head = head // (HEADS // KEY_HEADS)
+        of_k, of_q = k_ptr + start * stride_k + key_head * WIDTH_K, q_ptr + start * stride_q + key_head * WIDTH_K
+        in_k = tl.arange(0, BLOCK_K)
+        mask = filled[:, None] & (in_k < K)[None, :]
+        k = tl.load(of_k + inside[:, None] * stride_k + in_k[None, :], mask=mask, other=0.0)
+        unit_k = _unit(k, epsilon, NORMALISE)
+        q = tl.load(of_q + inside[:, None] * stride_q + in_k[None, :], mask=mask, other=0.0)
+        unit_q = _unit(q, epsilon, NORMALISE) * scale
+
+        decayed = _decayed(g) * unit_k[None, :]
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decayed * unit_q[:, None]
+        scores = tl.where(inside[:, None] >= inside[None, :], scores, 0.0)
+        in_scores = inside[:, None] * CHUNK + inside[None, :]
+        tl.store(scores_ptr + cell * CHUNK * CHUNK + in_scores, scores.to(dtype))
+        of_factors = factors_ptr + cell * 2 * CHUNK + inside
+        tl.store(of_factors, unit_q * tl.exp(g))
+        tl.store(of_factors + CHUNK, tl.where(filled, unit_k * tl.exp(total - g), 0.0))
+        tl.store(decays_ptr + cell, tl.exp(total))
+
+        of_v = v_ptr + start * stride_v + head * WIDTH_IN
+
+        # Blocks on the diagonal, all at once. Row i of an inverse is e_i - sum over j < i of A[i, j] times row j. It is
+        # transposed here: the sum is then one over columns, which lie closer together.
+        k_parts = tl.reshape(k, [PARTS, PART, BLOCK_K])
+        blocks = tl.dot(k_parts, tl.permute(k_parts, (0, 2, 1)), input_precision=PRECISION)
+        blocks *= _decayed(tl.reshape(g, [PARTS, PART])) * tl.reshape(unit_k, [PARTS, PART])[:, None, :]
+        blocks *= tl.reshape(beta * unit_k, [PARTS, PART])[:, :, None]
+        blocks = tl.where((part[:, None] > part[None, :])[None, :, :], blocks, 0.0)
+        inverse = tl.where((part[:, None] == part[None, :])[None, :, :], 1.0, tl.zeros([PARTS, PART, PART], tl.float32))
+        for i in tl.static_range(1, PART):
+            row = tl.sum(tl.where((part == i)[None, :, None], blocks, 0.0), 1)
+            added = tl.sum(inverse * row[:, None, :], 2)[:, :, None]
+            inverse = tl.where((part == i)[None, None, :], inverse - added, inverse)
+        inverse = tl.broadcast_to(tl.permute(inverse, (0, 2, 1))[:, :, None, :], [PARTS, PART, PARTS, PART])
+        inverse = tl.where((parts[:, None] == parts[None, :])[:, None, :, None], inverse, 0.0)
+        diagonal = tl.reshape(inverse, [CHUNK, CHUNK])
+
+        below = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decayed * (beta * unit_k)[:, None]
+        below = tl.where((inside // PART)[:, None] > (inside // PART)[None, :], below, 0.0)
+        below = tl.dot(diagonal, below, input_precision=MERGE)
+        inverse = diagonal - tl.dot(below, diagonal, input_precision=MERGE)
+        below = tl.dot(below, below, input_precision=MERGE)
+        inverse += tl.dot(below, inverse, input_precision=MERGE)
+
+        left = (inverse * beta[None, :]).to(dtype)
+        for column in tl.static_range(0, WIDTH_V, TILE_V):
+            in_v = column + tl.arange(0, TILE_V)
+            mask = filled[:, None] & (in_v < V)[None, :]
+            v = tl.load(of_v + inside[:, None] * stride_v + in_v[None, :], mask=mask, other=0.0)
+            values = tl.dot(left, v, input_precision=PRECISION).to(dtype)
+            tl.store(values_ptr + (cell * CHUNK + inside)[:, None] * WIDTH_V + in_v[None, :], values)
+        left = (inverse * (beta * unit_k * tl.exp(g))[None, :]).to(dtype)
+        for column in tl.static_range(0, BLOCK_K, TILE_K):
+            in_k = column + tl.arange(0, TILE_K)
+            if TILE_K != BLOCK_K:
+                mask = filled[:, None] & (in_k < K)[None, :]
+                k = tl.load(of_k + inside[:, None] * stride_k + in_k[None, :], mask=mask, other=0.0)
+            against = tl.dot(left, k, input_precision=PRECISION).to(dtype)
+            tl.store(against_ptr + (cell * CHUNK + inside)[:, None] * BLOCK_K + in_k[None, :], against)
+
+    @triton.jit
+    def _pass_kernel(
+        q_ptr: tl.tensor,  # (tokens, key heads, K), strided over tokens
+        k_ptr: tl.tensor,
+        against_ptr: tl.tensor,  # what `_prepare_kernel` has written
+        values_ptr: tl.tensor,
+        scores_ptr: tl.tensor,
+        factors_ptr: tl.tensor,
+        decays_ptr: tl.tensor,
+        states_ptr: tl.tensor,  # (slots, heads, K, V), strided over slots
+        out_ptr: tl.tensor,  # (tokens, heads, V), contiguous
+        bounds_ptr: tl.tensor,
+        first_chunks_ptr: tl.tensor,
+        source_slots_ptr: tl.tensor,
+        live_slots_ptr: tl.tensor,
+        chunk_slots_ptr: tl.tensor,
+        stride_q: tl.int64,
+        stride_k: tl.int64,
+        stride_slot: tl.int64,
+        HEADS: tl.constexpr,
+        KEY_HEADS: tl.constexpr,
+        K: tl.constexpr,
+        V: tl.constexpr,
+        WIDTH_K: tl.constexpr,
+        WIDTH_V: tl.constexpr,
+        BLOCK_K: tl.constexpr,
+        BLOCK_V: tl.constexpr,
+        CHUNK: tl.constexpr,
+        PRECISION: tl.constexpr,
+    ) -> None:
+        """One program: BLOCK_V columns of one head's state, along all chunks of one sequence."""
+        column, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        in_k, in_v = tl.arange(0, BLOCK_K), column * BLOCK_V + tl.arange(0, BLOCK_V)
+        inside = tl.arange(0, CHUNK)
+        k_mask, v_mask = in_k < K, in_v < V
+        dtype = values_ptr.dtype.element_ty
+        kept_dtype = states_ptr.dtype.element_ty
+        # Where a program reads and writes, counted from the start of a chunk or a state: the same for all chunks. What the
+        # state before a chunk is multiplied with, rows of keys and queries, is one operand of twice as many rows.
+        mask = k_mask[:, None] & v_mask[None, :]
+        in_state = in_k[:, None] * V + in_v[None, :]
+        in_keys = inside[None, :] * stride_k + in_k[:, None]
+        in_values = inside[:, None] * WIDTH_V + in_v[None, :]
+        in_scores = inside[:, None] * CHUNK + inside[None, :]
+        in_out = inside[:, None] * (HEADS * V) + in_v[None, :]
+        row, of_against = tl.arange(0, 2 * CHUNK) % CHUNK, tl.arange(0, 2 * CHUNK) < CHUNK
+        of_head = states_ptr + head.to(tl.int64) * K * V
+        of_key_head = head // (HEADS // KEY_HEADS) * WIDTH_K
+        of_factors = factors_ptr + inside
+
+        first, last = tl.load(first_chunks_ptr + sequence), tl.load(first_chunks_ptr + sequence + 1)
+        source = tl.load(source_slots_ptr + sequence)
+        state = tl.load(of_head + source * stride_slot + in_state, mask=mask, other=0.0).to(tl.float32)
+        # All chunks but the first and the last are full: where they start is not looked up, so loads can run ahead. What is
+        # looked up for a chunk is loaded while the one before it is computed. Of an empty chunk nothing is prepared.
+        begin, second = tl.load(bounds_ptr + first).to(tl.int64), tl.load(bounds_ptr + first + 1).to(tl.int64)
+        stop = tl.load(bounds_ptr + last).to(tl.int64)
+        last = tl.where(begin < second, last, first)
+        cell = first * HEADS + head
+        some = first < last
+        decay = tl.load(decays_ptr + cell, mask=some, other=0.0)
+        slot = tl.load(chunk_slots_ptr + first, mask=some, other=-1)
+        f_queries = tl.load(of_factors + cell * 2 * CHUNK, mask=some & (inside >= 0), other=0.0)
+        f_keys = tl.load(of_factors + (cell * 2 + 1) * CHUNK, mask=some & (inside >= 0), other=0.0)
+        for chunk in range(first, last):
+            cell = chunk * HEADS + head
+            more = chunk + 1 < last
+            next_decay = tl.load(decays_ptr + cell + HEADS, mask=more, other=0.0)
+            next_slot = tl.load(chunk_slots_ptr + chunk + 1, mask=more, other=-1)
+            next_queries = tl.load(of_factors + (cell + HEADS) * 2 * CHUNK, mask=more & (inside >= 0), other=0.0)
+            next_keys = tl.load(of_factors + ((cell + HEADS) * 2 + 1) * CHUNK, mask=more & (inside >= 0), other=0.0)
+            start = tl.where(chunk == first, begin, second + (chunk - first - 1) * CHUNK)
+            end = tl.where(chunk == first, second, tl.minimum(start + CHUNK, stop))
+            count = (end - start).to(tl.int32)
+            of_rows = tl.where(
+                of_against,
+                against_ptr + (cell * CHUNK + row) * BLOCK_K,
+                q_ptr + start * stride_q + of_key_head + row * stride_q,
+            )
+            rows = tl.load(
+                of_rows[:, None] + in_k[None, :],
+                mask=(of_against | (row < count))[:, None] & k_mask[None, :],
+                other=0.0,
+            )
+            both = tl.reshape(tl.dot(rows, state.to(dtype), input_precision=PRECISION), [2, CHUNK, BLOCK_V])
+            known, out = tl.split(tl.permute(both, (1, 2, 0)))
+            values = tl.load(values_ptr + cell * CHUNK * WIDTH_V + in_values).to(tl.float32) - known
+            keys = tl.load(
+                k_ptr + start * stride_k + of_key_head + in_keys,
+                mask=(inside < count)[None, :] & k_mask[:, None],
+                other=0.0,
+            )
+            written = (values * f_keys[:, None]).to(dtype)
+            state = tl.dot(keys, written, state * decay, input_precision=PRECISION)
+            scores = tl.load(scores_ptr + cell * CHUNK * CHUNK + in_scores)
+            out = tl.dot(scores, values.to(dtype), out * f_queries[:, None], input_precision=PRECISION)
+            tl.store(
+                out_ptr + (start * HEADS + head) * V + in_out,
+                out.to(out_ptr.dtype.element_ty),
+                mask=(inside < count)[:, None] & v_mask[None, :],
+            )
+            if slot >= 0:
+                tl.store(of_head + slot * stride_slot + in_state, state.to(kept_dtype), mask=mask)
+            decay = next_decay
+            slot = next_slot
+            f_queries = next_queries
+            f_keys = next_keys
+        slot = tl.load(live_slots_ptr + sequence)
+        if slot >= 0:
+            tl.store(of_head + slot * stride_slot + in_state, state.to(kept_dtype), mask=mask)
