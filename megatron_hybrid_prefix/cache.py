@@ -635,6 +635,10 @@ class HybridPrefixCache:
             wanted |= dict(live.boundaries)  # requested by others since the load began
             live.boundaries = tuple(Boundary(position, wanted[position]) for position in sorted(wanted))
         load.admitted = True
+        if match.scores:
+            tree = self._store.tree
+            nodes = map(tree.get, match.chain.keys[: match.resume_tokens // self.block_tokens])
+            tree.scores.use([node for node in nodes if node is not None])
         self._count_admission(match)
         return Admission(
             request_id=live.request_id,

@@ -146,3 +146,19 @@ def test_random_prompts(seed, host_pages):
     assert not host_pages or stats.reused_tokens_host > 0
     assert skipped > 0 or budget == 60 or stats.slots_total == 3, "in so little memory it may be 0"
     assert (stats.scores_evictions > 0) == (budget < 5000)
+
+
+def test_a_hit_on_the_host_uses_its_scores():
+    """With room for the scores of two prompts, those that came back from the host stay; those of another prompt go."""
+    each = 2 * SCORES * 2 + LOGITS  # two blocks with one likeliest token, and the logits of one boundary
+    prompts = Prompts(kv_blocks=5, state_slots=2, host_pages=60, retention_interval_tokens=0, scores_bytes=2 * each)
+    first, second, third = ([number] * (2 * BLOCK) for number in (1, 2, 3))
+    for prompt in (first, second):
+        prompts.send([*prompt, 9], 1)
+    for number in range(4, 8):  # pushes both to the host
+        prompts.send([number] * (4 * BLOCK + 1), None)
+    assert prompts.send([*first, 8], 1) == 2 * BLOCK
+    assert prompts.cache.stats().reused_tokens_host == 2 * BLOCK
+    prompts.send([*third, 9], 1)  # the scores of one prompt have to go
+    assert prompts.send([*first, 7], 1) == 2 * BLOCK
+    assert prompts.send([*second, 7], 1) == 0

@@ -31,6 +31,20 @@ def computed(served) -> int:
 CHUNKED = ({}, {"enable_chunked_prefill": True, "max_tokens": 256})
 
 
+def test_owners_of_log_probs_are_all_that_compute_enough():
+    from megatron_hybrid_prefix.mcore.engine.coalesce import _Owners
+
+    owners, keys = _Owners(BLOCK), [bytes([number]) for number in range(6)]
+    owners.add(keys[:2], 0, "none", None)
+    owners.add(keys[2:4], 0, "two", 2)
+    owners.add(keys[4:], 0, "one", 1)
+    assert {key: owners.of(1)[key] for key in owners.of(1)} == {
+        **dict.fromkeys(keys[2:4], "two"),
+        **dict.fromkeys(keys[4:], "one"),
+    }
+    assert set(owners.of(2)) == set(keys[2:4]) and not owners.of(3) and set(owners.of(None)) == set(keys)
+
+
 @each_mode
 @pytest.mark.parametrize("chunks", CHUNKED, ids=["whole", "chunked"])
 def test_eight_cold_requests_compute_their_common_prefix_once(model, mode, chunks):

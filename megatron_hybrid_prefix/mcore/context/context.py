@@ -422,8 +422,12 @@ class HybridPrefixContext(ContextSeam):
         return self.loads is not None and self.prefix_cache is not None and self.prefix_cache.loads.has_waiting
 
     def failed_loads(self) -> set[int]:
-        """Requests of the last forward that must be recomputed; see `RequestLoads.failed`."""
-        return set() if self.loads is None else self.loads.failed()
+        """Requests of the last forward that must be recomputed; see `RequestLoads.failed`.
+
+        Also those whose prompt's log-probs another request promised and did not deliver.
+        """
+        failed = set() if self.loads is None else self.loads.failed()
+        return failed if self.scored is None else failed | self.scored.without_promised(self._requests.in_step())
 
     def _publish(self) -> None:
         failed = set() if self.loads is None else self.loads.take_failed()

@@ -85,6 +85,7 @@ class ScoredPrompt:
         self.next_logits: dict[int, torch.Tensor] = {}
         self.promises: list[Promise] = []
         self._scores = Scores.empty()  # of tokens from `_resume` on
+        self._lost = False  # whether a step's log-probs are missing in them
         if not self._resume:  # nothing says how likely the first token is
             self._scores.add(float("nan"), [float("nan")] * top_n, [-1] * top_n)
 
@@ -120,12 +121,24 @@ class ScoredPrompt:
         tops.append((values, ids))
         return log_probs[1:], tops[1:] if self.top_n else []
 
+    @property
+    def waits_for_promises(self) -> bool:
+        """Whether what the cache says of this prompt was promised by another request's step, and is not there yet."""
+        return not all(item.is_filled for item in self._kept)
+
+    def lose_step(self) -> None:
+        """A step's log-probs will not come: those of later steps would be taken for them, so this prompt adds no more."""
+        self._lost = True
+
     def add(self, log_probs: Sequence[float], tops: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
         """Adds a step's log-probs: for each computed position those of the next token. Returns whether they are complete."""
+        if self._lost:
+            return False
         left = (
             len(self._tokens) - self._resume - len(self._scores.log_probs)
         )  # the last one is of the answer's first token
         if self.top_n and len(tops) < min(left, len(log_probs)):
+            self._lost = True
             return False
         self._scores.log_probs.extend(log_probs[:left])
         if self.top_n and tops[:left]:
@@ -202,6 +215,18 @@ class ScoredPrompts:
                 scored.chain, plan.start_tokens, plan.end_tokens, top_n=scored.top_n, captured=scored.next_logits.keys()
             )
 
+    def without_promised(self, requests: Iterable[PrefixRequest]) -> set[int]:
+        """Requests whose first forward is over, and whose kept log-probs were promised by a step that never filled them.
+
+        That step's bookkeeping raised. These requests must start over.
+        """
+        found = set()
+        for request in requests:
+            if request.plan is not None and request.scored is not None and request.scored.waits_for_promises:
+                request.scored.lose_step()
+                found.add(request.plan.request_id)
+        return found
+
     def published(self, request_id: int) -> ScoredPrompt | None:
         """The prompt of a request in the last forward; None if its log-probs are not wanted or its load failed."""
         return self._published.get(request_id)
@@ -222,6 +247,8 @@ class ScoredPrompts:
         scored = self._published.pop(request_id, None)
         if scored is None:
             return
+        if log_probs is None:
+            scored.lose_step()
         complete = log_probs is not None and scored.add(log_probs, tops or ())
         captured = scored.next_logits
         filled: list[tuple[Promise, Any, int]] = []
@@ -240,6 +267,7 @@ class ScoredPrompts:
     def forget_step(self) -> None:
         """The last forward's log-probs will not come."""
         for scored in self._published.values():
+            scored.lose_step()
             self._cache.scores.withdraw(scored.promises)
             scored.promises, scored.next_logits = [], {}
         self._published.clear()

@@ -9,7 +9,8 @@ alike.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -114,9 +115,9 @@ class _Owners:
             for key in keys[start_tokens // self._block_tokens :]:
                 table.setdefault(key, owner)
 
-    def of(self, top_n: int | None) -> dict[bytes, Any]:
+    def of(self, top_n: int | None) -> Mapping[bytes, Any]:
         """Owners by key of a block; with ``top_n`` only those that compute its log-probs with as many likeliest tokens."""
-        if top_n is None or top_n in self._by_top_n:
-            return self._by_top_n.get(top_n, {})
-        more = [each for each in self._by_top_n if each is not None and each > top_n]
-        return self._by_top_n[min(more)] if more else {}
+        if top_n is None:
+            return self._by_top_n[None]
+        enough = sorted(each for each in self._by_top_n if each is not None and each >= top_n)
+        return ChainMap(*(self._by_top_n[each] for each in enough))

@@ -82,7 +82,9 @@ def add_cached(requests: Sequence[DynamicInferenceRequest], scored: ScoredPrompt
     """
     for request in requests:
         prompt = scored.published(request.request_id)
-        log_probs, tops = ([], []) if prompt is None else prompt.take()
+        if prompt is None or prompt.waits_for_promises:  # these start over
+            continue
+        log_probs, tops = prompt.take()
         if log_probs:
             request.prompt_log_probs = log_probs
             by_id = getattr(request.sampling_params, "top_n_by_id", False)
