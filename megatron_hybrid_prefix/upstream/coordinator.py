@@ -10,10 +10,12 @@ because they need a running platform.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgpack
+import zmq
 from megatron.core.inference.config import PrefixCachingCoordinatorPolicy
 from megatron.core.inference.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
 from megatron.core.inference.headers import Headers
@@ -30,16 +32,26 @@ MARK = "hybrid_prefix_message"
 Megatron's engine hands such a message to all ranks of a replica, between the same two steps, like a new request.
 """
 
+MOST_QUEUED = 2**14
+"""Messages that wait for a replica or a client that does not read, beside those in the buffers of TCP and of the peer.
+
+One more, and the replica is removed, or the client's message is dropped. ZeroMQ's default is 1000, which a busy server may
+queue during one long step.
+"""
+
+logger = logging.getLogger(__name__)
+
 
 class CoordinatorSeam(DataParallelInferenceCoordinator):
     """Megatron's coordinator; a subclass overrides the methods without an underscore."""
 
     router_socket: Any
+    most_queued = MOST_QUEUED
     _unregistered: frozenset[bytes] = frozenset()
 
     def start(self) -> None:
         """See upstream."""
-        self.router_socket = _FilteredSocket(self.router_socket, self._take)
+        self.router_socket = _FilteredSocket(self.router_socket, self._take, self.is_registered, self.most_queued)
         super().start()
 
     def _take(self, sender: bytes, frames: Sequence[bytes]) -> bytes | None:
@@ -152,10 +164,28 @@ def replica_of(identity: bytes) -> int:
 
 
 class _FilteredSocket:
-    """A router socket that passes on what ``take`` returns."""
+    """A router socket that passes on what ``take`` returns, and that never waits for a peer.
 
-    def __init__(self, socket: Any, take: Callable[[bytes, Sequence[bytes]], bytes | None]) -> None:
-        self._socket, self._take = socket, take
+    Megatron's coordinator has one thread. A send that waits for a peer would keep it from all messages of the others.
+
+    Args:
+        socket: Megatron's router socket. It raises if a message cannot be routed.
+        take: Gets the sender and the frames of each message. Returns the frame for megatron; None: nothing is left.
+        is_replica: Whether a peer is a replica, by its identity.
+        most_queued: Messages that may wait for each peer.
+    """
+
+    def __init__(
+        self,
+        socket: Any,
+        take: Callable[[bytes, Sequence[bytes]], bytes | None],
+        is_replica: Callable[[bytes], bool],
+        most_queued: int,
+    ) -> None:
+        self._socket, self._take, self._is_replica, self._most_queued = socket, take, is_replica, most_queued
+        self._limited: set[bytes] = set()  # peers that have this limit
+        self._dropping: set[bytes] = set()  # clients that did not get the last message
+        socket.setsockopt(zmq.SNDHWM, most_queued)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._socket, name)
@@ -163,6 +193,32 @@ class _FilteredSocket:
     def recv_multipart(self) -> list[bytes]:
         while True:
             sender, *frames = self._socket.recv_multipart()
+            if sender not in self._limited:  # ZeroMQ applies the option to peers that are connected
+                self._limited.add(sender)
+                self._socket.setsockopt(zmq.SNDHWM, self._most_queued)
             passed = self._take(sender, frames)
             if passed is not None:
                 return [sender, passed]
+
+    def send_multipart(self, frames: Sequence[bytes]) -> None:
+        """Send a message, or drop it if its receiver is a client that cannot take it.
+
+        Raises:
+            zmq.ZMQError: EHOSTUNREACH: the receiver is a replica, and gone or too far behind. Megatron then removes it.
+        """
+        receiver = frames[0]
+        try:
+            self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+            is_full = error.errno == zmq.EAGAIN
+            why = f"{self._most_queued} messages wait for it" if is_full else "it is not connected"
+            if self._is_replica(receiver):
+                logger.error("replica %d cannot be reached: %s", replica_of(receiver), why)
+                raise zmq.ZMQError(zmq.EHOSTUNREACH) from error
+            if receiver not in self._dropping:
+                logger.error("messages to client %s are dropped: %s", receiver.hex(), why)
+            self._dropping.add(receiver)
+        else:
+            self._dropping.discard(receiver)

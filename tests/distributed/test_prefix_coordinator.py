@@ -6,7 +6,11 @@ from collections import deque
 from typing import Any
 
 import numpy as np
+import pytest
+import zmq
 from megatron.core.inference.config import PrefixCachingCoordinatorPolicy
+from megatron.core.inference.data_parallel_inference_coordinator import HANDLERS
+from megatron.core.inference.headers import Headers
 
 from megatron_hybrid_prefix.mcore.ranks.coordinator import PrefixCoordinator
 from megatron_hybrid_prefix.mcore.ranks.messages import ABORT, LOST, PARTIAL, SNAPSHOT, SUBMIT, Routing, pack, unpack
@@ -135,3 +139,57 @@ def test_messages_reach_the_right_ones_and_a_removed_replica_is_not_heard():
     assert sorted(sent) == [[b"client", LOST, 1, [8]], [b"other", LOST, 1, [7]]]
     assert made._take(RANKS[1], [b"megatron's"]) is None and made._take(RANKS[0], [b"megatron's"]) == b"megatron's"
     assert list(made.request_id_to_rank) == [0] and made.pending_requests == [1]
+
+
+@pytest.fixture
+def behind_sockets():
+    """A coordinator that has answered a client and both replicas, over real sockets, and those sockets by identity."""
+    made, context = coordinator(most_blocks=100), zmq.Context()
+    made.most_queued, made.router_socket = 8, context.socket(zmq.ROUTER)
+    made.router_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    made.router_socket.setsockopt(zmq.SNDTIMEO, 1000)  # a send that waits is an error, not a test that hangs
+    made.router_socket.bind("inproc://router")
+    made._handlers, made.next_request_id, made.schedule_records = dict(HANDLERS), 0, None
+    peers = {}
+    for name in (*RANKS, b"client"):
+        peers[name] = context.socket(zmq.DEALER)
+        peers[name].setsockopt(zmq.IDENTITY, name)
+        peers[name].setsockopt(zmq.RCVHWM, 8)
+        peers[name].setsockopt(zmq.RCVTIMEO, 1000)
+        peers[name].connect("inproc://router")
+    yield made, peers
+    context.destroy(linger=0)
+
+
+def submission(number: int) -> list[bytes]:
+    message = [Headers.SUBMIT_REQUEST.value, number, [number], {}]
+    return [SUBMIT, Routing(key="k").pack(), pack(message)]
+
+
+def test_a_replica_that_does_not_read_is_removed_and_the_others_go_on(behind_sockets):
+    made, peers = behind_sockets
+    ends = pack([Headers.SHUTDOWN.value])
+    for begin in range(0, 24, 4):
+        for number in range(begin, begin + 4):
+            peers[b"client"].send_multipart(submission(number))
+        peers[b"client"].send(ends)
+        made.start()
+        made.router_socket = made.router_socket._socket
+    assert made.registered == [RANKS[1]], "all with one key went to the first replica until it was full"
+    kind, replica, lost = peers[b"client"].recv_multipart()
+    assert (kind, unpack(replica)) == (LOST, 0)
+    got = [unpack(peers[RANKS[1]].recv())[1] for _ in range(8)]
+    assert (unpack(lost), got) == (list(range(16)), list(range(16, 24)))
+
+
+def test_a_client_that_does_not_read_or_has_left_is_no_end_of_the_coordinator(behind_sockets, caplog):
+    made, peers = behind_sockets
+    for number in range(16):
+        peers[b"client"].send_multipart([ABORT, pack(number)])
+    peers[b"client"].send(pack([Headers.SHUTDOWN.value]))
+    made.start()
+    for _ in range(30):
+        made.send(b"client", LOST, pack(1), pack([]))
+    made.send(b"left", LOST, pack(1), pack([]))
+    assert [line.split(": ")[1] for line in caplog.messages] == ["8 messages wait for it", "it is not connected"]
+    assert peers[b"client"].recv_multipart()[0] == LOST and made.registered == RANKS
