@@ -634,6 +634,7 @@ COORDINATOR = (
         calls("_send_to_engine", "(self, identity, payload)", "upstream/coordinator", "aborts, and other messages"),
         attributes("router_socket", "upstream/coordinator", "its socket"),
         attributes("known_clients", "mcore/ranks/coordinator", "whom a snapshot or a loss is sent"),
+        attributes("max_requests", "mcore/ranks/coordinator", "requests that a replica runs at a time"),
         attributes(
             "request_id_to_client_id request_id_to_client_request_id request_id_to_rank identity_to_rank_index",
             "upstream/coordinator",

@@ -95,6 +95,10 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
         counts: list[int] = self._pending_counts.tolist()
         return counts
 
+    def pending_of(self, name: bytes) -> int:
+        """The same of the replica with this identity."""
+        return self.pending_requests[self.identity_to_rank_index[name]]
+
     def name_of(self, replica: int) -> bytes:
         """A replica's ZeroMQ identity, by its index in `pending_requests`."""
         name: bytes = self._identities_list[replica]

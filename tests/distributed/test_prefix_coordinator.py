@@ -106,6 +106,34 @@ def test_a_key_stays_with_its_replica_while_that_lives():
     assert best([5]) == first
 
 
+def route(made: PrefixCoordinator, keys: list[int], **routing: Any) -> int:
+    """Submits a request with these keys, as megatron does. Returns its replica."""
+    asks(made, **routing)
+    name = made.get_best_data_parallel_rank(keys)
+    made._pending_counts[RANKS.index(name)] += 1
+    made._update_rank_hashes(name, keys)
+    return RANKS.index(name)
+
+
+@pytest.mark.parametrize("key", [None, "pinned"])
+def test_an_overloaded_replica_is_left_although_it_knows_the_whole_prompt(key):
+    made, prompt = coordinator(most_blocks=100), [1, 2, 3, 4, 5]
+    found = [route(made, prompt, key=key) for _ in range(16)]
+    if key is not None:
+        assert set(found) == {0}
+        return
+    assert found[:8] == [0] * 4 + [1] * 4, "no request waits while a replica has a free place"
+    assert made.pending_requests == [8, 8]
+
+
+def test_a_prefix_is_left_only_for_a_much_shorter_queue():
+    made = coordinator(most_blocks=100)
+    made._update_rank_hashes(RANKS[0], [1])
+    for pending, expected in (([3, 0], 0), ([4, 3], 1), ([7, 4], 0), ([8, 4], 1), ([4, 9], 0)):
+        made._pending_counts[:] = pending
+        assert made.get_best_data_parallel_rank([1]) == RANKS[expected], pending
+
+
 def test_salts_share_no_blocks_and_a_request_that_reads_nothing_has_none():
     made, prompt = coordinator(most_blocks=100), list(range(12))
     found = []

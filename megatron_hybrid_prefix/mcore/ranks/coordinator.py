@@ -48,7 +48,8 @@ _MEET_MS = 50
 class PrefixCoordinator(CoordinatorSeam):
     """Megatron's coordinator with messages of this package, limits on what it remembers, and fair ties.
 
-    Of equally loaded replicas megatron takes the first, so a server that is rarely busy would use one replica only.
+    Of equally loaded replicas megatron takes the first, so a server that is rarely busy would use one replica only. A
+    replica that has a whole prompt would get all requests with it, however many wait there.
     """
 
     most_blocks = _MOST_BLOCKS
@@ -147,12 +148,20 @@ class PrefixCoordinator(CoordinatorSeam):
         return name
 
     def _best_for_prompt(self, request_hashes: list[int]) -> bytes:
-        """A prompt that no replica knows goes to the least loaded one."""
+        """A prompt goes to the least loaded replica if none knows it, or if the one that knows it is overloaded."""
         known = self.replicas_by_block
         if not any(known.get(key) for key in request_hashes):
             return self.get_least_loaded_data_parallel_rank()
         name: bytes = super().get_best_data_parallel_rank(request_hashes)
-        return name
+        return self.get_least_loaded_data_parallel_rank() if self._is_overloaded(name) else name
+
+    def _is_overloaded(self, name: bytes) -> bool:
+        """Whether a request would wait for this replica, and much longer than for the least loaded one.
+
+        Megatron's score does not count what waits, so it never leaves a replica that has all blocks of a prompt.
+        """
+        own, least = self.pending_of(name), min(self.pending_requests)
+        return own >= self.max_requests and (least < self.max_requests or own >= least + self.max_requests)
 
     def note_blocks(self, rank_identity: bytes, keys: list[int]) -> None:
         """See the seam. Over the limit, forgets the blocks that were least recently used."""
