@@ -203,7 +203,10 @@ class ReplicaLoop(Backend):
     async def _watch(self) -> None:
         while self._broken is None:
             await asyncio.sleep(_WATCH_S)
-            await self._read_reports()
+            try:
+                await self._read_reports()
+            except Exception:  # lost ranks are found also without reports
+                logger.exception("the reports of the ranks could not be read")
             for rank, replica in enumerate(self._board.replica_of_rank):
                 why = self._why_lost(rank)
                 if why is not None:
