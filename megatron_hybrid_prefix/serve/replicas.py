@@ -85,7 +85,10 @@ class ReplicaLoop(Backend):
             return
         fields = dict(task.sampling)
         routing = Routing(
-            key=fields.pop("routing_key", None), salt=fields.get("cache_salt"), reads=fields.get("cache_read", True)
+            key=fields.pop("routing_key", None),
+            salt=fields.get("cache_salt"),
+            reads=fields.get("cache_read", True),
+            writes=fields.get("cache_write", True),
         )
         self._open.add(task)
         task.request_id = self._client.submit(task.prompt, SamplingParams.deserialize(fields), routing)

@@ -134,7 +134,7 @@ def test_a_prefix_is_left_only_for_a_much_shorter_queue():
         assert made.get_best_data_parallel_rank([1]) == RANKS[expected], pending
 
 
-def test_salts_share_no_blocks_and_a_request_that_reads_nothing_has_none():
+def test_salts_share_no_blocks_and_a_request_that_is_not_cached_has_none():
     made, prompt = coordinator(most_blocks=100), list(range(12))
     found = []
     for routing in ({}, {"salt": "x"}, {"salt": "y"}, {"salt": "x"}):
@@ -142,8 +142,20 @@ def test_salts_share_no_blocks_and_a_request_that_reads_nothing_has_none():
         found.append(made.compute_request_hashes(prompt))
     assert found[1] == found[3] and len(found[1]) == 3
     assert len({key for keys in found for key in keys}) == 9
-    asks(made, reads=False)
+    asks(made, reads=False, writes=False)
     assert made.compute_request_hashes(prompt) == []
+    asks(made, reads=False)
+    assert made.compute_request_hashes(prompt) == found[0]
+
+
+def test_blocks_are_known_where_they_were_written_and_only_readers_follow_them():
+    made = coordinator(most_blocks=100)
+    assert [route(made, [1], writes=False), route(made, [1])] == [0, 1], "the first left nothing"
+    made._pending_counts[:] = 0
+    assert [route(made, [1], reads=False) for _ in range(2)] == [0, 1]  # in turn
+    made._pending_counts[:] = 0
+    assert route(made, [2], reads=False) == 0
+    assert [route(made, [2]) for _ in range(3)] == [0] * 3, "it reads what the one before wrote"
 
 
 def test_messages_reach_the_right_ones_and_a_removed_replica_is_not_heard():

@@ -118,7 +118,7 @@ class PrefixCoordinator(CoordinatorSeam):
 
     def compute_request_hashes(self, prompt: list[int]) -> list[int]:
         """See upstream. Prompts with different salts share no keys."""
-        if not self._routing.reads:
+        if not (self._routing.reads or self._routing.writes):
             return []
         bits = self._routing.salt_bits
         return [key ^ bits for key in super().compute_request_hashes(prompt)]
@@ -148,9 +148,9 @@ class PrefixCoordinator(CoordinatorSeam):
         return name
 
     def _best_for_prompt(self, request_hashes: list[int]) -> bytes:
-        """A prompt goes to the least loaded replica if none knows it, or if the one that knows it is overloaded."""
+        """A prompt goes to the least loaded replica if none knows it, if the one that knows it is overloaded, or if any will do."""
         known = self.replicas_by_block
-        if not any(known.get(key) for key in request_hashes):
+        if not self._routing.reads or not any(known.get(key) for key in request_hashes):
             return self.get_least_loaded_data_parallel_rank()
         name: bytes = super().get_best_data_parallel_rank(request_hashes)
         return self.get_least_loaded_data_parallel_rank() if self._is_overloaded(name) else name
@@ -165,6 +165,8 @@ class PrefixCoordinator(CoordinatorSeam):
 
     def note_blocks(self, rank_identity: bytes, keys: list[int]) -> None:
         """See the seam. Over the limit, forgets the blocks that were least recently used."""
+        if not self._routing.writes:
+            return
         known = self.replicas_by_block
         for key in keys:
             known[key] = known.pop(key, {})

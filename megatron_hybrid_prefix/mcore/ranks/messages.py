@@ -47,11 +47,13 @@ class Routing:
         key: Requests with one key go to one replica, as long as it lives. None: the prompt alone decides.
         salt: Requests with different salts share nothing, so their equal prompts may go to different replicas.
         reads: Whether the request reuses cached prefixes. If not, any replica will do.
+        writes: Whether the request's blocks are cached. If not, no later request finds them at its replica.
     """
 
     key: str | None = None
     salt: str | None = None
     reads: bool = True
+    writes: bool = True
 
     @property
     def salt_bits(self) -> int:
