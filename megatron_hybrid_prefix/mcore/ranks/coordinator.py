@@ -160,8 +160,8 @@ class PrefixCoordinator(CoordinatorSeam):
 
         Megatron's score does not count what waits, so it never leaves a replica that has all blocks of a prompt.
         """
-        own, least = self.pending_of(name), min(self.pending_requests)
-        return own >= self.max_requests and (least < self.max_requests or own >= least + self.max_requests)
+        own, least, at_once = self.pending_of(name), min(self.pending_requests), int(self.max_requests)
+        return own >= at_once and (least < at_once or own >= least + at_once)
 
     def note_blocks(self, rank_identity: bytes, keys: list[int]) -> None:
         """See the seam. Over the limit, forgets the blocks that were least recently used."""
