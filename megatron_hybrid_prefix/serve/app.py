@@ -462,23 +462,31 @@ class Api:
         self._check_step()
         if self._probing is None:
             self._probing = asyncio.create_task(self._generate_one())
-        probing = self._probing
+            self._probing.add_done_callback(self._probed)
         try:
-            async with asyncio.timeout(self._limits.step_s):
-                await asyncio.shield(probing)
+            await asyncio.shield(self._probing)
         except TimeoutError:
             message = f"No token within {self._limits.step_s:g} s."
             raise ApiError(503, message, type="server_error", code="engine_stuck") from None
-        finally:
-            if probing.done():
-                self._probing = None
         return JSONResponse({"status": "ok"})
 
+    def _probed(self, probing: asyncio.Task[None]) -> None:
+        self._probing = None
+        if not probing.cancelled():
+            probing.exception()  # asyncio complains if nobody asks for it, and all clients may have left
+
     async def _generate_one(self) -> None:
+        """Generates one token, then or after a time limit is done with it: the next probe may go to another replica.
+
+        Raises:
+            TimeoutError: There was no token in time.
+            ApiError: The engine failed.
+        """
         body = {"model": self._served.model, "prompt": [0], "max_tokens": 1, "temperature": 0}
         asked = read_request(body | {"cache_read": False, "cache_write": False}, "completions", self._served, None)
         with Generation(asked, self._engine, self._served, time.perf_counter()) as generation:
-            await generation.response()
+            async with asyncio.timeout(self._limits.step_s):
+                await generation.response()
 
     async def _show_metrics(self, request: Request) -> Response:
         if self._engine.problem is None:  # with a problem, the last snapshots are shown
