@@ -271,8 +271,6 @@ class Api:
                 self._open_of_tenant[tenant] -= sequences
             self._count(request, generation, gone)
 
-        if tenant is not None:
-            self._open_of_tenant[tenant] += sequences
         streamed = generation.request.stream
         chunks = generation.chunks()
         answers: list[dict[str, Any]] = []
@@ -281,8 +279,10 @@ class Api:
             answers.append(await anext(chunks) if streamed else await generation.response())
 
         gone = failed = True
-        generation.__enter__()
+        if tenant is not None:
+            self._open_of_tenant[tenant] += sequences
         try:
+            generation.__enter__()
             gone = await unless_gone(request.receive, work())
             failed = False
         finally:

@@ -90,8 +90,8 @@ class ReplicaLoop(Backend):
             reads=fields.get("cache_read", True),
             writes=fields.get("cache_write", True),
         )
-        self._open.add(task)
         task.request_id = self._client.submit(task.prompt, SamplingParams.deserialize(fields), routing)
+        self._open.add(task)
         self._live[task.request_id] = task
 
     def abort(self, task: GenerationTask) -> None:

@@ -1,0 +1,101 @@
+"""`Api` with a backend that never answers, or that cannot be reached."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("prometheus_client")
+
+from megatron_hybrid_prefix.serve.app import Api, Limits
+from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update
+from megatron_hybrid_prefix.serve.errors import ApiError
+from megatron_hybrid_prefix.serve.generation import Generation
+from megatron_hybrid_prefix.serve.metrics import ServerMetrics
+from megatron_hybrid_prefix.serve.protocol import read_request
+from megatron_hybrid_prefix.serve.replicas import ReplicaLoop
+from tests.serve.test_clients import served
+
+
+class Fake(Backend):
+    """Answers each task, except the first ``silent`` ones. Its next ``broken`` submissions raise."""
+
+    problem = None
+
+    def __init__(self, silent: int = 0, broken: int = 0) -> None:
+        super().__init__()
+        self.silent, self.broken = silent, broken
+        self.submitted: list[GenerationTask] = []
+
+    def submit(self, task: GenerationTask) -> None:
+        self.submitted.append(task)
+        if len(self.submitted) > 1 and self.broken:
+            raise ConnectionError("nobody listens")
+        self._open.add(task)
+        if len(self.submitted) > self.silent:
+            task.deliver(Update(tokens=[65], finished=True))
+
+    def abort(self, task: GenerationTask) -> None:
+        task.closed = True
+        self._open.discard(task)
+
+    def start(self) -> None: ...
+    async def stop(self) -> None: ...
+    def end_all(self) -> None: ...
+    async def snapshots(self) -> dict[str, dict[str, Any]]:
+        return {}
+
+    async def reset_cache(self) -> None: ...
+
+
+def api(backend: Backend) -> Api:
+    limits = Limits(sequences=4, body_bytes=1000, step_s=0.05, keys={"key": "tenant"}, per_tenant=4)
+    return Api(backend, served(), limits, ServerMetrics(1))
+
+
+def test_a_probe_without_a_token_is_closed_and_the_next_one_is_new():
+    backend = Fake(silent=1)
+    made = api(backend)
+
+    async def probe() -> int:
+        try:
+            return (await made._health_generate(None)).status_code
+        except ApiError as error:
+            return error.status
+
+    async def probes() -> list[int]:
+        return [*await asyncio.gather(probe(), probe()), await probe(), await probe()]
+
+    assert asyncio.run(probes()) == [503, 503, 200, 200]
+    assert len(backend.submitted) == 3 and all(task.closed for task in backend.submitted)
+
+
+def test_a_backend_that_cannot_be_reached_keeps_no_places():
+    backend = Fake(broken=1)
+    made = api(backend)
+
+    async def ask() -> None:
+        fields = {"model": "tiny", "prompt": "x", "n": 3}
+        asked = read_request(fields, "completions", made._served, "tenant")
+        request: Any = SimpleNamespace(receive=asyncio.Event().wait, state=SimpleNamespace())
+        await made._answer(request, Generation(asked, backend, made._served, 0.0))
+
+    with pytest.raises(ConnectionError):
+        asyncio.run(ask())
+    assert made._open_of_tenant["tenant"] == 0 and backend.open_sequences == 0 and len(backend.submitted) == 2
+
+
+def test_a_request_that_was_not_sent_to_a_replica_is_not_open():
+    class Client:
+        def submit(self, *_: Any) -> int:
+            raise ConnectionError("nobody listens")
+
+    loop = ReplicaLoop(*[None] * 5)
+    loop._client = Client()
+    with pytest.raises(ConnectionError):
+        loop.submit(GenerationTask(prompt=[1], sampling={}, deliver=print, arrived_s=0.0, stop=[]))
+    assert loop.open_sequences == 0
