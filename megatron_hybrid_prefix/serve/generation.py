@@ -46,6 +46,8 @@ class Choice:
         self._request = request
         self.prompt_logprobs: list[dict[str, dict[str, Any]] | None] = [None]
         self.prompt_notes: list[TokenNote] = []
+        if request.echoes_log_probs and len(prompt.tokens) == 1:  # the engine has no log-probs for it
+            self.prompt_notes = prompt_notes(tokenizer, prompt.tokens, [], [])
         self.last_s: float | None = None  # when its last token arrived
         self.tokens = self.cached_tokens = 0
         self.finish_reason: str | None = None

@@ -311,6 +311,17 @@ def test_only_the_prompts_logprobs(server, salt):
     assert streamed[0]["choices"][0]["text"] == "x"
 
 
+def test_echo_with_logprobs_of_one_token(server, salt):
+    """The only token of the prompt has no log-prob, but it is there."""
+    asked = COMPLETION | salt | {"prompt": "x", "echo": True, "logprobs": 1}
+    notes = server.send("/v1/completions", asked | {"max_tokens": 0})[1]["choices"][0]["logprobs"]
+    assert (notes["tokens"], notes["token_logprobs"], notes["text_offset"]) == (["x"], [None], [0])
+    notes = server.send("/v1/completions", asked | {"max_tokens": 1, "ignore_eos": True})[1]["choices"][0]["logprobs"]
+    assert notes["tokens"][0] == "x" and len(notes["tokens"]) == 2 and notes["text_offset"] == [0, 1]
+    streamed = _events(server, "/v1/completions", asked | {"max_tokens": 0, "stream": True})
+    assert streamed[0]["choices"][0]["logprobs"]["token_logprobs"] == [None]
+
+
 @pytest.mark.parametrize("kind", ["completions", "chat/completions"])
 def test_prompt_logprobs(server, salt, tiny_reference, kind):
     """In vLLM's format; the second time the prompt is cached, and its log-probs with it."""
