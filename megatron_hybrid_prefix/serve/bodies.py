@@ -215,13 +215,26 @@ class StreamOptions(Fields):
     include_obfuscation: bool = False
 
 
+def _as_sent(schema: dict[str, Any]) -> None:
+    """Makes the schema of a `Message` that of what clients send: marks are not fields, and answers may have no content."""
+    content = schema["properties"]["content"]
+    schema["properties"]["content"] = {
+        "anyOf": [*content["anyOf"], {"type": "null"}],
+        "description": 'may be null or missing if the role is "assistant"',
+    }
+    schema["properties"]["cache_control"] = {"anyOf": [_CACHE_CONTROL, {"type": "null"}], "default": None}
+    schema["required"] = ["role"]
+    schema["if"] = {"properties": {"role": {"const": "assistant"}}}
+    schema["else"] = {"properties": {"content": content}, "required": ["content"]}
+
+
 class Message(BaseModel):
     """One message of a chat. Role "developer" means "system". Text parts are joined.
 
     A part (or the message) with ``cache_control: {"type": "ephemeral"}`` is a cache breakpoint, as in Anthropic's API.
     """
 
-    model_config = ConfigDict(strict=True, frozen=True)
+    model_config = ConfigDict(strict=True, frozen=True, json_schema_extra=_as_sent)
 
     role: Annotated[Text, AfterValidator(_known_role), WithJsonSchema({"type": "string", "enum": ROLES})]
     content: Annotated[Text, WithJsonSchema(_CONTENT)]
@@ -300,7 +313,8 @@ class Body(Fields, ABC):
     )
     prompt_logprobs: TopCount | None = Field(
         None,
-        description="log-probs of the prompt's tokens, and of this many likeliest ones at each position, as vLLM's",
+        description="log-probs of the prompt's tokens, and of this many likeliest ones at each position, as vLLM's; "
+        "not with `stream`",
     )
 
     cache_salt: Annotated[Text, Field(min_length=1, max_length=256)] | None = Field(

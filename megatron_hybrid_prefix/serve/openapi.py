@@ -105,7 +105,9 @@ def _operation(path: str, summary: str, body: Any, model: str, needs_key: bool) 
     statuses = ["400", "408", "413"] if body is not None else []
     statuses += ["401"] if security else []
     statuses += ["404"] if body is not None or "{" in path or security == "admin" else []
-    statuses += ["429", "500", "503"] if generates else ["503"] if "health" in path else []
+    statuses += ["429"] if generates else []
+    statuses += ["500"] if generates or path == "/health_generate" else []
+    statuses += ["503"] if generates or "health" in path or security == "admin" else []
     content: dict[str, Any] = {_CONTENT.get(path, "application/json"): {}}
     if generates:
         content["text/event-stream"] = {}  # with "stream": true

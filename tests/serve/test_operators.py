@@ -27,7 +27,7 @@ from megatron_hybrid_prefix.cli import serve
 from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.serve import access_log, openapi
-from megatron_hybrid_prefix.serve.bodies import ChatBody, CompletionBody, TokenizeBody
+from megatron_hybrid_prefix.serve.bodies import ChatBody, CompletionBody, Message, TokenizeBody
 from megatron_hybrid_prefix.serve.metrics import Families, add_prefix_metrics
 from tests.harness.limits import HANG_S, wait_until
 from tests.serve import load
@@ -181,6 +181,26 @@ def test_keys_are_in_the_document():
         paths = openapi.document("tiny", needs_key=needs_key)["paths"]
         assert ("security" in paths["/v1/completions"]["post"]) == needs_key
         assert "security" in paths["/admin/reset_cache"]["post"] and "security" not in paths["/health"]["get"]
+
+
+def test_messages_and_replies_are_described_as_they_are():
+    found = openapi.document("tiny", needs_key=False)
+    replies = {path: set(item["responses"]) for path, items in found["paths"].items() for item in items.values()}
+    assert replies["/health_generate"] == {"200", "500", "503"} and replies["/health"] == {"200", "503"}
+    assert replies["/admin/reset_cache"] == {"200", "401", "404", "503"}
+    message = found["components"]["schemas"]["Message"]
+    mark, user, assistant = {"type": "ephemeral", "ttl": "5m"}, {"role": "user"}, {"role": "assistant"}
+    assert "type" in message["properties"]["cache_control"]["anyOf"][0]["properties"]
+    assert Message.model_validate(user | {"content": "x", "cache_control": mark}).marks == [1]
+    assert message["required"] == ["role"] and {"type": "null"} in message["properties"]["content"]["anyOf"]
+    for good in (assistant, assistant | {"content": None}):
+        Message.model_validate(good)
+    assert message["if"]["properties"] == {"role": {"const": "assistant"}}
+    assert message["else"]["required"] == ["content"]
+    assert {"type": "null"} not in message["else"]["properties"]["content"]["anyOf"]
+    for bad in (user, user | {"content": None}):
+        with pytest.raises(ValueError, match="content"):
+            Message.model_validate(bad)
 
 
 class Loads(HTMLParser):
