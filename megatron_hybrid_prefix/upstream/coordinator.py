@@ -97,7 +97,8 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
 
     def pending_of(self, name: bytes) -> int:
         """The same of the replica with this identity."""
-        return self.pending_requests[self.identity_to_rank_index[name]]
+        index: int = self.identity_to_rank_index[name]
+        return self.pending_requests[index]
 
     def name_of(self, replica: int) -> bytes:
         """A replica's ZeroMQ identity, by its index in `pending_requests`."""
