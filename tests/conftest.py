@@ -9,10 +9,13 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import settings
 
 from tests.harness.limits import THREADS
 
 os.environ["OMP_NUM_THREADS"] = str(THREADS)
+settings.register_profile("no time limit", deadline=None)  # no test judges speed
+settings.load_profile("no time limit")
 
 
 # Folders whose files take longest: they run first, so that at the end no process waits long for the other.
