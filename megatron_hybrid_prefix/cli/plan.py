@@ -59,6 +59,7 @@ from megatron_hybrid_prefix.console.terminal import (
 )
 from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_of, sizes_of_config
 from megatron_hybrid_prefix.lab.fit import fits, parameter_count
+from megatron_hybrid_prefix.lab.memory import GIB
 from megatron_hybrid_prefix.lab.one_budget import ADVISED_STATE_SHARE, one_budget, reuse_of_one_budget
 from megatron_hybrid_prefix.lab.one_budget import advice as advice_of_split
 from megatron_hybrid_prefix.lab.replay import Policy, ceiling_tokens, replay
@@ -70,7 +71,6 @@ from megatron_hybrid_prefix.policy.registry import (
     present_eviction_policy,
 )
 
-GIB = 2**30
 GB = 10**9
 RAISED_BY = 0.25  # each budget in turn is raised by this share of all budgets together
 WORTH_IT = 0.001  # least gain to recommend, as a share of the prompt tokens

@@ -58,7 +58,8 @@ from megatron_hybrid_prefix.console.terminal import (
     write_whole,
 )
 from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_of, sizes_of_config
-from megatron_hybrid_prefix.lab.memory_report import GIB, MOST_SPLITS, is_split, memories, print_memories
+from megatron_hybrid_prefix.lab.memory import GIB
+from megatron_hybrid_prefix.lab.memory_report import MOST_SPLITS, is_split, memories, print_memories
 from megatron_hybrid_prefix.lab.plot import save_plot
 from megatron_hybrid_prefix.lab.replay import ADMISSIONS, Policy, Replayed, ceiling_tokens, replay
 from megatron_hybrid_prefix.lab.traces import Trace, read_trace

@@ -74,13 +74,7 @@ class CheckpointTable:
             The slot; None if there is none.
         """
         slot = self.slots.reserve()
-        if slot is None:
-
-            def is_elsewhere(node: Node) -> bool:
-                return node.depth_blocks > len(path) or path[node.depth_blocks - 1] is not node
-
-            slot = self._slot_of(self.eviction.victim(is_elsewhere, probationary_only=True))
-        return slot
+        return self._slot_of(self._guess_elsewhere(path)) if slot is None else slot
 
     def protect(self, slot: int) -> None:
         """The state in the published ``slot`` will be copied there later. Matters only if slots share memory with KV."""
@@ -145,6 +139,14 @@ class CheckpointTable:
         """Frees all slots, even pinned ones. The caller empties the tree."""
         self.eviction.clear()
         self.slots.reset()
+
+    def _guess_elsewhere(self, path: Sequence[Node]) -> Node | None:
+        """The probationary state to evict next that is not on the path."""
+
+        def is_elsewhere(node: Node) -> bool:
+            return node.depth_blocks > len(path) or path[node.depth_blocks - 1] is not node
+
+        return self.eviction.victim(is_elsewhere, probationary_only=True)
 
     def _slot_of(self, victim: Node | None) -> int | None:
         if victim is None:

@@ -14,7 +14,7 @@ KV is valued like states: a block is worth what the states at and below it are w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
@@ -308,10 +308,7 @@ class SharedCheckpoints(CheckpointTable):
     def take_probationary_slot(self, path: Sequence[Node]) -> int | None:
         """See CheckpointTable: takes free bytes, or the page of another probationary state."""
         if not self._store.make_free_page():
-            victim = self.eviction.victim(self._is_elsewhere(path), probationary_only=True)
-            if victim is None:
-                return None
-            self.evict(victim)
+            return self._slot_of(self._guess_elsewhere(path))
         return self.slots.reserve()
 
     def confirm(self, key: bytes, reason: CheckpointReason) -> None:
@@ -358,6 +355,3 @@ class SharedCheckpoints(CheckpointTable):
         """See CheckpointTable."""
         super().reset()
         self.protected.clear()
-
-    def _is_elsewhere(self, path: Sequence[Node]) -> Callable[[Node], bool]:
-        return lambda node: node.depth_blocks > len(path) or path[node.depth_blocks - 1] is not node

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+GIB = 2**30
+"""Bytes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:

@@ -12,12 +12,11 @@ from rich.table import Table
 from megatron_hybrid_prefix.console.engine_options import positive_float
 from megatron_hybrid_prefix.console.terminal import InputError, as_input_errors, printable
 from megatron_hybrid_prefix.lab.capacity import Sizes
-from megatron_hybrid_prefix.lab.memory import Memory
+from megatron_hybrid_prefix.lab.memory import GIB, Memory
 from megatron_hybrid_prefix.lab.replay import Replayed
 from megatron_hybrid_prefix.lab.traces import Trace
 from megatron_hybrid_prefix.pool.pages import PageLayout
 
-GIB = 2**30
 MOST_SPLITS = 19  # 95 % for states
 
 

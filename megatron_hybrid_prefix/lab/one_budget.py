@@ -9,7 +9,7 @@ from typing import Any
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.lab.capacity import Sizes
 from megatron_hybrid_prefix.lab.fit import CHECKPOINTS
-from megatron_hybrid_prefix.lab.memory import Memory
+from megatron_hybrid_prefix.lab.memory import GIB, Memory
 from megatron_hybrid_prefix.lab.replay import Policy, replay
 from megatron_hybrid_prefix.lab.traces import Trace
 from megatron_hybrid_prefix.pool.pages import PageLayout
@@ -18,8 +18,6 @@ from megatron_hybrid_prefix.pool.pages import PageLayout
 ADVISED_STATE_SHARE = 0.25
 SCANNED_SHARES = tuple(n / 20 for n in range(1, 11))
 RAISED_BY = 0.25  # share of the budget
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

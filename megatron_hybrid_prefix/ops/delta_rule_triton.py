@@ -103,7 +103,7 @@ def scan_by_kernels(
     key_heads, key_size = q.shape[1:]
     chunks = chunk_slots.shape[0]
     outputs = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
-    q, k, v = (_contiguous_from(tensor, 1) for tensor in (q, k, v))
+    q, k, v = (contiguous_from(tensor, 1) for tensor in (q, k, v))
     log_decay, beta = log_decay.contiguous(), beta.contiguous()
     assert states[0].is_contiguous()
     check_heads(v.dtype, key_size, value_size)
@@ -215,7 +215,7 @@ def update_by_kernel(
     outputs = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if not rows:
         return outputs
-    q, k, v = (_contiguous_from(tensor, 2) for tensor in (q, k, v))
+    q, k, v = (contiguous_from(tensor, 2) for tensor in (q, k, v))
     assert states[0].is_contiguous() and (after is None or after[0, 0].is_contiguous())
     block_v = min(_COLUMNS, triton.next_power_of_2(value_size))
     _update_kernel[(triton.cdiv(value_size, block_v), heads, rows)](
@@ -248,7 +248,7 @@ def update_by_kernel(
     return outputs
 
 
-def _contiguous_from(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+def contiguous_from(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     """``tensor``, or a copy, whose dimensions from ``dim`` on lie without gaps; those before may be strided."""
     sizes, strides = tensor.shape[dim:], tensor.stride()[dim:]
     dense = 1

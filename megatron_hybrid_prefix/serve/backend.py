@@ -127,9 +127,11 @@ class Backend(ABC):
     def abort(self, task: GenerationTask) -> None:
         """Aborts a task, finished or not. It gets no more updates."""
 
-    @abstractmethod
     def end_all(self) -> None:
         """Ends all tasks because the server is told to stop: each gets a last update with ``is_shutdown``."""
+        for task in list(self._open):
+            self.abort(task)
+            task.deliver(STOPPED)
 
     @abstractmethod
     async def snapshots(self) -> dict[str, dict[str, Any]]:

@@ -16,7 +16,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any
 
-from megatron_hybrid_prefix.serve.backend import STOPPED, Backend, GenerationTask, Update, new_output, refusal
+from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update, new_output, refusal
 from megatron_hybrid_prefix.serve.metrics import engine_snapshot
 
 logger = logging.getLogger(__name__)
@@ -89,12 +89,6 @@ class EngineLoop(Backend):
         if not task.closed:
             self._close(task)
             self._send(lambda: self._take_out(task))
-
-    def end_all(self) -> None:
-        """See `Backend`."""
-        for task in list(self._open):
-            self.abort(task)
-            task.deliver(STOPPED)
 
     async def snapshots(self) -> dict[str, dict[str, Any]]:
         """See `Backend`."""

@@ -20,7 +20,7 @@ import zmq
 from megatron_hybrid_prefix.mcore.ranks.client import ReplicaClient
 from megatron_hybrid_prefix.mcore.ranks.coordinator import CoordinatorProcess
 from megatron_hybrid_prefix.mcore.ranks.messages import Routing
-from megatron_hybrid_prefix.serve.backend import STOPPED, Backend, GenerationTask, Update, new_output, refusal
+from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update, new_output, refusal
 from megatron_hybrid_prefix.serve.ranks import END_S, LEAVE_S, REPORT_S, Board, RankEngine, call_later
 from megatron_hybrid_prefix.upstream.names import SamplingParams
 
@@ -101,12 +101,6 @@ class ReplicaLoop(Backend):
         self._close(task)
         if self._client is not None and task.request_id is not None and self._broken is None:
             self._client.abort(task.request_id)
-
-    def end_all(self) -> None:
-        """See `Backend`."""
-        for task in list(self._open):
-            self.abort(task)
-            task.deliver(STOPPED)
 
     async def reset_cache(self) -> None:
         """See `Backend`."""

@@ -17,11 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_hybrid_prefix.ops.delta_rule_triton import CHUNK
+from megatron_hybrid_prefix.ops.delta_rule_triton import CHUNK, PART, contiguous_from
 from megatron_hybrid_prefix.ops.triton_or_torch import tl, triton
-
-PART = 16
-"""Rows of the diagonal blocks that are inverted by substitution."""
 
 
 class Launch(NamedTuple):
@@ -164,23 +161,12 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     The compiler then loads 16 bytes at a time, ahead of their use. With rows that are not aligned, bfloat16 outputs were wrong on
     an H200 (Triton 3.6, heads of 12 and 40 channels); why is not known.
     """
-    tensor = _contiguous_from(tensor, 1)
+    tensor = contiguous_from(tensor, 1)
     size = tensor.shape[-1]
     if size % 16 or tensor.stride(0) % 16 or tensor.data_ptr() % 16:
         padded = tensor.new_zeros(*tensor.shape[:-1], -(-size // 16) * 16)
         padded[..., :size] = tensor
         return padded
-    return tensor
-
-
-def _contiguous_from(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """``tensor``, or a copy, whose dimensions from ``dim`` on lie without gaps; those before may be strided."""
-    sizes, strides = tensor.shape[dim:], tensor.stride()[dim:]
-    dense = 1
-    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
-        if size > 1 and stride != dense:
-            return tensor.contiguous()
-        dense *= size
     return tensor
 
 
