@@ -69,6 +69,8 @@ class HybridPrefixCache:
             ``state_slots``. Ranks must pass the same three sizes, or sizes with the same `layout`.
         block_bytes: Bytes of a KV block, with ``cache_bytes``.
         state_bytes: Bytes of a state, with ``cache_bytes``.
+        share_live_states: Whether the states of running requests are in that memory, too. False: the engine has memory of
+            its own for them, and `Admission.live_slot` is None.
         first_state_slot: Id of the first checkpoint slot. Lower ids are the engine's live slots.
         epoch: Weights epoch at the start.
         secret: Secret of the block hashes, at most 64 bytes. None: random. Ranks need the same secret only if their
@@ -108,6 +110,7 @@ class HybridPrefixCache:
         cache_bytes: int | None = None,
         block_bytes: int = 0,
         state_bytes: int = 0,
+        share_live_states: bool = True,
         first_state_slot: int = 0,
         epoch: int = 0,
         secret: bytes | None = None,
@@ -171,7 +174,9 @@ class HybridPrefixCache:
         eviction = make_eviction_policy(eviction_policy)
         self._store: PrefixStore
         if self.layout is not None:
-            self._store = SharedStore(tree, Pages(self.layout), eviction, host, self._stats)
+            self._store = SharedStore(
+                tree, Pages(self.layout), eviction, host, self._stats, share_live_states=share_live_states
+            )
         else:
             assert kv_blocks is not None and state_slots is not None
             blocks, slots = KVBlocks(kv_blocks), SlotPool(state_slots, first_state_slot)

@@ -26,11 +26,20 @@ def _help(text: str, **more: Any) -> dict[str, Any]:
 class HybridPrefixConfig:
     """Settings of the prefix cache, validated once. All sizes are per rank."""
 
-    mamba_gb: float = field(
+    cache_gb: float | None = field(
+        default=None,
         metadata=_help(
-            "GPU memory for state checkpoints, in GiB per rank. More memory keeps more prefixes. 0, or less than one "
-            "checkpoint, disables reuse. If megatron offloads its buffers on suspend, it pins as much host memory."
-        )
+            "GPU memory for KV blocks, checkpoints and the states of running requests together, in GiB per rank. What is "
+            "worth least per byte is evicted, KV or states. Replaces megatron's buffer_size_gb. Give this or mamba_gb. If "
+            "megatron offloads its buffers on suspend, it pins as much host memory."
+        ),
+    )
+    mamba_gb: float | None = field(
+        default=None,
+        metadata=_help(
+            "GPU memory for checkpoints alone, in GiB per rank: a fixed split. KV and the states of running requests are in "
+            "megatron's buffer_size_gb. 0, or less than one checkpoint, disables reuse. Give this or cache_gb."
+        ),
     )
     eviction_policy: str = field(
         default=DEFAULT_EVICTION_POLICY,
@@ -129,9 +138,14 @@ class HybridPrefixConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("mamba_gb", "host_gb", "prompt_log_probs_gb"):
+        if (self.cache_gb is None) == (self.mamba_gb is None):
+            raise ValueError(
+                f"cache_gb={self.cache_gb}, mamba_gb={self.mamba_gb}: give cache_gb (one budget for KV and states) or "
+                "mamba_gb (a fixed budget for checkpoints)"
+            )
+        for name in ("cache_gb", "mamba_gb", "host_gb", "prompt_log_probs_gb"):
             value = getattr(self, name)
-            if not 0 <= value < float("inf"):
+            if value is not None and not 0 <= value < float("inf"):
                 raise ValueError(f"{name}={value}: must be 0 or more")
         if self.host_state_share is not None and not 0 <= self.host_state_share <= 1:
             raise ValueError(f"host_state_share={self.host_state_share}: must be from 0 to 1, or None")

@@ -72,6 +72,7 @@ class SharedStore(PrefixStore):
         eviction: Ranks the states.
         host: Host tier for evicted KV and states; None: evicted entries are lost.
         stats: Counts evictions and published states.
+        share_live_states: Whether running requests get slots from it.
 
     Attributes:
         pages: The memory.
@@ -89,8 +90,11 @@ class SharedStore(PrefixStore):
         eviction: EvictionPolicy[Node],
         host: HostTier | None,
         stats: PrefixStats,
+        *,
+        share_live_states: bool = True,
     ) -> None:
         self.pages = pages
+        self._share_live_states = share_live_states
         slots = PageSlots(pages)
         super().__init__(tree, SharedBlocks(pages, slots), slots, eviction, host, stats)
         self.ghosts = Ghosts(pages.layout.total_blocks)
@@ -103,6 +107,7 @@ class SharedStore(PrefixStore):
         self, blocks: int, path: Sequence[Node] = (), *, slots: int = 0, source_slot: int | None = None
     ) -> bool:
         """See PrefixStore."""
+        slots = slots if self._share_live_states else 0
         pages, page_blocks = self.pages, self.pages.layout.page_blocks
         tail = path[len(path) - self.blocks.unreferenced_tail(path) :]
         pinned = (
@@ -127,6 +132,8 @@ class SharedStore(PrefixStore):
 
     def take_live_slot(self) -> int | None:
         """See PrefixStore."""
+        if not self._share_live_states:
+            return None
         slot = self.checkpoints.take_slot()
         if slot is None:
             raise CacheCorruptionError("no slot for a request that was promised one")

@@ -63,6 +63,32 @@ class PageLayout:
             )
         return layout
 
+    @classmethod
+    def of_buffer(cls, cache_bytes: int, *, block_bytes: int, page_blocks: int, own_slots: int) -> PageLayout:
+        """The layout of an engine's buffer, of at most ``cache_bytes`` bytes.
+
+        The buffer also has megatron's dummy block, in the last page, and slots that the engine keeps for itself.
+
+        Args:
+            cache_bytes: Budget.
+            block_bytes: Bytes of a KV block.
+            page_blocks: KV blocks in a page.
+            own_slots: Slots of the engine, of a page each.
+
+        Raises:
+            ValueError: There is no room for a state and a KV block.
+        """
+        pages = cache_bytes // (page_blocks * block_bytes) - own_slots
+        state_bytes = page_blocks * block_bytes
+        layout = cls(block_bytes=block_bytes, state_bytes=state_bytes, total_blocks=pages * page_blocks - 1)
+        if layout.total_blocks <= page_blocks:
+            least_bytes = (own_slots + (2 if page_blocks > 1 else 3)) * state_bytes
+            raise ValueError(
+                f"{max(0, cache_bytes) / 2**20:.2f} MiB have no room for a state and a KV block: they need "
+                f"{least_bytes / 2**20:.2f} MiB"
+            )
+        return layout
+
     @property
     def page_blocks(self) -> int:
         """KV blocks in a page."""

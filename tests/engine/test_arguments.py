@@ -90,7 +90,19 @@ def flag_and_value(field: dataclasses.Field[Any]) -> tuple[list[str], Any]:
     return [flag, *words], value
 
 
-@pytest.mark.parametrize("field", arguments.own_fields(), ids=lambda field: field.name)
+def test_one_budget(config_of):
+    flag = arguments.flag_of("cache_gb")
+    assert config_of(SWITCH, flag, "12.5") == HybridPrefixConfig(cache_gb=12.5)
+    with pytest.raises(ValueError, match=f"^{flag} and {BUDGET} exclude each other$"):
+        config_of(SWITCH, flag, "12.5", BUDGET, "1")
+    with pytest.raises(ValueError, match=f"^{flag}=-1.0: must be 0 or more$"):
+        config_of(SWITCH, flag, "-1")
+
+
+OTHERS = [field for field in arguments.own_fields() if field.name != "cache_gb"]
+
+
+@pytest.mark.parametrize("field", OTHERS, ids=lambda field: field.name)
 def test_every_other_field_has_a_flag_with_help(config_of, megatron_parser, field):
     argv, value = flag_and_value(field)
     config = config_of(SWITCH, BUDGET, "1", *argv)

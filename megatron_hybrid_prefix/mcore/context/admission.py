@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.mcore.context.reports import LengthWatch
 from megatron_hybrid_prefix.mcore.context.request import PrefixRequest, RequestBook
 from megatron_hybrid_prefix.mcore.context.scores import ScoredPrompts
-from megatron_hybrid_prefix.upstream.context import AdmittedChunk, ChunkBlocks, ContextSeam
+from megatron_hybrid_prefix.upstream.context import AdmittedChunk, ChunkBlocks
 from megatron_hybrid_prefix.upstream.names import (
     BlockOverflowError,
     ContextOverflowError,
@@ -26,7 +26,7 @@ class Admissions:
     """Admits prompts, whole or chunk by chunk.
 
     Args:
-        context: The context.
+        context: A `HybridPrefixContext`.
         cache: Its cache.
         requests: Its requests.
         scored: Prompts whose log-probs are wanted.
@@ -35,7 +35,7 @@ class Admissions:
 
     def __init__(
         self,
-        context: ContextSeam,
+        context: Any,
         cache: HybridPrefixCache,
         requests: RequestBook,
         scored: ScoredPrompts,
@@ -80,6 +80,8 @@ class Admissions:
         row = context.total_request_count
         try:
             context.add_admitted(req, length, chunk)
+            if first:
+                context.states.live.bind(int(context.live_indices[row]), cache.inspect.live_slot(request_id))
         except BaseException:
             # Room was checked, so this is a caller's error. Nothing may leak.
             if first:

@@ -24,18 +24,26 @@ def memory_report(context: Any, prefix: HybridPrefixConfig) -> str:
         prefix: Settings of the cache.
     """
     slot_bytes, live = context.state_layout.slot_bytes, context.max_requests
-    speculative = live * (context.num_speculative_tokens + 1) if context.num_speculative_tokens else 0
-    rows = (
-        ("running requests", live, "in buffer_size_gb"),
-        ("speculative decoding", speculative, "in buffer_size_gb"),
-        ("checkpoints", context.checkpoint_slots, f"of mamba_gb={prefix.mamba_gb:g}"),
-    )
     types = ", ".join(
         f"{_words(component.name)} in {component.dtype}"
         for _, component in context.state_layout
         if component.name != "conv"  # holds inputs of the layer, in the parameters' dtype
     )
     lines = [f"recurrent states: {_size(slot_bytes)} each, {types}"]
+    speculative = live * (context.num_speculative_tokens + 1) if context.num_speculative_tokens else 0
+    shared = context.layout
+    if shared is None:
+        rows = [
+            ("running requests", live, "in buffer_size_gb"),
+            ("speculative decoding", speculative, "in buffer_size_gb"),
+            ("checkpoints", context.checkpoint_slots, f"of mamba_gb={prefix.mamba_gb:g}"),
+        ]
+    else:
+        rows = [("running requests, with their drafts", live + speculative, "set aside")] if speculative else []
+        lines.append(
+            f"  cache_gb={prefix.cache_gb:g}: {_size(context.shared.buffer.numel())} for KV and states: {shared.total_blocks} "
+            f"KV blocks of {_size(shared.block_bytes)}, or {shared.pages} pages of {shared.page_blocks} blocks for a state"
+        )
     lines += [f"  {name}: {slots} slots, {_size(slots * slot_bytes)} {of}" for name, slots, of in rows]
     if context.host_moves is not None:
         lines.append(f"  {context.host_moves.report()}")
@@ -99,7 +107,7 @@ def describe_forward(context: Any) -> str:
     stats = context.prefix_cache.stats()
     return (
         f"forward of requests {context.request_ids[rows].tolist()} ({context.paused_request_count} paused) in live slots "
-        f"{context.mamba_metadata.request_to_mamba_state_idx[rows].tolist()} with KV blocks "
+        f"{context.live_slots(context.live_indices[rows]).tolist()} with KV blocks "
         f"{[[block for block in row if block != -1] for row in context.request_to_kv_block_ids[rows].tolist()]}; "
         f"{context.prefix_cache.blocks.available_count} KV blocks available, {stats.slots_used} slots used"
     )

@@ -1,14 +1,17 @@
-"""`HostMoves`: when KV and states move to the host and back, and what happens if a transfer fails.
+"""`Moves` and `HostMoves`: when KV and states move, on the device and between tiers, and what happens if a transfer fails.
 
-The cache queues transfers (`cache.loads.take_transfers`), and the arena runs them on separate streams. `HostMoves` connects the
-two: it launches transfers before anything can overwrite what they read, makes a forward wait for the loads that it uses, and
-afterwards lets all ranks agree on which loads were right.
+The cache queues copies (`cache.take_copies`). They are launched, in their order, before anything can overwrite what they read:
+
+- KV blocks that move in shared memory are copied on the model's stream.
+- Transfers to the host and back run on separate streams (``tiers/arena.py``). A forward waits for the loads that it uses.
+  Afterwards all ranks agree on which loads were right.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,13 +22,14 @@ from megatron_hybrid_prefix.tiers.arena import HostArena
 from megatron_hybrid_prefix.tiers.base import TierBehind
 from megatron_hybrid_prefix.tiers.pinned import choose_page_bytes
 from megatron_hybrid_prefix.tiers.registry import make_tier, tier_name
-from megatron_hybrid_prefix.tiers.units import HOST, EntryKind
+from megatron_hybrid_prefix.tiers.units import HOST, BlockMove, BlockTransfer, EntryKind
 
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.cache import HybridPrefixCache
     from megatron_hybrid_prefix.config import HybridPrefixConfig
     from megatron_hybrid_prefix.index.requests import StepPlan
     from megatron_hybrid_prefix.metrics import PrefixStats
+    from megatron_hybrid_prefix.pool.shared_memory import SharedMemory
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +37,50 @@ logger = logging.getLogger(__name__)
 BYTES_A_ROUND = 256 * 2**20
 
 
-class HostMoves:
+class Moves:
+    """Copies of a cache without a host tier.
+
+    Args:
+        shared: Returns the memory that KV and states share; None if they do not.
+    """
+
+    _cache: HybridPrefixCache
+
+    def __init__(self, shared: Callable[[], SharedMemory | None]) -> None:
+        self._shared = shared
+
+    def serve(self, cache: HybridPrefixCache) -> None:
+        """Use this cache."""
+        self._cache = cache
+
+    def launch(self) -> None:
+        """Launch the queued copies. Call it before anything writes to a slot or block."""
+        for are_moves, group in groupby(self._cache.take_copies(), key=lambda copy: isinstance(copy, BlockMove)):
+            if are_moves:
+                shared = self._shared()
+                assert shared is not None
+                shared.move_blocks([(c.source_block, c.target_block) for c in group if isinstance(c, BlockMove)])
+            else:
+                self._transfer([copy for copy in group if isinstance(copy, BlockTransfer)])
+
+    def before_forward(self, plans: Iterable[StepPlan]) -> None:
+        """Make the next forward run after the copies that it depends on."""
+        self.launch()
+
+    def finish(self) -> None:
+        """Finish all copies: the device buffers are about to be freed."""
+        self.launch()
+
+    def _transfer(self, units: list[BlockTransfer]) -> None:
+        raise AssertionError("a transfer is queued, but there is no host tier")
+
+
+class HostMoves(Moves):
     """The host tier of one context.
 
     Args:
         tensors: Returns the device tensors by kind, each (layers, KV blocks or slots, *shape).
+        shared: See Moves.
         prefix: Settings of the cache, with ``host_gb`` above 0.
         groups: Megatron's process groups.
 
@@ -46,11 +89,14 @@ class HostMoves:
         cache_fields: Arguments for the cache. ``host_pages`` is 0 if the memory could not be allocated.
     """
 
-    _cache: HybridPrefixCache
-
     def __init__(
-        self, tensors: Callable[[], Mapping[EntryKind, Sequence[torch.Tensor]]], prefix: HybridPrefixConfig, groups: Any
+        self,
+        tensors: Callable[[], Mapping[EntryKind, Sequence[torch.Tensor]]],
+        shared: Callable[[], SharedMemory | None],
+        prefix: HybridPrefixConfig,
+        groups: Any,
     ) -> None:
+        super().__init__(shared)
         self._groups = groups
         own_bytes = {
             kind: sum(tensor[:, 0].numel() * tensor.element_size() for tensor in of_kind)
@@ -97,10 +143,6 @@ class HostMoves:
         # For each load that the model has not waited for: the rounds that its request still waits.
         self._launched: dict[int, int] = {}
 
-    def serve(self, cache: HybridPrefixCache) -> None:
-        """Use this cache, which was made with `cache_fields`."""
-        self._cache = cache
-
     def _agree(self, depth_blocks: int) -> int:
         return min_over_model_ranks(depth_blocks, self._groups) or 0
 
@@ -113,17 +155,24 @@ class HostMoves:
     # -- moves ---------------------------------------------------------------------------------------------------------
 
     def launch(self) -> None:
-        """Launch the queued transfers. Call it before anything writes to a slot or block.
+        """See Moves. The model's later launches run after stores have read their entries.
 
-        The model's later launches run after stores have read their entries, and after cancelled loads, whose blocks and
-        slots may be reused.
+        They also run after cancelled loads, whose blocks and slots may be reused.
         """
         if self.arena is None:
+            super().launch()
             return
-        units = self._cache.loads.take_transfers()
-        if units:
-            self.arena.carry_out(units)
-            self.arena.wait_for_stores()
+        self._wait_for_cancelled()  # a block may move to where such a load writes
+        super().launch()
+        self._wait_for_cancelled()
+
+    def _transfer(self, units: list[BlockTransfer]) -> None:
+        assert self.arena is not None
+        self.arena.carry_out(units)
+        self.arena.wait_for_stores()
+
+    def _wait_for_cancelled(self) -> None:
+        assert self.arena is not None
         for load_id in [load_id for load_id in self._launched if not self._cache.loads.has_load(load_id)]:
             self._wait_for(load_id)
             self.arena.forget(load_id)
@@ -171,9 +220,9 @@ class HostMoves:
         return found
 
     def finish(self) -> None:
-        """Finish all transfers: the device buffers are about to be freed."""
+        """See Moves."""
+        self.launch()
         if self.arena is not None:
-            self.launch()
             self.arena.finish()
 
     def count(self, stats: PrefixStats) -> None:
