@@ -376,8 +376,8 @@ def test_prefill_of_gated_delta_net(place, seed):
 def test_drafts_of_a_plugins_layer(place, request):
     """Drafts are left to `SlotLayer`: one `slot_decode` after another."""
     memory, device = place
-    if device == "cpu":
-        request.getfixturevalue("platform")
+    if device == "cpu" and not INTERPRETED:
+        request.getfixturevalue("platform")  # before megatron is imported
     from megatron_hybrid_prefix.layers.slot_layer import SlotLayer
 
     class Adding(SlotLayer):
@@ -442,6 +442,7 @@ def test_to_the_host_and_back(place, kind):
 # -- what would overflow -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(INTERPRETED, reason="a platform replaces the kernels")
 def test_slots_of_a_step_have_64_bits(platform):
     """Megatron's kernels multiply them by the stride of a slot as they are."""
     step = PrefillStep(quanta=[8], block_tokens=16, max_tokens=32, max_sequences=2, device="cpu")
