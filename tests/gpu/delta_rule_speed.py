@@ -1,8 +1,8 @@
 """Time of the gated delta rule's kernels: a prefill against fla's, a decode against megatron's Mamba2.
 
 Usage: ``python -m tests.gpu.delta_rule_speed [--candidate] [--sweep] [--out FOLDER]``, on a GPU. fla (``fla-core``) and
-megatron are left out where they are not installed. ``--candidate`` measures the prefill of ``delta_rule_candidate.py`` in place of
-the package's; ``--sweep`` tries other tiles, warps and stages of its kernels, and prints the best of them.
+megatron are left out where they are not installed. ``--candidate`` measures the prefill of ``delta_rule_candidate.py``, too;
+``--sweep`` tries other tiles, warps and stages of its kernels, and prints the best of them.
 
 GPU times are sums over kernels, taken by the profiler: the median of rounds in which what is compared takes turns. Decodes
 are replayed from CUDA graphs, with states that do not fit the cache of the GPU. Errors are against float64: a root of a
@@ -50,8 +50,6 @@ CANDIDATES = {
 class Prefill:
     """Sequences of given lengths, each cut into chunks: ours, from and to slots, and fla's on the same inputs."""
 
-    of_candidate = False  # whether ours are the candidate's kernels
-
     def __init__(self, lengths, key_heads, heads, size, kept=0, keys=None):
         tokens, dtype = sum(lengths), TYPE
         g = torch.Generator().manual_seed(tokens)
@@ -90,9 +88,14 @@ class Prefill:
             }.items()
         }
 
-    def ours(self, options=None):
-        given = {**self.inputs, "states": self.pool, "normalise": True, "epsilon": EPSILON, **self.fields}
-        return candidate.scan_by_kernels(**given, options=options) if self.of_candidate else scan_by_kernels(**given)
+    def _given(self):
+        return {**self.inputs, "states": self.pool, "normalise": True, "epsilon": EPSILON, **self.fields}
+
+    def ours(self):
+        return scan_by_kernels(**self._given())
+
+    def candidate(self, options=None):
+        return candidate.scan_by_kernels(**self._given(), options=options)
 
     def exact(self):
         """Outputs and live states in float64."""
@@ -193,19 +196,27 @@ def measure_prefill(args):
     shape = (args.key_heads, args.heads, args.size)
     plain, keeping = Prefill([args.tokens], *shape), Prefill([args.tokens], *shape, kept=4)
     calls = {"ours": plain.ours, "ours, four states kept": keeping.ours}
+    if args.candidate:
+        calls |= {"candidate": plain.candidate, "candidate, four states kept": keeping.candidate}
     fla = plain.fla()
     if fla is not None:
         calls["fla"] = fla
-    by_kernel, totals = in_turns(calls)
-    for name, times in by_kernel.items():
-        for kernel, us in sorted(times.items(), key=lambda item: -item[1]):
-            show(name, kernel[:60], us)
-        show(name, "total us", totals[name])
+    for _ in range(args.repeats):
+        by_kernel, totals = in_turns(calls)
+        for name, times in by_kernel.items():
+            for kernel, us in sorted(times.items(), key=lambda item: -item[1]):
+                show(name, kernel[:60], us)
+            show(name, "total us", totals[name], *([totals[name] / totals["fla"]] if fla is not None else []))
     errors = {}
     for keys, prefill in {"random keys": plain, "8 different keys": Prefill([args.tokens], *shape, keys=8)}.items():
         outputs, states = prefill.exact()
-        got = {"ours": (prefill.ours(), prefill.live())} | ({"fla": prefill.fla()()} if fla is not None else {})
-        for name, (y, state) in got.items():
+        got = {"ours": lambda prefill=prefill: (prefill.ours(), prefill.live())}
+        if args.candidate:
+            got["candidate"] = lambda prefill=prefill: (prefill.candidate(), prefill.live())
+        if fla is not None:
+            got["fla"] = prefill.fla()
+        for name, call in got.items():
+            y, state = call()
             errors[f"{name}, {keys}"] = off(y, outputs), off(state, states)
             show(f"error of {name}, {keys}: outputs, states", *errors[f"{name}, {keys}"])
     found = {"by_kernel_us": by_kernel, "total_us": totals, "errors": errors}
@@ -223,6 +234,8 @@ def measure_prefill(args):
         quarter = Prefill([args.tokens], args.key_heads // 4, args.heads // 4, args.size)
         for name, prefill in (cases | {"a quarter of the heads": quarter}).items():
             calls = {"ours": prefill.ours}
+            if args.candidate:
+                calls["candidate"] = prefill.candidate
             if fla is not None and prefill is not quarter:
                 calls["fla"] = prefill.fla()
             _, found["shapes"][name] = in_turns(calls, rounds=3)
@@ -321,7 +334,7 @@ def sweep_prefill(args):
     cases = {"long": Prefill([args.tokens], *shape)}
     if args.tokens >= 1024:
         cases |= {"short": Prefill([512] * 16, *shape), "few heads": Prefill([8192], 4, 8, args.size)}
-    exact, first = cases["long"].exact(), cases["long"].ours().clone()
+    exact, first = cases["long"].exact(), cases["long"].candidate().clone()
     default = candidate.launch_options(TYPE, args.size, args.size, normalise=True)
     found = {}
     for kernel in ("prepare", "pass_on"):
@@ -331,7 +344,7 @@ def sweep_prefill(args):
             candidates.append(default._replace(**{kernel: options}))
 
         def compiled(options):
-            return tried(lambda: cases["long"].ours(options) is None)
+            return tried(lambda: cases["long"].candidate(options) is None)
 
         if ON_GPU:  # each compiles in a thread; what runs meanwhile is not timed
             start = time.perf_counter()
@@ -343,14 +356,14 @@ def sweep_prefill(args):
         found[kernel] = []
 
         def timed(options, name=name):
-            got = cases["long"].ours(options)
+            got = cases["long"].candidate(options)
             errors = off(got, exact[0]), off(cases["long"].live(), exact[1])
             if not max(errors) < 0.01:
                 return f"wrong: off by {max(errors):.3g}"
             times = {"same bits": float(torch.equal(got, first))}
             for case, prefill in cases.items():
-                prefill.ours(options)
-                each = kernel_times(lambda prefill=prefill: prefill.ours(options))
+                prefill.candidate(options)
+                each = kernel_times(lambda prefill=prefill: prefill.candidate(options))
                 times[case] = next((us for kernel, us in each.items() if name in kernel), sum(each.values()))
             return times
 
@@ -372,8 +385,9 @@ def best(found):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--candidate", action="store_true", help="the prefill of delta_rule_candidate.py")
+    parser.add_argument("--candidate", action="store_true", help="the prefill of delta_rule_candidate.py, too")
     parser.add_argument("--sweep", action="store_true", help="try other launch options of the candidate's kernels")
+    parser.add_argument("--repeats", type=int, default=1, help="of the first measurement")
     parser.add_argument("--no-decode", action="store_true", help="prefills only")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="writes delta_rule_speed.json there")
     parser.add_argument("--tokens", type=int, default=8192)
@@ -381,7 +395,6 @@ def main():
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--size", type=int, default=128, help="of keys and values")
     args = parser.parse_args()
-    Prefill.of_candidate = args.candidate or args.sweep
     found = {"device": torch.cuda.get_device_name() if ON_GPU else "interpreter", "torch": torch.__version__}
 
     def save(name, result):
