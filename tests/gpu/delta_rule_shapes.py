@@ -1,10 +1,9 @@
 """The prefill kernels of the gated delta rule for many sizes of heads, a process for each, so that a fault hides no other one.
 
-Usage: ``python -m tests.gpu.delta_rule_shapes [--jobs 12] [--only candidate] [--diagnose] [--out FOLDER]``, on a GPU.
+Usage: ``python -m tests.gpu.delta_rule_shapes [--jobs 12] [--out FOLDER]``, on a GPU.
 
 For each pair of sizes, in float32 and bfloat16: outputs and states of random steps against float64 (`tests/kernels/test_delta_rule.py`),
 from contiguous inputs and from slices of wider rows, with memory poisoned with NaN; and whether a resume on the grid has the same bits.
-``--diagnose`` runs sizes that `check_heads` refuses, in several forms, and says where outputs are wrong.
 """
 
 from __future__ import annotations
@@ -38,51 +37,13 @@ SIZES += [
     (96, 128),
 ]
 SIZES += [(16, 48), (192, 128), (128, 192)]
-REFUSED = [(16, 40), (12, 10), (40, 72)]
 EPSILON = 1e-6
 
 
-def scans(diagnose):
-    """{name: scan}, of the kernels in use and of the candidate."""
-    from megatron_hybrid_prefix.ops import delta_rule_triton as in_use
-    from tests.gpu import delta_rule_candidate as candidate
+def in_use(**given):
+    from megatron_hybrid_prefix.ops.delta_rule_triton import scan_by_kernels
 
-    found = {
-        "candidate": lambda **given: candidate.scan_by_kernels(**given, epsilon=EPSILON),
-        "in use": lambda **given: in_use.scan_by_kernels(**given, epsilon=EPSILON),
-    }
-    if not diagnose:
-        return found
-    in_use.check_heads = lambda *_: None
-    launch_options, aligned = in_use.launch_options, candidate._aligned
-
-    def raw(stages=None, **given):
-        candidate._aligned = lambda tensor: candidate.contiguous_from(tensor, 1)
-        v, key_size = given["v"], given["q"].shape[-1]
-        options = candidate.launch_options(v.dtype, key_size, v.shape[-1], normalise=given["normalise"])
-        if stages is not None:
-            options.pass_on["num_stages"] = stages
-        try:
-            return candidate.scan_by_kernels(**given, epsilon=EPSILON, options=options)
-        finally:
-            candidate._aligned = aligned
-
-    def unstaged(**given):
-        def options(*args, **kwargs):
-            made = launch_options(*args, **kwargs)
-            made.pass_on["num_stages"] = 1
-            return made
-
-        in_use.launch_options = options
-        try:
-            return in_use.scan_by_kernels(**given, epsilon=EPSILON)
-        finally:
-            in_use.launch_options = launch_options
-
-    for stages in (1, 2, 3):
-        found[f"candidate, not padded, {stages} stages"] = lambda stages=stages, **given: raw(stages, **given)
-    found["in use, 1 stage"] = unstaged
-    return found
+    return scan_by_kernels(**given, epsilon=EPSILON)
 
 
 def sliced(scan):
@@ -172,51 +133,41 @@ def check(args):
         seen.append((float(ratio.nan_to_num(float("inf")).max()), f"{int(bad.sum())} wrong{where}"))
 
     tests.within = within
-    heads = (1, 2) if key_size <= 64 else (1, 1)
+    counts = [(1, 2), (3, 3)] if key_size <= 64 else [(1, 1), (2, 4)]
+    counts += [(4, 8)] if args.size == (128, 128) else []
     for dtype in args.types:
         kind = getattr(torch, dtype)
-        for name, scan in scans(args.diagnose).items():
-            if args.only and not name.startswith(args.only):
-                continue
-            sizes = {"key_heads": heads[0], "heads": heads[1], "key_dim": key_size, "value_dim": value_size}
-            if args.size == REFUSED[1]:
-                sizes |= {"key_heads": 2, "heads": 4}
-            forms = {
-                "plain": (scan, 1),
-                "again" if args.diagnose else "sliced": (scan if args.diagnose else sliced(scan), 3),
-            }
-            if args.diagnose:
-                forms["again"] = (scan, 1)
-            for form, (run, seed) in forms.items():
-                del seen[:]
-                started = time.perf_counter()
-                try:
-                    tests.check_scan(seed, dtype=kind, device=DEVICE, scan=run, **sizes)
-                    ratio = max(seen)[0]
-                    verdict = "ok" if ratio <= 1 else "WRONG"
-                    outputs = [s for s in seen if s[0] > 1]
-                    line = f"{verdict} {ratio:.3g} {'; '.join(s[1] for s in outputs[:6])}"
-                except Exception as error:
-                    line = f"FAILED {type(error).__name__}: {str(error).strip().splitlines()[-1:]}"[:400]
-                took = time.perf_counter() - started
-                say(f"{key_size}x{value_size} | {dtype} | {name} | {form}, seed {seed} | {line} | {took:.1f} s")
-            if not args.diagnose:
-                try:
-                    wrong = resumes(scan, kind, key_size, value_size)
-                    line = f"WRONG after {wrong} chunks" if wrong else "ok"
-                except Exception as error:
-                    line = f"FAILED {type(error).__name__}"
-                say(f"{key_size}x{value_size} | {dtype} | {name} | same bits after a resume | {line}")
-            if args.far:
-                say(f"{key_size}x{value_size} | {dtype} | {name} | far slots | {'ok' if far_slots(scan) else 'WRONG'}")
+        sizes = {"key_dim": key_size, "value_dim": value_size}
+        forms = {"plain": (in_use, 1), "sliced": (sliced(in_use), 3)}
+        for (key_heads, heads), (form, (run, seed)) in zip(
+            counts, [*forms.items(), ("plain", (in_use, 0))], strict=False
+        ):
+            del seen[:]
+            started = time.perf_counter()
+            try:
+                tests.check_scan(seed, dtype=kind, device=DEVICE, scan=run, key_heads=key_heads, heads=heads, **sizes)
+                ratio = max(seen)[0]
+                line = f"{'ok' if ratio <= 1 else 'WRONG'} {ratio:.3g} {'; '.join(s[1] for s in seen if s[0] > 1)}"
+            except Exception as error:
+                line = f"FAILED {type(error).__name__}: {str(error).strip().splitlines()[-1:]}"[:400]
+            took = time.perf_counter() - started
+            say(
+                f"{key_size}x{value_size} | {dtype} | {key_heads}/{heads} heads | {form}, seed {seed} | {line} | {took:.1f} s"
+            )
+        try:
+            wrong = resumes(in_use, kind, key_size, value_size)
+            line = f"WRONG after {wrong} chunks" if wrong else "ok"
+        except Exception as error:
+            line = f"FAILED {type(error).__name__}"
+        say(f"{key_size}x{value_size} | {dtype} | same bits after a resume | {line}")
+        if args.far:
+            say(f"{key_size}x{value_size} | {dtype} | far slots | {'ok' if far_slots(in_use) else 'WRONG'}")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", type=lambda text: tuple(map(int, text.split("x"))), help="one pair, in this process")
     parser.add_argument("--types", nargs="+", default=TYPES)
-    parser.add_argument("--only", help="candidate, or in use")
-    parser.add_argument("--diagnose", action="store_true")
     parser.add_argument("--far", action="store_true")
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--limit-s", type=float, default=100.0)
@@ -226,14 +177,11 @@ def main():
         with torch.no_grad():
             check(args)
         return
-    sizes = REFUSED if args.diagnose else SIZES
     started, lines = time.perf_counter(), []
 
-    by_size = sorted(sizes, key=lambda s: -s[0] * s[1])
+    by_size = sorted(SIZES, key=lambda s: -s[0] * s[1])
     work = [(size, dtype) for dtype in TYPES for size in by_size]
-    if args.diagnose:
-        work = [(size, TYPES[0]) for size in sizes]
-    elif ON_GPU:  # float32 of large heads takes longest to compile
+    if ON_GPU:  # float32 of large heads takes longest to compile
         full = [
             (256, 256),
             (128, 128),
@@ -263,9 +211,7 @@ def main():
             "--types",
             dtype,
         ]
-        command += ["--only", args.only] if args.only else []
-        command += ["--diagnose"] if args.diagnose else []
-        command += ["--far"] if size == (128, 128) and dtype == "bfloat16" and ON_GPU and not args.diagnose else []
+        command += ["--far"] if size == (128, 128) and dtype == "bfloat16" and ON_GPU else []
         process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
