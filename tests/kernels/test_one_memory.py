@@ -240,7 +240,7 @@ def test_attention(place, attend):
         attend is attend_by_torch_on_gpu and device == "cpu"
     ):
         pytest.skip("of the other device")
-    kv = memory.kv(LAYERS, 16, 2, 64, torch.bfloat16) if device == "cuda" else memory.kv(LAYERS, 4, 2, 8, torch.float32)
+    kv = memory.kv(LAYERS, 4, 2, 64, torch.bfloat16) if device == "cuda" else memory.kv(LAYERS, 4, 2, 8, torch.float32)
     page, dim = kv.shape[3], kv.shape[5]
     fill(kv, 2, HERE)
     lengths = torch.tensor([3 * page + 1, 2 * page], device=device)
