@@ -78,7 +78,7 @@ class HybridPrefixCache:
         eviction_policy: Name of the policy that picks the checkpoint to evict (``policy/registry.py``).
         min_computed_tokens: Last tokens of a prompt that are always computed, even on a full hit.
         retention_interval_tokens: Also checkpoint every N prompt tokens while slots are free. A multiple of
-            ``block_tokens``; 0 disables; None chooses N by the prompt's length (at most 16 states per prompt).
+            ``block_tokens``; 0 disables; None: 16 evenly spaced ones, and some near the end (``policy/boundaries.py``).
         bytes_budget: Bytes of all checkpoint slots. Only reported in the statistics.
         host_pages: Pages of the host tier. 0: no host tier.
         host_kv_pages: Pages per KV block on the host.

@@ -70,7 +70,7 @@ class HybridPrefixConfig:
         default=None,
         metadata=_help(
             "Also checkpoint every N prompt tokens while slots are free, so that the second request with a prefix can "
-            "already reuse it. A multiple of the block size; 0 disables; None chooses N (at most 16 per prompt)."
+            "already reuse it. A multiple of the block size; 0 disables; None: 16 evenly spaced ones, and some near the end."
         ),
     )
     decode_checkpoints: bool = field(

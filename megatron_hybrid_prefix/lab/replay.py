@@ -35,7 +35,7 @@ class Policy:
         eviction: Name of an eviction policy. "upstream": megatron-core 0.19's rules for everything.
         admission: "adaptive": junctions, tails, repeats, and interval states while there is room. "asked": no interval
             states. "tail": only the last full block of each prompt.
-        interval_tokens: Distance of interval states; None: by the prompt's length.
+        interval_tokens: Distance of interval states; None: the cache's default.
         options: Further arguments of `HybridPrefixCache`.
     """
 
