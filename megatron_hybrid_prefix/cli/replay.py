@@ -368,10 +368,10 @@ def print_report(
         speed = min(run.requests_per_second for run in own)
         table.add_row(policy, *(f"{run.reused_token_fraction:.4f}" for run in own), f"{speed:,.0f}")
     if bounds:
-        known, most = ([f"{tokens / trace.prompt_tokens:.4f}" for tokens in row] for row in _tokens(bounds))
+        all_tokens = trace.prompt_tokens
         table.add_section()
-        table.add_row("a rule that knows all requests", *known, "")
-        table.add_row("no rule reuses more than", *most, "")
+        table.add_row("a rule that knows all requests", *(f"{bound.rule_tokens / all_tokens:.4f}" for bound in bounds))
+        table.add_row("no rule reuses more than", *(f"{bound.bound_tokens / all_tokens:.4f}" for bound in bounds))
     if sizes is not None:
         budgets = (f"{budget * sizes.state_bytes / 2**30:.1f}" for budget in slots)
         table.add_section()
@@ -389,11 +389,6 @@ def print_report(
         console.print(
             f"{run.policy.name}, {run.state_slots:,} slots: upstream would have raised an error {times:,} times"
         )
-
-
-def _tokens(bounds: Sequence[Clairvoyant]) -> tuple[list[int], list[int]]:
-    """Tokens that the offline rule reuses, and the bounds."""
-    return [bound.rule_tokens for bound in bounds], [bound.bound_tokens for bound in bounds]
 
 
 def _shares(runs: Sequence[Replayed], slots: Sequence[int]) -> list[tuple[str, list[float | None]]]:
