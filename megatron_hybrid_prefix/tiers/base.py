@@ -41,7 +41,7 @@ class Entry(NamedTuple):
 
 
 class Tier(ABC):
-    """A tier behind the host, on one rank. Only one thread calls it.
+    """A tier behind the host, on one rank. Only one thread calls it, unless it is `in_background`.
 
     A tier cannot produce wrong tokens: an entry that is lost, or comes back with other bytes, is dropped, counted and
     computed again. An exception is logged and counts as "not here".
@@ -49,9 +49,19 @@ class Tier(ABC):
     Attributes:
         same_on_all_ranks: True: the tiers of all ranks always hold the same entries. False: with several ranks each
             depth query costs a collective, by which ranks agree.
+        in_background: True: threads call `put` and `get`, at the same time as the engine's thread calls the other
+            methods. Requests wait for a load at most `wait_s`; one that is late on any rank is a miss on all.
+        wait_s: See above.
+        write_early: True: it is offered states that are no guesses as soon as they are computed, after the KV before
+            them, and nothing when the host evicts.
+        least_blocks: A load that saves fewer blocks than this is not begun, and a state less deep is not offered.
     """
 
     same_on_all_ranks: bool = False
+    in_background: bool = False
+    wait_s: float = 1.0
+    write_early: bool = False
+    least_blocks: int = 0
 
     @abstractmethod
     def contains(self, kind: EntryKind, key: bytes) -> bool:
@@ -125,11 +135,11 @@ class TierBehind:
         return self._agree(self._ask(first, self.tier.kv_depth, keys, first))
 
     def state_depth(self, keys: Sequence[bytes], after: int, limit: int) -> int:
-        """See `DepthTier`. Ranks go down to the deepest state that all of them hold."""
+        """See `DepthTier`. Ranks go down to the deepest state that all of them hold, and that is worth a load."""
         tried = limit + 1
         while after < limit < tried:
             tried, limit = limit, self._agree(self._ask(after, self.tier.state_depth, keys, after, limit))
-        return max(after, limit)
+        return limit if limit - after >= max(1, self.tier.least_blocks) else after
 
     def remove(self, tags: Iterable[Tag]) -> None:
         """See `Tier`."""

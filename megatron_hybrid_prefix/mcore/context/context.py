@@ -141,7 +141,13 @@ class HybridPrefixContext(ContextSeam):
         self.enable_prefix_caching = True
         self._decisions = DecisionLog(self.config.pg_collection) if prefix.check_ranks else None
         if prefix.host_gb and self.checkpoint_slots:
-            self.host_moves = HostMoves(self._tier_tensors, prefix, self.config.pg_collection)
+            self.host_moves = HostMoves(
+                self._tier_tensors,
+                prefix,
+                self.config.pg_collection,
+                block_tokens=self.block_size_tokens,
+                components=self._model_states.slots if self._model_states is not None else None,
+            )
         counts = block_counts(self.kv_block_allocator)
         cache = self.prefix_cache = HybridPrefixCache(
             block_tokens=self.block_size_tokens,
@@ -401,6 +407,8 @@ class HybridPrefixContext(ContextSeam):
             rows.attach_blocks(self, self.prefix_cache)
         if self.num_speculative_tokens:
             rows.find_blocks_of_tokens(self)
+        if self.host_moves is not None:
+            self.host_moves.launch()  # not only before the next forward: it may be far off
         self._forward_running = False
         return result
 

@@ -1,0 +1,214 @@
+"""`BackgroundMoves`: threads that move entries between the host's pages and a tier behind the host.
+
+A page may be given to another entry while a thread still reads or writes it, because no decision of the cache may depend on
+how long a thread takes. `overwrite` says so, before the page changes. A store that was not done by then is dropped. A load
+does not write to the page any more: it reads from the tier into memory of its thread first.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_hybrid_prefix.tiers.base import Entry, Tier
+from megatron_hybrid_prefix.tiers.queue import Mark
+from megatron_hybrid_prefix.tiers.units import Tag
+
+logger = logging.getLogger(__name__)
+
+type Pieces = Sequence[tuple[int, torch.Tensor]]
+"""An entry's bytes: (offset in the entry, view of a page)."""
+
+_WRITERS = 2
+_READERS = 4
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """An entry that is being moved.
+
+    Attributes:
+        tag: Its name.
+        pages: Its pages.
+        pieces: Its bytes there.
+        size_bytes: Number of its bytes.
+        after: The thread waits for these marks before it touches the pages.
+        checksum: Of a store: returns the entry's checksum, once the marks are reached. Of a load: what came with it.
+        cancelled: The pages belong to another entry.
+        found: Of a load that is over: whether the entry is in its pages.
+        is_over: Whether the thread is done with it.
+    """
+
+    tag: Tag
+    pages: tuple[int, ...]
+    pieces: Pieces
+    size_bytes: int
+    after: tuple[Callable[[], None], ...]
+    checksum: Callable[[], int] | int = 0
+    cancelled: bool = False
+    found: bool = False
+    is_over: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class _Shared:
+    """What the threads use. They keep it alive, but not the `BackgroundMoves`, which ends them."""
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+        self.changed = threading.Condition()
+        self.stores: deque[Job] = deque()
+        self.loads: deque[Job] = deque()
+        self.running = 0
+        self.ended = False
+        self.stored_bytes = self.refused = 0
+        self.seconds = 0.0
+
+    def end(self) -> None:
+        with self.changed:
+            self.ended = True
+            self.changed.notify_all()
+
+
+class BackgroundMoves:
+    """See the top of this file.
+
+    Args:
+        tier: The tier; its `put` and `get` are called from several threads.
+        largest_bytes: Bytes of the largest entry.
+    """
+
+    def __init__(self, tier: Tier, largest_bytes: int) -> None:
+        self._shared = _Shared(tier)
+        self._of_page: dict[int, Job] = {}  # jobs that may still touch a page
+        weakref.finalize(self, self._shared.end)
+        readers = getattr(tier, "threads", _READERS)
+        for count, work in ((_WRITERS, _write), (readers, _read)):
+            for _ in range(count):
+                threading.Thread(
+                    target=_serve, args=(self._shared, work, largest_bytes), name=work.__name__, daemon=True
+                ).start()
+
+    def store(self, jobs: Iterable[Job]) -> None:
+        """Write entries to the tier, in this order."""
+        self._start(self._shared.stores, jobs)
+
+    def load(self, jobs: Iterable[Job]) -> None:
+        """Read entries from the tier into their pages."""
+        self._start(self._shared.loads, jobs)
+
+    def _start(self, queue: deque[Job], jobs: Iterable[Job]) -> None:
+        jobs = list(jobs)
+        for page, job in list(self._of_page.items()):
+            if job.is_over:
+                del self._of_page[page]
+        for job in jobs:
+            self._of_page.update(dict.fromkeys(job.pages, job))
+        with self._shared.changed:
+            queue.extend(jobs)
+            self._shared.changed.notify_all()
+
+    def overwrite(self, pages: Iterable[int]) -> None:
+        """These pages are about to get other bytes."""
+        for page in pages:
+            job = self._of_page.pop(page, None)
+            if job is not None:
+                with job.lock:
+                    job.cancelled = True
+
+    def wait(self, jobs: Sequence[Job], seconds: float) -> None:
+        """Wait until the jobs are over, at most this long."""
+        with self._shared.changed:
+            self._shared.changed.wait_for(lambda: all(job.is_over for job in jobs), max(0.0, seconds))
+
+    def drain(self, seconds: float) -> bool:
+        """Wait until all entries are written, at most this long. Returns whether they are."""
+        shared = self._shared
+        with shared.changed:
+            return shared.changed.wait_for(lambda: not shared.stores and not shared.running, seconds)
+
+    def close(self) -> None:
+        """End the threads, each after its current entry."""
+        self._shared.end()
+
+    @property
+    def refused(self) -> int:
+        """Entries that were not written: the tier refused them, or their pages were needed before."""
+        return self._shared.refused
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the threads moved entries, added up."""
+        return self._shared.seconds
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes written."""
+        return self._shared.stored_bytes
+
+
+def finish(queue_finish: Callable[[Mark], None], mark: Mark) -> Callable[[], None]:
+    """For `Job.after`: waits for a mark of a queue."""
+    return (lambda: None) if mark is None else (lambda: queue_finish(mark))
+
+
+def _serve(shared: _Shared, work: Callable[[_Shared, Job, torch.Tensor], None], largest_bytes: int) -> None:
+    """A thread. Its memory is made once: new memory costs as much time as the copy."""
+    memory = torch.empty(largest_bytes, dtype=torch.uint8)
+    queue, writes = (shared.stores, True) if work is _write else (shared.loads, False)
+    while True:
+        with shared.changed:
+            shared.changed.wait_for(lambda: queue or shared.ended)
+            if shared.ended:
+                return
+            job = queue.popleft()
+            shared.running += writes
+        start = time.perf_counter()
+        try:
+            for wait in job.after:
+                wait()
+            work(shared, job, memory[: job.size_bytes])
+        except Exception as error:  # a tier's code may raise anything
+            logger.error("the tier behind the host: %s of %s failed: %r", work.__name__[1:], job.tag.kind.name, error)
+            with shared.changed:
+                shared.refused += writes
+        with shared.changed:
+            job.is_over = True
+            shared.running -= writes
+            shared.seconds += time.perf_counter() - start
+            shared.changed.notify_all()
+        del job
+
+
+def _write(shared: _Shared, job: Job, row: torch.Tensor) -> None:
+    kept = False
+    if not job.cancelled:
+        for start, view in job.pieces:
+            row[start : start + len(view)] = view
+        assert callable(job.checksum)
+        checksum = job.checksum()
+        if not job.cancelled:  # from here on the copy is used
+            (kept,) = shared.tier.put([Entry(job.tag, memoryview(row.numpy()), checksum)])
+    with shared.changed:
+        shared.stored_bytes += job.size_bytes * kept
+        shared.refused += not kept
+
+
+def _read(shared: _Shared, job: Job, row: torch.Tensor) -> None:
+    if job.cancelled:
+        return
+    (checksum,) = shared.tier.get([job.tag], [memoryview(row.numpy())])
+    if checksum is None:
+        return
+    with job.lock:
+        if not job.cancelled:
+            for start, view in job.pieces:
+                view.copy_(row[start : start + len(view)])
+            job.checksum, job.found = checksum, True
