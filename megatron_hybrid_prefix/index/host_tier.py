@@ -40,7 +40,7 @@ class HostTier:
         state_share: Share of the pages that states may use, 0 to 1; KV uses the rest. None: both share all pages.
         stats: Counts the moves.
         write_through: Whether KV and states are stored as soon as they are published.
-        behind: The tier behind the host. It is offered what is evicted here, or (`Tier.write_early`) what is stored here.
+        behind: The tier behind the host. It is offered what is evicted here, or (a `SharedTier`) what is stored here.
 
     Attributes:
         entries: Pages and pins of all entries.
@@ -71,8 +71,7 @@ class HostTier:
         self._figures = stats.tiers[HOST]
         self.write_through = write_through
         self.behind = behind
-        self._early = behind is not None and behind.tier.write_early
-        self._least_blocks = 0 if behind is None else behind.tier.least_blocks
+        self._early = behind is not None and behind.shared
         # Entries that are being read from behind. All ranks agree on which arrived, see `settle`.
         self._fetching: set[int] = set()
         self.transfers: list[Copy] = []
@@ -352,17 +351,19 @@ class HostTier:
         if entry is not None:
             pages = self.entries.pages(entry)
             self.transfers.append(BlockTransfer(source=self.behind.name, target=HOST, pages=pages, tag=tag))
-            if self.behind.tier.in_background:
+            if self.behind.shared:
                 self._fetching.add(entry)
             self._stats.tiers[self.behind.name].loads += 1
         return entry
 
     def _write_down(self, node: Node) -> None:
-        """Offers a state that was just stored, after the KV before it, to a tier that wants both early.
+        """Offers a state that was just stored, after the KV before it, to a shared tier.
 
         What is on the host depends on nothing that differs between ranks. So KV is stored here even if it is behind.
         """
-        if not self._early or is_probationary(node) or node.depth_blocks < self._least_blocks:
+        if self.behind is None or not self._early:
+            return
+        if is_probationary(node) or node.depth_blocks < self.behind.least_blocks:
             return
         path: list[Node] = []
         above: Node | None = node

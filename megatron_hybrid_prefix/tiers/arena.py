@@ -9,7 +9,7 @@ A store gives every entry a tag and a checksum over all its bytes. The GPU compu
 the copy. Expected checksums stay on the device.
 
 The CPU copies entries to and from a tier behind the host, with their tags and checksums. It first waits until no transfer uses
-their pages. A tier `in_background` has threads for that (``background.py``). Then a load to the device that uses pages
+their pages. A `SharedTier` has threads for that (``background.py``). Then a load to the device that uses pages
 which are still being read is put off, until `run_put_off`.
 
 Longer than 400 lines because all transfers order each other here.
@@ -31,7 +31,7 @@ from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.ops.checksum import checksum_rows
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots, ids_on_device
 from megatron_hybrid_prefix.tiers.background import BackgroundMoves, Job, finish
-from megatron_hybrid_prefix.tiers.base import Entry, Tier
+from megatron_hybrid_prefix.tiers.base import Entry, SharedTier, Tier
 from megatron_hybrid_prefix.tiers.pinned import pin, unpin
 from megatron_hybrid_prefix.tiers.queue import DeviceQueue, HostQueue, Mark
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 STORE_STAGING_BYTES = 512 * 2**20  # this much can be evicted at once without waiting for the host link
 LOAD_STAGING_BYTES = 64 * 2**20
+PART_BYTES = 4 * 2**20  # threads share an entry from behind in parts of this size, as far as pages allow
 _LOADS = 4096  # at most this many loads are known at a time
 
 
@@ -98,11 +99,11 @@ class HostArena:
         self._sums = torch.zeros(max(1, pages), dtype=torch.int64, device=self._device)  # by first page
         self._background: BackgroundMoves | None = None
         self._sums_seen = self._sums  # on the host, as of the last store; only for threads
-        if behind is not None and behind.in_background:
+        if isinstance(behind, SharedTier):
             self._background = BackgroundMoves(behind, most_bytes)
             if on_gpu:
                 self._sums_seen = torch.zeros(max(1, pages), dtype=torch.int64).pin_memory()
-        self._fetching: dict[int, Job] = {}  # by page: entries from behind that nobody has asked for since
+        self._fetching: dict[int, Job] = {}  # by page: entries from behind that nobody has settled since
         self._put_off: dict[int, list[BlockTransfer]] = {}  # loads that wait for them
         self._bad_rows = torch.zeros(_LOADS, dtype=torch.int32, device=self._device)  # by load
         self._bad_rows_seen = torch.zeros(_LOADS, dtype=torch.int32)
@@ -196,17 +197,17 @@ class HostArena:
             load_id: A load that is put off.
             wait_s: Wait at most this long for them.
         """
-        units = self._put_off[load_id]
-        jobs = {id(job): job for unit in units for page in unit.pages if (job := self._fetching.get(page)) is not None}
-        if wait_s and self._background is not None:
+        assert self._background is not None
+        missing = [unit for unit in self._put_off[load_id] if self._tags.get(unit.pages[0]) != unit.tag]
+        jobs = {unit: [self._fetching.get(page) for page in unit.pages] for unit in missing}
+        coming = [job for of_unit in jobs.values() for job in of_unit if job is not None]
+        if wait_s:
             start = time.perf_counter()
-            self._background.wait(list(jobs.values()), wait_s)
+            self._background.wait(coming, wait_s)
             self._behind_stats.seconds_waited += time.perf_counter() - start
-        for job in jobs.values():
-            self._take(job)
-        if any(self._tags.get(unit.pages[0]) != unit.tag for unit in units):
-            return None if not all(job.is_over for job in jobs.values()) else False
-        return True
+        if not all(job.is_over for job in coming):
+            return None
+        return all([self._take(unit, parts) for unit, parts in jobs.items()])
 
     def run_put_off(self, load_id: int) -> None:
         """All ranks have its entries: launch the load."""
@@ -255,7 +256,8 @@ class HostArena:
             if self._tags.get(first) != unit.tag:
                 self._behind_stats.full += 1
                 continue
-            job = self._job(unit, (after,))
+            size = self._entry_bytes(unit.tag.kind)
+            job = Job(unit.tag, size, unit.pages, self._views([unit], size), (after,))
             job.checksum = lambda first=first, digest=unit.tag.digest: int(self._sums_seen[first]) ^ digest
             jobs.append(job)
         background.store(jobs)
@@ -265,25 +267,30 @@ class HostArena:
         jobs = []
         for unit in units:
             self._tags.pop(unit.pages[0], None)  # set again by `_take`
-            job = self._job(unit, after)
-            self._fetching |= dict.fromkeys(unit.pages, job)
-            jobs.append(job)
+            size, step = self._entry_bytes(unit.tag.kind), max(1, PART_BYTES // self.page_bytes)
+            for at in range(0, len(unit.pages), step):
+                pages, start = unit.pages[at : at + step], at * self.page_bytes
+                part = dataclasses.replace(unit, pages=pages)
+                views = self._views([part], max(0, min(size - start, len(pages) * self.page_bytes)))
+                job = Job(unit.tag, size, pages, [(start + offset, view) for offset, view in views], after)
+                self._fetching |= dict.fromkeys(pages, job)
+                jobs.append(job)
         background.load(jobs)
 
-    def _job(self, unit: BlockTransfer, after: tuple[Callable[[], None], ...]) -> Job:
-        size = self._entry_bytes(unit.tag.kind)
-        pieces = [(start, self._host(page, length)) for start, page, length in self._pieces([unit], size)]
-        return Job(unit.tag, unit.pages, pieces, size, after)
+    def _views(self, units: Sequence[BlockTransfer], size: int) -> list[tuple[int, torch.Tensor]]:
+        return [(start, self._host(page, length)) for start, page, length in self._pieces(units, size)]
 
-    def _take(self, job: Job) -> None:
-        """Notes the entry that a thread has read."""
-        first = job.pages[0]
-        if not job.is_over or not job.found or job.cancelled or self._tags.get(first) == job.tag:
-            return
-        assert isinstance(job.checksum, int)
-        self._sums[first] = self._sums_seen[first] = job.checksum ^ job.tag.digest
-        self._tags[first] = job.tag
-        self._behind_stats.bytes_loaded += job.size_bytes
+    def _take(self, unit: BlockTransfer, parts: Sequence[Job | None]) -> bool:
+        """Notes an entry whose parts threads have read. False: it is not complete."""
+        sums = {None if part is None or part.cancelled or not part.found else part.checksum for part in parts}
+        (checksum, *others) = sums
+        if others or not isinstance(checksum, int):
+            return False
+        first = unit.pages[0]
+        self._sums[first] = self._sums_seen[first] = checksum ^ unit.tag.digest
+        self._tags[first] = unit.tag
+        self._behind_stats.bytes_loaded += self._entry_bytes(unit.tag.kind)
+        return True
 
     # -- a tier behind the host, at once -------------------------------------------------------------------------------
 

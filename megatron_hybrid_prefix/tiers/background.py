@@ -2,7 +2,8 @@
 
 A page may be given to another entry while a thread still reads or writes it, because no decision of the cache may depend on
 how long a thread takes. `overwrite` says so, before the page changes. A store that was not done by then is dropped. A load
-does not write to the page any more: it reads from the tier into memory of its thread first.
+does not write to the page any more: what it has to wait for it reads into memory of its thread first, and only what is in
+memory it reads into the page.
 """
 
 from __future__ import annotations
@@ -17,39 +18,38 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_hybrid_prefix.tiers.base import Entry, Tier
+from megatron_hybrid_prefix.tiers.base import Entry, SharedTier
 from megatron_hybrid_prefix.tiers.queue import Mark
 from megatron_hybrid_prefix.tiers.units import Tag
 
 logger = logging.getLogger(__name__)
 
 type Pieces = Sequence[tuple[int, torch.Tensor]]
-"""An entry's bytes: (offset in the entry, view of a page)."""
+"""Bytes of an entry: (offset in the entry, view of pages)."""
 
 _WRITERS = 2
-_READERS = 4
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """An entry that is being moved.
+    """An entry that is being stored, or a part of an entry that is being loaded.
 
     Attributes:
         tag: Its name.
-        pages: Its pages.
-        pieces: Its bytes there.
-        size_bytes: Number of its bytes.
+        entry_bytes: Bytes of the entry.
+        pages: The pages.
+        pieces: The bytes there.
         after: The thread waits for these marks before it touches the pages.
         checksum: Of a store: returns the entry's checksum, once the marks are reached. Of a load: what came with it.
         cancelled: The pages belong to another entry.
-        found: Of a load that is over: whether the entry is in its pages.
+        found: Of a load that is over: whether the bytes are in the pages.
         is_over: Whether the thread is done with it.
     """
 
     tag: Tag
+    entry_bytes: int
     pages: tuple[int, ...]
     pieces: Pieces
-    size_bytes: int
     after: tuple[Callable[[], None], ...]
     checksum: Callable[[], int] | int = 0
     cancelled: bool = False
@@ -61,7 +61,7 @@ class Job:
 class _Shared:
     """What the threads use. They keep it alive, but not the `BackgroundMoves`, which ends them."""
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier: SharedTier) -> None:
         self.tier = tier
         self.changed = threading.Condition()
         self.stores: deque[Job] = deque()
@@ -81,16 +81,15 @@ class BackgroundMoves:
     """See the top of this file.
 
     Args:
-        tier: The tier; its `put` and `get` are called from several threads.
+        tier: The tier.
         largest_bytes: Bytes of the largest entry.
     """
 
-    def __init__(self, tier: Tier, largest_bytes: int) -> None:
+    def __init__(self, tier: SharedTier, largest_bytes: int) -> None:
         self._shared = _Shared(tier)
         self._of_page: dict[int, Job] = {}  # jobs that may still touch a page
         weakref.finalize(self, self._shared.end)
-        readers = getattr(tier, "threads", _READERS)
-        for count, work in ((_WRITERS, _write), (readers, _read)):
+        for count, work in ((_WRITERS, _write), (tier.threads, _read)):
             for _ in range(count):
                 threading.Thread(
                     target=_serve, args=(self._shared, work, largest_bytes), name=work.__name__, daemon=True
@@ -174,7 +173,7 @@ def _serve(shared: _Shared, work: Callable[[_Shared, Job, torch.Tensor], None], 
         try:
             for wait in job.after:
                 wait()
-            work(shared, job, memory[: job.size_bytes])
+            work(shared, job, memory)
         except Exception as error:  # a tier's code may raise anything
             logger.error("the tier behind the host: %s of %s failed: %r", work.__name__[1:], job.tag.kind.name, error)
             with shared.changed:
@@ -187,8 +186,8 @@ def _serve(shared: _Shared, work: Callable[[_Shared, Job, torch.Tensor], None], 
         del job
 
 
-def _write(shared: _Shared, job: Job, row: torch.Tensor) -> None:
-    kept = False
+def _write(shared: _Shared, job: Job, memory: torch.Tensor) -> None:
+    kept, row = False, memory[: job.entry_bytes]
     if not job.cancelled:
         for start, view in job.pieces:
             row[start : start + len(view)] = view
@@ -197,18 +196,25 @@ def _write(shared: _Shared, job: Job, row: torch.Tensor) -> None:
         if not job.cancelled:  # from here on the copy is used
             (kept,) = shared.tier.put([Entry(job.tag, memoryview(row.numpy()), checksum)])
     with shared.changed:
-        shared.stored_bytes += job.size_bytes * kept
+        shared.stored_bytes += job.entry_bytes * kept
         shared.refused += not kept
 
 
-def _read(shared: _Shared, job: Job, row: torch.Tensor) -> None:
-    if job.cancelled:
-        return
-    (checksum,) = shared.tier.get([job.tag], [memoryview(row.numpy())])
-    if checksum is None:
-        return
-    with job.lock:
-        if not job.cancelled:
-            for start, view in job.pieces:
-                view.copy_(row[start : start + len(view)])
-            job.checksum, job.found = checksum, True
+def _read(shared: _Shared, job: Job, memory: torch.Tensor) -> None:
+    for start, view in job.pieces:
+        try:
+            with job.lock:
+                if job.cancelled:
+                    return
+                checksum = shared.tier.read(job.tag, job.entry_bytes, start, memoryview(view.numpy()), wait=False)
+        except BlockingIOError:
+            row = memory[: len(view)]
+            checksum = shared.tier.read(job.tag, job.entry_bytes, start, memoryview(row.numpy()), wait=True)
+            with job.lock:
+                if job.cancelled:
+                    return
+                view.copy_(row)
+        if checksum is None:
+            return
+        job.checksum = checksum
+    job.found = True

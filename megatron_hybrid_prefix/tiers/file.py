@@ -27,7 +27,7 @@ from hashlib import blake2b
 from typing import Any
 
 from megatron_hybrid_prefix.metrics import TierStats
-from megatron_hybrid_prefix.tiers.base import Entry, Tier
+from megatron_hybrid_prefix.tiers.base import Entry, SharedTier
 from megatron_hybrid_prefix.tiers.folder import VERSION, FileName, Ranking, SharedFolder, Space
 from megatron_hybrid_prefix.tiers.shared import SharedSettings
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
@@ -40,7 +40,7 @@ _DIGEST_BYTES = 16
 HEADER_BYTES = _FIELDS.size + _DIGEST_BYTES
 
 
-class FileTier(Tier):
+class FileTier(SharedTier):
     """See the top of this file.
 
     Args:
@@ -56,9 +56,6 @@ class FileTier(Tier):
     Raises:
         OSError: The folder cannot be used.
     """
-
-    in_background = True
-    write_early = True
 
     def __init__(
         self,
@@ -157,7 +154,7 @@ class FileTier(Tier):
         oldest = min(list(self._reads.values()), default=None)
         return oldest is not None and time.monotonic() - oldest > self.wait_s
 
-    # -- put, get: on other threads ------------------------------------------------------------------------------------
+    # -- put, read: on other threads -----------------------------------------------------------------------------------
 
     def put(self, entries: Sequence[Entry]) -> list[bool]:
         """See Tier."""
@@ -183,14 +180,11 @@ class FileTier(Tier):
             self.count("no_room")
         return written
 
-    def get(self, tags: Sequence[Tag], buffers: Sequence[memoryview]) -> list[int | None]:
-        """See Tier."""
-        return [self._get(tag, buffer) for tag, buffer in zip(tags, buffers, strict=True)]
-
-    def _get(self, tag: Tag, buffer: memoryview) -> int | None:
+    def read(self, tag: Tag, entry_bytes: int, start: int, buffer: memoryview, *, wait: bool) -> int | None:
+        """See `SharedTier`."""
+        name = self._file_name(tag)
         with self.folder.lock:
             space, namespace = self.folder.space, self._name
-            name = self._file_name(tag)
             if space is None or tag.epoch != self._epoch or space.get(tag.kind, tag.key) is None:
                 self.count("gone")
                 return None
@@ -198,7 +192,9 @@ class FileTier(Tier):
         thread = threading.get_ident()
         self._reads[thread] = time.monotonic()
         try:
-            header, size = self._read(str(path), buffer)
+            header, fits = self._read(str(path), start, buffer, entry_bytes, wait=wait)
+        except BlockingIOError:
+            raise
         except OSError as error:
             if error.errno == errno.ENOENT:
                 self.count("gone")
@@ -208,36 +204,26 @@ class FileTier(Tier):
             return None
         finally:
             del self._reads[thread]
-        checksum = _checksum(header, namespace, name, tag.depth_tokens, len(buffer))
-        if checksum is None or size != HEADER_BYTES + len(buffer):
+        checksum = _checksum(header, namespace, name, tag.depth_tokens, entry_bytes) if fits else None
+        if checksum is None:
             self.count("not_valid")
             self._drop(name)
-            return None
-        if tag.kind == EntryKind.STATE:
+        elif tag.kind == EntryKind.STATE and not start:
             self.folder.touch(name)
         return checksum
 
-    def _read(self, path: str, buffer: memoryview) -> tuple[bytes, int]:
-        """The header, and the bytes of the file. Reads the data into the buffer."""
-        header = bytearray(HEADER_BYTES)
+    def _read(self, path: str, start: int, buffer: memoryview, entry_bytes: int, *, wait: bool) -> tuple[bytes, bool]:
+        """Read a part into the buffer. Returns the header, and whether the file has the right size."""
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            size = os.fstat(file).st_size
-            views, done = [memoryview(header), buffer], 0
-            while any(views):
-                count = os.preadv(file, views, done)
-                if not count:
-                    break
-                done += count
-                if count < sum(map(len, views)):
-                    for at, view in enumerate(views):
-                        used = min(count, len(view))
-                        views[at], count = view[used:], count - used
-                else:
-                    break
+            if os.fstat(file).st_size != HEADER_BYTES + entry_bytes:
+                return b"", False
+            header = bytearray(HEADER_BYTES)
+            parts = ((memoryview(header), 0), (buffer, HEADER_BYTES + start))
+            fits = all(_fill(file, part, at, wait=wait) for part, at in parts)
+            return bytes(header), fits
         finally:
             os.close(file)
-        return bytes(header), size if done >= HEADER_BYTES + len(buffer) else done
 
     # -- remove --------------------------------------------------------------------------------------------------------
 
@@ -296,6 +282,26 @@ def _watch(tier_of: Callable[[], FileTier | None], stop: threading.Event, refres
         except OSError as error:
             tier.count("look_" + _reason(error), error)
         del tier
+
+
+def _fill(file: int, view: memoryview, at: int, *, wait: bool) -> bool:
+    """Read from a position until the view is full. False: the file ends before.
+
+    Raises:
+        BlockingIOError: Not all of it is in memory, and ``wait`` is False. (Or the file system cannot tell.)
+    """
+    flags = 0 if wait else os.RWF_NOWAIT
+    while len(view):
+        try:
+            count = os.preadv(file, [view], at, flags)
+        except OSError as error:
+            if not wait and error.errno == errno.EOPNOTSUPP:
+                raise BlockingIOError(errno.EAGAIN, "cannot tell") from None
+            raise
+        if not count:
+            return False
+        view, at = view[count:], at + count
+    return True
 
 
 def _reason(error: OSError) -> str:

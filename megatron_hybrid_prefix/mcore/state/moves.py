@@ -100,7 +100,9 @@ class HostMoves:
             self._behind = TierBehind(tier_name(setting), make_tier(setting), self._agree)
         self._shared: FileTier | None = None
         if prefix.shared is not None:
-            self._open_shared(SharedSettings.parse(prefix.shared), prefix, tensors(), block_tokens, components)
+            settings = SharedSettings.parse(prefix.shared)
+            self._shared = self._open_shared(settings, prefix, tensors(), block_tokens, components)
+            self._behind = TierBehind(SHARED, self._shared, self._agree)
         try:
             self.arena = HostArena(
                 tensors,
@@ -151,7 +153,7 @@ class HostMoves:
         tensors: Mapping[EntryKind, Sequence[torch.Tensor]],
         block_tokens: int,
         components: object,
-    ) -> None:
+    ) -> FileTier:
         bytes_of = {kind: sum(each[:, 0].nbytes for each in of_kind) for kind, of_kind in tensors.items()}
 
         def make_ranking() -> Any:
@@ -173,8 +175,6 @@ class HostMoves:
             problem = str(error) if isinstance(error, ValueError) else f"shared: cannot use {settings.folder}: {error}"
         if max_over_model_ranks(int(bool(problem)), self._groups):
             raise ValueError(problem or "shared: another rank cannot use the folder")
-        self._behind = TierBehind(SHARED, tier, self._agree)
-        self._shared = tier
         self._weights_name = settings.weights
         shapes = {
             kind.name: [
@@ -183,6 +183,7 @@ class HostMoves:
             for kind, of_kind in tensors.items()
         }
         self._layout = repr((block_tokens, components, sorted(shapes.items()), place_in_model(self._groups)))
+        return tier
 
     def name_entries(self, model: Any) -> None:
         """Use the entries of this model's weights in the shared folder, if there is one.
@@ -235,8 +236,8 @@ class HostMoves:
         self.launch()
         assert self.arena is not None
         if self.arena.is_put_off(match.load_id):
-            assert self._behind is not None
-            self._fetching[match.load_id] = time.monotonic() + self._behind.tier.wait_s
+            assert self._shared is not None
+            self._fetching[match.load_id] = time.monotonic() + self._shared.wait_s
         else:
             self._count_rounds(request_id, match.load_id)
 
