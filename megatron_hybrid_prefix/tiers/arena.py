@@ -209,6 +209,10 @@ class HostArena:
             return None
         return all([self._take(unit, parts) for unit, parts in jobs.items()])
 
+    def drain(self, seconds: float) -> bool:
+        """Wait until the shared tier has been given all entries, at most this long. Returns whether it has."""
+        return self._background is None or self._background.drain(seconds)
+
     def run_put_off(self, load_id: int) -> None:
         """All ranks have its entries: launch the load."""
         units = self._put_off.pop(load_id)

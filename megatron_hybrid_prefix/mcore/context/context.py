@@ -407,8 +407,6 @@ class HybridPrefixContext(ContextSeam):
             rows.attach_blocks(self, self.prefix_cache)
         if self.num_speculative_tokens:
             rows.find_blocks_of_tokens(self)
-        if self.host_moves is not None:
-            self.host_moves.launch()  # not only before the next forward: it may be far off
         self._forward_running = False
         return result
 

@@ -293,6 +293,8 @@ class HybridPrefixEngine(EngineSeam):
             result = await super().async_step()
         finally:
             self.step_began_s = None
+        if self._has_cache and self.context.host_moves is not None and not self.has_unfinished_requests():
+            self.context.host_moves.launch()  # as a rule the next forward does, but it may be far off
         self.on_step()
         return result
 

@@ -194,6 +194,10 @@ class HostMoves:
         if self._shared is not None:
             self._shared.name_entries(Fingerprint(model, self._layout, weights=self._weights_name))
 
+    def drain(self, seconds: float) -> bool:
+        """Wait until everything launched so far is in the shared folder, at most this long. Returns whether it is."""
+        return self.arena is None or self.arena.drain(seconds)
+
     def close(self) -> None:
         """Free the memory."""
         if self._shared is not None:
