@@ -139,7 +139,7 @@ def contestants(
     names: Sequence[str],
     make_model: Callable[[], Any],
     make_fields: Callable[[Any], dict[str, Any]],
-    cache_of: Callable[[Any], tuple[float, float, str | None]],
+    cache_of: Callable[[Any], tuple[float, float, dict[str, Any]]],
     *,
     cuda_graphs: bool,
     crash_when_built: bool,
@@ -152,7 +152,7 @@ def contestants(
         make_model: Builds a model, the same one each time. CUDA graphs are tied to the model's modules, so with graphs
             each engine gets its own model. Without graphs all engines share one.
         make_fields: Arguments that all engines share, for a given model.
-        cache_of: GiB for checkpoints, GiB of host memory, and the tier behind the host, for a given model.
+        cache_of: GiB for checkpoints, GiB of host memory, and the fields of the tier behind the host, for a given model.
         cuda_graphs: Whether engines capture CUDA graphs.
         crash_when_built: True: an engine that cannot be built is excluded. False: that is an `InputError`.
         should_stop: Whether Ctrl-C was pressed.

@@ -21,6 +21,7 @@ from megatron_hybrid_prefix.console.engine_options import (
     plain,
     state_dtype_field,
     stop_requested,
+    tier_fields,
     versions,
 )
 from megatron_hybrid_prefix.console.hf import build_model
@@ -107,9 +108,9 @@ class Bench:
             fields["buffer_size_gb"] = budgets["buffer_gb"]
         return fields | state_dtype_field(model, self.args.state_dtype)
 
-    def _cache_of(self, model: Any) -> tuple[float, float, str | None]:
+    def _cache_of(self, model: Any) -> tuple[float, float, dict[str, Any]]:
         budgets = self._budgets(model)
-        return budgets["mamba_gb"], budgets["host_gb"], self.args.tier_behind_host
+        return budgets["mamba_gb"], budgets["host_gb"], tier_fields(self.args)
 
     def _budgets(self, model: Any) -> dict[str, float]:
         """GiB on this rank: from the options, else from the scenario, else the default."""

@@ -133,7 +133,7 @@ class Stage:
 
         mamba_gb = self.mamba_gb(fields["max_tokens"])
         with as_input_errors(ValueError, prefix=f"engine {name}: "):
-            return build_engine(self._model, **fields, **ENGINES[name](mamba_gb, 0.0, None))
+            return build_engine(self._model, **fields, **ENGINES[name](mamba_gb, 0.0, {}))
 
     def send(self, engine: Any, prompts: list[list[int]], count: int) -> list[Any]:
         """Send prompts at once.

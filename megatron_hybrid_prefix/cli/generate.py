@@ -64,6 +64,7 @@ from megatron_hybrid_prefix.console.engine_options import (
     started_platform,
     state_dtype_field,
     stop_requested,
+    tier_fields,
     versions,
 )
 from megatron_hybrid_prefix.console.hf import (
@@ -314,13 +315,13 @@ def run_engines(
     with progress(names, len(longest)) as done:
         for name in names:
             sent = runs[0].requests if runs else None
-            fields = shared | ENGINES[name](mamba_gb, args.host_gb or 0.0, args.tier_behind_host) | state_dtype
+            fields = shared | ENGINES[name](mamba_gb, args.host_gb or 0.0, tier_fields(args)) | state_dtype
             runs.append(runner.run(name, fields, work, sent, partial(done, name)))
             gc.collect()  # an engine has reference cycles
     return runs, {
         "mamba_gb": mamba_gb,
         "host_gb": args.host_gb,
-        "tier_behind_host": args.tier_behind_host,
+        **tier_fields(args),
         "state_dtype": args.state_dtype,
         **plain(shared),
     }

@@ -61,6 +61,7 @@ from megatron_hybrid_prefix.console.engine_options import (
     positive_int,
     started_platform,
     stop_requested,
+    tier_fields,
     whole_number,
 )
 from megatron_hybrid_prefix.console.hf import (
@@ -224,7 +225,7 @@ def check_options(args: argparse.Namespace) -> Any:
     if args.load is not None and not args.load.is_dir():
         raise InputError(f"--load: there is no folder {args.load}")
     if args.no_cache:
-        given = ("mamba_gb", "host_gb", "tier_behind_host", "verify_hits")
+        given = ("mamba_gb", "host_gb", "tier_behind_host", "shared", "verify_hits")
         for name in (name for name in given if getattr(args, name)):
             raise InputError(f"--no-cache: leaves nothing for --{name.replace('_', '-')} to do")
     if args.port > 65535:
@@ -265,7 +266,7 @@ def cache_config(args: argparse.Namespace, device_type: str) -> HybridPrefixConf
     return HybridPrefixConfig(
         mamba_gb=0.0 if args.no_cache else args.mamba_gb or DEFAULT_MAMBA_GB[device_type],
         host_gb=args.host_gb or 0.0,
-        tier_behind_host=args.tier_behind_host,
+        **tier_fields(args),
         state_dtype=args.state_dtype,
         verify_hits=args.verify_hits,
         prompt_log_probs_gb=0.0 if args.no_cache else args.prompt_log_probs_gb,

@@ -25,15 +25,14 @@ from megatron_hybrid_prefix.console.hf import add_hf_option, choose_model
 from megatron_hybrid_prefix.console.terminal import InputError, Interrupt, Stopped, as_input_errors, split_names
 from megatron_hybrid_prefix.errors import PlatformError
 from megatron_hybrid_prefix.models.config import PRESETS
+from megatron_hybrid_prefix.tiers.shared import SharedSettings
 
 # Engine name -> arguments of build_engine, given the cache's budgets in GiB (checkpoints on the device, host memory)
-# and the tier behind the host.
-ENGINES: dict[str, Callable[[float, float, str | None], dict[str, Any]]] = {
+# and the fields of the tier behind the host (`tier_fields`).
+ENGINES: dict[str, Callable[[float, float, dict[str, Any]], dict[str, Any]]] = {
     "off": lambda mamba_gb, host_gb, tier: {},
     "upstream": lambda mamba_gb, host_gb, tier: {"enable_prefix_caching": True, "prefix_caching_mamba_gb": mamba_gb},
-    "ours": lambda mamba_gb, host_gb, tier: {
-        "prefix": HybridPrefixConfig(mamba_gb=mamba_gb, host_gb=host_gb, tier_behind_host=tier)
-    },
+    "ours": lambda mamba_gb, host_gb, tier: {"prefix": HybridPrefixConfig(mamba_gb=mamba_gb, host_gb=host_gb, **tier)},
 }
 DEFAULT_PRESET = "tiny"
 DEFAULT_MAMBA_GB = {"cpu": 0.05, "cuda": 8.0}
@@ -78,6 +77,12 @@ def add_engine_options(
         "--tier-behind-host",
         metavar="NAME[:ARG]",
         help="storage tier behind the host memory, registered by a plugin (default: none)",
+    )
+    add(
+        "--shared",
+        metavar="URL",
+        help="folder behind the host memory that outlives the process and may be shared, such as "
+        "file:///var/cache/prefix?gb=200; needs --host-gb, and a secret in HYBRID_PREFIX_SECRET (default: none)",
     )
     add(
         "--state-dtype",
@@ -139,9 +144,11 @@ def check_engine_options(args: argparse.Namespace) -> Any:
     config = choose_model(args, DEFAULT_PRESET)
     with as_input_errors(ValueError):
         config.check_parallel(tp=args.tp, pp=args.pp)
-    if args.tier_behind_host is not None:
+    if args.tier_behind_host is not None or args.shared is not None:
         with as_input_errors(ValueError):
-            HybridPrefixConfig(mamba_gb=0, host_gb=args.host_gb or 0.0, tier_behind_host=args.tier_behind_host)
+            HybridPrefixConfig(mamba_gb=0, host_gb=args.host_gb or 0.0, **tier_fields(args))
+            if args.shared is not None:
+                SharedSettings.parse(args.shared).check()
     if args.max_requests is not None and args.max_requests % args.tp:
         raise InputError(f"--max-requests {args.max_requests} is not a multiple of --tp {args.tp}")
     if (args.max_tokens or 0) % STEP_TOKENS_MULTIPLE:
@@ -178,6 +185,11 @@ def engine_fields(
     if args.async_scheduling:
         fields["async_sched_mode"] = AsyncScheduleMode.ASYNC
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def tier_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of `HybridPrefixConfig` that say what is behind the host tier."""
+    return {"tier_behind_host": args.tier_behind_host, "shared": args.shared}
 
 
 def step_tokens(tokens: int) -> int:

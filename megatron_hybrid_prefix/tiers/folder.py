@@ -70,27 +70,46 @@ class FileName(NamedTuple):
 
 
 class Listing:
-    """Files of one namespace, and their sizes, as of the last look."""
+    """Files of one namespace, and their sizes: as of the last look, and as this process has changed them since."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.sizes: dict[str, int] = {}  # by name
+        self._sizes: dict[str, dict[str, int]] = {f"{number:02x}": {} for number in range(_PARTS)}  # by part, by name
         # By part: its time of change, when that was first seen (monotonic), and whether it need not be read again.
         self._looks: dict[str, tuple[int, float, bool]] = {}
-        self._names: dict[str, set[str]] = {}  # by part
+        self.bytes = 0
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of all files."""
-        return sum(self.sizes.values())
+    def names(self) -> list[str]:
+        """Names of all files."""
+        return [name for part in self._sizes.values() for name in part]
 
-    def look(self) -> tuple[list[tuple[str, os.stat_result]], list[str]]:
-        """Read the parts that changed. Returns new files and vanished ones."""
-        new: list[tuple[str, os.stat_result]] = []
-        gone: list[str] = []
-        for part in (f"{number:02x}" for number in range(_PARTS)):
-            found: set[str] = set()
-            before = self._names.get(part, set())
+    def add(self, part: str, name: str, size: int) -> bool:
+        """A file is there. Returns whether it is new."""
+        if name in self._sizes[part]:
+            return False
+        self._sizes[part][name] = size
+        self.bytes += size
+        return True
+
+    def remove(self, part: str, name: str) -> bool:
+        """A file is gone. Returns whether it was there."""
+        size = self._sizes[part].pop(name, None)
+        self.bytes -= size or 0
+        return size is not None
+
+    def read(self, lock: threading.RLock) -> Iterator[tuple[str, set[str], dict[str, os.stat_result]]]:
+        """Read the parts that changed.
+
+        Args:
+            lock: Held by whoever calls `add` and `remove`.
+
+        Yields:
+            Name of a part, files that are gone, files that are new. What was changed since the part was read is neither.
+        """
+        for part, sizes in self._sizes.items():
+            with lock:
+                before = set(sizes)
+            found: dict[str, os.stat_result | None] = {}
             try:
                 changed_ns, now = os.stat(self.folder / part).st_mtime_ns, time.monotonic()
                 last_ns, since, settled = self._looks.get(part, (None, now, False))
@@ -101,20 +120,23 @@ class Listing:
                 with os.scandir(self.folder / part) as entries:
                     for entry in entries:
                         with suppress(FileNotFoundError):
-                            if entry.name not in before:
-                                new.append((entry.name, entry.stat(follow_symlinks=False)))
-                            found.add(entry.name)
+                            found[entry.name] = None if entry.name in before else entry.stat(follow_symlinks=False)
                 # Two changes within one tick of the file system's clock have the same time: read it again later.
                 self._looks[part] = changed_ns, since, now - since > _TICK_S
             except (FileNotFoundError, NotADirectoryError):
                 self._looks.pop(part, None)
-            gone += before - found
-            self._names[part] = found
-        for name, stat in new:
-            self.sizes[name] = stat.st_size
-        for name in gone:
-            self.sizes.pop(name, None)
-        return new, gone
+            gone, new = before - set(found), {name: stat for name, stat in found.items() if stat is not None}
+            if gone or new:
+                yield part, gone, new
+
+    def look(self, lock: threading.RLock) -> None:
+        """Read the parts that changed, and note what is there."""
+        for part, gone, new in self.read(lock):
+            with lock:
+                for name in gone:
+                    self.remove(part, name)
+                for name, stat in new.items():
+                    self.add(part, name, stat.st_size)
 
 
 class Ranking(Protocol):
@@ -384,21 +406,29 @@ class SharedFolder:
                 for name in sorted(set(os.listdir(self._root)) - {"writing", self._name}):
                     self._others.setdefault(name, Listing(self._root / name))
             for name, other in list(self._others.items()):
-                other.look()
+                other.look(self.lock)
                 if name == self._name or not other.folder.exists():
                     del self._others[name]
-            listing, space = self._listing, self.space
-            found = ([], []) if listing is None else listing.look()
+            self._look()
+
+    def _look(self) -> None:
+        """Look at the namespace in use."""
+        listing, space = self._listing, self.space
+        with self.lock:
+            self._others_bytes = sum(other.bytes for other in self._others.values())
+        if listing is None or space is None:
+            return
+        found: list[tuple[FileName, os.stat_result]] = []
+        for part, gone, new in listing.read(self.lock):
             with self.lock:
-                self._others_bytes = sum(other.bytes for other in self._others.values())
-                if space is None:
-                    return
-                for text in found[1]:
-                    if (gone := FileName.of(text)) is not None:
-                        space.remove(gone)
-                new = [(FileName.of(text), stat) for text, stat in found[0]]
-                for entry, stat in sorted(((entry, stat) for entry, stat in new if entry is not None), key=_order):
-                    space.add(entry, stat.st_size, stat.st_mtime_ns)
+                for name in map(FileName.of, gone):
+                    if name is not None and listing.remove(part, str(name)):
+                        space.remove(name)
+            found += [(name, stat) for text, stat in new.items() if (name := FileName.of(text)) is not None]
+        with self.lock:
+            for name, stat in sorted(found, key=_order):
+                if listing.add(name.part, str(name), stat.st_size):
+                    space.add(name, stat.st_size, stat.st_mtime_ns)
 
     def path(self, name: FileName) -> Path:
         """Where the entry of the namespace in use is, or would be."""
@@ -444,7 +474,8 @@ class SharedFolder:
                 self._make_folders()
                 self._write_and_rename(place, pieces)
             with self.lock:
-                space.add(name, size, time.time_ns())
+                if self._listing is not None and self.space is space and self._listing.add(name.part, str(name), size):
+                    space.add(name, size, time.time_ns())
         finally:
             with self.lock:
                 self._reserved_bytes -= size
@@ -453,7 +484,8 @@ class SharedFolder:
     def forget(self, name: FileName) -> None:
         """The file is gone, or is not to be read again."""
         with self.lock:
-            if self.space is not None:
+            if self.space is not None and self._listing is not None:
+                self._listing.remove(name.part, str(name))
                 self.space.remove(name)
 
     def delete(self, name: FileName) -> None:
@@ -596,7 +628,7 @@ class SharedFolder:
         """Delete the oldest files of a namespace that no process uses."""
         with self._looking:
             for other in list(self._others.values()):
-                if not other.sizes:
+                if not other.bytes:
                     continue
                 try:
                     lock = Lock(other.folder / "lock", shared=False)
@@ -611,7 +643,7 @@ class SharedFolder:
 
     def _delete_oldest(self, other: Listing) -> bool:
         ages = []
-        for text in other.sizes:
+        for text in other.names():
             name = FileName.of(text)
             if name is not None:
                 with suppress(OSError):
@@ -619,8 +651,8 @@ class SharedFolder:
         for _, text, part in sorted(ages)[: max(1, len(ages) // 8)]:
             with suppress(FileNotFoundError):
                 os.unlink(other.folder / part / text)
-        other.look()
-        if not other.sizes:  # nobody else can be in the folder: its lock is held
+        other.look(self.lock)
+        if not other.bytes:  # nobody else can be in the folder: its lock is held
             with suppress(OSError):
                 for number in range(_PARTS):
                     os.rmdir(other.folder / f"{number:02x}")

@@ -153,7 +153,7 @@ def restart(args):
         before = engine.context.prefix_stats()
         found = {kind: run.send(engine, prompt)}
         after = engine.context.prefix_stats()
-        found["on the device"] = run.send(engine, prompt[:-1] + [prompt[-1] ^ 1])
+        found["on the device"] = run.send(engine, [*prompt[:-1], prompt[-1] ^ 1])
         found["cold"] = run.send(off, prompt)
         found["short cold"] = run.send(off, prompt[-OWN_TOKENS:])
         hit, cold = found[kind][1], found["cold"][1]
