@@ -140,8 +140,10 @@ class HostTier:
             self._tree.version += 1
             if node.used:
                 self._eviction.used(node)
+            self._state_used[node] = self._tick()
             self._write_down(node)
-        self._state_used[node] = self._tick()
+        else:
+            self._state_used[node] = self._tick()
         return True
 
     def stores_published(self, reason: CheckpointReason) -> bool:

@@ -21,8 +21,8 @@ class Fingerprint:
     """Makes the name of the entries of a model.
 
     Weights are summed where they are, twice and by position, at the speed of their memory; one number per tensor is copied
-    to the host. Settings are the plain attributes of the modules, such as the scale of the attention, and the tensors
-    among them, such as the frequencies of rotary embeddings. They are read once, because running a model adds to them.
+    to the host. Settings are the plain attributes of the modules, such as the scale of the attention, and the tensors of
+    modules without parameters, such as the frequencies of rotary embeddings. They are read once, at the start.
 
     Args:
         model: This rank's part of the model.
@@ -36,7 +36,9 @@ class Fingerprint:
         for name, module in model.named_modules():
             public = sorted((key, value) for key, value in vars(module).items() if not key.startswith("_"))
             settings.append((name, type(module).__qualname__, [item for item in public if _is_setting(item[1])]))
-            tensors = [(f"{name}.{key}", value) for key, value in public if isinstance(value, torch.Tensor)]
+            # Elsewhere such tensors are inputs of the last forward.
+            plain = public if next(module.parameters(), None) is None else []
+            tensors = [(f"{name}.{key}", value) for key, value in plain if isinstance(value, torch.Tensor)]
             settings.append(_digest(tensors).hex())
         self._settings = repr(settings).encode()
 
