@@ -30,7 +30,7 @@ from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.ops.checksum import checksum_rows
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots, ids_on_device
-from megatron_hybrid_prefix.tiers.background import BackgroundMoves, Job, finish
+from megatron_hybrid_prefix.tiers.background import BackgroundMoves, Job, finish, wait_for
 from megatron_hybrid_prefix.tiers.base import Entry, SharedTier, Tier
 from megatron_hybrid_prefix.tiers.pinned import pin, unpin
 from megatron_hybrid_prefix.tiers.queue import DeviceQueue, HostQueue, Mark
@@ -197,13 +197,12 @@ class HostArena:
             load_id: A load that is put off.
             wait_s: Wait at most this long for them.
         """
-        assert self._background is not None
         missing = [unit for unit in self._put_off[load_id] if self._tags.get(unit.pages[0]) != unit.tag]
         jobs = {unit: [self._fetching.get(page) for page in unit.pages] for unit in missing}
         coming = [job for of_unit in jobs.values() for job in of_unit if job is not None]
         if wait_s:
             start = time.perf_counter()
-            self._background.wait(coming, wait_s)
+            wait_for(coming, wait_s)
             self._behind_stats.seconds_waited += time.perf_counter() - start
         if not all(job.is_over for job in coming):
             return None

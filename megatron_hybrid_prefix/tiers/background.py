@@ -12,9 +12,10 @@ import logging
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 
 import torch
 
@@ -28,6 +29,31 @@ type Pieces = Sequence[tuple[int, torch.Tensor]]
 """Bytes of an entry: (offset in the entry, view of pages)."""
 
 _WRITERS = 2
+_END_S = 1.0  # a thread that hangs in a read must not keep the process from ending
+
+
+class Batch:
+    """Jobs that were started together. The engine is woken once: threads that wake each other often are slow.
+
+    Args:
+        jobs: Number of jobs.
+    """
+
+    def __init__(self, jobs: int) -> None:
+        self._left, self._lock, self._over = jobs, threading.Lock(), threading.Event()
+        if not jobs:
+            self._over.set()
+
+    def end_one(self) -> None:
+        """A job is over."""
+        with self._lock:
+            self._left -= 1
+            if not self._left:
+                self._over.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until all are over, at most this long. Returns whether they are."""
+        return self._over.wait(max(0.0, seconds))
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +70,7 @@ class Job:
         cancelled: The pages belong to another entry.
         found: Of a load that is over: whether the bytes are in the pages.
         is_over: Whether the thread is done with it.
+        batch: The jobs that were started with it.
     """
 
     tag: Tag
@@ -55,6 +82,7 @@ class Job:
     cancelled: bool = False
     found: bool = False
     is_over: bool = False
+    batch: Batch = field(default_factory=lambda: Batch(1))
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -63,18 +91,12 @@ class _Shared:
 
     def __init__(self, tier: SharedTier) -> None:
         self.tier = tier
-        self.changed = threading.Condition()
-        self.stores: deque[Job] = deque()
-        self.loads: deque[Job] = deque()
-        self.running = 0
+        self.lock = threading.Lock()
+        self.stores: SimpleQueue[Job | None] = SimpleQueue()
+        self.loads: SimpleQueue[Job | None] = SimpleQueue()
         self.ended = False
         self.stored_bytes = self.refused = 0
         self.seconds = 0.0
-
-    def end(self) -> None:
-        with self.changed:
-            self.ended = True
-            self.changed.notify_all()
 
 
 class BackgroundMoves:
@@ -86,33 +108,39 @@ class BackgroundMoves:
     """
 
     def __init__(self, tier: SharedTier, largest_bytes: int) -> None:
-        self._shared = _Shared(tier)
+        shared = self._shared = _Shared(tier)
         self._of_page: dict[int, Job] = {}  # jobs that may still touch a page
-        weakref.finalize(self, self._shared.end)
-        for count, work in ((_WRITERS, _write), (tier.threads, _read)):
-            for _ in range(count):
-                threading.Thread(
-                    target=_serve, args=(self._shared, work, largest_bytes), name=work.__name__, daemon=True
-                ).start()
+        self._stores: list[Batch] = []
+        threads = [
+            threading.Thread(target=_serve, args=(shared, work, largest_bytes), name=work.__name__, daemon=True)
+            for count, work in ((_WRITERS, _write), (tier.threads, _read))
+            for _ in range(count)
+        ]
+        # Also when the process ends: threads that are in the middle of a copy then would abort it.
+        self._end = weakref.finalize(self, _end, shared, threads)
+        for thread in threads:
+            thread.start()
 
     def store(self, jobs: Iterable[Job]) -> None:
         """Write entries to the tier, in this order."""
-        self._start(self._shared.stores, jobs)
+        self._stores = [batch for batch in self._stores if not batch.wait(0)]
+        self._stores.append(self._start(self._shared.stores, list(jobs)))
 
     def load(self, jobs: Iterable[Job]) -> None:
         """Read entries from the tier into their pages."""
-        self._start(self._shared.loads, jobs)
+        self._start(self._shared.loads, list(jobs))
 
-    def _start(self, queue: deque[Job], jobs: Iterable[Job]) -> None:
-        jobs = list(jobs)
+    def _start(self, queue: SimpleQueue[Job | None], jobs: list[Job]) -> Batch:
         for page, job in list(self._of_page.items()):
             if job.is_over:
                 del self._of_page[page]
+        batch = Batch(len(jobs))
         for job in jobs:
+            job.batch = batch
             self._of_page.update(dict.fromkeys(job.pages, job))
-        with self._shared.changed:
-            queue.extend(jobs)
-            self._shared.changed.notify_all()
+        for job in jobs:
+            queue.put(job)
+        return batch
 
     def overwrite(self, pages: Iterable[int]) -> None:
         """These pages are about to get other bytes."""
@@ -122,20 +150,14 @@ class BackgroundMoves:
                 with job.lock:
                     job.cancelled = True
 
-    def wait(self, jobs: Sequence[Job], seconds: float) -> None:
-        """Wait until the jobs are over, at most this long."""
-        with self._shared.changed:
-            self._shared.changed.wait_for(lambda: all(job.is_over for job in jobs), max(0.0, seconds))
-
     def drain(self, seconds: float) -> bool:
         """Wait until all entries are written, at most this long. Returns whether they are."""
-        shared = self._shared
-        with shared.changed:
-            return shared.changed.wait_for(lambda: not shared.stores and not shared.running, seconds)
+        late = time.monotonic() + seconds
+        return all([batch.wait(late - time.monotonic()) for batch in self._stores])
 
     def close(self) -> None:
         """End the threads, each after its current entry."""
-        self._shared.end()
+        self._end()
 
     @property
     def refused(self) -> int:
@@ -153,6 +175,25 @@ class BackgroundMoves:
         return self._shared.stored_bytes
 
 
+def wait_for(jobs: Iterable[Job], seconds: float) -> None:
+    """Wait until jobs are over, at most this long."""
+    late = time.monotonic() + seconds
+    for batch in {id(job.batch): job.batch for job in jobs}.values():
+        batch.wait(late - time.monotonic())
+
+
+def _end(shared: _Shared, threads: Sequence[threading.Thread]) -> None:
+    shared.ended = True
+    for queue in (shared.stores, shared.loads):
+        for _ in threads:
+            queue.put(None)
+    late = time.monotonic() + _END_S
+    for thread in threads:
+        if thread is not threading.current_thread():
+            with suppress(RuntimeError):  # it was never started
+                thread.join(max(0.0, late - time.monotonic()))
+
+
 def finish(queue_finish: Callable[[Mark], None], mark: Mark) -> Callable[[], None]:
     """For `Job.after`: waits for a mark of a queue."""
     return (lambda: None) if mark is None else (lambda: queue_finish(mark))
@@ -161,14 +202,8 @@ def finish(queue_finish: Callable[[Mark], None], mark: Mark) -> Callable[[], Non
 def _serve(shared: _Shared, work: Callable[[_Shared, Job, torch.Tensor], None], largest_bytes: int) -> None:
     """A thread. Its memory is made once: new memory costs as much time as the copy."""
     memory = torch.empty(largest_bytes, dtype=torch.uint8)
-    queue, writes = (shared.stores, True) if work is _write else (shared.loads, False)
-    while True:
-        with shared.changed:
-            shared.changed.wait_for(lambda: queue or shared.ended)
-            if shared.ended:
-                return
-            job = queue.popleft()
-            shared.running += writes
+    queue, is_store = (shared.stores, True) if work is _write else (shared.loads, False)
+    while (job := queue.get()) is not None and not shared.ended:
         start = time.perf_counter()
         try:
             for wait in job.after:
@@ -176,13 +211,12 @@ def _serve(shared: _Shared, work: Callable[[_Shared, Job, torch.Tensor], None], 
             work(shared, job, memory)
         except Exception as error:  # a tier's code may raise anything
             logger.error("the tier behind the host: %s of %s failed: %r", work.__name__[1:], job.tag.kind.name, error)
-            with shared.changed:
-                shared.refused += writes
-        with shared.changed:
-            job.is_over = True
-            shared.running -= writes
+            with shared.lock:
+                shared.refused += is_store
+        with shared.lock:
             shared.seconds += time.perf_counter() - start
-            shared.changed.notify_all()
+        job.is_over = True
+        job.batch.end_one()
         del job
 
 
@@ -195,7 +229,7 @@ def _write(shared: _Shared, job: Job, memory: torch.Tensor) -> None:
         checksum = job.checksum()
         if not job.cancelled:  # from here on the copy is used
             (kept,) = shared.tier.put([Entry(job.tag, memoryview(row.numpy()), checksum)])
-    with shared.changed:
+    with shared.lock:
         shared.stored_bytes += job.entry_bytes * kept
         shared.refused += not kept
 

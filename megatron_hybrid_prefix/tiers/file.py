@@ -214,13 +214,13 @@ class FileTier(SharedTier):
 
     def _read(self, path: str, start: int, buffer: memoryview, entry_bytes: int, *, wait: bool) -> tuple[bytes, bool]:
         """Read a part into the buffer. Returns the header, and whether the file has the right size."""
+        header, end = bytearray(HEADER_BYTES), bytearray(1)
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            if os.fstat(file).st_size != HEADER_BYTES + entry_bytes:
-                return b"", False
-            header = bytearray(HEADER_BYTES)
-            parts = ((memoryview(header), 0), (buffer, HEADER_BYTES + start))
-            fits = all(_fill(file, part, at, wait=wait) for part, at in parts)
+            # One call, if possible: after each, the thread waits for its turn.
+            views, at = ([memoryview(header), buffer], 0) if not start else ([buffer], HEADER_BYTES + start)
+            fits = not start or _fill(file, [memoryview(header)], 0, wait=wait)
+            fits = fits and _fill(file, views, at, end if start + len(buffer) == entry_bytes else None, wait=wait)
             return bytes(header), fits
         finally:
             os.close(file)
@@ -284,24 +284,39 @@ def _watch(tier_of: Callable[[], FileTier | None], stop: threading.Event, refres
         del tier
 
 
-def _fill(file: int, view: memoryview, at: int, *, wait: bool) -> bool:
-    """Read from a position until the view is full. False: the file ends before.
+def _fill(file: int, views: list[memoryview], at: int, beyond: bytearray | None = None, *, wait: bool) -> bool:
+    """Read from a position until the views are full.
+
+    Args:
+        file: The file.
+        views: Receive the bytes.
+        at: The position.
+        beyond: One more byte, which must not be there.
+        wait: Whether to read from the disk.
+
+    Returns:
+        False: the file ends before, or after them.
 
     Raises:
         BlockingIOError: Not all of it is in memory, and ``wait`` is False. (Or the file system cannot tell.)
     """
-    flags = 0 if wait else os.RWF_NOWAIT
-    while len(view):
+    flags, left = 0 if wait else os.RWF_NOWAIT, sum(map(len, views))
+    views = [*views, memoryview(beyond)] if beyond is not None else views
+    while left > 0:
         try:
-            count = os.preadv(file, [view], at, flags)
+            count = os.preadv(file, views, at, flags)
         except OSError as error:
             if not wait and error.errno == errno.EOPNOTSUPP:
                 raise BlockingIOError(errno.EAGAIN, "cannot tell") from None
             raise
         if not count:
             return False
-        view, at = view[count:], at + count
-    return True
+        left, at = left - count, at + count
+        while views and count >= len(views[0]):
+            count -= len(views.pop(0))
+        if views:
+            views[0] = views[0][count:]
+    return not left
 
 
 def _reason(error: OSError) -> str:

@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -41,33 +42,37 @@ class Run:
     """Engines around one model, and times of first tokens."""
 
     def __init__(self, args):
-        from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
+        from megatron_hybrid_prefix.models import get_preset
         from megatron_hybrid_prefix.platform import ensure_platform
 
         self.args = args
         self.platform = ensure_platform(device=args.device)
-        self.model = build_hybrid_model(args.preset, seed=0)
         self.vocabulary = get_preset(args.preset).vocab_size
         self.next_id = 0
 
     def engine(self, *, cached, shared):
+        """An engine, with its own model: CUDA graphs are tied to the modules."""
         from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+        from megatron_hybrid_prefix.models import build_hybrid_model
         from tests.harness.engine_helpers import kv_budget, state_bytes
 
+        on_gpu = self.platform.device.type == "cuda"
+        model = build_hybrid_model(self.args.preset, seed=0, **({"cuda_graph_impl": "local"} if on_gpu else {}))
         tokens, prefix = self.args.tokens + 2 * OWN_TOKENS, None
         blocks = 6 * (tokens // BLOCK + 2)
         if cached:
             url = f"file://{self.args.folder}?gb=64&min_tokens={BLOCK}&threads={self.args.threads}&wait_s=20"
-            tier = {"host_gb": 0.1 if self.args.device == "cpu" else 8.0, "shared": url} if shared else {}
-            prefix = HybridPrefixConfig(mamba_gb=24.5 * state_bytes(self.model) / 2**30, **tier)
+            tier = {"host_gb": 8.0 if on_gpu else 0.1, "shared": url} if shared else {}
+            prefix = HybridPrefixConfig(mamba_gb=24.5 * state_bytes(model) / 2**30, **tier)
         return build_engine(
-            self.model,
+            model,
             prefix,
             max_sequence_length=tokens + BLOCK,
             max_requests=4,
             max_tokens=(tokens // 64 + 1) * 64,
             block_size_tokens=BLOCK,
-            **kv_budget(self.model, blocks, block_tokens=BLOCK, max_requests=4),
+            **({"num_cuda_graphs": 8} if on_gpu else {}),
+            **kv_budget(model, blocks, block_tokens=BLOCK, max_requests=4),
         )
 
     def prompt(self, seed, *, goes_on):
@@ -138,6 +143,46 @@ def drop_from_memory(folder):
             os.close(file)
 
 
+def rates(folder):
+    """Gigabytes per second of this machine: a copy in memory, and reads of the folder's files from the page cache."""
+    import torch
+
+    paths = [path for path in folder.rglob("kv-*") if path.is_file()][:64]
+    size = paths[0].stat().st_size
+    one, other = (torch.ones(len(paths) * size, dtype=torch.uint8) for _ in range(2))
+    view, found, blocked = memoryview(one.numpy()), {}, []
+
+    def timed(name, work):
+        best = float("inf")
+        for _ in range(4):
+            start = time.perf_counter()
+            work()
+            best = min(best, time.perf_counter() - start)
+        found[name] = round(len(paths) * size / best / 1e9, 1)
+
+    def read(first, step, flags):
+        for at in range(first, len(paths), step):
+            file = os.open(paths[at], os.O_RDONLY)
+            try:
+                os.preadv(file, [view[at * size : (at + 1) * size]], 0, flags)
+            except OSError as error:
+                blocked.append(error.errno)
+            os.close(file)
+
+    def side_by_side(threads, flags):
+        running = [threading.Thread(target=read, args=(number, threads, flags)) for number in range(threads)]
+        for thread in running:
+            thread.start()
+        for thread in running:
+            thread.join()
+
+    timed("copy", lambda: one.copy_(other))
+    for threads in (1, 4, 16):
+        timed(f"read, {threads} threads", lambda threads=threads: side_by_side(threads, 0))
+    timed("read what is in memory, 4 threads", lambda: side_by_side(4, os.RWF_NOWAIT))
+    return found | {"errors": sorted(set(blocked)), "load average": os.getloadavg()[0]}
+
+
 def restart(args):
     """Hits on what the first process computed."""
     run = Run(args)
@@ -169,7 +214,8 @@ def restart(args):
             waited[kind].append((tiers[0].seconds_waited - tiers[1].seconds_waited) * 1e3)
         print(f"hit {number} {kind}: {', '.join(f'{n} {ms:.1f}' for n, (ms, _) in found.items())} ms", flush=True)
     tier = engine.context.prefix_stats().as_dict()["tiers"]["shared"]
-    return {"times": times, "waited": waited, "log_prob_differences": differences, "tier": tier}
+    result = {"times": times, "waited": waited, "log_prob_differences": differences, "tier": tier}
+    return result | {"gigabytes_per_second": rates(args.folder)}
 
 
 def main():
@@ -216,6 +262,7 @@ def main():
     print(
         f"log-probs of hits and cold prompts differ by {found['restart']['log_prob_differences']} (None: another token)"
     )
+    print(f"this machine, GB/s: {found['restart']['gigabytes_per_second']}")
     print(json.dumps({"first": found["first"]["tier"], "restart": found["restart"]["tier"]}))
 
 
