@@ -62,10 +62,12 @@ _HELP = {
     "tier_kv_blocks": "KV blocks in the tier now",
     "tier_states": "States in the tier now",
     "tier_bytes_budget": "Capacity of the tier in bytes, on this rank",
+    "tier_bytes_used": "Bytes in the tier now, those of other processes included; 0 if it does not say",
+    "tier_faults": "What a shared tier gave up, by reason",
 }
 # Fields that are the sum of a labelled metric.
 _SUMS = ("reused_tokens",)
-_TIER_LEVELS = ("kv_blocks", "states", "bytes_budget")
+_TIER_LEVELS = ("kv_blocks", "states", "bytes_budget", "bytes_used")
 _LEVELS = ("_total", "_used", "_budget", "_available", "_resident", "_capacity")
 
 
@@ -194,6 +196,11 @@ def add_prefix_metrics(families: Families, stats: dict[str, Any], labels: dict[s
         elif name == "tiers":
             for tier, figures in value.items():
                 for figure, count in figures.items():
+                    if isinstance(count, dict):
+                        for reason, times in count.items():
+                            of_reason = {"tier": tier, "reason": str(reason)} | labels
+                            families.add(CounterMetricFamily, f"tier_{figure}", times, of_reason)
+                        continue
                     kind = GaugeMetricFamily if figure in _TIER_LEVELS else CounterMetricFamily
                     families.add(kind, f"tier_{figure}", count, {"tier": tier} | labels)
         elif isinstance(value, dict):

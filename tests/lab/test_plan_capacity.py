@@ -378,3 +378,31 @@ def test_one_budget_alone(capsys, option):
     assert "--cache-gb: does not go with" in capsys.readouterr().err
     assert run("nemotron-h-8b", "--cache-gb", "0.01") == 2
     assert "a state and a KV block need" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("gb_per_s", [1, 3, 25])
+def test_a_load_pays_from_the_tokens_where_it_takes_as_long_as_computing(gb_per_s):
+    sizes, rate = sizes_of("nemotron-h-8b", tp=1), 40_000.0
+    tokens = command.break_even_tokens(sizes, gb_per_s, rate)
+    if gb_per_s == 1:  # a token's KV takes 16 us to load, and 25 us to compute
+        assert tokens == pytest.approx(STATE_BYTES / (1e9 / rate - TOKEN_BYTES), abs=1)
+    assert tokens is not None
+
+    def load_s(count: int) -> float:
+        return (sizes.state_bytes + count * sizes.kv_token_bytes) / (gb_per_s * 1e9)
+
+    assert load_s(tokens) < tokens / rate and load_s(tokens - 1) >= (tokens - 1) / rate
+    assert command.break_even_tokens(sizes, TOKEN_BYTES * rate / 1e9, rate) is None
+
+
+def test_break_even_by_rate_is_in_the_report(tmp_path, capsys):
+    flags = ("--mamba-gb", 20, "--buffer-gb", 20, "--json", tmp_path / "plan.json")
+    assert run("nemotron-h-8b", *flags, "--prefill-tokens-per-s", 40_000) == 0
+    found = json.loads((tmp_path / "plan.json").read_text())["break_even_tokens"]
+    assert list(found) == [str(rate) for rate in command.LOAD_RATES]
+    assert sorted(found.values(), reverse=True) == list(found.values())
+    assert f"{found['4']:,} tokens" in capsys.readouterr().out
+    assert run("nemotron-h-8b", *flags, "--prefill-tokens-per-s", 10**9) == 0
+    assert "never" in capsys.readouterr().out
+    assert run("nemotron-h-8b", *flags) == 0
+    assert json.loads((tmp_path / "plan.json").read_text())["break_even_tokens"] is None

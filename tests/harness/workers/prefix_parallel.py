@@ -90,6 +90,7 @@ class Session:
         cached=True,
         host_gb=0.0,
         tier_behind_host=None,
+        shared=None,
         check_ranks=False,
         **fields,
     ):
@@ -97,7 +98,11 @@ class Session:
         self.engine = build_engine(
             model,
             HybridPrefixConfig(
-                mamba_gb=mamba_gb, host_gb=host_gb, tier_behind_host=tier_behind_host, check_ranks=check_ranks
+                mamba_gb=mamba_gb,
+                host_gb=host_gb,
+                tier_behind_host=tier_behind_host,
+                shared=shared,
+                check_ranks=check_ranks,
             )
             if cached
             else None,
