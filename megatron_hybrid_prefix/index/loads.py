@@ -73,8 +73,10 @@ class Loads:
         """KV blocks that only waiting requests hold."""
         if not self._requests.loads:
             return 0
-        holds = Counter(block_id for live in self._waiting for block_id in live.block_ids)
-        return sum(self._blocks.ref_count(block_id) == held for block_id, held in holds.items())
+        waiting = self._waiting
+        holds = Counter(block_id for live in waiting for block_id in live.block_ids)
+        held_alone = sum(self._blocks.ref_count(block_id) == held for block_id, held in holds.items())
+        return held_alone + len(waiting) * self._store.blocks_per_slot
 
     @property
     def _waiting(self) -> list[LiveRequest]:

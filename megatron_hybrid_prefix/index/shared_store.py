@@ -94,7 +94,7 @@ class SharedStore(PrefixStore):
         share_live_states: bool = True,
     ) -> None:
         self.pages = pages
-        self.slots_per_request = int(share_live_states)
+        self.slots_per_request, self.blocks_per_slot = int(share_live_states), pages.layout.page_blocks
         slots = PageSlots(pages)
         super().__init__(tree, SharedBlocks(pages, slots), slots, eviction, host, stats)
         self.ghosts = Ghosts(pages.layout.total_blocks)

@@ -53,6 +53,8 @@ class PrefixStore:
 
     slots_per_request = 0
     """Slots that a running request takes: 0 if the engine has slots of its own for their states."""
+    blocks_per_slot = 0
+    """KV blocks whose memory a slot takes."""
 
     def has_room(
         self, blocks: int, path: Sequence[Node] = (), *, slots: int = 0, source_slot: int | None = None
