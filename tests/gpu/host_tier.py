@@ -27,7 +27,7 @@ def main(mode, preset="small", memory="split", host_gb="8"):
     vocabulary = named(preset).vocab_size
     sizes = {"block_tokens": BLOCK, "max_requests": 4}
     if memory == "one_memory":
-        own, budget = {"cache_gb": one_budget_gb(model, 44, states=12, **sizes)}, {}
+        own, budget = {"cache_gb": one_budget_gb(model, 44, states=6, **sizes)}, {}
     else:
         own, budget = {"mamba_gb": 8.5 * state_bytes(model) / 2**30}, kv_budget(model, 44, **sizes)
     engine = build_engine(
