@@ -793,8 +793,7 @@ MIXER = (
         ),
         attributes("_A_neg_exp_cache_stale", "upstream/mixer", "marks decode's cached A as stale"),
         attributes(
-            "D_has_hdim activation chunk_size cp d_inner_local_tp d_state headdim ngroups_local_tp nheads_local_tp norm "
-            "rmsnorm",
+            "D_has_hdim chunk_size cp d_inner_local_tp d_state headdim ngroups_local_tp nheads_local_tp norm rmsnorm",
             "layers/mamba2",
             "dimensions of a prefill",
         ),
@@ -818,16 +817,6 @@ MIXER = (
         calls("get_A_log", "(self)", "layers/mamba2", "parameters of this rank"),
         calls("get_D", "(self)", "layers/mamba2", "parameters of this rank"),
         calls("get_dt_bias", "(self)", "layers/mamba2", "parameters of this rank"),
-    ),
-    *rows_of(
-        f"{_SSM}.ops.causal_conv1d_varlen",
-        calls(
-            "causal_conv1d_varlen_fn",
-            "(x, weight, bias, cu_seqlens, initial_states=None, activation='silu', precomputed_seq_idx=None, "
-            "precomputed_seq_start=None)",
-            "upstream/mixer",
-            "the convolution of a prefill",
-        ),
     ),
     *rows_of(
         f"{_SSM}.ops.ssd_bmm",

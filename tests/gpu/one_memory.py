@@ -4,7 +4,8 @@
 
 Prints a line per case: whether outputs and written states have the same bits, medians of GPU times of a call in contiguous
 tensors and in the views, and their ratio. Sizes of KV blocks and states as of Nemotron-H-8B (heads of 128) and Qwen3-Next (heads of 256)
-in bfloat16, states in float32. FOLDER gets ``one_memory.json``. Exit code 1 if bits differ.
+in bfloat16, states in float32. FOLDER gets ``one_memory.json``. Exit code 1 if bits differ. (A long file: all cases share the two
+memories.)
 """
 
 from __future__ import annotations
@@ -148,10 +149,9 @@ class Bench:
                 if attend is not None:
                     lengths = self.ids([own_pages * sizes.block - 3 - row for row in range(rows)], torch.int32)
                     starts = self.ids(torch.arange(rows + 1) * queries, torch.int32)
-                    q = self.rand(rows * queries, heads, dim)
-                    call = partial(self._attend, attend, q, starts, lengths, queries)
+                    call = partial(attend, self.rand(rows * queries, heads, dim), starts, lengths, queries)
                     self.compare(
-                        f"attention: {label}", partial(call, plain, here), partial(call, kv, there), lambda: ()
+                        f"attention: {label}", partial(call, here, plain), partial(call, there, kv), lambda: ()
                     )
                 tokens = rows * queries
                 key, value = self.rand(tokens, 1, kv_heads, dim), self.rand(tokens, 1, kv_heads, dim)
@@ -166,19 +166,6 @@ class Bench:
                     lambda layer: append(layer, key, value, kv, *to_views),  # noqa: B023
                     lambda: [(plain, kv.index_select(2, self.ids(used)))],  # noqa: B023
                 )
-
-    @staticmethod
-    def _attend(
-        attend: Callable[..., torch.Tensor],
-        q: torch.Tensor,
-        starts: torch.Tensor,
-        lengths: torch.Tensor,
-        queries: int,
-        kv: torch.Tensor,
-        table: torch.Tensor,
-        layer: int,
-    ) -> torch.Tensor:
-        return attend(q, kv[0, layer], kv[1, layer], starts, lengths, queries, table)
 
     # -- states --------------------------------------------------------------------------------------------------------
 
@@ -288,7 +275,8 @@ def run(bench: Bench) -> None:
 
     sizes, rand = bench.sizes, bench.rand
 
-    def attend(q: Any, k: Any, v: Any, starts: Any, lengths: Any, queries: int, table: Any) -> torch.Tensor:
+    def attend(q: Any, starts: Any, lengths: Any, queries: int, table: Any, kv: Any, layer: int) -> torch.Tensor:
+        k, v = kv[0, layer], kv[1, layer]
         longest = table.shape[1] * k.shape[1]
         if bench.device == "cpu":
             ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))

@@ -165,6 +165,47 @@ SLOT_NAMES = ("first_chunks", "source_slots", "live_slots", "chunk_slots")
 HERE = [FAR_PAGES * PAGE_BLOCKS - 1 - block for block in (0, 7, 3, 40, 41, 2, 100)]
 
 
+@pytest.mark.skipif(INTERPRETED, reason="a platform replaces the kernels")
+def test_these_are_the_views_of_an_engine(platform):
+    from megatron_hybrid_prefix.mcore.state.layout import ModelStates
+    from megatron_hybrid_prefix.mcore.state.memory import StateMemory, own_slots
+    from megatron_hybrid_prefix.pool.layout import SlotLayout, StateComponent, StateLayout
+    from megatron_hybrid_prefix.pool.pages import PageLayout
+    from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory
+
+    components = (
+        StateComponent(name="conv", shape=CONV, dtype="bfloat16"),
+        StateComponent(name="ssm", shape=SSM, dtype="float32"),
+    )
+    slots = SlotLayout((StateLayout(kind="some", layers=LAYERS, components=components),))
+    block = BlockShape(before=(2, LAYERS), after=(4, 2, 8), dtype=torch.bfloat16)
+    own = own_slots(max_requests=2, drafts=DRAFTS)
+    layout = PageLayout.of_buffer(
+        (own + 4) * PAGE_BLOCKS * block.bytes, block_bytes=block.bytes, page_blocks=PAGE_BLOCKS, own_slots=own
+    )
+    shared = SharedMemory(layout, block=block, slots=slots, own_slots=own, device="cpu")
+    states = ModelStates(slots=slots, quanta=(8,), kind_of_layer=("some",) * LAYERS)
+    engine = StateMemory(
+        states,
+        max_requests=2,
+        checkpoint_slots=0,
+        drafts=DRAFTS,
+        block_tokens=16,
+        max_tokens=32,
+        device="cpu",
+        shared=shared,
+    )
+    memory = OneMemory(pages=own + 4, page_bytes=PAGE_BLOCKS * block.bytes, device="cpu")
+    ours = some_states(memory)
+    pairs = [(shared.kv, memory.kv(LAYERS, 4, 2, 8, torch.bfloat16)), (shared.kv_rows, memory.blocks())]
+    pairs += [(engine.pool.tensors[name], ours[name]) for name in ours]
+    pairs += [(engine.drafted[name], memory.drafted(ours[name], 2, DRAFTS)) for name in ours]
+    for one, other in pairs:
+        assert one.storage_offset() == other.storage_offset()
+        strides = zip(one.shape, one.stride(), other.stride(), strict=True)
+        assert all(stride == expected for size, stride, expected in strides if size > 1)
+
+
 # -- KV ----------------------------------------------------------------------------------------------------------------
 
 
