@@ -163,7 +163,7 @@ def test_one_memory(case, alone):
         assert_same(found["answers"], right)
         assert found["layout"] == first["layout"] and found["layout"][1] == max(1, most_pages)
         assert found["decisions"] == first["decisions"] and found["moved"] == first["moved"]
-        assert found["stats"]["host_loads"] > 0 and found["stats"]["kv_evictions"] > 3 and found["preempted"] > 0
+        assert found["stats"]["host_loads"] > 0 and found["stats"]["kv_evictions"] > 3
     assert first["moved"] > 0 or first["layout"][1] == 1
 
 
