@@ -30,7 +30,7 @@ def check_counts(found):
             assert counts["graph_prefill"] > 0, (name, counts)
         else:
             assert counts["graph_decode"] == counts["graph_prefill"] == 0
-        least = 4 if name.endswith("one_memory") else 8  # that memory is tight
+        least = 4 if name.endswith("one_memory") else 8  # that memory may be tight
         assert sum(cached >= 512 for cached in run["cached_tokens"]) >= least, (name, run["cached_tokens"])
 
 
