@@ -1,7 +1,7 @@
 """`HostArena`: runs transfers between the device and pinned host memory, and verifies what is loaded.
 
 On the device an entry is spread over all layers; on the host it is contiguous. A store gathers entries into a staging buffer
-on the device and copies that to the host in few large copies. A load does the reverse. Stores and loads use one stream
+on the device and copies that to the host in few large copies. A load does the reverse, in two halves of a buffer. Stores and loads use one stream
 each, because the host link has two directions. What overwrites a stored block (a forward, a load) waits for the gather only,
 not for the copies to the host.
 
@@ -88,13 +88,14 @@ class HostArena:
             self._unpin.atexit = False
         self.stores, self.loads = (DeviceQueue(self._device) if on_gpu else HostQueue() for _ in range(2))
         most_bytes = max(self._row_bytes.values(), default=0)
+        # Each holds an entry at least; that of loads has two halves.
         self._store_staging, self._load_staging = (
             torch.zeros(
-                max(1, min(size, pages * page_bytes) // max(1, most_bytes)) * most_bytes,
+                max(parts, min(size, pages * page_bytes) // max(1, most_bytes) // parts * parts) * most_bytes,
                 dtype=torch.uint8,
                 device=self._device,
             )
-            for size in (STORE_STAGING_BYTES, LOAD_STAGING_BYTES)
+            for size, parts in ((STORE_STAGING_BYTES, 1), (LOAD_STAGING_BYTES, 2))
         )
         self._sums = torch.zeros(max(1, pages), dtype=torch.int64, device=self._device)  # by first page
         self._background: BackgroundMoves | None = None
@@ -160,8 +161,12 @@ class HostArena:
         touched = set().union(*self._in_flight.values())
         after = self._last_load if any(_places(unit) & touched for unit in units) else None
         with self.stores.running(after):
-            for batch in self._batches(units, self._store_staging):
-                self._try(self._store, batch)
+            for batches in self._rounds(units):
+                # The model waits for the last gather: so gather all of them before anything goes to the host.
+                gathered = [(batch, start) for batch, start in batches if self._try(self._gather, batch, start)]
+                self._gathered = self.stores.mark()
+                for batch, start in gathered:
+                    self._try(self._store, batch, start)
             if self._sums_seen is not self._sums:
                 self._sums_seen.copy_(self._sums, non_blocking=True)
             self._stored = self.stores.mark()
@@ -176,8 +181,9 @@ class HostArena:
                 self._new_pages.clear()
             loads = sorted({unit.load_id for unit in units if unit.load_id is not None})
             self._bad_rows[self._ids([load % _LOADS for load in loads])] = 0
-            for batch in self._batches(units, self._load_staging):
-                self._try(self._load, batch)
+            half_bytes = len(self._load_staging) // 2
+            for number, batch in enumerate(self._batches(units, half_bytes)):
+                self._try(self._load, batch, number % 2)
             self._bad_rows_seen.copy_(self._bad_rows, non_blocking=True)
             self._last_load = self.loads.mark()
             for unit in units:
@@ -352,15 +358,20 @@ class HostArena:
         self._tags |= {unit.pages[0]: unit.tag for unit, *_ in given}
         self._behind_stats.bytes_loaded += size * len(given)
 
-    def _try(self, move: Callable[[Sequence[BlockTransfer]], None], batch: Sequence[BlockTransfer]) -> None:
+    def _try(
+        self, move: Callable[[Sequence[BlockTransfer], int], None], batch: Sequence[BlockTransfer], at: int
+    ) -> bool:
+        """Calls ``move(batch, at)``; returns whether it succeeded."""
         try:
-            move(batch)
+            move(batch, at)
         except (RuntimeError, OSError) as error:
             logger.error("a copy of %d %s failed: %s", len(batch), _kinds(batch[0]), error)
             for unit in batch:
                 self._tags.pop(unit.pages[0], None)
                 if unit.load_id is not None:
                     self._failed.add(unit.load_id)
+            return False
+        return True
 
     def wait_for_stores(self) -> None:
         """The model's later launches run after all stores have read their entries."""
@@ -400,13 +411,27 @@ class HostArena:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _batches(self, units: Sequence[BlockTransfer], staging: torch.Tensor) -> Iterator[list[BlockTransfer]]:
-        """Consecutive transfers of one kind that fit the staging buffer and write to different places."""
+    def _rounds(self, units: Sequence[BlockTransfer]) -> Iterator[list[tuple[list[BlockTransfer], int]]]:
+        """Batches that fit the staging buffer of stores together, each with its place there."""
+        batches: list[tuple[list[BlockTransfer], int]] = []
+        used = 0
+        for batch in self._batches(units, len(self._store_staging)):
+            size = len(batch) * self._row_bytes[batch[0].tag.kind]
+            if batches and used + size > len(self._store_staging):
+                yield batches
+                batches, used = [], 0
+            batches.append((batch, used))
+            used += size
+        if batches:
+            yield batches
+
+    def _batches(self, units: Sequence[BlockTransfer], most_bytes: int) -> Iterator[list[BlockTransfer]]:
+        """Consecutive transfers of one kind that fit in so many bytes of staging and write to different places."""
         batch: list[BlockTransfer] = []
         written: set[int | None] = set()
         for unit in units:
             target = unit.device_id if unit.target == DEVICE else unit.pages[0]
-            full = (len(batch) + 1) * self._row_bytes[unit.tag.kind] > len(staging)
+            full = (len(batch) + 1) * self._row_bytes[unit.tag.kind] > most_bytes
             if batch and (full or target in written or unit.tag.kind != batch[0].tag.kind):
                 yield batch
                 batch, written = [], set[int | None]()
@@ -415,12 +440,12 @@ class HostArena:
         if batch:
             yield batch
 
-    def _store(self, units: Sequence[BlockTransfer]) -> None:
+    def _gather(self, units: Sequence[BlockTransfer], start: int) -> None:
+        """Gathers entries in the staging buffer, from byte ``start`` on."""
         kind = units[0].tag.kind
         for unit in units:
-            self._tags.pop(unit.pages[0], None)  # set again below
-        staging = self._store_staging
-        rows, views, valid_bytes = self._rows(staging, kind, len(units))
+            self._tags.pop(unit.pages[0], None)  # set again by `_store`
+        rows, views, valid_bytes = self._rows(self._store_staging[start:], kind, len(units))
         sources, targets = self._ids(_device_ids(units)), self._ids(range(len(units)))
         for (tensor, _), view in zip(self._parts(kind), views, strict=True):
             copy_slots(tensor, view, sources, targets)
@@ -428,19 +453,24 @@ class HostArena:
             self._sums[self._ids([unit.pages[0] for unit in units])] = checksum_rows(
                 rows[:, :valid_bytes].view(torch.int64)
             )
-        self._gathered = self.stores.mark()
-        for start, page, length in self._pieces(units, valid_bytes):
-            self._host(page, length).copy_(staging[start : start + length], non_blocking=True)
+
+    def _store(self, units: Sequence[BlockTransfer], start: int) -> None:
+        """Copies gathered entries to the host."""
+        valid_bytes = self._entry_bytes(units[0].tag.kind)
+        for offset, page, length in self._pieces(units, valid_bytes):
+            self._host(page, length).copy_(self._store_staging[start + offset :][:length], non_blocking=True)
         self._tags |= {unit.pages[0]: unit.tag for unit in units}
         self.bytes_stored += valid_bytes * len(units)
 
-    def _load(self, units: Sequence[BlockTransfer]) -> None:
+    def _load(self, units: Sequence[BlockTransfer], half: int) -> None:
+        """Copies entries to one half of the staging buffer, while those in the other half are checked and scattered."""
         units = sorted(units, key=lambda unit: unit.pages)  # adjacent pages become one copy
         kind = units[0].tag.kind
-        staging = self._load_staging
+        staging = self._load_staging[half * (len(self._load_staging) // 2) :]
         rows, views, valid_bytes = self._rows(staging, kind, len(units))
-        for start, page, length in self._pieces(units, valid_bytes):
-            staging[start : start + length].copy_(self._host(page, length), non_blocking=True)
+        with self.loads.ahead(half):
+            for start, page, length in self._pieces(units, valid_bytes):
+                staging[start : start + length].copy_(self._host(page, length), non_blocking=True)
         for unit in units:
             found = self._tags.get(unit.pages[0])
             if found != unit.tag:
@@ -454,6 +484,7 @@ class HostArena:
         sources, targets = self._ids(range(len(units))), self._ids(_device_ids(units))
         for (tensor, _), view in zip(self._parts(kind), views, strict=True):
             copy_slots(view, tensor, sources, targets)
+        self.loads.free(half)
         self.bytes_loaded += valid_bytes * len(units)
 
     def _parts(self, kind: EntryKind) -> list[tuple[torch.Tensor, int]]:
