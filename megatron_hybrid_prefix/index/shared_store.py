@@ -47,6 +47,8 @@ class MemoryUse:
         live_slots: Those of them that hold the state of a running request.
         padding_bytes: Bytes lost because a state is no whole number of blocks.
         moved_blocks: Blocks moved so far, to empty pages.
+        pages_to_states: Pages that changed so far from KV to states.
+        pages_to_kv: Pages that changed so far from states to KV.
         blocked_slots: Times a state got no page, or evicted another state for it, while there were enough free blocks: each
             page without a state had a block that a request held.
     """
@@ -60,6 +62,8 @@ class MemoryUse:
     live_slots: int
     padding_bytes: int
     moved_blocks: int
+    pages_to_states: int
+    pages_to_kv: int
     blocked_slots: int
 
 
@@ -257,6 +261,8 @@ class SharedStore(PrefixStore):
             live_slots=self.slots.live_slots,
             padding_bytes=self.pages.state_pages * layout.padding_bytes,
             moved_blocks=self._moved_blocks,
+            pages_to_states=self.pages.pages_to_states,
+            pages_to_kv=self.pages.pages_to_kv,
             blocked_slots=self._blocked_slots,
         )
 

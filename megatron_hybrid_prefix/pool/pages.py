@@ -110,6 +110,9 @@ class PageLayout:
         return self.total_blocks // self.page_blocks
 
 
+_KV, _STATE = 1, 2  # who had a page last; 0: nobody
+
+
 class _Buckets:
     """Pages by number of free blocks. Entries may be out of date: the reader checks them. O(log pages) per call."""
 
@@ -164,11 +167,16 @@ class Pages:
 
     Args:
         layout: Sizes.
+
+    Attributes:
+        pages_to_states: Pages given to a state so far, of those that last held KV.
+        pages_to_kv: Pages given to KV blocks so far, of those that last held a state.
     """
 
     def __init__(self, layout: PageLayout) -> None:
         self.layout = layout
         self._size, self._whole = layout.page_blocks, layout.pages
+        self.pages_to_states = self.pages_to_kv = 0
         self.reset()
 
     def reset(self) -> None:
@@ -179,6 +187,7 @@ class Pages:
         self._free_ids = [list(range(min(start + size, layout.total_blocks) - 1, start - 1, -1)) for start in starts]
         self._held = array("i", bytes(4 * len(self._free_ids)))
         self._is_state = bytearray(len(self._free_ids))
+        self._last_owner = bytearray(len(self._free_ids))
         self._by_free = _Buckets(len(self._free_ids), size)
         self._unheld_by_free = _Buckets(len(self._free_ids), size)  # whole pages without a held block
         self.free_blocks = layout.total_blocks
@@ -217,6 +226,8 @@ class Pages:
             del free[-taken:]
             self.free_blocks -= taken
             self._hold(page, taken)
+            self.pages_to_kv += self._last_owner[page] == _STATE
+            self._last_owner[page] = _KV
             self._list(page)
         return block_ids
 
@@ -263,6 +274,8 @@ class Pages:
             target = self._by_free.fullest(lambda other, count: other != page and self._has_free(other, count))
             assert target is not None
             moves.append((block_id, self._free_ids[target].pop()))
+            self.pages_to_kv += self._last_owner[target] == _STATE
+            self._last_owner[target] = _KV
             self._list(target)
         free[:] = range(start + size - 1, start - 1, -1)
         self._list(page)
@@ -273,6 +286,8 @@ class Pages:
         if len(self._free_ids[page]) != self._size or self._is_state[page] or not self.is_whole(page):
             raise CacheCorruptionError(f"page {page} is given to a state, but is not empty")
         self._is_state[page] = 1
+        self.pages_to_states += self._last_owner[page] == _KV
+        self._last_owner[page] = _STATE
         self.state_pages += 1
         self.unheld_pages -= 1
         self.free_blocks -= self._size
