@@ -352,7 +352,7 @@ def test_changing(measure: Any, capsys: pytest.CaptureFixture[str]) -> None:
     steps = 2 * 2 * (12 + 4 + 6)
     assert samples(data, "compared_steps", "split") == [None]
     (compared,) = samples(data, "compared_steps", "ours")
-    assert 0.9 * steps <= compared <= steps  # they reuse the same, with few exceptions
+    assert 0.8 * steps <= compared <= steps  # they reuse the same, with few exceptions
     assert samples(data, "compared_steps", "off")[0] < compared  # it computes second turns whole
     for engine in data["engines"]:
         assert samples(data, "failed_requests", engine) == [0]
@@ -376,11 +376,12 @@ def assert_same_memory(data: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_pressure(measure: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    data = measure("pressure", "--repeats", 2, "--engine", "off,upstream,ours,split")
-    # Half of 8 prefixes of 2 blocks, half of 8 states; the same bytes for all.
+def test_pressure(measure: Any) -> None:
+    # A state of 24 KiB takes a page of one block of 32 KiB.
+    data = measure("pressure", "--repeats", 2, "--engine", "off,split,ours", "--block-size-tokens", 32)
+    # Half of 8 prefixes of 16 blocks, half of 8 states; the same bytes for all.
     blocks = {name: engine["kv_blocks"] for name, engine in data["engines"].items()}
-    assert blocks.pop("ours") > 8 and blocks == {"off": 8, "upstream": 8, "split": 8}
+    assert 64 < blocks.pop("ours") <= 64 + 4 + 2 and blocks == {"off": 64, "split": 64}
     assert_same_memory(data)
     stats = data["engines"]["split"]["prefix_stats"]
     assert stats["slots_used"] <= stats["slots_total"] == data["engines"]["split"]["state_slots"] == 4
@@ -396,12 +397,6 @@ def test_pressure(measure: Any, capsys: pytest.CaptureFixture[str]) -> None:
     for engine in ("split", "ours"):
         assert 0 < min(samples(data, "reused_share", engine)) <= max(samples(data, "reused_share", engine)) <= 1
         assert min(samples(data, "reused_tokens", engine)) >= 512
-    upstream = data["engines"]["upstream"]
-    output = capsys.readouterr().out
-    if upstream["status"] == "crashed":
-        assert data["metrics"]["wall_s"]["median"]["upstream"] is None
-        assert f"slots; crashed: {upstream['error']}\n" in output
-        assert "Traceback" in upstream["traceback"]
 
 
 @pytest.mark.slow
