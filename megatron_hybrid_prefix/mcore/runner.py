@@ -198,9 +198,12 @@ def check_fits(engine: DynamicInferenceEngine, prompt_tokens: int, num_tokens_to
     need_blocks = ceil_div(total_tokens, context.block_size_tokens)
     have_blocks = block_counts(context.kv_block_allocator).active
     if need_blocks > have_blocks:
+        prefix = getattr(context, "prefix_config", None)
+        one_budget = prefix is not None and prefix.cache_gb is not None
         raise ValueError(
             f"{prompt_tokens} prompt tokens and {total_tokens - prompt_tokens} to generate need {need_blocks} KV blocks "
-            f"of {context.block_size_tokens} tokens, there are {have_blocks}: raise buffer_size_gb or lower max_requests"
+            f"of {context.block_size_tokens} tokens, there are {have_blocks}: raise "
+            + ("cache_gb" if one_budget else "buffer_size_gb or lower max_requests")
         )
 
 
