@@ -78,7 +78,7 @@ class HybridPrefixCache:
         eviction_policy: Name of the policy that picks the checkpoint to evict (``policy/registry.py``).
         min_computed_tokens: Last tokens of a prompt that are always computed, even on a full hit.
         retention_interval_tokens: Also checkpoint every N prompt tokens while slots are free. A multiple of
-            ``block_tokens``; 0 disables; None chooses N by the prompt's length (at most 16 states per prompt).
+            ``block_tokens``; 0 disables; None: 16 evenly spaced ones, and some near the end (``policy/boundaries.py``).
         bytes_budget: Bytes of all checkpoint slots. Only reported in the statistics.
         host_pages: Pages of the host tier. 0: no host tier.
         host_kv_pages: Pages per KV block on the host.
@@ -260,7 +260,9 @@ class HybridPrefixCache:
         own_blocks = self._blocks_for(match, length_tokens)
         own_blocks -= len(match.block_ids)
         path = match.path if match.load_id is None else ()
-        return self._store.has_room(own_blocks, path, slots=1, source_slot=match.source_slot)
+        return self._store.has_room(
+            own_blocks, path, slots=self._store.slots_per_request, source_slot=match.source_slot
+        )
 
     def admit(
         self,
@@ -324,7 +326,7 @@ class HybridPrefixCache:
         expected, match = match, self._matcher.fresh(match)
         chain, shared = match.chain, len(match.path)
         own_blocks = max(0, self._blocks_for(match, length_tokens) - shared)
-        if not store.has_room(own_blocks, match.path, slots=1, source_slot=match.source_slot):
+        if not store.has_room(own_blocks, match.path, slots=store.slots_per_request, source_slot=match.source_slot):
             return None
         if match.resume_tokens < expected.resume_tokens:
             self._stats.count_fallback("stale_match")
@@ -630,7 +632,7 @@ class HybridPrefixCache:
         assert load is not None
         match, held = load.match, len(live.block_ids)
         own_blocks = self._blocks_for(match, length_tokens) - held
-        if not self._store.has_room(own_blocks, slots=1):
+        if not self._store.has_room(own_blocks, slots=self._store.slots_per_request):
             return None
         live.live_slot = self._store.take_live_slot()
         live.block_ids += self._store.take_blocks(max(0, own_blocks))

@@ -70,7 +70,7 @@ class HybridPrefixConfig:
         default=None,
         metadata=_help(
             "Also checkpoint every N prompt tokens while slots are free, so that the second request with a prefix can "
-            "already reuse it. A multiple of the block size; 0 disables; None chooses N (at most 16 per prompt)."
+            "already reuse it. A multiple of the block size; 0 disables; None: 16 evenly spaced ones, and some near the end."
         ),
     )
     decode_checkpoints: bool = field(
@@ -143,7 +143,9 @@ class HybridPrefixConfig:
                 f"cache_gb={self.cache_gb}, mamba_gb={self.mamba_gb}: give cache_gb (one budget for KV and states) or "
                 "mamba_gb (a fixed budget for checkpoints)"
             )
-        for name in ("cache_gb", "mamba_gb", "host_gb", "prompt_log_probs_gb"):
+        if self.cache_gb is not None and not 0 < self.cache_gb < float("inf"):
+            raise ValueError(f"cache_gb={self.cache_gb}: must be above 0")
+        for name in ("mamba_gb", "host_gb", "prompt_log_probs_gb"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
                 raise ValueError(f"{name}={value}: must be 0 or more")

@@ -11,7 +11,7 @@ MODEL is a preset, a YAML or JSON file of Megatron arguments, or a Hugging Face 
 in GiB per rank.
 
 --hf and --gpu-gb without budgets: what fits GPUs of this size at each tensor-parallel size, and which budgets to give. A
-conversation that is kept has its KV and three checkpoints. 10 % of a GPU stay free for activations. The folder needs
+conversation that is kept has its KV and a checkpoint. 10 % of a GPU stay free for activations. The folder needs
 config.json only. --hf with budgets is like MODEL.
 
 --cache-gb: one budget that KV, checkpoints and states of running requests share, and the fixed split of as many bytes: 25 %
@@ -60,7 +60,7 @@ from megatron_hybrid_prefix.console.terminal import (
 from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_of, sizes_of_config
 from megatron_hybrid_prefix.lab.fit import fits, parameter_count
 from megatron_hybrid_prefix.lab.memory import GIB
-from megatron_hybrid_prefix.lab.one_budget import ADVISED_STATE_SHARE, one_budget, reuse_of_one_budget
+from megatron_hybrid_prefix.lab.one_budget import ADVISED_STATE_SHARE, advised_split, one_budget, reuse_of_one_budget
 from megatron_hybrid_prefix.lab.one_budget import advice as advice_of_split
 from megatron_hybrid_prefix.lab.replay import Policy, ceiling_tokens, replay
 from megatron_hybrid_prefix.lab.traces import Trace, read_trace
@@ -172,14 +172,18 @@ def advice(gains: dict[str, float], reuse: float, ceiling: float, raised_gib: fl
     return f"raise {KNOBS[name]} first: {raised_gib:.1f} GiB more reuse {gain:.1%} more of the prompt tokens"
 
 
-def blind_advice(plan: Plan, sizes: Sizes) -> str:
-    """Which budget to raise first if nothing is known about the requests."""
+def blind_advice(plan: Plan, sizes: Sizes, budget: Budget) -> str:
+    """Which budget to raise first, or how to split both, if nothing is known about the requests."""
     if plan.device_states < 1:
         return f"raise --mamba-gb first: it is less than one checkpoint ({sizes.state_bytes / GIB:.3f} GiB)"
     blocks = plan.kv_blocks / plan.device_states
     if blocks < 1:
         return "raise --buffer-gb first: there are fewer KV blocks than checkpoints, and each checkpoint needs a block"
-    return f"one checkpoint per {blocks:.0f} KV blocks; add --trace to learn which budget to raise"
+    both = budget.state_bytes + budget.kv_bytes
+    return (
+        f"one checkpoint per {blocks:.0f} KV blocks, {budget.state_bytes / both:.0%} for states. A good start is "
+        f"{advised_split(both, ADVISED_STATE_SHARE)}; add --trace to learn which budget to raise"
+    )
 
 
 # --- Command ---------------------------------------------------------------------------------------------------------
@@ -386,7 +390,7 @@ def run_one_budget(argv: Sequence[str], args: argparse.Namespace, sizes: Sizes, 
         ("a state takes", f"{layout.page_blocks} KV blocks, {layout.padding_bytes / layout.page_bytes:.1%} unused"),
         ("KV blocks, if there were no states", f"{layout.total_blocks:,}"),
         ("states, if there were no KV", f"{layout.pages:,}"),
-        (f"conversations of {args.conversation_tokens:,} tokens with three checkpoints", f"{plan.conversations:,}"),
+        (f"conversations of {args.conversation_tokens:,} tokens with a checkpoint each", f"{plan.conversations:,}"),
         (f"with {ADVISED_STATE_SHARE:.0%} for states, fixed: checkpoints", f"{plan.split_states:,}"),
         (f"... KV blocks beside {args.max_requests} running requests", f"{plan.split_blocks:,}"),
     ]
@@ -476,7 +480,7 @@ def run(argv: Sequence[str], interrupt: Interrupt) -> int:
         kv_bytes=int(args.buffer_gb * GIB),
     )
     plan = plan_of(budget, sizes, args)
-    reuse, text = None, blind_advice(plan, sizes)
+    reuse, text = None, blind_advice(plan, sizes, budget)
     if args.trace:
         reuse, text = measured(args, sizes, budget, interrupt)
     console = output_console()

@@ -98,7 +98,7 @@ class SharedStore(PrefixStore):
         share_live_states: bool = True,
     ) -> None:
         self.pages = pages
-        self._share_live_states = share_live_states
+        self.slots_per_request, self.blocks_per_slot = int(share_live_states), pages.layout.page_blocks
         slots = PageSlots(pages)
         super().__init__(tree, SharedBlocks(pages, slots), slots, eviction, host, stats)
         self.ghosts = Ghosts(pages.layout.total_blocks)
@@ -111,7 +111,6 @@ class SharedStore(PrefixStore):
         self, blocks: int, path: Sequence[Node] = (), *, slots: int = 0, source_slot: int | None = None
     ) -> bool:
         """See PrefixStore."""
-        slots = slots if self._share_live_states else 0
         pages, page_blocks = self.pages, self.pages.layout.page_blocks
         tail = path[len(path) - self.blocks.unreferenced_tail(path) :]
         pinned = (
@@ -136,7 +135,7 @@ class SharedStore(PrefixStore):
 
     def take_live_slot(self) -> int | None:
         """See PrefixStore."""
-        if not self._share_live_states:
+        if not self.slots_per_request:
             return None
         slot = self.checkpoints.take_slot()
         if slot is None:

@@ -274,6 +274,8 @@ class Pages:
             target = self._by_free.fullest(lambda other, count: other != page and self._has_free(other, count))
             assert target is not None
             moves.append((block_id, self._free_ids[target].pop()))
+            self.pages_to_kv += self._last_owner[target] == _STATE
+            self._last_owner[target] = _KV
             self._list(target)
         free[:] = range(start + size - 1, start - 1, -1)
         self._list(page)

@@ -95,8 +95,9 @@ def test_one_budget(config_of):
     assert config_of(SWITCH, flag, "12.5") == HybridPrefixConfig(cache_gb=12.5)
     with pytest.raises(ValueError, match=f"^{flag} and {BUDGET} exclude each other$"):
         config_of(SWITCH, flag, "12.5", BUDGET, "1")
-    with pytest.raises(ValueError, match=f"^{flag}=-1.0: must be 0 or more$"):
-        config_of(SWITCH, flag, "-1")
+    for too_little in ("-1.0", "0.0"):
+        with pytest.raises(ValueError, match=f"^{flag}={too_little}: must be above 0$"):
+            config_of(SWITCH, flag, too_little)
 
 
 OTHERS = [field for field in arguments.own_fields() if field.name != "cache_gb"]

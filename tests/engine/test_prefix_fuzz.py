@@ -12,7 +12,15 @@ from megatron.core.inference.config import KVCacheManagementMode
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from tests.harness.drafts import forced_drafts
-from tests.harness.engine_helpers import assert_matches, greedy, kv_budget, random_tokens, run_to_end, state_bytes
+from tests.harness.engine_helpers import (
+    assert_matches,
+    greedy,
+    kv_budget,
+    one_budget_gb,
+    random_tokens,
+    run_to_end,
+    state_bytes,
+)
 from tests.harness.naive_model import NaiveHybridModel
 from tests.harness.selection import mostly_slow
 
@@ -21,6 +29,7 @@ DRAFT_SEEDS = mostly_slow([*range(9), 104, 115], 1)  # the last two once went wr
 REQUESTS = 22
 STATE_SLOTS = (0, 1, 3, 40)
 KV_BLOCKS = (7, 12, 60)
+STATES_BESIDE_THE_LONGEST = (1, 2, 3, 6, 40)  # one memory: pages beside the longest request; its state takes one
 HOST_GB = (0.0, 0.0004, 0.05)  # none, some entries, all of them
 MANAGEMENT = (KVCacheManagementMode.PERSIST, KVCacheManagementMode.OFFLOAD, KVCacheManagementMode.RECOMPUTE)
 
@@ -32,13 +41,18 @@ class Traffic:
         model: A model of ``build_hybrid_model``.
         seed: Seed of everything random.
         drafts: Draft tokens of speculative decoding. A random number of them is right each time.
+        one_memory: KV and states share one memory (``cache_gb``), mostly of more than one block per state.
     """
 
-    def __init__(self, model: Any, seed: int, drafts: int = 0) -> None:
+    def __init__(self, model: Any, seed: int, drafts: int = 0, *, one_memory: bool = False) -> None:
         self.dice = dice = random.Random(seed)
         block = dice.choice((64, 128, 64) if "G" in model.hybrid_config.layer_pattern else (64, 96, 128))
         budget = kv_budget(model, dice.choice(KV_BLOCKS), block_tokens=block, max_requests=4, speculative_tokens=drafts)
         self.longest = 6 * block  # 7 blocks hold any one request
+        self.shared = random.Random(f"one memory {seed}")
+        if one_memory and "G" not in model.hybrid_config.layer_pattern:
+            block = self.shared.choice((16, 16, 32, 64))
+            self.longest = max(128, 6 * block)
         self.retention = random.Random(
             f"retention {seed}"
         )  # a separate generator, so that seeds give the same traffic as before
@@ -46,13 +60,23 @@ class Traffic:
         self.tier = random.Random(f"host {seed}")
         host = {"host_gb": self.tier.choice(HOST_GB), "host_write_through": self.tier.random() < 0.3}
         chunked = dice.random() < 0.6
+        memory = {"mamba_gb": dice.choice(STATE_SLOTS) * state_bytes(model) / 2**30}
+        if one_memory:
+            memory = {
+                "cache_gb": one_budget_gb(
+                    model,
+                    self.longest // block + 1,
+                    states=self.shared.choice(STATES_BESIDE_THE_LONGEST),
+                    block_tokens=block,
+                    max_requests=4,
+                    speculative_tokens=drafts,
+                )
+            }
+            budget = {}
+            host["verify_hits"] = self.shared.choice((0.0, 0.0, 0.5))
         self.engine = build_engine(
             model,
-            HybridPrefixConfig(
-                mamba_gb=dice.choice(STATE_SLOTS) * state_bytes(model) / 2**30,
-                retention_interval_tokens=interval,
-                **host,
-            ),
+            HybridPrefixConfig(retention_interval_tokens=interval, **memory, **host),
             async_sched_mode=dice.choice(("legacy", "async")),
             enable_chunked_prefill=chunked,
             max_tokens=64 * dice.randint(1, 6) if chunked else 1024,

@@ -120,6 +120,12 @@ def main() -> None:
         ("chunked", alone, 2, {"enable_chunked_prefill": True, "max_tokens": PREFIX_TOKENS}),
         *([("upstream", alone, 1, upstream)] if on_megatron else []),
         ("ours", alone, 1, {"prefix": HybridPrefixConfig(mamba_gb=states_gb, check_ranks=True)}),
+        (
+            "one memory",
+            alone,
+            1,
+            {"prefix": HybridPrefixConfig(cache_gb=arguments.buffer_gb + states_gb, check_ranks=True)},
+        ),
     ]
     report = {"platform": platform.describe(), "preset": source.name, "build_s": round(build_s, 2)}
     rows = {}

@@ -14,11 +14,12 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore.runner import release_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from tests.harness.engine_helpers import greedy, random_tokens
+from tests.harness.engine_helpers import greedy, one_budget_gb, random_tokens
 from tests.harness.named_models import named
 
 NEW_TOKENS = 24
 PREFIX_TOKENS = 512
+MAX_REQUESTS, BLOCK_TOKENS = 16, 256
 DRAFTING = {"tiny": "tiny-mtp", "tiny-gdn": "tiny-gdn-mtp"}
 
 
@@ -33,24 +34,32 @@ def prompts(vocab_size):
     return groups
 
 
-def run(preset, *, graphs, mode="legacy", together=True, **fields):
-    """Tokens and log-probs of every request, and how many steps of each kind replayed graphs."""
+def run(preset, *, graphs, mode="legacy", together=True, one_memory=False, **fields):
+    """Tokens and log-probs of every request, and how many steps of each kind replayed graphs.
+
+    With ``one_memory`` KV and states share one, and it is tight: blocks move, and entries are evicted.
+    """
     overrides = {"cuda_graph_impl": "local"} if graphs else {}
     model = build_hybrid_model(named(preset), seed=0, **overrides)
     if graphs:
         fields["num_cuda_graphs"] = 8
+    memory = {"mamba_gb": 0.5}
+    if one_memory:
+        drafts = fields.get("num_speculative_tokens", 0)
+        sizes = {"block_tokens": BLOCK_TOKENS, "max_requests": MAX_REQUESTS, "speculative_tokens": drafts}
+        memory = {"cache_gb": one_budget_gb(model, 8, states=2, **sizes)}
     engine = build_engine(
         model,
-        HybridPrefixConfig(mamba_gb=0.5),
+        HybridPrefixConfig(**memory),
         max_sequence_length=2048,
-        max_requests=16,
+        max_requests=MAX_REQUESTS,
+        block_size_tokens=BLOCK_TOKENS,
         buffer_size_gb=2,
         async_sched_mode=mode,
         **fields,
     )
     context, finished, counts = engine.context, {}, {"prefill": 0, "decode": 0, "graph_prefill": 0, "graph_decode": 0}
-    addresses = {name: tensor.data_ptr() for name, tensor in context.state_pool.tensors.items()}
-    addresses["indices"] = context.prefill_step.buffer.data_ptr()
+    addresses = addresses_of(context)
     initialize = context.initialize_attention_state
 
     def counting(**kwargs):
@@ -71,9 +80,10 @@ def run(preset, *, graphs, mode="legacy", together=True, **fields):
             steps(engine, finished, 6)
         steps(engine, finished)
     context.check_integrity()
-    now = {name: tensor.data_ptr() for name, tensor in context.state_pool.tensors.items()}
-    now["indices"] = context.prefill_step.buffer.data_ptr()
-    assert now == addresses
+    assert addresses_of(context) == addresses
+    if one_memory:
+        counts |= {"moved": engine.context.prefix_cache.inspect.memory_use().moved_blocks}
+        counts |= {"evicted": context.prefix_stats().evictions}
     found = {
         "tokens": [list(map(int, finished[i].generated_tokens)) for i in sorted(finished)],
         "log_probs": [list(finished[i].generated_log_probs) for i in sorted(finished)],
@@ -83,6 +93,12 @@ def run(preset, *, graphs, mode="legacy", together=True, **fields):
     if graphs:
         release_engine(engine)
     return found
+
+
+def addresses_of(context):
+    """Addresses that a captured graph has: they must stay."""
+    tensors = context.state_pool.tensors | {"kv": context.memory_buffer, "indices": context.prefill_step.buffer}
+    return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
 
 def steps(engine, finished, count=None):
@@ -99,9 +115,13 @@ def main(preset, out):
     found = {"eager": run(preset, graphs=False), "alone": run(preset, graphs=False, together=False)}
     for mode in ("legacy", "async"):
         found[f"graphs_{mode}"] = run(preset, graphs=True, mode=mode)
+    found["graphs_one_memory"] = run(preset, graphs=True, mode="async", one_memory=True)
     if preset in DRAFTING:
         found["eager_drafts"] = run(DRAFTING[preset], graphs=False, num_speculative_tokens=2)
         found["graphs_drafts"] = run(DRAFTING[preset], graphs=True, num_speculative_tokens=2)
+        found["graphs_drafts_one_memory"] = run(
+            DRAFTING[preset], graphs=True, num_speculative_tokens=2, one_memory=True
+        )
     with open(out, "w") as file:
         json.dump(found, file)
     print({name: value["counts"] for name, value in found.items()})

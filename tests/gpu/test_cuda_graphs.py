@@ -30,7 +30,8 @@ def check_counts(found):
             assert counts["graph_prefill"] > 0, (name, counts)
         else:
             assert counts["graph_decode"] == counts["graph_prefill"] == 0
-        assert sum(cached >= 512 for cached in run["cached_tokens"]) >= 8, (name, run["cached_tokens"])
+        least = 4 if name.endswith("one_memory") else 8  # that memory is tight
+        assert sum(cached >= 512 for cached in run["cached_tokens"]) >= least, (name, run["cached_tokens"])
 
 
 @pytest.mark.parametrize("preset", ["tiny", "tiny-gdn"])
@@ -40,7 +41,9 @@ def test_float32_says_the_same_tokens(tmp_path, preset):
     for name, against in (
         ("alone", "eager"),
         *((f"graphs_{m}", "eager") for m in MODES),
+        ("graphs_one_memory", "eager"),
         ("graphs_drafts", "eager_drafts"),
+        ("graphs_drafts_one_memory", "eager_drafts"),
     ):
         assert found[name]["tokens"] == found[against]["tokens"], name
         for own, other in zip(found[name]["log_probs"], found[against]["log_probs"], strict=True):
@@ -68,9 +71,9 @@ def test_bfloat16_is_within_the_noise_of_two_runs_that_batch_differently(tmp_pat
         return sum(gaps) / len(gaps), len(gaps)
 
     noise, _ = error("alone")
-    for mode in MODES:
-        graphs, count = error(f"graphs_{mode}")
+    for name in (*MODES, "one_memory"):
+        graphs, count = error(f"graphs_{name}")
         print(
-            f"{preset}: mean |log-prob difference|: graphs, {mode} {graphs:.5f} over {count} tokens; noise {noise:.5f}"
+            f"{preset}: mean |log-prob difference|: graphs, {name} {graphs:.5f} over {count} tokens; noise {noise:.5f}"
         )
         assert graphs <= 1.5 * noise

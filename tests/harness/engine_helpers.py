@@ -59,18 +59,19 @@ def kv_budget(
 
 
 def one_budget_gb(
-    model: Any, blocks: int, *, block_tokens: int, max_requests: int, speculative_tokens: int = 0
+    model: Any, blocks: int, *, block_tokens: int, max_requests: int, states: int = 0, speculative_tokens: int = 0
 ) -> float:
-    """``cache_gb`` for at least this many KV blocks, if there are no states."""
+    """``cache_gb`` for at least this many KV blocks beside this many states."""
     from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config
     from megatron_hybrid_prefix.mcore.state.memory import own_slots
     from megatron_hybrid_prefix.pool.shared_memory import BlockShape, slot_bytes
 
-    config, states = model.hybrid_config, mamba_state_config(model)
+    config = model.hybrid_config
     shape = (block_tokens, config.num_query_groups, config.kv_channels)
     block = BlockShape(before=(2, config.count("*")), after=shape, dtype=getattr(torch, config.dtype))
-    page_blocks = ceil_div(slot_bytes(states.states.slots), block.bytes)
-    pages = ceil_div(blocks + 1, page_blocks) + own_slots(max_requests=max_requests, drafts=speculative_tokens)
+    page_blocks = ceil_div(slot_bytes(mamba_state_config(model).states.slots), block.bytes)
+    pages = ceil_div(blocks + 1, page_blocks) + states
+    pages += own_slots(max_requests=max_requests, drafts=speculative_tokens)
     return pages * page_blocks * block.bytes / 2**30
 
 

@@ -12,6 +12,10 @@ MORE = {
     "tiny-mixed": get_preset("tiny-gdn", layer_pattern="MG*EG*-", num_moe_experts=4),
     # The same kinds, and depths of multi-token prediction.
     "tiny-gdn-mtp": get_preset("tiny-gdn", layer_pattern="G*-MG*-", mtp_num_layers=3, mtp_layer_pattern="*-"),
+    # Likewise, and states of several KV blocks.
+    "tiny-large-states": get_preset(
+        "tiny-gdn", layer_pattern="MG*-", num_query_groups=1, mtp_num_layers=3, mtp_layer_pattern="*-"
+    ),
     "small-mixed": get_preset("small-gdn", layer_pattern="M-G-M*-G-M-G*-M-G-"),
     # Qwen3-Next's layers with its heads (attention's of 256 channels) and fewer, smaller experts.
     "small-qwen3-next": get_preset(

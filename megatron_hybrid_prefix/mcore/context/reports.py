@@ -53,7 +53,7 @@ def memory_report(context: Any, prefix: HybridPrefixConfig) -> str:
 def policy_report(context: Any, prefix: HybridPrefixConfig) -> str:
     """What is kept and what is evicted, in one line. Arguments as in `memory_report`."""
     interval = prefix.retention_interval_tokens
-    every = "up to 16 a prompt" if interval is None else f"every {interval} tokens" if interval else "off"
+    every = "by the length of a prompt" if interval is None else f"every {interval} tokens" if interval else "off"
     switches = (("decode", prefix.decode_checkpoints), ("coalescing", context.coalesces))
     return (
         f"prefix cache: blocks of {context.block_size_tokens} tokens, SSM chunks of {context.mamba_chunk_size}; intervals {every}, "

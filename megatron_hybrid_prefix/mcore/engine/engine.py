@@ -235,9 +235,11 @@ class HybridPrefixEngine(EngineSeam):
 
     def _refuse_if_never_active(self, request: DynamicInferenceRequest) -> None:
         # Megatron checks against all blocks. A request that needs more than the active blocks would stay paused forever.
-        allocator, block_tokens = self.context.kv_block_allocator, self.context.block_size_tokens
+        most_blocks = block_counts(self.context.kv_block_allocator).active
+        if self._has_cache:
+            most_blocks = min(most_blocks, self.context.prefix_cache.blocks.most_per_request)
         tokens = len(request.prompt_tokens) + request.sampling_params.num_tokens_to_generate
-        if request.status == Status.FAILED or ceil_div(tokens, block_tokens) <= block_counts(allocator).active:
+        if request.status == Status.FAILED or ceil_div(tokens, self.context.block_size_tokens) <= most_blocks:
             return
         self.waiting_request_ids.remove(request.request_id)
         request.status = Status.FAILED
