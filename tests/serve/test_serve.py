@@ -63,13 +63,15 @@ class Server(Endpoint):
         blocks: int = 256,
         max_requests: int = 4,
         slots: int = 64,
+        cache_gb: float | None = None,
         engine_fields: dict[str, Any] | None = None,
         header_s: float = 60.0,
         **options: Any,
     ) -> None:
+        budget = {"mamba_gb": slots * state_bytes(model) / 2**30} if cache_gb is None else {"cache_gb": cache_gb}
         self.engine = build_engine(
             model,
-            HybridPrefixConfig(mamba_gb=slots * state_bytes(model) / 2**30, retention_interval_tokens=0),
+            HybridPrefixConfig(**budget, retention_interval_tokens=0),
             tokenizer=TOKENIZER,
             **{"max_sequence_length": LIMIT_TOKENS, "max_requests": max_requests, "max_tokens": LIMIT_TOKENS}
             | {"block_size_tokens": BLOCK}
