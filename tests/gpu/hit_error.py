@@ -21,6 +21,7 @@ from megatron_hybrid_prefix.layers.kinds import invalidate_layers
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.gpu.models import Source
 from tests.harness.engine_helpers import greedy
+from tests.harness.naive_model import local_weights
 from tests.harness.quadratic_model import QuadraticHybridModel
 
 PREFIX_TOKENS, OWN_TOKENS, FORCED_TOKENS, BATCH = 1024, 40, 32, 8
@@ -92,11 +93,9 @@ def say(line):
 
 
 def in_float32(source, model):
-    """The same weights in float32."""
-    exact = source.build("float32")
-    exact.load_state_dict(
-        {name: value for name, value in model.state_dict().items() if value is not None}, strict=False
-    )
+    """The same weights in float32. Local layers: Transformer Engine multiplies float32 in TF32."""
+    exact = source.build("float32", transformer_impl="local")
+    exact.load_state_dict(local_weights(model), strict=False)
     invalidate_layers(exact)
     return exact
 

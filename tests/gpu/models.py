@@ -31,10 +31,10 @@ class Source:
             tokenizer = load_tokenizer(self.folder.path, self.config.vocab_size)
             self._text = tokenizer.tokenize("\n".join(topics[name] for name in sorted(topics)))
 
-    def build(self, dtype=None, seed=0):
-        """The model, its weights in another dtype if one is given."""
+    def build(self, dtype=None, seed=0, **overrides):
+        """The model, its weights in another dtype if one is given; fields as of `build_hybrid_model`."""
         config = self.config if dtype is None else replace(self.config, dtype=dtype)
-        return build_hybrid_model(config, seed=seed, hf=self.folder)
+        return build_hybrid_model(config, seed=seed, hf=self.folder, **overrides)
 
     def truth(self, model, prompts):
         """Log-probs after each prompt's last token, of the model's weights in float64: (prompts, vocabulary), on the CPU.
