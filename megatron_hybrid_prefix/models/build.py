@@ -259,8 +259,9 @@ def _with(spec: Any, **submodules: Any) -> Any:
 
 def _te_layer_specs(num_moe_experts: int, *, qk_norm: bool) -> Any:
     """Megatron's spec of hybrid models, with this package's experts; arguments as of `local_layer_specs`."""
-    from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+    from megatron_hybrid_prefix.upstream.packages import TENorm
 
     attention = hybrid_stack_spec.submodules.attention_layer
     if qk_norm:  # megatron's spec has no such norms, and attention is built without them where the config asks for them
