@@ -3,7 +3,8 @@
 Each group applies only if the part is missing:
   * `HOST_*`                  no CUDA device: ``torch.cuda`` describes the CPU, pinning is skipped, kernels are PyTorch.
   * `MAMBA_PARTS`             mamba-ssm or causal-conv1d missing or too old: the parts that dynamic inference uses.
-  * `MAMBA_TRAINING`          mamba-ssm, causal-conv1d or their compiled extensions missing: the mixer trains with PyTorch.
+  * `MAMBA_TRAINING`          mamba-ssm, causal-conv1d or their compiled extensions missing: the mixer trains, and predicts drafts,
+                              with PyTorch.
   * `NO_MAMBA_SSM`            no mamba-ssm: the mixer can be built; static batching raises an error that says what to install.
   * `NO_FLA`                  no flash-linear-attention: likewise for Gated DeltaNet layers.
   * `*GATHERING_ATTENTION`    no flash-attention of any generation: attention gathers the pages.
@@ -114,10 +115,6 @@ def _raises(message: str) -> Callable[[Any], Any]:
     return _replace_by(raise_import_error)
 
 
-_needs_mamba_ssm = _raises(
-    "static batching of Mamba layers needs mamba-ssm and causal-conv1d: "
-    "pip install --no-build-isolation 'megatron-hybrid-prefix[mamba]'"
-)
 _needs_fla = _raises(
     "Gated DeltaNet layers outside of this package's dynamic engine, as in training, need flash-linear-attention: "
     "pip install fla-core"
@@ -157,6 +154,12 @@ MAMBA_TRAINING = (
         make=_kernel("training", "mamba_split_conv1d_scan_combined"),
         why="training calls it, and it calls compiled extensions; this one is differentiable PyTorch, for small models",
     ),
+    Rebinding(
+        owner=modules.MAMBA_MIXER,
+        name="causal_conv1d_fn",
+        make=_replace_by(None),
+        why="a compiled extension, called by layers that predict drafts; megatron uses PyTorch where it is None",
+    ),
 )
 NO_MAMBA_SSM = (
     Rebinding(
@@ -165,7 +168,12 @@ NO_MAMBA_SSM = (
         make=_replace_by(True),
         why="the mixer's constructor requires mamba-ssm",
     ),
-    Rebinding(owner=modules.MAMBA_MIXER, name="mamba_chunk_scan_combined", make=_needs_mamba_ssm, why=_NOT_DYNAMIC),
+    Rebinding(
+        owner=modules.MAMBA_MIXER,
+        name="mamba_chunk_scan_combined",
+        make=_kernel("training", "mamba_chunk_scan_combined"),
+        why="layers that predict drafts call it; static batching gets a clear error",
+    ),
 )
 
 
