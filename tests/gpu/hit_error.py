@@ -115,13 +115,14 @@ def main():
     parser.add_argument("prompts", type=int)
     parser.add_argument("state_dtype", nargs="?", help="bfloat16 or float32")
     parser.add_argument("--hf", metavar="DIR", help="a Hugging Face folder instead of PRESET")
+    parser.add_argument("--layers", choices=("transformer_engine", "local"), help="default: as build_hybrid_model")
     parser.add_argument(
         "--float64", action="store_true", help="compare with the same weights in float64, without kernels"
     )
     arguments = parser.parse_args()
     count, state_dtype = arguments.prompts, arguments.state_dtype
     platform = ensure_platform()
-    source = Source(arguments.preset, arguments.hf)
+    source = Source(arguments.preset, arguments.hf, transformer_impl=arguments.layers)
     model = source.build("bfloat16")
     shared = source.tokens(PREFIX_TOKENS, seed=1)
     pairs = [source.prompt_and_answer(OWN_TOKENS, FORCED_TOKENS, 100 + i, 10_000 + i) for i in range(count)]
@@ -146,6 +147,7 @@ def main():
     report = {
         "platform": platform.describe(),
         "preset": source.name,
+        **source.fields,
         "prompts": len(prompts),
         "state_dtype": state_dtype,
     }
