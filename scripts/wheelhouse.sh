@@ -5,7 +5,7 @@
 #
 #   DIR            folder for the wheels; existing wheels are not downloaded or built again
 #   --with LIST    also: te (Transformer Engine); mamba (mamba-ssm and causal-conv1d with their compiled extensions,
-#                  for Hopper GPUs only: sm_90). No CUDA toolkit is needed. On two cores: te 20 minutes, mamba 40
+#                  for Hopper GPUs only: sm_90). No CUDA toolkit is needed. On two busy cores: te 30 minutes, mamba 20
 #   --split MB     split files larger than MB into parts, for media with a size limit, and write join.sh beside them
 #   --dry-run      only print what would be done
 #   --no-download  only split and print, for the wheels that are in DIR
