@@ -8,7 +8,7 @@ Each group applies only if the part is missing:
   * `NO_MAMBA_SSM`            no mamba-ssm: the mixer can be built; static batching raises an error that says what to install.
   * `NO_FLA`                  no flash-linear-attention: likewise for Gated DeltaNet layers.
   * `*GATHERING_ATTENTION`    no flash-attention of any generation: attention gathers the pages.
-  * `NO_TRANSFORMER_ENGINE`   the one norm that upstream's hybrid stack hard-codes.
+  * `NO_TRANSFORMER_ENGINE`   no Transformer Engine, or no CUDA device for it: what upstream calls of it whatever the layers are.
 Placeholders replace compiled modules that mamba-ssm and causal-conv1d import and that the dynamic path never calls.
 """
 
@@ -337,5 +337,11 @@ NO_TRANSFORMER_ENGINE = (
         name="TENorm",
         make=_torch_norm,
         why="HybridStack hard-codes Transformer Engine's norm as its final norm",
+    ),
+    Rebinding(
+        owner=modules.MOE_UTILS,
+        name="te_general_gemm",
+        make=_replace_by(None),
+        why="routers multiply with Transformer Engine where it is installed, also on a CPU; with PyTorch where it is None",
     ),
 )
