@@ -123,7 +123,7 @@ pip_build() {
   done
   shift
   # Not from pip's cache, which cannot tell a wheel with extensions from one without.
-  run env "${settings[@]}" "$python" -m pip wheel --no-input --disable-pip-version-check --no-deps --no-build-isolation \
+  run env ${settings[@]+"${settings[@]}"} "$python" -m pip wheel --no-input --disable-pip-version-check --no-deps --no-build-isolation \
     --no-cache-dir --wheel-dir "$dir" "$@"
 }
 
