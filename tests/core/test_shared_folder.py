@@ -380,6 +380,9 @@ def test_an_entry_whose_parent_was_deleted_has_no_place(tmp_path):
 # -- several processes -------------------------------------------------------------------------------------------------
 
 
+forks = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")  # the children start their own threads
+
+
 def in_child(work: Any) -> int:
     """Runs ``work`` in a child process; returns its id."""
     pid = os.fork()
@@ -393,6 +396,8 @@ def in_child(work: Any) -> int:
     return pid
 
 
+@forks
+@pytest.mark.slow
 def test_processes_write_read_and_delete_side_by_side(tmp_path, no_grace):
     def work(seed: int) -> None:
         dice, tier = random.Random(seed), tier_on(tmp_path, budget_bytes=30_000)
@@ -411,6 +416,7 @@ def test_processes_write_read_and_delete_side_by_side(tmp_path, no_grace):
     assert sum(files(tmp_path).values()) <= 30_000 + (SIZE[STATE] + HEADER_BYTES)
 
 
+@forks
 def test_half_written_files_of_killed_processes_are_deleted(tmp_path, monkeypatch):
     def work() -> None:
         tier = tier_on(tmp_path)
