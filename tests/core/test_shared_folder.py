@@ -153,13 +153,25 @@ def test_new_weights_have_another_namespace(tmp_path):
     put(tier, *prompt_tags(1, 1))  # nobody asked for the name of the weights yet
     assert tier.counts == {"old_weights": 2}
     assert tier.kv_depth([key(1, 1)], 0) == 0
+    wait_until(lambda: tier._name, "the namespace is open")
     put(tier, *prompt_tags(1, 1))
     weights[0] = b"b" * 16
     tier.invalidate(1)
     assert tier.kv_depth([key(1, 1)], 0) == 0 and not holds(tier, tag(KV, 1, 1))
+    wait_until(lambda: tier._name, "the namespace is open")
+    assert tier.kv_depth([key(1, 1)], 0) == 0 and not holds(tier, tag(KV, 1, 1))
     weights[0] = b"a" * 16
     tier.invalidate(0)
-    assert tier.kv_depth([key(1, 1)], 0) == 1 and holds(tier, tag(KV, 1, 1))
+    wait_until(lambda: tier.kv_depth([key(1, 1)], 0) == 1, "the first namespace is open again")
+    assert holds(tier, tag(KV, 1, 1))
+
+
+def test_new_weights_do_not_wait_for_a_disk_that_hangs(tmp_path):
+    tier = tier_on(tmp_path)
+    put(tier, *prompt_tags(1, 1))
+    with tier.folder._looking:  # as a look that does not come back
+        tier.invalidate(1)
+        assert tier.kv_depth([key(1, 1)], 0) == 0
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
