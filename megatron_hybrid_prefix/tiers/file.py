@@ -82,6 +82,7 @@ class FileTier(SharedTier):
         self._make_name: Callable[[], bytes] | None = None
         self._name = b""  # of the namespace, 16 bytes; empty if it is not open
         self._wanted = b""  # the namespace that is open, or is being opened
+        self._wrong: dict[FileName, None] = {}  # files to be deleted
         self._reads: dict[int, float] = {}  # reads that run: when they began (monotonic), by thread
         self._wake = threading.Event()
         watch = threading.Thread(
@@ -108,10 +109,14 @@ class FileTier(SharedTier):
         """The weights changed: other entries are used from now on. Nothing is deleted."""
         with self.folder.lock:
             self._epoch, self._name, self._wanted = epoch, b"", b""
+            self._wrong.clear()
             self.folder.leave_space()
 
     def look(self) -> None:
-        """Look at what other processes have done. Opens the namespace of new weights."""
+        """Look at what other processes have done. Opens the namespace of new weights, and deletes wrong files."""
+        for file in list(self._wrong):
+            if self._wrong.pop(file, False) is None:  # not replaced meanwhile
+                self._drop(file)
         while (name := self._wanted) != self._name:
             self.folder.use_space(name.hex())
             with self.folder.lock:  # the weights may have changed again
@@ -183,6 +188,7 @@ class FileTier(SharedTier):
                 return False
             if space.get(tag.kind, tag.key) is not None:
                 return True
+        self._wrong.pop(name, None)  # its file is about to be replaced
         header = _header(namespace, name, tag.depth_tokens, len(entry.data), entry.checksum)
         try:
             written = self.folder.write(name, [header, entry.data], space)
@@ -241,11 +247,14 @@ class FileTier(SharedTier):
     # -- remove --------------------------------------------------------------------------------------------------------
 
     def remove(self, tags: Iterable[Tag]) -> None:
-        """See Tier: the entries were wrong when they arrived on the device."""
+        """See Tier: the entries were wrong when they arrived on the device. The thread that looks deletes their files."""
         for tag in tags:
             if self.contains(tag.kind, tag.key):
                 self.count("wrong")
-                self._drop(self._file_name(tag))
+                name = self._file_name(tag)
+                self._wrong[name] = None
+                self.folder.forget(name)
+        self._wake.set()
 
     def describe(self, stats: TierStats) -> None:
         """Add what is in the folder, and what was given up."""

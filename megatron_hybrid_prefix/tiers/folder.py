@@ -497,6 +497,8 @@ class SharedFolder:
             OSError: It cannot be deleted.
         """
         with self.lock:
+            if self._name is None:
+                return
             place = self.path(name)
         place.unlink(missing_ok=True)
         self.forget(name)

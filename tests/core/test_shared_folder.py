@@ -283,6 +283,7 @@ def test_a_reader_keeps_the_file_that_it_opened(tmp_path, monkeypatch):
         if not changes:
             changes.append(put(other, of, writer=1))
             other.remove([of])
+            other.look()
         return read(*arguments)
 
     monkeypatch.setattr(os, "preadv", replaced_first)
