@@ -212,7 +212,15 @@ class HostArena:
             self._behind_stats.seconds_waited += time.perf_counter() - start
         if not all(job.is_over for job in coming):
             return None
-        return all([self._take(unit, parts) for unit, parts in jobs.items()])
+        found = {unit: checksum for unit, parts in jobs.items() if (checksum := _checksum_of(parts)) is not None}
+        if found:
+            pages = [unit.pages[0] for unit in found]
+            sums = torch.tensor([checksum ^ unit.tag.digest for unit, checksum in found.items()])
+            self._sums[self._ids(pages)] = sums.to(self._device)
+            self._sums_seen[pages] = sums
+            self._tags |= {unit.pages[0]: unit.tag for unit in found}
+            self._behind_stats.bytes_loaded += sum(self._entry_bytes(unit.tag.kind) for unit in found)
+        return len(found) == len(jobs)
 
     def drain(self, seconds: float) -> bool:
         """Wait until the shared tier has been given all entries, at most this long. Returns whether it has."""
@@ -275,7 +283,7 @@ class HostArena:
         after = (finish(self.stores.finish, self._stored), finish(self.loads.finish, self._last_load))
         jobs = []
         for unit in units:
-            self._tags.pop(unit.pages[0], None)  # set again by `_take`
+            self._tags.pop(unit.pages[0], None)  # set again by `fetched`
             size, step = self._entry_bytes(unit.tag.kind), max(1, PART_BYTES // self.page_bytes)
             for at in range(0, len(unit.pages), step):
                 pages, start = unit.pages[at : at + step], at * self.page_bytes
@@ -288,18 +296,6 @@ class HostArena:
 
     def _views(self, units: Sequence[BlockTransfer], size: int) -> list[tuple[int, torch.Tensor]]:
         return [(start, self._host(page, length)) for start, page, length in self._pieces(units, size)]
-
-    def _take(self, unit: BlockTransfer, parts: Sequence[Job | None]) -> bool:
-        """Notes an entry whose parts threads have read. False: it is not complete."""
-        sums = {None if part is None or part.cancelled or not part.found else part.checksum for part in parts}
-        (checksum, *others) = sums
-        if others or not isinstance(checksum, int):
-            return False
-        first = unit.pages[0]
-        self._sums[first] = self._sums_seen[first] = checksum ^ unit.tag.digest
-        self._tags[first] = unit.tag
-        self._behind_stats.bytes_loaded += self._entry_bytes(unit.tag.kind)
-        return True
 
     # -- a tier behind the host, at once -------------------------------------------------------------------------------
 
@@ -535,6 +531,13 @@ class HostArena:
 
     def _ids(self, ids: Iterable[int]) -> torch.Tensor:
         return ids_on_device(ids, self._device)
+
+
+def _checksum_of(parts: Sequence[Job | None]) -> int | None:
+    """The checksum of an entry that threads have read in parts; None if it is not complete, or of two files."""
+    sums = {None if part is None or part.cancelled or not part.found else part.checksum for part in parts}
+    (checksum, *others) = sums
+    return checksum if isinstance(checksum, int) and not others else None
 
 
 def _places(unit: BlockTransfer) -> set[object]:

@@ -230,7 +230,7 @@ class HostMoves(Moves):
         Args:
             model: This rank's part of the model. Its weights are read now, and again after they were invalidated.
         """
-        if self._shared is not None:
+        if self._shared is not None and "behind" in self.cache_fields:
             self._shared.name_entries(Fingerprint(model, self._layout, weights=self._weights_name))
 
     def drain(self, seconds: float) -> bool:
