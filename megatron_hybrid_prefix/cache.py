@@ -75,10 +75,11 @@ class HybridPrefixCache:
         epoch: Weights epoch at the start.
         secret: Secret of the block hashes, at most 64 bytes. None: random. Ranks need the same secret only if their
             keys are compared.
+        adapter_secret: See `KeyMaker`.
         eviction_policy: Name of the policy that picks the checkpoint to evict (``policy/registry.py``).
         min_computed_tokens: Last tokens of a prompt that are always computed, even on a full hit.
         retention_interval_tokens: Also checkpoint every N prompt tokens while slots are free. A multiple of
-            ``block_tokens``; 0 disables; None chooses N by the prompt's length (at most 16 states per prompt).
+            ``block_tokens``; 0 disables; None: 16 evenly spaced ones, and some near the end (``policy/boundaries.py``).
         bytes_budget: Bytes of all checkpoint slots. Only reported in the statistics.
         host_pages: Pages of the host tier. 0: no host tier.
         host_kv_pages: Pages per KV block on the host.
@@ -114,6 +115,7 @@ class HybridPrefixCache:
         first_state_slot: int = 0,
         epoch: int = 0,
         secret: bytes | None = None,
+        adapter_secret: bytes = b"",
         eviction_policy: str = DEFAULT_EVICTION_POLICY,
         min_computed_tokens: int = 1,
         retention_interval_tokens: int | None = None,
@@ -150,7 +152,7 @@ class HybridPrefixCache:
         self.block_tokens = block_tokens
         self.min_computed_tokens = min_computed_tokens
         self.retention_interval_tokens = retention_interval_tokens
-        self._keys = KeyMaker(block_tokens, secret)
+        self._keys = KeyMaker(block_tokens, secret, adapter_secret)
         self._stats = PrefixStats(bytes_budget=bytes_budget)
         tree, host = PrefixTree(epoch, ScoreTable(scores_bytes, self._stats)), None
         tiers: list[DepthTier] = []

@@ -13,6 +13,7 @@ from megatron_hybrid_prefix.policy.registry import (
     present_eviction_policy,
 )
 from megatron_hybrid_prefix.tiers.registry import tier_name
+from megatron_hybrid_prefix.tiers.shared import SharedSettings
 
 StateDtypeName = Literal["float32", "bfloat16"]
 
@@ -70,7 +71,7 @@ class HybridPrefixConfig:
         default=None,
         metadata=_help(
             "Also checkpoint every N prompt tokens while slots are free, so that the second request with a prefix can "
-            "already reuse it. A multiple of the block size; 0 disables; None chooses N (at most 16 per prompt)."
+            "already reuse it. A multiple of the block size; 0 disables; None: 16 evenly spaced ones, and some near the end."
         ),
     )
     decode_checkpoints: bool = field(
@@ -122,6 +123,14 @@ class HybridPrefixConfig:
             "evicts, and loads back through the host. Needs host_gb. None: no such tier."
         ),
     )
+    shared: str | None = field(
+        default=None,
+        metadata=_help(
+            "Folder behind the host tier that outlives the process, and that others may use: "
+            "'file:///var/cache/prefix?gb=200'. A restarted process, or another replica with the same weights, reuses "
+            "what is there. Needs host_gb, and a secret in HYBRID_PREFIX_SECRET. None: no such folder."
+        ),
+    )
     verify_host_loads: bool = field(
         default=True,
         metadata=_help(
@@ -162,6 +171,16 @@ class HybridPrefixConfig:
             tier_name(self.tier_behind_host)
             if not self.host_gb:
                 raise ValueError(f"tier_behind_host={self.tier_behind_host!r}: needs a host tier; set host_gb above 0")
+        if self.shared is not None:
+            SharedSettings.parse(self.shared)
+            if not self.host_gb:
+                raise ValueError(f"shared={self.shared!r}: needs a host tier; set host_gb above 0")
+            if self.tier_behind_host is not None:
+                raise ValueError(
+                    f"shared={self.shared!r}: there is room for one tier behind the host; see tier_behind_host"
+                )
+            if not self.verify_host_loads:
+                raise ValueError(f"shared={self.shared!r}: needs verify_host_loads, as others may write to the folder")
         dtypes = get_args(StateDtypeName)
         if self.state_dtype is not None and self.state_dtype not in dtypes:
             raise ValueError(f"state_dtype={self.state_dtype!r}: must be {' or '.join(map(repr, dtypes))}")

@@ -69,6 +69,7 @@ from megatron_hybrid_prefix.console.engine_options import (
     started_platform,
     state_dtype_field,
     stop_requested,
+    tier_fields,
     versions,
 )
 from megatron_hybrid_prefix.console.hf import (
@@ -326,7 +327,7 @@ def run_engines(
         "budgets": {name: budget_of(ENGINES[name](budgets)) for name in names},
         "mamba_gb": budgets.mamba_gb,
         "host_gb": args.host_gb,
-        "tier_behind_host": args.tier_behind_host,
+        **tier_fields(args),
         "state_dtype": args.state_dtype,
         **plain(shared),
     }

@@ -240,7 +240,7 @@ def check_options(args: argparse.Namespace) -> Any:
                 f"--cache-gb is one budget for KV and states, --{name.replace('_', '-')} a part of a fixed split: give one"
             )
     if args.no_cache:
-        given = ("cache_gb", "mamba_gb", "host_gb", "tier_behind_host", "verify_hits")
+        given = ("cache_gb", "mamba_gb", "host_gb", "tier_behind_host", "shared", "verify_hits")
         for name in (name for name in given if getattr(args, name)):
             raise InputError(f"--no-cache: leaves nothing for --{name.replace('_', '-')} to do")
     if args.port > 65535:

@@ -11,9 +11,9 @@ import os
 import platform as host
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -26,6 +26,7 @@ from megatron_hybrid_prefix.console.hf import add_hf_option, choose_model
 from megatron_hybrid_prefix.console.terminal import InputError, Interrupt, Stopped, as_input_errors, split_names
 from megatron_hybrid_prefix.errors import PlatformError
 from megatron_hybrid_prefix.models.config import PRESETS
+from megatron_hybrid_prefix.tiers.shared import SharedSettings
 
 DEFAULT_PRESET = "tiny"
 DEFAULT_BUFFER_GB = {"cpu": 0.25, "cuda": 20.0}
@@ -47,14 +48,14 @@ class Budgets:
         mamba_gb: GiB for checkpoints, in engines with a fixed split.
         cache_gb: GiB for all of these, in an engine with one budget. None: the sum of the two.
         host_gb: GiB of host memory for evicted KV and states.
-        tier_behind_host: The tier behind the host; None: none.
+        tier: Fields of `HybridPrefixConfig` that say what is behind the host tier (`tier_fields`).
     """
 
     buffer_gb: float
     mamba_gb: float
     cache_gb: float | None = None
     host_gb: float = 0.0
-    tier_behind_host: str | None = None
+    tier: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, args: argparse.Namespace, device_type: str, **wanted: float) -> Budgets:
@@ -62,18 +63,18 @@ class Budgets:
         names = ("cache_gb", "buffer_gb", "mamba_gb", "host_gb")
         given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
         defaults = {"buffer_gb": DEFAULT_BUFFER_GB[device_type], "mamba_gb": DEFAULT_MAMBA_GB[device_type]}
-        return cls(**(defaults | wanted | given), tier_behind_host=args.tier_behind_host)
+        return cls(**(defaults | wanted | given), tier=tier_fields(args))
 
     @property
     def one_budget(self) -> HybridPrefixConfig:
         """Settings of this package's cache with one budget."""
         cache_gb = self.buffer_gb + self.mamba_gb if self.cache_gb is None else self.cache_gb
-        return HybridPrefixConfig(cache_gb=cache_gb, host_gb=self.host_gb, tier_behind_host=self.tier_behind_host)
+        return HybridPrefixConfig(cache_gb=cache_gb, host_gb=self.host_gb, **self.tier)
 
     @property
     def fixed_split(self) -> HybridPrefixConfig:
         """Settings of this package's cache with a fixed split; ``buffer_size_gb`` is another argument."""
-        return HybridPrefixConfig(mamba_gb=self.mamba_gb, host_gb=self.host_gb, tier_behind_host=self.tier_behind_host)
+        return HybridPrefixConfig(mamba_gb=self.mamba_gb, host_gb=self.host_gb, **self.tier)
 
 
 # Engine name -> arguments of build_engine.
@@ -165,6 +166,12 @@ def add_engine_options(
         help="storage tier behind the host memory, registered by a plugin (default: none)",
     )
     add(
+        "--shared",
+        metavar="URL",
+        help="folder behind the host memory that outlives the process and may be shared, such as "
+        "file:///var/cache/prefix?gb=200; needs --host-gb, and a secret in HYBRID_PREFIX_SECRET (default: none)",
+    )
+    add(
         "--state-dtype",
         choices=("float32", "bfloat16"),
         help="dtype of the matrix states (default: the parameters' for Mamba2, float32 for Gated DeltaNet)",
@@ -224,9 +231,11 @@ def check_engine_options(args: argparse.Namespace) -> Any:
     config = choose_model(args, DEFAULT_PRESET)
     with as_input_errors(ValueError):
         config.check_parallel(tp=args.tp, pp=args.pp)
-    if args.tier_behind_host is not None:
+    if args.tier_behind_host is not None or args.shared is not None:
         with as_input_errors(ValueError):
-            HybridPrefixConfig(cache_gb=1, host_gb=args.host_gb or 0.0, tier_behind_host=args.tier_behind_host)
+            HybridPrefixConfig(cache_gb=1, host_gb=args.host_gb or 0.0, **tier_fields(args))
+            if args.shared is not None:
+                SharedSettings.parse(args.shared).check()
     if args.max_requests is not None and args.max_requests % args.tp:
         raise InputError(f"--max-requests {args.max_requests} is not a multiple of --tp {args.tp}")
     if (args.max_tokens or 0) % STEP_TOKENS_MULTIPLE:
@@ -262,6 +271,11 @@ def engine_fields(
     if args.async_scheduling:
         fields["async_sched_mode"] = AsyncScheduleMode.ASYNC
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def tier_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of `HybridPrefixConfig` that say what is behind the host tier."""
+    return {"tier_behind_host": args.tier_behind_host, "shared": args.shared}
 
 
 def step_tokens(tokens: int) -> int:

@@ -299,6 +299,26 @@ class Loads:
             self._stats.tiers[host.behind.name].failed += len(load.fetched)
             host.behind.remove(load.fetched)
 
+    def end_fetch(self, request_id: int, failure: str | None) -> None:
+        """What the request's load waited for has arrived on the host, on all ranks. Or not: then the load is given up.
+
+        Args:
+            request_id: A request that holds a load and is not admitted.
+            failure: Why it did not; None if it did.
+        """
+        live, host = self._requests[request_id], self._host
+        assert live.load is not None and host is not None and host.behind is not None
+        tags = set(live.load.fetched)
+        entries = [entry for entry in live.load.pinned if entry in host.entries and host.entries.tag(entry) in tags]
+        if failure is None:
+            host.settle(entries)
+            return
+        self._stats.count_fallback(failure)
+        self._stats.tiers[host.behind.name].failed += len(entries)
+        self._give_up(live)
+        for entry in entries:
+            host.drop(entry)
+
     def give_up(self) -> bool:
         """Releases all requests that hold a load and are not admitted. Returns False if there were none."""
         waiting = self._waiting

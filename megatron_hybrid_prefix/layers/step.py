@@ -125,8 +125,7 @@ class PrefillStep:
         bounds: (sequences + 1,) int32, sequence i is rows [bounds[i], bounds[i + 1]) of the prefilled tokens.
         source_slots: (sequences,) int64, the slot that each sequence starts from.
         live_slots: (sequences,) int64, the slot for its final state, or NO_SLOT.
-        token_sources: (tokens,) int64, the source slot of each token's sequence. Megatron's convolution multiplies it by the
-            stride of a slot, in its type.
+        token_sources: (tokens,) int32, the source slot of each token's sequence.
         token_starts: (tokens,) int32, the row where each token's sequence starts.
         chunks: By quantum. Empty before the first prefill. The tensors above (not ``buffer``) do not exist before it.
     """
@@ -150,16 +149,13 @@ class PrefillStep:
             quantum: ChunkGrid(chunk_tokens=quantum, block_tokens=block_tokens) for quantum in sorted(set(quanta))
         }
         buffers = _Buffers()
-        buffers.sizes += [
-            ("source", max_sequences, np.int64),
-            ("live", max_sequences, np.int64),
-            ("token_source", max_tokens, np.int64),
-        ]
+        buffers.sizes += [("source", max_sequences, np.int64), ("live", max_sequences, np.int64)]
         most_chunks = {q: grid.max_chunks(max_tokens, max_sequences) for q, grid in self._grids.items()}
         for quantum, chunks in most_chunks.items():
             buffers.sizes += [(f"first{quantum}", max_sequences + 1, np.int64), (f"slots{quantum}", chunks, np.int64)]
         buffers.sizes += [
             ("bounds", max_sequences + 1, np.int32),
+            ("token_source", max_tokens, np.int32),
             ("token_start", max_tokens, np.int32),
         ]
         for quantum, chunks in most_chunks.items():

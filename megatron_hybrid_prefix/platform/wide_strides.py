@@ -1,6 +1,6 @@
 """Triton kernels of megatron whose products of a stride have 64 bits.
 
-Triton gives an integer argument 32 bits where its value fits, and so does its product with another such number.
+Triton passes an integer argument in 32 bits if its value fits. The product of two such numbers then has 32 bits, too.
 """
 
 from __future__ import annotations

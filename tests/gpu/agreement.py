@@ -20,6 +20,7 @@ import time
 import torch
 
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+from tests.gpu.hit_error import in_float32
 from tests.gpu.models import Source
 from tests.harness.named_models import runs_on_megatron
 
@@ -79,8 +80,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", default="small")
     parser.add_argument("--hf", metavar="DIR", help="a Hugging Face folder instead of --preset")
+    parser.add_argument("--layers", choices=("transformer_engine", "local"), help="default: as build_hybrid_model")
+    parser.add_argument("--fp8", choices=("tensorwise", "blockwise", "delayed"), help="recipe of products in FP8")
+    parser.add_argument("--fp8-weights", action="store_true", help="with --fp8: keep the weights in FP8, too")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the parameters (default: the model's)")
     parser.add_argument("--truth", action="store_true", help="compare with the same weights in float64")
+    parser.add_argument("--float32", action="store_true", help="save the same weights' log-probs in float32, too")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
@@ -97,7 +102,12 @@ def main() -> None:
     from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
     from megatron_hybrid_prefix.mcore import build_upstream_engine
 
-    source = Source(arguments.preset, arguments.hf)
+    fp8 = (
+        {}
+        if arguments.fp8 is None
+        else {"fp8": "e4m3", "fp8_recipe": arguments.fp8, "fp8_param": arguments.fp8_weights}
+    )
+    source = Source(arguments.preset, arguments.hf, transformer_impl=arguments.layers, **fp8)
     start = time.perf_counter()
     model = source.build(arguments.dtype)
     if platform.device.type == "cuda":
@@ -127,7 +137,7 @@ def main() -> None:
             {"prefix": HybridPrefixConfig(cache_gb=arguments.buffer_gb + states_gb, check_ranks=True)},
         ),
     ]
-    report = {"platform": platform.describe(), "preset": source.name, "build_s": round(build_s, 2)}
+    report = {"platform": platform.describe(), "preset": source.name, **source.fields, "build_s": round(build_s, 2)}
     rows = {}
     with torch.inference_mode():
         for name, work, steps, extra in cases:
@@ -141,6 +151,9 @@ def main() -> None:
             del engine
             gc.collect()
             torch.cuda.empty_cache()
+        if arguments.float32:
+            engine = build_engine(in_float32(source, model), **fields)
+            rows["float32"], _ = next_log_probs(engine, alone, sampling)
         if arguments.truth:
             rows["truth"] = source.truth(model, texts)
     report["prompt_tokens"] = sum(map(len, texts))

@@ -196,6 +196,7 @@ def main():
         ]
         work = [(size, "float32") for size in full[:3]] + [(size, "bfloat16") for size in by_size]
         work += [(size, "float32") for size in full[3:]]
+    work = [(size, dtype) for size, dtype in work if dtype in args.types]
 
     def one(item):
         size, dtype = item

@@ -4,8 +4,7 @@
 
 Prints a line per case: whether outputs and written states have the same bits, medians of GPU times of a call in contiguous
 tensors and in the views, and their ratio. Sizes of KV blocks and states as of Nemotron-H-8B (heads of 128) and Qwen3-Next (heads of 256)
-in bfloat16, states in float32. FOLDER gets ``one_memory.json``. Exit code 1 if bits differ. (A long file: all cases share the two
-memories.)
+in bfloat16, states in float32. FOLDER gets ``one_memory.json``. Exit code 1 if bits differ.
 """
 
 from __future__ import annotations
@@ -51,19 +50,8 @@ class Sizes(NamedTuple):
     repeats: int = 7
 
 
-TINY = Sizes(
-    pages=24,
-    page_bytes=26 * 8192,
-    block=16,
-    rows=3,
-    prefill=320,
-    context=64,
-    conv=(10, 4),
-    ssm=(4, 3, 8),
-    matrix=(4, 16, 16),
-    heads=((4, 2, 16),),
-    repeats=2,
-)
+SMALL = {"pages": 24, "page_bytes": 26 * 8192, "block": 16, "rows": 3, "prefill": 320, "context": 64, "repeats": 2}
+TINY = Sizes(**SMALL, conv=(10, 4), ssm=(4, 3, 8), matrix=(4, 16, 16), heads=((4, 2, 16),))
 Call = Callable[[int], Any]  # of a layer
 
 
@@ -226,7 +214,7 @@ class Bench:
                     "live_slots": self.ids(slots[[2, 3]]),
                     "chunk_slots": self.ids(kept),
                 },
-                "sources": self.ids(sources),
+                "sources": self.ids(sources, torch.int32),
                 "starts": self.ids((torch.arange(tokens) >= half) * half, torch.int32),
                 "bounds": self.ids(bounds, torch.int32),
             }
@@ -271,7 +259,7 @@ def run(bench: Bench) -> None:
     from megatron.core.ssm import mamba_mixer
     from megatron.core.transformer import attention
 
-    from megatron_hybrid_prefix.upstream.mixer import convolve, convolve_step
+    from megatron_hybrid_prefix.upstream.mixer import convolve_step
 
     sizes, rand = bench.sizes, bench.rand
 
@@ -359,16 +347,7 @@ def run(bench: Bench) -> None:
     log_decay = -rand(heads, chunks, chunk, dtype=torch.float32).abs()
 
     def prefill_mamba2(layer, states, slots, sources, starts, bounds):
-        convolved = convolve(
-            x=inputs,
-            weight=weight,
-            bias=bias,
-            cu_seqlens=bounds,
-            initial_states=states["conv"][layer][:, :, 1:],
-            activation="silu",
-            precomputed_seq_idx=sources,
-            precomputed_seq_start=starts,
-        )
+        convolved = convolve_from_slots(inputs, states["conv"][layer], weight, bias, sources=sources, starts=starts)
         write_conv_windows(inputs, states["conv"][layer], chunk_bounds=bounds, **slots)
         return convolved, pass_states(added, log_decay, states["ssm"][layer], **slots)[: len(bounds) - 1]
 

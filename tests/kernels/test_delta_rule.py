@@ -290,7 +290,7 @@ def test_sizes_of_heads_in_bfloat16(key_dim, value_dim):
 
 
 @pytest.mark.gpu
-def test_slots_further_apart_than_32_bits_count():
+def test_slots_beyond_two_to_the_31_elements():
     heads, size, far = 4, 16, 2**30 + 16
     args = make(100, 0, dtype=torch.bfloat16, device="cuda", key_dim=size, value_dim=size)
     slots = {"source_slots": [3], "live_slots": [2], "chunk_slots": [1, -1], "first_chunks": [0, 2]}

@@ -6,8 +6,8 @@ import pytest
 
 from megatron_hybrid_prefix.ops import conv_windows, convolution, delta_gates
 
-INT32 = {"starts_ptr", "chunk_bounds_ptr"}
-INT64 = {"sources_ptr", "first_chunks_ptr", "source_slots_ptr", "live_slots_ptr", "chunk_slots_ptr"}
+INT32 = {"sources_ptr", "starts_ptr", "chunk_bounds_ptr"}
+INT64 = {"first_chunks_ptr", "source_slots_ptr", "live_slots_ptr", "chunk_slots_ptr"}
 KERNELS = {  # module, constants
     "_gates_kernel": (delta_gates, {"ROWS": 8, "BLOCK": 32}),
     "_gated_head_norm_kernel": (delta_gates, {"HEADS": 16, "BLOCK": 128}),

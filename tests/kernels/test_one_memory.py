@@ -14,7 +14,6 @@ from functools import partial
 import pytest
 import torch
 
-from megatron_hybrid_prefix.layers.step import PrefillSpan, PrefillStep
 from megatron_hybrid_prefix.ops.checksum import checksum_rows
 from megatron_hybrid_prefix.ops.conv_windows import write_conv_windows
 from megatron_hybrid_prefix.ops.convolution import convolve_from_slots
@@ -66,20 +65,17 @@ def place(memory_on_device):
 
 @pytest.fixture
 def kernels(place, monkeypatch):
-    """Megatron's functions of a decode and a prefill, or what the platform has in place of them: by name."""
+    """Megatron's append and functions of a decode, or what the platform has in place of them: by name."""
     device = place[1]
     if device == "cpu" and not INTERPRETED:
         yield {
             "append": kv_append.triton_append_key_value_cache,
             "convolve_step": conv.causal_conv1d_update,
-            "convolve": conv.causal_conv1d_varlen_fn,
             "update_state": decode.selective_state_update,
         }
         return
-    monkeypatch.setenv("MAMBA_DETERMINISTIC", "1")  # nothing is tuned
     from megatron.core.inference.contexts.fused_kv_append_kernel import triton_append_key_value_cache
     from megatron.core.ssm.ops.causal_conv1d_triton import causal_conv1d_update
-    from megatron.core.ssm.ops.causal_conv1d_varlen import causal_conv1d_varlen_fn
     from megatron.core.ssm.ops.mamba_ssm import selective_state_update
 
     from megatron_hybrid_prefix.platform.patches import WIDE_STRIDES
@@ -94,7 +90,6 @@ def kernels(place, monkeypatch):
         "narrow": applied.undo,
         "append": kv_append.triton_append_key_value_cache if INTERPRETED else triton_append_key_value_cache,
         "convolve_step": causal_conv1d_update,
-        "convolve": causal_conv1d_varlen_fn,
         "update_state": selective_state_update,
     }
     applied.undo()
@@ -153,11 +148,11 @@ def far_step(seed: int, device: str, chunk_tokens: int) -> tuple[Step, dict[str,
     last = FAR_PAGES - SLOTS
     for slots in (step.source_slots, step.live_slots, step.chunk_slots):
         slots[:] = [slot + last if slot >= 0 else slot for slot in slots]
-    sources, starts = torch.zeros(2, step.bounds[-1], dtype=torch.int64)
+    sources, starts = torch.zeros(2, step.bounds[-1], dtype=torch.int32)
     for number, chunks, _ in step.sequences():
         span = slice(step.bounds[chunks.start], step.bounds[chunks.stop])
         sources[span], starts[span] = step.source_slots[number], span.start
-    per_token = {"sources": sources.to(device), "starts": starts.to(torch.int32).to(device)}
+    per_token = {"sources": sources.to(device), "starts": starts.to(device)}
     return step, per_token
 
 
@@ -240,7 +235,7 @@ def test_attention(place, attend):
         attend is attend_by_torch_on_gpu and device == "cpu"
     ):
         pytest.skip("of the other device")
-    kv = memory.kv(LAYERS, 16, 2, 64, torch.bfloat16) if device == "cuda" else memory.kv(LAYERS, 4, 2, 8, torch.float32)
+    kv = memory.kv(LAYERS, 4, 2, 64, torch.bfloat16) if device == "cuda" else memory.kv(LAYERS, 4, 2, 8, torch.float32)
     page, dim = kv.shape[3], kv.shape[5]
     fill(kv, 2, HERE)
     lengths = torch.tensor([3 * page + 1, 2 * page], device=device)
@@ -357,7 +352,7 @@ def test_decode_of_gated_delta_net(place, drafts):
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_prefill_of_mamba2(place, kernels, seed):
+def test_prefill_of_mamba2(place, seed):
     memory, device = place
     states = some_states(memory, torch.float32)
     step, per_token = far_step(seed, device, 8)
@@ -372,15 +367,7 @@ def test_prefill_of_mamba2(place, kernels, seed):
     log_decay = -rand(device, heads, len(step.lengths), 8, seed=5).abs()
 
     def prefill(conv, ssm):
-        convolved = kernels["convolve"](
-            inputs,
-            weight,
-            bias,
-            bounds,
-            initial_states=conv[LAYER][:, :, 1:],
-            precomputed_seq_idx=per_token["sources"],
-            precomputed_seq_start=per_token["starts"],
-        )
+        convolved = convolve_from_slots(inputs, conv[LAYER], weight, bias, **per_token)
         write_conv_windows(inputs, conv[LAYER], chunk_bounds=bounds, **slots)
         before = pass_states(added, log_decay, ssm[LAYER], **slots)
         return convolved, before[: step.first_chunks[-2]]
@@ -483,21 +470,7 @@ def test_to_the_host_and_back(place, kind):
 # -- what would overflow -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(INTERPRETED, reason="a platform replaces the kernels")
-def test_slots_of_a_step_have_64_bits(platform):
-    """Megatron's kernels multiply them by the stride of a slot as they are."""
-    step = PrefillStep(quanta=[8], block_tokens=16, max_tokens=32, max_sequences=2, device="cpu")
-    step.prepare([PrefillSpan(start_tokens=0, tokens=3, source_slot=5, live_slot=1)], tokens=4, sequences=1)
-    step.copy()
-    step.show()
-    assert step.token_sources.tolist() == [5, 5, 5, 0]
-    assert {slots.dtype for slots in (step.token_sources, *step.slots(8).values())} == {torch.int64}
-
-
-on_interpreter = pytest.mark.skipif(not INTERPRETED, reason="only Triton's interpreter checks for overflows")
-
-
-@on_interpreter
+@pytest.mark.skipif(not INTERPRETED, reason="only Triton's interpreter checks for overflows")
 @pytest.mark.parametrize("which", [0, 1], ids=["convolution", "state"])
 def test_megatrons_own_decode_overflows(place, kernels, which):
     """`WIDE_STRIDES` is needed: without it the addresses of drafted tokens are wrong."""
@@ -531,21 +504,3 @@ def test_megatrons_own_decode_overflows(place, kernels, which):
     kernels["narrow"]()
     with pytest.raises(Exception, match="overflow"):
         run()
-
-
-@on_interpreter
-def test_slots_of_32_bits_overflow(place, kernels):
-    """`PrefillStep.token_sources` has 64 bits: megatron's convolution multiplies it as it is."""
-    memory, _ = place
-    window = some_states(memory, torch.float32)["conv"][LAYER]
-    for dtype in (torch.int64, torch.int32):
-        with pytest.raises(Exception, match="overflow") if dtype == torch.int32 else nullcontext():
-            kernels["convolve"](
-                torch.ones(2, CONV[0]),
-                torch.ones(CONV),
-                torch.zeros(CONV[0]),
-                torch.tensor([0, 2], dtype=torch.int32),
-                initial_states=window[:, :, 1:],
-                precomputed_seq_idx=torch.tensor([FAR_PAGES - 1] * 2, dtype=dtype),
-                precomputed_seq_start=torch.zeros(2, dtype=torch.int32),
-            )

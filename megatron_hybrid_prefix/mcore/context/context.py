@@ -152,7 +152,14 @@ class HybridPrefixContext(ContextSeam):
         groups = self.config.pg_collection
         host_fields: dict[str, Any] = {}
         if prefix.host_gb and self.checkpoint_slots:
-            self.moves = HostMoves(self._tier_tensors, lambda: self.shared, prefix, groups)
+            self.moves = HostMoves(
+                self._tier_tensors,
+                lambda: self.shared,
+                prefix,
+                groups,
+                block_tokens=self.block_size_tokens,
+                components=self._model_states.slots if self._model_states is not None else None,
+            )
             host_fields = self.moves.cache_fields
         elif self.layout is not None:
             self.moves = Moves(lambda: self.shared)

@@ -42,7 +42,7 @@ def memory_report(context: Any, prefix: HybridPrefixConfig) -> str:
         rows = [("running requests, with their drafts", live + speculative, "set aside")] if speculative else []
         lines.append(
             f"  cache_gb={prefix.cache_gb:g}: {_size(context.shared.buffer.numel())} for KV and states: {shared.total_blocks} "
-            f"KV blocks of {_size(shared.block_bytes)}, or {shared.pages} pages of {shared.page_blocks} blocks for a state"
+            f"KV blocks of {_size(shared.block_bytes)}, or {shared.pages} pages of {_count(shared.page_blocks, 'block')} for a state"
         )
     lines += [f"  {name}: {slots} slots, {_size(slots * slot_bytes)} {of}" for name, slots, of in rows]
     if context.host_moves is not None:
@@ -53,7 +53,7 @@ def memory_report(context: Any, prefix: HybridPrefixConfig) -> str:
 def policy_report(context: Any, prefix: HybridPrefixConfig) -> str:
     """What is kept and what is evicted, in one line. Arguments as in `memory_report`."""
     interval = prefix.retention_interval_tokens
-    every = "up to 16 a prompt" if interval is None else f"every {interval} tokens" if interval else "off"
+    every = "by the length of a prompt" if interval is None else f"every {interval} tokens" if interval else "off"
     switches = (("decode", prefix.decode_checkpoints), ("coalescing", context.coalesces))
     return (
         f"prefix cache: blocks of {context.block_size_tokens} tokens, SSM chunks of {context.mamba_chunk_size}; intervals {every}, "
@@ -115,6 +115,10 @@ def describe_forward(context: Any) -> str:
 
 def _words(component: str) -> str:
     return "SSM" if component == "ssm" else component
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _size(count_bytes: int) -> str:

@@ -79,6 +79,8 @@ class HybridPrefixEngine(EngineSeam):
             controller.row_options = self._row_options
             controller.record_of = lambda request_id: self.requests[request_id].record
         super().__init__(controller, context)
+        if self._has_cache and context.host_moves is not None:
+            context.host_moves.name_entries(controller.inference_wrapped_model.model)
 
     def reset(self) -> None:
         """See upstream; also resets the statistics of an unfinished step."""
@@ -293,6 +295,8 @@ class HybridPrefixEngine(EngineSeam):
             result = await super().async_step()
         finally:
             self.step_began_s = None
+        if self._has_cache and self.context.host_moves is not None and not self.has_unfinished_requests():
+            self.context.host_moves.launch()  # as a rule the next forward does, but it may be far off
         self.on_step()
         return result
 

@@ -72,4 +72,4 @@ def agree_on_layout(cache_bytes: int, *, block_bytes: int, state_bytes: int, own
         )
     except ValueError as error:
         reason = "" if own_slots == 1 else f" (the drafts of all requests take {own_slots} states)"
-        raise ValueError(f"cache_gb={cache_bytes / 2**30:g} is too small: {error}{reason}") from None
+        raise ValueError(f"cache_gb={cache_bytes / 2**30:.4g} is too small: {error}{reason}") from None

@@ -102,6 +102,7 @@ class Session:
         cached=True,
         host_gb=0.0,
         tier_behind_host=None,
+        shared=None,
         check_ranks=False,
         one_memory=False,
         **fields,
@@ -112,7 +113,13 @@ class Session:
             memory = {"cache_gb": one_memory_gb(pattern, tp, pp, blocks=blocks, states=slots)}
         self.engine = build_engine(
             model,
-            HybridPrefixConfig(**memory, host_gb=host_gb, tier_behind_host=tier_behind_host, check_ranks=check_ranks)
+            HybridPrefixConfig(
+                **memory,
+                host_gb=host_gb,
+                tier_behind_host=tier_behind_host,
+                shared=shared,
+                check_ranks=check_ranks,
+            )
             if cached
             else None,
             max_requests=ROWS,
