@@ -69,14 +69,17 @@ class HybridPrefixCache:
             ``state_slots``. Ranks must pass the same three sizes, or sizes with the same `layout`.
         block_bytes: Bytes of a KV block, with ``cache_bytes``.
         state_bytes: Bytes of a state, with ``cache_bytes``.
+        share_live_states: Whether the states of running requests are in that memory, too. False: the engine has memory of
+            its own for them, and `Admission.live_slot` is None.
         first_state_slot: Id of the first checkpoint slot. Lower ids are the engine's live slots.
         epoch: Weights epoch at the start.
         secret: Secret of the block hashes, at most 64 bytes. None: random. Ranks need the same secret only if their
             keys are compared.
+        adapter_secret: See `KeyMaker`.
         eviction_policy: Name of the policy that picks the checkpoint to evict (``policy/registry.py``).
         min_computed_tokens: Last tokens of a prompt that are always computed, even on a full hit.
         retention_interval_tokens: Also checkpoint every N prompt tokens while slots are free. A multiple of
-            ``block_tokens``; 0 disables; None chooses N by the prompt's length (at most 16 states per prompt).
+            ``block_tokens``; 0 disables; None: 16 evenly spaced ones, and some near the end (``policy/boundaries.py``).
         bytes_budget: Bytes of all checkpoint slots. Only reported in the statistics.
         host_pages: Pages of the host tier. 0: no host tier.
         host_kv_pages: Pages per KV block on the host.
@@ -108,9 +111,11 @@ class HybridPrefixCache:
         cache_bytes: int | None = None,
         block_bytes: int = 0,
         state_bytes: int = 0,
+        share_live_states: bool = True,
         first_state_slot: int = 0,
         epoch: int = 0,
         secret: bytes | None = None,
+        adapter_secret: bytes = b"",
         eviction_policy: str = DEFAULT_EVICTION_POLICY,
         min_computed_tokens: int = 1,
         retention_interval_tokens: int | None = None,
@@ -147,7 +152,7 @@ class HybridPrefixCache:
         self.block_tokens = block_tokens
         self.min_computed_tokens = min_computed_tokens
         self.retention_interval_tokens = retention_interval_tokens
-        self._keys = KeyMaker(block_tokens, secret)
+        self._keys = KeyMaker(block_tokens, secret, adapter_secret)
         self._stats = PrefixStats(bytes_budget=bytes_budget)
         tree, host = PrefixTree(epoch, ScoreTable(scores_bytes, self._stats)), None
         tiers: list[DepthTier] = []
@@ -171,7 +176,9 @@ class HybridPrefixCache:
         eviction = make_eviction_policy(eviction_policy)
         self._store: PrefixStore
         if self.layout is not None:
-            self._store = SharedStore(tree, Pages(self.layout), eviction, host, self._stats)
+            self._store = SharedStore(
+                tree, Pages(self.layout), eviction, host, self._stats, share_live_states=share_live_states
+            )
         else:
             assert kv_blocks is not None and state_slots is not None
             blocks, slots = KVBlocks(kv_blocks), SlotPool(state_slots, first_state_slot)
@@ -255,7 +262,9 @@ class HybridPrefixCache:
         own_blocks = self._blocks_for(match, length_tokens)
         own_blocks -= len(match.block_ids)
         path = match.path if match.load_id is None else ()
-        return self._store.has_room(own_blocks, path, slots=1, source_slot=match.source_slot)
+        return self._store.has_room(
+            own_blocks, path, slots=self._store.slots_per_request, source_slot=match.source_slot
+        )
 
     def admit(
         self,
@@ -319,7 +328,7 @@ class HybridPrefixCache:
         expected, match = match, self._matcher.fresh(match)
         chain, shared = match.chain, len(match.path)
         own_blocks = max(0, self._blocks_for(match, length_tokens) - shared)
-        if not store.has_room(own_blocks, match.path, slots=1, source_slot=match.source_slot):
+        if not store.has_room(own_blocks, match.path, slots=store.slots_per_request, source_slot=match.source_slot):
             return None
         if match.resume_tokens < expected.resume_tokens:
             self._stats.count_fallback("stale_match")
@@ -625,7 +634,7 @@ class HybridPrefixCache:
         assert load is not None
         match, held = load.match, len(live.block_ids)
         own_blocks = self._blocks_for(match, length_tokens) - held
-        if not self._store.has_room(own_blocks, slots=1):
+        if not self._store.has_room(own_blocks, slots=self._store.slots_per_request):
             return None
         live.live_slot = self._store.take_live_slot()
         live.block_ids += self._store.take_blocks(max(0, own_blocks))

@@ -13,6 +13,7 @@ from megatron_hybrid_prefix.policy.registry import (
     present_eviction_policy,
 )
 from megatron_hybrid_prefix.tiers.registry import tier_name
+from megatron_hybrid_prefix.tiers.shared import SharedSettings
 
 StateDtypeName = Literal["float32", "bfloat16"]
 
@@ -26,11 +27,20 @@ def _help(text: str, **more: Any) -> dict[str, Any]:
 class HybridPrefixConfig:
     """Settings of the prefix cache, validated once. All sizes are per rank."""
 
-    mamba_gb: float = field(
+    cache_gb: float | None = field(
+        default=None,
         metadata=_help(
-            "GPU memory for state checkpoints, in GiB per rank. More memory keeps more prefixes. 0, or less than one "
-            "checkpoint, disables reuse. If megatron offloads its buffers on suspend, it pins as much host memory."
-        )
+            "GPU memory for KV blocks, checkpoints and the states of running requests together, in GiB per rank. What is "
+            "worth least per byte is evicted, KV or states. Replaces megatron's buffer_size_gb. Give this or mamba_gb. If "
+            "megatron offloads its buffers on suspend, it pins as much host memory."
+        ),
+    )
+    mamba_gb: float | None = field(
+        default=None,
+        metadata=_help(
+            "GPU memory for checkpoints alone, in GiB per rank: a fixed split. KV and the states of running requests are in "
+            "megatron's buffer_size_gb. 0, or less than one checkpoint, disables reuse. Give this or cache_gb."
+        ),
     )
     eviction_policy: str = field(
         default=DEFAULT_EVICTION_POLICY,
@@ -61,7 +71,7 @@ class HybridPrefixConfig:
         default=None,
         metadata=_help(
             "Also checkpoint every N prompt tokens while slots are free, so that the second request with a prefix can "
-            "already reuse it. A multiple of the block size; 0 disables; None chooses N (at most 16 per prompt)."
+            "already reuse it. A multiple of the block size; 0 disables; None: 16 evenly spaced ones, and some near the end."
         ),
     )
     decode_checkpoints: bool = field(
@@ -113,6 +123,14 @@ class HybridPrefixConfig:
             "evicts, and loads back through the host. Needs host_gb. None: no such tier."
         ),
     )
+    shared: str | None = field(
+        default=None,
+        metadata=_help(
+            "Folder behind the host tier that outlives the process, and that others may use: "
+            "'file:///var/cache/prefix?gb=200'. A restarted process, or another replica with the same weights, reuses "
+            "what is there. Needs host_gb, and a secret in HYBRID_PREFIX_SECRET. None: no such folder."
+        ),
+    )
     verify_host_loads: bool = field(
         default=True,
         metadata=_help(
@@ -129,9 +147,16 @@ class HybridPrefixConfig:
     )
 
     def __post_init__(self) -> None:
+        if (self.cache_gb is None) == (self.mamba_gb is None):
+            raise ValueError(
+                f"cache_gb={self.cache_gb}, mamba_gb={self.mamba_gb}: give cache_gb (one budget for KV and states) or "
+                "mamba_gb (a fixed budget for checkpoints)"
+            )
+        if self.cache_gb is not None and not 0 < self.cache_gb < float("inf"):
+            raise ValueError(f"cache_gb={self.cache_gb}: must be above 0")
         for name in ("mamba_gb", "host_gb", "prompt_log_probs_gb"):
             value = getattr(self, name)
-            if not 0 <= value < float("inf"):
+            if value is not None and not 0 <= value < float("inf"):
                 raise ValueError(f"{name}={value}: must be 0 or more")
         if self.host_state_share is not None and not 0 <= self.host_state_share <= 1:
             raise ValueError(f"host_state_share={self.host_state_share}: must be from 0 to 1, or None")
@@ -146,6 +171,16 @@ class HybridPrefixConfig:
             tier_name(self.tier_behind_host)
             if not self.host_gb:
                 raise ValueError(f"tier_behind_host={self.tier_behind_host!r}: needs a host tier; set host_gb above 0")
+        if self.shared is not None:
+            SharedSettings.parse(self.shared)
+            if not self.host_gb:
+                raise ValueError(f"shared={self.shared!r}: needs a host tier; set host_gb above 0")
+            if self.tier_behind_host is not None:
+                raise ValueError(
+                    f"shared={self.shared!r}: there is room for one tier behind the host; see tier_behind_host"
+                )
+            if not self.verify_host_loads:
+                raise ValueError(f"shared={self.shared!r}: needs verify_host_loads, as others may write to the folder")
         dtypes = get_args(StateDtypeName)
         if self.state_dtype is not None and self.state_dtype not in dtypes:
             raise ValueError(f"state_dtype={self.state_dtype!r}: must be {' or '.join(map(repr, dtypes))}")

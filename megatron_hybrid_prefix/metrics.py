@@ -50,6 +50,9 @@ class TierStats:
         kv_blocks: KV blocks here now; 0 if the tier does not report it.
         states: States here now; 0 if the tier does not report it.
         bytes_budget: Capacity in bytes on this rank; 0 if the tier does not report it.
+        bytes_used: Bytes in use, by other processes, too; 0 if the tier does not report it.
+        faults: What a shared tier gave up, by reason: ``gone``, ``not_valid``, ``wrong``, ``stuck``, ``no_room``,
+            ``old_weights``, ``read_...``, ``write_...``, ``delete_...`` and ``look_...`` with the name of the error.
     """
 
     loads: int = 0
@@ -65,10 +68,12 @@ class TierStats:
     kv_blocks: int = 0
     states: int = 0
     bytes_budget: int = 0
+    bytes_used: int = 0
+    faults: dict[str, int] = field(default_factory=dict)
 
 
 # Fields of the host tier that also have a flat name: ``host_loads`` is ``tiers["host"].loads``.
-_HOST_FIGURES = tuple(item.name for item in fields(TierStats) if item.name != "failed")
+_HOST_FIGURES = tuple(item.name for item in fields(TierStats) if item.name not in ("failed", "bytes_used", "faults"))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,7 +103,8 @@ class PrefixStats:
         fallbacks: Times the cache reused or kept less than planned, by reason: ``stale_match`` (evicted between match
             and admission), ``forward_failed``, ``epoch_changed``, ``released`` and ``reset`` (with a plan in flight),
             ``host_load_failed`` (the copy failed, or its checksum was wrong), ``host_load_given_up`` (a waiting request
-            gave up its load).
+            gave up its load), ``tier_load_missing`` and ``tier_load_late`` (what the tier behind the host promised was
+            gone, or took longer than a request waits).
         slots_total: Checkpoint slots.
         slots_used: Checkpoint slots in use, including those that a forward is writing.
         bytes_budget: Bytes of all checkpoint slots.

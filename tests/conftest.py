@@ -102,6 +102,15 @@ def tiny_gdn_mtp(platform):
 
 
 @pytest.fixture(scope="session")
+def tiny_large_states(platform):
+    """Mamba2 and Gated DeltaNet layers whose states are larger than KV blocks; depths of multi-token prediction."""
+    from megatron_hybrid_prefix.models import build_hybrid_model
+    from tests.harness.named_models import named
+
+    return build_hybrid_model(named("tiny-large-states"), seed=0, platform=platform)
+
+
+@pytest.fixture(scope="session")
 def tiny_mtp(platform):
     """The ``tiny-mtp`` preset with seed 0."""
     from megatron_hybrid_prefix.models import build_hybrid_model

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from megatron_hybrid_prefix.bench.forced import forced_answers
-from megatron_hybrid_prefix.console.engine_options import ENGINES, cache_figures
+from megatron_hybrid_prefix.console.engine_options import ENGINES, Budgets, cache_figures
 from megatron_hybrid_prefix.console.terminal import (
     InputError,
     Stopped,
@@ -108,7 +108,7 @@ class Contestant:
         return cache_figures(self.engine) or {}
 
     def room(self) -> dict[str, int]:
-        """Capacity: KV blocks and state slots."""
+        """Capacity: KV blocks and state slots. With one budget: how many there are if there are none of the others."""
         from megatron_hybrid_prefix.upstream.blocks import block_counts
 
         context = self.engine.context
@@ -139,7 +139,7 @@ def contestants(
     names: Sequence[str],
     make_model: Callable[[], Any],
     make_fields: Callable[[Any], dict[str, Any]],
-    cache_of: Callable[[Any], tuple[float, float, str | None]],
+    budgets_of: Callable[[Any], Budgets],
     *,
     cuda_graphs: bool,
     crash_when_built: bool,
@@ -152,7 +152,7 @@ def contestants(
         make_model: Builds a model, the same one each time. CUDA graphs are tied to the model's modules, so with graphs
             each engine gets its own model. Without graphs all engines share one.
         make_fields: Arguments that all engines share, for a given model.
-        cache_of: GiB for checkpoints, GiB of host memory, and the tier behind the host, for a given model.
+        budgets_of: The engines' memory, for a given model.
         cuda_graphs: Whether engines capture CUDA graphs.
         crash_when_built: True: an engine that cannot be built is excluded. False: that is an `InputError`.
         should_stop: Whether Ctrl-C was pressed.
@@ -172,7 +172,7 @@ def contestants(
                 graphs.begin()
             if model is None or graphs is not None:
                 model = make_model()
-            contestant = Contestant(name, make_fields(model) | ENGINES[name](*cache_of(model)), should_stop)
+            contestant = Contestant(name, make_fields(model) | ENGINES[name](budgets_of(model)), should_stop)
             found.append(contestant)
             with contestant.attempt(), as_input_errors(*_refusals(crash_when_built), prefix=f"engine {name}: "):
                 # "off" and "upstream" use megatron's own classes. Where megatron cannot run the model, "off" is this package's

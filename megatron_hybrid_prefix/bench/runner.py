@@ -15,7 +15,8 @@ from megatron_hybrid_prefix.bench.engines import Contestant, contestants
 from megatron_hybrid_prefix.bench.scenario import Machine, Scenario
 from megatron_hybrid_prefix.bench.stats import Metric, Sample, engine_table, plain_table, rotated, summarise
 from megatron_hybrid_prefix.console.engine_options import (
-    DEFAULT_MAMBA_GB,
+    Budgets,
+    budget_of,
     engine_fields,
     hardware,
     plain,
@@ -65,7 +66,7 @@ class Bench:
             self.names,
             self._model,
             self._fields,
-            self._cache_of,
+            self._budgets,
             cuda_graphs=bool(self.args.cuda_graphs),
             crash_when_built=self.scenario.crash_is_a_result,
             should_stop=self.should_stop,
@@ -80,6 +81,7 @@ class Bench:
                     "status": "completed" if contestant.crash is None else "crashed",
                     "error": contestant.crash,
                     "traceback": contestant.trace,
+                    "budget": budget_of(contestant.fields),
                     **rooms.get(contestant.name, {}),
                     "prefix_stats": (contestant.counters() or None) if contestant.crash is None else None,
                     "fields": {key: _plain_value(value) for key, value in plain(contestant.fields).items()},
@@ -102,21 +104,12 @@ class Bench:
 
     def _fields(self, model: Any) -> dict[str, Any]:
         fields = engine_fields(self.args, self.platform.device.type, self.scenario.longest_tokens)
-        budgets = self._budgets(model)
-        if "buffer_gb" in budgets:
-            fields["buffer_size_gb"] = budgets["buffer_gb"]
         return fields | state_dtype_field(model, self.args.state_dtype)
 
-    def _cache_of(self, model: Any) -> tuple[float, float, str | None]:
-        budgets = self._budgets(model)
-        return budgets["mamba_gb"], budgets["host_gb"], self.args.tier_behind_host
-
-    def _budgets(self, model: Any) -> dict[str, float]:
-        """GiB on this rank: from the options, else from the scenario, else the default."""
-        given = {"buffer_gb": self.args.buffer_gb, "mamba_gb": self.args.mamba_gb, "host_gb": self.args.host_gb}
-        budgets = {"mamba_gb": DEFAULT_MAMBA_GB[self.platform.device.type], "host_gb": 0.0}
-        budgets |= self.scenario.budgets(machine_of(model, self.args))
-        return budgets | {name: value for name, value in given.items() if value is not None}
+    def _budgets(self, model: Any) -> Budgets:
+        """From the options, else from the scenario, else the defaults."""
+        wanted = self.scenario.budgets(machine_of(model, self.args))
+        return Budgets.of(self.args, self.platform.device.type, **wanted)
 
     def _check_fits(self, every: Sequence[Contestant]) -> None:
         from megatron_hybrid_prefix.mcore.runner import check_fits
@@ -191,9 +184,16 @@ def print_report(console: Console, bench: Bench, report: dict[str, Any]) -> None
         console.print(plain_table("control plane", bench.plain_metrics, report["control_plane"], "cache"))
     console.print(engine_table("engines side by side", scenario.metrics(), report["metrics"], bench.names))
     for name, engine in bench.engines.items():
-        room = (
-            f": {engine['kv_blocks']} KV blocks, {engine['state_slots']} state slots" if "kv_blocks" in engine else ""
-        )
+        room = f": {_room(engine)}" if "kv_blocks" in engine else ""
         crash = f" crashed: {engine['error']}" if engine["status"] == "crashed" else ""
         line = f"engine {name}{room}{';' if room and crash else ''}{crash}"
         console.print(printable(line), markup=False, soft_wrap=True)
+
+
+def _room(engine: dict[str, Any]) -> str:
+    """An engine's budget and what fits, in words."""
+    budget = ", ".join(f"{name} {value:.4g}" for name, value in engine["budget"].items())
+    one_budget = "cache_gb" in engine["budget"]
+    return (
+        f"{engine['kv_blocks']} KV blocks{' or ' if one_budget else ', '}{engine['state_slots']} state slots ({budget})"
+    )

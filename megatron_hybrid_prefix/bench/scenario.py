@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from megatron_hybrid_prefix.bench.engines import Contestant, timed_round
 from megatron_hybrid_prefix.bench.stats import Metric, Sample
+from megatron_hybrid_prefix.console.engine_options import DEFAULT_ENGINES
 
 MS = 1e3
 
@@ -42,12 +43,14 @@ class Scenario:
 
     Attributes:
         name: Name of the command.
+        engines: Engines that run by default.
         crash_is_a_result: True: an engine that cannot be built is reported as crashed. False: the command fails.
         repeats: Timed rounds, by kind of device.
         block_tokens: Tokens per KV block, from the engine options.
     """
 
     name: ClassVar[str]
+    engines: ClassVar[Sequence[str]] = DEFAULT_ENGINES
     crash_is_a_result: ClassVar[bool] = False
     repeats: ClassVar[Mapping[str, int]] = {"cpu": 3, "cuda": 5}
     block_tokens: int = 256
@@ -82,7 +85,7 @@ class Scenario:
         return None
 
     def budgets(self, machine: Machine) -> dict[str, float]:
-        """The scenario's ``buffer_gb``, ``mamba_gb`` and ``host_gb`` on this rank. Options override them."""
+        """The scenario's ``buffer_gb``, ``mamba_gb`` and ``host_gb`` on this rank (see `Budgets`). Options override them."""
         return {}
 
     def describe(self) -> str:

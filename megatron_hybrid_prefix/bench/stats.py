@@ -13,7 +13,7 @@ from rich.table import Table
 # One repeat of one engine: metric -> value. None or missing: the engine does not have this metric.
 Sample = dict[str, float | None]
 # Pairs of engines whose ratio is shown.
-RATIO_PAIRS = (("upstream", "off"), ("ours", "off"), ("ours", "upstream"))
+RATIO_PAIRS = (("upstream", "off"), ("split", "off"), ("ours", "off"), ("ours", "upstream"), ("ours", "split"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,8 @@ examples:
     hybrid-prefix bench samples                              # several answers to one prompt, all at once
     hybrid-prefix bench no_reuse --json no_reuse.json        # throughput when nothing can be reused
     hybrid-prefix bench host_tier                            # prompts come back after they were evicted
-    hybrid-prefix bench pressure --engine off,ours           # the cache is smaller than the working set
+    hybrid-prefix bench pressure --engine off,split,ours     # the cache is smaller than the working set
+    hybrid-prefix bench changing --engine off,split,ours     # memory moves between KV and states under load
     hybrid-prefix bench index                                # the control plane; needs no GPU
     hybrid-prefix bench all --json b.json --report out       # all scenarios, with tables and plots (--quick: small)
     hybrid-prefix bench report b.json out                    # tables and plots of an earlier run
@@ -17,7 +18,10 @@ examples:
 engines:
     off         megatron-core without prefix caching
     upstream    megatron-core with its own prefix caching
-    ours        megatron-core with this package's cache
+    ours        megatron-core with this package's cache: one budget for KV and states (--cache-gb)
+    split       the same with a fixed split: --mamba-gb for checkpoints, --buffer-gb for everything else
+
+By default `ours` gets --buffer-gb and --mamba-gb together, so all engines with a cache have the same memory.
 
 All engines run in one process and take turns. In each repeat every engine gets the same new random prompts, so no cache
 helps from one repeat to the next. The order of the engines rotates. A warm-up round is not counted. Figures are medians
@@ -93,17 +97,20 @@ def make_parser() -> ArgumentParser:
             text = f"{field.metadata['help']} (default: {shown})"
             add(f"--{field.name.replace('_', '-')}", type=convert, metavar=metavar, help=text)
         cpu, cuda = kind.repeats["cpu"], kind.repeats["cuda"]
-        _add_common(command, str(cpu) if cpu == cuda else f"{cpu} on CPU, {cuda} on GPU")
+        shown_repeats = str(cpu) if cpu == cuda else f"{cpu} on CPU, {cuda} on GPU"
+        _add_common(command, shown_repeats, ",".join(kind.engines))
         add = command.add_argument_group("output").add_argument
         add("--json", type=Path, metavar="PATH", help="write all results as JSON, with the samples of each repeat")
     add_commands(commands, SCENARIOS, _add_common)
     return parser
 
 
-def _add_common(parser: ArgumentParser, shown_repeats: str = "each scenario's") -> None:
+def _add_common(
+    parser: ArgumentParser, shown_repeats: str = "each scenario's", shown_engines: str = "each scenario's"
+) -> None:
     add = parser.add_argument_group("measuring").add_argument
-    every = ",".join(ENGINES)
-    add("--engine", default=every, metavar="NAMES", help="engines to run, comma-separated (default: %(default)s)")
+    text = f"engines to run, comma-separated: {', '.join(ENGINES)} (default: {shown_engines})"
+    add("--engine", metavar="NAMES", help=text)
     add("--repeats", type=positive_int, metavar="N", help=f"timed rounds per engine (default: {shown_repeats})")
     add_model_options(parser.add_argument_group("model").add_argument, shown="tiny on CPU, hybrid-4b on GPU")
     add_engine_options(
@@ -123,14 +130,14 @@ def complete(args: argparse.Namespace) -> tuple[list[str], Scenario, Any]:
     Raises:
         InputError: An option is wrong, or the sizes cannot run.
     """
-    names = engine_names(args.engine, "--engine")
+    kind = SCENARIOS[args.scenario]
+    names = list(kind.engines) if args.engine is None else engine_names(args.engine, "--engine")
     if args.json is not None:
         check_writable(args.json)
     device_type = args.device or default_device()
     if args.hf is None:
         args.preset = args.preset or DEFAULT_PRESET[device_type]
     args.cuda_graphs = DEFAULT_CUDA_GRAPHS[device_type] if args.cuda_graphs is None else args.cuda_graphs
-    kind = SCENARIOS[args.scenario]
     args.repeats = args.repeats or kind.repeats[device_type]
     for field in kind.sizes():
         if getattr(args, field.name) is None:

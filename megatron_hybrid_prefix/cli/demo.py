@@ -52,9 +52,12 @@ from megatron_hybrid_prefix.console.demo_session import (
     titles,
 )
 from megatron_hybrid_prefix.console.engine_options import (
+    DEFAULT_BUFFER_GB,
+    DEFAULT_ENGINES,
     DEFAULT_MAMBA_GB,
     DEFAULT_MAX_TOKENS,
     ENGINES,
+    Budgets,
     cache_figures,
     hardware,
     positive_int,
@@ -131,9 +134,11 @@ class Stage:
         """The engine ``name``."""
         from megatron_hybrid_prefix.mcore import build_engine
 
-        mamba_gb = self.mamba_gb(fields["max_tokens"])
+        budgets = Budgets(
+            buffer_gb=DEFAULT_BUFFER_GB[self._platform.device.type], mamba_gb=self.mamba_gb(fields["max_tokens"])
+        )
         with as_input_errors(ValueError, prefix=f"engine {name}: "):
-            return build_engine(self._model, **fields, **ENGINES[name](mamba_gb, 0.0, None))
+            return build_engine(self._model, **fields, **ENGINES[name](budgets))
 
     def send(self, engine: Any, prompts: list[list[int]], count: int) -> list[Any]:
         """Send prompts at once.
@@ -301,9 +306,9 @@ def run_on(platform: Any, session: Session, config: Any, args: argparse.Namespac
     console.print(f"First tokens are medians of {args.rounds} rounds.\n" if args.rounds > 1 else "")
     model = build_model(args, config, platform)
     stage = Stage(model, platform, args, interrupt)
-    results: dict[str, list[dict[str, list[Any]]]] = {name: [] for name in ENGINES}
+    results: dict[str, list[dict[str, list[Any]]]] = {name: [] for name in DEFAULT_ENGINES}
     answer = None
-    with progress(list(ENGINES), args.rounds) as done:
+    with progress(list(DEFAULT_ENGINES), args.rounds) as done:
         for number in range(1, args.rounds + 1):
             for name, rounds in results.items():
                 done(name, number - 1)
@@ -341,7 +346,7 @@ def _everything(
     parts: Sequence[Part], stage: Stage, settings: dict[str, Any], args: argparse.Namespace
 ) -> dict[str, Any]:
     """The JSON: verdicts, then each request of each engine, and each compared with caching off."""
-    runs = {name: _as_run(name, parts) for name in ENGINES}
+    runs = {name: _as_run(name, parts) for name in DEFAULT_ENGINES}
     return {
         "versions": versions(),
         "model": {"preset": args.preset, "hf": args.hf, "dtype": "float32", "seed": args.seed},

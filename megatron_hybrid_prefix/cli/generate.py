@@ -7,13 +7,17 @@ examples:
     hybrid-prefix generate "Hello" --preset tiny
     hybrid-prefix generate "Once upon a time" --hf ./Nemotron-H-8B
     hybrid-prefix generate --conversation session.json --compare off,upstream,ours --json result.json --plot result.png
+    hybrid-prefix generate --jsonl prompts.jsonl --compare ours,split --mamba-gb 4 --buffer-gb 16
     hybrid-prefix generate --sessions agents.jsonl --compare off,upstream,ours
     torchrun --nproc-per-node 2 -m megatron_hybrid_prefix generate --jsonl prompts.jsonl --preset small --tp 2
 
 engines:
     off         megatron-core without prefix caching
     upstream    megatron-core with its own prefix caching
-    ours        megatron-core with this package's cache
+    ours        megatron-core with this package's cache: one budget for KV and states (--cache-gb)
+    split       the same with a fixed split: --mamba-gb for checkpoints, --buffer-gb for everything else
+
+By default `ours` gets --buffer-gb and --mamba-gb together, so all engines with a cache have the same memory.
 
 --jsonl: one JSON object per line, with "prompt" (text) or "tokens" (ids). A line may set its own sampling parameters:
 "num_tokens_to_generate", "temperature", "top_k", "top_p", "stop_words", "termination_id", "top_n_logprobs". For the
@@ -50,10 +54,11 @@ from typing import Any
 from rich.console import Console
 
 from megatron_hybrid_prefix.console.engine_options import (
-    DEFAULT_MAMBA_GB,
     ENGINES,
+    Budgets,
     add_engine_options,
     add_model_options,
+    budget_of,
     cache_figures,
     check_engine_options,
     engine_fields,
@@ -64,6 +69,7 @@ from megatron_hybrid_prefix.console.engine_options import (
     started_platform,
     state_dtype_field,
     stop_requested,
+    tier_fields,
     versions,
 )
 from megatron_hybrid_prefix.console.hf import (
@@ -309,18 +315,19 @@ def run_engines(
     longest_tokens = max(len(request.tokens) for request in longest)
     shared = engine_fields(args, device_type, longest_tokens, args.max_sequence_length)
     state_dtype = state_dtype_field(runner.model, args.state_dtype)
-    mamba_gb = args.mamba_gb or DEFAULT_MAMBA_GB[device_type]
+    budgets = Budgets.of(args, device_type)
     runs: list[EngineRun] = []
     with progress(names, len(longest)) as done:
         for name in names:
             sent = runs[0].requests if runs else None
-            fields = shared | ENGINES[name](mamba_gb, args.host_gb or 0.0, args.tier_behind_host) | state_dtype
+            fields = shared | ENGINES[name](budgets) | state_dtype
             runs.append(runner.run(name, fields, work, sent, partial(done, name)))
             gc.collect()  # an engine has reference cycles
     return runs, {
-        "mamba_gb": mamba_gb,
+        "budgets": {name: budget_of(ENGINES[name](budgets)) for name in names},
+        "mamba_gb": budgets.mamba_gb,
         "host_gb": args.host_gb,
-        "tier_behind_host": args.tier_behind_host,
+        **tier_fields(args),
         "state_dtype": args.state_dtype,
         **plain(shared),
     }

@@ -11,11 +11,14 @@ MODEL is a preset, a YAML or JSON file of Megatron arguments, or a Hugging Face 
 in GiB per rank.
 
 --hf and --gpu-gb without budgets: what fits GPUs of this size at each tensor-parallel size, and which budgets to give. A
-conversation that is kept has its KV and three checkpoints. 10 % of a GPU stay free for activations. The folder needs
+conversation that is kept has its KV and a checkpoint. 10 % of a GPU stay free for activations. The folder needs
 config.json only. --hf with budgets is like MODEL.
 
 --cache-gb: one budget that KV, checkpoints and states of running requests share, and the fixed split of as many bytes: 25 %
 for states, or with --trace the best split of ten.
+
+--prefill-tokens-per-s: from how many tokens on it is faster to load a prefix from a shared folder (--shared of serve) than
+to compute it, by what the disk or the network gives each rank. It is the value for min_tokens in the URL.
 
 With --trace, the recorded requests are replayed at this budget (as by hybrid-prefix replay). Then each budget is raised
 by the same amount in turn, and the one that gains most is recommended. The time of loading from the host is not
@@ -60,7 +63,7 @@ from megatron_hybrid_prefix.console.terminal import (
 from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_of, sizes_of_config
 from megatron_hybrid_prefix.lab.fit import fits, parameter_count
 from megatron_hybrid_prefix.lab.memory import GIB
-from megatron_hybrid_prefix.lab.one_budget import ADVISED_STATE_SHARE, one_budget, reuse_of_one_budget
+from megatron_hybrid_prefix.lab.one_budget import ADVISED_STATE_SHARE, advised_split, one_budget, reuse_of_one_budget
 from megatron_hybrid_prefix.lab.one_budget import advice as advice_of_split
 from megatron_hybrid_prefix.lab.replay import Policy, ceiling_tokens, replay
 from megatron_hybrid_prefix.lab.traces import Trace, read_trace
@@ -72,6 +75,7 @@ from megatron_hybrid_prefix.policy.registry import (
 )
 
 GB = 10**9
+LOAD_RATES = (1, 2, 4, 8, 16, 32)  # GB/s for one rank: a network, disks, the page cache
 RAISED_BY = 0.25  # each budget in turn is raised by this share of all budgets together
 WORTH_IT = 0.001  # least gain to recommend, as a share of the prompt tokens
 SCORE_BYTES = 12  # of a prompt's token: float32 log-probs of it and of one likeliest token, and the id of that
@@ -161,6 +165,18 @@ def expected_reuse(trace: Trace, budget: Budget, sizes: Sizes, args: argparse.Na
     ).reused_token_fraction
 
 
+def break_even_tokens(sizes: Sizes, gb_per_s: float, tokens_per_s: float) -> int | None:
+    """Fewest tokens of a prefix whose KV and state load in less time than they are computed; None: never.
+
+    Args:
+        sizes: Bytes on one rank.
+        gb_per_s: What the rank reads, in 10^9 bytes per second.
+        tokens_per_s: Prompt tokens that the ranks of a model compute per second.
+    """
+    gain_bytes = gb_per_s * GB / tokens_per_s - sizes.kv_token_bytes  # of a token
+    return None if gain_bytes <= 0 else int(sizes.state_bytes / gain_bytes) + 1
+
+
 def advice(gains: dict[str, float], reuse: float, ceiling: float, raised_gib: float) -> str:
     """Which budget to raise first, given the gain of each one when raised by ``raised_gib``."""
     name, gain = max(gains.items(), key=lambda item: item[1])
@@ -172,14 +188,18 @@ def advice(gains: dict[str, float], reuse: float, ceiling: float, raised_gib: fl
     return f"raise {KNOBS[name]} first: {raised_gib:.1f} GiB more reuse {gain:.1%} more of the prompt tokens"
 
 
-def blind_advice(plan: Plan, sizes: Sizes) -> str:
-    """Which budget to raise first if nothing is known about the requests."""
+def blind_advice(plan: Plan, sizes: Sizes, budget: Budget) -> str:
+    """Which budget to raise first, or how to split both, if nothing is known about the requests."""
     if plan.device_states < 1:
         return f"raise --mamba-gb first: it is less than one checkpoint ({sizes.state_bytes / GIB:.3f} GiB)"
     blocks = plan.kv_blocks / plan.device_states
     if blocks < 1:
         return "raise --buffer-gb first: there are fewer KV blocks than checkpoints, and each checkpoint needs a block"
-    return f"one checkpoint per {blocks:.0f} KV blocks; add --trace to learn which budget to raise"
+    both = budget.state_bytes + budget.kv_bytes
+    return (
+        f"one checkpoint per {blocks:.0f} KV blocks, {budget.state_bytes / both:.0%} for states. A good start is "
+        f"{advised_split(both, ADVISED_STATE_SHARE)}; add --trace to learn which budget to raise"
+    )
 
 
 # --- Command ---------------------------------------------------------------------------------------------------------
@@ -228,6 +248,13 @@ def make_parser() -> ArgumentParser:
         metavar="N",
         help="tokens of a conversation that is kept (default: %(default)s)",
     )
+    add = parser.add_argument_group("a shared folder").add_argument
+    add(
+        "--prefill-tokens-per-s",
+        type=positive_float,
+        metavar="X",
+        help="prompt tokens that the model computes per second: those of a long prompt over the time to its first token",
+    )
     add = parser.add_argument_group("expected reuse").add_argument
     add(
         "--trace",
@@ -274,6 +301,12 @@ def measured(
     return found, advice(gains, reuse, ceiling, step / GIB)
 
 
+def break_even(args: argparse.Namespace, sizes: Sizes) -> dict[int, int | None]:
+    """`break_even_tokens` by GB/s; empty without ``--prefill-tokens-per-s``."""
+    tokens_per_s = args.prefill_tokens_per_s
+    return {} if tokens_per_s is None else {rate: break_even_tokens(sizes, rate, tokens_per_s) for rate in LOAD_RATES}
+
+
 def print_report(
     console: Console, args: argparse.Namespace, sizes: Sizes, plan: Plan, reuse: dict[str, Any] | None
 ) -> None:
@@ -297,6 +330,9 @@ def print_report(
     if sizes.next_logits_bytes is not None:
         rows.append(("log-probs of prompts (host), per checkpoint", f"{sizes.next_logits_bytes:,} bytes"))
         rows.append(("... per token, with one likeliest token", f"{SCORE_BYTES} bytes"))
+    for rate, tokens in break_even(args, sizes).items():
+        worth = "never" if tokens is None else f"{tokens:,} tokens"
+        rows.append((f"loading from a shared folder at {rate} GB/s pays from", worth))
     if reuse is not None:
         rows.append(("expected reuse of prompt tokens", f"{reuse['reused_token_fraction']:.4f}"))
         rows.append(("reuse with unlimited memory", f"{reuse['ceiling_fraction']:.4f}"))
@@ -386,7 +422,7 @@ def run_one_budget(argv: Sequence[str], args: argparse.Namespace, sizes: Sizes, 
         ("a state takes", f"{layout.page_blocks} KV blocks, {layout.padding_bytes / layout.page_bytes:.1%} unused"),
         ("KV blocks, if there were no states", f"{layout.total_blocks:,}"),
         ("states, if there were no KV", f"{layout.pages:,}"),
-        (f"conversations of {args.conversation_tokens:,} tokens with three checkpoints", f"{plan.conversations:,}"),
+        (f"conversations of {args.conversation_tokens:,} tokens with a checkpoint each", f"{plan.conversations:,}"),
         (f"with {ADVISED_STATE_SHARE:.0%} for states, fixed: checkpoints", f"{plan.split_states:,}"),
         (f"... KV blocks beside {args.max_requests} running requests", f"{plan.split_blocks:,}"),
     ]
@@ -441,12 +477,20 @@ def check_model(args: argparse.Namespace) -> bool:
         raise InputError("give MODEL or --hf DIR, and only one of them")
     budgets = [name for name in ("mamba_gb", "buffer_gb") if getattr(args, name) is not None]
     if args.cache_gb is not None:
+        if args.prefill_tokens_per_s is not None:
+            raise InputError("--prefill-tokens-per-s: needs --mamba-gb and --buffer-gb")
         if budgets or args.gpu_gb is not None or args.host_gb is not None:
             raise InputError("--cache-gb: does not go with --mamba-gb, --buffer-gb, --host-gb and --gpu-gb")
         return False
     if len(budgets) == 2 and args.gpu_gb is None:
         return False
-    if args.gpu_gb is None or budgets or args.trace or (args.hf is None and args.model not in PRESETS):
+    if (
+        args.gpu_gb is None
+        or budgets
+        or args.trace
+        or args.prefill_tokens_per_s
+        or (args.hf is None and args.model not in PRESETS)
+    ):
         raise InputError(
             "give --mamba-gb and --buffer-gb, or --gpu-gb alone (with --hf or a preset) to learn which to give"
         )
@@ -476,7 +520,7 @@ def run(argv: Sequence[str], interrupt: Interrupt) -> int:
         kv_bytes=int(args.buffer_gb * GIB),
     )
     plan = plan_of(budget, sizes, args)
-    reuse, text = None, blind_advice(plan, sizes)
+    reuse, text = None, blind_advice(plan, sizes, budget)
     if args.trace:
         reuse, text = measured(args, sizes, budget, interrupt)
     console = output_console()
@@ -496,6 +540,7 @@ def run(argv: Sequence[str], interrupt: Interrupt) -> int:
             "host_states": plan.host_states,
             "kv_blocks": plan.kv_blocks,
             "history_tokens": plan.history_tokens,
+            "break_even_tokens": break_even(args, sizes) or None,
             "expected_reuse": reuse,
             "advice": text,
         }

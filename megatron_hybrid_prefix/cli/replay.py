@@ -6,6 +6,7 @@ examples:
     hybrid-prefix replay trace.jsonl --kv-blocks 20000              # with limited KV, too
     hybrid-prefix replay trace.jsonl --eviction lru --admission asked --baselines none
     hybrid-prefix replay trace.jsonl --interval 4096                # interval states every 4096 tokens
+    hybrid-prefix replay trace.jsonl --clairvoyant                  # how much is left: no rule reuses more than this
     hybrid-prefix replay trace.jsonl --preset nemotron-h-8b         # shows the slots and blocks in GiB
     hybrid-prefix replay trace.jsonl --preset nemotron-h-8b --cache-gb 10,20,40 --splits 10
                                                                     # one memory for KV and states, against fixed splits
@@ -18,6 +19,9 @@ TRACE is a file with one JSON object per line, in one of three formats:
 With --cache-gb, KV, checkpoints and the state of the running request share one memory of so many GiB, with the bytes of
 the model of --preset or --hf. --splits N also replays N fixed splits of the same bytes: 5 % for states, 10 %, and so on
 up to N times 5 %. The best of them is an oracle: nobody knows it before.
+
+--clairvoyant adds two rows for rules that know all requests beforehand: an offline rule, and a bound that no rule passes.
+Both are for unlimited KV. They take a second or more for every 100 slots (6,000 requests).
 
 Requests run one after another, by time. Answers are not replayed. The replay uses the same cache classes as the engine.
 The last row, "no limits", is a cache with unlimited memory and a state after every block.
@@ -58,6 +62,7 @@ from megatron_hybrid_prefix.console.terminal import (
     write_whole,
 )
 from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_of, sizes_of_config
+from megatron_hybrid_prefix.lab.clairvoyant import Clairvoyant, clairvoyant
 from megatron_hybrid_prefix.lab.memory import GIB
 from megatron_hybrid_prefix.lab.memory_report import MOST_SPLITS, is_split, memories, print_memories
 from megatron_hybrid_prefix.lab.plot import save_plot
@@ -149,6 +154,11 @@ def make_parser() -> ArgumentParser:
         help="other policies to compare with, comma-separated: lru, upstream (megatron-core 0.19's rule), align (LRU, "
         f"ends of prompts only), interval:TOKENS (LRU with interval states); or none (default: {DEFAULT_BASELINES}; "
         "with --cache-gb: lru)",
+    )
+    add(
+        "--clairvoyant",
+        action="store_true",
+        help="also show what rules that know all requests beforehand reuse; needs unlimited KV and no host tier",
     )
     add = parser.add_argument_group("output").add_argument
     add("--json", type=Path, metavar="PATH", help="write all results as JSON, with the occupancy over time")
@@ -249,6 +259,35 @@ def run_all(
     return runs
 
 
+def check_clairvoyant(args: argparse.Namespace) -> None:
+    """Checks the options that do not go with ``--clairvoyant``.
+
+    Raises:
+        InputError: One is given.
+    """
+    limited = args.kv_blocks not in (None, "unlimited")
+    if args.clairvoyant and (limited or args.cache_gb is not None or args.host_state_slots + args.host_kv_blocks):
+        raise InputError(
+            "--clairvoyant: does not go with --kv-blocks, --cache-gb, --host-state-slots, --host-kv-blocks"
+        )
+
+
+def run_clairvoyant(trace: Trace, slots: Sequence[int], interrupt: Interrupt) -> list[Clairvoyant]:
+    """The rows of ``--clairvoyant``.
+
+    Raises:
+        Stopped: Ctrl-C was pressed.
+    """
+    with progress(["clairvoyant"], max(slots)) as done:
+
+        def on_slot(count: int) -> None:
+            if interrupt.requested:
+                raise Stopped
+            done("clairvoyant", count)
+
+        return clairvoyant(trace, slots, on_slot)
+
+
 # --- Report ----------------------------------------------------------------------------------------------------------
 
 
@@ -303,7 +342,13 @@ def _plain(value: Any) -> Any:
 
 
 def print_report(
-    console: Console, trace: Trace, runs: Sequence[Replayed], ceiling: float, sizes: Sizes | None, blocks: int | None
+    console: Console,
+    trace: Trace,
+    runs: Sequence[Replayed],
+    ceiling: float,
+    sizes: Sizes | None,
+    blocks: int | None,
+    bounds: Sequence[Clairvoyant] = (),
 ) -> None:
     """Prints the reuse, one row per policy and one column per budget; then speed and notes."""
     slots = sorted({run.state_slots for run in runs})
@@ -322,6 +367,11 @@ def print_report(
         own = [run for run in runs if run.policy.name == policy]
         speed = min(run.requests_per_second for run in own)
         table.add_row(policy, *(f"{run.reused_token_fraction:.4f}" for run in own), f"{speed:,.0f}")
+    if bounds:
+        all_tokens = trace.prompt_tokens
+        table.add_section()
+        table.add_row("a rule that knows all requests", *(f"{bound.rule_tokens / all_tokens:.4f}" for bound in bounds))
+        table.add_row("no rule reuses more than", *(f"{bound.bound_tokens / all_tokens:.4f}" for bound in bounds))
     if sizes is not None:
         budgets = (f"{budget * sizes.state_bytes / 2**30:.1f}" for budget in slots)
         table.add_section()
@@ -401,6 +451,7 @@ def run_shared(
 def run(argv: Sequence[str], interrupt: Interrupt) -> int:
     """Runs the command."""
     args = make_parser().parse_args(argv)
+    check_clairvoyant(args)
     for path in (args.json, args.plot):
         if path is not None:
             check_writable(path)
@@ -420,17 +471,23 @@ def run(argv: Sequence[str], interrupt: Interrupt) -> int:
     ceiling = sum(ceiling_tokens(trace)) / trace.prompt_tokens
     budgets = [{"state_slots": budget, "kv_blocks": blocks} for budget in slots]
     runs = run_all(trace, chosen, budgets, interrupt)
+    bounds = run_clairvoyant(trace, slots, interrupt) if args.clairvoyant else []
     console = output_console()
-    print_report(console, trace, runs, ceiling, sizes, blocks)
+    print_report(console, trace, runs, ceiling, sizes, blocks, bounds)
     if args.json is not None:
         report = as_json(args, trace, runs, ceiling, command_line(argv))
+        if bounds:
+            report["clairvoyant"] = [dataclasses.asdict(bound) for bound in bounds]
         write_json(args.json, report)
         console.print(f"wrote {args.json}", markup=False, soft_wrap=True)
     if args.plot is not None:
         names = ", ".join(path.name for path in args.traces)
         workload = f"{printable(names)}: {len(trace.requests):,} requests, {trace.prompt_tokens:,} prompt tokens, "
         workload += "KV unlimited." if blocks is None else f"{blocks:,} KV blocks."
-        write_whole(args.plot, lambda part: save_plot(part, slots, _shares(runs, slots), ceiling, workload))
+        shares = _shares(runs, slots)
+        if bounds:
+            shares.append(("no rule reuses more", [bound.bound_tokens / trace.prompt_tokens for bound in bounds]))
+        write_whole(args.plot, lambda part: save_plot(part, slots, shares, ceiling, workload))
         console.print(f"wrote {args.plot}", markup=False, soft_wrap=True)
     return 0
 

@@ -2,7 +2,7 @@
 
 examples:
     hybrid-prefix serve --preset tiny --port 8000
-    hybrid-prefix serve --hf ./NVIDIA-Nemotron-Nano-9B-v2 --mamba-gb 20
+    hybrid-prefix serve --hf ./NVIDIA-Nemotron-Nano-9B-v2 --cache-gb 100
     hybrid-prefix serve --preset nemotron-h-8b --load CHECKPOINT --tokenizer FOLDER --cuda-graphs 8 --max-requests 64
     torchrun --nproc-per-node 8 -m megatron_hybrid_prefix.cli.serve --tp 2 ...   # 4 replicas of 2 GPUs
 
@@ -28,6 +28,10 @@ docs/server-fields.md lists all fields.
 
 --api-keys: each line of the file is "NAME KEY". Requests with keys of different names share nothing.
 
+memory:
+    --cache-gb is one budget for KV blocks, checkpoints and the states of running requests. --mamba-gb or --buffer-gb
+    instead make a fixed split: --mamba-gb for checkpoints, --buffer-gb for everything else.
+
 replicas:
     Under torchrun, --tp x --pp ranks form a replica. Megatron's data-parallel coordinator sends each request to the
     replica that has most of its prefix; other requests take turns. Requests with one "prompt_cache_key" go to one
@@ -45,6 +49,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,7 +57,7 @@ from typing import Any, NoReturn
 
 from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.console.engine_options import (
-    DEFAULT_MAMBA_GB,
+    Budgets,
     add_engine_options,
     add_model_options,
     check_engine_options,
@@ -167,7 +172,13 @@ def make_parser() -> ArgumentParser:
 
     add = parser.add_argument_group("engine").add_argument
     add("--max-sequence-length", type=positive_int, help="longest prompt plus answer, in tokens (default: the model's)")
-    add_engine_options(add, max_requests=16, max_requests_text="default: %(default)s", cuda_graphs_text="default: none")
+    add_engine_options(
+        add,
+        max_requests=16,
+        max_requests_text="default: %(default)s",
+        cuda_graphs_text="default: none",
+        several_engines=False,
+    )
     add(
         "--verify-hits",
         type=share,
@@ -223,8 +234,13 @@ def check_options(args: argparse.Namespace) -> Any:
         raise InputError(f"--max-sequence-length: {args.preset} has at most {config.max_sequence_length}")
     if args.load is not None and not args.load.is_dir():
         raise InputError(f"--load: there is no folder {args.load}")
+    if args.cache_gb is not None:
+        for name in (name for name in ("mamba_gb", "buffer_gb") if getattr(args, name) is not None):
+            raise InputError(
+                f"--cache-gb is one budget for KV and states, --{name.replace('_', '-')} a part of a fixed split: give one"
+            )
     if args.no_cache:
-        given = ("mamba_gb", "host_gb", "tier_behind_host", "verify_hits")
+        given = ("cache_gb", "mamba_gb", "host_gb", "tier_behind_host", "shared", "verify_hits")
         for name in (name for name in given if getattr(args, name)):
             raise InputError(f"--no-cache: leaves nothing for --{name.replace('_', '-')} to do")
     if args.port > 65535:
@@ -261,11 +277,19 @@ def read_keys(path: Path | None) -> dict[str, str]:
 
 
 def cache_config(args: argparse.Namespace, device_type: str) -> HybridPrefixConfig:
-    """The cache's settings. With ``--no-cache`` there is room for no state, and each request is told to use none."""
-    return HybridPrefixConfig(
-        mamba_gb=0.0 if args.no_cache else args.mamba_gb or DEFAULT_MAMBA_GB[device_type],
-        host_gb=args.host_gb or 0.0,
-        tier_behind_host=args.tier_behind_host,
+    """The cache's settings: one budget, or a fixed split with ``--mamba-gb`` or ``--buffer-gb``.
+
+    With ``--no-cache`` there is room for no state, and each request is told to use none.
+    """
+    budgets = Budgets.of(args, device_type)
+    if args.no_cache:
+        settings = HybridPrefixConfig(mamba_gb=0.0)
+    elif args.mamba_gb is None and args.buffer_gb is None:
+        settings = budgets.one_budget
+    else:
+        settings = budgets.fixed_split
+    return replace(
+        settings,
         state_dtype=args.state_dtype,
         verify_hits=args.verify_hits,
         prompt_log_probs_gb=0.0 if args.no_cache else args.prompt_log_probs_gb,
@@ -284,6 +308,8 @@ def make_engine(model: Any, tokenizer: Any, device_type: str, args: argparse.Nam
 
     prefix = cache_config(args, device_type)
     fields = engine_fields(args, device_type, 0, args.max_sequence_length)
+    if prefix.cache_gb is None:
+        fields["buffer_size_gb"] = Budgets.of(args, device_type).buffer_gb
     fields["materialize_only_last_token_logits"] = not args.prompt_log_probs
     with as_input_errors(ValueError):
         engine = build_engine(model, prefix, tokenizer=tokenizer, **fields)

@@ -54,8 +54,8 @@ class Diary:
         self.events: list[tuple[str, str]] = []
         self._matched = False  # recorded already; a load changes the match
         watched = {
-            cache: ("admit", "plan", "publish", "checkpoint_decoded", "grow"),
-            cache.loads: ("begin_load_back", "take_transfers"),
+            cache: ("admit", "plan", "publish", "checkpoint_decoded", "grow", "take_copies"),
+            cache.loads: ("begin_load_back",),
             cache.blocks: ("allocate",),
         }
         for owner, names in watched.items():
@@ -137,7 +137,7 @@ class Diary:
         outcome = "is kept already, or cannot be" if slot is None else f"is copied to slot {slot}"
         self.say("decode", f"the answer fills the block up to {position_tokens}: its state {outcome}")
 
-    def _take_transfers(self, units: Sequence[Any]) -> None:
+    def _take_copies(self, units: Sequence[Any]) -> None:
         for to_host, group in groupby(units, key=lambda unit: unit.target == HOST):
             moved = {(_KINDS[unit.tag.kind], unit.tag.depth_tokens, unit.tag.key) for unit in group}
             self.say("store" if to_host else "fetch", f"{'to' if to_host else 'from'} the host: {_ends(moved)}")

@@ -11,8 +11,9 @@ import os
 import platform as host
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -25,21 +26,81 @@ from megatron_hybrid_prefix.console.hf import add_hf_option, choose_model
 from megatron_hybrid_prefix.console.terminal import InputError, Interrupt, Stopped, as_input_errors, split_names
 from megatron_hybrid_prefix.errors import PlatformError
 from megatron_hybrid_prefix.models.config import PRESETS
+from megatron_hybrid_prefix.tiers.shared import SharedSettings
 
-# Engine name -> arguments of build_engine, given the cache's budgets in GiB (checkpoints on the device, host memory)
-# and the tier behind the host.
-ENGINES: dict[str, Callable[[float, float, str | None], dict[str, Any]]] = {
-    "off": lambda mamba_gb, host_gb, tier: {},
-    "upstream": lambda mamba_gb, host_gb, tier: {"enable_prefix_caching": True, "prefix_caching_mamba_gb": mamba_gb},
-    "ours": lambda mamba_gb, host_gb, tier: {
-        "prefix": HybridPrefixConfig(mamba_gb=mamba_gb, host_gb=host_gb, tier_behind_host=tier)
-    },
-}
 DEFAULT_PRESET = "tiny"
+DEFAULT_BUFFER_GB = {"cpu": 0.25, "cuda": 20.0}
 DEFAULT_MAMBA_GB = {"cpu": 0.05, "cuda": 8.0}
 DEFAULT_MAX_TOKENS = {"cpu": 4096, "cuda": 16384}
 STEP_TOKENS_MULTIPLE = 64  # megatron pads a step's tokens to this, and asserts that max_tokens is a multiple
 PACKAGES = ("megatron-core", "torch", "triton", "mamba-ssm", "causal-conv1d", "flash-attn-4", "transformer-engine")
+
+
+# --- Memory ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budgets:
+    """Memory that engines get on each rank. All engines get the same in all, unless ``cache_gb`` is given.
+
+    Attributes:
+        buffer_gb: GiB for KV blocks and the states of running requests, in engines with a fixed split.
+        mamba_gb: GiB for checkpoints, in engines with a fixed split.
+        cache_gb: GiB for all of these, in an engine with one budget. None: the sum of the two.
+        host_gb: GiB of host memory for evicted KV and states.
+        tier: Fields of `HybridPrefixConfig` that say what is behind the host tier (`tier_fields`).
+    """
+
+    buffer_gb: float
+    mamba_gb: float
+    cache_gb: float | None = None
+    host_gb: float = 0.0
+    tier: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, device_type: str, **wanted: float) -> Budgets:
+        """The budgets of the options of `add_engine_options`, else ``wanted``, else the defaults."""
+        names = ("cache_gb", "buffer_gb", "mamba_gb", "host_gb")
+        given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+        defaults = {"buffer_gb": DEFAULT_BUFFER_GB[device_type], "mamba_gb": DEFAULT_MAMBA_GB[device_type]}
+        return cls(**(defaults | wanted | given), tier=tier_fields(args))
+
+    @property
+    def one_budget(self) -> HybridPrefixConfig:
+        """Settings of this package's cache with one budget."""
+        cache_gb = self.buffer_gb + self.mamba_gb if self.cache_gb is None else self.cache_gb
+        return HybridPrefixConfig(cache_gb=cache_gb, host_gb=self.host_gb, **self.tier)
+
+    @property
+    def fixed_split(self) -> HybridPrefixConfig:
+        """Settings of this package's cache with a fixed split; ``buffer_size_gb`` is another argument."""
+        return HybridPrefixConfig(mamba_gb=self.mamba_gb, host_gb=self.host_gb, **self.tier)
+
+
+# Engine name -> arguments of build_engine.
+ENGINES: dict[str, Callable[[Budgets], dict[str, Any]]] = {
+    "off": lambda budgets: {"buffer_size_gb": budgets.buffer_gb},
+    "upstream": lambda budgets: {
+        "buffer_size_gb": budgets.buffer_gb,
+        "enable_prefix_caching": True,
+        "prefix_caching_mamba_gb": budgets.mamba_gb,
+    },
+    "ours": lambda budgets: {"prefix": budgets.one_budget},
+    "split": lambda budgets: {"buffer_size_gb": budgets.buffer_gb, "prefix": budgets.fixed_split},
+}
+DEFAULT_ENGINES = ("off", "upstream", "ours")
+
+
+def budget_of(fields: dict[str, Any]) -> dict[str, float]:
+    """GiB per rank by name, of an engine with these arguments of build_engine."""
+    prefix = fields.get("prefix")
+    if prefix is not None and prefix.cache_gb is not None:
+        found = {"cache_gb": prefix.cache_gb}
+    else:
+        mamba_gb = fields.get("prefix_caching_mamba_gb") if prefix is None else prefix.mamba_gb
+        found = {"buffer_gb": fields["buffer_size_gb"]} | ({} if mamba_gb is None else {"mamba_gb": mamba_gb})
+    return found | ({} if prefix is None or not prefix.host_gb else {"host_gb": prefix.host_gb})
+
 
 # --- Options ---------------------------------------------------------------------------------------------------------
 
@@ -59,16 +120,41 @@ def add_model_options(add: Callable[..., Any], *, shown: str = DEFAULT_PRESET) -
 
 
 def add_engine_options(
-    add: Callable[..., Any], *, max_requests: int | None, max_requests_text: str, cuda_graphs_text: str
+    add: Callable[..., Any],
+    *,
+    max_requests: int | None,
+    max_requests_text: str,
+    cuda_graphs_text: str,
+    several_engines: bool = True,
 ) -> None:
-    """Adds the options that all engines share."""
+    """Adds the options of engines.
+
+    Args:
+        add: Adds an option.
+        max_requests: Default of ``--max-requests``.
+        max_requests_text: That default, in the help.
+        cuda_graphs_text: The default of ``--cuda-graphs``, in the help.
+        several_engines: Whether the command runs the engines of `ENGINES`. Otherwise it runs this package's engine, and a
+            fixed split replaces the one budget.
+    """
+    one, split = ("engine ours: ", "engines off, upstream, split: ") if several_engines else ("", "fixed split: ")
+    total = "--buffer-gb and --mamba-gb together" if several_engines else "0.3 on CPU, 28 on GPU"
     add("--block-size-tokens", type=positive_int, default=256, help="tokens per KV block (default: %(default)s)")
+    add(
+        "--cache-gb",
+        type=positive_float,
+        help=f"{one}GiB for KV blocks, checkpoints and the states of running requests together (default: {total})",
+    )
     add(
         "--buffer-gb",
         type=positive_float,
-        help="GiB for KV blocks and the states of running requests (default: 0.25 on CPU, 20 on GPU)",
+        help=f"{split}GiB for KV blocks and the states of running requests (default: 0.25 on CPU, 20 on GPU)",
     )
-    add("--mamba-gb", type=positive_float, help="GiB for state checkpoints (default: 0.05 on CPU, 8 on GPU)")
+    add(
+        "--mamba-gb",
+        type=positive_float,
+        help=f"{split.replace('off, ', '')}GiB for checkpoints (default: 0.05 on CPU, 8 on GPU)",
+    )
     add(
         "--host-gb",
         type=positive_float,
@@ -78,6 +164,12 @@ def add_engine_options(
         "--tier-behind-host",
         metavar="NAME[:ARG]",
         help="storage tier behind the host memory, registered by a plugin (default: none)",
+    )
+    add(
+        "--shared",
+        metavar="URL",
+        help="folder behind the host memory that outlives the process and may be shared, such as "
+        "file:///var/cache/prefix?gb=200; needs --host-gb, and a secret in HYBRID_PREFIX_SECRET (default: none)",
     )
     add(
         "--state-dtype",
@@ -139,9 +231,11 @@ def check_engine_options(args: argparse.Namespace) -> Any:
     config = choose_model(args, DEFAULT_PRESET)
     with as_input_errors(ValueError):
         config.check_parallel(tp=args.tp, pp=args.pp)
-    if args.tier_behind_host is not None:
+    if args.tier_behind_host is not None or args.shared is not None:
         with as_input_errors(ValueError):
-            HybridPrefixConfig(mamba_gb=0, host_gb=args.host_gb or 0.0, tier_behind_host=args.tier_behind_host)
+            HybridPrefixConfig(cache_gb=1, host_gb=args.host_gb or 0.0, **tier_fields(args))
+            if args.shared is not None:
+                SharedSettings.parse(args.shared).check()
     if args.max_requests is not None and args.max_requests % args.tp:
         raise InputError(f"--max-requests {args.max_requests} is not a multiple of --tp {args.tp}")
     if (args.max_tokens or 0) % STEP_TOKENS_MULTIPLE:
@@ -155,7 +249,7 @@ def check_engine_options(args: argparse.Namespace) -> Any:
 def engine_fields(
     args: argparse.Namespace, device_type: str, longest_tokens: int, max_sequence_length: int | None = None
 ) -> dict[str, Any]:
-    """Fields of megatron's ``InferenceConfig`` that all engines share.
+    """Fields of megatron's ``InferenceConfig`` that all engines share: all but budgets.
 
     Args:
         args: Parsed options of `add_engine_options`.
@@ -172,12 +266,16 @@ def engine_fields(
         "max_tokens": args.max_tokens or max(DEFAULT_MAX_TOKENS[device_type], room_tokens),
         "enable_chunked_prefill": args.chunked_prefill,
         "max_sequence_length": max_sequence_length,
-        "buffer_size_gb": args.buffer_gb,
         "num_cuda_graphs": args.cuda_graphs or None,
     }
     if args.async_scheduling:
         fields["async_sched_mode"] = AsyncScheduleMode.ASYNC
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def tier_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of `HybridPrefixConfig` that say what is behind the host tier."""
+    return {"tier_behind_host": args.tier_behind_host, "shared": args.shared}
 
 
 def step_tokens(tokens: int) -> int:

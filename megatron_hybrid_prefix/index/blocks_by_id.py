@@ -77,6 +77,11 @@ class BlocksById:
         return self._store.blocks.available_blocks + self._loads.waiting_blocks
 
     @property
+    def most_per_request(self) -> int:
+        """Blocks that a request can have if no other runs: all but those whose memory its own state takes."""
+        return self._store.blocks.total_blocks - self._store.slots_per_request * self._store.blocks_per_slot
+
+    @property
     def free_count(self) -> int:
         """Blocks that are neither held nor cached."""
         return self._store.blocks.free_blocks

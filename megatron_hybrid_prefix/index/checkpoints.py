@@ -84,8 +84,7 @@ class CheckpointTable:
         self.bind(node, slot, reason)
         self._stats.checkpoints_published += 1
         self._stats.checkpoints_by_reason[reason.name.lower()] += 1
-        # A decode state is not written through: it is copied to its slot later, and soon replaced by the next one.
-        if self._host is not None and self._host.write_through and reason != CheckpointReason.DECODE:
+        if self._host is not None and self._host.stores_published(reason):
             self._host.store_state(node)
 
     def restore(self, node: Node, slot: int) -> None:

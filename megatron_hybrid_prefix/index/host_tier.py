@@ -40,7 +40,7 @@ class HostTier:
         state_share: Share of the pages that states may use, 0 to 1; KV uses the rest. None: both share all pages.
         stats: Counts the moves.
         write_through: Whether KV and states are stored as soon as they are published.
-        behind: The tier behind the host. It is offered what is evicted here.
+        behind: The tier behind the host. It is offered what is evicted here, or (a `SharedTier`) what is stored here.
 
     Attributes:
         entries: Pages and pins of all entries.
@@ -71,6 +71,9 @@ class HostTier:
         self._figures = stats.tiers[HOST]
         self.write_through = write_through
         self.behind = behind
+        self._early = behind is not None and behind.shared
+        # Entries that are being read from behind. All ranks agree on which arrived, see `settle`.
+        self._fetching: set[int] = set()
         self.transfers: list[Copy] = []
         self.routing_of: Callable[[int], Any] = lambda block_id: None
         self.reset()
@@ -81,6 +84,7 @@ class HostTier:
         self._kv: OrderedDict[Node, int] = OrderedDict()  # time of last use, least recently used first
         self._state_used: dict[Node, int] = {}
         self._clock = 0
+        self._fetching.clear()
         self._eviction.clear()
         self.transfers.clear()
 
@@ -136,8 +140,20 @@ class HostTier:
             self._tree.version += 1
             if node.used:
                 self._eviction.used(node)
-        self._state_used[node] = self._tick()
+            self._state_used[node] = self._tick()
+            self._write_down(node)
+        else:
+            self._state_used[node] = self._tick()
         return True
+
+    def stores_published(self, reason: CheckpointReason) -> bool:
+        """Whether a state that was just computed is stored at once, not only when the device evicts it.
+
+        A decode state is not: it is copied to its slot later, and soon replaced by the next one.
+        """
+        if reason == CheckpointReason.DECODE:
+            return False
+        return self.write_through or (self._early and reason != CheckpointReason.INTERVAL)
 
     def store_private(self, kind: EntryKind, device_id: int, tag: Tag) -> int | None:
         """Stores an entry of one preempted request until it is removed. Returns the entry; None if there is no room."""
@@ -159,8 +175,8 @@ class HostTier:
             first: Number of leading blocks that are on the device.
 
         Returns:
-            The pinned entries (KV front first, the state last), and the tags of those that were fetched. None: there is
-            not enough room. What was fetched until then stays on the host.
+            The pinned entries (KV front first, the state last), and the tags of those that were fetched, now or for a
+            load that still waits for them. None: there is not enough room. What was fetched until then stays on the host.
         """
         tree = self._tree
         nodes: list[Node] = []
@@ -170,6 +186,7 @@ class HostTier:
         pinned = [node.host_block for node in kv if node.host_block != NO_BLOCK]
         pinned += [end.host_slot] if end.host_slot != NO_SLOT else []
         self.entries.pin(pinned)
+        coming = [entry for entry in pinned if entry in self._fetching]
         fetched: list[int] = []
         missing = [(node, self._fetch_kv) for node in kv if node.host_block == NO_BLOCK]
         missing += [(end, self._fetch_state)] if end.host_slot == NO_SLOT else []
@@ -183,7 +200,11 @@ class HostTier:
             fetched.append(entry)
         if fetched:
             self.use(kv)
-        return (*(node.host_block for node in kv), end.host_slot), tuple(map(self.entries.tag, fetched))
+        return (*(node.host_block for node in kv), end.host_slot), tuple(map(self.entries.tag, [*coming, *fetched]))
+
+    def settle(self, entries: Iterable[int]) -> None:
+        """These entries have arrived, on all ranks."""
+        self._fetching.difference_update(entries)
 
     def _fetch_kv(self, node: Node) -> int | None:
         entry = self._fetch(EntryKind.KV, node)
@@ -229,6 +250,8 @@ class HostTier:
 
     def use_state(self, node: Node) -> None:
         """Marks the node's state as used, after a request resumed from it on any tier."""
+        if self._early and node.host_slot == NO_SLOT and node.slot != NO_SLOT:
+            self.store_state(node)  # it was a guess
         if node.host_slot != NO_SLOT:
             self._eviction.used(node)
             self._state_used[node] = self._tick()
@@ -259,6 +282,7 @@ class HostTier:
         node = self._tree.get(tag.key)
         if node is None:
             return
+        self._fetching.discard(entry)
         if tag.kind == EntryKind.KV and node.host_block == entry:
             self.drop_kv(node)
         elif tag.kind == EntryKind.STATE and node.host_slot == entry:
@@ -296,7 +320,13 @@ class HostTier:
     # -- internal ------------------------------------------------------------------------------------------------------
 
     def _tag(self, kind: EntryKind, node: Node) -> Tag:
-        return Tag(kind=kind, key=node.key, depth_tokens=node.depth_blocks * self._block_tokens, epoch=self._tree.epoch)
+        return Tag(
+            kind=kind,
+            key=node.key,
+            depth_tokens=node.depth_blocks * self._block_tokens,
+            epoch=self._tree.epoch,
+            parent=b"" if node.parent is None else node.parent.key,
+        )
 
     def _tick(self) -> int:
         self._clock += 1
@@ -323,11 +353,33 @@ class HostTier:
         if entry is not None:
             pages = self.entries.pages(entry)
             self.transfers.append(BlockTransfer(source=self.behind.name, target=HOST, pages=pages, tag=tag))
+            if self.behind.shared:
+                self._fetching.add(entry)
             self._stats.tiers[self.behind.name].loads += 1
         return entry
 
+    def _write_down(self, node: Node) -> None:
+        """Offers a state that was just stored, after the KV before it, to a shared tier.
+
+        What is on the host depends on nothing that differs between ranks. So KV is stored here even if it is behind.
+        """
+        if self.behind is None or not self._early:
+            return
+        if is_probationary(node) or node.depth_blocks < self.behind.least_blocks:
+            return
+        path: list[Node] = []
+        above: Node | None = node
+        while above is not None:
+            path.append(above)
+            above = above.parent
+        for block in reversed(path):
+            if block.host_block != NO_BLOCK or (block.block_id != NO_BLOCK and self.store_kv(block)):
+                self._offer(block.host_block)
+        if node.host_slot != NO_SLOT:  # the KV may have taken its place
+            self._offer(node.host_slot)
+
     def _offer(self, entry: int) -> None:
-        """Offers an entry to the tier behind, before it is evicted.
+        """Offers an entry to the tier behind.
 
         A KV block with a payload is not offered, because the payload cannot go with it.
         """
@@ -352,10 +404,12 @@ class HostTier:
             if self.entries.are_divided:
                 kv, state = (kv, None) if kind == EntryKind.KV else (None, state)
             if state is not None and (kv is None or is_probationary(state) or self._state_used[state] < self._kv[kv]):
-                self._offer(state.host_slot)
+                if not self._early:
+                    self._offer(state.host_slot)
                 self.drop_state(state)
             elif kv is not None:
-                self._offer(kv.host_block)
+                if not self._early:
+                    self._offer(kv.host_block)
                 self.drop_kv(kv)
             else:
                 return False

@@ -5,7 +5,8 @@
 adapter and weights. Without the secret nobody can construct a collision.
 
 No decision depends on the value of a key. So ranks with different secrets still decide alike. With one secret for all
-ranks their keys can be compared, too.
+ranks their keys can be compared, too. With a configured secret, keys match those of other processes; what a salt is, all
+of them know. The weights of an adapter are known to this process only.
 """
 
 from __future__ import annotations
@@ -28,15 +29,17 @@ class KeyMaker:
     Args:
         block_tokens: Tokens per block.
         secret: Secret of the hashes, at most 64 bytes. None: random, valid in this process only.
+        adapter_secret: Hashed into the keys of requests with an adapter, so that no other process has the same.
 
     Raises:
         ValueError: ``block_tokens`` is below 1, or ``secret`` is too long.
     """
 
-    def __init__(self, block_tokens: int, secret: bytes | None = None) -> None:
+    def __init__(self, block_tokens: int, secret: bytes | None = None, adapter_secret: bytes = b"") -> None:
         if block_tokens < 1:
             raise ValueError(f"block_tokens={block_tokens}: must be 1 or more")
         self.block_tokens = block_tokens
+        self._adapter_secret = adapter_secret
         self._empty = blake2b(digest_size=KEY_BYTES, key=os.urandom(32) if secret is None else secret)
 
     def seed(self, *, salt: str | None = None, adapter: str | None = None, epoch: int = 0) -> bytes:
@@ -46,6 +49,8 @@ class KeyMaker:
             data = b"" if field is None else field.encode("utf-8", errors="surrogatepass")
             digest.update(b"-" if field is None else b"%d:" % len(data))
             digest.update(data)
+        if adapter is not None:
+            digest.update(self._adapter_secret)
         return digest.digest()
 
     def chain(

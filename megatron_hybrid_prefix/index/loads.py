@@ -14,7 +14,7 @@ from megatron_hybrid_prefix.index.store import PrefixStore
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
-from megatron_hybrid_prefix.tiers.units import HOST, BlockTransfer, EntryKind, Tag
+from megatron_hybrid_prefix.tiers.units import HOST, EntryKind, Tag
 
 
 class Loads:
@@ -73,8 +73,10 @@ class Loads:
         """KV blocks that only waiting requests hold."""
         if not self._requests.loads:
             return 0
-        holds = Counter(block_id for live in self._waiting for block_id in live.block_ids)
-        return sum(self._blocks.ref_count(block_id) == held for block_id, held in holds.items())
+        waiting = self._waiting
+        holds = Counter(block_id for live in waiting for block_id in live.block_ids)
+        held_alone = sum(self._blocks.ref_count(block_id) == held for block_id, held in holds.items())
+        return held_alone + len(waiting) * self._store.blocks_per_slot
 
     @property
     def _waiting(self) -> list[LiveRequest]:
@@ -82,18 +84,6 @@ class Loads:
         return [live for live in self._requests.loads.values() if live.is_loading]
 
     # -- moves ---------------------------------------------------------------------------------------------------------
-
-    def take_transfers(self) -> list[BlockTransfer]:
-        """Takes the copies queued since the last call. Carry them out in this order, before any other write.
-
-        With shared memory, call `HybridPrefixCache.take_copies` instead.
-        """
-        if self._host is None or not self._host.transfers:
-            return []
-        units = [unit for unit in self._host.transfers if isinstance(unit, BlockTransfer)]
-        assert len(units) == len(self._host.transfers), "blocks moved: call take_copies of the cache"
-        self._host.transfers.clear()
-        return units
 
     def set_block_routing(self, routing_of: Callable[[int], Any]) -> None:
         """Sets the function that returns a KV block's routing, which moves with the block (`Admission.payloads`)."""
@@ -308,6 +298,26 @@ class Loads:
         if load.fetched and host.behind is not None:
             self._stats.tiers[host.behind.name].failed += len(load.fetched)
             host.behind.remove(load.fetched)
+
+    def end_fetch(self, request_id: int, failure: str | None) -> None:
+        """What the request's load waited for has arrived on the host, on all ranks. Or not: then the load is given up.
+
+        Args:
+            request_id: A request that holds a load and is not admitted.
+            failure: Why it did not; None if it did.
+        """
+        live, host = self._requests[request_id], self._host
+        assert live.load is not None and host is not None and host.behind is not None
+        tags = set(live.load.fetched)
+        entries = [entry for entry in live.load.pinned if entry in host.entries and host.entries.tag(entry) in tags]
+        if failure is None:
+            host.settle(entries)
+            return
+        self._stats.count_fallback(failure)
+        self._stats.tiers[host.behind.name].failed += len(entries)
+        self._give_up(live)
+        for entry in entries:
+            host.drop(entry)
 
     def give_up(self) -> bool:
         """Releases all requests that hold a load and are not admitted. Returns False if there were none."""

@@ -13,7 +13,6 @@ from megatron_hybrid_prefix.policy.boundaries import (
     Boundary,
     CheckpointReason,
     boundaries_in_span,
-    default_interval_tokens,
 )
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 
@@ -34,7 +33,7 @@ class BoundaryRule(Protocol):
         kv_depth_blocks: int,
         min_computed_tokens: int,
         breakpoints: Sequence[int],
-        interval_tokens: int,
+        interval_tokens: int | None,
     ) -> tuple[Boundary, ...]:
         """See `prompt_boundaries`."""
 
@@ -47,7 +46,7 @@ class StepPlanner:
         stats: Counts skipped checkpoints.
         block_tokens: Tokens per KV block.
         min_computed_tokens: Last tokens of a prompt that are always computed.
-        interval_tokens: Distance of interval checkpoints. 0: none. None: chosen by the prompt's length.
+        interval_tokens: Distance of interval checkpoints. 0: none. None: the rule chooses them.
         rule: Chooses the boundaries that get a checkpoint.
 
     Attributes:
@@ -76,9 +75,6 @@ class StepPlanner:
         """Boundaries of the prompt that get a checkpoint, ascending. Empty if there are no slots."""
         if not self._store.slots.total_slots:
             return ()
-        interval_tokens = self._interval_tokens
-        if interval_tokens is None:
-            interval_tokens = default_interval_tokens(match.chain.tokens, self._block_tokens)
         return self._rule(
             prompt_tokens=match.chain.tokens,
             block_tokens=self._block_tokens,
@@ -86,7 +82,7 @@ class StepPlanner:
             kv_depth_blocks=max(match.kv_depth_blocks, match.seen_blocks),
             min_computed_tokens=self._min_computed_tokens,
             breakpoints=breakpoints,
-            interval_tokens=interval_tokens,
+            interval_tokens=self._interval_tokens,
         )
 
     def plan(self, live: LiveRequest, start_tokens: int, end_tokens: int) -> StepPlan:

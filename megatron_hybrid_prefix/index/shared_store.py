@@ -47,6 +47,8 @@ class MemoryUse:
         live_slots: Those of them that hold the state of a running request.
         padding_bytes: Bytes lost because a state is no whole number of blocks.
         moved_blocks: Blocks moved so far, to empty pages.
+        pages_to_states: Pages that changed so far from KV to states.
+        pages_to_kv: Pages that changed so far from states to KV.
         blocked_slots: Times a state got no page, or evicted another state for it, while there were enough free blocks: each
             page without a state had a block that a request held.
     """
@@ -60,6 +62,8 @@ class MemoryUse:
     live_slots: int
     padding_bytes: int
     moved_blocks: int
+    pages_to_states: int
+    pages_to_kv: int
     blocked_slots: int
 
 
@@ -72,6 +76,7 @@ class SharedStore(PrefixStore):
         eviction: Ranks the states.
         host: Host tier for evicted KV and states; None: evicted entries are lost.
         stats: Counts evictions and published states.
+        share_live_states: Whether running requests get slots from it.
 
     Attributes:
         pages: The memory.
@@ -89,8 +94,11 @@ class SharedStore(PrefixStore):
         eviction: EvictionPolicy[Node],
         host: HostTier | None,
         stats: PrefixStats,
+        *,
+        share_live_states: bool = True,
     ) -> None:
         self.pages = pages
+        self.slots_per_request, self.blocks_per_slot = int(share_live_states), pages.layout.page_blocks
         slots = PageSlots(pages)
         super().__init__(tree, SharedBlocks(pages, slots), slots, eviction, host, stats)
         self.ghosts = Ghosts(pages.layout.total_blocks)
@@ -127,6 +135,8 @@ class SharedStore(PrefixStore):
 
     def take_live_slot(self) -> int | None:
         """See PrefixStore."""
+        if not self.slots_per_request:
+            return None
         slot = self.checkpoints.take_slot()
         if slot is None:
             raise CacheCorruptionError("no slot for a request that was promised one")
@@ -250,6 +260,8 @@ class SharedStore(PrefixStore):
             live_slots=self.slots.live_slots,
             padding_bytes=self.pages.state_pages * layout.padding_bytes,
             moved_blocks=self._moved_blocks,
+            pages_to_states=self.pages.pages_to_states,
+            pages_to_kv=self.pages.pages_to_kv,
             blocked_slots=self._blocked_slots,
         )
 

@@ -51,6 +51,11 @@ class PrefixStore:
         self.copies: list[Copy] = [] if host is None else host.transfers
         self.on_move: Callable[[int, int], None] = lambda source, target: None
 
+    slots_per_request = 0
+    """Slots that a running request takes: 0 if the engine has slots of its own for their states."""
+    blocks_per_slot = 0
+    """KV blocks whose memory a slot takes."""
+
     def has_room(
         self, blocks: int, path: Sequence[Node] = (), *, slots: int = 0, source_slot: int | None = None
     ) -> bool:

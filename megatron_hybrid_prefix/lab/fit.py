@@ -10,7 +10,9 @@ from megatron_hybrid_prefix.models.config import HybridModelConfig
 
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
 KEPT_FREE = 0.1  # of a GPU's memory: activations, CUDA graphs, the allocator
-CHECKPOINTS = 3  # of a conversation: at the end of its last prompt, and two in its last answer
+# Checkpoints of a conversation. The next turn resumes from one. The best fixed splits had room for about one, too: on
+# conversations of 12,800 tokens 15 to 25 % for states, on short chats 65 % (docs/benchmarks.md).
+CHECKPOINTS = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +23,7 @@ class Fit:
         tp: Tensor-parallel size.
         weight_bytes: Weights.
         left_bytes: What is left for states and KV; negative: the weights do not fit.
-        conversations: Conversations that can be kept, each with its KV and three checkpoints.
+        conversations: Conversations that can be kept, each with its KV and a checkpoint.
         state_bytes: Budget for their checkpoints (``mamba_gb``).
         kv_bytes: Budget for their KV and the states of running requests (``buffer_size_gb``).
     """

@@ -26,7 +26,7 @@ class OneBudget:
 
     Attributes:
         layout: Pages and blocks.
-        conversations: Conversations that are kept: the KV of each, and three checkpoints.
+        conversations: Conversations that are kept: the KV of each, and a checkpoint.
         split_blocks: KV blocks of the advised fixed split, with the states of running requests taken off.
         split_states: Checkpoints of the advised fixed split.
     """
@@ -98,11 +98,16 @@ def reuse_of_one_budget(
     }
 
 
+def advised_split(cache_bytes: int, share: float) -> str:
+    """The options of a fixed split with this share for states."""
+    states, kv = cache_bytes * share / GIB, cache_bytes * (1 - share) / GIB
+    return f"--mamba-gb {states:.3g} --buffer-gb {kv:.3g} ({share:.0%} for states)"
+
+
 def advice(cache_bytes: int, reuse: dict[str, Any] | None) -> str:
     """Which fixed split to give, in words."""
-    share = ADVISED_STATE_SHARE if reuse is None else reuse["best_split"]
-    split = f"--mamba-gb {cache_bytes * share / GIB:.3g} --buffer-gb {cache_bytes * (1 - share) / GIB:.3g}"
+    split = advised_split(cache_bytes, ADVISED_STATE_SHARE if reuse is None else reuse["best_split"])
     if reuse is None:
-        return f"as a fixed split: {split} ({share:.0%} for states); add --trace to find the split of your requests"
-    best, shared = reuse["splits"][share], reuse["shared"]
-    return f"best fixed split of {len(reuse['splits'])}: {split} ({share:.0%} for states) reuses {best:.4f}, shared {shared:.4f}"
+        return f"as a fixed split: {split}; add --trace to find the split of your requests"
+    best, shared = reuse["splits"][reuse["best_split"]], reuse["shared"]
+    return f"best fixed split of {len(reuse['splits'])}: {split} reuses {best:.4f}, shared {shared:.4f}"

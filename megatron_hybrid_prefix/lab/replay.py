@@ -35,7 +35,7 @@ class Policy:
         eviction: Name of an eviction policy. "upstream": megatron-core 0.19's rules for everything.
         admission: "adaptive": junctions, tails, repeats, and interval states while there is room. "asked": no interval
             states. "tail": only the last full block of each prompt.
-        interval_tokens: Distance of interval states; None: by the prompt's length.
+        interval_tokens: Distance of interval states; None: the cache's default.
         options: Further arguments of `HybridPrefixCache`.
     """
 
@@ -159,7 +159,7 @@ class CacheServer:
 
 
 def _tail_only(*, prompt_tokens: int, block_tokens: int, **rest: Any) -> tuple[Boundary, ...]:
-    """Only the state after the last full block of a prompt, as in vLLM's mode "align"."""
+    """Only the state after the last full block of a prompt, as older versions of vLLM kept it in mode "align"."""
     tail = prompt_tokens // block_tokens * block_tokens
     every = prompt_boundaries(prompt_tokens=prompt_tokens, block_tokens=block_tokens, **rest)
     return tuple(boundary for boundary in every if boundary.position_tokens == tail)

@@ -16,8 +16,9 @@ from megatron_hybrid_prefix.layers.components import mamba2_components
 from megatron_hybrid_prefix.layers.mamba2_scan import scan_by_slots
 from megatron_hybrid_prefix.layers.step import PrefillStep
 from megatron_hybrid_prefix.ops.conv_windows import write_conv_windows
+from megatron_hybrid_prefix.ops.convolution import convolve_from_slots
 from megatron_hybrid_prefix.pool.layout import StateComponent
-from megatron_hybrid_prefix.upstream.mixer import MambaMixer, PrefillSeam, convolve, forget_decode_parameters
+from megatron_hybrid_prefix.upstream.mixer import MambaMixer, PrefillSeam, forget_decode_parameters
 
 
 class HybridPrefixPrefill(PrefillSeam):
@@ -25,7 +26,6 @@ class HybridPrefixPrefill(PrefillSeam):
 
     if TYPE_CHECKING:  # attributes of megatron's mixer
         D_has_hdim: bool
-        activation: str
         chunk_size: int
         cp: Any
         d_inner_local_tp: int
@@ -47,42 +47,38 @@ class HybridPrefixPrefill(PrefillSeam):
             [self.d_inner_local_tp, self._conv_width, self.nheads_local_tp],
             dim=-1,
         )
-        # The convolution runs in the dtype of its state, as in megatron. It reads the sources before windows are written.
-        inputs = xBC.to(conv_state.dtype).contiguous()
-        convolved = convolve(
-            x=inputs,
-            weight=self.cp.get_conv1d_weight().squeeze(1).to(conv_state.dtype),
-            bias=self.cp.get_conv1d_bias().to(conv_state.dtype),
-            cu_seqlens=step.bounds,
-            initial_states=conv_state[:, :, 1:],
-            activation=self.activation,
-            precomputed_seq_idx=step.token_sources,  # the index of each token's window: here a slot
-            precomputed_seq_start=step.token_starts,
-        ).to(xBC.dtype)
-        write_conv_windows(inputs, conv_state, chunk_bounds=chunks.bounds, **slots)
+        convolved = convolve_from_slots(  # reads the sources before windows are written
+            xBC,
+            conv_state,
+            self.cp.get_conv1d_weight().squeeze(1).to(conv_state.dtype),
+            self.cp.get_conv1d_bias(),
+            sources=step.token_sources,
+            starts=step.token_starts,
+        )
+        write_conv_windows(xBC, conv_state, chunk_bounds=chunks.bounds, **slots)
         x, B, C = torch.split(
             convolved,
             [self.d_inner_local_tp, self.ngroups_local_tp * self.d_state, self.ngroups_local_tp * self.d_state],
             dim=-1,
         )
         D = self.cp.get_D()
-        z = z.reshape(tokens, self.nheads_local_tp, self.headdim).contiguous()
+        by_head = (-1, self.headdim)
         y = scan_by_slots(
             ssm_state,
             chunks,
             slots,
-            x=x.reshape(tokens, self.nheads_local_tp, self.headdim).contiguous(),
-            dt=dt.contiguous(),
+            x=x.unflatten(1, by_head),
+            dt=dt,
             A=-torch.exp(self.cp.get_A_log().float()),
-            B=B.reshape(tokens, self.ngroups_local_tp, self.d_state).contiguous(),
-            C=C.reshape(tokens, self.ngroups_local_tp, self.d_state).contiguous(),
+            B=B.unflatten(1, (-1, self.d_state)),
+            C=C.unflatten(1, (-1, self.d_state)),
             D=D.float().view(-1, self.headdim) if self.D_has_hdim else D,
-            z=None if self.rmsnorm else z,
+            z=None if self.rmsnorm else z.unflatten(1, by_head),
             dt_bias=self.cp.get_dt_bias().float(),
             chunk_tokens=self.chunk_size,
         )
         y = y.view(tokens, 1, -1)
-        return self.norm(y, z.view(tokens, 1, -1)) if self.rmsnorm else y
+        return self.norm(y, z.unsqueeze(1)) if self.rmsnorm else y
 
     @property
     def _conv_width(self) -> int:

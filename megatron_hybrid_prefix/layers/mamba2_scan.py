@@ -33,7 +33,7 @@ def scan_by_slots(
         states: (slots, heads, headdim, d_state), the pool of one layer; updated in place.
         chunks: The step's chunks for ``chunk_tokens``.
         slots: Source and target slots (`PrefillStep.slots`).
-        x: (tokens, heads, headdim), packed.
+        x: (tokens, heads, headdim), packed; rows of it and of the inputs below may be strided.
         dt: (tokens, heads), before bias and softplus.
         A: (heads,) float32, negative.
         B: (tokens, groups, d_state).
@@ -44,9 +44,9 @@ def scan_by_slots(
         chunk_tokens: Maximum tokens of a chunk, a power of 2.
 
     Returns:
-        (tokens, heads, headdim) in the dtype of ``x``; zero after the last sequence.
+        (tokens, heads, headdim) in the dtype of ``x``, contiguous; zero after the last sequence.
     """
-    y = torch.zeros_like(x)
+    y = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     if not x.is_cuda:
         _scan_on_host(
             states, chunks, slots, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, chunk_size=chunk_tokens, out=y

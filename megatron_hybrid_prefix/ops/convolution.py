@@ -179,7 +179,10 @@ if triton is not None:
         x3 = tl.load(of_inputs - 3 * stride_inputs, mask=inside & (first > 2), other=0.0).to(kept).to(tl.float32)
         start = tl.load(starts_ptr + first)
         last = tl.minimum(first + TOKENS, tokens) - 1
-        if (first - start >= TAPS - 1) & (tl.load(starts_ptr + last) == start):
+        row = first + tl.arange(0, TOKENS)
+        own = tl.load(starts_ptr + row, mask=row < tokens, other=0)  # not sorted: padding has a start of 0
+        others = tl.sum(((own != start) & (row < tokens)).to(tl.int32), 0)
+        if (first - start >= TAPS - 1) & (others == 0):
             # All of them in one sequence, and none near its start: no windows, and loads can run ahead.
             for token in tl.static_range(0, TOKENS, 4):  # four loads on their way at a time
                 left = last + 1 - first - token

@@ -1,6 +1,6 @@
 """Every name that a platform replaces, and why. No other module of the package replaces names for a platform.
 
-Each group applies only if the part is missing:
+Each group but the last applies only if the part is missing:
   * `HOST_*`                  no CUDA device: ``torch.cuda`` describes the CPU, pinning is skipped, kernels are PyTorch.
   * `MAMBA_PARTS`             mamba-ssm or causal-conv1d missing or too old: the parts that dynamic inference uses.
   * `MAMBA_TRAINING`          mamba-ssm, causal-conv1d or their compiled extensions missing: the mixer trains, and predicts drafts,
@@ -9,6 +9,7 @@ Each group applies only if the part is missing:
   * `NO_FLA`                  no flash-linear-attention: likewise for Gated DeltaNet layers.
   * `*GATHERING_ATTENTION`    no flash-attention of any generation: attention gathers the pages.
   * `NO_TRANSFORMER_ENGINE`   no Transformer Engine, or no CUDA device for it: what upstream calls of it whatever the layers are.
+  * `WIDE_STRIDES`            a CUDA device: kernels of a decode address states with 64 bits.
 Placeholders replace compiled modules that mamba-ssm and causal-conv1d import and that the dynamic path never calls.
 """
 
@@ -19,6 +20,7 @@ from types import FunctionType
 from typing import Any
 
 from megatron_hybrid_prefix.platform import cpu as host
+from megatron_hybrid_prefix.platform.wide_strides import with_64_bits
 from megatron_hybrid_prefix.upstream import modules
 from megatron_hybrid_prefix.upstream.rebinding import Placeholder, Rebinding
 
@@ -343,5 +345,22 @@ NO_TRANSFORMER_ENGINE = (
         name="te_general_gemm",
         make=_replace_by(None),
         why="routers multiply with Transformer Engine where it is installed, also on a CPU; with PyTorch where it is None",
+    ),
+)
+
+_FAR_SLOTS = "multiplies strides in 32 bits: the states after drafted tokens may lie further apart"
+# Obsolete once megatron's kernels declare these strides as tl.int64.
+WIDE_STRIDES = (
+    Rebinding(
+        owner=modules.CAUSAL_CONV1D_STEP,
+        name="causal_conv1d_update_kernel",
+        make=with_64_bits("conv_state_b_stride", "int_state_b_stride", "int_state_s_stride"),
+        why=_FAR_SLOTS,
+    ),
+    Rebinding(
+        owner=modules.SSM_STEP,
+        name="_selective_scan_update_kernel",
+        make=with_64_bits("stride_state_batch", "stride_int_batch", "stride_int_seq"),
+        why=_FAR_SLOTS,
     ),
 )

@@ -7,20 +7,20 @@ Five rules. Each one serves a way in which a prompt comes back:
 - *tail*: the last full block of the prompt. The next turn of a chat resumes here.
 - *repeat*: the deepest boundary from which the same prompt can be resumed, if that is not the tail. The last token is
   always computed, so a prompt of exactly n blocks resumes at n - 1.
-- *interval*: every N tokens, for a prefix that is shared for the first time. These are guesses, so they only get free
-  slots or the slots of other guesses (``base.py``).
+- *interval*: every N tokens, or by default where `default_guesses` says, for a prefix that is shared for the first time.
+  These are guesses, so they only get free slots or the slots of other guesses (``base.py``).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 
-MOST_INTERVALS = 16  # interval checkpoints per prompt, if their distance is not set
+MOST_INTERVALS = 16  # evenly spaced interval checkpoints per prompt, if their distance is not set
 
 
 class CheckpointReason(IntEnum):
@@ -47,8 +47,23 @@ class Boundary(NamedTuple):
 
 
 def default_interval_tokens(prompt_tokens: int, block_tokens: int) -> int:
-    """Tokens between the interval checkpoints of a prompt: whole blocks, for at most `MOST_INTERVALS` checkpoints."""
+    """Tokens between evenly spaced interval checkpoints: whole blocks, for at most `MOST_INTERVALS` checkpoints."""
     return max(1, ceil_div(prompt_tokens, MOST_INTERVALS * block_tokens)) * block_tokens
+
+
+def default_guesses(prompt_tokens: int, block_tokens: int) -> Iterator[int]:
+    """Positions of a prompt's interval checkpoints if their distance is not set, in any order, some twice.
+
+    Evenly spaced ones; and 1, 2, 3, 4, 6, 8, 12, 16, ... blocks before the last full block. So if two prompts part n blocks
+    before the end of the first, the second resumes less than n / 2 blocks before that.
+    """
+    interval_tokens = default_interval_tokens(prompt_tokens, block_tokens)
+    yield from range(interval_tokens, prompt_tokens + 1, interval_tokens)
+    full_blocks = prompt_tokens // block_tokens
+    distance, next_distance = 1, 2
+    while distance < full_blocks:
+        yield (full_blocks - distance) * block_tokens
+        distance, next_distance = next_distance, max(3, 2 * distance)
 
 
 def prompt_boundaries(
@@ -59,7 +74,7 @@ def prompt_boundaries(
     kv_depth_blocks: int,
     min_computed_tokens: int = 1,
     breakpoints: Sequence[int] = (),
-    interval_tokens: int = 0,
+    interval_tokens: int | None = 0,
 ) -> tuple[Boundary, ...]:
     """Boundaries of a prompt that get a checkpoint, ascending. Each has one reason, the most important one.
 
@@ -71,7 +86,7 @@ def prompt_boundaries(
         min_computed_tokens: Last tokens of a prompt that are always computed.
         breakpoints: Token positions up to which other prompts share this one, in any order. Each is rounded down to a
             block boundary. Positions that the request does not compute are ignored.
-        interval_tokens: Also keep each multiple of this, a multiple of ``block_tokens``. 0: none.
+        interval_tokens: Also keep each multiple of this, a multiple of ``block_tokens``. 0: none. None: `default_guesses`.
     """
     tail = prompt_tokens // block_tokens * block_tokens
     repeat = max(0, prompt_tokens - min_computed_tokens) // block_tokens * block_tokens
@@ -86,9 +101,13 @@ def prompt_boundaries(
     for position, reason in ((tail, CheckpointReason.TAIL), (repeat, CheckpointReason.REPEAT)):
         if position > resume_tokens:
             found.setdefault(position, reason)
-    if interval_tokens:
-        first = (resume_tokens // interval_tokens + 1) * interval_tokens
-        for position in range(first, tail + 1, interval_tokens):
+    guesses: Iterable[int] = ()
+    if interval_tokens is None:
+        guesses = default_guesses(prompt_tokens, block_tokens)
+    elif interval_tokens:
+        guesses = range(interval_tokens, tail + 1, interval_tokens)
+    for position in guesses:
+        if position > resume_tokens:
             found.setdefault(position, CheckpointReason.INTERVAL)
     return tuple(Boundary(position, found[position]) for position in sorted(found))
 

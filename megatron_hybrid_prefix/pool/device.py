@@ -1,7 +1,8 @@
-"""`StatePool`: memory of the recurrent states, live states and checkpoints in one tensor per component.
+"""`StateSlots`: the recurrent states by slot, live states and checkpoints in one tensor per component.
 
-Slots ``[0, live_slots)`` hold the states of running requests (their ids are the engine's). Checkpoint slots follow. So a
-forward reads a sequence's initial state from any slot, and writes to any slot, without a copy between two pools.
+So a forward reads a sequence's initial state from any slot, and writes to any slot, without a copy between two pools.
+`StatePool` has memory of fixed sizes: slots ``[0, live_slots)`` hold the states of running requests, checkpoint slots follow.
+In a `SharedMemory` (``shared_memory.py``) the slots lie among KV blocks.
 """
 
 from __future__ import annotations
@@ -14,38 +15,22 @@ from megatron_hybrid_prefix.ops.slot_copies import copy_slots, ids_on_device
 from megatron_hybrid_prefix.pool.layout import SlotLayout, StateLayout
 
 
-class StatePool:
-    """Uninitialised memory for ``live_slots + checkpoint_slots`` states.
+class StateSlots:
+    """Slots of recurrent states: operations on whole slots.
 
     Args:
-        layout: What a slot holds: the states of one kind of layers, or of several.
-        live_slots: Slots of running requests.
-        checkpoint_slots: Slots of checkpoints.
-        device: Device of the tensors.
+        layout: What a slot holds.
+        tensors: By component name, (layers of its kind, slots, *component shape), strided over layers and slots.
 
     Attributes:
-        tensors: By component name, (layers of its kind, slots, *component shape).
+        layout: See Args.
+        tensors: See Args.
+        total_slots: Number of slots.
     """
 
-    def __init__(
-        self,
-        layout: StateLayout | SlotLayout,
-        *,
-        live_slots: int,
-        checkpoint_slots: int,
-        device: torch.device | int | str,
-    ) -> None:
-        self.layout = SlotLayout((layout,)) if isinstance(layout, StateLayout) else layout
-        self.live_slots = live_slots
-        self.checkpoint_slots = checkpoint_slots
-        self.tensors: dict[str, torch.Tensor] = {
-            component.name: torch.empty(
-                (of_kind.layers, live_slots + checkpoint_slots, *component.shape),
-                dtype=getattr(torch, component.dtype),
-                device=device,
-            )
-            for of_kind, component in self.layout
-        }
+    def __init__(self, layout: SlotLayout, tensors: dict[str, torch.Tensor]) -> None:
+        self.layout, self.tensors = layout, tensors
+        self.total_slots = next(iter(tensors.values())).shape[1]
 
     def zero(self, slots: Sequence[int]) -> None:
         """Zero the states in ``slots``: zero is the state before the first token.
@@ -107,7 +92,37 @@ class StatePool:
     def _check(self, slots: Sequence[int]) -> None:
         # Torch would take -1 (NO_SLOT) as the last slot.
         for slot in slots:
-            if not 0 <= slot < self.live_slots + self.checkpoint_slots:
-                raise ValueError(
-                    f"slot {slot} does not exist: there are {self.live_slots} live and {self.checkpoint_slots} checkpoint slots"
-                )
+            if not 0 <= slot < self.total_slots:
+                raise ValueError(f"slot {slot} does not exist: there are {self.total_slots}")
+
+
+class StatePool(StateSlots):
+    """Uninitialised memory for ``live_slots + checkpoint_slots`` states.
+
+    Args:
+        layout: What a slot holds: the states of one kind of layers, or of several.
+        live_slots: Slots of running requests.
+        checkpoint_slots: Slots of checkpoints.
+        device: Device of the tensors.
+    """
+
+    def __init__(
+        self,
+        layout: StateLayout | SlotLayout,
+        *,
+        live_slots: int,
+        checkpoint_slots: int,
+        device: torch.device | int | str,
+    ) -> None:
+        layout = SlotLayout((layout,)) if isinstance(layout, StateLayout) else layout
+        self.live_slots = live_slots
+        self.checkpoint_slots = checkpoint_slots
+        tensors = {
+            component.name: torch.empty(
+                (of_kind.layers, live_slots + checkpoint_slots, *component.shape),
+                dtype=getattr(torch, component.dtype),
+                device=device,
+            )
+            for of_kind, component in layout
+        }
+        super().__init__(layout, tensors)

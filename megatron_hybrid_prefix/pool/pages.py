@@ -63,6 +63,32 @@ class PageLayout:
             )
         return layout
 
+    @classmethod
+    def of_buffer(cls, cache_bytes: int, *, block_bytes: int, page_blocks: int, own_slots: int) -> PageLayout:
+        """The layout of an engine's buffer, of at most ``cache_bytes`` bytes.
+
+        The buffer also has megatron's dummy block, in the last page, and slots that the engine keeps for itself.
+
+        Args:
+            cache_bytes: Budget.
+            block_bytes: Bytes of a KV block.
+            page_blocks: KV blocks in a page.
+            own_slots: Slots of the engine, of a page each.
+
+        Raises:
+            ValueError: There is no room for a state and a KV block.
+        """
+        pages = cache_bytes // (page_blocks * block_bytes) - own_slots
+        state_bytes = page_blocks * block_bytes
+        layout = cls(block_bytes=block_bytes, state_bytes=state_bytes, total_blocks=pages * page_blocks - 1)
+        if layout.total_blocks <= page_blocks:
+            least_bytes = (own_slots + (2 if page_blocks > 1 else 3)) * state_bytes
+            raise ValueError(
+                f"{max(0, cache_bytes) / 2**20:.2f} MiB have no room for a state and a KV block: they need "
+                f"{least_bytes / 2**20:.2f} MiB"
+            )
+        return layout
+
     @property
     def page_blocks(self) -> int:
         """KV blocks in a page."""
@@ -82,6 +108,9 @@ class PageLayout:
     def pages(self) -> int:
         """Whole pages, which is also the number of slots."""
         return self.total_blocks // self.page_blocks
+
+
+_KV, _STATE = 1, 2  # who had a page last; 0: nobody
 
 
 class _Buckets:
@@ -138,11 +167,16 @@ class Pages:
 
     Args:
         layout: Sizes.
+
+    Attributes:
+        pages_to_states: Pages given to a state so far, of those that last held KV.
+        pages_to_kv: Pages given to KV blocks so far, of those that last held a state.
     """
 
     def __init__(self, layout: PageLayout) -> None:
         self.layout = layout
         self._size, self._whole = layout.page_blocks, layout.pages
+        self.pages_to_states = self.pages_to_kv = 0
         self.reset()
 
     def reset(self) -> None:
@@ -153,6 +187,7 @@ class Pages:
         self._free_ids = [list(range(min(start + size, layout.total_blocks) - 1, start - 1, -1)) for start in starts]
         self._held = array("i", bytes(4 * len(self._free_ids)))
         self._is_state = bytearray(len(self._free_ids))
+        self._last_owner = bytearray(len(self._free_ids))
         self._by_free = _Buckets(len(self._free_ids), size)
         self._unheld_by_free = _Buckets(len(self._free_ids), size)  # whole pages without a held block
         self.free_blocks = layout.total_blocks
@@ -191,6 +226,8 @@ class Pages:
             del free[-taken:]
             self.free_blocks -= taken
             self._hold(page, taken)
+            self.pages_to_kv += self._last_owner[page] == _STATE
+            self._last_owner[page] = _KV
             self._list(page)
         return block_ids
 
@@ -237,6 +274,8 @@ class Pages:
             target = self._by_free.fullest(lambda other, count: other != page and self._has_free(other, count))
             assert target is not None
             moves.append((block_id, self._free_ids[target].pop()))
+            self.pages_to_kv += self._last_owner[target] == _STATE
+            self._last_owner[target] = _KV
             self._list(target)
         free[:] = range(start + size - 1, start - 1, -1)
         self._list(page)
@@ -247,6 +286,8 @@ class Pages:
         if len(self._free_ids[page]) != self._size or self._is_state[page] or not self.is_whole(page):
             raise CacheCorruptionError(f"page {page} is given to a state, but is not empty")
         self._is_state[page] = 1
+        self.pages_to_states += self._last_owner[page] == _KV
+        self._last_owner[page] = _STATE
         self.state_pages += 1
         self.unheld_pages -= 1
         self.free_blocks -= self._size

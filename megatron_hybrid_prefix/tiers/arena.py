@@ -1,7 +1,7 @@
 """`HostArena`: runs transfers between the device and pinned host memory, and verifies what is loaded.
 
 On the device an entry is spread over all layers; on the host it is contiguous. A store gathers entries into a staging buffer
-on the device and copies that to the host in few large copies. A load does the reverse. Stores and loads use one stream
+on the device and copies that to the host in few large copies. A load does the reverse, in two halves of a buffer. Stores and loads use one stream
 each, because the host link has two directions. What overwrites a stored block (a forward, a load) waits for the gather only,
 not for the copies to the host.
 
@@ -9,11 +9,15 @@ A store gives every entry a tag and a checksum over all its bytes. The GPU compu
 the copy. Expected checksums stay on the device.
 
 The CPU copies entries to and from a tier behind the host, with their tags and checksums. It first waits until no transfer uses
-their pages.
+their pages. A `SharedTier` has threads for that (``background.py``). Then a load to the device that uses pages
+which are still being read is put off, until `run_put_off`.
+
+Longer than 400 lines because all transfers order each other here.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 import weakref
@@ -26,7 +30,8 @@ from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.ops.checksum import checksum_rows
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots, ids_on_device
-from megatron_hybrid_prefix.tiers.base import Entry, Tier
+from megatron_hybrid_prefix.tiers.background import BackgroundMoves, Job, finish, wait_for
+from megatron_hybrid_prefix.tiers.base import Entry, SharedTier, Tier
 from megatron_hybrid_prefix.tiers.pinned import pin, unpin
 from megatron_hybrid_prefix.tiers.queue import DeviceQueue, HostQueue, Mark
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
@@ -35,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 STORE_STAGING_BYTES = 512 * 2**20  # this much can be evicted at once without waiting for the host link
 LOAD_STAGING_BYTES = 64 * 2**20
+PART_BYTES = 4 * 2**20  # threads share an entry from behind in parts of this size, as far as pages allow
 _LOADS = 4096  # at most this many loads are known at a time
 
 
@@ -82,15 +88,24 @@ class HostArena:
             self._unpin.atexit = False
         self.stores, self.loads = (DeviceQueue(self._device) if on_gpu else HostQueue() for _ in range(2))
         most_bytes = max(self._row_bytes.values(), default=0)
+        # Each holds an entry at least; that of loads has two halves.
         self._store_staging, self._load_staging = (
             torch.zeros(
-                max(1, min(size, pages * page_bytes) // max(1, most_bytes)) * most_bytes,
+                max(parts, min(size, pages * page_bytes) // max(1, most_bytes) // parts * parts) * most_bytes,
                 dtype=torch.uint8,
                 device=self._device,
             )
-            for size in (STORE_STAGING_BYTES, LOAD_STAGING_BYTES)
+            for size, parts in ((STORE_STAGING_BYTES, 1), (LOAD_STAGING_BYTES, 2))
         )
         self._sums = torch.zeros(max(1, pages), dtype=torch.int64, device=self._device)  # by first page
+        self._background: BackgroundMoves | None = None
+        self._sums_seen = self._sums  # on the host, as of the last store; only for threads
+        if isinstance(behind, SharedTier):
+            self._background = BackgroundMoves(behind, most_bytes)
+            if on_gpu:
+                self._sums_seen = torch.zeros(max(1, pages), dtype=torch.int64).pin_memory()
+        self._fetching: dict[int, Job] = {}  # by page: entries from behind that nobody has settled since
+        self._put_off: dict[int, list[BlockTransfer]] = {}  # loads that wait for them
         self._bad_rows = torch.zeros(_LOADS, dtype=torch.int32, device=self._device)  # by load
         self._bad_rows_seen = torch.zeros(_LOADS, dtype=torch.int32)
         if on_gpu:
@@ -104,10 +119,12 @@ class HostArena:
         self._loaded: dict[int, Mark] = {}  # by load
         self._in_flight: dict[int | None, set[object]] = {}  # pages and places on the device, by load
         self.bytes_stored = self.bytes_loaded = 0
-        self.behind_stats = TierStats()  # transfers to and from the tier behind the host
+        self._behind_stats = TierStats()
 
     def close(self) -> None:
         """Free the memory; garbage collection of the arena does so, too."""
+        if self._background is not None:
+            self._background.close()
         if self._unpin is not None:
             self._unpin()
         self.memory = torch.empty(0, dtype=torch.uint8)
@@ -124,11 +141,17 @@ class HostArena:
         for (source, target), group in groupby(units, key=lambda unit: (unit.source, unit.target)):
             run = list(group)
             if source == DEVICE:
+                self._overwrite(run)
                 self._run_stores(run)
             elif target == DEVICE:
-                self._run_loads(run)
-            else:
+                self._run_loads(self._without_put_off(run))
+            elif self._background is None:
                 self._run_behind(run, store=source == HOST)
+            elif source == HOST:
+                self._begin_stores(self._background, run)
+            else:
+                self._overwrite(run)
+                self._begin_fetches(self._background, run)
 
     def _run_stores(self, units: Sequence[BlockTransfer]) -> None:
         places = [place for unit in units for place in _places(unit)]
@@ -138,25 +161,143 @@ class HostArena:
         touched = set().union(*self._in_flight.values())
         after = self._last_load if any(_places(unit) & touched for unit in units) else None
         with self.stores.running(after):
-            for batch in self._batches(units, self._store_staging):
-                self._try(self._store, batch)
+            for batches in self._rounds(units):
+                # The model waits for the last gather: so gather all of them before anything goes to the host.
+                gathered = [(batch, start) for batch, start in batches if self._try(self._gather, batch, start)]
+                self._gathered = self.stores.mark()
+                for batch, start in gathered:
+                    self._try(self._store, batch, start)
+            if self._sums_seen is not self._sums:
+                self._sums_seen.copy_(self._sums, non_blocking=True)
             self._stored = self.stores.mark()
         self._new_pages.update(unit.pages[0] for unit in units)
 
     def _run_loads(self, units: Sequence[BlockTransfer]) -> None:
+        if not units:
+            return
         new = any(unit.pages[0] in self._new_pages for unit in units)
         with self.loads.running(self._gathered, self._stored if new else None):
             if new:
                 self._new_pages.clear()
             loads = sorted({unit.load_id for unit in units if unit.load_id is not None})
             self._bad_rows[self._ids([load % _LOADS for load in loads])] = 0
-            for batch in self._batches(units, self._load_staging):
-                self._try(self._load, batch)
+            half_bytes = len(self._load_staging) // 2
+            for number, batch in enumerate(self._batches(units, half_bytes)):
+                self._try(self._load, batch, number % 2)
             self._bad_rows_seen.copy_(self._bad_rows, non_blocking=True)
             self._last_load = self.loads.mark()
             for unit in units:
                 self._in_flight.setdefault(unit.load_id, set()).update(_places(unit))
             self._loaded |= dict.fromkeys(loads, self._last_load)
+
+    # -- a tier behind the host, in the background ---------------------------------------------------------------------
+
+    def is_put_off(self, load_id: int) -> bool:
+        """Whether the load waits for entries from behind. The same on all ranks."""
+        return load_id in self._put_off
+
+    def fetched(self, load_id: int, wait_s: float = 0.0) -> bool | None:
+        """Whether all entries that this load waits for have arrived on the host; None: not all are known yet.
+
+        Args:
+            load_id: A load that is put off.
+            wait_s: Wait at most this long for them.
+        """
+        missing = [unit for unit in self._put_off[load_id] if self._tags.get(unit.pages[0]) != unit.tag]
+        jobs = {unit: [self._fetching.get(page) for page in unit.pages] for unit in missing}
+        coming = [job for of_unit in jobs.values() for job in of_unit if job is not None]
+        if wait_s:
+            start = time.perf_counter()
+            wait_for(coming, wait_s)
+            self._behind_stats.seconds_waited += time.perf_counter() - start
+        if not all(job.is_over for job in coming):
+            return None
+        found = {unit: checksum for unit, parts in jobs.items() if (checksum := _checksum_of(parts)) is not None}
+        if found:
+            pages = [unit.pages[0] for unit in found]
+            sums = torch.tensor([checksum ^ unit.tag.digest for unit, checksum in found.items()])
+            self._sums[self._ids(pages)] = sums.to(self._device)
+            self._sums_seen[pages] = sums
+            self._tags |= {unit.pages[0]: unit.tag for unit in found}
+            self._behind_stats.bytes_loaded += sum(self._entry_bytes(unit.tag.kind) for unit in found)
+        return len(found) == len(jobs)
+
+    def drain(self, seconds: float) -> bool:
+        """Wait until the shared tier has been given all entries, at most this long. Returns whether it has."""
+        return self._background is None or self._background.drain(seconds)
+
+    def run_put_off(self, load_id: int) -> None:
+        """All ranks have its entries: launch the load."""
+        units = self._put_off.pop(load_id)
+        for page in (page for unit in units for page in unit.pages):
+            self._fetching.pop(page, None)
+        self._run_loads(units)
+
+    def drop_put_off(self, load_id: int) -> None:
+        """The load is given up. Its entries may still arrive on the host."""
+        self._put_off.pop(load_id, None)
+
+    @property
+    def behind_stats(self) -> TierStats:
+        """Transfers to and from the tier behind the host."""
+        stats = dataclasses.replace(self._behind_stats)
+        if self._background is not None:
+            stats.full += self._background.refused
+            stats.bytes_stored += self._background.stored_bytes
+            stats.seconds = self._background.seconds
+        return stats
+
+    def _without_put_off(self, units: Sequence[BlockTransfer]) -> Sequence[BlockTransfer]:
+        """Puts off the loads that use pages which are still being read from behind; returns the others."""
+        if not self._fetching:
+            return units
+        late = {unit.load_id for unit in units if any(page in self._fetching for page in unit.pages)}
+        for unit in units:
+            if unit.load_id is not None and unit.load_id in late:
+                self._put_off.setdefault(unit.load_id, []).append(unit)
+        return [unit for unit in units if unit.load_id not in late]
+
+    def _overwrite(self, units: Sequence[BlockTransfer]) -> None:
+        """The pages of these transfers are about to get other bytes."""
+        if self._background is not None:
+            pages = [page for unit in units for page in unit.pages]
+            self._background.overwrite(pages)
+            for page in pages:
+                self._fetching.pop(page, None)
+
+    def _begin_stores(self, background: BackgroundMoves, units: Sequence[BlockTransfer]) -> None:
+        after = finish(self.stores.finish, self._stored)
+        jobs = []
+        for unit in units:
+            first = unit.pages[0]
+            if self._tags.get(first) != unit.tag:
+                self._behind_stats.full += 1
+                continue
+            size = self._entry_bytes(unit.tag.kind)
+            job = Job(unit.tag, size, unit.pages, self._views([unit], size), (after,))
+            job.checksum = lambda first=first, digest=unit.tag.digest: int(self._sums_seen[first]) ^ digest
+            jobs.append(job)
+        background.store(jobs)
+
+    def _begin_fetches(self, background: BackgroundMoves, units: Sequence[BlockTransfer]) -> None:
+        after = (finish(self.stores.finish, self._stored), finish(self.loads.finish, self._last_load))
+        jobs = []
+        for unit in units:
+            self._tags.pop(unit.pages[0], None)  # set again by `fetched`
+            size, step = self._entry_bytes(unit.tag.kind), max(1, PART_BYTES // self.page_bytes)
+            for at in range(0, len(unit.pages), step):
+                pages, start = unit.pages[at : at + step], at * self.page_bytes
+                part = dataclasses.replace(unit, pages=pages)
+                views = self._views([part], max(0, min(size - start, len(pages) * self.page_bytes)))
+                job = Job(unit.tag, size, pages, [(start + offset, view) for offset, view in views], after)
+                self._fetching |= dict.fromkeys(pages, job)
+                jobs.append(job)
+        background.load(jobs)
+
+    def _views(self, units: Sequence[BlockTransfer], size: int) -> list[tuple[int, torch.Tensor]]:
+        return [(start, self._host(page, length)) for start, page, length in self._pieces(units, size)]
+
+    # -- a tier behind the host, at once -------------------------------------------------------------------------------
 
     def _run_behind(self, units: Sequence[BlockTransfer], *, store: bool) -> None:
         start = time.perf_counter()
@@ -174,10 +315,10 @@ class HostArena:
             except Exception as error:  # a plugin's code may raise anything
                 logger.error("the tier behind the host: %d %s failed: %s", len(batch), _kinds(batch[0]), error)
                 if store:
-                    self.behind_stats.full += len(batch)
+                    self._behind_stats.full += len(batch)
         seconds = time.perf_counter() - start
-        self.behind_stats.seconds += seconds
-        self.behind_stats.seconds_waited += seconds
+        self._behind_stats.seconds += seconds
+        self._behind_stats.seconds_waited += seconds
 
     def _store_behind(self, units: Sequence[BlockTransfer]) -> None:
         """Offer the entries in these pages to the tier behind the host."""
@@ -192,8 +333,8 @@ class HostArena:
                 row[start : start + length] = self._host(page, length)
             entries.append(Entry(unit.tag, memoryview(row.numpy()), checksum ^ unit.tag.digest))
         kept = sum(self._behind.put(entries)) if entries else 0
-        self.behind_stats.full += len(units) - kept
-        self.behind_stats.bytes_stored += size * kept
+        self._behind_stats.full += len(units) - kept
+        self._behind_stats.bytes_stored += size * kept
 
     def _load_behind(self, units: Sequence[BlockTransfer]) -> None:
         """Read entries from the tier behind the host into their pages. A missing entry fails its load, by its tag."""
@@ -211,17 +352,22 @@ class HostArena:
         expected = [found ^ unit.tag.digest for unit, _, found in given]
         self._sums[pages] = torch.tensor(expected, dtype=torch.int64).to(self._device)
         self._tags |= {unit.pages[0]: unit.tag for unit, *_ in given}
-        self.behind_stats.bytes_loaded += size * len(given)
+        self._behind_stats.bytes_loaded += size * len(given)
 
-    def _try(self, move: Callable[[Sequence[BlockTransfer]], None], batch: Sequence[BlockTransfer]) -> None:
+    def _try(
+        self, move: Callable[[Sequence[BlockTransfer], int], None], batch: Sequence[BlockTransfer], at: int
+    ) -> bool:
+        """Calls ``move(batch, at)``; returns whether it succeeded."""
         try:
-            move(batch)
+            move(batch, at)
         except (RuntimeError, OSError) as error:
             logger.error("a copy of %d %s failed: %s", len(batch), _kinds(batch[0]), error)
             for unit in batch:
                 self._tags.pop(unit.pages[0], None)
                 if unit.load_id is not None:
                     self._failed.add(unit.load_id)
+            return False
+        return True
 
     def wait_for_stores(self) -> None:
         """The model's later launches run after all stores have read their entries."""
@@ -241,7 +387,7 @@ class HostArena:
         self._failed.discard(load_id)
 
     def finish(self) -> None:
-        """The CPU waits for all transfers."""
+        """The CPU waits for all transfers between the device and the host."""
         for queue in (self.stores, self.loads):
             with queue.running():
                 mark = queue.mark()
@@ -261,13 +407,27 @@ class HostArena:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _batches(self, units: Sequence[BlockTransfer], staging: torch.Tensor) -> Iterator[list[BlockTransfer]]:
-        """Consecutive transfers of one kind that fit the staging buffer and write to different places."""
+    def _rounds(self, units: Sequence[BlockTransfer]) -> Iterator[list[tuple[list[BlockTransfer], int]]]:
+        """Batches that fit the staging buffer of stores together, each with its place there."""
+        batches: list[tuple[list[BlockTransfer], int]] = []
+        used = 0
+        for batch in self._batches(units, len(self._store_staging)):
+            size = len(batch) * self._row_bytes[batch[0].tag.kind]
+            if batches and used + size > len(self._store_staging):
+                yield batches
+                batches, used = [], 0
+            batches.append((batch, used))
+            used += size
+        if batches:
+            yield batches
+
+    def _batches(self, units: Sequence[BlockTransfer], most_bytes: int) -> Iterator[list[BlockTransfer]]:
+        """Consecutive transfers of one kind that fit in so many bytes of staging and write to different places."""
         batch: list[BlockTransfer] = []
         written: set[int | None] = set()
         for unit in units:
             target = unit.device_id if unit.target == DEVICE else unit.pages[0]
-            full = (len(batch) + 1) * self._row_bytes[unit.tag.kind] > len(staging)
+            full = (len(batch) + 1) * self._row_bytes[unit.tag.kind] > most_bytes
             if batch and (full or target in written or unit.tag.kind != batch[0].tag.kind):
                 yield batch
                 batch, written = [], set[int | None]()
@@ -276,12 +436,12 @@ class HostArena:
         if batch:
             yield batch
 
-    def _store(self, units: Sequence[BlockTransfer]) -> None:
+    def _gather(self, units: Sequence[BlockTransfer], start: int) -> None:
+        """Gathers entries in the staging buffer, from byte ``start`` on."""
         kind = units[0].tag.kind
         for unit in units:
-            self._tags.pop(unit.pages[0], None)  # set again below
-        staging = self._store_staging
-        rows, views, valid_bytes = self._rows(staging, kind, len(units))
+            self._tags.pop(unit.pages[0], None)  # set again by `_store`
+        rows, views, valid_bytes = self._rows(self._store_staging[start:], kind, len(units))
         sources, targets = self._ids(_device_ids(units)), self._ids(range(len(units)))
         for (tensor, _), view in zip(self._parts(kind), views, strict=True):
             copy_slots(tensor, view, sources, targets)
@@ -289,19 +449,24 @@ class HostArena:
             self._sums[self._ids([unit.pages[0] for unit in units])] = checksum_rows(
                 rows[:, :valid_bytes].view(torch.int64)
             )
-        self._gathered = self.stores.mark()
-        for start, page, length in self._pieces(units, valid_bytes):
-            self._host(page, length).copy_(staging[start : start + length], non_blocking=True)
+
+    def _store(self, units: Sequence[BlockTransfer], start: int) -> None:
+        """Copies gathered entries to the host."""
+        valid_bytes = self._entry_bytes(units[0].tag.kind)
+        for offset, page, length in self._pieces(units, valid_bytes):
+            self._host(page, length).copy_(self._store_staging[start + offset :][:length], non_blocking=True)
         self._tags |= {unit.pages[0]: unit.tag for unit in units}
         self.bytes_stored += valid_bytes * len(units)
 
-    def _load(self, units: Sequence[BlockTransfer]) -> None:
+    def _load(self, units: Sequence[BlockTransfer], half: int) -> None:
+        """Copies entries to one half of the staging buffer, while those in the other half are checked and scattered."""
         units = sorted(units, key=lambda unit: unit.pages)  # adjacent pages become one copy
         kind = units[0].tag.kind
-        staging = self._load_staging
+        staging = self._load_staging[half * (len(self._load_staging) // 2) :]
         rows, views, valid_bytes = self._rows(staging, kind, len(units))
-        for start, page, length in self._pieces(units, valid_bytes):
-            staging[start : start + length].copy_(self._host(page, length), non_blocking=True)
+        with self.loads.ahead(half):
+            for start, page, length in self._pieces(units, valid_bytes):
+                staging[start : start + length].copy_(self._host(page, length), non_blocking=True)
         for unit in units:
             found = self._tags.get(unit.pages[0])
             if found != unit.tag:
@@ -315,6 +480,7 @@ class HostArena:
         sources, targets = self._ids(range(len(units))), self._ids(_device_ids(units))
         for (tensor, _), view in zip(self._parts(kind), views, strict=True):
             copy_slots(view, tensor, sources, targets)
+        self.loads.free(half)
         self.bytes_loaded += valid_bytes * len(units)
 
     def _parts(self, kind: EntryKind) -> list[tuple[torch.Tensor, int]]:
@@ -365,6 +531,13 @@ class HostArena:
 
     def _ids(self, ids: Iterable[int]) -> torch.Tensor:
         return ids_on_device(ids, self._device)
+
+
+def _checksum_of(parts: Sequence[Job | None]) -> int | None:
+    """The checksum of an entry that threads have read in parts; None if it is not complete, or of two files."""
+    sums = {None if part is None or part.cancelled or not part.found else part.checksum for part in parts}
+    (checksum, *others) = sums
+    return checksum if isinstance(checksum, int) and not others else None
 
 
 def _places(unit: BlockTransfer) -> set[object]:

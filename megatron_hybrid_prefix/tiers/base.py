@@ -102,6 +102,45 @@ class Tier(ABC):
         return max(after, limit)
 
 
+class SharedTier(Tier):
+    """A tier that outlives the process. Threads call `put` and `read`, while the engine's thread calls the other methods.
+
+    It is offered states that are no guesses as soon as they are computed, after the KV before them, and nothing when the
+    host evicts.
+
+    Attributes:
+        wait_s: Requests wait for a load at most this long; one that is late on any rank is a miss on all.
+        least_blocks: A load that saves fewer blocks than this is not begun, and a state less deep is not offered.
+        threads: Threads that read.
+    """
+
+    wait_s: float = 1.0
+    least_blocks: int = 0
+    threads: int = 8
+
+    @abstractmethod
+    def read(self, tag: Tag, entry_bytes: int, start: int, buffer: memoryview, *, wait: bool) -> int | None:
+        """Read a part of an entry.
+
+        Args:
+            tag: Name of the entry.
+            entry_bytes: Bytes of the whole entry.
+            start: Offset of the part.
+            buffer: Receives the part.
+            wait: False: only if it is in memory.
+
+        Returns:
+            The checksum stored with the entry; None if it is not here.
+
+        Raises:
+            BlockingIOError: It is not in memory, and ``wait`` is False.
+        """
+
+    def get(self, tags: Sequence[Tag], buffers: Sequence[memoryview]) -> list[int | None]:
+        """See Tier."""
+        return [self.read(tag, len(each), 0, each, wait=True) for tag, each in zip(tags, buffers, strict=True)]
+
+
 class TierBehind:
     """The tier behind the host, as the cache uses it: all ranks get the same answers, and no method raises.
 
@@ -109,11 +148,16 @@ class TierBehind:
         name: Its name in transfers and statistics.
         tier: The tier of this rank.
         agree: Returns the minimum over all ranks; a collective. None: there is one rank.
+
+    Attributes:
+        shared, least_blocks: Whether it is a `SharedTier`, and its limit.
     """
 
     def __init__(self, name: str, tier: Tier, agree: Callable[[int], int] | None = None) -> None:
         self.name = name
         self.tier = tier
+        self.shared = isinstance(tier, SharedTier)
+        self.least_blocks = tier.least_blocks if isinstance(tier, SharedTier) else 0
         self._agree: Callable[[int], int] = int if agree is None or tier.same_on_all_ranks else agree
 
     def contains(self, kind: EntryKind, key: bytes) -> bool:
@@ -125,11 +169,11 @@ class TierBehind:
         return self._agree(self._ask(first, self.tier.kv_depth, keys, first))
 
     def state_depth(self, keys: Sequence[bytes], after: int, limit: int) -> int:
-        """See `DepthTier`. Ranks go down to the deepest state that all of them hold."""
+        """See `DepthTier`. Ranks go down to the deepest state that all of them hold, and that is worth a load."""
         tried = limit + 1
         while after < limit < tried:
             tried, limit = limit, self._agree(self._ask(after, self.tier.state_depth, keys, after, limit))
-        return max(after, limit)
+        return limit if limit - after >= max(1, self.least_blocks) else after
 
     def remove(self, tags: Iterable[Tag]) -> None:
         """See `Tier`."""

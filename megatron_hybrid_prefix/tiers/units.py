@@ -7,7 +7,7 @@ host, and at most one tier behind the host. Every transfer begins or ends on the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from hashlib import blake2b
 
@@ -32,12 +32,14 @@ class Tag:
             preempted request swapped out: the request id, in bytes.
         depth_tokens: Tokens up to the end of the entry.
         epoch: Weights epoch.
+        parent: Key of the previous block; empty for the first one. Not compared.
     """
 
     kind: EntryKind
     key: bytes
     depth_tokens: int
     epoch: int
+    parent: bytes = field(default=b"", compare=False)
 
     @property
     def digest(self) -> int:

@@ -109,6 +109,13 @@ class BlockAllocatorSeam(KVBlockAllocator):
         """See upstream."""
         return num_blocks <= self.available_blocks - potential_matched_count
 
+    def get_active_avail(self) -> int:
+        """Blocks for running requests: upstream's limit, or fewer if states use their memory.
+
+        Blocks of paused requests count, too: they keep them when they resume.
+        """
+        return min(int(super().get_active_avail()), self.available_blocks + int(self.get_paused_used()))
+
     def get_evictable_block_count(self) -> int:
         """See `evictable_blocks`."""
         return self.evictable_blocks

@@ -67,6 +67,10 @@ class ContextSeam(DynamicInferenceContext):
 
     # -- methods of a subclass -----------------------------------------------------------------------------------------
 
+    def allocate_kv(self) -> bool:
+        """Allocate megatron's ``memory_buffer``. False: megatron does it."""
+        return False
+
     def allocate_states(self) -> None:
         """Allocate the recurrent states and the metadata of their steps. Called for hybrid models only."""
         raise NotImplementedError
@@ -79,8 +83,12 @@ class ContextSeam(DynamicInferenceContext):
         """The prepared step runs now."""
         raise NotImplementedError
 
-    def zero_live_states(self, slots: list[int]) -> None:
-        """Zero these live slots: new requests start there."""
+    def zero_live_states(self, live_indices: list[int]) -> None:
+        """Zero the live states with these live indices: new requests start there."""
+        raise NotImplementedError
+
+    def live_slots(self, live_indices: torch.Tensor) -> torch.Tensor:
+        """Slots of the live states with these live indices: (rows,) int64 on the CPU, negative where the index is."""
         raise NotImplementedError
 
     def layer_states(self, layer_number: int, *, intermediate: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,6 +101,10 @@ class ContextSeam(DynamicInferenceContext):
 
     # -- megatron's hooks ----------------------------------------------------------------------------------------------
 
+    def _allocate_memory_buffer(self) -> None:
+        if not self.allocate_kv():
+            super()._allocate_memory_buffer()
+
     def _allocate_mamba_states(self) -> None:
         if self.is_hybrid_model:
             self.allocate_states()
@@ -101,9 +113,9 @@ class ContextSeam(DynamicInferenceContext):
 
     def _execute_pending_mamba_ops(self) -> None:
         if self._pending_mamba_zeros and self.is_hybrid_model:
-            slots = list(self._pending_mamba_zeros)
+            live_indices = [int(index) for index in self._pending_mamba_zeros]
             self._pending_mamba_zeros.clear()
-            self.zero_live_states(slots)
+            self.zero_live_states(live_indices)
 
     def mamba_states_cache(self, layer_number: int, intermediate: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """See upstream."""
@@ -149,6 +161,23 @@ class ContextSeam(DynamicInferenceContext):
         )
         metadata.bind_cpu_buffers({name: getattr(self, f"_cpu_mamba_{name}") for name in _METADATA_BUFFERS})
         metadata.bind_gpu_buffers(self.gpu_view)
+
+    @property
+    def live_indices(self) -> torch.Tensor:
+        """(max_requests,) int32 on the CPU: the live index of the request in each row; -1: none.
+
+        Megatron numbers the running requests so; a request keeps its number while its row moves.
+        """
+        indices: torch.Tensor = self.mamba_metadata.request_to_mamba_state_idx
+        return indices
+
+    @property
+    def kv_shape(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Dimensions of ``memory_buffer`` before and after its KV blocks."""
+        if self.cache_mla_latent:
+            return (self.num_attention_layers,), (self.block_size_tokens, self.kv_reduced_dim)
+        heads = self.num_attention_heads_per_partition
+        return (2, self.num_attention_layers), (self.block_size_tokens, heads, self.hidden_size_per_attention_head)
 
     def offload_with_engine(self, names: Iterable[str]) -> None:
         """Offload these tensors of the context when megatron suspends, and restore them when it resumes."""
@@ -197,5 +226,5 @@ class ContextSeam(DynamicInferenceContext):
             self.request_last_kv_block_offset,
             self.request_to_kv_block_ids,
             *self.request_metadata.values(),
-            *([self.mamba_metadata.request_to_mamba_state_idx] if self.is_hybrid_model else []),
+            *([self.live_indices] if self.is_hybrid_model else []),
         ]

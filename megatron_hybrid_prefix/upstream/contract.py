@@ -49,6 +49,7 @@ CONTEXT = rows_of(
         "mcore/context/context mcore/entrypoints/build",
         "the cache is made after it",
     ),
+    overrides("_allocate_memory_buffer", "(self)", "upstream/context", "KV in the memory that it shares with states"),
     overrides(
         "_allocate_mamba_states",
         "(self)",
@@ -184,6 +185,11 @@ CONTEXT = rows_of(
     ),
     attributes("enable_prefix_caching kv_block_allocator config", "mcore/context/context", "set, replaced, read"),
     attributes(
+        "num_attention_layers num_attention_heads_per_partition hidden_size_per_attention_head kv_reduced_dim params_dtype",
+        "upstream/context mcore/context/context",
+        "shape of the KV of a block",
+    ),
+    attributes(
         "block_size_tokens max_requests max_tokens max_sequence_length num_speculative_tokens",
         "upstream/context mcore/context/admission mcore/context/context mcore/context/reports mcore/context/rows",
         "sizes",
@@ -251,6 +257,8 @@ BLOCKS = rows_of(
         "upstream/blocks",
         "counts evictable blocks, too",
     ),
+    overrides("get_active_avail", "(self)", "upstream/blocks", "states may use memory that upstream counts for KV"),
+    calls("get_paused_used", "(self)", "upstream/blocks", "blocks of paused requests"),
     overrides("get_evictable_block_count", "(self)", "upstream/blocks", "cached blocks that no request holds"),
     overrides("evict_lru_blocks", "(self, num_blocks_needed)", "upstream/blocks", "the cache evicts"),
     overrides("update_timestamps", "(self, block_ids)", "upstream/blocks", "the cache has its own clocks"),
@@ -309,8 +317,7 @@ METADATA = rows_of(
     calls("free_slots", "(self, request_indices)", "mcore/context/context", "live states of requests that ended"),
     attributes(
         "request_to_mamba_state_idx",
-        "mcore/context/context mcore/context/decode mcore/context/reports mcore/context/rows upstream/context "
-        "upstream/controller",
+        "upstream/context",
         "the live state of each row",
     ),
     attributes(
@@ -716,8 +723,8 @@ CONFIG = (
         attributes(
             "max_sequence_length max_tokens max_requests buffer_size_gb paused_buffer_size_gb mamba_memory_ratio "
             "num_speculative_tokens prefix_caching_eviction_policy",
-            "mcore/entrypoints/build",
-            "checked before megatron asserts on them",
+            "mcore/entrypoints/build mcore/state/one_budget",
+            "checked before megatron asserts on them, or set for one budget",
         ),
     ),
     *rows_of(
@@ -786,8 +793,7 @@ MIXER = (
         ),
         attributes("_A_neg_exp_cache_stale", "upstream/mixer", "marks decode's cached A as stale"),
         attributes(
-            "D_has_hdim activation chunk_size cp d_inner_local_tp d_state headdim ngroups_local_tp nheads_local_tp norm "
-            "rmsnorm",
+            "D_has_hdim chunk_size cp d_inner_local_tp d_state headdim ngroups_local_tp nheads_local_tp norm rmsnorm",
             "layers/mamba2",
             "dimensions of a prefill",
         ),
@@ -811,16 +817,6 @@ MIXER = (
         calls("get_A_log", "(self)", "layers/mamba2", "parameters of this rank"),
         calls("get_D", "(self)", "layers/mamba2", "parameters of this rank"),
         calls("get_dt_bias", "(self)", "layers/mamba2", "parameters of this rank"),
-    ),
-    *rows_of(
-        f"{_SSM}.ops.causal_conv1d_varlen",
-        calls(
-            "causal_conv1d_varlen_fn",
-            "(x, weight, bias, cu_seqlens, initial_states=None, activation='silu', precomputed_seq_idx=None, "
-            "precomputed_seq_start=None)",
-            "upstream/mixer",
-            "the convolution of a prefill",
-        ),
     ),
     *rows_of(
         f"{_SSM}.ops.ssd_bmm",

@@ -133,7 +133,7 @@ class ControllerSeam(TextGenerationController):
         rows = slice(context.paused_request_count, context.total_request_count)
         count = rows.stop - rows.start
         decodes = context.gpu_view.request_in_prefill_status[:count] != 1
-        slots = context.mamba_metadata.request_to_mamba_state_idx[rows].to(decodes.device, non_blocking=True)
+        slots = context.live_slots(context.live_indices[rows]).to(decodes.device, non_blocking=True)
         self.roll_back_states(torch.where(decodes, slots, -1), self._accepted_token_counts_per_request[:count])
         return result
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from megatron.core.inference.contexts.attention_context.mamba_metadata import MambaMetadata
 
 if TYPE_CHECKING:
@@ -11,7 +12,10 @@ if TYPE_CHECKING:
 
 
 class PrefillListener(Protocol):
-    """Gets called for each step that prefills: the context."""
+    """Gets called for each step: the context."""
+
+    def live_slots(self, live_indices: torch.Tensor) -> torch.Tensor:
+        """Slots of the live states with these live indices."""
 
     def prepare_prefill(self, sequences: int, *, padded_tokens: int, padded_sequences: int) -> None:
         """The next step prefills the last ``sequences`` active rows. The sizes include padding."""
@@ -21,12 +25,12 @@ class PrefillListener(Protocol):
 
 
 class StateMetadata(MambaMetadata):
-    """Megatron's metadata. Its live slots per row and its decode are used.
+    """Megatron's metadata. Its live indices per row and its decode are used; decodes address states by slot.
 
     Its chunks, and its extraction of states inside a prefill, are not used: `PrefillStep` replaces them.
 
     Args:
-        context: Called for each step that prefills (``prepare_prefill``, ``show_prefill``).
+        context: Called for each step (``live_slots``), and for each that prefills (``prepare_prefill``, ``show_prefill``).
         **fields: Megatron's arguments.
     """
 
@@ -36,6 +40,7 @@ class StateMetadata(MambaMetadata):
 
     def compute_cpu_metadata(
         self,
+        active_mamba_indices: torch.Tensor,
         *args: Any,
         batch_dimensions: InferenceBatchDimensions,
         padded_batch_dimensions: InferenceBatchDimensions,
@@ -43,7 +48,11 @@ class StateMetadata(MambaMetadata):
     ) -> dict[str, Any]:
         """See upstream."""
         result: dict[str, Any] = super().compute_cpu_metadata(
-            *args, batch_dimensions=batch_dimensions, padded_batch_dimensions=padded_batch_dimensions, **kwargs
+            self._context.live_slots(active_mamba_indices),
+            *args,
+            batch_dimensions=batch_dimensions,
+            padded_batch_dimensions=padded_batch_dimensions,
+            **kwargs,
         )
         if padded_batch_dimensions.prefill_req_count:
             self._context.prepare_prefill(

@@ -7,13 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.ssm import mamba_mixer
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
-from megatron.core.ssm.ops import causal_conv1d_varlen
 
 __all__ = [
     "MambaMixer",
     "MambaMixerSubmodules",
     "PrefillSeam",
-    "convolve",
     "convolve_step",
     "forget_decode_parameters",
     "merge_rows",
@@ -66,12 +64,6 @@ def forget_decode_parameters(module: MambaMixer) -> None:
 
 
 # The functions below look names up at each call: a platform may have replaced them.
-
-
-def convolve(**arguments: Any) -> torch.Tensor:
-    """Megatron's causal convolution of packed sequences, ``causal_conv1d_varlen_fn``."""
-    convolved: torch.Tensor = causal_conv1d_varlen.causal_conv1d_varlen_fn(**arguments)
-    return convolved
 
 
 def convolve_step(**arguments: Any) -> torch.Tensor:

@@ -7,6 +7,7 @@ _CONTROLLERS = f"{_INFERENCE}.text_generation_controllers.text_generation_contro
 ATTENTION = f"{_CORE}.transformer.attention"
 ATTENTION_CLASS = f"{ATTENTION}:Attention"
 CAUSAL_CONV1D = f"{_CORE}.ssm.ops.causal_conv1d_varlen"
+CAUSAL_CONV1D_STEP = f"{_CORE}.ssm.ops.causal_conv1d_triton"
 COMMUNICATION = f"{_INFERENCE}.communication_utils"
 CONTROLLER = _CONTROLLERS
 CONTROLLER_CLASS = f"{_CONTROLLERS}:TextGenerationController"
@@ -23,5 +24,6 @@ MOE_UTILS = f"{_CORE}.transformer.moe.moe_utils"
 RANDOM = f"{_CORE}.tensor_parallel.random"
 ROWS_OF_A_STEP = MAMBA_MIXER
 """Has the functions that split and merge the decoded and prefilled rows of a step."""
+SSM_STEP = f"{_CORE}.ssm.ops.mamba_ssm"
 STATE_CONFIG_CLASS = f"{_INFERENCE}.config:MambaInferenceStateConfig"
 TOKEN_DISPATCHER = f"{_CORE}.transformer.moe.token_dispatcher"

@@ -211,8 +211,11 @@ class ModelEngine:
     ) -> list[tuple[int, CheckpointReason]]:
         """For each position, the first reason to keep a state there."""
         block, interval = self.block_tokens, self.cache.retention_interval_tokens
+        guesses = set(range(0, prompt_tokens + 1, interval)) if interval else set()
         if interval is None:
-            interval = next(tokens for tokens in count(block, block) if 16 * tokens >= prompt_tokens)
+            even = next(tokens for tokens in count(block, block) if 16 * tokens >= prompt_tokens)
+            near = [n * 2**doubled for n in (2, 3) for doubled in range(20)]
+            guesses = {*range(0, prompt_tokens + 1, even), *((prompt_tokens // block - n) * block for n in (1, *near))}
         last = [position for position in range(prompt_tokens + 1) if position % block == 0]
         replay = [position for position in last if position <= prompt_tokens - self.cache.min_computed_tokens]
         found = []
@@ -222,7 +225,7 @@ class ModelEngine:
                 CheckpointReason.BREAKPOINT: any(position <= named < position + block for named in breakpoints),
                 CheckpointReason.TAIL: position == last[-1],
                 CheckpointReason.REPEAT: [position] == replay[-1:],
-                CheckpointReason.INTERVAL: interval and position % interval == 0,
+                CheckpointReason.INTERVAL: position in guesses,
             }
             if position > resume_tokens and any(reasons.values()):
                 found.append((position, min(reason for reason, holds in reasons.items() if holds)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from megatron_hybrid_prefix.policy.boundaries import (
     Boundary,
     CheckpointReason,
     boundaries_in_span,
+    default_guesses,
     default_interval_tokens,
     prompt_boundaries,
 )
@@ -141,6 +143,21 @@ def test_the_default_interval(prompt_tokens, block_tokens):
     assert prompt_tokens // interval <= 16
     smaller = interval - block_tokens
     assert not smaller or 16 * smaller < prompt_tokens, "no wider than it has to be"
+
+
+@given(st.integers(0, 100_000), st.sampled_from([3, 64, 256, 1000]))
+def test_the_default_guesses(prompt_tokens, block_tokens):
+    found = set(default_guesses(prompt_tokens, block_tokens))
+    full_blocks = prompt_tokens // block_tokens
+    assert all(position % block_tokens == 0 and 0 < position <= prompt_tokens for position in found)
+    assert len(found) <= 16 + 2 * full_blocks.bit_length()
+    depths = sorted({position // block_tokens for position in found} | {0})
+    for own in (*range(1, min(50, full_blocks)), *range(50, full_blocks, 97)):  # blocks after those that it shares
+        junction = full_blocks - own
+        resumed = depths[bisect_right(depths, junction) - 1]
+        assert 2 * (junction - resumed) < own, (own, junction, resumed)
+    interval = default_interval_tokens(prompt_tokens, block_tokens)
+    assert set(range(interval, prompt_tokens + 1, interval)) <= found
 
 
 def test_the_default_interval_of_usual_prompts():

@@ -39,13 +39,21 @@ def test_an_unnamed_prefix_is_resumed_at_an_interval_the_second_time_and_at_its_
     assert sorted(states(model)[2]) == [INTERVAL], "still why it was kept"
 
 
-@pytest.mark.parametrize("blocks", [1, 5, 16, 17, 40])
-def test_by_default_a_prompt_keeps_at_most_16_of_them(blocks):
+@pytest.mark.parametrize(
+    ("blocks", "near_the_end"),
+    [
+        (1, ()),
+        (5, (4, 3, 2, 1)),
+        (16, (15, 14, 13, 12, 10, 8, 4)),
+        (17, (16, 15, 14, 13, 11, 9, 5, 1)),
+        (40, (39, 38, 37, 36, 34, 32, 28, 24, 16, 8)),
+    ],
+)
+def test_by_default_a_prompt_keeps_16_of_them_and_some_near_its_end(blocks, near_the_end):
     model = engine(retention_interval_tokens=None, kv_blocks=100)
     run(model, tokens(*range(blocks), rest=1))
     every = -(-(blocks * BLOCK + 1) // (16 * BLOCK))
-    assert sorted(states(model)) == sorted({*range(every, blocks + 1, every), blocks})
-    assert len(states(model)) <= 17
+    assert sorted(states(model)) == sorted({*range(every, blocks + 1, every), *near_the_end, blocks})
 
 
 def test_no_intervals():

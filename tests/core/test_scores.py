@@ -29,7 +29,7 @@ class Prompts:
         chain = cache.chain(tokens, salt=salt)
         match = cache.match(chain, top_n=top_n, max_resume_tokens=min(chunk, len(tokens)) - 1)
         match = cache.loads.begin_load_back(self.sent, match) or match
-        cache.loads.take_transfers()
+        cache.take_copies()
         admission = cache.admit(self.sent, match, length_tokens=len(tokens))
         assert admission is not None
         blocks = admission.resume_tokens // BLOCK

@@ -84,6 +84,28 @@ def test_the_page_with_the_fewest_moves_is_emptied():
     assert pages.free_blocks == 0 and not pages.can_be_emptied()
 
 
+def test_pages_that_change_their_owner_are_counted():
+    pages = memory(pages=3)
+
+    def changed() -> tuple[int, int]:
+        return pages.pages_to_states, pages.pages_to_kv
+
+    pages.give_to_state(2)
+    taken = pages.take_blocks(3)
+    assert changed() == (0, 0), "nobody had these pages before"
+    pages.take_from_state(2)
+    pages.give_to_state(2)
+    assert changed() == (0, 0), "the next state has no other owner"
+    for block_id in taken:
+        pages.free(block_id)
+    pages.give_to_state(0)
+    assert changed() == (1, 0)
+    pages.take_from_state(2)
+    pages.take_from_state(0)
+    pages.take_blocks(7)  # of all pages, of which two last held a state
+    assert changed() == (1, 2)
+
+
 def test_pages_with_a_held_block_cannot_be_emptied():
     pages = memory(pages=2)
     taken = pages.take_blocks(6)

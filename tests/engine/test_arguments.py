@@ -70,6 +70,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "state_dtype": (["float32"], "float32"),
     "retention_interval_tokens": (["512"], 512),
     "tier_behind_host": (["auto"], None),  # a name needs host memory, and a plugin: test_tier_behind_host.py
+    "shared": (["auto"], None),  # needs host memory: test_shared_tier.py
 }
 
 
@@ -90,7 +91,20 @@ def flag_and_value(field: dataclasses.Field[Any]) -> tuple[list[str], Any]:
     return [flag, *words], value
 
 
-@pytest.mark.parametrize("field", arguments.own_fields(), ids=lambda field: field.name)
+def test_one_budget(config_of):
+    flag = arguments.flag_of("cache_gb")
+    assert config_of(SWITCH, flag, "12.5") == HybridPrefixConfig(cache_gb=12.5)
+    with pytest.raises(ValueError, match=f"^{flag} and {BUDGET} exclude each other$"):
+        config_of(SWITCH, flag, "12.5", BUDGET, "1")
+    for too_little in ("-1.0", "0.0"):
+        with pytest.raises(ValueError, match=f"^{flag}={too_little}: must be above 0$"):
+            config_of(SWITCH, flag, too_little)
+
+
+OTHERS = [field for field in arguments.own_fields() if field.name != "cache_gb"]
+
+
+@pytest.mark.parametrize("field", OTHERS, ids=lambda field: field.name)
 def test_every_other_field_has_a_flag_with_help(config_of, megatron_parser, field):
     argv, value = flag_and_value(field)
     config = config_of(SWITCH, BUDGET, "1", *argv)
@@ -103,7 +117,7 @@ def test_every_other_field_has_a_flag_with_help(config_of, megatron_parser, fiel
 def test_help_can_be_printed():
     """On a plain parser, because megatron 0.19's parser cannot print its help (it has an unescaped %)."""
     text = " ".join(add_hybrid_prefix_args(own_parser()).format_help().split())
-    for field in dataclasses.fields(HybridPrefixConfig)[1:]:
+    for field in arguments.own_fields():
         assert arguments.flag_of(field.name) in text
     assert "0 to 1, to compute without the cache and compare" in text
 

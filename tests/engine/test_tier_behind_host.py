@@ -221,7 +221,7 @@ def test_a_host_without_room_for_entries_from_behind(pages):
     assert cache.loads.begin_load_back(1, match) is None
     cache.check_integrity()
     assert len(list(cache.inspect.nodes())) == cache.stats().host_kv_blocks == pages
-    assert [unit.tag for unit in cache.loads.take_transfers()] == tags[:pages]
+    assert [unit.tag for unit in cache.take_copies()] == tags[:pages]
     assert cache.admit(1, cache.match(chain)).resume_tokens == 0
 
 

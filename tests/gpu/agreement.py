@@ -20,6 +20,7 @@ import time
 import torch
 
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+from tests.gpu.hit_error import in_float32
 from tests.gpu.models import Source
 from tests.harness.named_models import runs_on_megatron
 
@@ -84,6 +85,7 @@ def main() -> None:
     parser.add_argument("--fp8-weights", action="store_true", help="with --fp8: keep the weights in FP8, too")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the parameters (default: the model's)")
     parser.add_argument("--truth", action="store_true", help="compare with the same weights in float64")
+    parser.add_argument("--float32", action="store_true", help="save the same weights' log-probs in float32, too")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
@@ -128,6 +130,12 @@ def main() -> None:
         ("chunked", alone, 2, {"enable_chunked_prefill": True, "max_tokens": PREFIX_TOKENS}),
         *([("upstream", alone, 1, upstream)] if on_megatron else []),
         ("ours", alone, 1, {"prefix": HybridPrefixConfig(mamba_gb=states_gb, check_ranks=True)}),
+        (
+            "one memory",
+            alone,
+            1,
+            {"prefix": HybridPrefixConfig(cache_gb=arguments.buffer_gb + states_gb, check_ranks=True)},
+        ),
     ]
     report = {"platform": platform.describe(), "preset": source.name, **source.fields, "build_s": round(build_s, 2)}
     rows = {}
@@ -143,6 +151,9 @@ def main() -> None:
             del engine
             gc.collect()
             torch.cuda.empty_cache()
+        if arguments.float32:
+            engine = build_engine(in_float32(source, model), **fields)
+            rows["float32"], _ = next_log_probs(engine, alone, sampling)
         if arguments.truth:
             rows["truth"] = source.truth(model, texts)
     report["prompt_tokens"] = sum(map(len, texts))

@@ -1,8 +1,7 @@
 """Time of the gated delta rule's kernels: a prefill against fla's, a decode against megatron's Mamba2.
 
-Usage: ``python -m tests.gpu.delta_rule_speed [--candidate] [--sweep] [--out FOLDER]``, on a GPU. fla (``fla-core``) and
-megatron are left out where they are not installed. ``--candidate`` measures the prefill of ``delta_rule_candidate.py`` in place of
-the package's; ``--sweep`` tries other tiles, warps and stages of its kernels, and prints the best of them.
+Usage: ``python -m tests.gpu.delta_rule_speed [--repeats N] [--out FOLDER]``, on a GPU. fla (``fla-core``) and
+megatron are left out where they are not installed.
 
 GPU times are sums over kernels, taken by the profiler: the median of rounds in which what is compared takes turns. Decodes
 are replayed from CUDA graphs, with states that do not fit the cache of the GPU. Errors are against float64: a root of a
@@ -16,41 +15,26 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import statistics
 import time
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from megatron_hybrid_prefix.ops.delta_rule import scan_delta_rule
 from megatron_hybrid_prefix.ops.delta_rule_triton import CHUNK, scan_by_kernels, update_by_kernel
-from tests.gpu import delta_rule_candidate as candidate
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 TYPE = torch.bfloat16 if ON_GPU else torch.float32  # the interpreter knows no bfloat16
 EPSILON = 1e-6
-SLOTS = 8  # the first is read, the second is live, the others keep states
 BATCHES = (1, 8, 64, 256)
 COLD_BYTES = 200 << 20  # of states between two uses of one
-CANDIDATES = {
-    "prepare": [
-        {"num_warps": warps, "maxnreg": registers} for warps, registers in ((4, None), (4, 168), (4, 128), (8, 128))
-    ],
-    "pass_on": [
-        {"BLOCK_V": columns, "num_warps": 4, "num_stages": stages}
-        for columns, stages in ((16, 2), (16, 3), (32, 2), (32, 3), (64, 2), (64, 3))
-    ],
-}
 
 
 class Prefill:
     """Sequences of given lengths, each cut into chunks: ours, from and to slots, and fla's on the same inputs."""
-
-    of_candidate = False  # whether ours are the candidate's kernels
 
     def __init__(self, lengths, key_heads, heads, size, kept=0, keys=None):
         tokens, dtype = sum(lengths), TYPE
@@ -90,9 +74,8 @@ class Prefill:
             }.items()
         }
 
-    def ours(self, options=None):
-        given = {**self.inputs, "states": self.pool, "normalise": True, "epsilon": EPSILON, **self.fields}
-        return candidate.scan_by_kernels(**given, options=options) if self.of_candidate else scan_by_kernels(**given)
+    def ours(self):
+        return scan_by_kernels(**self.inputs, states=self.pool, normalise=True, epsilon=EPSILON, **self.fields)
 
     def exact(self):
         """Outputs and live states in float64."""
@@ -196,16 +179,20 @@ def measure_prefill(args):
     fla = plain.fla()
     if fla is not None:
         calls["fla"] = fla
-    by_kernel, totals = in_turns(calls)
-    for name, times in by_kernel.items():
-        for kernel, us in sorted(times.items(), key=lambda item: -item[1]):
-            show(name, kernel[:60], us)
-        show(name, "total us", totals[name])
+    for _ in range(args.repeats):
+        by_kernel, totals = in_turns(calls)
+        for name, times in by_kernel.items():
+            for kernel, us in sorted(times.items(), key=lambda item: -item[1]):
+                show(name, kernel[:60], us)
+            show(name, "total us", totals[name], *([totals[name] / totals["fla"]] if fla is not None else []))
     errors = {}
     for keys, prefill in {"random keys": plain, "8 different keys": Prefill([args.tokens], *shape, keys=8)}.items():
         outputs, states = prefill.exact()
-        got = {"ours": (prefill.ours(), prefill.live())} | ({"fla": prefill.fla()()} if fla is not None else {})
-        for name, (y, state) in got.items():
+        got = {"ours": lambda prefill=prefill: (prefill.ours(), prefill.live())}
+        if fla is not None:
+            got["fla"] = prefill.fla()
+        for name, call in got.items():
+            y, state = call()
             errors[f"{name}, {keys}"] = off(y, outputs), off(state, states)
             show(f"error of {name}, {keys}: outputs, states", *errors[f"{name}, {keys}"])
     found = {"by_kernel_us": by_kernel, "total_us": totals, "errors": errors}
@@ -307,73 +294,9 @@ def measure_decode(args):
     return found
 
 
-def tried(call):
-    """What ``call`` returns; or an exception in one line."""
-    try:
-        return call()
-    except Exception as error:  # a candidate that does not compile or does not fit
-        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1][:120]}"
-
-
-def sweep_prefill(args):
-    """{kernel: [(candidate, result by case)]}: microseconds, or why there are none."""
-    shape = (args.key_heads, args.heads, args.size)
-    cases = {"long": Prefill([args.tokens], *shape)}
-    if args.tokens >= 1024:
-        cases |= {"short": Prefill([512] * 16, *shape), "few heads": Prefill([8192], 4, 8, args.size)}
-    exact, first = cases["long"].exact(), cases["long"].ours().clone()
-    default = candidate.launch_options(TYPE, args.size, args.size, normalise=True)
-    found = {}
-    for kernel in ("prepare", "pass_on"):
-        candidates = [default]
-        for changes in CANDIDATES[kernel] if ON_GPU else CANDIDATES[kernel][:2]:
-            options = getattr(default, kernel) | {name: value for name, value in changes.items() if value is not None}
-            candidates.append(default._replace(**{kernel: options}))
-
-        def compiled(options):
-            return tried(lambda: cases["long"].ours(options) is None)
-
-        if ON_GPU:  # each compiles in a thread; what runs meanwhile is not timed
-            start = time.perf_counter()
-            with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-                list(pool.map(compiled, candidates))
-            torch.cuda.synchronize()
-            show(f"{kernel}: {len(candidates)} candidates compiled in s", time.perf_counter() - start)
-        name = f"_{kernel.split('_')[0]}_kernel"
-        found[kernel] = []
-
-        def timed(options, name=name):
-            got = cases["long"].ours(options)
-            errors = off(got, exact[0]), off(cases["long"].live(), exact[1])
-            if not max(errors) < 0.01:
-                return f"wrong: off by {max(errors):.3g}"
-            times = {"same bits": float(torch.equal(got, first))}
-            for case, prefill in cases.items():
-                prefill.ours(options)
-                each = kernel_times(lambda prefill=prefill: prefill.ours(options))
-                times[case] = next((us for kernel, us in each.items() if name in kernel), sum(each.values()))
-            return times
-
-        for options in candidates:
-            result = tried(lambda options=options: timed(options))
-            changes = {key: getattr(options, kernel).get(key) for key in CANDIDATES[kernel][0]}
-            found[kernel].append((changes, result))
-            show(kernel, changes, result if isinstance(result, str) else {k: round(v, 1) for k, v in result.items()})
-    return found
-
-
-def best(found):
-    """The fastest candidate of each case."""
-    timed = [(changes, result) for changes, result in found if not isinstance(result, str)]
-    cases = timed[0][1] if timed else {}
-    cases = [case for case in cases if case != "same bits"]
-    return {case: min(((result[case], changes) for changes, result in timed), key=lambda x: x[0]) for case in cases}
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--candidate", action="store_true", help="the prefill of delta_rule_candidate.py")
-    parser.add_argument("--sweep", action="store_true", help="try other launch options of the candidate's kernels")
+    parser.add_argument("--repeats", type=int, default=1, help="of the first measurement")
     parser.add_argument("--no-decode", action="store_true", help="prefills only")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="writes delta_rule_speed.json there")
     parser.add_argument("--tokens", type=int, default=8192)
@@ -381,7 +304,6 @@ def main():
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--size", type=int, default=128, help="of keys and values")
     args = parser.parse_args()
-    Prefill.of_candidate = args.candidate or args.sweep
     found = {"device": torch.cuda.get_device_name() if ON_GPU else "interpreter", "torch": torch.__version__}
 
     def save(name, result):
@@ -394,11 +316,6 @@ def main():
         save("prefill", measure_prefill(args))
         if not args.no_decode:
             save("decode", measure_decode(args))
-        if args.sweep:
-            for kernel, results in sweep_prefill(args).items():
-                save(f"sweep of {kernel}", results)
-                for case, (us, changes) in best(results).items():
-                    show(f"best {kernel}, {case}", us, changes)
 
 
 if __name__ == "__main__":

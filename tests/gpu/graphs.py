@@ -18,11 +18,12 @@ from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.gpu.models import layers_for
 from tests.harness.drafts import forced_drafts
-from tests.harness.engine_helpers import greedy, random_tokens
+from tests.harness.engine_helpers import greedy, one_budget_gb, random_tokens
 from tests.harness.named_models import named
 
 NEW_TOKENS = 24
 PREFIX_TOKENS = 512
+MAX_REQUESTS, BLOCK_TOKENS = 16, 256
 DRAFTS = 2
 
 
@@ -37,7 +38,7 @@ def prompts(vocab_size):
     return groups
 
 
-def run(preset, *, graphs, mode="legacy", together=True, cached=True, answers=None, **fields):
+def run(preset, *, graphs, mode="legacy", together=True, cached=True, answers=None, one_memory=False, **fields):
     """Tokens and log-probs of every request, and how many steps of each kind replayed graphs.
 
     Args:
@@ -47,6 +48,7 @@ def run(preset, *, graphs, mode="legacy", together=True, cached=True, answers=No
         together: False: one request after another.
         cached: Whether the cache is on.
         answers: The answers to make drafts from; None: no drafts, or those of the model.
+        one_memory: KV and states share one, and it is tight: blocks move, and entries are evicted.
         **fields: As of `build_engine`.
     """
     config = named(preset)
@@ -54,17 +56,23 @@ def run(preset, *, graphs, mode="legacy", together=True, cached=True, answers=No
     model = build_hybrid_model(config, seed=0, **overrides)
     if graphs:
         fields["num_cuda_graphs"] = 8
+    memory = {"mamba_gb": 0.5}
+    if one_memory:
+        drafts = fields.get("num_speculative_tokens", 0)
+        sizes = {"block_tokens": BLOCK_TOKENS, "max_requests": MAX_REQUESTS, "speculative_tokens": drafts}
+        memory = {"cache_gb": one_budget_gb(model, 8, states=2, **sizes)}
     engine = build_engine(
         model,
-        HybridPrefixConfig(mamba_gb=0.5) if cached else None,
+        HybridPrefixConfig(**memory) if cached else None,
         max_sequence_length=2048,
-        max_requests=16,
+        max_requests=MAX_REQUESTS,
+        block_size_tokens=BLOCK_TOKENS,
         buffer_size_gb=2,
         async_sched_mode=mode,
         **fields,
     )
     context, finished, counts = engine.context, {}, {"prefill": 0, "decode": 0, "graph_prefill": 0, "graph_decode": 0}
-    addresses = state_addresses(context) if cached else {}
+    addresses = addresses_of(context) if cached else {}
     initialize = context.initialize_attention_state
 
     def counting(**kwargs):
@@ -92,7 +100,10 @@ def run(preset, *, graphs, mode="legacy", together=True, cached=True, answers=No
         steps(engine, finished)
     if cached:
         context.check_integrity()
-        assert state_addresses(context) == addresses
+        assert addresses_of(context) == addresses
+    if one_memory:
+        counts |= {"moved": engine.context.prefix_cache.inspect.memory_use().moved_blocks}
+        counts |= {"evicted": context.prefix_stats().evictions}
     found = {
         "tokens": [list(map(int, finished[i].generated_tokens)) for i in sorted(finished)],
         "log_probs": [list(finished[i].generated_log_probs) for i in sorted(finished)],
@@ -104,10 +115,10 @@ def run(preset, *, graphs, mode="legacy", together=True, cached=True, answers=No
     return found
 
 
-def state_addresses(context):
-    """Where the states and the indices of a step are: graphs keep these addresses."""
-    addresses = {name: tensor.data_ptr() for name, tensor in context.state_pool.tensors.items()}
-    return addresses | {"indices": context.prefill_step.buffer.data_ptr()}
+def addresses_of(context):
+    """Addresses that a captured graph has: they must stay."""
+    tensors = context.state_pool.tensors | {"kv": context.memory_buffer, "indices": context.prefill_step.buffer}
+    return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
 
 def steps(engine, finished, count=None):
@@ -124,6 +135,7 @@ def without_drafts(preset):
     found = {"eager": run(preset, graphs=False), "alone": run(preset, graphs=False, together=False)}
     for mode in ("legacy", "async"):
         found[f"graphs_{mode}"] = run(preset, graphs=True, mode=mode)
+    found["graphs_one_memory"] = run(preset, graphs=True, mode="async", one_memory=True)
     return found
 
 
@@ -135,6 +147,7 @@ def with_drafts(preset):
     found["eager_drafts"] = run(preset, graphs=False, **drafting)
     for mode in ("legacy", "async"):
         found[f"graphs_drafts_{mode}"] = run(preset, graphs=True, mode=mode, **drafting)
+    found["graphs_drafts_one_memory"] = run(preset, graphs=True, one_memory=True, **drafting)
     return found
 
 

@@ -1,4 +1,8 @@
-"""Prompts that come back from the host while others run. Usage: ``host_tier.py legacy|async [PRESET [HOST_GIB]]``. Prints JSON."""
+"""Prompts that come back from the host while others run. Prints JSON.
+
+Usage: ``host_tier.py legacy|async [PRESET [one_memory|split [HOST_GIB]]]``. With ``one_memory`` KV and states share the bytes that
+they have apart in a split.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +15,30 @@ import torch
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from tests.harness.engine_helpers import greedy, kv_budget, random_tokens, run_to_end, state_bytes
+from tests.harness.engine_helpers import greedy, kv_budget, one_budget_gb, random_tokens, run_to_end, state_bytes
 from tests.harness.named_models import named
 
 PROMPTS, ROUNDS, BLOCK = 12, 4, 256
 
 
-def main(mode, preset="small", host_gb=8.0):
+def main(mode, preset="small", memory="split", host_gb="8"):
     platform = ensure_platform()
     model = build_hybrid_model(named(preset), seed=0)
     vocabulary = named(preset).vocab_size
+    sizes = {"block_tokens": BLOCK, "max_requests": 4}
+    if memory == "one_memory":
+        own, budget = {"cache_gb": one_budget_gb(model, 44, states=6, **sizes)}, {}
+    else:
+        own, budget = {"mamba_gb": 8.5 * state_bytes(model) / 2**30}, kv_budget(model, 44, **sizes)
     engine = build_engine(
         model,
-        HybridPrefixConfig(mamba_gb=8.5 * state_bytes(model) / 2**30, host_gb=host_gb, retention_interval_tokens=0),
+        HybridPrefixConfig(**own, host_gb=float(host_gb), retention_interval_tokens=0),
         max_sequence_length=8192,
         max_requests=4,
         max_tokens=8192,
         block_size_tokens=BLOCK,
         async_sched_mode=mode,
-        **kv_budget(model, 44, block_tokens=BLOCK, max_requests=4),
+        **budget,
     )
     cache, pool, dice = engine.context.prefix_cache, engine.context.state_pool, random.Random(0)
     prompts = [random_tokens(8 * BLOCK + 30, seed=i, vocabulary=vocabulary) for i in range(PROMPTS)]
@@ -80,6 +89,8 @@ def main(mode, preset="small", host_gb=8.0):
     stats = engine.context.prefix_stats().as_dict()
     names = ("reused_tokens_host", "host_loads", "host_stores", "fallbacks", "host_seconds", "host_seconds_waited")
     report = {name: stats[name] for name in names}
+    if memory == "one_memory":
+        report["moved_blocks"] = cache.inspect.memory_use().moved_blocks
     report |= {
         "preset": preset,
         "mode": mode,
@@ -92,4 +103,4 @@ def main(mode, preset="small", host_gb=8.0):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3], *map(float, sys.argv[3:]))
+    main(*sys.argv[1:])

@@ -1,10 +1,12 @@
 """Counts calls that make the CPU wait for the GPU, in steps of each engine; and forbids them in the cache's own code.
 
-Usage: ``syncs.py [PRESET]``. Prints JSON: synchronising calls that torch warned of, by engine and kind of step.
+Usage: ``syncs.py [PRESET]``. Prints JSON: synchronising calls that torch warned of, by engine and kind of step. ``ours`` has one
+budget for KV and states, ``split`` a fixed split. In the end memory moves between KV and states in ``ours``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import warnings
@@ -17,10 +19,11 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore import build_upstream_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from tests.harness.engine_helpers import greedy, random_tokens
+from tests.harness.engine_helpers import greedy, one_budget_gb, random_tokens
 from tests.harness.named_models import named, runs_on_megatron
 
 PREFIX_TOKENS = 1024
+SHORT_TOKENS, LONG_TOKENS = 300, 2600
 
 
 @contextmanager
@@ -66,6 +69,8 @@ def forbid_syncs(engine):
 
         return call
 
+    if context.moves is not None:
+        parts.append((context.moves, ("launch",)))
     for owner, names in parts:
         for name in names:
             setattr(owner, name, forbidding(name, getattr(owner, name)))
@@ -84,6 +89,17 @@ def counted(engine, prompt, request_id):
     return {"prefill": found[0], "decode": min(found[1:-1])}
 
 
+def move_memory(engine, seed):
+    """Sends short prompts, long ones and short ones again, each twice. Returns the most synchronising calls of a request."""
+    lengths = [SHORT_TOKENS] * 30 + [LONG_TOKENS] * 6 + [SHORT_TOKENS] * 30
+    found = []
+    for number, length in enumerate(lengths):
+        prompt = random_tokens(length, seed=1000 * seed + number)
+        for again in range(2):
+            found.append(counted(engine, prompt, 1000 * seed + 2 * number + again))
+    return {kind: max(one[kind] for one in found) for kind in found[0]}
+
+
 def main(preset="small"):
     ensure_platform()
     model = build_hybrid_model(named(preset), seed=0)
@@ -91,22 +107,30 @@ def main(preset="small"):
     fields = {"max_sequence_length": 4096, "max_requests": 8, "buffer_size_gb": 2}
     prefix = random_tokens(PREFIX_TOKENS, seed=1)
     found = {}
+    engines = {
+        "off": None,
+        "split": HybridPrefixConfig(mamba_gb=1),
+        # With "lru" each kind of prompts takes the memory of the one before.
+        "ours": HybridPrefixConfig(
+            cache_gb=one_budget_gb(model, 120, block_tokens=256, max_requests=8), eviction_policy="lru"
+        ),
+    }
     with torch.inference_mode():
-        for name, config in (("off", None), ("ours", HybridPrefixConfig(mamba_gb=1))):
+        for name, config in engines.items():
             engine = plain(model, **fields) if config is None else build_engine(model, config, **fields)
             for repeat in range(2):  # the first compiles kernels, which may wait
                 if repeat == 1 and config is not None:
-                    called = forbid_syncs(engine)
+                    found[f"{name}, called"] = forbid_syncs(engine)
                 first = [repeat, *prefix[:-1]]  # four blocks of 256, which the others share
                 for number, (kind, own) in enumerate((("whole", 0), ("short tail", 3), ("long tail", 300))):
                     prompt = first + random_tokens(own, seed=2 + number)
                     found[f"{name}, {kind}"] = counted(engine, prompt, 10 * repeat + number)
-        stats = engine.context.prefix_stats()
-        found |= {
-            "called": dict(called),
-            "reused_tokens": stats.reused_tokens,
-            "published": stats.checkpoints_published,
-        }
+            if config is not None:
+                stats = engine.context.prefix_stats()
+                found |= {f"{name}, reused": stats.reused_tokens, f"{name}, published": stats.checkpoints_published}
+            for seed in (1, 2) if name != "split" else ():  # as above
+                found[f"{name}, moves"] = move_memory(engine, seed)
+        found["memory use"] = dataclasses.asdict(engine.context.prefix_cache.inspect.memory_use())
     print(json.dumps(found))
     shut_down()
 

@@ -1,6 +1,7 @@
 """On GPUs: caching off, megatron-core's caching and this package's, and TP=1 and TP=2, agree within bf16 noise.
 
-The noise is measured in the same run: the same prompts with caching off, computed whole and in two chunks.
+The noise is measured in the same run: the same prompts with caching off, computed whole and in two chunks. Several GPUs round
+partial sums that one GPU does not have, so theirs and one GPU's are compared with float32.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from tests.gpu.agreement import error
 from tests.gpu.launch import run_script
 
 pytestmark = pytest.mark.gpu
-NEMOTRON_BYTES = 40 << 30
+NEMOTRON_BYTES = 72 << 30
 
 
-def run(tmp_path_factory, preset: str, tp: int = 1, pp: int = 1):
+def run(tmp_path_factory, preset: str, *options: str, tp: int = 1, pp: int = 1):
     """The worker's saved results for this preset and layout."""
     out = tmp_path_factory.mktemp("agreement") / f"{preset}-{tp}-{pp}.pt"
-    printed = run_script("agreement.py", "--preset", preset, "--tp", tp, "--pp", pp, "--out", out, ranks=tp * pp)
+    arguments = ["--preset", preset, "--tp", tp, "--pp", pp, "--out", out, *options]
+    printed = run_script("agreement.py", *arguments, ranks=tp * pp, TRITON_F32_DEFAULT="ieee")
     print(printed.strip().splitlines()[-1])
     return torch.load(out)
 
@@ -26,8 +28,8 @@ def run(tmp_path_factory, preset: str, tp: int = 1, pp: int = 1):
 @pytest.fixture(scope="module", params=["small", "small-gdn", "small-mixed", "small-qwen3-next", "nemotron-h-8b"])
 def one(request, tmp_path_factory):
     if request.param == "nemotron-h-8b" and torch.cuda.get_device_properties(0).total_memory < NEMOTRON_BYTES:
-        pytest.skip("needs 40 GiB of GPU memory")
-    return run(tmp_path_factory, request.param)
+        pytest.skip("needs 72 GiB of GPU memory")
+    return run(tmp_path_factory, request.param, "--float32")
 
 
 def test_generates_and_caching_agrees_within_noise(one):
@@ -36,7 +38,9 @@ def test_generates_and_caching_agrees_within_noise(one):
     assert report["computed_tokens_alone"] == report["prompt_tokens"]
     noise = error(rows["chunked"], rows["alone"])
     cached = {}
-    for engine in [name for name in ("upstream", "ours") if name in rows]:  # megatron's engine does not run every layer
+    for engine in [
+        name for name in ("upstream", "ours", "one memory") if name in rows
+    ]:  # megatron's engine does not run every layer
         assert report[f"computed_tokens_{engine}"] < 0.5 * report["prompt_tokens"]
         cached[engine] = error(rows[engine], rows["alone"])
     batched = error(rows["batched"], rows["alone"])
@@ -66,10 +70,12 @@ def test_generates_and_caching_agrees_within_noise(one):
 def test_several_gpus_agree_with_one(one, tmp_path_factory, tp, pp):
     if torch.cuda.device_count() < tp * pp:
         pytest.skip(f"needs {tp * pp} GPUs")
-    several = run(tmp_path_factory, one["report"]["preset"], tp, pp)
-    noise = error(one["rows"]["chunked"], one["rows"]["alone"])
-    split = error(several["rows"]["alone"], one["rows"]["alone"])
-    ours = error(several["rows"]["ours"], one["rows"]["alone"])
-    print(f"{one['report']['preset']}: noise {noise:.5f}, tp={tp} pp={pp} {split:.5f}, with our cache {ours:.5f}")
-    assert several["report"]["computed_tokens_ours"] == one["report"]["computed_tokens_ours"]
-    assert max(split, ours) <= 2.0 * noise
+    several = run(tmp_path_factory, one["report"]["preset"], tp=tp, pp=pp)
+    caches = ("ours", "one memory")
+    for name in caches:
+        assert several["report"][f"computed_tokens_{name}"] == one["report"][f"computed_tokens_{name}"]
+    exact = one["rows"]["float32"]
+    alone = error(one["rows"]["alone"], exact)
+    off = {name: error(several["rows"][name], exact) for name in ("alone", *caches)}
+    print(f"{one['report']['preset']}: off float32 by {alone:.5f} on one GPU, tp={tp} pp={pp} {off}")
+    assert max(off.values()) <= 1.5 * alone

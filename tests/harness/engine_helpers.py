@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from megatron_hybrid_prefix.arithmetic import ceil_div
+
 
 def greedy(count: int, **fields: Any) -> Any:
     """Greedy sampling of ``count`` tokens with log-probs of the generated tokens."""
@@ -54,6 +56,23 @@ def kv_budget(
     states = max_requests * (2 + speculative_tokens if speculative_tokens else 1)
     scale = 1 + states * state_bytes(model) / (active + paused)
     return {"buffer_size_gb": active * scale / 2**30, "paused_buffer_size_gb": paused * scale / 2**30}
+
+
+def one_budget_gb(
+    model: Any, blocks: int, *, block_tokens: int, max_requests: int, states: int = 0, speculative_tokens: int = 0
+) -> float:
+    """``cache_gb`` for at least this many KV blocks beside this many states."""
+    from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config
+    from megatron_hybrid_prefix.mcore.state.memory import own_slots
+    from megatron_hybrid_prefix.pool.shared_memory import BlockShape, slot_bytes
+
+    config = model.hybrid_config
+    shape = (block_tokens, config.num_query_groups, config.kv_channels)
+    block = BlockShape(before=(2, config.count("*")), after=shape, dtype=getattr(torch, config.dtype))
+    page_blocks = ceil_div(slot_bytes(mamba_state_config(model).states.slots), block.bytes)
+    pages = ceil_div(blocks + 1, page_blocks) + states
+    pages += own_slots(max_requests=max_requests, drafts=speculative_tokens)
+    return pages * page_blocks * block.bytes / 2**30
 
 
 def run_to_end(engine: Any, finished: dict[int, Any], steps: int | None = None) -> None:

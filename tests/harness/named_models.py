@@ -12,6 +12,10 @@ MORE = {
     "tiny-mixed": get_preset("tiny-gdn", layer_pattern="MG*EG*-", num_moe_experts=4),
     # The same kinds, and depths of multi-token prediction.
     "tiny-gdn-mtp": get_preset("tiny-gdn", layer_pattern="G*-MG*-", mtp_num_layers=3, mtp_layer_pattern="*-"),
+    # Likewise, and states of several KV blocks.
+    "tiny-large-states": get_preset(
+        "tiny-gdn", layer_pattern="MG*-", num_query_groups=1, mtp_num_layers=3, mtp_layer_pattern="*-"
+    ),
     # Depths of multi-token prediction: attention that drafts, and Mamba2 that drafts.
     "small-mtp": get_preset("small", mtp_num_layers=2, mtp_layer_pattern="*-"),
     "tiny-mamba-mtp": get_preset("tiny", mtp_num_layers=2, mtp_layer_pattern="M-"),

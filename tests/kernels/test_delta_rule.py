@@ -26,8 +26,11 @@ not_interpreted = pytest.mark.skipif(INTERPRETED, reason="of the PyTorch version
 SEEDS = range(2 if INTERPRETED else 6)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NAMES = ("first_chunks", "source_slots", "live_slots", "chunk_slots")
-# Key heads, value heads, K, V. Programs of the kernels have 32 columns of V, and a power of two of K.
+# Key heads, value heads, K, V. Programs of the kernels have 16 or 32 columns of V, and a power of two of K.
 SHAPES = [(1, 2, 16, 40), (3, 3, 40, 72), (1, 2, 128, 128), (1, 1, 256, 64)]
+# K, V of which the kernels are compiled differently.
+SIZES = [(n, n) for n in (16, 32, 48, 64, 80, 96, 112, 128, 256)]
+SIZES += [(16, 48), (48, 80), (80, 48), (16, 128), (128, 16), (64, 256), (128, 256), (256, 16)]
 # Rounding stays within so many times the noise, a root of a mean square.
 NOISES = 8
 # The kernels take operands of products in bfloat16 where the inputs are: rounded as unit vectors, and once more in what is
@@ -221,12 +224,11 @@ def test_the_bound_sees(mutant):
             check_scan(seed, dtype=torch.float32, scan=mutant)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_resuming_on_the_grid(device):
-    """A sequence that goes on from any kept multiple of 64 ends as one that did not stop: within noise, on a GPU bit for bit."""
+def check_resuming(device, dtype=torch.float32, firsts=range(1, 6), key_dim=12, value_dim=10):
+    """A sequence that goes on from any kept multiple of 64 ends as one that did not stop: within noise, from kernels bit for bit."""
     tokens = 5 * CHUNK + 9
-    args = make(tokens, 1, dtype=torch.float32, device=device)
-    pool = torch.full((8, 4, 12, 10), NAN, device=device)
+    args = make(tokens, 1, dtype=dtype, device=device, key_dim=key_dim, value_dim=value_dim)
+    pool = torch.full((8, 4, key_dim, value_dim), NAN, device=device)
     pool[0] = 0
 
     def run(first_chunk, source, live, kept):
@@ -243,15 +245,66 @@ def test_resuming_on_the_grid(device):
 
     whole = run(0, 0, 7, [1, 2, 3, 4, 5, -1])
     unkept = pool[7].clone()
-    allowed, state_allowed = noise(args, pool[0], normalise=True)
-    for first in (2,) if INTERPRETED else range(1, 6):
+    by_kernels = INTERPRETED or device == "cuda"
+    allowed, state_allowed = (0, 0) if by_kernels else noise(args, pool[0], normalise=True)
+    for first in firsts:
         resumed = run(first, first, 6, [-1] * 6)
-        if INTERPRETED or device == "cuda":  # the kernels: of the very bits
+        if by_kernels:
             assert torch.equal(resumed, whole[CHUNK * first :]) and torch.equal(pool[6], pool[7])
-        within(resumed, whole[CHUNK * first :].double().cpu(), NOISES * allowed[CHUNK * first :])
-        within(pool[6], pool[7].double().cpu(), NOISES * state_allowed[0])
+        else:
+            within(resumed, whole[CHUNK * first :].double().cpu(), NOISES * allowed[CHUNK * first :])
+            within(pool[6], pool[7].double().cpu(), NOISES * state_allowed[0])
     assert torch.equal(run(0, 0, 7, [-1] * 6), whole)  # what is kept has no influence on what is computed
     assert torch.equal(pool[7], unkept)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_resuming_on_the_grid(device):
+    check_resuming(device, firsts=(2,) if INTERPRETED else range(1, 6))
+
+
+def parts_of_wider_rows(**arguments):
+    """Queries, keys and values as a layer has them; what lies around them is NaN."""
+    rows = [arguments[name].flatten(1) for name in "qkv"]
+    around = torch.full((len(rows[0]), 16), NAN, dtype=rows[0].dtype, device=rows[0].device)
+    wide = torch.cat([around, *rows, around], 1)
+    starts = itertools.accumulate([row.shape[1] for row in rows], initial=16)
+    parts = {
+        name: wide[:, start : start + row.shape[1]].unflatten(1, arguments[name].shape[1:])
+        for name, row, start in zip("qkv", rows, starts, strict=False)
+    }
+    return scan_delta_rule(**arguments | parts)
+
+
+def test_parts_of_wider_rows():
+    check_scan(0, dtype=torch.float32, scan=parts_of_wider_rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("key_dim", "value_dim"), SIZES)
+def test_sizes_of_heads_in_bfloat16(key_dim, value_dim):
+    sizes = {"dtype": torch.bfloat16, "key_dim": key_dim, "value_dim": value_dim}
+    check_scan(1, device="cuda", heads=2, **sizes)
+    check_scan(3, device="cuda", key_heads=1, heads=3, scan=parts_of_wider_rows, **sizes)
+    check_resuming("cuda", **sizes)
+
+
+@pytest.mark.gpu
+def test_slots_beyond_two_to_the_31_elements():
+    heads, size, far = 4, 16, 2**30 + 16
+    args = make(100, 0, dtype=torch.bfloat16, device="cuda", key_dim=size, value_dim=size)
+    slots = {"source_slots": [3], "live_slots": [2], "chunk_slots": [1, -1], "first_chunks": [0, 2]}
+    fields = {name: torch.tensor(value, device="cuda") for name, value in slots.items()}
+    fields["chunk_bounds"] = torch.tensor([0, 64, 100], device="cuda")
+    start, found = torch.randn(heads, size, size, device="cuda"), []
+    for stride in (heads * size * size, far):
+        pool = torch.empty_strided((4, heads, size, size), (stride, size * size, size, 1), device="cuda")
+        pool[3] = start
+        y = scan_delta_rule(**args, states=pool, normalise=True, **fields)
+        row = {name: x[:1, None] for name, x in args.items()}
+        decoded = update_delta_rule(**row, states=pool, slots=fields["source_slots"], normalise=True)
+        found.append([y, decoded, *(pool[slot].clone() for slot in (1, 2, 3))])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -119,6 +119,21 @@ def test_tokens_of_a_program_do_not_change_the_bits(device, monkeypatch):
     assert torch.equal(convolve_from_slots(inputs, windows, weight, None, **step), few)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_short_sequence_before_the_padding_of_a_step(device):
+    """The last sequence, which a window precedes, lies in one program with the first sequence and with padding, whose start is 0, too."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, windows, weight = (torch.randn(*shape, generator=generator) for shape in ((32, 8), (3, 8, 4), (8, 4)))
+    starts = torch.tensor([0] * 21 + [21] * 5 + [0] * 6, dtype=torch.int32)
+    sources = torch.tensor([1] * 21 + [2] * 5 + [0] * 6, dtype=torch.int32)
+    inputs[26:], windows[0] = NAN, NAN
+    arguments = [x.to(device) for x in (inputs, windows, weight)]
+    out = convolve_from_slots(*arguments, None, sources=sources.to(device), starts=starts.to(device))
+    alone = [convolution._reference(inputs[:21], windows, weight, None, sources[:21], starts[:21])]
+    alone += [convolution._reference(inputs[21:26], windows, weight, None, sources[21:26], 0 * starts[21:26])]
+    torch.testing.assert_close(out[:26].cpu(), torch.cat(alone))
+
+
 def shifted_window(inputs, windows, *rest, **fields):
     """Windows are read a tap late."""
     return convolve_from_slots(inputs, windows.roll(1, -1), *rest, **fields)

@@ -313,7 +313,8 @@ def test_the_advice_names_the_budget_that_gains_most(tmp_path, trace_file):
 def test_advice_without_a_trace(tmp_path):
     assert "less than one checkpoint" in plan(tmp_path, "--mamba-gb", 0.01, "--buffer-gb", 20)["advice"]
     assert "fewer KV blocks" in plan(tmp_path, "--mamba-gb", 50, "--buffer-gb", 4)["advice"]
-    assert "add --trace" in plan(tmp_path, "--mamba-gb", 5, "--buffer-gb", 20)["advice"]
+    said = plan(tmp_path, "--mamba-gb", 5, "--buffer-gb", 20)["advice"]
+    assert "20% for states. A good start is --mamba-gb 6.25 --buffer-gb 18.8 (25% for states); add --trace" in said
 
 
 @pytest.mark.parametrize(
@@ -355,7 +356,7 @@ def test_one_budget_and_the_advised_split(tmp_path, capsys):
     data = json.loads(report.read_text())
     assert (data["kv_blocks"], data["page_blocks"], data["states"]) == (10240, 13, 787)
     assert data["padding_bytes"] == 13 * 256 * TOKEN_BYTES - STATE_BYTES
-    assert data["conversations"] == (10240 - 13) // (32 + 3 * 13)
+    assert data["conversations"] == (10240 - 13) // (32 + 13)
     assert data["expected_reuse"] is None
     assert "--mamba-gb 10 --buffer-gb 30 (25% for states)" in said
     assert f"{10 * 2**30 // STATE_BYTES:,}" in said
@@ -377,3 +378,31 @@ def test_one_budget_alone(capsys, option):
     assert "--cache-gb: does not go with" in capsys.readouterr().err
     assert run("nemotron-h-8b", "--cache-gb", "0.01") == 2
     assert "a state and a KV block need" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("gb_per_s", [1, 3, 25])
+def test_a_load_pays_from_the_tokens_where_it_takes_as_long_as_computing(gb_per_s):
+    sizes, rate = sizes_of("nemotron-h-8b", tp=1), 40_000.0
+    tokens = command.break_even_tokens(sizes, gb_per_s, rate)
+    if gb_per_s == 1:  # a token's KV takes 16 us to load, and 25 us to compute
+        assert tokens == pytest.approx(STATE_BYTES / (1e9 / rate - TOKEN_BYTES), abs=1)
+    assert tokens is not None
+
+    def load_s(count: int) -> float:
+        return (sizes.state_bytes + count * sizes.kv_token_bytes) / (gb_per_s * 1e9)
+
+    assert load_s(tokens) < tokens / rate and load_s(tokens - 1) >= (tokens - 1) / rate
+    assert command.break_even_tokens(sizes, TOKEN_BYTES * rate / 1e9, rate) is None
+
+
+def test_break_even_by_rate_is_in_the_report(tmp_path, capsys):
+    flags = ("--mamba-gb", 20, "--buffer-gb", 20, "--json", tmp_path / "plan.json")
+    assert run("nemotron-h-8b", *flags, "--prefill-tokens-per-s", 40_000) == 0
+    found = json.loads((tmp_path / "plan.json").read_text())["break_even_tokens"]
+    assert list(found) == [str(rate) for rate in command.LOAD_RATES]
+    assert sorted(found.values(), reverse=True) == list(found.values())
+    assert f"{found['4']:,} tokens" in capsys.readouterr().out
+    assert run("nemotron-h-8b", *flags, "--prefill-tokens-per-s", 10**9) == 0
+    assert "never" in capsys.readouterr().out
+    assert run("nemotron-h-8b", *flags) == 0
+    assert json.loads((tmp_path / "plan.json").read_text())["break_even_tokens"] is None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_hybrid_prefix.lab.memory import Memory
 from megatron_hybrid_prefix.lab.replay import Policy, replay
+from tests.harness.engine_helpers import one_budget_gb
 from tests.harness.lifecycle_helpers import EngineHarness
 from tests.harness.trace_helpers import as_trace, token_prompts
 
@@ -55,3 +57,38 @@ def test_a_replay_is_the_engine_without_the_model(model, eviction, slots, blocks
     assert run.counters["evictions"] == theirs["evictions"] > 0
     assert run.counters["checkpoints_by_reason"] == theirs["checkpoints_by_reason"]
     assert (theirs["kv_evictions"] > 0) == (blocks is not None)
+
+
+@pytest.mark.parametrize("eviction", ["lru", "recompute_cost"])
+@pytest.mark.parametrize(("block_tokens", "blocks"), [(BLOCK, 30), (16, 60)])  # a page has 1 block, and 2
+def test_so_it_does_with_one_memory(model, eviction, block_tokens, blocks):
+    prompts = token_prompts(40, block_tokens=block_tokens, most_blocks=6, seed=blocks)
+    served = EngineHarness(
+        model,
+        cache_gb=one_budget_gb(model, blocks, block_tokens=block_tokens, max_requests=4),
+        mamba_gb=None,
+        block_size_tokens=block_tokens,
+        eviction_policy=eviction,
+        retention_interval_tokens=None,
+        decode_checkpoints=False,
+    )
+    reused = []
+    for prompt in prompts:
+        before = served.context.prefix_stats().reused_tokens
+        served.send(prompt, count=1)
+        reused.append(served.context.prefix_stats().reused_tokens - before)
+    layout = served.cache.layout
+    run = replay(
+        as_trace(prompts, block_tokens),
+        Policy(name=eviction, eviction=eviction, options={"min_computed_tokens": served.cache.min_computed_tokens}),
+        memory=Memory(
+            cache_bytes=layout.total_blocks * layout.block_bytes,
+            block_bytes=layout.block_bytes,
+            state_bytes=layout.state_bytes,
+        ),
+    )
+    assert list(run.reused_tokens) == reused and sum(reused) > 0
+    theirs, use = served.context.prefix_stats().as_dict(), served.cache.inspect.memory_use()
+    assert run.counters["evictions"] == theirs["evictions"] > 0
+    assert run.counters["kv_evictions"] == theirs["kv_evictions"] > 0
+    assert (use.moved_blocks > 0) == (layout.page_blocks > 1)

@@ -354,11 +354,11 @@ def test_an_override_that_the_table_lacks_is_found():
 
         kv_block_allocator = None
 
-        def _allocate_memory_buffer(self): ...
+        def _allocate_mamba_cache(self): ...
 
         total_chunks = None
 
-    theirs = {name for name in ("append_key_value_cache", "_allocate_memory_buffer") if scan.has(base, name)}
+    theirs = {name for name in ("append_key_value_cache", "_allocate_mamba_cache") if scan.has(base, name)}
     assert theirs
     assert {text.partition(":")[0].rpartition(".")[2] for text in lacking_overrides(Ours)} == theirs
 
@@ -413,8 +413,8 @@ def test_a_use_that_the_table_lacks_is_found():
     text = """
 class HybridPrefixContext:
     def method(self, other, engine):
-        self._allocate_memory_buffer()
-        super()._allocate_memory_buffer()
+        self._allocate_mamba_cache()
+        super()._allocate_mamba_cache()
         self._never_heard_of = self._not_there
         other._hidden = getattr(other, "_secret")
         engine.evicted_request_count += self.total_request_count
@@ -429,7 +429,7 @@ class Ours:
     assert [(int(re.search(r"fake:(\d+)", problem)[1]), problem.count("contract.py")) for problem in found] == [
         *((4, 1), (5, 1), (6, 0), (7, 1), (7, 1), (8, 1), (9, 1)),
     ]
-    for name in ("_hidden", "_secret", "_not_there", "_allocate_memory_buffer", "padded_active_token_count"):
+    for name in ("_hidden", "_secret", "_not_there", "_allocate_mamba_cache", "padded_active_token_count"):
         assert any(name in problem for problem in found)
 
 

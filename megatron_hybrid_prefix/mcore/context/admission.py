@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.index.matcher import Match
 from megatron_hybrid_prefix.mcore.context.reports import LengthWatch
 from megatron_hybrid_prefix.mcore.context.request import PrefixRequest, RequestBook
 from megatron_hybrid_prefix.mcore.context.scores import ScoredPrompts
-from megatron_hybrid_prefix.upstream.context import AdmittedChunk, ChunkBlocks, ContextSeam
+from megatron_hybrid_prefix.upstream.context import AdmittedChunk, ChunkBlocks
 from megatron_hybrid_prefix.upstream.names import (
     BlockOverflowError,
     ContextOverflowError,
@@ -26,7 +27,7 @@ class Admissions:
     """Admits prompts, whole or chunk by chunk.
 
     Args:
-        context: The context.
+        context: A `HybridPrefixContext`.
         cache: Its cache.
         requests: Its requests.
         scored: Prompts whose log-probs are wanted.
@@ -35,7 +36,7 @@ class Admissions:
 
     def __init__(
         self,
-        context: ContextSeam,
+        context: Any,
         cache: HybridPrefixCache,
         requests: RequestBook,
         scored: ScoredPrompts,
@@ -49,7 +50,7 @@ class Admissions:
         """What the next chunk of a prompt shares with other requests, and skips."""
         if req.finished_chunk_token_count:
             return ChunkBlocks([], 0)
-        match = self._known(req).match(self._cache, chunk_tokens)
+        match = self._match(self._known(req), chunk_tokens)
         return ChunkBlocks(list(match.block_ids), match.resume_tokens)
 
     def room_for(self, req: DynamicInferenceRequest) -> tuple[bool, bool, bool]:
@@ -59,7 +60,7 @@ class Admissions:
         if req.finished_chunk_token_count:
             tokens = context.active_token_count + length <= context.max_tokens
             return rows, tokens, context.new_blocks_of_chunk(req, length) <= self._cache.blocks.available_count
-        match = self._known(req).match(self._cache, length)
+        match = self._match(self._known(req), length)
         tokens = context.active_token_count + length - match.resume_tokens <= context.max_tokens
         return rows, tokens, self._cache.can_admit(match, length_tokens=length)
 
@@ -80,6 +81,8 @@ class Admissions:
         row = context.total_request_count
         try:
             context.add_admitted(req, length, chunk)
+            if first:
+                context.states.live.bind(int(context.live_indices[row]), cache.inspect.live_slot(request_id))
         except BaseException:
             # Room was checked, so this is a caller's error. Nothing may leak.
             if first:
@@ -101,8 +104,23 @@ class Admissions:
     def _known(self, req: DynamicInferenceRequest) -> PrefixRequest:
         return self._requests.of(req, self._cache)
 
+    def _match(self, known: PrefixRequest, length: int) -> Match:
+        """What the request reuses if its first ``length`` tokens are admitted now.
+
+        In shared memory a hit needs a slot more than a miss, the one that it starts from. If nothing runs, no memory
+        becomes free: a request that only fits without the hit reuses nothing.
+        """
+        cache = self._cache
+        match = known.match(cache, length)
+        if match.source_slot is None or self._context.total_request_count:
+            return match
+        if cache.inspect.live_requests() or cache.inspect.loading_requests():
+            return match
+        fits = cache.can_admit(match, length_tokens=length)
+        return match if fits else cache.match(known.chain, read=False, top_n=known.top_n)
+
     def _admit_first(self, req: DynamicInferenceRequest, known: PrefixRequest, length: int) -> AdmittedChunk:
-        match = known.match(self._cache, length)
+        match = self._match(known, length)
         self._check_room(req, length - match.resume_tokens)
         admission = self._cache.admit(
             req.request_id,

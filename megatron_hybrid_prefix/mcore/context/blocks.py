@@ -84,6 +84,12 @@ class HybridPrefixBlockAllocator(BlockAllocatorSeam):
         self._forget_routing(list(routing))
         self.block_routing.update({block_id: found for block_id, found in routing.items() if found is not None})
 
+    def move_routing(self, source: int, target: int) -> None:
+        """A KV block moves in shared memory: its routing moves with it."""
+        self._forget_routing([target])
+        if source in self.block_routing:
+            self.block_routing[target] = self.block_routing.pop(source)
+
     def allocate_memory_blocks(self, num_blocks: int) -> torch.Tensor | None:
         """See upstream; None if there are not enough blocks, evictable blocks included.
 

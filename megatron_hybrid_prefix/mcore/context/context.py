@@ -41,11 +41,14 @@ from megatron_hybrid_prefix.mcore.state.layout import (
     states_of_config,
     with_state_dtype,
 )
-from megatron_hybrid_prefix.mcore.state.memory import StateMemory
-from megatron_hybrid_prefix.mcore.state.moves import HostMoves
+from megatron_hybrid_prefix.mcore.state.memory import StateMemory, own_slots
+from megatron_hybrid_prefix.mcore.state.moves import HostMoves, Moves
+from megatron_hybrid_prefix.mcore.state.one_budget import agree_on_layout, one_budget
 from megatron_hybrid_prefix.metrics import PrefixStats
-from megatron_hybrid_prefix.pool.device import StatePool
+from megatron_hybrid_prefix.pool.device import StateSlots
 from megatron_hybrid_prefix.pool.layout import SlotLayout
+from megatron_hybrid_prefix.pool.pages import PageLayout
+from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory, slot_bytes
 from megatron_hybrid_prefix.tiers.units import EntryKind
 from megatron_hybrid_prefix.upstream.blocks import block_counts
 from megatron_hybrid_prefix.upstream.context import ChunkBlocks, ContextSeam
@@ -76,7 +79,9 @@ class HybridPrefixContext(ContextSeam):
         prefix_cache: The cache, or None.
         states: The recurrent states, or None.
         prefill_step: What the next step prefills, for the recurrent layers; None if the model has none.
-        host_moves: The host tier, or None.
+        layout: How KV and states share memory on this rank; None without ``cache_gb``.
+        shared: That memory, or None.
+        moves: Copies on the device and to the host, or None without a cache.
         loads: Loads from the host tier, or None.
         scored: Prompts whose log-probs are wanted, or None without a cache.
         checkpoint_slots: Slots of the cache; the same number on all ranks.
@@ -91,12 +96,14 @@ class HybridPrefixContext(ContextSeam):
     prefix_cache: HybridPrefixCache | None = None
     states: StateMemory | None = None
     prefill_step: PrefillStep | None = None
-    host_moves: HostMoves | None = None
+    shared: SharedMemory | None = None
+    moves: Moves | None = None
     loads: RequestLoads | None = None
     scored: ScoredPrompts | None = None
     checkpoint_slots = 0
     next_prompt_token = 0
     prefix_config: HybridPrefixConfig | None = None
+    layout: PageLayout | None = None
     _admissions: Admissions | None = None
     _decisions: DecisionLog | None = None
     _decodes: DecodedStates | None = None
@@ -133,6 +140,8 @@ class HybridPrefixContext(ContextSeam):
         if prefix is not None:
             # Keep megatron from allocating its own cache, and from warning about it.
             inference_config = dataclasses.replace(inference_config, enable_prefix_caching=False)
+            if prefix.cache_gb is not None:
+                inference_config = one_budget(inference_config, prefix.cache_gb, model_config)
         super().__init__(model_config=model_config, inference_config=inference_config)
         if prefix is not None:
             self._make_cache(prefix)
@@ -140,31 +149,54 @@ class HybridPrefixContext(ContextSeam):
     def _make_cache(self, prefix: HybridPrefixConfig) -> None:
         self.enable_prefix_caching = True
         self._decisions = DecisionLog(self.config.pg_collection) if prefix.check_ranks else None
+        groups = self.config.pg_collection
+        host_fields: dict[str, Any] = {}
         if prefix.host_gb and self.checkpoint_slots:
-            self.host_moves = HostMoves(self._tier_tensors, prefix, self.config.pg_collection)
+            self.moves = HostMoves(
+                self._tier_tensors,
+                lambda: self.shared,
+                prefix,
+                groups,
+                block_tokens=self.block_size_tokens,
+                components=self._model_states.slots if self._model_states is not None else None,
+            )
+            host_fields = self.moves.cache_fields
+        elif self.layout is not None:
+            self.moves = Moves(lambda: self.shared)
         counts = block_counts(self.kv_block_allocator)
+        sizes: dict[str, Any]
+        if self.layout is not None:
+            # Ranks differ in the bytes of a block and of a state, not in the layout.
+            total_blocks, page_blocks = self.layout.total_blocks, self.layout.page_blocks
+            sizes = {"cache_bytes": total_blocks, "block_bytes": 1, "state_bytes": page_blocks}
+            sizes |= {"bytes_budget": total_blocks * self.layout.block_bytes}
+            sizes |= {"share_live_states": not self.num_speculative_tokens}
+        else:
+            total_blocks = counts.total - 1
+            sizes = {"kv_blocks": total_blocks, "state_slots": self.checkpoint_slots}
+            sizes |= {"first_state_slot": self.max_requests}
+            sizes |= {"bytes_budget": self.checkpoint_slots * self.state_layout.slot_bytes}
         cache = self.prefix_cache = HybridPrefixCache(
             block_tokens=self.block_size_tokens,
-            kv_blocks=counts.total - 1,
-            state_slots=self.checkpoint_slots,
-            first_state_slot=self.max_requests,
             eviction_policy=prefix.eviction_policy,
             retention_interval_tokens=prefix.retention_interval_tokens,
-            bytes_budget=self.checkpoint_slots * self.state_layout.slot_bytes,
             # Processed log-probs depend on a request's temperature and filters, so they are not shared.
             scores_bytes=int(prefix.prompt_log_probs_gb * 2**30) if self.config.logprobs_mode == "raw_logprobs" else 0,
-            **({} if self.host_moves is None else self.host_moves.cache_fields),
+            **sizes,
+            **host_fields,
         )
         self.kv_block_allocator: HybridPrefixBlockAllocator = HybridPrefixBlockAllocator(
-            self, counts.total, counts.paused, cache=cache
+            self, total_blocks + 1, min(counts.paused, total_blocks - 1), cache=cache
         )
         cache.loads.set_block_routing(self.kv_block_allocator.block_routing.get)
+        cache.blocks.set_on_move(self.kv_block_allocator.move_routing)
         if self.checkpoint_slots and (prefix.decode_checkpoints or self.host_moves is not None):
             self._decodes = DecodedStates(self, cache, self._note, keep=prefix.decode_checkpoints)
         self.scored = ScoredPrompts(self, cache)
         self._admissions = Admissions(self, cache, self._requests, self.scored, self._note)
+        if self.moves is not None:
+            self.moves.serve(cache)
         if self.host_moves is not None:
-            self.host_moves.serve(cache)
             self.loads = RequestLoads(self, cache, self.host_moves, self._requests, self._note)
         reports.report_start(self, prefix)
 
@@ -181,20 +213,48 @@ class HybridPrefixContext(ContextSeam):
         """Whether requests wait for prefixes that other requests are computing."""
         return self.prefix_config is not None and self.prefix_config.coalesce_prefixes and self.checkpoint_slots > 0
 
+    @property
+    def host_moves(self) -> HostMoves | None:
+        """The host tier, or None."""
+        return self.moves if isinstance(self.moves, HostMoves) else None
+
+    def allocate_kv(self) -> bool:
+        """See ContextSeam: with ``cache_gb``, KV is a view of the memory that it shares with the states."""
+        if self.prefix_config is None or self.prefix_config.cache_gb is None:
+            return False
+        before, after = self.kv_shape
+        block = BlockShape(before=before, after=after, dtype=self.params_dtype)
+        own = own_slots(max_requests=self.max_requests, drafts=self.num_speculative_tokens)
+        if self.layout is None:
+            self.layout = agree_on_layout(
+                int(self.prefix_config.cache_gb * 2**30),
+                block_bytes=block.bytes,
+                state_bytes=slot_bytes(self.state_layout),
+                own_slots=own,
+                groups=self.config.pg_collection,
+            )
+            self.checkpoint_slots = self.layout.pages
+        self.shared = SharedMemory(
+            self.layout, block=block, slots=self.state_layout, own_slots=own, device=torch.cuda.current_device()
+        )
+        self.memory_buffer = self.shared.kv
+        return True
+
     def allocate_states(self) -> None:
         """See ContextSeam: megatron's live states and this cache's checkpoints, in one tensor per component."""
         assert self._model_states is not None
-        if self.prefix_config is not None:
+        if self.prefix_config is not None and self.prefix_config.mamba_gb is not None:
             slots = self.state_layout.slots_within(int(self.prefix_config.mamba_gb * 2**30))
             self.checkpoint_slots = min_over_model_ranks(slots, self.config.pg_collection) or 0
         states = self.states = StateMemory(
             self._model_states,
-            live_slots=self.max_requests,
+            max_requests=self.max_requests,
             checkpoint_slots=self.checkpoint_slots,
             drafts=self.num_speculative_tokens,
             block_tokens=self.block_size_tokens,
             max_tokens=self.max_tokens,
             device=torch.cuda.current_device(),
+            shared=self.shared,
         )
         self.make_state_metadata()
         self.prefill_step = states.step
@@ -202,22 +262,34 @@ class HybridPrefixContext(ContextSeam):
         large |= {f"mamba_intermediate_{name}_states": tensor for name, tensor in states.drafted.items()}
         for name, tensor in large.items():  # megatron reads these attributes
             setattr(self, name, tensor)
+        if self.shared is not None:  # the others are views of it
+            self.shared_memory_buffer = self.shared.buffer
+            large = {"shared_memory_buffer": self.shared.buffer}
         self.offload_with_engine(large)
 
     @property
-    def state_pool(self) -> StatePool | None:
+    def state_pool(self) -> StateSlots | None:
         """Memory of the recurrent states by slot, or None."""
         return None if self.states is None else self.states.pool
 
     def _tier_tensors(self) -> dict[EntryKind, list[torch.Tensor]]:
+        if self.shared is not None:
+            return {EntryKind.KV: [self.shared.kv_rows], EntryKind.STATE: [self.shared.state_rows]}
         kv = self.memory_buffer if self.cache_mla_latent else self.memory_buffer.flatten(0, 1)
         assert self.states is not None
         return {EntryKind.KV: [kv], EntryKind.STATE: list(self.states.pool.tensors.values())}
 
-    def zero_live_states(self, slots: list[int]) -> None:
+    def zero_live_states(self, live_indices: list[int]) -> None:
         """See ContextSeam."""
         assert self.states is not None
-        self.states.pool.zero(slots)
+        if self.moves is not None:
+            self.moves.launch()  # what was in these slots goes elsewhere first
+        self.states.pool.zero(sorted({self.states.live.slot(index) for index in live_indices}))
+
+    def live_slots(self, live_indices: torch.Tensor) -> torch.Tensor:
+        """See ContextSeam."""
+        assert self.states is not None
+        return self.states.live.of(live_indices)
 
     def layer_states(self, layer_number: int, *, intermediate: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """See ContextSeam."""
@@ -229,18 +301,18 @@ class HybridPrefixContext(ContextSeam):
 
         Args:
             layer_number: Number of the layer on this pipeline stage, from 1.
-            drafted: Return the states after each drafted token instead, (live slots, drafts + 1, *shape).
+            drafted: Return the states after each drafted token instead, (slots, drafts + 1, *shape).
         """
         assert self.states is not None
         return self.states.of_layer(self.layer_map[layer_number - 1], drafted=drafted)
 
     def deallocate_inference_state_buffers(self) -> None:
         """See upstream; drops the pool's tensors if megatron deletes them."""
-        if self.host_moves is not None and self.is_tensor_state_allocated:
-            self.host_moves.finish()
+        if self.moves is not None and self.is_tensor_state_allocated:
+            self.moves.finish()
         super().deallocate_inference_state_buffers()
         if self.states is not None and not all(hasattr(self, f"mamba_{n}_states") for n in self.states.pool.tensors):
-            self.states = self.prefill_step = None
+            self.states = self.prefill_step = self.shared = None
 
     # -- match, admit, plan --------------------------------------------------------------------------------------------
 
@@ -341,7 +413,7 @@ class HybridPrefixContext(ContextSeam):
             self.request_ids[of_rows],
             self.request_kv_length_offsets[of_rows],
             self.request_query_lengths[of_rows],
-            self.mamba_metadata.request_to_mamba_state_idx[of_rows],
+            self.live_slots(self.live_indices[of_rows]),
         )
         spans = []
         for request_id, start, tokens, live_slot in zip(*(column.tolist() for column in columns), strict=True):
@@ -355,8 +427,8 @@ class HybridPrefixContext(ContextSeam):
 
     def transfer_bookkeeping_to_gpu(self, skip_token_input_ids: bool = False, record_done_event: bool = False) -> Any:
         """See upstream; source and target slots are copied first, so upstream's event covers them, too."""
-        if self.host_moves is not None:
-            self.host_moves.before_forward(self._requests.plans())
+        if self.moves is not None:
+            self.moves.before_forward(self._requests.plans())
         if self.prefill_step is not None and self.prefill_is_pending:
             self.prefill_step.copy()
         return super().transfer_bookkeeping_to_gpu(skip_token_input_ids, record_done_event)
@@ -493,9 +565,10 @@ class HybridPrefixContext(ContextSeam):
         request_ids = self.request_ids[request_indexes].tolist()
         if self._swapping_out:
             assert self.loads is not None and self.host_moves is not None and self._decodes is not None
-            slots = self.mamba_metadata.request_to_mamba_state_idx[request_indexes].tolist()
-            for request_id, slot in zip(request_ids, slots, strict=True):
-                self.loads.swap_out(request_id, self._decodes.computed_tokens(slot), slot)
+            live_indices = self.live_indices[request_indexes]
+            slots = self.live_slots(live_indices).tolist()
+            for request_id, live_index, slot in zip(request_ids, live_indices.tolist(), slots, strict=True):
+                self.loads.swap_out(request_id, self._decodes.computed_tokens(live_index), slot)
             self.host_moves.launch()
         for request_id in request_ids:
             plan = self._requests.take_plan(request_id)
@@ -503,6 +576,8 @@ class HybridPrefixContext(ContextSeam):
                 self.prefix_cache.abandon(plan, "released")
             self.prefix_cache.release(request_id)
         self.request_to_kv_block_ids[request_indexes] = -1
+        assert self.states is not None
+        self.states.live.release(self.live_indices[request_indexes])
         self.mamba_metadata.free_slots(request_indexes)
 
     def remove_waiting_row(self, request_id: int) -> bool:
@@ -530,6 +605,8 @@ class HybridPrefixContext(ContextSeam):
             self.prefix_cache.release_all()
             self.forget_pending_zeros()
             self._forward_running = self._forward_failed = False
+            if self.states is not None:
+                self.states.live.reset()
         super().reset_metadata(preserve_prefix_cache, *args, **kwargs)
 
     def invalidate(self) -> None:

@@ -20,14 +20,14 @@ class FilledBlock(NamedTuple):
 
     Attributes:
         request_id: The request.
-        live_slot: Slot of its live state.
+        live_index: Its live index (`LiveSlots`).
         end_tokens: Position where the block ends.
         forward_token: Index, from 0, of the block's last token among the request's tokens in that forward. It is the last
             accepted token, unless drafts beyond the end of the block were accepted, too.
     """
 
     request_id: int
-    live_slot: int
+    live_index: int
     end_tokens: int
     forward_token: int
 
@@ -39,7 +39,7 @@ class _Rows:
         source: The context's ``token_to_input_ids`` when the views were made. A context makes all its tensors at once: if it
             has another one now, all views are stale.
         tokens: Tokens of the forward, int64.
-        live_slots: Live slot of each row, int32.
+        live_indices: Live index of each row, int32.
         request_ids: Request of each row.
         begun_tokens: For each row: where the last forward began.
         forward_tokens: For each row: number of tokens in that forward.
@@ -48,7 +48,7 @@ class _Rows:
     def __init__(self, context: ContextSeam) -> None:
         self.source = context.token_to_input_ids
         self.tokens = memoryview(self.source.numpy())
-        self.live_slots = memoryview(context.mamba_metadata.request_to_mamba_state_idx.numpy())
+        self.live_indices = memoryview(context.live_indices.numpy())
         self.request_ids = context.request_ids.numpy()
         self.begun_tokens = context.request_kv_length_offsets.numpy()
         self.forward_tokens = context.request_query_lengths.numpy()
@@ -60,13 +60,13 @@ class _Rows:
 
 
 class DecodeProgress:
-    """Tokens of the running requests by live slot, back to the start of the current block.
+    """Tokens of the running requests by live index, back to the start of the current block.
 
-    Megatron's context keeps only the tokens of the next forward. Rows of requests move, live slots do not. Most steps fill no
+    Megatron's context keeps only the tokens of the next forward. Rows of requests move, live indices do not change. Most steps fill no
     block: their tokens are only noted. Notes are written to the rings together, when rows move or the next block may be full.
 
     Args:
-        rows: Maximum of running requests; live slots are below it.
+        rows: Maximum of running requests; live indices are below it.
         block_tokens: Tokens per KV block.
         drafts: Tokens drafted for speculative decoding. A forward advances a request by up to ``drafts + 1`` tokens.
     """
@@ -74,12 +74,12 @@ class DecodeProgress:
     def __init__(self, *, rows: int, block_tokens: int, drafts: int) -> None:
         self._block_tokens = block_tokens
         self._width = drafts + 1
-        # One ring per slot. The start of a block is still there after drafts beyond its end were accepted.
+        # One ring per live index. The start of a block is still there after drafts beyond its end were accepted.
         self._ring_tokens = 2 * (block_tokens + self._width)
         self._recent = np.zeros((rows, self._ring_tokens), dtype=np.int64)
         self._processed = np.zeros(rows, dtype=np.int64)
         self._rows: _Rows | None = None
-        self._slots = b""  # live slots of the noted rows, int32
+        self._indices = b""  # live indices of the noted rows, int32
         # For each noted forward: its tokens as bytes, and with drafts the computed tokens of each row.
         self._notes: list[tuple[bytes, NDArray[np.integer] | None]] = []
         self._quiet_steps = 0  # number of next forwards in which these rows cannot fill a block
@@ -92,9 +92,9 @@ class DecodeProgress:
         rows = self._rows
         if rows is None or rows.source is not context.token_to_input_ids:
             rows = self._rows = _Rows(context)
-        slots = rows.live_slots[first:last].tobytes()
-        # If a slot changed its request, a prefill came between.
-        if not context.num_prefill_requests and slots == self._slots:
+        indices = rows.live_indices[first:last].tobytes()
+        # If an index changed its request, a prefill came between.
+        if not context.num_prefill_requests and indices == self._indices:
             self._note(rows, first, last)
             if self._quiet_steps:
                 self._quiet_steps -= 1
@@ -102,11 +102,11 @@ class DecodeProgress:
         else:
             self._apply_notes()
             decodes = last - first - context.num_prefill_requests  # decodes come first
-            self._slots = rows.live_slots[first : first + decodes].tobytes()
+            self._indices = rows.live_indices[first : first + decodes].tobytes()
             if decodes:
                 self._note(rows, first, first + decodes)
         before = self._apply_notes()
-        own = np.frombuffer(slots, dtype=np.int32)
+        own = np.frombuffer(indices, dtype=np.int32)
         found = []
         now = self._processed[own[: len(before)]]
         for row in np.flatnonzero(now // self._block_tokens > before // self._block_tokens).tolist():
@@ -114,25 +114,25 @@ class DecodeProgress:
             found.append(
                 FilledBlock(
                     request_id=int(rows.request_ids[first + row]),
-                    live_slot=int(own[row]),
+                    live_index=int(own[row]),
                     end_tokens=end_tokens,
                     forward_token=end_tokens - int(before[row]) - 1,
                 )
             )
         processed = self._processed[own] = rows.processed(first, last)
-        self._slots = slots
+        self._indices = indices
         room = self._block_tokens - processed % self._block_tokens
         self._quiet_steps = int((room.min() - 1) // self._width)
         return found
 
-    def processed(self, live_slot: int) -> int:
-        """Computed tokens of the request in ``live_slot``, as of the last noted forward."""
+    def processed(self, live_index: int) -> int:
+        """Computed tokens of the request with this live index, as of the last noted forward."""
         self._apply_notes()
-        return int(self._processed[live_slot])
+        return int(self._processed[live_index])
 
-    def tokens(self, live_slot: int, start: int, end: int) -> NDArray[np.int64]:
-        """Generated tokens of the request in ``live_slot`` at positions [start, end); at most a block."""
-        tokens: NDArray[np.int64] = self._recent[live_slot, np.arange(start, end) % self._ring_tokens]
+    def tokens(self, live_index: int, start: int, end: int) -> NDArray[np.int64]:
+        """Generated tokens of the request with this live index at positions [start, end); at most a block."""
+        tokens: NDArray[np.int64] = self._recent[live_index, np.arange(start, end) % self._ring_tokens]
         return tokens
 
     def _note(self, rows: _Rows, first: int, last: int) -> None:
@@ -142,7 +142,7 @@ class DecodeProgress:
 
     def _apply_notes(self) -> NDArray[np.int64]:
         """Write the notes to the rings; returns where each row's last forward began, (rows,)."""
-        own = np.frombuffer(self._slots, dtype=np.int32)
+        own = np.frombuffer(self._indices, dtype=np.int32)
         before: NDArray[np.int64] = self._processed[own]
         if not self._notes:
             return before
@@ -182,9 +182,9 @@ class DecodedStates:
             rows=context.max_requests, block_tokens=context.block_size_tokens, drafts=context.num_speculative_tokens
         )
 
-    def computed_tokens(self, live_slot: int) -> int:
-        """Computed tokens of the request in ``live_slot``, as of the last forward."""
-        return self._progress.processed(live_slot)
+    def computed_tokens(self, live_index: int) -> int:
+        """Computed tokens of the request with this live index, as of the last forward."""
+        return self._progress.processed(live_index)
 
     def follow(self) -> None:
         """Track the last forward. Call it after drafts are rewound and before the next forward launches.
@@ -200,16 +200,16 @@ class DecodedStates:
         ] = {}  # by target slot: with few slots, a request may take the slot that another just got
         for block in blocks:
             known = self._cache.inspect.sequence_tokens(block.request_id)
-            tokens = self._progress.tokens(block.live_slot, known, block.end_tokens)
+            tokens = self._progress.tokens(block.live_index, known, block.end_tokens)
             self._cache.append(block.request_id, tokens, computed_tokens=block.end_tokens)
             slot = self._cache.checkpoint_decoded(block.request_id, block.end_tokens)
             if slot is not None:
-                copies[slot] = block.live_slot, block.forward_token
+                copies[slot] = self._context.states.live.slot(block.live_index), block.forward_token
             self._note(partial(_in_words, block, slot))
         if not copies:
             return
-        if self._context.host_moves is not None:
-            self._context.host_moves.launch()  # stores the old content of these slots first
+        if self._context.moves is not None:
+            self._context.moves.launch()  # what was in these slots goes elsewhere first
         live_slots, forward_tokens = zip(*copies.values(), strict=True)
         self._context.states.copy_decoded(list(copies), list(live_slots), list(forward_tokens))
 

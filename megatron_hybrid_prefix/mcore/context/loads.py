@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.mcore.context.request import RequestBook
-from megatron_hybrid_prefix.mcore.state.moves import HostMoves
+from megatron_hybrid_prefix.mcore.state.moves import Fetch, HostMoves
 
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.upstream.context import ContextSeam
@@ -36,12 +36,13 @@ class RequestLoads:
         self._context, self._cache, self._moves, self._requests, self._note = context, cache, moves, requests, note
         self._failed: set[int] | None = None  # requests of the last forward; None until `failed` is called
 
-    def load_back(self, req: DynamicInferenceRequest, others_run: bool) -> bool:
+    def load_back(self, req: DynamicInferenceRequest, others_run: bool, *, others_start: bool = False) -> bool:
         """Begin to load the KV and state that a waiting request can resume from, if the host has more than the device.
 
         Args:
             req: A request that is not admitted yet.
             others_run: Whether the next step runs other requests; the load then overlaps with it.
+            others_start: Whether this round admits other requests, so that nobody needs to wait for the tier behind.
 
         Returns:
             True: postpone admission by one round. False: admit now; the forward waits for the copy on the GPU stream.
@@ -49,6 +50,8 @@ class RequestLoads:
         cache, known = self._cache, self._requests.of(req, self._cache)
         match = known.match(cache, req.remaining_prompt_length)
         if match.load_id is None:
+            if known.gave_up_fetch:
+                return False
             if others_run and cache.loads.loads_elsewhere(match):
                 return True
             prepare = cache.loads.begin_resume if known.resumes else cache.loads.begin_load_back
@@ -66,6 +69,13 @@ class RequestLoads:
                 )
             )
         assert match.load_id is not None
+        fetched = self._moves.fetch(req.request_id, match.load_id, wait=not (others_run or others_start))
+        if fetched == Fetch.COMING:
+            return True
+        if fetched != Fetch.ARRIVED:
+            self._note(lambda: f"request {req.request_id} does not wait for its load: {fetched.name}")
+            known.last, known.gave_up_fetch = None, True
+            return False
         return others_run and self._moves.waits(match.load_id)
 
     def forget(self, request_id: int) -> None:

@@ -24,18 +24,26 @@ def memory_report(context: Any, prefix: HybridPrefixConfig) -> str:
         prefix: Settings of the cache.
     """
     slot_bytes, live = context.state_layout.slot_bytes, context.max_requests
-    speculative = live * (context.num_speculative_tokens + 1) if context.num_speculative_tokens else 0
-    rows = (
-        ("running requests", live, "in buffer_size_gb"),
-        ("speculative decoding", speculative, "in buffer_size_gb"),
-        ("checkpoints", context.checkpoint_slots, f"of mamba_gb={prefix.mamba_gb:g}"),
-    )
     types = ", ".join(
         f"{_words(component.name)} in {component.dtype}"
         for _, component in context.state_layout
         if component.name != "conv"  # holds inputs of the layer, in the parameters' dtype
     )
     lines = [f"recurrent states: {_size(slot_bytes)} each, {types}"]
+    speculative = live * (context.num_speculative_tokens + 1) if context.num_speculative_tokens else 0
+    shared = context.layout
+    if shared is None:
+        rows = [
+            ("running requests", live, "in buffer_size_gb"),
+            ("speculative decoding", speculative, "in buffer_size_gb"),
+            ("checkpoints", context.checkpoint_slots, f"of mamba_gb={prefix.mamba_gb:g}"),
+        ]
+    else:
+        rows = [("running requests, with their drafts", live + speculative, "set aside")] if speculative else []
+        lines.append(
+            f"  cache_gb={prefix.cache_gb:g}: {_size(context.shared.buffer.numel())} for KV and states: {shared.total_blocks} "
+            f"KV blocks of {_size(shared.block_bytes)}, or {shared.pages} pages of {_count(shared.page_blocks, 'block')} for a state"
+        )
     lines += [f"  {name}: {slots} slots, {_size(slots * slot_bytes)} {of}" for name, slots, of in rows]
     if context.host_moves is not None:
         lines.append(f"  {context.host_moves.report()}")
@@ -45,7 +53,7 @@ def memory_report(context: Any, prefix: HybridPrefixConfig) -> str:
 def policy_report(context: Any, prefix: HybridPrefixConfig) -> str:
     """What is kept and what is evicted, in one line. Arguments as in `memory_report`."""
     interval = prefix.retention_interval_tokens
-    every = "up to 16 a prompt" if interval is None else f"every {interval} tokens" if interval else "off"
+    every = "by the length of a prompt" if interval is None else f"every {interval} tokens" if interval else "off"
     switches = (("decode", prefix.decode_checkpoints), ("coalescing", context.coalesces))
     return (
         f"prefix cache: blocks of {context.block_size_tokens} tokens, SSM chunks of {context.mamba_chunk_size}; intervals {every}, "
@@ -99,7 +107,7 @@ def describe_forward(context: Any) -> str:
     stats = context.prefix_cache.stats()
     return (
         f"forward of requests {context.request_ids[rows].tolist()} ({context.paused_request_count} paused) in live slots "
-        f"{context.mamba_metadata.request_to_mamba_state_idx[rows].tolist()} with KV blocks "
+        f"{context.live_slots(context.live_indices[rows]).tolist()} with KV blocks "
         f"{[[block for block in row if block != -1] for row in context.request_to_kv_block_ids[rows].tolist()]}; "
         f"{context.prefix_cache.blocks.available_count} KV blocks available, {stats.slots_used} slots used"
     )
@@ -107,6 +115,10 @@ def describe_forward(context: Any) -> str:
 
 def _words(component: str) -> str:
     return "SSM" if component == "ssm" else component
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _size(count_bytes: int) -> str:

@@ -46,6 +46,7 @@ class PrefixRequest:
             or none are kept.
         scored: Its prompt's log-probs, from its admission on; None without ``top_n``.
         resumes: Whether the request was preempted and may have swapped out to the host.
+        gave_up_fetch: Whether a load from the tier behind the host was late or missing. The request tries no other.
         plan: Its plan in the next or running forward.
     """
 
@@ -61,6 +62,7 @@ class PrefixRequest:
     top_n: int | None = None
     scored: ScoredPrompt | None = None
     resumes: bool = False
+    gave_up_fetch: bool = False
     plan: StepPlan | None = None
 
     def match(self, cache: HybridPrefixCache, length_tokens: int) -> Match:

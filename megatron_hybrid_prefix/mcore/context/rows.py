@@ -84,14 +84,18 @@ def check_rows(context: ContextSeam, cache: HybridPrefixCache) -> None:
         context.get_index_of_chunked_prefill_request(safe=False) == context.total_request_count
     )
     metadata = context.mamba_metadata
-    slots = metadata.request_to_mamba_state_idx[:rows].tolist()
+    used = context.live_indices[:rows].tolist()
     free = metadata.mamba_state_free_slots[: metadata.mamba_state_free_slot_count].tolist()
-    if sorted([*slots, *free]) != list(range(context.max_requests)):
-        raise CacheCorruptionError(f"live slots {slots} and free slots {free} do not add up to {context.max_requests}")
+    if sorted([*used, *free]) != list(range(context.max_requests)):
+        raise CacheCorruptionError(f"live indices {used} and free ones {free} do not add up to {context.max_requests}")
+    slots = context.live_slots(context.live_indices[:rows]).tolist()
     for row, request_id in enumerate(context.request_ids[:rows].tolist()):
         table = [block_id for block_id in context.request_to_kv_block_ids[row].tolist() if block_id != -1]
         if not cache.inspect.is_live(request_id) or table != list(cache.inspect.block_ids(request_id)):
             raise CacheCorruptionError(f"request {request_id}: its block table differs from the cache's")
+        given = cache.inspect.live_slot(request_id)
+        if given is not None and given != slots[row]:
+            raise CacheCorruptionError(f"request {request_id}: its state is in slot {slots[row]}, not in {given}")
     if len(cache.inspect.live_requests()) != rows:
         raise CacheCorruptionError(f"{len(cache.inspect.live_requests())} live requests in {rows} rows")
 
@@ -105,5 +109,5 @@ def _is_hidden(context: ContextSeam, request_id: int) -> bool:
 def _clear_row(context: ContextSeam, row: int) -> None:
     context.request_to_kv_block_ids[row] = -1
     if context.is_hybrid_model:
-        context.mamba_metadata.request_to_mamba_state_idx[row] = -1
+        context.live_indices[row] = -1
     context.request_ids[row] = -1

@@ -79,6 +79,8 @@ class HybridPrefixEngine(EngineSeam):
             controller.row_options = self._row_options
             controller.record_of = lambda request_id: self.requests[request_id].record
         super().__init__(controller, context)
+        if self._has_cache and context.host_moves is not None:
+            context.host_moves.name_entries(controller.inference_wrapped_model.model)
 
     def reset(self) -> None:
         """See upstream; also resets the statistics of an unfinished step."""
@@ -235,9 +237,11 @@ class HybridPrefixEngine(EngineSeam):
 
     def _refuse_if_never_active(self, request: DynamicInferenceRequest) -> None:
         # Megatron checks against all blocks. A request that needs more than the active blocks would stay paused forever.
-        allocator, block_tokens = self.context.kv_block_allocator, self.context.block_size_tokens
+        most_blocks = block_counts(self.context.kv_block_allocator).active
+        if self._has_cache:
+            most_blocks = min(most_blocks, self.context.prefix_cache.blocks.most_per_request)
         tokens = len(request.prompt_tokens) + request.sampling_params.num_tokens_to_generate
-        if request.status == Status.FAILED or ceil_div(tokens, block_tokens) <= block_counts(allocator).active:
+        if request.status == Status.FAILED or ceil_div(tokens, self.context.block_size_tokens) <= most_blocks:
             return
         self.waiting_request_ids.remove(request.request_id)
         request.status = Status.FAILED
@@ -291,6 +295,8 @@ class HybridPrefixEngine(EngineSeam):
             result = await super().async_step()
         finally:
             self.step_began_s = None
+        if self._has_cache and self.context.host_moves is not None and not self.has_unfinished_requests():
+            self.context.host_moves.launch()  # as a rule the next forward does, but it may be far off
         self.on_step()
         return result
 

@@ -69,12 +69,13 @@ class PrefixScheduling:
         if context.paused_request_count:
             self._cache.loads.give_up()  # running requests come first: no request is admitted
             return set()
-        held = set()
+        held: set[int] = set()
         free_rows = context.max_requests - context.total_request_count
-        for request_id in list(islice(engine.waiting_request_ids, _CANDIDATES_PER_ROW * free_rows)):
+        for seen, request_id in enumerate(list(islice(engine.waiting_request_ids, _CANDIDATES_PER_ROW * free_rows))):
             request = engine.get_request(request_id)
             between_chunks = request.finished_chunk_token_count > 0
-            if not between_chunks and self._loads.load_back(request, others_run=context.total_request_count > 0):
+            others_run, others_start = context.total_request_count > 0, seen > len(held)
+            if not between_chunks and self._loads.load_back(request, others_run, others_start=others_start):
                 held.add(request_id)
         self._take_from_queue(held)
         return held

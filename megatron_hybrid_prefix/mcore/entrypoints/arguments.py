@@ -74,7 +74,7 @@ def add_hybrid_prefix_args(parser: argparse.ArgumentParser) -> argparse.Argument
 def hybrid_prefix_config_from_args(args: argparse.Namespace) -> HybridPrefixConfig | None:
     """The cache's settings from parsed arguments; None: the cache is off.
 
-    The budget is megatron's ``...-mamba-gb``. By default it is a quarter of ``--inference-dynamic-batching-buffer-size-gb``, in
+    The budget is ``--hybrid-prefix-cache-gb``, or megatron's ``...-mamba-gb``. By default the latter is a quarter of ``--inference-dynamic-batching-buffer-size-gb``, in
     addition to that buffer. Chunked prefill, blocks and buffers stay as in the arguments.
 
     Raises:
@@ -90,7 +90,10 @@ def hybrid_prefix_config_from_args(args: argparse.Namespace) -> HybridPrefixConf
             raise ValueError(f"{settings[0]} has no effect without {SWITCH}")
         return None
     _check_upstream(args, given)
-    if budget is None:
+    one_budget = given.get("cache_gb", _NONE) != _NONE
+    if one_budget and budget is not None:
+        raise ValueError(f"{flag_of('cache_gb')} and {BUDGET} exclude each other")
+    if budget is None and not one_budget:
         budget = _DEFAULT_SHARE * (
             getattr(args, "inference_dynamic_batching_buffer_size_gb", None) or _MEGATRON_BUFFER_GB
         )

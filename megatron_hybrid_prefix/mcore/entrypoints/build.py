@@ -137,7 +137,7 @@ def _inference_config(model: Any, prefix: HybridPrefixConfig | None, fields: dic
         tp = model.config.tensor_model_parallel_size
         values["max_tokens"] = DynamicInferenceContext.round_up_tokens(values["max_tokens"], tp)
     config = InferenceConfig(**values)
-    problems = of_all_stages(_block_problem(model, config) or _budget_problem(model, config))
+    problems = of_all_stages(_block_problem(model, config) or _budget_problem(model, config, prefix))
     for problem in problems:
         if problem is not None:
             raise ValueError(problem)
@@ -161,7 +161,7 @@ def _block_problem(model: Any, config: InferenceConfig) -> str | None:
     return None
 
 
-def _budget_problem(model: Any, config: InferenceConfig) -> str | None:
+def _budget_problem(model: Any, config: InferenceConfig, prefix: HybridPrefixConfig | None) -> str | None:
     """What does not fit, in one line; checked here before upstream asserts on it, now or in a later step."""
     from megatron_hybrid_prefix.mcore.state.layout import state_bytes
 
@@ -174,7 +174,7 @@ def _budget_problem(model: Any, config: InferenceConfig) -> str | None:
     if max_tokens < config.max_requests:
         return f"max_tokens={max_tokens} must be at least max_requests={config.max_requests}"
     state = config.mamba_inference_state_config
-    if state is None or config.mamba_memory_ratio is not None:
+    if state is None or config.mamba_memory_ratio is not None or (prefix is not None and prefix.cache_gb is not None):
         return None
     # One live state; with speculative decoding also one for each position that may be accepted.
     states_per_request = 1 if config.num_speculative_tokens == 0 else 2 + config.num_speculative_tokens

@@ -49,6 +49,19 @@ def max_over_model_ranks[T: (int, list[int])](values: T, pg_collection: Any = No
     return cast(T, most.tolist())  # an int of a 0-d tensor
 
 
+def place_in_model(pg_collection: Any = None) -> tuple[tuple[int, int], ...]:
+    """This rank and the number of ranks, in the tensor-parallel and in the pipeline-parallel group; not a collective.
+
+    Args:
+        pg_collection: Megatron's process groups; by default those of its parallel state.
+    """
+    return tuple(
+        (torch.distributed.get_rank(group), torch.distributed.get_world_size(group))
+        for group in _model_groups(pg_collection, alone=True)
+        if group is not None
+    )
+
+
 def of_all_stages[T](value: T, pg_collection: Any = None) -> list[T]:
     """The value of each pipeline stage; a collective.
 
@@ -80,8 +93,8 @@ def _stages(pg_collection: Any) -> Any:
     return parallel_state.get_pipeline_model_parallel_group()
 
 
-def _model_groups(pg_collection: Any = None) -> list[Any]:
-    """Process groups of more than one rank whose ranks run the same requests."""
+def _model_groups(pg_collection: Any = None, *, alone: bool = False) -> list[Any]:
+    """Process groups whose ranks run the same requests; only those of more than one rank, unless ``alone``."""
     from megatron.core import parallel_state
 
     if pg_collection is not None:
@@ -91,6 +104,8 @@ def _model_groups(pg_collection: Any = None) -> list[Any]:
             parallel_state.get_tensor_model_parallel_group(),
             parallel_state.get_pipeline_model_parallel_group(),
         ]
+    if alone:
+        return groups
     return [group for group in groups if group is not None and torch.distributed.get_world_size(group) > 1]
 
 

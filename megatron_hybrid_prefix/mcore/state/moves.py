@@ -1,31 +1,44 @@
-"""`HostMoves`: when KV and states move to the host and back, and what happens if a transfer fails.
+"""`Moves` and `HostMoves`: when KV and states move, on the device and between tiers, and what happens if a transfer fails.
 
-The cache queues transfers (`cache.loads.take_transfers`), and the arena runs them on separate streams. `HostMoves` connects the
-two: it launches transfers before anything can overwrite what they read, makes a forward wait for the loads that it uses, and
-afterwards lets all ranks agree on which loads were right.
+The cache queues copies (`cache.take_copies`). They are launched, in their order, before anything can overwrite what they read:
+
+- KV blocks that move in shared memory are copied on the model's stream.
+- Transfers to the host and back run on separate streams (``tiers/arena.py``). A forward waits for the loads that it uses.
+  Afterwards all ranks agree on which loads were right.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import IntEnum
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
-from megatron_hybrid_prefix.mcore.ranks.agreement import max_over_model_ranks, min_over_model_ranks
+from megatron_hybrid_prefix.mcore.ranks.agreement import max_over_model_ranks, min_over_model_ranks, place_in_model
+from megatron_hybrid_prefix.mcore.state.fingerprint import Fingerprint
+from megatron_hybrid_prefix.policy.base import SharesMemory
+from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
+from megatron_hybrid_prefix.policy.registry import make_eviction_policy
 from megatron_hybrid_prefix.tiers.arena import HostArena
 from megatron_hybrid_prefix.tiers.base import TierBehind
+from megatron_hybrid_prefix.tiers.file import FileTier
 from megatron_hybrid_prefix.tiers.pinned import choose_page_bytes
 from megatron_hybrid_prefix.tiers.registry import make_tier, tier_name
-from megatron_hybrid_prefix.tiers.units import HOST, EntryKind
+from megatron_hybrid_prefix.tiers.shared import SharedSettings
+from megatron_hybrid_prefix.tiers.units import HOST, BlockMove, BlockTransfer, EntryKind
 
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.cache import HybridPrefixCache
     from megatron_hybrid_prefix.config import HybridPrefixConfig
     from megatron_hybrid_prefix.index.requests import StepPlan
     from megatron_hybrid_prefix.metrics import PrefixStats
+    from megatron_hybrid_prefix.pool.shared_memory import SharedMemory
 
 logger = logging.getLogger(__name__)
 
@@ -33,24 +46,86 @@ logger = logging.getLogger(__name__)
 BYTES_A_ROUND = 256 * 2**20
 
 
-class HostMoves:
+SHARED = "shared"  # name of the shared folder as a tier
+
+
+class Fetch(IntEnum):
+    """Whether what a load needs has arrived on the host from the tier behind. Ranks agree on the highest value."""
+
+    ARRIVED = 0
+    COMING = 1
+    MISSING = 2
+    LATE = 3
+
+
+class Moves:
+    """Copies of a cache without a host tier.
+
+    Args:
+        memory: Returns the memory that KV and states share; None if they do not.
+    """
+
+    _cache: HybridPrefixCache
+
+    def __init__(self, memory: Callable[[], SharedMemory | None]) -> None:
+        self._memory = memory
+
+    def serve(self, cache: HybridPrefixCache) -> None:
+        """Use this cache."""
+        self._cache = cache
+
+    def launch(self) -> None:
+        """Launch the queued copies. Call it before anything writes to a slot or block."""
+        for are_moves, group in groupby(self._cache.take_copies(), key=lambda copy: isinstance(copy, BlockMove)):
+            if are_moves:
+                memory = self._memory()
+                assert memory is not None
+                memory.move_blocks([(c.source_block, c.target_block) for c in group if isinstance(c, BlockMove)])
+            else:
+                self._transfer([copy for copy in group if isinstance(copy, BlockTransfer)])
+
+    def before_forward(self, plans: Iterable[StepPlan]) -> None:
+        """Make the next forward run after the copies that it depends on."""
+        self.launch()
+
+    def finish(self) -> None:
+        """Finish all copies: the device buffers are about to be freed."""
+        self.launch()
+
+    def _transfer(self, units: list[BlockTransfer]) -> None:
+        raise AssertionError("a transfer is queued, but there is no host tier")
+
+
+class HostMoves(Moves):
     """The host tier of one context.
 
     Args:
         tensors: Returns the device tensors by kind, each (layers, KV blocks or slots, *shape).
+        memory: See Moves.
         prefix: Settings of the cache, with ``host_gb`` above 0.
         groups: Megatron's process groups.
+        block_tokens: Tokens per KV block.
+        components: Description of a state, for the name of shared entries.
+
+    Raises:
+        ValueError: The shared folder cannot be used.
 
     Attributes:
         arena: The host memory and its transfers; None if the memory could not be allocated.
         cache_fields: Arguments for the cache. ``host_pages`` is 0 if the memory could not be allocated.
     """
 
-    _cache: HybridPrefixCache
-
     def __init__(
-        self, tensors: Callable[[], Mapping[EntryKind, Sequence[torch.Tensor]]], prefix: HybridPrefixConfig, groups: Any
+        self,
+        tensors: Callable[[], Mapping[EntryKind, Sequence[torch.Tensor]]],
+        memory: Callable[[], SharedMemory | None],
+        prefix: HybridPrefixConfig,
+        groups: Any,
+        *,
+        block_tokens: int,
+        components: object = None,
     ) -> None:
+        super().__init__(memory)
         self._groups = groups
         own_bytes = {
             kind: sum(tensor[:, 0].numel() * tensor.element_size() for tensor in of_kind)
@@ -66,6 +141,11 @@ class HostMoves:
         self._behind: TierBehind | None = None
         if setting is not None:
             self._behind = TierBehind(tier_name(setting), make_tier(setting), self._agree)
+        self._shared: FileTier | None = None
+        if prefix.shared is not None:
+            settings = SharedSettings.parse(prefix.shared)
+            self._shared = self._open_shared(settings, prefix, tensors(), block_tokens, components)
+            self._behind = TierBehind(SHARED, self._shared, self._agree)
         try:
             self.arena = HostArena(
                 tensors,
@@ -94,18 +174,73 @@ class HostMoves:
         }
         if self._behind is not None and pages:
             self.cache_fields["behind"] = self._behind
+        if self._shared is not None:
+            self.cache_fields |= {"secret": self._secret, "adapter_secret": os.urandom(16)}
         # For each load that the model has not waited for: the rounds that its request still waits.
         self._launched: dict[int, int] = {}
-
-    def serve(self, cache: HybridPrefixCache) -> None:
-        """Use this cache, which was made with `cache_fields`."""
-        self._cache = cache
+        self._fetching: dict[int, float] = {}  # by load: until when its request waits for the tier behind (monotonic)
 
     def _agree(self, depth_blocks: int) -> int:
         return min_over_model_ranks(depth_blocks, self._groups) or 0
 
+    # -- the shared folder ---------------------------------------------------------------------------------------------
+
+    def _open_shared(
+        self,
+        settings: SharedSettings,
+        prefix: HybridPrefixConfig,
+        tensors: Mapping[EntryKind, Sequence[torch.Tensor]],
+        block_tokens: int,
+        components: object,
+    ) -> FileTier:
+        bytes_of = {kind: sum(each[:, 0].nbytes for each in of_kind) for kind, of_kind in tensors.items()}
+
+        def make_ranking() -> Any:
+            policy = make_eviction_policy(prefix.eviction_policy)
+            if isinstance(policy, SharesMemory):  # files of both kinds share the budget
+                policy.share_memory(state_blocks=max(1, bytes_of[EntryKind.STATE] // max(1, bytes_of[EntryKind.KV])))
+            return policy
+
+        problem = ""
+        try:
+            self._secret = settings.secret()
+            tier = FileTier(
+                settings,
+                block_tokens=block_tokens,
+                make_ranking=make_ranking,
+                reason=CheckpointReason.TAIL,
+            )
+        except (ValueError, OSError) as error:
+            problem = str(error) if isinstance(error, ValueError) else f"shared: cannot use {settings.folder}: {error}"
+        if max_over_model_ranks(int(bool(problem)), self._groups):
+            raise ValueError(problem or "shared: another rank cannot use the folder")
+        self._weights_name = settings.weights
+        shapes = {
+            kind.name: [
+                (tensor.shape[0], *tensor.shape[2:], str(tensor.dtype), tensor.device.type) for tensor in of_kind
+            ]
+            for kind, of_kind in tensors.items()
+        }
+        self._layout = repr((block_tokens, components, sorted(shapes.items()), place_in_model(self._groups)))
+        return tier
+
+    def name_entries(self, model: Any) -> None:
+        """Use the entries of this model's weights in the shared folder, if there is one.
+
+        Args:
+            model: This rank's part of the model. Its weights are read now, and again after they were invalidated.
+        """
+        if self._shared is not None and "behind" in self.cache_fields:
+            self._shared.name_entries(Fingerprint(model, self._layout, weights=self._weights_name))
+
+    def drain(self, seconds: float) -> bool:
+        """Wait until everything launched so far is in the shared folder, at most this long. Returns whether it is."""
+        return self.arena is None or self.arena.drain(seconds)
+
     def close(self) -> None:
         """Free the memory."""
+        if self._shared is not None:
+            self._shared.close()
         if self.arena is not None:
             self.arena.close()
             self.arena = None
@@ -113,17 +248,27 @@ class HostMoves:
     # -- moves ---------------------------------------------------------------------------------------------------------
 
     def launch(self) -> None:
-        """Launch the queued transfers. Call it before anything writes to a slot or block.
+        """See Moves. The model's later launches run after stores have read their entries.
 
-        The model's later launches run after stores have read their entries, and after cancelled loads, whose blocks and
-        slots may be reused.
+        They also run after cancelled loads, whose blocks and slots may be reused.
         """
         if self.arena is None:
+            super().launch()
             return
-        units = self._cache.loads.take_transfers()
-        if units:
-            self.arena.carry_out(units)
-            self.arena.wait_for_stores()
+        self._wait_for_cancelled()  # a block may move to where such a load writes
+        super().launch()
+        self._wait_for_cancelled()
+
+    def _transfer(self, units: list[BlockTransfer]) -> None:
+        assert self.arena is not None
+        self.arena.carry_out(units)
+        self.arena.wait_for_stores()
+
+    def _wait_for_cancelled(self) -> None:
+        assert self.arena is not None
+        for load_id in [load_id for load_id in self._fetching if not self._cache.loads.has_load(load_id)]:
+            del self._fetching[load_id]
+            self.arena.drop_put_off(load_id)
         for load_id in [load_id for load_id in self._launched if not self._cache.loads.has_load(load_id)]:
             self._wait_for(load_id)
             self.arena.forget(load_id)
@@ -137,10 +282,50 @@ class HostMoves:
                     self._wait_for(plan.load_id)
 
     def start_load(self, request_id: int, match: Any) -> None:
-        """Launch the load that was prepared for the request."""
+        """Launch the load that was prepared for the request. It is put off if its entries come from the tier behind."""
         self.launch()
+        assert self.arena is not None
+        if self.arena.is_put_off(match.load_id):
+            assert self._shared is not None
+            self._fetching[match.load_id] = time.monotonic() + self._shared.wait_s
+        else:
+            self._count_rounds(request_id, match.load_id)
+
+    def _count_rounds(self, request_id: int, load_id: int) -> None:
         load_bytes = self._cache.loads.pages(request_id) * self._page_bytes
-        self._launched[match.load_id] = ceil_div(load_bytes, BYTES_A_ROUND)
+        self._launched[load_id] = ceil_div(load_bytes, BYTES_A_ROUND)
+
+    def fetch(self, request_id: int, load_id: int, *, wait: bool) -> Fetch:
+        """Whether the entries of a load have arrived from the tier behind. Launches the load if they have.
+
+        A collective, if the load waits for entries: time passes differently on each rank, so they agree on what it means.
+
+        Args:
+            request_id: A request with a load.
+            load_id: Its load.
+            wait: Wait for the entries, until they have arrived or are late.
+        """
+        late_s = self._fetching.get(load_id)
+        if late_s is None:
+            return Fetch.ARRIVED
+        assert self.arena is not None
+        arrived = self.arena.fetched(load_id, max(0.0, late_s - time.monotonic()) if wait else 0.0)
+        if arrived is None:
+            own = Fetch.LATE if time.monotonic() >= late_s else Fetch.COMING
+        else:
+            own = Fetch.ARRIVED if arrived else Fetch.MISSING
+        agreed = Fetch(max_over_model_ranks(int(own), self._groups))
+        if agreed == Fetch.COMING:
+            return agreed
+        del self._fetching[load_id]
+        if agreed == Fetch.ARRIVED:
+            self._cache.loads.end_fetch(request_id, None)
+            self.arena.run_put_off(load_id)
+            self._count_rounds(request_id, load_id)
+        else:
+            self.arena.drop_put_off(load_id)
+            self._cache.loads.end_fetch(request_id, f"tier_load_{agreed.name.lower()}")
+        return agreed
 
     def waits(self, load_id: int) -> bool:
         """Whether the request of a load waits one more round; counts the round."""
@@ -171,9 +356,9 @@ class HostMoves:
         return found
 
     def finish(self) -> None:
-        """Finish all transfers: the device buffers are about to be freed."""
+        """See Moves."""
+        self.launch()
         if self.arena is not None:
-            self.launch()
             self.arena.finish()
 
     def count(self, stats: PrefixStats) -> None:
@@ -192,6 +377,8 @@ class HostMoves:
                     moved.bytes_loaded,
                 )
                 behind.seconds, behind.seconds_waited = moved.seconds, moved.seconds_waited
+                if self._shared is not None:
+                    self._shared.describe(behind)
 
     def report(self) -> str:
         """Size of the host tier, and the tier behind it, in one line."""

@@ -41,11 +41,11 @@ def prompts():
     return [[prefix], *[[tail] for tail in tails], [*tails, prefix[: BLOCK_TOKENS + 5]]]
 
 
-def answers(model, damaged=False):
+def answers(model, damaged=False, **memory):
     """What the requests say, with the cache on. All data-parallel ranks send the same ones, and so step alike."""
     engine = build_engine(
         model,
-        HybridPrefixConfig(mamba_gb=0.01, check_ranks=True),
+        HybridPrefixConfig(**(memory or {"mamba_gb": 0.01}), check_ranks=True),
         buffer_size_gb=0.25,
         max_sequence_length=512,
         max_requests=8,
@@ -76,6 +76,7 @@ def main(out, name, checkpoint=None):
     platform = ensure_platform(device=device, timeout_s=COLLECTIVE_HANG_S[device], **sizes)
     model = build(name, platform)
     found = {"answers": answers(model), "platform": platform.describe()}
+    found["one_memory"] = answers(model, cache_gb=0.01)
     found["damaged"] = answers(model, damaged=dist.get_rank() == dist.get_world_size() - 1)
     if checkpoint is not None:
         other = build(name, platform, seed=1)

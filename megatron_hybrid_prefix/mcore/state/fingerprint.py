@@ -1,0 +1,88 @@
+"""`Fingerprint`: names everything that cached KV and states depend on, so that nothing else ever matches them."""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from megatron_hybrid_prefix._version import __version__
+from megatron_hybrid_prefix.ops.checksum import checksum_rows
+
+_CHUNK_WORDS = 2**24  # 128 MiB of weights at a time
+
+
+class Fingerprint:
+    """Makes the name of the entries of a model.
+
+    Weights are summed where they are, twice and by position, at the speed of their memory; one number per tensor is copied
+    to the host. Settings are the plain attributes of the modules, such as the scale of the attention, and the tensors of
+    modules without parameters, such as the frequencies of rotary embeddings. They are read once, at the start.
+
+    Args:
+        model: This rank's part of the model.
+        layout: Shapes, dtypes, tokens per block, place among the ranks.
+        weights: A name for the weights, in place of their sums. Whoever gives it promises to change it with them.
+    """
+
+    def __init__(self, model: Any, layout: str, *, weights: str | None = None) -> None:
+        self._model, self._weights, self._calls = model, weights, 0
+        settings: list[Any] = [__version__, version("megatron-core"), layout, weights]
+        for name, module in model.named_modules():
+            public = sorted((key, value) for key, value in vars(module).items() if not key.startswith("_"))
+            settings.append((name, type(module).__qualname__, [item for item in public if _is_setting(item[1])]))
+            # Elsewhere such tensors are inputs of the last forward.
+            plain = public if next(module.parameters(), None) is None else []
+            tensors = [(f"{name}.{key}", value) for key, value in plain if isinstance(value, torch.Tensor)]
+            settings.append(_digest(tensors).hex())
+        self._settings = repr(settings).encode()
+
+    def __call__(self) -> bytes:
+        """The name for the weights as they are now, 16 bytes; the same in every process with the same weights.
+
+        With a name for the weights, each call after the first gives one that no other process has: nobody renamed them.
+        """
+        if self._weights is None:
+            buffers = [item for item in self._model.named_buffers() if not item[0].rpartition(".")[2].startswith("_")]
+            weights = _digest([*self._model.named_parameters(), *buffers])
+        else:
+            weights = os.urandom(16) if self._calls else b""
+        self._calls += 1
+        return blake2b(self._settings + weights, digest_size=16).digest()
+
+
+def _is_setting(value: object) -> bool:
+    """Whether a module's attribute is a plain value. (A flag such as ``training`` changes no weight.)"""
+    return isinstance(value, int | float | str) and not isinstance(value, bool | enum.Enum)
+
+
+def _digest(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
+    """Digest of names, shapes, dtypes and contents."""
+    digest = blake2b(digest_size=16)
+    for name, tensor in tensors:
+        digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype))).encode())
+    sums = [each for _, tensor in tensors for each in _sums(tensor)]
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for each in sums:
+        by_device.setdefault(each.device, []).append(each)
+    for device in sorted(by_device, key=str):
+        digest.update(torch.stack(by_device[device]).cpu().numpy().tobytes())
+    return digest.digest()
+
+
+@torch.no_grad()
+def _sums(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Sums of a tensor's bytes, each (); two per chunk. One alone would miss two flips of a word's highest bit."""
+    data = tensor.detach().contiguous().flatten().view(torch.uint8)
+    for start in range(0, len(data), _CHUNK_WORDS * 8):
+        part = data[start : start + _CHUNK_WORDS * 8]
+        if len(part) % 8 or part.data_ptr() % 8:
+            part = torch.nn.functional.pad(part, (0, -len(part) % 8))
+        words = part.view(torch.int64)[None]
+        yield checksum_rows(words)[0]
+        yield checksum_rows(words ^ (words >> 31))[0]

@@ -1,0 +1,75 @@
+"""One budget for KV and states (``cache_gb``): what megatron is told, and the layout that all ranks use."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+from megatron_hybrid_prefix.arithmetic import ceil_div
+from megatron_hybrid_prefix.mcore.ranks.agreement import max_over_model_ranks, min_over_model_ranks
+from megatron_hybrid_prefix.mcore.state.layout import state_bytes
+from megatron_hybrid_prefix.pool.pages import PageLayout
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_hybrid_prefix.upstream.config import InferenceConfig
+
+MOST_REQUESTS = 1024
+"""Default of ``max_requests``, if their states take at most half of the memory."""
+_REQUESTS_MULTIPLE = 4  # megatron rounds batch sizes to it
+
+
+def one_budget(config: InferenceConfig, cache_gb: float, model_config: TransformerConfig) -> InferenceConfig:
+    """What megatron is told: a budget of which it sets nothing aside for states.
+
+    Megatron takes the states of ``max_requests`` requests from ``buffer_size_gb``, and gives the rest to KV. So it is told a
+    budget that is larger by these states. It allocates none of it: `HybridPrefixContext` allocates the memory.
+
+    A collective if ``max_requests`` is not set.
+    """
+    state = config.mamba_inference_state_config
+    assert state is not None
+    drafts = config.num_speculative_tokens
+    request_bytes = state_bytes(state) * (drafts + 2 if drafts else 1)
+    requests = config.max_requests
+    if requests is None:
+        multiple = math.lcm(_REQUESTS_MULTIPLE, model_config.tensor_model_parallel_size)
+        most = min(MOST_REQUESTS, config.max_tokens or MOST_REQUESTS)
+        fitting = int(cache_gb * 2**29) // request_bytes if request_bytes else most
+        requests = min_over_model_ranks(min(most, fitting), config.pg_collection) or 0
+        requests = max(1, requests // multiple) * multiple
+    return dataclasses.replace(
+        config,
+        max_requests=requests,
+        buffer_size_gb=cache_gb + (requests * request_bytes) / 2**30,
+        paused_buffer_size_gb=config.paused_buffer_size_gb,
+        mamba_memory_ratio=None,
+    )
+
+
+def agree_on_layout(cache_bytes: int, *, block_bytes: int, state_bytes: int, own_slots: int, groups: Any) -> PageLayout:
+    """The layout of the memory, with the same numbers of blocks on all ranks. A collective.
+
+    Pipeline stages differ in their layers: a page has as many blocks as the stage with the largest states needs.
+
+    Args:
+        cache_bytes: Budget per rank.
+        block_bytes: Bytes of a KV block on this rank.
+        state_bytes: Bytes of a state on this rank; 0 on a stage without recurrent layers.
+        own_slots: Slots that the engine keeps for itself.
+        groups: Megatron's process groups.
+
+    Raises:
+        ValueError: There is no room for a state and a KV block on some rank; raised on all ranks.
+    """
+    page_blocks = max_over_model_ranks(max(1, ceil_div(state_bytes, block_bytes)), groups)
+    pages = min_over_model_ranks(cache_bytes // (page_blocks * block_bytes), groups) or 0
+    try:
+        return PageLayout.of_buffer(
+            pages * page_blocks * block_bytes, block_bytes=block_bytes, page_blocks=page_blocks, own_slots=own_slots
+        )
+    except ValueError as error:
+        reason = "" if own_slots == 1 else f" (the drafts of all requests take {own_slots} states)"
+        raise ValueError(f"cache_gb={cache_bytes / 2**30:.4g} is too small: {error}{reason}") from None

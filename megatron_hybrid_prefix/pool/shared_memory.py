@@ -1,0 +1,150 @@
+"""`SharedMemory`: one buffer on the device that KV blocks and recurrent states share, and the views of it.
+
+`PageLayout` (``pages.py``) says which bytes belong to which block and slot. Here they become tensors::
+
+    | page 0: block 0, 1, .. or slot 0 | page 1 | .. | last page: blocks, dummy block | engine's own slots |
+
+The last page holds KV only, because megatron's dummy block is its last block. The slots after it are never given to the
+cache: rows without a request use them.
+
+KV blocks are block-major: a block of all attention layers is contiguous. So are slots: all layers, component by component.
+All views cover the whole buffer, so their addresses never change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_hybrid_prefix.arithmetic import ceil_div
+from megatron_hybrid_prefix.ops.slot_copies import copy_slots, ids_on_device
+from megatron_hybrid_prefix.pool.device import StateSlots
+from megatron_hybrid_prefix.pool.layout import SlotLayout
+from megatron_hybrid_prefix.pool.pages import PageLayout
+
+ALIGNMENT_BYTES = 256
+"""Blocks and components of a slot begin at multiples of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockShape:
+    """Shape of the KV of a block on this rank, as megatron's buffer has it.
+
+    Attributes:
+        before: Dimensions before the blocks: (2, attention layers), or (attention layers,) for a compressed KV cache.
+        after: Dimensions after them: (tokens, heads, channels), or (tokens, width).
+        dtype: Type of keys and values.
+    """
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a block, aligned."""
+        return _aligned(math.prod(self.before) * math.prod(self.after) * self.dtype.itemsize)
+
+
+def slot_bytes(layout: SlotLayout) -> int:
+    """Bytes of a slot, aligned; 0 on a pipeline stage without recurrent layers."""
+    return sum(_component_bytes(layout))
+
+
+class SharedMemory:
+    """See the module. The memory is not initialised.
+
+    Args:
+        layout: Blocks, and blocks in a page. `PageLayout.of_buffer` gives a layout whose buffer fits a budget.
+        block: Shape of a block.
+        slots: Content of a slot.
+        own_slots: Slots after the pages that the engine keeps for itself.
+        device: Device of the buffer.
+
+    Raises:
+        ValueError: A slot does not fit a page.
+
+    Attributes:
+        buffer: (bytes,) uint8.
+        kv: (*block.before, blocks with the dummy block, *block.after).
+        states: The slots of all pages, and the engine's.
+        first_own_slot: The first of the engine's slots.
+        kv_rows: (1, blocks with the dummy block, bytes of a block) uint8: whole blocks.
+        state_rows: (1, slots, bytes of a slot) uint8: whole slots.
+    """
+
+    def __init__(
+        self,
+        layout: PageLayout,
+        *,
+        block: BlockShape,
+        slots: SlotLayout,
+        own_slots: int,
+        device: torch.device | int | str,
+    ) -> None:
+        page_bytes, own_bytes = layout.page_blocks * block.bytes, slot_bytes(slots)
+        if own_bytes > page_bytes:
+            raise ValueError(f"a state of {own_bytes} bytes does not fit a page of {page_bytes}")
+        blocks = layout.total_blocks + 1
+        self.first_own_slot = ceil_div(blocks, layout.page_blocks)
+        slot_count = self.first_own_slot + own_slots
+        self.buffer = torch.empty(slot_count * page_bytes, dtype=torch.uint8, device=device)
+        self.kv = _view(self.buffer, block.dtype, 0, block.before, (blocks, block.bytes), block.after)
+        self.kv_rows = self.buffer.as_strided((1, blocks, block.bytes), (0, block.bytes, 1))
+        self.state_rows = self.buffer.as_strided((1, slot_count, own_bytes), (0, page_bytes, 1))
+        tensors, offset = {}, 0
+        for (of_kind, component), count_bytes in zip(slots, _component_bytes(slots), strict=True):
+            dtype = getattr(torch, component.dtype)
+            tensors[component.name] = _view(
+                self.buffer, dtype, offset, (of_kind.layers,), (slot_count, page_bytes), component.shape
+            )
+            offset += count_bytes
+        self.states = StateSlots(slots, tensors)
+
+    def move_blocks(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, one after another: (from block, to block)."""
+        for batch in _independent(moves):
+            sources, targets = (ids_on_device(ids, self.buffer.device) for ids in zip(*batch, strict=True))
+            copy_slots(self.kv_rows, self.kv_rows, sources, targets)
+
+
+def _independent(moves: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Consecutive batches of moves, in which no block is written that another move of the batch reads or writes."""
+    batches: list[list[tuple[int, int]]] = []
+    read: set[int] = set()
+    written: set[int] = set()
+    for source, target in moves:
+        if not batches or source in written or target in written or target in read:
+            batches.append([])
+            read, written = set(), set()
+        batches[-1].append((source, target))
+        read.add(source)
+        written.add(target)
+    return batches
+
+
+def _view(
+    buffer: torch.Tensor,
+    dtype: torch.dtype,
+    offset_bytes: int,
+    before: Sequence[int],
+    entries: tuple[int, int],
+    after: Sequence[int],
+) -> torch.Tensor:
+    """(*before, entries, *after) over the buffer; ``entries``: how many, and the bytes from one to the next."""
+    count, entry_bytes = entries
+    inner = [*before, *after]
+    strides = [math.prod(inner[dim + 1 :]) for dim in range(len(inner))]
+    strides.insert(len(before), entry_bytes // dtype.itemsize)
+    return buffer.view(dtype).as_strided((*before, count, *after), strides, offset_bytes // dtype.itemsize)
+
+
+def _component_bytes(layout: SlotLayout) -> list[int]:
+    return [_aligned(of_kind.layers * component.bytes) for of_kind, component in layout]
+
+
+def _aligned(count_bytes: int) -> int:
+    return ceil_div(count_bytes, ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,0 +1,254 @@
+"""`BackgroundMoves`: threads that move entries between the host's pages and a tier behind the host.
+
+A page may be given to another entry while a thread still reads or writes it, because no decision of the cache may depend on
+how long a thread takes. `overwrite` says so, before the page changes. A store that was not done by then is dropped. A load
+does not write to the page any more: what it has to wait for it reads into memory of its thread first, and only what is in
+memory it reads into the page.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import torch
+
+from megatron_hybrid_prefix.tiers.base import Entry, SharedTier
+from megatron_hybrid_prefix.tiers.queue import Mark
+from megatron_hybrid_prefix.tiers.units import Tag
+
+logger = logging.getLogger(__name__)
+
+type Pieces = Sequence[tuple[int, torch.Tensor]]
+"""Bytes of an entry: (offset in the entry, view of pages)."""
+
+_WRITERS = 2
+_END_S = 1.0  # a thread that hangs in a read must not keep the process from ending
+
+
+class Batch:
+    """Jobs that were started together. The engine is woken once: threads that wake each other often are slow.
+
+    Args:
+        jobs: Number of jobs.
+    """
+
+    def __init__(self, jobs: int) -> None:
+        self._left, self._lock, self._over = jobs, threading.Lock(), threading.Event()
+        if not jobs:
+            self._over.set()
+
+    def end_one(self) -> None:
+        """A job is over."""
+        with self._lock:
+            self._left -= 1
+            if not self._left:
+                self._over.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until all are over, at most this long. Returns whether they are."""
+        return self._over.wait(max(0.0, seconds))
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """An entry that is being stored, or a part of an entry that is being loaded.
+
+    Attributes:
+        tag: Its name.
+        entry_bytes: Bytes of the entry.
+        pages: The pages.
+        pieces: The bytes there.
+        after: The thread waits for these marks before it touches the pages.
+        checksum: Of a store: returns the entry's checksum, once the marks are reached. Of a load: what came with it.
+        cancelled: The pages belong to another entry.
+        found: Of a load that is over: whether the bytes are in the pages.
+        is_over: Whether the thread is done with it.
+        batch: The jobs that were started with it.
+    """
+
+    tag: Tag
+    entry_bytes: int
+    pages: tuple[int, ...]
+    pieces: Pieces
+    after: tuple[Callable[[], None], ...]
+    checksum: Callable[[], int] | int = 0
+    cancelled: bool = False
+    found: bool = False
+    is_over: bool = False
+    batch: Batch = field(default_factory=lambda: Batch(1))
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class _Shared:
+    """What the threads use. They keep it alive, but not the `BackgroundMoves`, which ends them."""
+
+    def __init__(self, tier: SharedTier) -> None:
+        self.tier = tier
+        self.lock = threading.Lock()
+        self.stores: SimpleQueue[Job | None] = SimpleQueue()
+        self.loads: SimpleQueue[Job | None] = SimpleQueue()
+        self.ended = False
+        self.stored_bytes = self.refused = 0
+        self.seconds = 0.0
+
+
+class BackgroundMoves:
+    """See the top of this file.
+
+    Args:
+        tier: The tier.
+        largest_bytes: Bytes of the largest entry.
+    """
+
+    def __init__(self, tier: SharedTier, largest_bytes: int) -> None:
+        shared = self._shared = _Shared(tier)
+        self._of_page: dict[int, Job] = {}  # jobs that may still touch a page
+        self._stores: list[Batch] = []
+        threads = [
+            threading.Thread(target=_serve, args=(shared, work, largest_bytes), name=work.__name__, daemon=True)
+            for count, work in ((_WRITERS, _write), (tier.threads, _read))
+            for _ in range(count)
+        ]
+        # Also when the process ends: threads that are in the middle of a copy then would abort it.
+        self._end = weakref.finalize(self, _end, shared, threads)
+        for thread in threads:
+            thread.start()
+
+    def store(self, jobs: Iterable[Job]) -> None:
+        """Write entries to the tier, in this order."""
+        self._stores = [batch for batch in self._stores if not batch.wait(0)]
+        self._stores.append(self._start(self._shared.stores, list(jobs)))
+
+    def load(self, jobs: Iterable[Job]) -> None:
+        """Read entries from the tier into their pages."""
+        self._start(self._shared.loads, list(jobs))
+
+    def _start(self, queue: SimpleQueue[Job | None], jobs: list[Job]) -> Batch:
+        for page, job in list(self._of_page.items()):
+            if job.is_over:
+                del self._of_page[page]
+        batch = Batch(len(jobs))
+        for job in jobs:
+            job.batch = batch
+            self._of_page.update(dict.fromkeys(job.pages, job))
+        for job in jobs:
+            queue.put(job)
+        return batch
+
+    def overwrite(self, pages: Iterable[int]) -> None:
+        """These pages are about to get other bytes."""
+        for page in pages:
+            job = self._of_page.pop(page, None)
+            if job is not None:
+                with job.lock:
+                    job.cancelled = True
+
+    def drain(self, seconds: float) -> bool:
+        """Wait until all entries are written, at most this long. Returns whether they are."""
+        late = time.monotonic() + seconds
+        return all([batch.wait(late - time.monotonic()) for batch in self._stores])
+
+    def close(self) -> None:
+        """End the threads, each after its current entry."""
+        self._end()
+
+    @property
+    def refused(self) -> int:
+        """Entries that were not written: the tier refused them, or their pages were needed before."""
+        return self._shared.refused
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the threads moved entries, added up."""
+        return self._shared.seconds
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes written."""
+        return self._shared.stored_bytes
+
+
+def wait_for(jobs: Iterable[Job], seconds: float) -> None:
+    """Wait until jobs are over, at most this long."""
+    late = time.monotonic() + seconds
+    for batch in {id(job.batch): job.batch for job in jobs}.values():
+        batch.wait(late - time.monotonic())
+
+
+def _end(shared: _Shared, threads: Sequence[threading.Thread]) -> None:
+    shared.ended = True
+    for queue in (shared.stores, shared.loads):
+        for _ in threads:
+            queue.put(None)
+    late = time.monotonic() + _END_S
+    for thread in threads:
+        if thread is not threading.current_thread():
+            with suppress(RuntimeError):  # it was never started
+                thread.join(max(0.0, late - time.monotonic()))
+
+
+def finish(queue_finish: Callable[[Mark], None], mark: Mark) -> Callable[[], None]:
+    """For `Job.after`: waits for a mark of a queue."""
+    return (lambda: None) if mark is None else (lambda: queue_finish(mark))
+
+
+def _serve(shared: _Shared, work: Callable[[_Shared, Job, torch.Tensor], None], largest_bytes: int) -> None:
+    """A thread. Its memory is made once: new memory costs as much time as the copy."""
+    memory = torch.empty(largest_bytes, dtype=torch.uint8)
+    queue, is_store = (shared.stores, True) if work is _write else (shared.loads, False)
+    while (job := queue.get()) is not None and not shared.ended:
+        start = time.perf_counter()
+        try:
+            for wait in job.after:
+                wait()
+            work(shared, job, memory)
+        except Exception as error:  # a tier's code may raise anything
+            logger.error("the tier behind the host: %s of %s failed: %r", work.__name__[1:], job.tag.kind.name, error)
+            with shared.lock:
+                shared.refused += is_store
+        with shared.lock:
+            shared.seconds += time.perf_counter() - start
+        job.is_over = True
+        job.batch.end_one()
+        del job
+
+
+def _write(shared: _Shared, job: Job, memory: torch.Tensor) -> None:
+    kept, row = False, memory[: job.entry_bytes]
+    if not job.cancelled:
+        for start, view in job.pieces:
+            row[start : start + len(view)] = view
+        assert callable(job.checksum)
+        checksum = job.checksum()
+        if not job.cancelled:  # from here on the copy is used
+            (kept,) = shared.tier.put([Entry(job.tag, memoryview(row.numpy()), checksum)])
+    with shared.lock:
+        shared.stored_bytes += job.entry_bytes * kept
+        shared.refused += not kept
+
+
+def _read(shared: _Shared, job: Job, memory: torch.Tensor) -> None:
+    for start, view in job.pieces:
+        try:
+            with job.lock:
+                if job.cancelled:
+                    return
+                checksum = shared.tier.read(job.tag, job.entry_bytes, start, memoryview(view.numpy()), wait=False)
+        except BlockingIOError:
+            row = memory[: len(view)]
+            checksum = shared.tier.read(job.tag, job.entry_bytes, start, memoryview(row.numpy()), wait=True)
+            with job.lock:
+                if job.cancelled:
+                    return
+                view.copy_(row)
+        if checksum is None:
+            return
+        job.checksum = checksum
+    job.found = True

@@ -1,0 +1,361 @@
+"""`FileTier`: KV blocks and states as files in a folder that outlives the process and may be shared (``shared="file:///..."``).
+
+A file has a header and the bytes of the entry. The header names the content: format, namespace, kind, key, depth, size,
+and the checksum that was made on the device. The header has a digest of its own. What does not fit is not here: a file that
+is torn, truncated or of another model is a counted miss, and is deleted. The bytes are checked on the device when they have
+arrived there (``tiers/arena.py``).
+
+Two processes that write one key write the same content, but maybe other bytes, because sums depend on the batch. The file that
+is renamed last stays; a reader has all of one or all of the other.
+
+The engine's thread only asks the index (``folder.py``) and never waits for the disk. Threads read, write and look at what
+other processes have done.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import struct
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
+from typing import Any
+
+from megatron_hybrid_prefix.metrics import TierStats
+from megatron_hybrid_prefix.tiers.base import Entry, SharedTier
+from megatron_hybrid_prefix.tiers.folder import VERSION, FileName, Ranking, SharedFolder, Space
+from megatron_hybrid_prefix.tiers.shared import SharedSettings
+from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
+
+logger = logging.getLogger(__name__)
+
+_MAGIC = b"mhp-kv-s"
+_FIELDS = struct.Struct("<8sII16s16s16sQQq")  # magic, version, kind, namespace, key, parent, depth, bytes, checksum
+_DIGEST_BYTES = 16
+HEADER_BYTES = _FIELDS.size + _DIGEST_BYTES
+
+
+class FileTier(SharedTier):
+    """See the top of this file.
+
+    Args:
+        settings: Folder, budget and limits.
+        block_tokens: Tokens per block.
+        make_ranking: Makes the eviction policy of the states.
+        reason: The reason that the policy is told for each state.
+
+    Attributes:
+        folder: The files.
+        counts: What was given up, by reason.
+
+    Raises:
+        OSError: The folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        settings: SharedSettings,
+        *,
+        block_tokens: int,
+        make_ranking: Callable[[], Ranking],
+        reason: Any = None,
+    ) -> None:
+        self._block_tokens = block_tokens
+        self.wait_s = settings.wait_s
+        self.least_blocks = -(-settings.min_tokens // block_tokens)
+        self.threads = settings.threads
+        self.folder = SharedFolder(
+            settings.folder, budget_bytes=settings.budget_bytes, make_ranking=make_ranking, reason=reason
+        )
+        if os.stat(settings.folder).st_mode & 0o022:
+            logger.warning(
+                "shared: others can write to %s, and who writes there can change answers: chmod 700", settings.folder
+            )
+        self.counts: Counter[str] = Counter()
+        self._counting = threading.Lock()
+        self._epoch = 0
+        self._make_name: Callable[[], bytes] | None = None
+        self._name = b""  # of the namespace, 16 bytes; empty if it is not open
+        self._wanted = b""  # the namespace that is open, or is being opened
+        self._wrong: dict[FileName, None] = {}  # files to be deleted
+        self._reads: dict[int, float] = {}  # reads that run: when they began (monotonic), by thread
+        self._wake = threading.Event()
+        watch = threading.Thread(
+            target=_watch, args=(weakref.ref(self), self._wake, settings.refresh_s), name="shared-folder", daemon=True
+        )
+        self._closed = False
+        weakref.finalize(self, self._wake.set)
+        watch.start()
+
+    # -- namespace -----------------------------------------------------------------------------------------------------
+
+    def name_entries(self, make_name: Callable[[], bytes]) -> None:
+        """Use a namespace. Until then the tier has nothing and takes nothing.
+
+        Args:
+            make_name: Returns 16 bytes made of all that entries depend on: weights, layout, rank, versions. Called now, and
+                again after the weights have changed.
+        """
+        self._make_name = make_name
+        self._wanted = make_name()
+        self.look()
+
+    def invalidate(self, epoch: int) -> None:
+        """The weights changed: other entries are used from now on. Nothing is deleted."""
+        with self.folder.lock:
+            self._epoch, self._name, self._wanted = epoch, b"", b""
+            self._wrong.clear()
+            self.folder.leave_space()
+
+    def look(self) -> None:
+        """Look at what other processes have done. Opens the namespace of new weights, and deletes wrong files."""
+        for file in list(self._wrong):
+            if self._wrong.pop(file, False) is None:  # not replaced meanwhile
+                self._drop(file)
+        while (name := self._wanted) != self._name:
+            self.folder.use_space(name.hex())
+            with self.folder.lock:  # the weights may have changed again
+                if self._wanted == name and self.folder.space is not None:
+                    self._name = name
+        self.folder.refresh()
+
+    def _space(self) -> Space | None:
+        """The index of the namespace, for the engine's thread; None until it is open.
+
+        Names the namespace if the weights have changed. The thread that looks opens it, because that reads the disk.
+        """
+        if not self._wanted and self._make_name is not None:
+            self._wanted = self._make_name()
+            self._wake.set()
+        return self.folder.space if self._name else None
+
+    # -- queries: the index only ---------------------------------------------------------------------------------------
+
+    def contains(self, kind: EntryKind, key: bytes) -> bool:
+        """See Tier."""
+        space = self._space()
+        if space is None:
+            return False
+        with self.folder.lock:
+            return space.get(kind, key) is not None
+
+    def kv_depth(self, keys: Sequence[bytes], first: int) -> int:
+        """See `DepthTier`."""
+        space = self._space()
+        if space is None or first >= len(keys):
+            return first
+        with self.folder.lock:
+            while first < len(keys) and space.get(EntryKind.KV, keys[first]) is not None:
+                first += 1
+        return first
+
+    def state_depth(self, keys: Sequence[bytes], after: int, limit: int) -> int:
+        """See `DepthTier`. No state is here while a read does not come back: its disk hangs."""
+        space = self._space()
+        if space is None or limit <= after:
+            return after
+        with self.folder.lock:
+            while limit > after and space.get(EntryKind.STATE, keys[limit - 1]) is None:
+                limit -= 1
+        if limit > after and self._is_stuck():
+            self.count("stuck")
+            return after
+        return limit
+
+    def _is_stuck(self) -> bool:
+        """Whether a read has taken longer than a request waits."""
+        oldest = min(list(self._reads.values()), default=None)
+        return oldest is not None and time.monotonic() - oldest > self.wait_s
+
+    # -- put, read: on other threads -----------------------------------------------------------------------------------
+
+    def put(self, entries: Sequence[Entry]) -> list[bool]:
+        """See Tier."""
+        return [self._put(entry) for entry in entries]
+
+    def _put(self, entry: Entry) -> bool:
+        tag = entry.tag
+        name = self._file_name(tag)
+        with self.folder.lock:
+            space, namespace = self.folder.space, self._name
+            if space is None or not namespace or tag.epoch != self._epoch:
+                self.count("old_weights")
+                return False
+            if space.get(tag.kind, tag.key) is not None:
+                return True
+        self._wrong.pop(name, None)  # its file is about to be replaced
+        header = _header(namespace, name, tag.depth_tokens, len(entry.data), entry.checksum)
+        try:
+            written = self.folder.write(name, [header, entry.data], space)
+        except OSError as error:
+            self.count("write_" + _reason(error), error)
+            return False
+        if not written:
+            self.count("no_room")
+        return written
+
+    def read(self, tag: Tag, entry_bytes: int, start: int, buffer: memoryview, *, wait: bool) -> int | None:
+        """See `SharedTier`."""
+        name = self._file_name(tag)
+        with self.folder.lock:
+            space, namespace = self.folder.space, self._name
+            if space is None or tag.epoch != self._epoch or space.get(tag.kind, tag.key) is None:
+                self.count("gone")
+                return None
+            path = self.folder.path(name)
+        thread = threading.get_ident()
+        self._reads[thread] = time.monotonic()
+        try:
+            header, fits = self._read(str(path), start, buffer, entry_bytes, wait=wait)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            if error.errno == errno.ENOENT:
+                self.count("gone")
+                self.folder.forget(name)
+            else:
+                self.count("read_" + _reason(error), error)
+            return None
+        finally:
+            del self._reads[thread]
+        checksum = _checksum(header, namespace, name, tag.depth_tokens, entry_bytes) if fits else None
+        if checksum is None:
+            self.count("not_valid")
+            self._drop(name)
+        elif tag.kind == EntryKind.STATE and not start:
+            self.folder.touch(name)
+        return checksum
+
+    def _read(self, path: str, start: int, buffer: memoryview, entry_bytes: int, *, wait: bool) -> tuple[bytes, bool]:
+        """Read a part into the buffer. Returns the header, and whether the file has the right size."""
+        header, end = bytearray(HEADER_BYTES), bytearray(1)
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            # One call, if possible: after each, the thread waits for its turn.
+            views, at = ([memoryview(header), buffer], 0) if not start else ([buffer], HEADER_BYTES + start)
+            fits = not start or _fill(file, [memoryview(header)], 0, wait=wait)
+            fits = fits and _fill(file, views, at, end if start + len(buffer) == entry_bytes else None, wait=wait)
+            return bytes(header), fits
+        finally:
+            os.close(file)
+
+    # -- remove --------------------------------------------------------------------------------------------------------
+
+    def remove(self, tags: Iterable[Tag]) -> None:
+        """See Tier: the entries were wrong when they arrived on the device. The thread that looks deletes their files."""
+        for tag in tags:
+            if self.contains(tag.kind, tag.key):
+                self.count("wrong")
+                name = self._file_name(tag)
+                self._wrong[name] = None
+                self.folder.forget(name)
+        self._wake.set()
+
+    def describe(self, stats: TierStats) -> None:
+        """Add what is in the folder, and what was given up."""
+        with self.folder.lock:
+            space = self.folder.space
+            if space is not None:
+                stats.kv_blocks, stats.states = space.counts[EntryKind.KV], space.counts[EntryKind.STATE]
+        stats.bytes_used, stats.bytes_budget = self.folder.bytes_used, self.folder.budget_bytes
+        with self._counting:
+            stats.faults = dict(self.counts)
+
+    def clear(self) -> None:
+        """See Tier. The entries stay: they are still right, and others use them."""
+
+    def close(self) -> None:
+        """Stop the thread, and release the locks."""
+        self._closed = True
+        self._wake.set()
+        self.folder.close()
+
+    def count(self, reason: str, error: BaseException | None = None) -> None:
+        """Count what was given up; logs the first of each reason."""
+        with self._counting:
+            self.counts[reason] += 1
+            first = self.counts[reason] == 1
+        if first and error is not None:
+            logger.error("shared folder: %s", error)
+
+    def _file_name(self, tag: Tag) -> FileName:
+        return FileName(tag.kind, tag.depth_tokens // self._block_tokens, tag.key, tag.parent)
+
+    def _drop(self, name: FileName) -> None:
+        try:
+            self.folder.delete(name)
+        except OSError as error:
+            self.folder.forget(name)
+            self.count("delete_" + _reason(error), error)
+
+
+def _watch(tier_of: Callable[[], FileTier | None], wake: threading.Event, refresh_s: float) -> None:
+    """Look at what other processes have done, until the tier is gone or closed."""
+    while True:
+        wake.wait(refresh_s)
+        wake.clear()
+        tier = tier_of()
+        if tier is None or tier._closed:
+            return
+        try:
+            tier.look()
+        except OSError as error:
+            tier.count("look_" + _reason(error), error)
+        del tier
+
+
+def _fill(file: int, views: list[memoryview], at: int, beyond: bytearray | None = None, *, wait: bool) -> bool:
+    """Read from a position until the views are full.
+
+    Args:
+        file: The file.
+        views: Receive the bytes.
+        at: The position.
+        beyond: One more byte, which must not be there.
+        wait: Whether to read from the disk.
+
+    Returns:
+        False: the file ends before, or after them.
+
+    Raises:
+        BlockingIOError: Not all of it is in memory, and ``wait`` is False. (Or the file system cannot tell.)
+    """
+    flags, left = 0 if wait else os.RWF_NOWAIT, sum(map(len, views))
+    views = [*views, memoryview(beyond)] if beyond is not None else views
+    while left > 0:
+        try:
+            count = os.preadv(file, views, at, flags)
+        except OSError as error:
+            if not wait and error.errno == errno.EOPNOTSUPP:
+                raise BlockingIOError(errno.EAGAIN, "cannot tell") from None
+            raise
+        if not count:
+            return False
+        left, at = left - count, at + count
+        while views and count >= len(views[0]):
+            count -= len(views.pop(0))
+        if views:
+            views[0] = views[0][count:]
+    return not left
+
+
+def _reason(error: OSError) -> str:
+    return errno.errorcode.get(error.errno or 0, "error")
+
+
+def _header(namespace: bytes, name: FileName, depth_tokens: int, data_bytes: int, checksum: int) -> bytes:
+    fields = _FIELDS.pack(
+        _MAGIC, VERSION, name.kind, namespace, name.key, name.parent, depth_tokens, data_bytes, checksum
+    )
+    return fields + blake2b(fields, digest_size=_DIGEST_BYTES).digest()
+
+
+def _checksum(header: bytes, namespace: bytes, name: FileName, depth_tokens: int, data_bytes: int) -> int | None:
+    """The checksum in a header; None if the header is not that of this entry."""
+    checksum: int = _FIELDS.unpack(header[: _FIELDS.size])[-1]
+    return checksum if header == _header(namespace, name, depth_tokens, data_bytes, checksum) else None

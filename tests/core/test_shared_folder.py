@@ -1,0 +1,590 @@
+"""The shared folder: its index, its budget, several processes on it, and files that are not what they should be."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
+from megatron_hybrid_prefix.policy.registry import make_eviction_policy
+from megatron_hybrid_prefix.tiers import folder as folders
+from megatron_hybrid_prefix.tiers.base import Entry
+from megatron_hybrid_prefix.tiers.file import HEADER_BYTES, FileTier
+from megatron_hybrid_prefix.tiers.folder import FileName
+from megatron_hybrid_prefix.tiers.shared import SharedSettings
+from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
+from tests.harness.limits import wait_until
+
+BLOCK, SIZE = 4, {EntryKind.KV: 1000, EntryKind.STATE: 3000}
+KV, STATE = EntryKind.KV, EntryKind.STATE
+NAME = b"n" * 16
+
+
+def tier_on(folder: Path, *, budget_bytes: int = 10**9, name: bytes = NAME, **settings: Any) -> FileTier:
+    """A tier as of one process. It looks at the folder only when told to."""
+    settings = {"min_tokens": 0, "refresh_s": 10.0**6} | settings
+    tier = FileTier(
+        SharedSettings(folder=folder, budget_bytes=budget_bytes, **settings),
+        block_tokens=BLOCK,
+        make_ranking=lambda: make_eviction_policy("recompute_cost"),
+        reason=CheckpointReason.TAIL,
+    )
+    tier.name_entries(lambda: name)
+    return tier
+
+
+def key(prompt: int, depth: int) -> bytes:
+    return bytes([prompt, depth]) * 8
+
+
+def tag(kind: EntryKind, prompt: int, depth: int, epoch: int = 0) -> Tag:
+    parent = key(prompt, depth - 1) if depth > 1 else b""
+    return Tag(kind=kind, key=key(prompt, depth), depth_tokens=depth * BLOCK, epoch=epoch, parent=parent)
+
+
+def data(of: Tag, writer: int = 0) -> bytes:
+    return random.Random(f"{of.kind} {of.key.hex()} {writer}").randbytes(SIZE[of.kind])
+
+
+def put(tier: FileTier, *tags: Tag, writer: int = 0) -> list[bool]:
+    return tier.put([Entry(each, memoryview(data(each, writer)), hash(data(each, writer)) % 2**60) for each in tags])
+
+
+def prompt_tags(prompt: int, depth: int) -> list[Tag]:
+    """The entries of a prompt of so many blocks: KV, and the state at their end."""
+    return [*(tag(KV, prompt, at) for at in range(1, depth + 1)), tag(STATE, prompt, depth)]
+
+
+def get(tier: FileTier, of: Tag) -> tuple[int | None, bytes]:
+    buffer = bytearray(SIZE[of.kind])
+    (checksum,) = tier.get([of], [memoryview(buffer)])
+    return checksum, bytes(buffer)
+
+
+def holds(tier: FileTier, of: Tag, writer: int = 0) -> bool:
+    checksum, found = get(tier, of)
+    assert checksum is None or (checksum, found) == (hash(data(of, writer)) % 2**60, data(of, writer))
+    return checksum is not None
+
+
+def files(folder: Path) -> dict[str, int]:
+    """Entries and other files, but locks."""
+    return {path.name: path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
+
+
+def check(folder: Path, *tiers: FileTier) -> None:
+    """Each index holds exactly the entries of the folder, and counts their bytes."""
+    found = files(folder)
+    for tier in tiers:
+        tier.folder.refresh()
+        assert tier.folder.space is not None
+        assert tier.folder.bytes_used == sum(found.values())
+        assert dict(tier.folder.space.files()).items() <= found.items()
+        assert sum(size for _, size in tier.folder.space.files()) == tier.folder.space.bytes
+
+
+# -- entries -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_one_process_puts_the_next_one_gets(tmp_path):
+    first = tier_on(tmp_path)
+    tags = prompt_tags(1, 3)
+    assert put(first, *tags) == [True] * 4
+    second = tier_on(tmp_path)
+    keys = [key(1, depth) for depth in range(1, 6)]
+    for tier in (first, second):
+        assert tier.kv_depth(keys, 0) == 3 == tier.kv_depth(keys, 2) and tier.kv_depth(keys, 4) == 4
+        assert tier.state_depth(keys, 0, 5) == 3 and tier.state_depth(keys, 3, 5) == 3
+        assert tier.state_depth(keys, 0, 2) == 0
+        assert all(holds(tier, each) for each in tags)
+        assert not tier.counts
+    check(tmp_path, first, second)
+
+
+def test_parts_of_an_entry(tmp_path):
+    tier = tier_on(tmp_path)
+    of = tag(STATE, 1, 1)
+    put(tier, tag(KV, 1, 1), of)
+    buffer = bytearray(500)
+    for wait in (True, False):
+        assert tier.read(of, SIZE[STATE], 700, memoryview(buffer), wait=wait) is not None
+        assert bytes(buffer) == data(of)[700:1200]
+    assert tier.read(of, SIZE[STATE] + 1, 0, memoryview(buffer), wait=True) is None
+    assert tier.counts == {"not_valid": 1}
+
+
+@pytest.mark.parametrize("other", ["namespace", "epoch", "key", "depth", "kind"])
+def test_another_entry_never_matches(tmp_path, other):
+    """Also where its file is put in the place of the one that is asked for."""
+    tier = tier_on(tmp_path)
+    wanted = tag(STATE, 1, 2)
+    put(tier, *prompt_tags(1, 2))
+    if other == "namespace":
+        another = tier_on(tmp_path, name=b"m" * 16)
+        assert another.kv_depth([key(1, 1)], 0) == 0 and not holds(another, wanted)
+        put(another, *prompt_tags(1, 2), writer=1)
+        os.replace(another.folder.path(another._file_name(wanted)), tier.folder.path(tier._file_name(wanted)))
+    elif other == "epoch":
+        assert not holds(tier, tag(STATE, 1, 2, epoch=1)) and put(tier, tag(KV, 9, 1, epoch=1)) == [False]
+        assert tier.counts == {"gone": 1, "old_weights": 1}
+        return
+    else:
+        put(tier, *prompt_tags(2, 3))
+        its = {"key": tag(STATE, 2, 3), "depth": tag(STATE, 2, 3), "kind": tag(KV, 1, 2)}[other]
+        os.replace(tier.folder.path(tier._file_name(its)), tier.folder.path(tier._file_name(wanted)))
+    assert get(tier, wanted)[0] is None
+    assert tier.counts["not_valid"] == 1 and not tier.contains(STATE, wanted.key)
+
+
+def test_new_weights_have_another_namespace(tmp_path):
+    weights = [b"a" * 16]
+    tier = tier_on(tmp_path)
+    tier.name_entries(lambda: weights[0])
+    tier.invalidate(0)
+    put(tier, *prompt_tags(1, 1))  # nobody asked for the name of the weights yet
+    assert tier.counts == {"old_weights": 2}
+    assert tier.kv_depth([key(1, 1)], 0) == 0
+    wait_until(lambda: tier._name, "the namespace is open")
+    put(tier, *prompt_tags(1, 1))
+    weights[0] = b"b" * 16
+    tier.invalidate(1)
+    assert tier.kv_depth([key(1, 1)], 0) == 0 and not holds(tier, tag(KV, 1, 1))
+    wait_until(lambda: tier._name, "the namespace is open")
+    assert tier.kv_depth([key(1, 1)], 0) == 0 and not holds(tier, tag(KV, 1, 1))
+    weights[0] = b"a" * 16
+    tier.invalidate(0)
+    wait_until(lambda: tier.kv_depth([key(1, 1)], 0) == 1, "the first namespace is open again")
+    assert holds(tier, tag(KV, 1, 1))
+
+
+def test_new_weights_do_not_wait_for_a_disk_that_hangs(tmp_path):
+    tier = tier_on(tmp_path)
+    put(tier, *prompt_tags(1, 1))
+    with tier.folder._looking:  # as a look that does not come back
+        tier.invalidate(1)
+        assert tier.kv_depth([key(1, 1)], 0) == 0
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["header bit", "truncated", "empty", "longer", "other file"])
+def test_a_file_that_is_not_valid_is_a_counted_miss_and_is_deleted(tmp_path, fault):
+    tier = tier_on(tmp_path)
+    of = tag(KV, 1, 1)
+    put(tier, of)
+    path = tier.folder.path(tier._file_name(of))
+    content = bytearray(path.read_bytes())
+    if fault == "header bit":
+        content[random.Random(0).randrange(HEADER_BYTES)] ^= 4
+    content = {"truncated": content[:-1], "empty": b"", "longer": content + b"x", "other file": b"x" * 80}.get(
+        fault, content
+    )
+    path.write_bytes(content)
+    assert not holds(tier, of) and tier.counts == {"not_valid": 1}
+    assert not path.exists() and not tier.contains(KV, of.key)
+    assert put(tier, of) == [True] and holds(tier, of)
+    check(tmp_path, tier)
+
+
+def test_every_bit_of_a_header_counts(tmp_path):
+    tier = tier_on(tmp_path)
+    of = tag(KV, 1, 1)
+    put(tier, of)
+    path = tier.folder.path(tier._file_name(of))
+    content = path.read_bytes()
+    for bit in range(8 * HEADER_BYTES):
+        spoilt = bytearray(content)
+        spoilt[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(spoilt)
+        tier.folder.space.add(tier._file_name(of), len(content), 0)
+        assert get(tier, of)[0] is None
+    assert tier.counts == {"not_valid": 8 * HEADER_BYTES}
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch, caplog, code):
+    tier = tier_on(tmp_path)
+
+    def fails(file: int, content: memoryview) -> None:
+        os.write(file, content[:100])
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(folders, "write_all", fails)
+    with caplog.at_level(logging.ERROR):
+        assert put(tier, *prompt_tags(1, 2)) == [False] * 3
+    assert tier.counts == {f"write_{errno.errorcode[code]}": 3}
+    assert len(caplog.records) == 1 and os.strerror(code) in caplog.text
+    monkeypatch.undo()
+    assert files(tmp_path) == {} and tier.folder.bytes_used == 0
+    assert put(tier, *prompt_tags(1, 2)) == [True] * 3
+    check(tmp_path, tier)
+
+
+def test_a_limit_of_the_file_system(tmp_path):
+    """A real failure in the middle of a file: the process may not write more than this."""
+    import resource
+
+    tier = tier_on(tmp_path)
+    before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        assert put(tier, *prompt_tags(1, 1)) == [True, False]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert tier.counts == {"write_EFBIG": 1}
+    assert list(files(tmp_path)) == [str(tier._file_name(tag(KV, 1, 1)))]
+
+
+def test_a_folder_that_is_deleted_is_made_again(tmp_path):
+    import shutil
+
+    top = tmp_path / "cache"
+    tier = tier_on(top)
+    put(tier, *prompt_tags(1, 2))
+    shutil.rmtree(top)
+    assert not holds(tier, tag(KV, 1, 1)) and tier.counts == {"gone": 1}
+    assert put(tier, *prompt_tags(2, 2)) == [True] * 3
+    check(top, tier)
+    assert all(holds(tier, each) for each in prompt_tags(2, 2))
+    assert tier.kv_depth([key(1, 1)], 0) == 0
+    put(tier, *prompt_tags(1, 2))
+    check(top, tier, tier_on(top))
+
+
+def test_two_writers_of_one_key_with_other_bytes(tmp_path):
+    """A reader gets one of them, whole."""
+    one, other = tier_on(tmp_path), tier_on(tmp_path)
+    of = tag(KV, 1, 1)
+    assert put(one, of) == [True] == put(other, of, writer=1)
+    for tier in (one, other):
+        assert holds(tier, of, writer=1)
+    check(tmp_path, one, other)
+
+
+def test_a_reader_keeps_the_file_that_it_opened(tmp_path, monkeypatch):
+    """While it reads, the file is replaced, then deleted."""
+    one, other = tier_on(tmp_path), tier_on(tmp_path)
+    of = tag(KV, 1, 1)
+    put(one, of)
+    read, changes = os.preadv, []
+
+    def replaced_first(*arguments: Any) -> int:
+        if not changes:
+            changes.append(put(other, of, writer=1))
+            other.remove([of])
+            other.look()
+        return read(*arguments)
+
+    monkeypatch.setattr(os, "preadv", replaced_first)
+    assert holds(one, of) and changes == [[True]]
+    assert not holds(one, of) and one.counts == {"gone": 1}
+
+
+def test_a_clock_that_jumps_changes_no_answer(tmp_path, monkeypatch):
+    tier = tier_on(tmp_path, budget_bytes=16_000)
+    now = time.time_ns()
+    for number, at in enumerate((now, now - 10**18, now + 10**18, 0)):
+        monkeypatch.setattr(time, "time_ns", lambda at=at: at)
+        put(tier, *prompt_tags(number, 2))
+        assert all(holds(tier, each) for each in prompt_tags(number, 2))
+        os.utime(tier.folder.path(tier._file_name(tag(STATE, number, 2))), ns=(at, at))
+    monkeypatch.setattr(folders, "_GRACE_S", -1.0)
+    for number in range(4, 9):
+        assert put(tier, *prompt_tags(number, 2)) == [True] * 3
+    check(tmp_path, tier)
+
+
+# -- budget ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_grace(monkeypatch):
+    monkeypatch.setattr(folders, "_GRACE_S", -1.0)
+
+
+def test_the_budget_holds_whatever_is_written(tmp_path, no_grace):
+    budget, dice = 30_000, random.Random(0)
+    tiers = [tier_on(tmp_path, budget_bytes=budget) for _ in range(3)]
+    for _ in range(60):
+        tier = dice.choice(tiers)
+        tier.folder.refresh()
+        put(tier, *prompt_tags(dice.randrange(12), dice.randint(1, 4)))
+        assert sum(files(tmp_path).values()) <= budget
+    check(tmp_path, *tiers)
+    assert {reason for tier in tiers for reason in tier.counts} <= {"gone"}
+    for tier in tiers:
+        for of in (tag(kind, prompt, depth) for kind in SIZE for prompt in range(12) for depth in range(1, 5)):
+            assert holds(tier, of) == tier.contains(of.kind, of.key)
+
+
+def test_what_is_used_stays_and_its_kv_with_it(tmp_path, no_grace):
+    tier, other = (tier_on(tmp_path, budget_bytes=26_000) for _ in range(2))
+    put(tier, *prompt_tags(1, 2))
+    other.folder.refresh()
+    for number in range(2, 30):
+        assert holds(other, tag(STATE, 1, 2)), number  # used by another process than the one that deletes
+        put(tier, *prompt_tags(number, 2))
+    assert all(holds(tier, each) for each in prompt_tags(1, 2))
+    check(tmp_path, tier, other)
+
+
+def test_kv_goes_with_the_last_state_that_needs_it(tmp_path, no_grace):
+    tier = tier_on(tmp_path, budget_bytes=20_000)
+    put(tier, *prompt_tags(1, 3), tag(STATE, 1, 1))
+    space = tier.folder.space
+    victim = space.node(key(1, 3))
+    assert [FileName.of(name).key for name in space.needed_by(victim)] == [key(1, 3), key(1, 2)]
+    tier.folder.delete(tier._file_name(tag(STATE, 1, 3)))
+    assert [FileName.of(name).key for name in space.needless()] == [key(1, 3), key(1, 2)]
+
+
+def test_kv_that_waits_for_its_state_stays(tmp_path):
+    tier = tier_on(tmp_path, budget_bytes=8_000)
+    assert put(tier, tag(KV, 1, 1), tag(KV, 1, 2)) == [True, True]
+    assert put(tier, *prompt_tags(2, 3))[-1] is False and tier.counts == {"no_room": 1}
+    assert holds(tier, tag(KV, 1, 2))
+
+
+def test_an_entry_larger_than_the_budget(tmp_path):
+    tier = tier_on(tmp_path, budget_bytes=2000)
+    assert put(tier, tag(STATE, 1, 1)) == [False] and tier.counts == {"no_room": 1}
+
+
+def test_namespaces_that_nobody_uses_go_before_states(tmp_path):
+    old = tier_on(tmp_path, name=b"o" * 16)
+    put(old, *prompt_tags(1, 2))
+    used = tier_on(tmp_path, name=b"u" * 16)
+    put(used, *prompt_tags(1, 2))
+    old.close()
+    tier = tier_on(tmp_path, budget_bytes=25_000)
+    for number in range(9):
+        put(tier, *prompt_tags(number, 2))
+    assert all(holds(used, each) for each in prompt_tags(1, 2))
+    assert not (tmp_path / "v1" / (b"o" * 16).hex()).exists()
+    assert sum(files(tmp_path).values()) <= 25_000
+    check(tmp_path, tier)
+
+
+def test_an_entry_whose_parent_was_deleted_has_no_place(tmp_path):
+    tier = tier_on(tmp_path)
+    put(tier, *prompt_tags(1, 3))
+    tier.folder.delete(tier._file_name(tag(KV, 1, 2)))
+    other = tier_on(tmp_path)
+    keys = [key(1, depth) for depth in range(1, 4)]
+    assert tier.kv_depth(keys, 0) == 1 == other.kv_depth(keys, 0)
+    assert not other.contains(STATE, key(1, 3))  # an orphan
+    check(tmp_path, tier, other)
+    put(other, tag(KV, 1, 2))
+    assert other.kv_depth(keys, 0) == 3 == other.state_depth(keys, 0, 3)
+    check(tmp_path, other)
+
+
+# -- several processes -------------------------------------------------------------------------------------------------
+
+
+forks = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")  # the children start their own threads
+
+
+def in_child(work: Any) -> int:
+    """Runs ``work`` in a child process; returns its id."""
+    pid = os.fork()
+    if not pid:
+        try:
+            work()
+            os._exit(0)
+        except BaseException as error:
+            os.write(2, f"{error!r}\n".encode())
+            os._exit(1)
+    return pid
+
+
+@forks
+@pytest.mark.slow
+def test_processes_write_read_and_delete_side_by_side(tmp_path, no_grace):
+    def work(seed: int) -> None:
+        dice, tier = random.Random(seed), tier_on(tmp_path, budget_bytes=30_000)
+        for _ in range(40):
+            prompt, depth = dice.randrange(20), dice.randint(1, 4)
+            put(tier, *prompt_tags(prompt, depth))
+            tier.folder.refresh()
+            for each in prompt_tags(dice.randrange(20), dice.randint(1, 4)):
+                holds(tier, each)
+        assert set(tier.counts) <= {"gone"}, tier.counts
+
+    pids = [in_child(lambda seed=seed: work(seed)) for seed in range(2)]
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * 2
+    check(tmp_path, tier_on(tmp_path))
+    # Each may have written one entry since it last looked.
+    assert sum(files(tmp_path).values()) <= 30_000 + (SIZE[STATE] + HEADER_BYTES)
+
+
+@forks
+def test_half_written_files_of_killed_processes_are_deleted(tmp_path, monkeypatch):
+    def work() -> None:
+        tier = tier_on(tmp_path)
+        monkeypatch.setattr(
+            folders, "write_all", lambda file, content: (os.write(file, content[:7]), time.sleep(10**6))
+        )
+        put(tier, tag(KV, 1, 1))
+
+    living = tier_on(tmp_path)
+    pid = in_child(work)
+    wait_until(lambda: 7 in files(tmp_path).values(), "the child writes")
+    living.folder.refresh()
+    assert 7 in files(tmp_path).values()  # it lives
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    living.folder.refresh()
+    assert files(tmp_path) == {} and len(os.listdir(tmp_path / "v1" / "writing")) == 1
+
+
+def test_two_changes_within_one_tick_are_both_seen(tmp_path):
+    tier, other = tier_on(tmp_path), tier_on(tmp_path)
+    put(tier, tag(KV, 1, 1))
+    part = tier.folder.path(tier._file_name(tag(KV, 1, 1))).parent
+    changed = part.stat().st_mtime_ns
+    other.folder.refresh()
+    tier.folder.delete(tier._file_name(tag(KV, 1, 1)))
+    os.utime(part, ns=(changed, changed))  # the same time
+    other.folder.refresh()
+    assert not other.contains(KV, key(1, 1))
+
+
+def test_a_file_that_one_deletes_and_another_writes_again(tmp_path):
+    tier, other = tier_on(tmp_path), tier_on(tmp_path)
+    put(tier, tag(KV, 1, 1))
+    tier.folder.refresh()
+    tier.folder.delete(tier._file_name(tag(KV, 1, 1)))
+    other.folder.refresh()
+    put(other, tag(KV, 1, 1))
+    tier.folder.refresh()
+    assert holds(tier, tag(KV, 1, 1))
+    check(tmp_path, tier, other)
+
+
+def test_a_settled_folder_is_not_read_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "_TICK_S", -1.0)
+    tier = tier_on(tmp_path)
+    put(tier, tag(KV, 1, 1))
+    tier.folder.refresh()
+    monkeypatch.setattr(os, "scandir", lambda path: 1 / 0)
+    tier.folder.refresh()
+    assert holds(tier, tag(KV, 1, 1))
+
+
+# -- rights, start -----------------------------------------------------------------------------------------------------
+
+
+def test_only_the_owner_may_read(tmp_path):
+    tier = tier_on(tmp_path / "a" / "b")
+    put(tier, *prompt_tags(1, 1))
+    for path in (tmp_path / "a" / "b").rglob("*"):
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_that_others_can_write_to_is_warned_of(tmp_path, caplog):
+    tmp_path.chmod(0o777)
+    with caplog.at_level(logging.WARNING):
+        tier_on(tmp_path)
+    assert "others can write" in caplog.text
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def fails(file: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fails)
+    with pytest.raises(OSError, match="no locks available"):
+        tier_on(tmp_path)
+
+
+def test_a_disk_that_hangs_is_asked_once(tmp_path):
+    """While a read does not come back, other prompts do not wait for the folder."""
+    tier = tier_on(tmp_path, wait_s=0.01)
+    put(tier, *prompt_tags(1, 1))
+    assert tier.state_depth([key(1, 1)], 0, 1) == 1
+    tier._reads[0] = time.monotonic() - 1
+    assert tier.state_depth([key(1, 1)], 0, 1) == 0 and tier.counts == {"stuck": 1}
+    del tier._reads[0]
+    assert tier.state_depth([key(1, 1)], 0, 1) == 1
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_url():
+    settings = SharedSettings.parse(
+        "file:///var/cache/a%20b?gb=0.5&min_tokens=0&wait_s=2&refresh_s=3&threads=1&secret_file=/s&weights=v1"
+    )
+    assert settings == SharedSettings(
+        folder=Path("/var/cache/a b"),
+        budget_bytes=2**29,
+        min_tokens=0,
+        wait_s=2.0,
+        refresh_s=3.0,
+        threads=1,
+        secret_file=Path("/s"),
+        weights="v1",
+    )
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("", "must be a URL such as file:///"),
+        ("/var/cache", "must be a URL such as file:///"),
+        ("http:///var/cache?gb=1", "must be a URL such as file:///"),
+        ("file://var/cache?gb=1", "three slashes"),
+        ("file:///?gb=1", "three slashes"),
+        ("file:///var/cache", "needs the size of the folder in GiB"),
+        ("file:///var/cache?gb=0", "gb='0' is not valid"),
+        ("file:///var/cache?gb=many", "gb='many' is not valid"),
+        ("file:///var/cache?gb=1&wait_s=-1", "wait_s='-1' is not valid"),
+        ("file:///var/cache?gb=1&min_tokens=1.5", "min_tokens='1.5' is not valid"),
+        ("file:///var/cache?gb=1&weights=", "weights='' is not valid"),
+        ("file:///var/cache?gb=1&size=3", "unknown parameter 'size'"),
+    ],
+)
+def test_a_url_that_cannot_be(url, message):
+    with pytest.raises(ValueError, match=message) as error:
+        SharedSettings.parse(url)
+    assert "\n" not in str(error.value)
+
+
+def test_the_secret(tmp_path, monkeypatch):
+    url = f"file://{tmp_path}?gb=1"
+    monkeypatch.delenv("HYBRID_PREFIX_SECRET", raising=False)
+    with pytest.raises(ValueError, match="set HYBRID_PREFIX_SECRET"):
+        SharedSettings.parse(url).check()
+    monkeypatch.setenv("HYBRID_PREFIX_SECRET", "short")
+    with pytest.raises(ValueError, match="has 5 bytes; needs 16"):
+        SharedSettings.parse(url).check()
+    with pytest.raises(ValueError, match=r"cannot read secret_file=.*No such file"):
+        SharedSettings.parse(f"{url}&secret_file={tmp_path}/none").check()
+    (tmp_path / "secret").write_text("0123456789abcdef\n")
+    monkeypatch.setenv("HYBRID_PREFIX_SECRET", "0123456789abcdef")
+    one, same = (SharedSettings.parse(url + more).secret() for more in ("", f"&secret_file={tmp_path}/secret"))
+    monkeypatch.setenv("HYBRID_PREFIX_SECRET", "0123456789abcdeF")
+    assert one == same != SharedSettings.parse(url).secret() and len(one) == 32
+
+
+def test_a_place_that_is_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYBRID_PREFIX_SECRET", "x" * 16)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="file is not a folder"):
+        SharedSettings.parse(f"file://{tmp_path}/file/below?gb=1").check()
+    monkeypatch.setattr(os, "access", lambda path, how: False)  # root may write anywhere
+    with pytest.raises(ValueError, match="cannot write to the folder"):
+        SharedSettings.parse(f"file://{tmp_path}/below?gb=1").check()

@@ -1,0 +1,506 @@
+"""Every operation on KV and states, on views of one memory: the bits are those of contiguous tensors, nothing else is written.
+
+Each also runs on views with more than 2^32 elements from their first to their last. On the CPU the PyTorch versions run. On a GPU
+the kernels run, megatron's too. With TRITON_INTERPRET=1 (``test_interpreted.py``) the kernels run on the host, and an
+overflow of 32-bit integers is an error.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+
+from megatron_hybrid_prefix.ops.checksum import checksum_rows
+from megatron_hybrid_prefix.ops.conv_windows import write_conv_windows
+from megatron_hybrid_prefix.ops.convolution import convolve_from_slots
+from megatron_hybrid_prefix.ops.delta_rule import scan_delta_rule, update_delta_rule
+from megatron_hybrid_prefix.ops.slot_copies import copy_slots
+from megatron_hybrid_prefix.ops.state_passing import pass_states
+from megatron_hybrid_prefix.platform.kernels import attention, attention_cuda, conv, decode, kv_append
+from megatron_hybrid_prefix.tiers.arena import HostArena
+from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
+from tests.harness.one_memory import FAR_PAGE_BYTES, FAR_PAGES, PAGE_BLOCKS, OneMemory, bits, check_same
+from tests.kernels.steps import SLOTS, Step
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+LAYERS, LAYER = 3, 1  # layers of a pool, and the one that an operation gets
+SEEDS = 1 if INTERPRETED else 2
+MAX_REQUESTS, DRAFTS = FAR_PAGES // 4, 2  # their slots are all there are
+PLACES = [
+    *([] if INTERPRETED else [("cpu", "near")]),  # the interpreter takes its time
+    ("cpu", "far"),
+    pytest.param(("cuda", "near"), marks=pytest.mark.gpu),
+    pytest.param(("cuda", "far"), marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(scope="module", params=PLACES, ids="-".join)
+def memory_on_device(request):
+    device, distance = request.param
+    if distance == "near":
+        memory = OneMemory(pages=FAR_PAGES, page_bytes=24 * 1024, device=device)
+    else:
+        need = FAR_PAGES * FAR_PAGE_BYTES
+        if device == "cuda" and torch.cuda.mem_get_info()[0] < 1.1 * need:
+            pytest.skip("needs 22 GiB of a GPU")
+        try:
+            memory = OneMemory(pages=FAR_PAGES, page_bytes=FAR_PAGE_BYTES, device=device, sparse=True)
+        except OSError as error:
+            pytest.skip(f"the system reserves memory that is not written: {error}")
+    return memory, device
+
+
+@pytest.fixture
+def place(memory_on_device):
+    """A memory, and its device. Slots and blocks of a far memory are far apart; a near one is full of NaN."""
+    memory, _ = memory_on_device
+    if memory.page_bytes < FAR_PAGE_BYTES:
+        memory.buffer.fill_(0xFF)
+    return memory_on_device
+
+
+@pytest.fixture
+def kernels(place, monkeypatch):
+    """Megatron's append and functions of a decode, or what the platform has in place of them: by name."""
+    device = place[1]
+    if device == "cpu" and not INTERPRETED:
+        yield {
+            "append": kv_append.triton_append_key_value_cache,
+            "convolve_step": conv.causal_conv1d_update,
+            "update_state": decode.selective_state_update,
+        }
+        return
+    from megatron.core.inference.contexts.fused_kv_append_kernel import triton_append_key_value_cache
+    from megatron.core.ssm.ops.causal_conv1d_triton import causal_conv1d_update
+    from megatron.core.ssm.ops.mamba_ssm import selective_state_update
+
+    from megatron_hybrid_prefix.platform.patches import WIDE_STRIDES
+    from megatron_hybrid_prefix.upstream.rebinding import Applied, apply
+
+    if INTERPRETED:  # what asks for a GPU
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    applied = Applied()
+    apply(WIDE_STRIDES, applied)
+    yield {
+        "narrow": applied.undo,
+        "append": kv_append.triton_append_key_value_cache if INTERPRETED else triton_append_key_value_cache,
+        "convolve_step": causal_conv1d_update,
+        "update_state": selective_state_update,
+    }
+    applied.undo()
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch):
+    """Makes Triton's interpreter check for overflows, use declared types of arguments, and leave tensors where they are."""
+    if not INTERPRETED:
+        return
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter as of_triton
+    from triton.runtime.jit import _normalize_ty
+
+    def arguments(self, positional, named):
+        types = {name: _normalize_ty(kind) for name, kind in self.fn.__annotations__.items()}
+
+        def typed(name, value):
+            if types.get(name) != "i64" or not isinstance(value, int):
+                return value
+            return tl.tensor(of_triton.TensorHandle(np.array([value], np.int64), tl.int64), tl.int64)
+
+        names = [*self.arg_names[: len(positional)], *named]
+        values = [typed(*pair) for pair in zip(names, [*positional, *named.values()], strict=True)]
+        return values[: len(positional)], dict(zip(named, values[len(positional) :], strict=True))
+
+    rewrite = of_triton.InterpretedFunction.rewrite
+
+    def rewrite_with_annotations(self):
+        function = rewrite(self)
+        function.__annotations__.update(self.fn.__annotations__)
+        return function
+
+    monkeypatch.setattr(of_triton.GridExecutor, "_init_args_hst", arguments)
+    monkeypatch.setattr(of_triton.GridExecutor, "_restore_args_dev", lambda *args: None)
+    monkeypatch.setattr(of_triton.InterpretedFunction, "rewrite", rewrite_with_annotations)
+    monkeypatch.setattr(of_triton.interpreter_builder, "options", of_triton.InterpreterOptions(debug=True))
+
+
+def rand(device: str, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
+
+
+def fill(view: torch.Tensor, dim: int, indices: list[int], seed: int = 0) -> None:
+    """Numbers in these slots or blocks; the others stay NaN, or zero where they are far."""
+    at = torch.tensor(indices, device=view.device)
+    shape = list(view.shape)
+    shape[dim] = len(indices)
+    view.index_copy_(dim, at, rand(view.device, *shape, seed=seed, dtype=view.dtype))
+
+
+def far_step(seed: int, device: str, chunk_tokens: int) -> tuple[Step, dict[str, torch.Tensor]]:
+    """A prefill whose slots are the last of the memory; per token, its source and where its sequence starts."""
+    step = Step.draw(seed, chunk_tokens, full=True)
+    last = FAR_PAGES - SLOTS
+    for slots in (step.source_slots, step.live_slots, step.chunk_slots):
+        slots[:] = [slot + last if slot >= 0 else slot for slot in slots]
+    sources, starts = torch.zeros(2, step.bounds[-1], dtype=torch.int32)
+    for number, chunks, _ in step.sequences():
+        span = slice(step.bounds[chunks.start], step.bounds[chunks.stop])
+        sources[span], starts[span] = step.source_slots[number], span.start
+    per_token = {"sources": sources.to(device), "starts": starts.to(device)}
+    return step, per_token
+
+
+SLOT_NAMES = ("first_chunks", "source_slots", "live_slots", "chunk_slots")
+HERE = [FAR_PAGES * PAGE_BLOCKS - 1 - block for block in (0, 7, 3, 40, 41, 2, 100)]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="a platform replaces the kernels")
+def test_these_are_the_views_of_an_engine(platform):
+    from megatron_hybrid_prefix.mcore.state.layout import ModelStates
+    from megatron_hybrid_prefix.mcore.state.memory import StateMemory, own_slots
+    from megatron_hybrid_prefix.pool.layout import SlotLayout, StateComponent, StateLayout
+    from megatron_hybrid_prefix.pool.pages import PageLayout
+    from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory
+
+    components = (
+        StateComponent(name="conv", shape=CONV, dtype="bfloat16"),
+        StateComponent(name="ssm", shape=SSM, dtype="float32"),
+    )
+    slots = SlotLayout((StateLayout(kind="some", layers=LAYERS, components=components),))
+    block = BlockShape(before=(2, LAYERS), after=(4, 2, 8), dtype=torch.bfloat16)
+    own = own_slots(max_requests=2, drafts=DRAFTS)
+    layout = PageLayout.of_buffer(
+        (own + 4) * PAGE_BLOCKS * block.bytes, block_bytes=block.bytes, page_blocks=PAGE_BLOCKS, own_slots=own
+    )
+    shared = SharedMemory(layout, block=block, slots=slots, own_slots=own, device="cpu")
+    states = ModelStates(slots=slots, quanta=(8,), kind_of_layer=("some",) * LAYERS)
+    engine = StateMemory(
+        states,
+        max_requests=2,
+        checkpoint_slots=0,
+        drafts=DRAFTS,
+        block_tokens=16,
+        max_tokens=32,
+        device="cpu",
+        shared=shared,
+    )
+    memory = OneMemory(pages=own + 4, page_bytes=PAGE_BLOCKS * block.bytes, device="cpu")
+    ours = some_states(memory)
+    pairs = [(shared.kv, memory.kv(LAYERS, 4, 2, 8, torch.bfloat16)), (shared.kv_rows, memory.blocks())]
+    pairs += [(engine.pool.tensors[name], ours[name]) for name in ours]
+    pairs += [(engine.drafted[name], memory.drafted(ours[name], 2, DRAFTS)) for name in ours]
+    for one, other in pairs:
+        assert one.storage_offset() == other.storage_offset()
+        strides = zip(one.shape, one.stride(), other.stride(), strict=True)
+        assert all(stride == expected for size, stride, expected in strides if size > 1)
+
+
+# -- KV ----------------------------------------------------------------------------------------------------------------
+
+
+def test_append(place, kernels):
+    memory, device = place
+    kv = memory.kv(LAYERS, 4, 2, 8, torch.bfloat16)
+    key, value = (rand(device, 6, 1, 2, 8, seed=seed, dtype=torch.bfloat16) for seed in (1, 2))
+    blocks = torch.tensor(HERE[:6], dtype=torch.int64, device=device)
+    positions = torch.tensor([0, 1, 2, 3, 0, 1], dtype=torch.int64, device=device)
+    check_same(memory, lambda kv: kernels["append"](LAYER, key, value, kv, 5, blocks, positions), {"kv": kv})
+
+
+def attend_by_triton(q, k, v, starts, lengths, longest, table):
+    from megatron_hybrid_prefix.platform.kernels.attention_triton import paged_attention_triton
+
+    return paged_attention_triton(q, k, v, starts, lengths, None, table)
+
+
+def attend_by_torch(q, k, v, starts, lengths, longest, table):
+    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    return attention.flash_attn_varlen_func(q, k, v, starts, ends, longest, 0, causal=True, block_table=table)
+
+
+def attend_by_torch_on_gpu(q, k, v, starts, lengths, longest, table):
+    return attention_cuda.paged_varlen_attention_cuda(q, k, v, starts, lengths, longest, None, (-1, 0), table)[0]
+
+
+@pytest.mark.parametrize("attend", [attend_by_triton, attend_by_torch, attend_by_torch_on_gpu])
+def test_attention(place, attend):
+    memory, device = place
+    if (attend is attend_by_torch) != (device == "cpu" and not INTERPRETED) or (
+        attend is attend_by_torch_on_gpu and device == "cpu"
+    ):
+        pytest.skip("of the other device")
+    kv = memory.kv(LAYERS, 4, 2, 64, torch.bfloat16) if device == "cuda" else memory.kv(LAYERS, 4, 2, 8, torch.float32)
+    page, dim = kv.shape[3], kv.shape[5]
+    fill(kv, 2, HERE)
+    lengths = torch.tensor([3 * page + 1, 2 * page], device=device)
+    starts = torch.tensor([0, 3, 4], dtype=torch.int32, device=device)
+    table = torch.tensor([HERE[:4], [*HERE[4:6], 0, 0]], dtype=torch.int32, device=device)
+    q = rand(device, 4, 4, dim, seed=3, dtype=kv.dtype)
+    check_same(memory, lambda kv: attend(q, kv[0, LAYER], kv[1, LAYER], starts, lengths, 3, table), {"kv": kv})
+
+
+def test_moves_and_comparisons_of_blocks(place):
+    """A block moves, as `SharedMemory` does it; ``verify_hits`` reads blocks, as `verify_plan` does it."""
+    memory, device = place
+    kv = memory.kv(LAYERS, 4, 2, 8, torch.bfloat16)
+    fill(kv, 2, HERE)
+    ids = partial(torch.tensor, dtype=torch.int64, device=device)
+    rows = memory.blocks()[:, :, : kv[:, :, 0].numel() * 2]  # what lies behind a block's KV is not of it
+
+    def move(kv, rows):
+        copy_slots(rows, rows, ids([HERE[0], -1, HERE[1]]), ids([3, 4, HERE[6]]))
+        return rows[:, ids([3, HERE[6]])], kv.index_select(2, ids(HERE[2:4]))
+
+    check_same(memory, move, {"kv": kv, "rows": rows})
+
+
+# -- states ------------------------------------------------------------------------------------------------------------
+
+CONV, SSM = (10, 4), (4, 3, 8)  # (channels, taps); (heads, channels, width)
+SSM_OF_TRITON = (4, 16, 16)  # a matrix product takes 16 rows and more
+
+
+def some_states(memory: OneMemory, dtype: torch.dtype = torch.bfloat16, ssm: tuple[int, ...] = SSM):
+    return memory.states(LAYERS, conv=(CONV, dtype), ssm=(ssm, torch.float32))
+
+
+def test_copies_of_slots(place):
+    memory, device = place
+    states, ids = some_states(memory), partial(torch.tensor, dtype=torch.int64, device=device)
+    for seed, view in enumerate(states.values()):
+        fill(view, 1, [FAR_PAGES - 1, 7, FAR_PAGES - 4], seed)
+
+    def copy(**states):
+        for view in states.values():
+            copy_slots(view, view, ids([FAR_PAGES - 1, 7, -1]), ids([2, FAR_PAGES - 2, 3]))
+            view[:, ids([FAR_PAGES - 4])] = view.new_zeros(())
+
+    check_same(memory, copy, states)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("drafts", [0, DRAFTS])
+def test_decode_of_mamba2(place, kernels, dtype, drafts):
+    """Tokens of a row write the states after them into slots that lie ``MAX_REQUESTS`` pages apart."""
+    memory, device = place
+    states = some_states(memory, dtype)
+    # The first row is padding: where no states are to be kept, megatron's kernel writes to the first element of its input.
+    slots = torch.tensor([-1, MAX_REQUESTS - 1, 0, 17], device=device)
+    if not drafts:
+        slots = torch.where(slots < 0, slots, FAR_PAGES - 1 - slots)
+    for seed, view in enumerate(states.values()):
+        fill(view, 1, slots[slots >= 0].tolist(), seed)
+    views = dict(states)
+    if drafts:
+        views |= {f"{name}_after": memory.drafted(view, MAX_REQUESTS, drafts) for name, view in states.items()}
+    rows, steps, (heads, channels, width) = len(slots), drafts + 1, SSM
+    x = rand(device, rows, steps, CONV[0], seed=5, dtype=dtype)
+    weight, bias = rand(device, *CONV, seed=6, dtype=dtype), rand(device, CONV[0], seed=7, dtype=dtype)
+    inner = rand(device, rows, steps, heads, channels, seed=8)
+    inputs = {
+        "dt": rand(device, rows, steps, heads, 1, seed=9).expand(-1, -1, -1, channels),
+        "A": -rand(device, heads, 1, 1, seed=10).abs().expand(-1, channels, width),
+        "B": rand(device, rows, steps, 2, width, seed=11),
+        "C": rand(device, rows, steps, 2, width, seed=12),
+    }
+
+    def step(conv, ssm, conv_after=None, ssm_after=None):
+        after = {name: None if view is None else view[LAYER] for name, view in (("c", conv_after), ("s", ssm_after))}
+        return (
+            kernels["convolve_step"](x, conv[LAYER], weight, bias, "silu", slots, after["c"]),
+            kernels["update_state"](
+                ssm[LAYER],
+                inner,
+                **inputs,
+                dt_softplus=True,
+                state_batch_indices=slots,
+                intermediate_ssm_states=after["s"],
+            ),
+        )
+
+    check_same(memory, step, views)
+
+
+@pytest.mark.parametrize("drafts", [0, DRAFTS])
+def test_decode_of_gated_delta_net(place, drafts):
+    memory, device = place
+    states = memory.states(LAYERS, matrix=(SSM, torch.float32))
+    slots = torch.tensor([MAX_REQUESTS - 1, 0, -1, 17], device=device)
+    if not drafts:
+        slots = torch.where(slots < 0, slots, FAR_PAGES - 1 - slots)
+    fill(states["matrix"], 1, slots[slots >= 0].tolist())
+    views = states | ({"after": memory.drafted(states["matrix"], MAX_REQUESTS, drafts)} if drafts else {})
+    rows, steps, (heads, keys, values) = len(slots), drafts + 1, SSM
+    q, k = (rand(device, rows, steps, 2, keys, seed=seed) for seed in (1, 2))
+    v, decay, beta = (
+        rand(device, rows, steps, heads, values, seed=3),
+        -rand(device, rows, steps, heads, seed=4).abs(),
+        rand(device, rows, steps, heads, seed=5).sigmoid(),
+    )
+
+    def step(matrix, after=None):
+        own = None if after is None else after[LAYER]
+        return update_delta_rule(q, k, v, decay, beta, matrix[LAYER], slots, normalise=True, after=own)
+
+    check_same(memory, step, views)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_prefill_of_mamba2(place, seed):
+    memory, device = place
+    states = some_states(memory, torch.float32)
+    step, per_token = far_step(seed, device, 8)
+    for number, view in enumerate(states.values()):
+        fill(view, 1, sorted(set(step.source_slots)), number)
+    slots = step.tensors(device, *SLOT_NAMES)
+    bounds = torch.tensor(step.bounds, dtype=torch.int32, device=device)
+    inputs = rand(device, step.bounds[-1], CONV[0], seed=1)
+    weight, bias = rand(device, *CONV, seed=2), rand(device, CONV[0], seed=3)
+    heads, channels, width = SSM
+    added = rand(device, len(step.lengths), heads, channels * width, seed=4)
+    log_decay = -rand(device, heads, len(step.lengths), 8, seed=5).abs()
+
+    def prefill(conv, ssm):
+        convolved = convolve_from_slots(inputs, conv[LAYER], weight, bias, **per_token)
+        write_conv_windows(inputs, conv[LAYER], chunk_bounds=bounds, **slots)
+        before = pass_states(added, log_decay, ssm[LAYER], **slots)
+        return convolved, before[: step.first_chunks[-2]]
+
+    check_same(memory, prefill, states)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_prefill_of_gated_delta_net(place, seed):
+    memory, device = place
+    states = memory.states(LAYERS, conv=(CONV, torch.float32), matrix=(SSM_OF_TRITON, torch.float32))
+    step, per_token = far_step(seed, device, 64)
+    for number, view in enumerate(states.values()):
+        fill(view, 1, sorted(set(step.source_slots)), number)
+    slots = step.tensors(device, *SLOT_NAMES)
+    bounds = torch.tensor(step.bounds, dtype=torch.int32, device=device)
+    tokens, (heads, keys, values) = step.bounds[-1], SSM_OF_TRITON
+    inputs, weight = rand(device, tokens, CONV[0], seed=1), rand(device, *CONV, seed=2)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32  # these kernels take minutes to compile for float32
+    q, k = (rand(device, tokens, 2, keys, seed=seed, dtype=dtype) for seed in (3, 4))
+    v, decay = rand(device, tokens, heads, values, seed=5, dtype=dtype), -rand(device, tokens, heads, seed=6).abs()
+    beta = rand(device, tokens, heads, seed=7).sigmoid()
+
+    def prefill(conv, matrix):
+        convolved = convolve_from_slots(inputs, conv[LAYER], weight, None, **per_token)
+        write_conv_windows(inputs, conv[LAYER], chunk_bounds=bounds, **slots)
+        return convolved, scan_delta_rule(
+            q, k, v, decay, beta, matrix[LAYER], normalise=True, chunk_bounds=bounds, **slots
+        )
+
+    check_same(memory, prefill, states)
+
+
+def test_drafts_of_a_plugins_layer(place, request):
+    """Drafts are left to `SlotLayer`: one `slot_decode` after another."""
+    memory, device = place
+    if device == "cpu" and not INTERPRETED:
+        request.getfixturevalue("platform")  # before megatron is imported
+    from megatron_hybrid_prefix.layers.slot_layer import SlotLayer
+
+    class Adding(SlotLayer):
+        def slot_decode(self, inputs, states, slots):
+            states["sum"][slots[slots >= 0]] += inputs[slots >= 0]
+            return inputs
+
+        def slot_prefill(self, inputs, states, step):
+            raise NotImplementedError
+
+    states = memory.states(LAYERS, sum=((16,), torch.float32))
+    slots = torch.tensor([MAX_REQUESTS - 1, -1, 3], device=device)
+    fill(states["sum"], 1, [MAX_REQUESTS - 1, 3])
+    inputs = rand(device, 3, DRAFTS + 1, 16)
+
+    def step(sum, after):
+        return Adding().slot_decode_drafts(inputs, {"sum": sum[LAYER]}, slots, {"sum": after[LAYER]})
+
+    check_same(memory, step, states | {"after": memory.drafted(states["sum"], MAX_REQUESTS, DRAFTS)})
+
+
+# -- the host ----------------------------------------------------------------------------------------------------------
+
+
+def test_checksums_of_slots(place):
+    memory, _ = place
+    fill(some_states(memory)["ssm"], 1, [FAR_PAGES - 1, FAR_PAGES - 2])
+    words = memory.buffer.view(torch.int64).view(FAR_PAGES, -1)[-2:, :100]  # a part of the last pages
+    check_same(memory, checksum_rows, {"rows": words})
+
+
+@pytest.mark.parametrize("kind", EntryKind)
+def test_to_the_host_and_back(place, kind):
+    """KV as whole blocks, states by component."""
+    memory, device = place
+    kv, states = memory.blocks()[:, :, :4096], list(some_states(memory).values())
+    entry, other = (HERE[0], HERE[3]) if kind == EntryKind.KV else (FAR_PAGES - 1, FAR_PAGES - 5)
+    own = [kv] if kind == EntryKind.KV else states
+    for seed, view in enumerate(own):
+        numbers = torch.randint(-99, 99, (len(view), 1, *view.shape[2:]), generator=torch.Generator().manual_seed(seed))
+        view[:, [entry]] = numbers.to(device, view.dtype)
+    arena = HostArena(
+        lambda: {EntryKind.KV: [kv], EntryKind.STATE: states},
+        pages=8,
+        page_bytes=4096,
+        pages_of=dict.fromkeys(EntryKind, 2),
+        device=device,
+    )
+    tag = Tag(kind=kind, key=b"k", depth_tokens=1, epoch=0)
+    arena.carry_out([BlockTransfer(source=DEVICE, target=HOST, pages=(3, 5), tag=tag, device_id=entry)])
+    arena.wait_for_stores()
+    load = BlockTransfer(source=HOST, target=DEVICE, pages=(3, 5), tag=tag, device_id=other, load_id=0)
+    arena.carry_out([load])
+    arena.wait_for_load(0)
+    arena.finish()
+    assert not arena.has_failed(0)
+    for view in own:
+        assert torch.equal(bits(view[:, entry]), bits(view[:, other]))
+    arena.close()
+
+
+# -- what would overflow -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="only Triton's interpreter checks for overflows")
+@pytest.mark.parametrize("which", [0, 1], ids=["convolution", "state"])
+def test_megatrons_own_decode_overflows(place, kernels, which):
+    """`WIDE_STRIDES` is needed: without it the addresses of drafted tokens are wrong."""
+    memory, _ = place
+    states, slots = some_states(memory, torch.float32), torch.tensor([0])
+    conv_after, ssm_after = (memory.drafted(view, MAX_REQUESTS, DRAFTS)[LAYER] for view in states.values())
+    assert conv_after.stride(1) < 2**31 <= DRAFTS * conv_after.stride(1)
+    steps, (heads, channels, width) = DRAFTS + 1, SSM
+
+    def run():
+        if which == 0:
+            weight = torch.ones(CONV)
+            kernels["convolve_step"](
+                torch.ones(1, steps, CONV[0]), states["conv"][LAYER], weight, None, "silu", slots, conv_after
+            )
+        else:
+            x = torch.ones(1, steps, heads, channels)
+            a, b = -torch.ones(heads, channels, width), torch.ones(1, steps, 1, width)
+            kernels["update_state"](
+                states["ssm"][LAYER],
+                x,
+                x,
+                a,
+                b,
+                b,
+                state_batch_indices=slots,
+                intermediate_ssm_states=ssm_after,
+            )
+
+    run()
+    kernels["narrow"]()
+    with pytest.raises(Exception, match="overflow"):
+        run()
