@@ -8,12 +8,12 @@ memory it reads into the page.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -116,8 +116,10 @@ class BackgroundMoves:
             for count, work in ((_WRITERS, _write), (tier.threads, _read))
             for _ in range(count)
         ]
-        # Also when the process ends: threads that are in the middle of a copy then would abort it.
-        self._end = weakref.finalize(self, _end, shared, threads)
+        self._threads = threads
+        self._close = weakref.finalize(self, _end_of_work, shared, len(threads))
+        self._close.atexit = False  # see `_at_exit`
+        _LIVING.add(self)
         for thread in threads:
             thread.start()
 
@@ -156,8 +158,20 @@ class BackgroundMoves:
         return all([batch.wait(late - time.monotonic()) for batch in self._stores])
 
     def close(self) -> None:
-        """End the threads, each after its current entry."""
-        self._end()
+        """End the threads, once they have written all entries."""
+        self._close()
+
+    def finish(self) -> None:
+        """The process ends: write what can be written in the time that a request may wait, and end the threads.
+
+        A thread that is in the middle of a copy when the interpreter is gone would abort the process.
+        """
+        self.drain(self._shared.tier.wait_s)
+        self._shared.ended = True
+        self._close()
+        late = time.monotonic() + _END_S
+        for thread in self._threads:
+            thread.join(max(0.0, late - time.monotonic()))
 
     @property
     def refused(self) -> int:
@@ -182,16 +196,19 @@ def wait_for(jobs: Iterable[Job], seconds: float) -> None:
         batch.wait(late - time.monotonic())
 
 
-def _end(shared: _Shared, threads: Sequence[threading.Thread]) -> None:
-    shared.ended = True
+_LIVING: weakref.WeakSet[BackgroundMoves] = weakref.WeakSet()
+
+
+@atexit.register
+def _at_exit() -> None:
+    for moves in list(_LIVING):
+        moves.finish()
+
+
+def _end_of_work(shared: _Shared, threads: int) -> None:
     for queue in (shared.stores, shared.loads):
-        for _ in threads:
+        for _ in range(threads):
             queue.put(None)
-    late = time.monotonic() + _END_S
-    for thread in threads:
-        if thread is not threading.current_thread():
-            with suppress(RuntimeError):  # it was never started
-                thread.join(max(0.0, late - time.monotonic()))
 
 
 def finish(queue_finish: Callable[[Mark], None], mark: Mark) -> Callable[[], None]:
