@@ -109,7 +109,7 @@ class BackgroundMoves:
 
     def __init__(self, tier: SharedTier, largest_bytes: int) -> None:
         shared = self._shared = _Shared(tier)
-        self._of_page: dict[int, Job] = {}  # jobs that may still touch a page
+        self._of_page: dict[int, list[Job]] = {}  # jobs that may still touch a page
         self._stores: list[Batch] = []
         threads = [
             threading.Thread(target=_serve, args=(shared, work, largest_bytes), name=work.__name__, daemon=True)
@@ -133,13 +133,15 @@ class BackgroundMoves:
         self._start(self._shared.loads, list(jobs))
 
     def _start(self, queue: SimpleQueue[Job | None], jobs: list[Job]) -> Batch:
-        for page, job in list(self._of_page.items()):
-            if job.is_over:
+        for page, of_page in list(self._of_page.items()):
+            of_page[:] = [job for job in of_page if not job.is_over]
+            if not of_page:
                 del self._of_page[page]
         batch = Batch(len(jobs))
         for job in jobs:
             job.batch = batch
-            self._of_page.update(dict.fromkeys(job.pages, job))
+            for page in job.pages:
+                self._of_page.setdefault(page, []).append(job)
         for job in jobs:
             queue.put(job)
         return batch
@@ -147,10 +149,13 @@ class BackgroundMoves:
     def overwrite(self, pages: Iterable[int]) -> None:
         """These pages are about to get other bytes."""
         for page in pages:
-            job = self._of_page.pop(page, None)
-            if job is not None:
+            for job in self._of_page.pop(page, ()):
                 with job.lock:
                     job.cancelled = True
+
+    def is_moving(self, tag: Tag, page: int) -> bool:
+        """Whether a job with this tag uses the page and is not over."""
+        return any(job.tag == tag and not job.is_over for job in self._of_page.get(page, ()))
 
     def drain(self, seconds: float) -> bool:
         """Wait until all entries are written, at most this long. Returns whether they are."""
