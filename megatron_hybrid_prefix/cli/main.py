@@ -61,7 +61,7 @@ def usage() -> str:
         "  hybrid-prefix serve --preset tiny --port 8000",
         '  hybrid-prefix generate "Hello" --preset tiny',
         '  hybrid-prefix generate "Once upon a time" --hf ./Nemotron-H-8B',
-        "  hybrid-prefix plan nemotron-h-8b --mamba-gb 20 --buffer-gb 20",
+        "  hybrid-prefix plan nemotron-h-8b --cache-gb 40",
         "  hybrid-prefix replay --help",
     ]
     return "\n".join(lines)

@@ -484,7 +484,10 @@ def run(argv: Sequence[str], interrupt: Interrupt) -> int:
         names = ", ".join(path.name for path in args.traces)
         workload = f"{printable(names)}: {len(trace.requests):,} requests, {trace.prompt_tokens:,} prompt tokens, "
         workload += "KV unlimited." if blocks is None else f"{blocks:,} KV blocks."
-        write_whole(args.plot, lambda part: save_plot(part, slots, _shares(runs, slots), ceiling, workload))
+        shares = _shares(runs, slots)
+        if bounds:
+            shares.append(("no rule reuses more", [bound.bound_tokens / trace.prompt_tokens for bound in bounds]))
+        write_whole(args.plot, lambda part: save_plot(part, slots, shares, ceiling, workload))
         console.print(f"wrote {args.plot}", markup=False, soft_wrap=True)
     return 0
 

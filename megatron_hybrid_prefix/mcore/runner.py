@@ -196,11 +196,13 @@ def check_fits(engine: DynamicInferenceEngine, prompt_tokens: int, num_tokens_to
         )
     total_tokens = limit if num_tokens_to_generate is None else min(prompt_tokens + num_tokens_to_generate, limit)
     need_blocks = ceil_div(total_tokens, context.block_size_tokens)
-    have_blocks = block_counts(context.kv_block_allocator).active
+    have_blocks, knob = block_counts(context.kv_block_allocator).active, "buffer_size_gb or lower max_requests"
+    if getattr(context, "layout", None) is not None:  # one memory for KV and states
+        have_blocks, knob = context.prefix_cache.blocks.most_per_request, "cache_gb"
     if need_blocks > have_blocks:
         raise ValueError(
             f"{prompt_tokens} prompt tokens and {total_tokens - prompt_tokens} to generate need {need_blocks} KV blocks "
-            f"of {context.block_size_tokens} tokens, there are {have_blocks}: raise buffer_size_gb or lower max_requests"
+            f"of {context.block_size_tokens} tokens, there are {have_blocks}: raise {knob}"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import os
 import warnings
@@ -43,14 +42,17 @@ def build_hybrid_model(
             of the weights. Nothing is downloaded.
         platform: What `ensure_platform` returned; by default the running platform (tp=1, pp=1 where none runs).
         on_read: As of `load_hf_weights`.
-        **overrides: Fields of megatron's ``TransformerConfig``, such as ``cuda_graph_impl="local"``.
+        **overrides: Fields of megatron's ``TransformerConfig``, such as ``cuda_graph_impl="local"``. ``transformer_impl`` is
+            "transformer_engine" or "local" (megatron-core's own linear layers and PyTorch's norms); by default Transformer
+            Engine on a GPU where it is installed.
 
     Returns:
         The model in ``eval`` mode on the platform's device; its dimensions are ``model.hybrid_config``.
 
     Raises:
-        ValueError: Unknown preset, dimensions that this tp/pp/ep cannot shard, CUDA graphs that cannot be captured, or fields
-            that do not go with this package's experts. With ``hf``, also as of `open_folder` and `load_hf_weights`.
+        ValueError: Unknown preset, dimensions that this tp/pp/ep cannot shard, CUDA graphs that cannot be captured, layers
+            that this machine does not have, or fields that do not go with this package's experts. With ``hf``, also as of
+            `open_folder` and `load_hf_weights`.
     """
     if preset_or_config is None and hf is None:
         raise ValueError("build_hybrid_model needs a preset, dimensions, or hf=FOLDER")
@@ -67,6 +69,7 @@ def build_hybrid_model(
         check_layer(overrides)
         if overrides.get("cuda_graph_impl", "none") != "none":
             check_capture(getattr(torch, config.dtype), platform.ep, platform.device)
+    use_te = _use_transformer_engine(overrides.get("transformer_impl"), platform)
     staged_pattern = config.check_parallel(tp=platform.tp, pp=platform.pp, ep=platform.ep)
 
     from megatron.core import parallel_state
@@ -76,7 +79,7 @@ def build_hybrid_model(
 
     model = HybridModel(
         config=_transformer_config(config, platform, overrides),
-        hybrid_stack_spec=_layer_specs(config, platform),
+        hybrid_stack_spec=_layer_specs(config, use_te=use_te),
         vocab_size=config.vocab_size,
         max_sequence_length=config.max_sequence_length,
         hybrid_layer_pattern="/".join([staged_pattern, *[config.mtp_layer_pattern] * config.mtp_num_layers]),
@@ -89,6 +92,8 @@ def build_hybrid_model(
         rotary_percent=config.rotary_fraction,
     )
     model.hybrid_config = config
+    if platform.has_transformer_engine and not use_te:
+        _use_local_final_norm(model)
     model.requires_grad_(False)
     model.to(platform.device)
     for module in model.modules():
@@ -214,16 +219,56 @@ def _recurrent_fields(config: HybridModelConfig) -> dict[str, int]:
     return fields
 
 
-def _layer_specs(config: HybridModelConfig, platform: Platform) -> Any:
-    if platform.has_transformer_engine:
-        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+def _use_transformer_engine(transformer_impl: str | None, platform: Platform) -> bool:
+    if transformer_impl is None:
+        return platform.has_transformer_engine
+    if transformer_impl not in ("transformer_engine", "local"):
+        raise ValueError(f"transformer_impl={transformer_impl!r}: use 'transformer_engine' or 'local'")
+    if transformer_impl == "transformer_engine" and not platform.has_transformer_engine:
+        raise ValueError("transformer_impl='transformer_engine' needs a GPU and an installed Transformer Engine")
+    return transformer_impl == "transformer_engine"
 
-        spec = copy.deepcopy(hybrid_stack_spec)
-        spec.submodules.moe_layer.submodules.mlp = _experts_spec(config.num_moe_experts, use_te=True)
+
+def _use_local_final_norm(model: Any) -> None:
+    """Where Transformer Engine is installed, megatron's ``HybridStack`` takes its norm as the final one, whatever the spec."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    stack = model.decoder
+    if hasattr(stack, "final_norm"):
+        stack.final_norm = WrappedTorchNorm(
+            config=stack.config, hidden_size=stack.config.hidden_size, eps=stack.config.layernorm_epsilon
+        )
+
+
+def _layer_specs(config: HybridModelConfig, *, use_te: bool) -> Any:
+    if use_te:
+        spec = _te_layer_specs(config.num_moe_experts, qk_norm=config.qk_norm)
     else:
         spec = local_layer_specs(config.num_moe_experts, qk_norm=config.qk_norm)
-    spec.submodules.mamba_layer.submodules.mixer.params |= {"chunk_size": config.chunk_size, "d_conv": config.d_conv}
-    return spec
+    mamba = spec.submodules.mamba_layer
+    mixer = dataclasses.replace(
+        mamba.submodules.mixer, params={"chunk_size": config.chunk_size, "d_conv": config.d_conv}
+    )
+    return _with(spec, mamba_layer=_with(mamba, mixer=mixer))
+
+
+def _with(spec: Any, **submodules: Any) -> Any:
+    """A copy of megatron's ``ModuleSpec`` with other submodules; the spec itself is shared by all models."""
+    return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, **submodules))
+
+
+def _te_layer_specs(num_moe_experts: int, *, qk_norm: bool) -> Any:
+    """Megatron's spec of hybrid models, with this package's experts; arguments as of `local_layer_specs`."""
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+    from megatron_hybrid_prefix.upstream.packages import TENorm
+
+    attention = hybrid_stack_spec.submodules.attention_layer
+    if qk_norm:  # megatron's spec has no such norms, and attention is built without them where the config asks for them
+        normed = _with(attention.submodules.self_attention, q_layernorm=TENorm, k_layernorm=TENorm)
+        attention = _with(attention, self_attention=normed)
+    moe = _with(hybrid_stack_spec.submodules.moe_layer, mlp=_experts_spec(num_moe_experts, use_te=True))
+    return _with(hybrid_stack_spec, attention_layer=attention, moe_layer=moe)
 
 
 def _experts_spec(num_moe_experts: int, *, use_te: bool) -> Any:

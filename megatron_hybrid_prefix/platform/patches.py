@@ -3,11 +3,12 @@
 Each group but the last applies only if the part is missing:
   * `HOST_*`                  no CUDA device: ``torch.cuda`` describes the CPU, pinning is skipped, kernels are PyTorch.
   * `MAMBA_PARTS`             mamba-ssm or causal-conv1d missing or too old: the parts that dynamic inference uses.
-  * `MAMBA_TRAINING`          mamba-ssm, causal-conv1d or their compiled extensions missing: the mixer trains with PyTorch.
+  * `MAMBA_TRAINING`          mamba-ssm, causal-conv1d or their compiled extensions missing: the mixer trains, and predicts drafts,
+                              with PyTorch.
   * `NO_MAMBA_SSM`            no mamba-ssm: the mixer can be built; static batching raises an error that says what to install.
   * `NO_FLA`                  no flash-linear-attention: likewise for Gated DeltaNet layers.
   * `*GATHERING_ATTENTION`    no flash-attention of any generation: attention gathers the pages.
-  * `NO_TRANSFORMER_ENGINE`   the one norm that upstream's hybrid stack hard-codes.
+  * `NO_TRANSFORMER_ENGINE`   no Transformer Engine, or no CUDA device for it: what upstream calls of it whatever the layers are.
   * `WIDE_STRIDES`            a CUDA device: kernels of a decode address states with 64 bits.
 Placeholders replace compiled modules that mamba-ssm and causal-conv1d import and that the dynamic path never calls.
 """
@@ -116,10 +117,6 @@ def _raises(message: str) -> Callable[[Any], Any]:
     return _replace_by(raise_import_error)
 
 
-_needs_mamba_ssm = _raises(
-    "static batching of Mamba layers needs mamba-ssm and causal-conv1d: "
-    "pip install --no-build-isolation 'megatron-hybrid-prefix[mamba]'"
-)
 _needs_fla = _raises(
     "Gated DeltaNet layers outside of this package's dynamic engine, as in training, need flash-linear-attention: "
     "pip install fla-core"
@@ -159,6 +156,12 @@ MAMBA_TRAINING = (
         make=_kernel("training", "mamba_split_conv1d_scan_combined"),
         why="training calls it, and it calls compiled extensions; this one is differentiable PyTorch, for small models",
     ),
+    Rebinding(
+        owner=modules.MAMBA_MIXER,
+        name="causal_conv1d_fn",
+        make=_replace_by(None),
+        why="a compiled extension, called by layers that predict drafts; megatron uses PyTorch where it is None",
+    ),
 )
 NO_MAMBA_SSM = (
     Rebinding(
@@ -167,7 +170,12 @@ NO_MAMBA_SSM = (
         make=_replace_by(True),
         why="the mixer's constructor requires mamba-ssm",
     ),
-    Rebinding(owner=modules.MAMBA_MIXER, name="mamba_chunk_scan_combined", make=_needs_mamba_ssm, why=_NOT_DYNAMIC),
+    Rebinding(
+        owner=modules.MAMBA_MIXER,
+        name="mamba_chunk_scan_combined",
+        make=_kernel("training", "mamba_chunk_scan_combined"),
+        why="layers that predict drafts call it; static batching gets a clear error",
+    ),
 )
 
 
@@ -331,6 +339,12 @@ NO_TRANSFORMER_ENGINE = (
         name="TENorm",
         make=_torch_norm,
         why="HybridStack hard-codes Transformer Engine's norm as its final norm",
+    ),
+    Rebinding(
+        owner=modules.MOE_UTILS,
+        name="te_general_gemm",
+        make=_replace_by(None),
+        why="routers multiply with Transformer Engine where it is installed, also on a CPU; with PyTorch where it is None",
     ),
 )
 

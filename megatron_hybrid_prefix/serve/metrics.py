@@ -34,10 +34,14 @@ _HELP = {
     "waiting_requests": "Requests that the engine has not admitted",
     "kv_blocks": "KV blocks of the engine",
     "kv_blocks_available": "KV blocks that are free or can be evicted",
-    "slots": "Checkpoint slots",
-    "slots_used": "Checkpoint slots in use, including those that a forward is writing",
-    "bytes_budget": "Bytes of all checkpoint slots",
-    "bytes_used": "Bytes of the checkpoint slots in use",
+    "slots": "Checkpoint slots; with one budget the pages that can hold a state",
+    "slots_used": "Checkpoint slots in use, including those that a forward is writing; with one budget also of running requests",
+    "bytes_budget": "Bytes of all checkpoint slots; with one budget those of KV, too",
+    "bytes_used": "Bytes of the slots in use",
+    "memory_bytes": "Bytes of the one budget for KV and states, by owner, on this rank",
+    "memory_page_bytes": "Bytes of a page: what one state takes, on this rank",
+    "memory_pages_changed": "Pages that changed from KV to states, and from states to KV",
+    "memory_blocks_moved": "KV blocks moved to empty a page for a state",
     "prompt_tokens": "Tokens of all admitted prompts; a preempted request counts twice",
     "computed_prompt_tokens": "Prompt tokens computed by forwards that succeeded",
     "checkpoints_published": "States that became matchable",
@@ -149,6 +153,7 @@ class ServerMetrics:
             for name, value in snapshot["gauges"].items():
                 families.add(GaugeMetricFamily, name, value, labels)
             add_prefix_metrics(families, snapshot["prefix_stats"], labels)
+            add_memory_metrics(families, snapshot["memory"], labels)
         yield from families
 
 
@@ -214,6 +219,38 @@ def add_prefix_metrics(families: Families, stats: dict[str, Any], labels: dict[s
             families.add(CounterMetricFamily, name, value, labels)
 
 
+def add_memory_metrics(families: Families, memory: dict[str, Any] | None, labels: dict[str, str]) -> None:
+    """Adds the metrics of `memory_snapshot`. Arguments as in `add_prefix_metrics`; no metrics with a fixed split."""
+    if memory is None:
+        return
+    for owner, count_bytes in memory["bytes"].items():
+        families.add(GaugeMetricFamily, "memory_bytes", count_bytes, {"owner": owner} | labels)
+    families.add(GaugeMetricFamily, "memory_page_bytes", memory["page_bytes"], labels)
+    for owner, pages in memory["pages_changed"].items():
+        families.add(CounterMetricFamily, "memory_pages_changed", pages, {"to": owner} | labels)
+    families.add(CounterMetricFamily, "memory_blocks_moved", memory["blocks_moved"], labels)
+
+
+def memory_snapshot(context: Any) -> dict[str, Any] | None:
+    """Who uses the memory that KV and states share, in bytes of this rank. None with a fixed split. O(blocks)."""
+    use, layout = context.prefix_cache.inspect.memory_use(), context.layout
+    if use is None:
+        return None
+    blocks = {
+        "kv_running": use.held_blocks,
+        "kv_cached": use.cached_blocks,
+        "states_running": use.live_slots * layout.page_blocks,
+        "checkpoints": (use.state_pages - use.live_slots) * layout.page_blocks,
+        "free": use.free_blocks,
+    }
+    return {
+        "bytes": {owner: count * layout.block_bytes for owner, count in blocks.items()},
+        "page_bytes": layout.page_bytes,
+        "pages_changed": {"states": use.pages_to_states, "kv": use.pages_to_kv},
+        "blocks_moved": use.moved_blocks,
+    }
+
+
 def engine_snapshot(engine: Any) -> dict[str, Any]:
     """Statistics and gauges of an engine, for `ServerMetrics`. Call it in the engine's thread."""
     from megatron_hybrid_prefix.upstream.blocks import available_blocks, block_counts  # imports megatron
@@ -224,6 +261,7 @@ def engine_snapshot(engine: Any) -> dict[str, Any]:
     slot_bytes = stats["bytes_budget"] / stats["slots_total"] if stats["slots_total"] else 0
     return {
         "prefix_stats": stats,
+        "memory": memory_snapshot(context),
         "gauges": {
             "running_requests": int(context.total_request_count),
             "waiting_requests": len(engine.waiting_request_ids),

@@ -187,10 +187,12 @@ class ReplicaLoop(Backend):
                         await self._snapshot_came.wait()
         found: dict[str, dict[str, Any]] = {}
         for replica in range(self._board.replicas):
-            _, snapshot = self._snapshots.get(replica, (0, {"prefix_stats": {}, "gauges": {}}))
+            _, snapshot = self._snapshots.get(replica, (0, {"prefix_stats": {}, "gauges": {}, "memory": None}))
             is_lost = replica in self._lost
-            gauges = {} if is_lost else snapshot["gauges"]
-            found[str(replica)] = snapshot | {"gauges": gauges | {"replica_up": float(not is_lost)}}
+            if is_lost:
+                memory = snapshot["memory"]
+                snapshot = snapshot | {"gauges": {}, "memory": memory and memory | {"bytes": {}}}
+            found[str(replica)] = snapshot | {"gauges": snapshot["gauges"] | {"replica_up": float(not is_lost)}}
         return found
 
     def _have_snapshots(self, number: int) -> bool:

@@ -1,7 +1,7 @@
 """`HostArena`: runs transfers between the device and pinned host memory, and verifies what is loaded.
 
 On the device an entry is spread over all layers; on the host it is contiguous. A store gathers entries into a staging buffer
-on the device and copies that to the host in few large copies. A load does the reverse. Stores and loads use one stream
+on the device and copies that to the host in few large copies. A load does the reverse, in two halves of a buffer. Stores and loads use one stream
 each, because the host link has two directions. What overwrites a stored block (a forward, a load) waits for the gather only,
 not for the copies to the host.
 
@@ -88,13 +88,14 @@ class HostArena:
             self._unpin.atexit = False
         self.stores, self.loads = (DeviceQueue(self._device) if on_gpu else HostQueue() for _ in range(2))
         most_bytes = max(self._row_bytes.values(), default=0)
+        # Each holds an entry at least; that of loads has two halves.
         self._store_staging, self._load_staging = (
             torch.zeros(
-                max(1, min(size, pages * page_bytes) // max(1, most_bytes)) * most_bytes,
+                max(parts, min(size, pages * page_bytes) // max(1, most_bytes) // parts * parts) * most_bytes,
                 dtype=torch.uint8,
                 device=self._device,
             )
-            for size in (STORE_STAGING_BYTES, LOAD_STAGING_BYTES)
+            for size, parts in ((STORE_STAGING_BYTES, 1), (LOAD_STAGING_BYTES, 2))
         )
         self._sums = torch.zeros(max(1, pages), dtype=torch.int64, device=self._device)  # by first page
         self._background: BackgroundMoves | None = None
@@ -149,8 +150,9 @@ class HostArena:
             elif source == HOST:
                 self._begin_stores(self._background, run)
             else:
-                self._overwrite(run)
-                self._begin_fetches(self._background, run)
+                for different in _without_shared_pages(run):
+                    self._overwrite(different)
+                    self._begin_fetches(self._background, different)
 
     def _run_stores(self, units: Sequence[BlockTransfer]) -> None:
         places = [place for unit in units for place in _places(unit)]
@@ -160,8 +162,12 @@ class HostArena:
         touched = set().union(*self._in_flight.values())
         after = self._last_load if any(_places(unit) & touched for unit in units) else None
         with self.stores.running(after):
-            for batch in self._batches(units, self._store_staging):
-                self._try(self._store, batch)
+            for batches in self._rounds(units):
+                # The model waits for the last gather: so gather all of them before anything goes to the host.
+                gathered = [(batch, start) for batch, start in batches if self._try(self._gather, batch, start)]
+                self._gathered = self.stores.mark()
+                for batch, start in gathered:
+                    self._try(self._store, batch, start)
             if self._sums_seen is not self._sums:
                 self._sums_seen.copy_(self._sums, non_blocking=True)
             self._stored = self.stores.mark()
@@ -176,8 +182,9 @@ class HostArena:
                 self._new_pages.clear()
             loads = sorted({unit.load_id for unit in units if unit.load_id is not None})
             self._bad_rows[self._ids([load % _LOADS for load in loads])] = 0
-            for batch in self._batches(units, self._load_staging):
-                self._try(self._load, batch)
+            half_bytes = len(self._load_staging) // 2
+            for number, batch in enumerate(self._batches(units, half_bytes)):
+                self._try(self._load, batch, number % 2)
             self._bad_rows_seen.copy_(self._bad_rows, non_blocking=True)
             self._last_load = self.loads.mark()
             for unit in units:
@@ -206,7 +213,15 @@ class HostArena:
             self._behind_stats.seconds_waited += time.perf_counter() - start
         if not all(job.is_over for job in coming):
             return None
-        return all([self._take(unit, parts) for unit, parts in jobs.items()])
+        found = {unit: checksum for unit, parts in jobs.items() if (checksum := _checksum_of(parts)) is not None}
+        if found:
+            pages = [unit.pages[0] for unit in found]
+            sums = torch.tensor([checksum ^ unit.tag.digest for unit, checksum in found.items()])
+            self._sums[self._ids(pages)] = sums.to(self._device)
+            self._sums_seen[pages] = sums
+            self._tags |= {unit.pages[0]: unit.tag for unit in found}
+            self._behind_stats.bytes_loaded += sum(self._entry_bytes(unit.tag.kind) for unit in found)
+        return len(found) == len(jobs)
 
     def drain(self, seconds: float) -> bool:
         """Wait until the shared tier has been given all entries, at most this long. Returns whether it has."""
@@ -259,6 +274,8 @@ class HostArena:
             if self._tags.get(first) != unit.tag:
                 self._behind_stats.full += 1
                 continue
+            if background.is_moving(unit.tag, first):
+                continue  # offered twice
             size = self._entry_bytes(unit.tag.kind)
             job = Job(unit.tag, size, unit.pages, self._views([unit], size), (after,))
             job.checksum = lambda first=first, digest=unit.tag.digest: int(self._sums_seen[first]) ^ digest
@@ -269,7 +286,7 @@ class HostArena:
         after = (finish(self.stores.finish, self._stored), finish(self.loads.finish, self._last_load))
         jobs = []
         for unit in units:
-            self._tags.pop(unit.pages[0], None)  # set again by `_take`
+            self._tags.pop(unit.pages[0], None)  # set again by `fetched`
             size, step = self._entry_bytes(unit.tag.kind), max(1, PART_BYTES // self.page_bytes)
             for at in range(0, len(unit.pages), step):
                 pages, start = unit.pages[at : at + step], at * self.page_bytes
@@ -282,18 +299,6 @@ class HostArena:
 
     def _views(self, units: Sequence[BlockTransfer], size: int) -> list[tuple[int, torch.Tensor]]:
         return [(start, self._host(page, length)) for start, page, length in self._pieces(units, size)]
-
-    def _take(self, unit: BlockTransfer, parts: Sequence[Job | None]) -> bool:
-        """Notes an entry whose parts threads have read. False: it is not complete."""
-        sums = {None if part is None or part.cancelled or not part.found else part.checksum for part in parts}
-        (checksum, *others) = sums
-        if others or not isinstance(checksum, int):
-            return False
-        first = unit.pages[0]
-        self._sums[first] = self._sums_seen[first] = checksum ^ unit.tag.digest
-        self._tags[first] = unit.tag
-        self._behind_stats.bytes_loaded += self._entry_bytes(unit.tag.kind)
-        return True
 
     # -- a tier behind the host, at once -------------------------------------------------------------------------------
 
@@ -352,15 +357,20 @@ class HostArena:
         self._tags |= {unit.pages[0]: unit.tag for unit, *_ in given}
         self._behind_stats.bytes_loaded += size * len(given)
 
-    def _try(self, move: Callable[[Sequence[BlockTransfer]], None], batch: Sequence[BlockTransfer]) -> None:
+    def _try(
+        self, move: Callable[[Sequence[BlockTransfer], int], None], batch: Sequence[BlockTransfer], at: int
+    ) -> bool:
+        """Calls ``move(batch, at)``; returns whether it succeeded."""
         try:
-            move(batch)
+            move(batch, at)
         except (RuntimeError, OSError) as error:
             logger.error("a copy of %d %s failed: %s", len(batch), _kinds(batch[0]), error)
             for unit in batch:
                 self._tags.pop(unit.pages[0], None)
                 if unit.load_id is not None:
                     self._failed.add(unit.load_id)
+            return False
+        return True
 
     def wait_for_stores(self) -> None:
         """The model's later launches run after all stores have read their entries."""
@@ -400,13 +410,27 @@ class HostArena:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _batches(self, units: Sequence[BlockTransfer], staging: torch.Tensor) -> Iterator[list[BlockTransfer]]:
-        """Consecutive transfers of one kind that fit the staging buffer and write to different places."""
+    def _rounds(self, units: Sequence[BlockTransfer]) -> Iterator[list[tuple[list[BlockTransfer], int]]]:
+        """Batches that fit the staging buffer of stores together, each with its place there."""
+        batches: list[tuple[list[BlockTransfer], int]] = []
+        used = 0
+        for batch in self._batches(units, len(self._store_staging)):
+            size = len(batch) * self._row_bytes[batch[0].tag.kind]
+            if batches and used + size > len(self._store_staging):
+                yield batches
+                batches, used = [], 0
+            batches.append((batch, used))
+            used += size
+        if batches:
+            yield batches
+
+    def _batches(self, units: Sequence[BlockTransfer], most_bytes: int) -> Iterator[list[BlockTransfer]]:
+        """Consecutive transfers of one kind that fit in so many bytes of staging and write to different places."""
         batch: list[BlockTransfer] = []
         written: set[int | None] = set()
         for unit in units:
             target = unit.device_id if unit.target == DEVICE else unit.pages[0]
-            full = (len(batch) + 1) * self._row_bytes[unit.tag.kind] > len(staging)
+            full = (len(batch) + 1) * self._row_bytes[unit.tag.kind] > most_bytes
             if batch and (full or target in written or unit.tag.kind != batch[0].tag.kind):
                 yield batch
                 batch, written = [], set[int | None]()
@@ -415,12 +439,12 @@ class HostArena:
         if batch:
             yield batch
 
-    def _store(self, units: Sequence[BlockTransfer]) -> None:
+    def _gather(self, units: Sequence[BlockTransfer], start: int) -> None:
+        """Gathers entries in the staging buffer, from byte ``start`` on."""
         kind = units[0].tag.kind
         for unit in units:
-            self._tags.pop(unit.pages[0], None)  # set again below
-        staging = self._store_staging
-        rows, views, valid_bytes = self._rows(staging, kind, len(units))
+            self._tags.pop(unit.pages[0], None)  # set again by `_store`
+        rows, views, valid_bytes = self._rows(self._store_staging[start:], kind, len(units))
         sources, targets = self._ids(_device_ids(units)), self._ids(range(len(units)))
         for (tensor, _), view in zip(self._parts(kind), views, strict=True):
             copy_slots(tensor, view, sources, targets)
@@ -428,19 +452,24 @@ class HostArena:
             self._sums[self._ids([unit.pages[0] for unit in units])] = checksum_rows(
                 rows[:, :valid_bytes].view(torch.int64)
             )
-        self._gathered = self.stores.mark()
-        for start, page, length in self._pieces(units, valid_bytes):
-            self._host(page, length).copy_(staging[start : start + length], non_blocking=True)
+
+    def _store(self, units: Sequence[BlockTransfer], start: int) -> None:
+        """Copies gathered entries to the host."""
+        valid_bytes = self._entry_bytes(units[0].tag.kind)
+        for offset, page, length in self._pieces(units, valid_bytes):
+            self._host(page, length).copy_(self._store_staging[start + offset :][:length], non_blocking=True)
         self._tags |= {unit.pages[0]: unit.tag for unit in units}
         self.bytes_stored += valid_bytes * len(units)
 
-    def _load(self, units: Sequence[BlockTransfer]) -> None:
+    def _load(self, units: Sequence[BlockTransfer], half: int) -> None:
+        """Copies entries to one half of the staging buffer, while those in the other half are checked and scattered."""
         units = sorted(units, key=lambda unit: unit.pages)  # adjacent pages become one copy
         kind = units[0].tag.kind
-        staging = self._load_staging
+        staging = self._load_staging[half * (len(self._load_staging) // 2) :]
         rows, views, valid_bytes = self._rows(staging, kind, len(units))
-        for start, page, length in self._pieces(units, valid_bytes):
-            staging[start : start + length].copy_(self._host(page, length), non_blocking=True)
+        with self.loads.ahead(half):
+            for start, page, length in self._pieces(units, valid_bytes):
+                staging[start : start + length].copy_(self._host(page, length), non_blocking=True)
         for unit in units:
             found = self._tags.get(unit.pages[0])
             if found != unit.tag:
@@ -454,6 +483,7 @@ class HostArena:
         sources, targets = self._ids(range(len(units))), self._ids(_device_ids(units))
         for (tensor, _), view in zip(self._parts(kind), views, strict=True):
             copy_slots(view, tensor, sources, targets)
+        self.loads.free(half)
         self.bytes_loaded += valid_bytes * len(units)
 
     def _parts(self, kind: EntryKind) -> list[tuple[torch.Tensor, int]]:
@@ -504,6 +534,27 @@ class HostArena:
 
     def _ids(self, ids: Iterable[int]) -> torch.Tensor:
         return ids_on_device(ids, self._device)
+
+
+def _without_shared_pages(units: Iterable[BlockTransfer]) -> Iterator[list[BlockTransfer]]:
+    """Consecutive transfers that use different pages."""
+    run: list[BlockTransfer] = []
+    used: set[int] = set()
+    for unit in units:
+        if used.intersection(unit.pages):
+            yield run
+            run, used = [], set()
+        run.append(unit)
+        used.update(unit.pages)
+    if run:
+        yield run
+
+
+def _checksum_of(parts: Sequence[Job | None]) -> int | None:
+    """The checksum of an entry that threads have read in parts; None if it is not complete, or of two files."""
+    sums = {None if part is None or part.cancelled or not part.found else part.checksum for part in parts}
+    (checksum, *others) = sums
+    return checksum if isinstance(checksum, int) and not others else None
 
 
 def _places(unit: BlockTransfer) -> set[object]:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
 
+from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.tiers.base import Entry, SharedTier
 from megatron_hybrid_prefix.tiers.folder import VERSION, FileName, Ranking, SharedFolder, Space
@@ -67,7 +68,7 @@ class FileTier(SharedTier):
     ) -> None:
         self._block_tokens = block_tokens
         self.wait_s = settings.wait_s
-        self.least_blocks = -(-settings.min_tokens // block_tokens)
+        self.least_blocks = ceil_div(settings.min_tokens, block_tokens)
         self.threads = settings.threads
         self.folder = SharedFolder(
             settings.folder, budget_bytes=settings.budget_bytes, make_ranking=make_ranking, reason=reason
@@ -80,13 +81,16 @@ class FileTier(SharedTier):
         self._counting = threading.Lock()
         self._epoch = 0
         self._make_name: Callable[[], bytes] | None = None
-        self._name = b""  # of the namespace, 16 bytes; empty if it is not known
+        self._name = b""  # of the namespace, 16 bytes; empty if it is not open
+        self._wanted = b""  # the namespace that is open, or is being opened
+        self._wrong: dict[FileName, None] = {}  # files to be deleted
         self._reads: dict[int, float] = {}  # reads that run: when they began (monotonic), by thread
-        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._closed = False
         watch = threading.Thread(
-            target=_watch, args=(weakref.ref(self), self._stop, settings.refresh_s), name="shared-folder", daemon=True
+            target=_watch, args=(weakref.ref(self), self._wake, settings.refresh_s), name="shared-folder", daemon=True
         )
-        weakref.finalize(self, self._stop.set)
+        weakref.finalize(self, self._wake.set)
         watch.start()
 
     # -- namespace -----------------------------------------------------------------------------------------------------
@@ -99,22 +103,37 @@ class FileTier(SharedTier):
                 again after the weights have changed.
         """
         self._make_name = make_name
-        self._space()
+        self._wanted = make_name()
+        self.look()
 
     def invalidate(self, epoch: int) -> None:
         """The weights changed: other entries are used from now on. Nothing is deleted."""
-        self._epoch = epoch
         with self.folder.lock:
-            self._name = b""
-            self.folder.use_space(None)
+            self._epoch, self._name, self._wanted = epoch, b"", b""
+            self._wrong.clear()
+            self.folder.leave_space()
+
+    def look(self) -> None:
+        """Look at what other processes have done. Opens the namespace of new weights, and deletes wrong files."""
+        for file in list(self._wrong):
+            if self._wrong.pop(file, False) is None:  # not replaced meanwhile
+                self._drop(file)
+        while (name := self._wanted) != self._name:
+            self.folder.use_space(name.hex())
+            with self.folder.lock:  # the weights may have changed again
+                if self._wanted == name and self.folder.space is not None:
+                    self._name = name
+        self.folder.refresh()
 
     def _space(self) -> Space | None:
-        """The index of the namespace, for the engine's thread. Names the namespace if the weights have changed."""
-        if not self._name and self._make_name is not None:
-            name = self._make_name()
-            self.folder.use_space(name.hex())
-            self._name = name
-        return self.folder.space
+        """The index of the namespace, for the engine's thread; None until it is open.
+
+        Names the namespace if the weights have changed. The thread that looks opens it, because that reads the disk.
+        """
+        if not self._wanted and self._make_name is not None:
+            self._wanted = self._make_name()
+            self._wake.set()
+        return self.folder.space if self._name else None
 
     # -- queries: the index only ---------------------------------------------------------------------------------------
 
@@ -170,6 +189,7 @@ class FileTier(SharedTier):
                 return False
             if space.get(tag.kind, tag.key) is not None:
                 return True
+        self._wrong.pop(name, None)  # its file is about to be replaced
         header = _header(namespace, name, tag.depth_tokens, len(entry.data), entry.checksum)
         try:
             written = self.folder.write(name, [header, entry.data], space)
@@ -228,11 +248,14 @@ class FileTier(SharedTier):
     # -- remove --------------------------------------------------------------------------------------------------------
 
     def remove(self, tags: Iterable[Tag]) -> None:
-        """See Tier: the entries were wrong when they arrived on the device."""
+        """See Tier: the entries were wrong when they arrived on the device. The thread that looks deletes their files."""
         for tag in tags:
             if self.contains(tag.kind, tag.key):
                 self.count("wrong")
-                self._drop(self._file_name(tag))
+                name = self._file_name(tag)
+                self._wrong[name] = None
+                self.folder.forget(name)
+        self._wake.set()
 
     def describe(self, stats: TierStats) -> None:
         """Add what is in the folder, and what was given up."""
@@ -249,7 +272,8 @@ class FileTier(SharedTier):
 
     def close(self) -> None:
         """Stop the thread, and release the locks."""
-        self._stop.set()
+        self._closed = True
+        self._wake.set()
         self.folder.close()
 
     def count(self, reason: str, error: BaseException | None = None) -> None:
@@ -271,14 +295,16 @@ class FileTier(SharedTier):
             self.count("delete_" + _reason(error), error)
 
 
-def _watch(tier_of: Callable[[], FileTier | None], stop: threading.Event, refresh_s: float) -> None:
-    """Look at what other processes have done, until the tier is gone."""
-    while not stop.wait(refresh_s):
+def _watch(tier_of: Callable[[], FileTier | None], wake: threading.Event, refresh_s: float) -> None:
+    """Look at what other processes have done, until the tier is gone or closed."""
+    while True:
+        wake.wait(refresh_s)
+        wake.clear()
         tier = tier_of()
-        if tier is None:
+        if tier is None or tier._closed:
             return
         try:
-            tier.folder.refresh()
+            tier.look()
         except OSError as error:
             tier.count("look_" + _reason(error), error)
         del tier

@@ -384,19 +384,21 @@ class SharedFolder:
 
     # -- the namespace -------------------------------------------------------------------------------------------------
 
-    def use_space(self, name: str | None) -> None:
-        """Use the entries of this namespace from now on. None: those of none."""
-        with self._looking, self.lock:
+    def use_space(self, name: str) -> None:
+        """Use the entries of this namespace from now on."""
+        self.leave_space()
+        with self.lock:
+            self._name, self._listing = name, Listing(self._root / name)
+            self.space = Space(self._make_ranking(), self._reason)
+        self._make_folders()
+        self.refresh()
+
+    def leave_space(self) -> None:
+        """Use no entries. Does not wait for the disk."""
+        with self.lock:
             if self._space_lock is not None:
                 self._space_lock.release()
-                self._space_lock = None
-            self._name, self._listing = name, None
-            self.space = None if name is None else Space(self._make_ranking(), self._reason)
-        if name is not None:
-            self._make_folders()
-            with self._looking, self.lock:
-                self._listing = Listing(self._root / name)
-            self.refresh()
+            self._space_lock = self._name = self._listing = self.space = None
 
     def refresh(self) -> None:
         """Look at what other processes have written and deleted, and delete what dead ones left half-written."""
@@ -495,6 +497,8 @@ class SharedFolder:
             OSError: It cannot be deleted.
         """
         with self.lock:
+            if self._name is None:
+                return
             place = self.path(name)
         place.unlink(missing_ok=True)
         self.forget(name)
@@ -513,11 +517,11 @@ class SharedFolder:
 
     def close(self) -> None:
         """Let go of the locks, and of the folder for half-written files."""
-        with self._looking, self.lock:
-            for lock in (self._space_lock, self._writing_lock):
-                if lock is not None:
-                    lock.release()
-            self._space_lock = self._writing_lock = None
+        self.leave_space()
+        with self.lock:
+            if self._writing_lock is not None:
+                self._writing_lock.release()
+                self._writing_lock = None
         self._clean()
 
     # -- internal ------------------------------------------------------------------------------------------------------
@@ -537,8 +541,9 @@ class SharedFolder:
                     with suppress(FileNotFoundError, BlockingIOError):
                         self._writing_lock = Lock(self._writing / "lock", shared=False)
                         break
-            if self._name is not None:
-                place = self._root / self._name
+            name = self._name
+            if name is not None:
+                place = self._root / name
                 if self._space_lock is not None and not (place / "lock").exists():
                     self._space_lock.release()
                     self._space_lock = None

@@ -880,6 +880,7 @@ PLATFORM = (
     *rows_of(
         "megatron.core.extensions.transformer_engine",
         constants("HAVE_TE", "upstream/packages", "whether models use Transformer Engine"),
+        classes("TENorm", "models/build", "norms of queries and keys"),
     ),
     *rows_of(
         "megatron.core.tensor_parallel.random",

@@ -20,6 +20,7 @@ GATED_DELTA_NET = f"{_CORE}.ssm.gated_delta_net.gdn"
 GATED_DELTA_NET_BASE = f"{_CORE}.ssm.gated_delta_net.common"
 HYBRID_BLOCK = f"{_CORE}.models.hybrid.hybrid_block"
 MAMBA_MIXER = f"{_CORE}.ssm.mamba_mixer"
+MOE_UTILS = f"{_CORE}.transformer.moe.moe_utils"
 RANDOM = f"{_CORE}.tensor_parallel.random"
 ROWS_OF_A_STEP = MAMBA_MIXER
 """Has the functions that split and merge the decoded and prefilled rows of a step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
 from megatron.core.models.hybrid import hybrid_model  # noqa: F401  (imported here to silence its warnings, too)
 from megatron.core.ssm import mamba_mixer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -11,6 +11,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 __all__ = [
     "HAVE_TE",
+    "TENorm",
     "attention_family",
     "has_mamba_parts",
     "has_mamba_ssm",

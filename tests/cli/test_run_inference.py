@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from megatron_hybrid_prefix.cli import generate
+from megatron_hybrid_prefix.console.engine_options import ENGINES, Budgets, budget_of
 from megatron_hybrid_prefix.console.prompts import Reader
 from megatron_hybrid_prefix.console.sessions import least_tokens
 from megatron_hybrid_prefix.tokenizer import common_tokens
@@ -178,6 +179,26 @@ def test_bad_sessions(line: str, folder: Path, capsys: pytest.CaptureFixture[str
     expect_error(capsys, folder, ["--sessions", "ok.jsonl", "--sessions", "bad.jsonl"], BAD_SESSIONS[line])
 
 
+@pytest.mark.parametrize(
+    ("argv", "ours", "split"),
+    [
+        ([], {"cache_gb": 0.3}, {"buffer_gb": 0.25, "mamba_gb": 0.05}),
+        (["--mamba-gb", "1"], {"cache_gb": 1.25}, {"buffer_gb": 0.25, "mamba_gb": 1}),
+        (["--mamba-gb", "1", "--buffer-gb", "3"], {"cache_gb": 4}, {"buffer_gb": 3, "mamba_gb": 1}),
+        (["--cache-gb", "2", "--buffer-gb", "3"], {"cache_gb": 2}, {"buffer_gb": 3, "mamba_gb": 0.05}),
+        (["--host-gb", "1"], {"cache_gb": 0.3, "host_gb": 1}, {"buffer_gb": 0.25, "mamba_gb": 0.05, "host_gb": 1}),
+    ],
+)
+def test_engines_with_a_cache_have_the_same_memory_unless_told_otherwise(
+    argv: list[str], ours: dict[str, float], split: dict[str, float]
+) -> None:
+    budgets = Budgets.of(generate.make_parser().parse_intermixed_args(["x", *argv]), "cpu")
+    found = {name: budget_of(arguments(budgets)) for name, arguments in ENGINES.items()}
+    device = {name: value for name, value in split.items() if name != "host_gb"}
+    assert found["ours"] == pytest.approx(ours) and found["split"] == split and found["upstream"] == device
+    assert found["off"] == {"buffer_gb": split["buffer_gb"]}
+
+
 @pytest.mark.parametrize("text", BAD_CONVERSATIONS)
 def test_bad_conversations(text: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(folder / "bad.json", text)
@@ -189,7 +210,15 @@ def test_bad_conversations(text: str, folder: Path, capsys: pytest.CaptureFixtur
     [
         (["x", "--buffer-gb", "0.0001"], "engine off: buffer_size_gb=0.0001 is too small"),
         (["x", "--compare", "upstream", "--mamba-gb", "0.0001"], "engine upstream: Mamba prefix cache budget"),
-        (["x" * 2000, "--buffer-gb", "0.0017", "--max-requests", "4"], "need 8 KV blocks of 256 tokens, there are 5"),
+        (["x", "--compare", "ours", "--cache-gb", "0.0001"], "engine ours: cache_gb=0.0001 is too small"),
+        (
+            ["x" * 2000, "--buffer-gb", "0.0017", "--max-requests", "4"],
+            "need 8 KV blocks of 256 tokens, there are 5: raise buffer_size_gb or lower max_requests",
+        ),
+        (
+            ["x" * 2000, "--compare", "ours", "--cache-gb", "0.0017"],
+            "need 8 KV blocks of 256 tokens, there are 3: raise cache_gb",
+        ),
         (["x", "--load", "."], "is not a complete checkpoint"),
         (["x", "--cuda-graphs", "2"], "needs a CUDA device"),
     ],
@@ -328,14 +357,14 @@ def test_messages_force_answers_into_the_history(folder: Path) -> None:
 def test_a_conversation_names_the_ends_of_its_messages(folder: Path) -> None:
     session = {"system": "Answer.", "context": CONTEXT, "turns": ["One?", {"regenerate": True}, "Zwölf?"]}
     write(folder / "session.json", session)
-    options = ("--num-tokens-to-generate", 4, "--ignore-eos", "--add-bos", "--compare", "off,ours")
+    options = ("--num-tokens-to-generate", 4, "--ignore-eos", "--add-bos", "--compare", "off,ours,split")
     data = run_json(folder, "--conversation", "session.json", *options)
     system = 1 + len("Answer.\n\n")
     context = system + len(CONTEXT) + 2
     one = context + len("User: One?\n")
     answer = one + len("Assistant:") + 4 + 1
     twelve = answer + len("User: Zwölf?\n") + 1  # two bytes for one letter
-    for engine in ("off", "ours"):
+    for engine in ("off", "ours", "split"):
         requests = requests_of(data, engine)
         found = [request["sampling"]["cache_breakpoints"] for request in requests]
         assert found == [[system, context, one]] * 2 + [[system, context, one, answer, twelve]]
@@ -433,6 +462,11 @@ def test_sessions_in_the_order_of_time(folder: Path, capsys: pytest.CaptureFixtu
     two = write(folder / "two.jsonl", {"timestamp": 20, "input": "Other"}, {"timestamp": 15, "input": beginning[:300]})
     argv = ["--sessions", one, "--sessions", two, "--num-tokens-to-generate", 2]
     data = run_json(folder, *argv, "--compare", "off,upstream,ours")
+    assert data["engine_fields"]["budgets"] == {
+        "off": {"buffer_gb": 0.25},
+        "upstream": {"buffer_gb": 0.25, "mamba_gb": 0.05},
+        "ours": {"cache_gb": 0.3},
+    }
     least = [600, 0, 100, 2, 5]
     for engine in ("off", "upstream", "ours"):
         requests = requests_of(data, engine)

@@ -153,13 +153,25 @@ def test_new_weights_have_another_namespace(tmp_path):
     put(tier, *prompt_tags(1, 1))  # nobody asked for the name of the weights yet
     assert tier.counts == {"old_weights": 2}
     assert tier.kv_depth([key(1, 1)], 0) == 0
+    wait_until(lambda: tier._name, "the namespace is open")
     put(tier, *prompt_tags(1, 1))
     weights[0] = b"b" * 16
     tier.invalidate(1)
     assert tier.kv_depth([key(1, 1)], 0) == 0 and not holds(tier, tag(KV, 1, 1))
+    wait_until(lambda: tier._name, "the namespace is open")
+    assert tier.kv_depth([key(1, 1)], 0) == 0 and not holds(tier, tag(KV, 1, 1))
     weights[0] = b"a" * 16
     tier.invalidate(0)
-    assert tier.kv_depth([key(1, 1)], 0) == 1 and holds(tier, tag(KV, 1, 1))
+    wait_until(lambda: tier.kv_depth([key(1, 1)], 0) == 1, "the first namespace is open again")
+    assert holds(tier, tag(KV, 1, 1))
+
+
+def test_new_weights_do_not_wait_for_a_disk_that_hangs(tmp_path):
+    tier = tier_on(tmp_path)
+    put(tier, *prompt_tags(1, 1))
+    with tier.folder._looking:  # as a look that does not come back
+        tier.invalidate(1)
+        assert tier.kv_depth([key(1, 1)], 0) == 0
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
@@ -271,6 +283,7 @@ def test_a_reader_keeps_the_file_that_it_opened(tmp_path, monkeypatch):
         if not changes:
             changes.append(put(other, of, writer=1))
             other.remove([of])
+            other.look()
         return read(*arguments)
 
     monkeypatch.setattr(os, "preadv", replaced_first)
@@ -380,6 +393,9 @@ def test_an_entry_whose_parent_was_deleted_has_no_place(tmp_path):
 # -- several processes -------------------------------------------------------------------------------------------------
 
 
+forks = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")  # the children start their own threads
+
+
 def in_child(work: Any) -> int:
     """Runs ``work`` in a child process; returns its id."""
     pid = os.fork()
@@ -393,6 +409,8 @@ def in_child(work: Any) -> int:
     return pid
 
 
+@forks
+@pytest.mark.slow
 def test_processes_write_read_and_delete_side_by_side(tmp_path, no_grace):
     def work(seed: int) -> None:
         dice, tier = random.Random(seed), tier_on(tmp_path, budget_bytes=30_000)
@@ -411,6 +429,7 @@ def test_processes_write_read_and_delete_side_by_side(tmp_path, no_grace):
     assert sum(files(tmp_path).values()) <= 30_000 + (SIZE[STATE] + HEADER_BYTES)
 
 
+@forks
 def test_half_written_files_of_killed_processes_are_deleted(tmp_path, monkeypatch):
     def work() -> None:
         tier = tier_on(tmp_path)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.metrics import OWN_STATS
 from tests.harness.engine_helpers import LOG_PROB_NOISE
 from tests.harness.selection import mostly_slow
@@ -146,6 +147,24 @@ def test_as_many_slots_as_the_tightest_rank_can_hold(case):
             assert set(found["pool_slots"]) == {worker.ROWS + slots}
             assert found["stats"]["slots_total"] == slots
             assert found["stats"]["bytes_budget"] == slots * size
+
+
+def test_one_memory(case, alone):
+    """Stages have blocks and states of other sizes, and the same blocks and pages. Moves and evictions are alike."""
+    (tp, pp), pattern, ranks = case
+    right = alone(pattern, "async", "one_memory", cached=False)["answers"]
+    config = worker.config_of(pattern)
+    most_pages = max(
+        ceil_div(worker.slot_bytes(config, stage, tp), worker.kv_block_bytes(config, stage.count("*"), tp))
+        for stage in worker.stages(pattern, pp)
+    )
+    first = ranks[0]["async"]["one_memory"]
+    for found in (rank["async"]["one_memory"] for rank in ranks):
+        assert_same(found["answers"], right)
+        assert found["layout"] == first["layout"] and found["layout"][1] == max(1, most_pages)
+        assert found["decisions"] == first["decisions"] and found["moved"] == first["moved"]
+        assert found["stats"]["host_loads"] > 0 and found["stats"]["kv_evictions"] > 3
+    assert first["moved"] > 0 or first["layout"][1] == 1
 
 
 def test_a_wrong_state_on_one_rank_shows(case, alone):

@@ -56,6 +56,12 @@ def test_drafts_of_qwen3_next(platform):
     check_accepted_drafts(build_hybrid_model(config, seed=0, platform=platform), 2, "async", range(2, 3))
 
 
+def test_drafts_of_mamba2(platform):
+    """A Mamba2 layer that drafts keeps no state; the states of the cache are those of the other layers."""
+    config = get_preset("tiny", mtp_num_layers=2, mtp_layer_pattern="M-")
+    check_accepted_drafts(build_hybrid_model(config, seed=0, platform=platform), 2, "async", range(2, 3))
+
+
 def check_accepted_drafts(model, drafts, mode, tokens_before_end=range(1, 6)):
     served = Speculating(model, drafts, async_sched_mode=mode)
     shared = tokens(2, 0, seed=1)
@@ -83,6 +89,7 @@ def test_mixed_acceptance_in_one_batch_and_the_next_turn(tiny_mtp, mode, mutant)
     check_mixed_acceptance(tiny_mtp, mode, mutant)
 
 
+@pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("mode", mostly_slow(MODES, "legacy"))
 def test_mixed_acceptance_of_gated_delta_net(tiny_gdn_mtp, mode):
     check_mixed_acceptance(tiny_gdn_mtp, mode, None)

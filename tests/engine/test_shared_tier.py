@@ -112,7 +112,7 @@ def state_of(served: EngineHarness) -> dict[str, torch.Tensor]:
     return {name: tensor[:, slot] for name, tensor in served.context.state_pool.tensors.items()}
 
 
-@pytest.mark.parametrize("mutant", mostly_slow([None, *MUTANTS], None, "ssm_zeroed"))
+@pytest.mark.parametrize("mutant", mostly_slow([None, *MUTANTS], "ssm_zeroed"))
 def test_a_hit_reads_what_it_loaded(model, folder, mutant):
     computed(model, folder)
     served = start(model, folder)
@@ -127,6 +127,7 @@ def test_a_hit_reads_what_it_loaded(model, folder, mutant):
             served.check()
 
 
+@pytest.mark.slow
 def test_two_engines_take_turns_in_conversations(model, folder):
     """Each turn goes to the other engine, with little memory on the device and the host."""
     served = [start(model, folder, slots=2, blocks=16, host_gb=0.0006) for _ in range(2)]
@@ -159,6 +160,7 @@ def test_only_what_is_worth_a_load_is_written_and_loaded(model, folder):
     assert again.send(PROMPT).num_cached_tokens == 2 * BLOCK and stats_of(again).loads == 0
 
 
+@pytest.mark.slow
 def test_guesses_are_not_written_until_they_are_used(model, folder):
     served = start(model, folder, retention_interval_tokens=BLOCK)
     served.send(PROMPT)
@@ -168,6 +170,7 @@ def test_guesses_are_not_written_until_they_are_used(model, folder):
     served.check()
 
 
+@pytest.mark.slow
 def test_salts_adapters_and_secrets_do_not_match(model, folder, monkeypatch):
     first = start(model, folder)
     for attributes in ({"cache_salt": "a"}, {"cache_adapter": "b"}):
@@ -181,7 +184,7 @@ def test_salts_adapters_and_secrets_do_not_match(model, folder, monkeypatch):
     assert start(model, folder).send(PROMPT, cache_salt="a").num_cached_tokens == 0
 
 
-@pytest.mark.parametrize("other", ["weights", "dtype", "block", "setting", "name"])
+@pytest.mark.parametrize("other", mostly_slow(["weights", "dtype", "block", "setting", "name"], "weights"))
 def test_another_model_or_layout_does_not_match(model, platform, folder, other):
     from megatron_hybrid_prefix.models import build_hybrid_model
 
@@ -250,19 +253,21 @@ def spoil(folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "preadv", fails)
 
 
-@pytest.mark.parametrize(
-    ("fault", "reason", "fallback"),
-    [
-        ("kv bit", "wrong", "host_load_failed"),
-        ("state bit", "wrong", "host_load_failed"),
-        ("kv truncated", "not_valid", "tier_load_missing"),
-        ("state truncated", "not_valid", "tier_load_missing"),
-        ("kv deleted", "gone", "tier_load_missing"),
-        ("folder deleted", "gone", "tier_load_missing"),
-        ("unreadable", "read_EIO", "tier_load_missing"),
-    ],
-)
-def test_a_fault_is_a_counted_miss(model, folder, fault, reason, fallback, monkeypatch):
+# Reasons of the folder, and of the cache.
+FAULTS = {
+    "kv bit": ("wrong", "host_load_failed"),
+    "state bit": ("wrong", "host_load_failed"),
+    "kv truncated": ("not_valid", "tier_load_missing"),
+    "state truncated": ("not_valid", "tier_load_missing"),
+    "kv deleted": ("gone", "tier_load_missing"),
+    "folder deleted": ("gone", "tier_load_missing"),
+    "unreadable": ("read_EIO", "tier_load_missing"),
+}
+
+
+@pytest.mark.parametrize("fault", mostly_slow(FAULTS, "state bit", "kv deleted"))
+def test_a_fault_is_a_counted_miss(model, folder, fault, monkeypatch):
+    reason, fallback = FAULTS[fault]
     computed(model, folder)
     served = start(model, folder)
     spoil(folder, fault, monkeypatch)
@@ -283,7 +288,7 @@ def test_a_fault_is_a_counted_miss(model, folder, fault, reason, fallback, monke
     again.check()
 
 
-@pytest.mark.parametrize("fault", ["full disk", "read-only"])
+@pytest.mark.parametrize("fault", mostly_slow(["full disk", "read-only"], "full disk"))
 def test_a_folder_that_takes_nothing_equals_no_folder(model, folder, fault, monkeypatch, caplog):
     served = start(model, folder)
 
@@ -338,6 +343,7 @@ def test_a_slow_disk_is_a_miss(model, folder, monkeypatch):
     served.check_drained()
 
 
+@pytest.mark.slow
 @each_mode
 def test_others_run_while_a_load_waits_for_the_disk(model, folder, mode, monkeypatch):
     computed(model, folder, async_sched_mode=mode)
@@ -355,7 +361,7 @@ def test_others_run_while_a_load_waits_for_the_disk(model, folder, mode, monkeyp
     served.check_drained()
 
 
-@pytest.mark.parametrize("end", ["abort", "invalidate", "reset", "pages are needed"])
+@pytest.mark.parametrize("end", mostly_slow(["abort", "invalidate", "reset", "pages are needed"], "pages are needed"))
 def test_a_load_that_ends_while_the_disk_is_read(model, folder, end, monkeypatch):
     """What the disk returns later is written nowhere."""
     computed(model, folder)
@@ -389,6 +395,7 @@ def test_a_load_that_ends_while_the_disk_is_read(model, folder, end, monkeypatch
     served.check_drained()
 
 
+@pytest.mark.slow
 def test_an_entry_that_is_overwritten_while_it_is_stored_is_not_stored(model, folder, monkeypatch):
     """Host memory for one prompt; the disk takes the first one while the second one is computed."""
     served = start(model, folder, host_gb=0.0004)
@@ -406,6 +413,7 @@ def test_an_entry_that_is_overwritten_while_it_is_stored_is_not_stored(model, fo
     again.check()
 
 
+@pytest.mark.slow
 def test_two_requests_with_one_prefix_read_it_once(model, folder):
     computed(model, folder)
     served = start(model, folder)
@@ -420,7 +428,8 @@ def test_two_requests_with_one_prefix_read_it_once(model, folder):
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("layout", mostly_slow(["tp", "pp"], "tp"))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp", "pp"])
 def test_a_load_that_is_late_on_one_rank_is_a_miss_on_all(folder, tmp_path, layout):
     """If the ranks decided differently, the engine would raise."""
     ranks = run_ranks("shared_tier.py", tmp_path / "found.json", layout, folder)

@@ -80,6 +80,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", default="small")
     parser.add_argument("--hf", metavar="DIR", help="a Hugging Face folder instead of --preset")
+    parser.add_argument("--layers", choices=("transformer_engine", "local"), help="default: as build_hybrid_model")
+    parser.add_argument("--fp8", choices=("tensorwise", "blockwise", "delayed"), help="recipe of products in FP8")
+    parser.add_argument("--fp8-weights", action="store_true", help="with --fp8: keep the weights in FP8, too")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the parameters (default: the model's)")
     parser.add_argument("--truth", action="store_true", help="compare with the same weights in float64")
     parser.add_argument("--float32", action="store_true", help="save the same weights' log-probs in float32, too")
@@ -99,7 +102,12 @@ def main() -> None:
     from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
     from megatron_hybrid_prefix.mcore import build_upstream_engine
 
-    source = Source(arguments.preset, arguments.hf)
+    fp8 = (
+        {}
+        if arguments.fp8 is None
+        else {"fp8": "e4m3", "fp8_recipe": arguments.fp8, "fp8_param": arguments.fp8_weights}
+    )
+    source = Source(arguments.preset, arguments.hf, transformer_impl=arguments.layers, **fp8)
     start = time.perf_counter()
     model = source.build(arguments.dtype)
     if platform.device.type == "cuda":
@@ -129,7 +137,7 @@ def main() -> None:
             {"prefix": HybridPrefixConfig(cache_gb=arguments.buffer_gb + states_gb, check_ranks=True)},
         ),
     ]
-    report = {"platform": platform.describe(), "preset": source.name, "build_s": round(build_s, 2)}
+    report = {"platform": platform.describe(), "preset": source.name, **source.fields, "build_s": round(build_s, 2)}
     rows = {}
     with torch.inference_mode():
         for name, work, steps, extra in cases:

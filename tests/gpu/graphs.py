@@ -1,12 +1,14 @@
 """Answers with and without CUDA graphs, hits and misses, decode and mixed steps. Usage: ``graphs.py PRESET OUT.json``.
 
-Every engine has a model of its own: graphs are tied to the modules they were captured on.
+Of a model that drafts: answers with drafts, the cache on and off, beside those without drafts. Drafts are made from the latter, so
+that 0, 1 or 2 of each pair are accepted. Every engine has a model of its own: graphs are tied to the modules they were captured on.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 
 import torch
 
@@ -14,13 +16,15 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore.runner import release_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+from tests.gpu.models import layers_for
+from tests.harness.drafts import forced_drafts
 from tests.harness.engine_helpers import greedy, one_budget_gb, random_tokens
 from tests.harness.named_models import named
 
 NEW_TOKENS = 24
 PREFIX_TOKENS = 512
 MAX_REQUESTS, BLOCK_TOKENS = 16, 256
-DRAFTING = {"tiny": "tiny-mtp", "tiny-gdn": "tiny-gdn-mtp"}
+DRAFTS = 2
 
 
 def prompts(vocab_size):
@@ -34,23 +38,33 @@ def prompts(vocab_size):
     return groups
 
 
-def run(preset, *, graphs, mode="legacy", together=True, one_memory=False, **fields):
+def run(preset, *, graphs, mode="legacy", together=True, cached=True, answers=None, one_memory=False, **fields):
     """Tokens and log-probs of every request, and how many steps of each kind replayed graphs.
 
-    With ``one_memory`` KV and states share one, and it is tight: blocks move, and entries are evicted.
+    Args:
+        preset: The model.
+        graphs: Whether to capture and replay CUDA graphs.
+        mode: "legacy" or "async" scheduling.
+        together: False: one request after another.
+        cached: Whether the cache is on.
+        answers: The answers to make drafts from; None: no drafts, or those of the model.
+        one_memory: KV and states share one. For a model in float32 it is tight: entries are evicted and requests wait, so
+            that steps have other requests; in bfloat16 that alone would change the answers.
+        **fields: As of `build_engine`.
     """
-    overrides = {"cuda_graph_impl": "local"} if graphs else {}
-    model = build_hybrid_model(named(preset), seed=0, **overrides)
+    config = named(preset)
+    overrides = layers_for(config) | ({"cuda_graph_impl": "local"} if graphs else {})
+    model = build_hybrid_model(config, seed=0, **overrides)
     if graphs:
         fields["num_cuda_graphs"] = 8
     memory = {"mamba_gb": 0.5}
     if one_memory:
         drafts = fields.get("num_speculative_tokens", 0)
         sizes = {"block_tokens": BLOCK_TOKENS, "max_requests": MAX_REQUESTS, "speculative_tokens": drafts}
-        memory = {"cache_gb": one_budget_gb(model, 8, states=2, **sizes)}
+        memory = {"cache_gb": one_budget_gb(model, 8, states=2, **sizes) if config.dtype == "float32" else 2.5}
     engine = build_engine(
         model,
-        HybridPrefixConfig(**memory),
+        HybridPrefixConfig(**memory) if cached else None,
         max_sequence_length=2048,
         max_requests=MAX_REQUESTS,
         block_size_tokens=BLOCK_TOKENS,
@@ -59,7 +73,7 @@ def run(preset, *, graphs, mode="legacy", together=True, one_memory=False, **fie
         **fields,
     )
     context, finished, counts = engine.context, {}, {"prefill": 0, "decode": 0, "graph_prefill": 0, "graph_decode": 0}
-    addresses = addresses_of(context)
+    addresses = addresses_of(context) if cached else {}
     initialize = context.initialize_attention_state
 
     def counting(**kwargs):
@@ -70,8 +84,14 @@ def run(preset, *, graphs, mode="legacy", together=True, one_memory=False, **fie
         return result
 
     context.initialize_attention_state = counting
-    with torch.inference_mode():
-        for group in prompts(named(preset).vocab_size):
+    groups = prompts(config.vocab_size)
+    drafting = nullcontext()
+    if answers is not None:
+        every = [prompt for group in groups for prompt in group]
+        truth = {number: prompt + answer for number, (prompt, answer) in enumerate(zip(every, answers, strict=True))}
+        drafting = forced_drafts(engine, truth, lambda number, position: (7 * number + position) % (DRAFTS + 1))
+    with torch.inference_mode(), drafting:
+        for group in groups:
             for prompt in group:
                 number = len(finished) + len(engine.requests)
                 engine.add_request(number, prompt, greedy(NEW_TOKENS))
@@ -79,8 +99,9 @@ def run(preset, *, graphs, mode="legacy", together=True, one_memory=False, **fie
                     steps(engine, finished)
             steps(engine, finished, 6)
         steps(engine, finished)
-    context.check_integrity()
-    assert addresses_of(context) == addresses
+    if cached:
+        context.check_integrity()
+        assert addresses_of(context) == addresses
     if one_memory:
         counts |= {"moved": engine.context.prefix_cache.inspect.memory_use().moved_blocks}
         counts |= {"evicted": context.prefix_stats().evictions}
@@ -110,18 +131,30 @@ def steps(engine, finished, count=None):
         count = None if count is None else count - 1
 
 
-def main(preset, out):
-    ensure_platform()
+def without_drafts(preset):
+    """Eager runs and runs with graphs."""
     found = {"eager": run(preset, graphs=False), "alone": run(preset, graphs=False, together=False)}
     for mode in ("legacy", "async"):
         found[f"graphs_{mode}"] = run(preset, graphs=True, mode=mode)
     found["graphs_one_memory"] = run(preset, graphs=True, mode="async", one_memory=True)
-    if preset in DRAFTING:
-        found["eager_drafts"] = run(DRAFTING[preset], graphs=False, num_speculative_tokens=2)
-        found["graphs_drafts"] = run(DRAFTING[preset], graphs=True, num_speculative_tokens=2)
-        found["graphs_drafts_one_memory"] = run(
-            DRAFTING[preset], graphs=True, num_speculative_tokens=2, one_memory=True
-        )
+    return found
+
+
+def with_drafts(preset):
+    """Runs with drafts, and one without."""
+    found = {"eager": run(preset, graphs=False), "alone": run(preset, graphs=False, together=False)}
+    drafting = {"answers": found["eager"]["tokens"], "num_speculative_tokens": DRAFTS}
+    found["uncached_drafts"] = run(preset, graphs=False, cached=False, **drafting)
+    found["eager_drafts"] = run(preset, graphs=False, **drafting)
+    for mode in ("legacy", "async"):
+        found[f"graphs_drafts_{mode}"] = run(preset, graphs=True, mode=mode, **drafting)
+    found["graphs_drafts_one_memory"] = run(preset, graphs=True, one_memory=True, **drafting)
+    return found
+
+
+def main(preset, out):
+    print(ensure_platform().describe(), flush=True)
+    found = (with_drafts if named(preset).mtp_num_layers else without_drafts)(preset)
     with open(out, "w") as file:
         json.dump(found, file)
     print({name: value["counts"] for name, value in found.items()})

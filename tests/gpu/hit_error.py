@@ -21,6 +21,7 @@ from megatron_hybrid_prefix.layers.kinds import invalidate_layers
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.gpu.models import Source
 from tests.harness.engine_helpers import greedy
+from tests.harness.naive_model import local_weights
 from tests.harness.quadratic_model import QuadraticHybridModel
 
 PREFIX_TOKENS, OWN_TOKENS, FORCED_TOKENS, BATCH = 1024, 40, 32, 8
@@ -92,11 +93,9 @@ def say(line):
 
 
 def in_float32(source, model):
-    """The same weights in float32."""
-    exact = source.build("float32")
-    exact.load_state_dict(
-        {name: value for name, value in model.state_dict().items() if value is not None}, strict=False
-    )
+    """The same weights in float32. Local layers: Transformer Engine multiplies float32 in TF32."""
+    exact = source.build("float32", transformer_impl="local")
+    exact.load_state_dict(local_weights(model), strict=False)
     invalidate_layers(exact)
     return exact
 
@@ -116,13 +115,14 @@ def main():
     parser.add_argument("prompts", type=int)
     parser.add_argument("state_dtype", nargs="?", help="bfloat16 or float32")
     parser.add_argument("--hf", metavar="DIR", help="a Hugging Face folder instead of PRESET")
+    parser.add_argument("--layers", choices=("transformer_engine", "local"), help="default: as build_hybrid_model")
     parser.add_argument(
         "--float64", action="store_true", help="compare with the same weights in float64, without kernels"
     )
     arguments = parser.parse_args()
     count, state_dtype = arguments.prompts, arguments.state_dtype
     platform = ensure_platform()
-    source = Source(arguments.preset, arguments.hf)
+    source = Source(arguments.preset, arguments.hf, transformer_impl=arguments.layers)
     model = source.build("bfloat16")
     shared = source.tokens(PREFIX_TOKENS, seed=1)
     pairs = [source.prompt_and_answer(OWN_TOKENS, FORCED_TOKENS, 100 + i, 10_000 + i) for i in range(count)]
@@ -147,6 +147,7 @@ def main():
     report = {
         "platform": platform.describe(),
         "preset": source.name,
+        **source.fields,
         "prompts": len(prompts),
         "state_dtype": state_dtype,
     }

@@ -14,15 +14,22 @@ from tests.harness.named_models import named
 from tests.harness.quadratic_model import QuadraticHybridModel
 
 
+def layers_for(config):
+    """Fields of `build_hybrid_model`: local layers in float32, because Transformer Engine multiplies float32 in TF32."""
+    return {"transformer_impl": "local"} if config.dtype == "float32" else {}
+
+
 class Source:
     """A model to measure, and its tokens: random ones for random weights, text for a folder's weights.
 
     Args:
         preset: Name of a preset, or of a model of ``tests/harness/named_models.py``; used where there is no folder.
         hf: A Hugging Face folder with a tokenizer; None: the preset.
+        **fields: As of `build_hybrid_model`; those that are None are left out.
     """
 
-    def __init__(self, preset, hf=None):
+    def __init__(self, preset, hf=None, **fields):
+        self.fields = {name: value for name, value in fields.items() if value is not None}
         self.folder = None if hf is None else open_folder(hf)
         self.name = preset if self.folder is None else self.folder.name
         self.config = named(preset) if self.folder is None else self.folder.config
@@ -31,10 +38,10 @@ class Source:
             tokenizer = load_tokenizer(self.folder.path, self.config.vocab_size)
             self._text = tokenizer.tokenize("\n".join(topics[name] for name in sorted(topics)))
 
-    def build(self, dtype=None, seed=0):
-        """The model, its weights in another dtype if one is given."""
+    def build(self, dtype=None, seed=0, **fields):
+        """The model, its weights in another dtype if one is given, and other fields if some are given."""
         config = self.config if dtype is None else replace(self.config, dtype=dtype)
-        return build_hybrid_model(config, seed=seed, hf=self.folder)
+        return build_hybrid_model(config, seed=seed, hf=self.folder, **(self.fields | fields))
 
     def truth(self, model, prompts):
         """Log-probs after each prompt's last token, of the model's weights in float64: (prompts, vocabulary), on the CPU.

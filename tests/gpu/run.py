@@ -75,8 +75,9 @@ def gpus_of(test: str) -> int:
 def run(job: Job, gpus: list[int], out: Path, limit_s: float) -> tuple[bool, str]:
     """Runs the tests of a job on these GPUs. Returns whether they passed, and a line about it."""
     path = out / (re.sub(r"[^\w.-]+", "_", job.name).strip("_")[-150:] + ".log")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")  # of these, where the variable is set
     env = os.environ | {
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
+        "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) if visible == [""] else visible[gpu] for gpu in gpus),
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     command = [sys.executable, "-m", "pytest", "-s", "-q", "-p", "no:cacheprovider", *job.tests]

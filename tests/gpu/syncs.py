@@ -110,7 +110,10 @@ def main(preset="small"):
     engines = {
         "off": None,
         "split": HybridPrefixConfig(mamba_gb=1),
-        "ours": HybridPrefixConfig(cache_gb=one_budget_gb(model, 120, block_tokens=256, max_requests=8)),
+        # With "lru" each kind of prompts takes the memory of the one before.
+        "ours": HybridPrefixConfig(
+            cache_gb=one_budget_gb(model, 120, block_tokens=256, max_requests=8), eviction_policy="lru"
+        ),
     }
     with torch.inference_mode():
         for name, config in engines.items():

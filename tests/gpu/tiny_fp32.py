@@ -13,6 +13,7 @@ import torch
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+from tests.gpu.models import layers_for
 from tests.harness.engine_helpers import NOISES, assert_matches, greedy, random_tokens, run_to_end
 from tests.harness.naive_model import UNIT_ROUNDOFF, NaiveHybridModel
 from tests.harness.named_models import named
@@ -51,7 +52,7 @@ def split_and_one_memory():
 
 def main(tolerance, preset):
     print(ensure_platform().describe())
-    model = build_hybrid_model(named(preset), seed=0)
+    model = build_hybrid_model(named(preset), seed=0, **layers_for(named(preset)))
     fields = {"max_sequence_length": 1024, "buffer_size_gb": 1, "max_requests": 16}
     engine = build_engine(model, **fields)
     finished = {}

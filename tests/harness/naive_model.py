@@ -11,10 +11,30 @@ import torch.nn.functional as F
 
 UNIT_ROUNDOFF = 2.0**-24  # of float32
 PIECE = 32  # tokens whose states and scores stay in a processor's cache
+# The norm that Transformer Engine fuses into a linear layer, by the end of that layer's name.
+FUSED_NORMS = {
+    "mixer.in_proj": "norm",
+    "self_attention.linear_qkv": "input_layernorm",
+    "self_attention.in_proj": "input_layernorm",
+    "mlp.linear_fc1": "pre_mlp_layernorm",
+}
+
+
+def local_weights(model: Any) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by the names that local layers have for them, also those of Transformer Engine's layers."""
+    weights = {}
+    for name, value in model.state_dict().items():
+        owner, _, last = name.rpartition(".")
+        if last == "layer_norm_weight":
+            linear = next(end for end in FUSED_NORMS if owner.endswith(f".{end}"))
+            name = f"{owner.removesuffix(linear)}{FUSED_NORMS[linear]}.weight"
+        if last != "_extra_state":
+            weights[name] = value
+    return weights
 
 
 class NaiveHybridModel:
-    """Reference for a model with tp=1, pp=1 and local layers.
+    """Reference for a model with tp=1 and pp=1.
 
     Args:
         model: The ``HybridModel``.
@@ -23,9 +43,7 @@ class NaiveHybridModel:
 
     def __init__(self, model: Any, config: Any) -> None:
         self.config = config
-        self.weights = {
-            name: value.detach().double() for name, value in model.state_dict().items() if value is not None
-        }
+        self.weights = {name: value.detach().double() for name, value in local_weights(model).items()}
 
     def log_probs(self, tokens: list[int], zero_ssm_at: int | None = None, zero_conv_at: int | None = None):
         """Log-probs after every token: (tokens, vocabulary), float64. The arguments are those of `logits`."""

@@ -16,6 +16,10 @@ MORE = {
     "tiny-large-states": get_preset(
         "tiny-gdn", layer_pattern="MG*-", num_query_groups=1, mtp_num_layers=3, mtp_layer_pattern="*-"
     ),
+    # Depths of multi-token prediction: attention that drafts, and Mamba2 that drafts.
+    "small-mtp": get_preset("small", mtp_num_layers=2, mtp_layer_pattern="*-"),
+    "tiny-mamba-mtp": get_preset("tiny", mtp_num_layers=2, mtp_layer_pattern="M-"),
+    "small-mamba-mtp": get_preset("small", mtp_num_layers=2, mtp_layer_pattern="M-"),
     "small-mixed": get_preset("small-gdn", layer_pattern="M-G-M*-G-M-G*-M-G-"),
     # Qwen3-Next's layers with its heads (attention's of 256 channels) and fewer, smaller experts.
     "small-qwen3-next": get_preset(

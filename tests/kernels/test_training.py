@@ -1,10 +1,14 @@
-"""The training forward of a Mamba2 mixer: against the recurrence, its gradients, and what it refuses."""
+"""Forwards of a Mamba2 mixer without a state: against the recurrence, its gradients, and what it refuses."""
 
 import pytest
 import torch
 
 from megatron_hybrid_prefix.platform.kernels import training
-from megatron_hybrid_prefix.platform.kernels.training import chunked_scan, mamba_split_conv1d_scan_combined
+from megatron_hybrid_prefix.platform.kernels.training import (
+    chunked_scan,
+    mamba_chunk_scan_combined,
+    mamba_split_conv1d_scan_combined,
+)
 from tests.kernels import naive
 
 HEADS, DIM, GROUPS, STATE, TAPS = 4, 3, 2, 5, 4
@@ -74,6 +78,19 @@ def test_scan_is_the_recurrence(tokens):
         ]
     )
     torch.testing.assert_close(chunked_scan(x, dt, A, B, C, 8), right, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_scan_of_layers_that_draft_is_the_recurrence(gated):
+    x, dt, A, B, C = scan_arguments(9)
+    dt_bias, D, z = draw(1, (HEADS,), (HEADS, DIM), x.shape)
+    found = mamba_chunk_scan_combined(x, dt, A, B, C, 8, D=D, dt_bias=dt_bias, z=z if gated else None)
+    for i in range(len(x)):
+        sizes = [[naive.step_size(dt[i, t, h], dt_bias[h], True) for h in range(HEADS)] for t in range(9)]
+        start = torch.zeros(HEADS, DIM, STATE, dtype=torch.float64)
+        sizes = torch.tensor(sizes, dtype=torch.float64)
+        right, _ = naive.mamba_sequence(x[i], sizes, A, B[i], C[i], start, D=D, z=z[i] if gated else None)
+        torch.testing.assert_close(found[i], right, rtol=1e-12, atol=1e-12)
 
 
 def test_a_lost_state_between_chunks_is_seen(monkeypatch):

@@ -8,12 +8,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TENorm
 
 from megatron_hybrid_prefix import build_engine
 from megatron_hybrid_prefix.models import PRESETS, build_hybrid_model, get_preset
+from megatron_hybrid_prefix.models.build import _layer_specs
 from megatron_hybrid_prefix.models.config import split_into_stages
 from tests.harness.engine_helpers import LOG_PROB_NOISE, NOISES, greedy, random_tokens, run_to_end
-from tests.harness.naive_model import NaiveHybridModel
+from tests.harness.naive_model import NaiveHybridModel, local_weights
 
 
 @pytest.mark.parametrize("boundary", [128, 256])
@@ -197,6 +199,43 @@ def test_recurrent_layers_of_the_drafts_have_the_dimensions_that_were_asked_for(
     config = get_preset("tiny", layer_pattern="*", mtp_num_layers=1, mtp_layer_pattern="M*")
     model = build_hybrid_model(config, seed=0, platform=platform)
     assert model.config.mamba_state_dim == config.mamba_state_dim
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ("transformer_engine", "^transformer_impl='transformer_engine' needs a GPU"),
+        ("inference_optimized", "^transformer_impl='inference_optimized': use 'transformer_engine' or 'local'$"),
+    ],
+)
+def test_layers_that_this_machine_does_not_have_are_one_clear_line(platform, layers, message):
+    with pytest.raises(ValueError, match=message):
+        build_hybrid_model("tiny", platform=platform, transformer_impl=layers)
+
+
+def test_layers_of_transformer_engine_normalise_queries_and_keys_where_the_model_does():
+    """Megatron's spec of hybrid models has no such norms, and builds attention without them where a model asks for them."""
+    for preset, wanted in (("tiny", (None, None)), ("tiny-qwen3-next", (TENorm, TENorm))):
+        layers = _layer_specs(get_preset(preset), use_te=True).submodules
+        attention = layers.attention_layer.submodules.self_attention.submodules
+        assert (attention.q_layernorm, attention.k_layernorm) == wanted
+        assert layers.mamba_layer.submodules.mixer.submodules.in_proj is TELayerNormColumnParallelLinear
+
+
+def test_the_recompute_knows_the_names_of_fused_norms(tiny):
+    class Fused(torch.nn.Module):
+        def state_dict(self):
+            return {new.get(name, name): value for name, value in right.items()}
+
+    new = {
+        "decoder.layers.0.norm.weight": "decoder.layers.0.mixer.in_proj.layer_norm_weight",
+        "decoder.layers.1.input_layernorm.weight": "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.layers.2.pre_mlp_layernorm.weight": "decoder.layers.2.mlp.linear_fc1.layer_norm_weight",
+    }
+    right = local_weights(tiny)
+    found = local_weights(Fused())
+    assert not set(new) - set(right) and not set(new.values()) & set(found)
+    assert found.keys() == right.keys() and all(found[name] is right[name] for name in right)
 
 
 def test_unknown_presets_name_the_known_ones():

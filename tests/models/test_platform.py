@@ -103,8 +103,11 @@ def test_the_triton_interpreter_is_not_used(platform):
 def test_what_needs_mamba_ssm_says_so(platform):
     from megatron.core.ssm import mamba_mixer
 
+    x = torch.ones(1, 2, 1, 1)
     with pytest.raises(ImportError, match=r"needs mamba-ssm.*megatron-hybrid-prefix\[mamba\]"):
-        mamba_mixer.mamba_chunk_scan_combined()
+        mamba_mixer.mamba_chunk_scan_combined(
+            x, x[..., 0], -x[0, 0, 0], x, x, 1, D=x[0, 0, 0], dt_bias=x[0, 0, 0], return_final_states=True
+        )
     assert mamba_mixer._check_mamba_sequence_packing_support() == (True, None)
 
 

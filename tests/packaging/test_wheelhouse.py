@@ -57,6 +57,8 @@ def test_it_parses_and_helps():
         (["a", "--split"], "--split needs a size"),
         (["a", "--split", "0"], "--split needs a size"),
         (["a", "--split", "x"], "--split needs a size"),
+        (["a", "--with"], "--with needs te, mamba, or both"),
+        (["a", "--with", "flash"], "--with needs te, mamba, or both"),
         (["a", "--color"], "unknown option --color"),
         ([str(SCRIPT)], "is no folder"),
     ],
@@ -90,6 +92,42 @@ def test_a_dry_run_names_every_wheel_and_does_nothing(tmp_path):
     assert "MAMBA_SKIP_CUDA_BUILD=TRUE" in build and "CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE" in build
     assert " -m pip wheel " in own
     assert "pip install --no-index --no-deps" in result.stdout and "nvidia_cutlass_dsl/dsl_packages" in result.stdout
+
+
+def test_a_dry_run_with_compiled_kernels_names_the_compiler_and_one_architecture(tmp_path):
+    """A wheel without extensions in the folder is no reason to leave out the build."""
+    make_wheel(tmp_path, "causal_conv1d")
+    result = run(tmp_path, "--dry-run", "--with", "te,mamba")
+    assert result.returncode == 0, result.stderr
+    download, toolkit, *builds, own = (
+        line for line in result.stdout.splitlines() if " -m pip " in line and "TARGET" not in line
+    )
+    for name in ("transformer-engine", "transformer-engine-cu13"):
+        assert f" {name}==2.20.2 " in download
+    for name in ("onnxscript", "onnx", "onnx-ir", "ml-dtypes"):  # transformer_engine imports them
+        assert f" {name}==" in download
+    for name in ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm"):
+        assert f" {name}==13.0." in toolkit
+    assert [line.split()[-1].partition("==")[0] for line in builds] == [
+        "causal-conv1d",
+        "mamba-ssm",
+        "transformer-engine-torch",
+    ]
+    for build in builds:
+        assert "SKIP_CUDA_BUILD" not in build and "CUDA_HOME=" in build and "PYTORCH_NVCC=" in build
+        assert "NVTE_CUDA_ARCHS=90 " in build
+    assert "CUDA_HOME=" not in own
+
+
+def test_only_what_is_asked_for_is_compiled(tmp_path):
+    make_wheel(tmp_path, "causal_conv1d", tag="cp312-cp312-linux_x86_64")
+    printed = run(tmp_path, "--dry-run", "--with", "mamba").stdout
+    assert "transformer" not in printed.replace(" transformers==", "") and " mamba-ssm==" in printed
+    assert " causal-conv1d==" not in printed  # it is there
+    printed = run(tmp_path, "--dry-run", "--with", "te").stdout
+    mamba = next(line for line in printed.splitlines() if " mamba-ssm==" in line)
+    assert "MAMBA_SKIP_CUDA_BUILD=TRUE" in mamba and "CUDA_HOME" not in mamba
+    assert " transformer-engine-torch==2.20.2" in printed
 
 
 def test_split_wheels_join_and_the_install_line_works(tmp_path):

@@ -28,10 +28,10 @@ from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.serve import access_log, openapi
 from megatron_hybrid_prefix.serve.bodies import ChatBody, CompletionBody, Message, TokenizeBody
-from megatron_hybrid_prefix.serve.metrics import Families, add_prefix_metrics
+from megatron_hybrid_prefix.serve.metrics import Families, add_memory_metrics, add_prefix_metrics
 from tests.harness.limits import HANG_S, wait_until
 from tests.serve import load
-from tests.serve.test_serve import BLOCK, COMPLETION, HIT, PROMPT, Server, complete, running
+from tests.serve.test_serve import BLOCK, COMPLETION, HIT, PROMPT, TOKENIZER, Server, complete, running
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana.json"
 
@@ -68,6 +68,8 @@ def labels_by_name(server: Server) -> dict[str, set[str]]:
     """Names of all samples of ``/metrics``, with their labels. A reason is there when it first happened: so all are."""
     families, registry = Families(), CollectorRegistry()
     add_prefix_metrics(families, PrefixStats(fallbacks={"stale_match": 1}).as_dict())
+    memory = {"bytes": {"free": 1}, "page_bytes": 1, "pages_changed": {"kv": 1}, "blocks_moved": 1}  # with one budget
+    add_memory_metrics(families, memory, {})
     registry.register(type("Source", (), {"collect": lambda self: families})())
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=HANG_S) as answer:
         pages = [answer.read().decode(), generate_latest(registry).decode()]
@@ -126,12 +128,34 @@ def test_each_query_of_the_dashboard_has_its_metrics(server):
         "hit_depth",
         "lost_tokens",
         "slots",
+        "memory_bytes",
     ):
         assert wanted in shown
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(ids) == len(set(ids))
     places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in dashboard["panels"]]
     assert len(places) == len(set(places))
+
+
+def test_metrics_say_who_has_the_memory(tiny):
+    """With one budget. With a fixed split there are no such metrics."""
+    with running(tiny, cache_gb=0.02) as server:
+        for _ in range(2):
+            complete(server.client(), max_tokens=1)
+        server.wait_until_idle()
+        found = server.metrics()
+        layout = server.engine.context.layout
+    owned = {dict(labels)["owner"]: value for (name, labels), value in found.items() if name == "memory_bytes"}
+    assert sum(owned.values()) == layout.total_blocks * layout.block_bytes
+    assert owned["kv_running"] == owned["states_running"] == 0
+    assert owned["kv_cached"] > 0 and owned["checkpoints"] == found[("slots_used", ())] * layout.page_bytes > 0
+    assert found[("memory_page_bytes", ())] == layout.page_bytes
+    changed = {dict(labels)["to"] for (name, labels) in found if name == "memory_pages_changed_total"}
+    assert changed == {"kv", "states"} and ("memory_blocks_moved_total", ()) in found
+
+
+def test_a_fixed_split_has_no_such_metrics(server):
+    assert not [name for name, _ in server.metrics() if name.startswith("memory_")]
 
 
 def test_a_query_without_its_metric_is_found(server):
@@ -332,9 +356,37 @@ def test_hits_can_be_verified():
             config_of("--verify-hits", wrong)
 
 
+def test_one_budget_is_the_default_and_a_fixed_split_replaces_it(tiny):
+    def budget(*argv: str) -> tuple[float | None, float | None]:
+        config = config_of(*argv)
+        return config.cache_gb, config.mamba_gb
+
+    assert budget() == (pytest.approx(0.25 + 0.05), None)
+    assert budget("--cache-gb", "2", "--host-gb", "1") == (2, None)
+    assert budget("--mamba-gb", "1") == budget("--mamba-gb", "1", "--buffer-gb", "3") == (None, 1)
+    assert budget("--buffer-gb", "3") == (None, 0.05)
+    for other in ("--mamba-gb", "--buffer-gb"):
+        with pytest.raises(InputError, match=f"^--cache-gb is one budget for KV and states, {other} a part of a fixed"):
+            serve.check_options(serve.make_parser().parse_args(["--cache-gb", "1", other, "1"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--cache-gb", "0.02"], r"cache_gb=0.02: .* for KV and states: \d+ KV blocks of .*, or \d+ pages"),
+        (["--mamba-gb", "0.02", "--buffer-gb", "0.1"], r"checkpoints: \d+ slots, .* of mamba_gb=0.02"),
+    ],
+)
+def test_the_engine_has_that_memory(options, said, tiny):
+    args = serve.make_parser().parse_args([*options, "--max-requests", "4"])
+    engine = serve.make_engine(tiny, TOKENIZER, "cpu", args)
+    assert re.search(said, engine.context.memory_report())
+    assert (engine.context.layout is None) == ("--cache-gb" not in options)
+
+
 def test_without_the_cache_every_prompt_is_computed_whole(tiny):
-    assert config_of().mamba_gb > 0 and config_of("--no-cache").mamba_gb == 0
-    for options in (["--mamba-gb", "1"], ["--host-gb", "1"], ["--verify-hits", "0.5"]):
+    assert config_of("--no-cache").mamba_gb == 0
+    for options in (["--cache-gb", "1"], ["--mamba-gb", "1"], ["--host-gb", "1"], ["--verify-hits", "0.5"]):
         with pytest.raises(InputError, match=options[0]):
             serve.check_options(serve.make_parser().parse_args(["--no-cache", *options]))
     with running(tiny, slots=0, caches=False) as server:

@@ -63,13 +63,15 @@ class Server(Endpoint):
         blocks: int = 256,
         max_requests: int = 4,
         slots: int = 64,
+        cache_gb: float | None = None,
         engine_fields: dict[str, Any] | None = None,
         header_s: float = 60.0,
         **options: Any,
     ) -> None:
+        budget = {"mamba_gb": slots * state_bytes(model) / 2**30} if cache_gb is None else {"cache_gb": cache_gb}
         self.engine = build_engine(
             model,
-            HybridPrefixConfig(mamba_gb=slots * state_bytes(model) / 2**30, retention_interval_tokens=0),
+            HybridPrefixConfig(**budget, retention_interval_tokens=0),
             tokenizer=TOKENIZER,
             **{"max_sequence_length": LIMIT_TOKENS, "max_requests": max_requests, "max_tokens": LIMIT_TOKENS}
             | {"block_size_tokens": BLOCK}
@@ -391,6 +393,7 @@ def test_new_statistics_become_metrics_by_themselves():
         "reused_tokens_disk": 2,
         "loads_by_kind": {"kv": 1, "state": 2},
         "note": "text",
+        "tiers": {"shared": {"bytes_used": 9, "faults": {"gone": 4, "write_ENOSPC": 6}}},
     }
     families = Families()
     add_prefix_metrics(families, stats)
@@ -398,6 +401,8 @@ def test_new_statistics_become_metrics_by_themselves():
         (sample.name, tuple(sample.labels.values())): sample.value for family in families for sample in family.samples
     }
     assert samples[("hybrid_prefix_disk_bytes_loaded_total", ())] == 7
+    assert samples[("hybrid_prefix_tier_bytes_used", ("shared",))] == 9
+    assert samples[("hybrid_prefix_tier_faults_total", ("shared", "write_ENOSPC"))] == 6
     assert samples[("hybrid_prefix_host_slots_used", ())] == 3
     assert samples[("hybrid_prefix_lost_tokens_total", ("late_load",))] == 5
     assert samples[("hybrid_prefix_reused_tokens_total", ("disk",))] == 2
@@ -877,9 +882,14 @@ def test_a_chat_template_cannot_leave_its_sandbox(template):
         (["--tokenizer", "nowhere"], "no tokenizer at nowhere"),
         (["--chat-template", "nowhere"], "cannot read nowhere"),
         (["--load", "nowhere"], "there is no folder nowhere"),
+        (["--shared", "/tmp"], "must be a URL such as file:///"),
+        (["--shared", "file:///tmp/x?gb=1"], "set host_gb above 0"),
+        (["--shared", "file:///tmp/x?gb=1", "--host-gb", "1"], "needs a secret: set HYBRID_PREFIX_SECRET"),
+        (["--shared", "file:///dev/null/x?gb=1&secret_file=/dev/zero0", "--host-gb", "1"], "cannot read secret_file"),
     ],
 )
-def test_bad_options_are_one_line(capsys, argv, problem):
+def test_bad_options_are_one_line(capsys, monkeypatch, argv, problem):
+    monkeypatch.delenv("HYBRID_PREFIX_SECRET", raising=False)
     assert serve.main(argv) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and problem in lines[0]

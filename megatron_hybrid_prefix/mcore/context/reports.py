@@ -14,6 +14,8 @@ logger = logging.getLogger(__name__)
 
 # Warn if this many first prompts are all shorter than a block.
 _SHORT_PROMPTS = 64
+# Warn if a state fills less of its page than this.
+_LEAST_FILL = 0.5
 
 
 def memory_report(context: Any, prefix: HybridPrefixConfig) -> str:
@@ -42,7 +44,7 @@ def memory_report(context: Any, prefix: HybridPrefixConfig) -> str:
         rows = [("running requests, with their drafts", live + speculative, "set aside")] if speculative else []
         lines.append(
             f"  cache_gb={prefix.cache_gb:g}: {_size(context.shared.buffer.numel())} for KV and states: {shared.total_blocks} "
-            f"KV blocks of {_size(shared.block_bytes)}, or {shared.pages} pages of {shared.page_blocks} blocks for a state"
+            f"KV blocks of {_size(shared.block_bytes)}, or {shared.pages} pages of {_count(shared.page_blocks, 'block')} for a state"
         )
     lines += [f"  {name}: {slots} slots, {_size(slots * slot_bytes)} {of}" for name, slots, of in rows]
     if context.host_moves is not None:
@@ -74,6 +76,14 @@ def report_start(context: Any, prefix: HybridPrefixConfig) -> None:
             "block_size_tokens=%d is not less than max_sequence_length=%d: no prompt fills a block, nothing is reused",
             context.block_size_tokens,
             context.max_sequence_length,
+        )
+    state_bytes = context.state_layout.slot_bytes
+    if context.layout is not None and 0 < state_bytes < _LEAST_FILL * context.layout.page_bytes:
+        logger.warning(
+            "a state of %s takes a page of %s: use a smaller block_size_tokens than %d, or a fixed split (mamba_gb)",
+            _size(state_bytes),
+            _size(context.layout.page_bytes),
+            context.block_size_tokens,
         )
 
 
@@ -115,6 +125,10 @@ def describe_forward(context: Any) -> str:
 
 def _words(component: str) -> str:
     return "SSM" if component == "ssm" else component
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _size(count_bytes: int) -> str:

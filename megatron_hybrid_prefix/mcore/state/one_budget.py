@@ -44,7 +44,6 @@ def one_budget(config: InferenceConfig, cache_gb: float, model_config: Transform
         config,
         max_requests=requests,
         buffer_size_gb=cache_gb + (requests * request_bytes) / 2**30,
-        paused_buffer_size_gb=config.paused_buffer_size_gb,
         mamba_memory_ratio=None,
     )
 
@@ -72,4 +71,4 @@ def agree_on_layout(cache_bytes: int, *, block_bytes: int, state_bytes: int, own
         )
     except ValueError as error:
         reason = "" if own_slots == 1 else f" (the drafts of all requests take {own_slots} states)"
-        raise ValueError(f"cache_gb={cache_bytes / 2**30:g} is too small: {error}{reason}") from None
+        raise ValueError(f"cache_gb={cache_bytes / 2**30:.4g} is too small: {error}{reason}") from None

@@ -1,7 +1,8 @@
-"""The training forward of a Mamba2 mixer, in plain PyTorch: differentiable, on any device.
+"""Forwards of a Mamba2 mixer that keep no state, in plain PyTorch: differentiable, on any device.
 
-Replaces `mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined` where mamba-ssm, causal-conv1d or their compiled extensions
-are not installed. Megatron's mixer calls it in training mode.
+They replace functions of `mamba_ssm.ops.triton.ssd_combined`. Megatron's mixer calls `mamba_split_conv1d_scan_combined` in training
+mode; it is replaced where mamba-ssm, causal-conv1d or their compiled extensions are not installed. Layers that predict drafts call
+`mamba_chunk_scan_combined`; it is replaced where mamba-ssm is not installed.
 
 The recurrence is computed in chunks (SSD, https://arxiv.org/abs/2405.21060, section 6): within a chunk as a masked product of matrices,
 between chunks by one product with the decays from chunk to chunk. `torch.autograd` makes the backward. The memory of a layer grows with
@@ -134,3 +135,53 @@ def mamba_split_conv1d_scan_combined(
     y = chunked_scan(x, dt, A.to(dtype), B, C, chunk_size) + x * D.to(dtype).view(heads, -1)
     gated: torch.Tensor = (y.flatten(-2) * F.silu(z.to(dtype))).to(zxbcdt.dtype)
     return gated
+
+
+def mamba_chunk_scan_combined(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    chunk_size: int,
+    *,
+    D: torch.Tensor,
+    dt_bias: torch.Tensor,
+    dt_softplus: bool = True,
+    z: torch.Tensor | None = None,
+    return_final_states: bool = False,
+    initial_states: torch.Tensor | None = None,
+    state_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The scan of a Mamba2 mixer from a state of zeros, as megatron's ``_ssm_prefill`` asks for it without a dynamic engine.
+
+    Args:
+        x: (batch, tokens, heads, head_dim).
+        dt: (batch, tokens, heads), before its bias and softplus.
+        A: (heads,), negative.
+        B: (batch, tokens, groups, d_state).
+        C: (batch, tokens, groups, d_state).
+        chunk_size: Tokens of a chunk. It changes rounding only.
+        D: (heads,), or (heads, head_dim).
+        dt_bias: (heads,).
+        dt_softplus: Must be True.
+        z: Shape of x: the output is multiplied by its SiLU; None: it is not.
+        return_final_states: Must be False. Static batching asks for the states.
+        initial_states: Must be None.
+        state_dtype: Not used: states are carried in float32. New versions of mamba-ssm have it.
+
+    Returns:
+        (batch, tokens, heads, head_dim) in x's dtype.
+
+    Raises:
+        ImportError: States are asked for.
+    """
+    if return_final_states or initial_states is not None or not dt_softplus:
+        raise ImportError(
+            "static batching of Mamba layers needs mamba-ssm and causal-conv1d: "
+            "pip install --no-build-isolation 'megatron-hybrid-prefix[mamba]'"
+        )
+    dtype, heads = compute_dtype(x), len(A)
+    steps = F.softplus(dt.to(dtype) + dt_bias.to(dtype))
+    y = chunked_scan(x, steps, A.to(dtype), B, C, chunk_size) + x * D.to(dtype).view(heads, -1)
+    return (y if z is None else y * F.silu(z.to(dtype))).to(x.dtype)

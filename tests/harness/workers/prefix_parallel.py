@@ -13,6 +13,7 @@ from zlib import crc32
 import torch.distributed as dist
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.errors import RankDisagreementError
 from megatron_hybrid_prefix.mcore.ranks.agreement import min_over_model_ranks
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
@@ -25,7 +26,7 @@ BLOCK_TOKENS = 64
 ROWS = 4
 MODES = ("legacy", "async")
 SCENARIOS = ("tails", "chunked", "preempted", "host")
-SLOTS = {"tails": 40, "chunked": 3, "preempted": 6, "host": 3}
+SLOTS = {"tails": 40, "chunked": 3, "preempted": 6, "host": 3, "one_memory": 3}
 
 
 def one_rank(pattern):
@@ -74,6 +75,17 @@ def budgets(config, pattern, tp, pp, *, slots, blocks):
     return (slots + 0.5) * most_slot / 2**30, most_kv / 2**30
 
 
+def one_memory_gb(pattern, tp, pp, *, blocks, states):
+    """``cache_gb`` for so many KV blocks beside so many states, on the rank with the largest blocks."""
+    config = config_of(pattern)
+    sizes = [
+        (slot_bytes(config, each, tp), kv_block_bytes(config, each.count("*"), tp)) for each in stages(pattern, pp)
+    ]
+    page_blocks = max(1, *(ceil_div(slot, block) for slot, block in sizes))
+    pages = ceil_div(blocks + 1, page_blocks) + states + 1  # rows without a request have a slot
+    return pages * page_blocks * max(block for _, block in sizes) / 2**30
+
+
 class Session:
     """One engine, with or without the cache. Records the decisions after every step."""
 
@@ -92,13 +104,17 @@ class Session:
         tier_behind_host=None,
         shared=None,
         check_ranks=False,
+        one_memory=False,
         **fields,
     ):
         mamba_gb, buffer_size_gb = budgets(model.hybrid_config, pattern, tp, pp, slots=slots, blocks=blocks)
+        memory = {"mamba_gb": mamba_gb}
+        if one_memory:
+            memory = {"cache_gb": one_memory_gb(pattern, tp, pp, blocks=blocks, states=slots)}
         self.engine = build_engine(
             model,
             HybridPrefixConfig(
-                mamba_gb=mamba_gb,
+                **memory,
                 host_gb=host_gb,
                 tier_behind_host=tier_behind_host,
                 shared=shared,
@@ -143,7 +159,7 @@ class Session:
         return {
             "requests": context.request_ids[rows].tolist(),
             "block_tables": context.request_to_kv_block_ids[rows].tolist(),
-            "live_slots": context.mamba_metadata.request_to_mamba_state_idx[rows].tolist(),
+            "live_slots": context.live_slots(context.live_indices[rows]).tolist(),
             "waiting": list(self.engine.waiting_request_ids),
             "available_blocks": cache.blocks.available_count,
             "cached_keys": len(list(cache.blocks.cached_keys())),
@@ -171,9 +187,13 @@ class Session:
                 "decisions": self.decisions,
                 "preempted": self.engine.evicted_request_count,
                 "slot_bytes": context.state_layout.slot_bytes,
-                "budget_bytes": int(context.prefix_config.mamba_gb * 2**30),
                 "pool_slots": [tensor.shape[1] for tensor in context.state_pool.tensors.values()],
             }
+            if context.layout is None:
+                found["budget_bytes"] = int(context.prefix_config.mamba_gb * 2**30)
+            else:
+                found["layout"] = [context.layout.total_blocks, context.layout.page_blocks]
+                found["moved"] = context.prefix_cache.inspect.memory_use().moved_blocks
         return found
 
 
@@ -225,6 +245,20 @@ def host(session):
     session.send(*prompts[:2], new_tokens=40)
 
 
+def one_memory(session):
+    """Prompts that come back from the host, beside decodes that need more blocks than there are."""
+    shared = random_tokens(2 * BLOCK_TOKENS, seed=70)
+    prompts = [
+        (shared if number % 2 else []) + random_tokens(BLOCK_TOKENS + 9 * number, seed=71 + number)
+        for number in range(6)
+    ]
+    for turn in range(3):
+        for number, prompt in enumerate(prompts):
+            session.add(prompt, new_tokens=3 + 20 * (number % 3))
+            session.run(steps=(number + turn) % 3)
+    session.run()
+
+
 def damage_sources(context):
     """Zeroes every state that a request resumes from, just before the forward that reads it."""
     initialize = context.initialize_attention_state
@@ -243,13 +277,15 @@ def run_scenario(name, model, pattern, tp, pp, mode, *, cached=True, damaged=Fal
         "chunked": {"enable_chunked_prefill": True, "max_tokens": 256},
         "preempted": {"blocks": 8},
         "host": {"blocks": 9, "host_gb": 0.05},
+        "one_memory": {"blocks": 8, "host_gb": 0.05, "one_memory": cached},
     }[name]
     # The last scenarios also compare as the check for users does.
-    fields["check_ranks"] = name in ("preempted", "host")
+    fields["check_ranks"] = name in ("preempted", "host", "one_memory")
     session = Session(model, pattern, tp, pp, mode=mode, slots=SLOTS[name], cached=cached, **fields)
     if damaged:
         damage_sources(session.engine.context)
-    {"tails": tails, "chunked": chunked, "preempted": preempted, "host": host}[name](session)
+    scenarios = {"tails": tails, "chunked": chunked, "preempted": preempted, "host": host, "one_memory": one_memory}
+    scenarios[name](session)
     return session.found()
 
 
@@ -262,6 +298,7 @@ def layout_findings(pattern, tp, pp, platform):
     """Findings by mode and scenario; and with wrong states on one rank only."""
     model = build(pattern, tp, pp, platform)
     found = {mode: {name: run_scenario(name, model, pattern, tp, pp, mode) for name in SCENARIOS} for mode in MODES}
+    found["async"]["one_memory"] = run_scenario("one_memory", model, pattern, tp, pp, "async")
     # The last tensor-parallel rank of the stage where most layers recur; a stage without any cannot be wrong.
     layers = [recurrent_layers(stage) for stage in stages(pattern, pp)]
     wrong_rank = layers.index(max(layers)) * tp + tp - 1
