@@ -150,8 +150,9 @@ class HostArena:
             elif source == HOST:
                 self._begin_stores(self._background, run)
             else:
-                self._overwrite(run)
-                self._begin_fetches(self._background, run)
+                for different in _without_shared_pages(run):
+                    self._overwrite(different)
+                    self._begin_fetches(self._background, different)
 
     def _run_stores(self, units: Sequence[BlockTransfer]) -> None:
         places = [place for unit in units for place in _places(unit)]
@@ -273,6 +274,8 @@ class HostArena:
             if self._tags.get(first) != unit.tag:
                 self._behind_stats.full += 1
                 continue
+            if background.is_moving(unit.tag, first):
+                continue  # offered twice
             size = self._entry_bytes(unit.tag.kind)
             job = Job(unit.tag, size, unit.pages, self._views([unit], size), (after,))
             job.checksum = lambda first=first, digest=unit.tag.digest: int(self._sums_seen[first]) ^ digest
@@ -531,6 +534,20 @@ class HostArena:
 
     def _ids(self, ids: Iterable[int]) -> torch.Tensor:
         return ids_on_device(ids, self._device)
+
+
+def _without_shared_pages(units: Iterable[BlockTransfer]) -> Iterator[list[BlockTransfer]]:
+    """Consecutive transfers that use different pages."""
+    run: list[BlockTransfer] = []
+    used: set[int] = set()
+    for unit in units:
+        if used.intersection(unit.pages):
+            yield run
+            run, used = [], set()
+        run.append(unit)
+        used.update(unit.pages)
+    if run:
+        yield run
 
 
 def _checksum_of(parts: Sequence[Job | None]) -> int | None:

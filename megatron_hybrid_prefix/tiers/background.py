@@ -8,12 +8,12 @@ memory it reads into the page.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -109,15 +109,17 @@ class BackgroundMoves:
 
     def __init__(self, tier: SharedTier, largest_bytes: int) -> None:
         shared = self._shared = _Shared(tier)
-        self._of_page: dict[int, Job] = {}  # jobs that may still touch a page
+        self._of_page: dict[int, list[Job]] = {}  # jobs that may still touch a page
         self._stores: list[Batch] = []
         threads = [
             threading.Thread(target=_serve, args=(shared, work, largest_bytes), name=work.__name__, daemon=True)
             for count, work in ((_WRITERS, _write), (tier.threads, _read))
             for _ in range(count)
         ]
-        # Also when the process ends: threads that are in the middle of a copy then would abort it.
-        self._end = weakref.finalize(self, _end, shared, threads)
+        self._threads = threads
+        self._close = weakref.finalize(self, _end_of_work, shared, len(threads))
+        self._close.atexit = False  # see `_at_exit`
+        _LIVING.add(self)
         for thread in threads:
             thread.start()
 
@@ -131,13 +133,15 @@ class BackgroundMoves:
         self._start(self._shared.loads, list(jobs))
 
     def _start(self, queue: SimpleQueue[Job | None], jobs: list[Job]) -> Batch:
-        for page, job in list(self._of_page.items()):
-            if job.is_over:
+        for page, of_page in list(self._of_page.items()):
+            of_page[:] = [job for job in of_page if not job.is_over]
+            if not of_page:
                 del self._of_page[page]
         batch = Batch(len(jobs))
         for job in jobs:
             job.batch = batch
-            self._of_page.update(dict.fromkeys(job.pages, job))
+            for page in job.pages:
+                self._of_page.setdefault(page, []).append(job)
         for job in jobs:
             queue.put(job)
         return batch
@@ -145,10 +149,13 @@ class BackgroundMoves:
     def overwrite(self, pages: Iterable[int]) -> None:
         """These pages are about to get other bytes."""
         for page in pages:
-            job = self._of_page.pop(page, None)
-            if job is not None:
+            for job in self._of_page.pop(page, ()):
                 with job.lock:
                     job.cancelled = True
+
+    def is_moving(self, tag: Tag, page: int) -> bool:
+        """Whether a job with this tag uses the page and is not over."""
+        return any(job.tag == tag and not job.is_over for job in self._of_page.get(page, ()))
 
     def drain(self, seconds: float) -> bool:
         """Wait until all entries are written, at most this long. Returns whether they are."""
@@ -156,8 +163,20 @@ class BackgroundMoves:
         return all([batch.wait(late - time.monotonic()) for batch in self._stores])
 
     def close(self) -> None:
-        """End the threads, each after its current entry."""
-        self._end()
+        """End the threads, once they have written all entries."""
+        self._close()
+
+    def finish(self) -> None:
+        """The process ends: write what can be written in the time that a request may wait, and end the threads.
+
+        A thread that is in the middle of a copy when the interpreter is gone would abort the process.
+        """
+        self.drain(self._shared.tier.wait_s)
+        self._shared.ended = True
+        self._close()
+        late = time.monotonic() + _END_S
+        for thread in self._threads:
+            thread.join(max(0.0, late - time.monotonic()))
 
     @property
     def refused(self) -> int:
@@ -182,16 +201,19 @@ def wait_for(jobs: Iterable[Job], seconds: float) -> None:
         batch.wait(late - time.monotonic())
 
 
-def _end(shared: _Shared, threads: Sequence[threading.Thread]) -> None:
-    shared.ended = True
+_LIVING: weakref.WeakSet[BackgroundMoves] = weakref.WeakSet()
+
+
+@atexit.register
+def _at_exit() -> None:
+    for moves in list(_LIVING):
+        moves.finish()
+
+
+def _end_of_work(shared: _Shared, threads: int) -> None:
     for queue in (shared.stores, shared.loads):
-        for _ in threads:
+        for _ in range(threads):
             queue.put(None)
-    late = time.monotonic() + _END_S
-    for thread in threads:
-        if thread is not threading.current_thread():
-            with suppress(RuntimeError):  # it was never started
-                thread.join(max(0.0, late - time.monotonic()))
 
 
 def finish(queue_finish: Callable[[Mark], None], mark: Mark) -> Callable[[], None]:

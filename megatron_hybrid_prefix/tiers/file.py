@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
 
+from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.tiers.base import Entry, SharedTier
 from megatron_hybrid_prefix.tiers.folder import VERSION, FileName, Ranking, SharedFolder, Space
@@ -67,7 +68,7 @@ class FileTier(SharedTier):
     ) -> None:
         self._block_tokens = block_tokens
         self.wait_s = settings.wait_s
-        self.least_blocks = -(-settings.min_tokens // block_tokens)
+        self.least_blocks = ceil_div(settings.min_tokens, block_tokens)
         self.threads = settings.threads
         self.folder = SharedFolder(
             settings.folder, budget_bytes=settings.budget_bytes, make_ranking=make_ranking, reason=reason
@@ -85,10 +86,10 @@ class FileTier(SharedTier):
         self._wrong: dict[FileName, None] = {}  # files to be deleted
         self._reads: dict[int, float] = {}  # reads that run: when they began (monotonic), by thread
         self._wake = threading.Event()
+        self._closed = False
         watch = threading.Thread(
             target=_watch, args=(weakref.ref(self), self._wake, settings.refresh_s), name="shared-folder", daemon=True
         )
-        self._closed = False
         weakref.finalize(self, self._wake.set)
         watch.start()
 

@@ -41,7 +41,7 @@ class SharedSettings:
     min_tokens: int = 512
     wait_s: float = 1.0
     refresh_s: float = 1.0
-    threads: int = 4
+    threads: int = 8
     secret_file: Path | None = None
     weights: str | None = None
 

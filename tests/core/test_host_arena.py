@@ -5,15 +5,22 @@ from __future__ import annotations
 import dataclasses
 import gc
 import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
 
 from megatron_hybrid_prefix.tiers import arena as arenas
+from megatron_hybrid_prefix.tiers import background
 from megatron_hybrid_prefix.tiers.arena import HostArena
+from megatron_hybrid_prefix.tiers.base import Entry, SharedTier, Tier
 from megatron_hybrid_prefix.tiers.pinned import choose_page_bytes, pin, unpin
 from megatron_hybrid_prefix.tiers.queue import HostQueue
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
+from tests.harness.limits import HANG_S
 from tests.harness.plugins.dictionary_tier import DictionaryTier
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -30,7 +37,7 @@ class Pools:
         *,
         verify: bool = True,
         mamba_layers: int = 3,
-        behind: DictionaryTier | None = None,
+        behind: Tier | None = None,
     ) -> None:
         kv = torch.zeros(4, BLOCKS, 6 * scale, 2, dtype=torch.bfloat16, device=device)
         conv = torch.zeros(mamba_layers, SLOTS, 5 * scale, 3, dtype=torch.bfloat16, device=device)
@@ -85,9 +92,7 @@ class AnyOrder:
     Staging buffers are small, so that they are reused often.
     """
 
-    def __init__(
-        self, device: str, seed: int, monkeypatch: pytest.MonkeyPatch, behind: DictionaryTier | None = None
-    ) -> None:
+    def __init__(self, device: str, seed: int, monkeypatch: pytest.MonkeyPatch, behind: Tier | None = None) -> None:
         scale = 1 if device == "cpu" else 20_000
         monkeypatch.setattr(arenas, "STORE_STAGING_BYTES", 3 * 30 * scale * 8)
         monkeypatch.setattr(arenas, "LOAD_STAGING_BYTES", 2 * 30 * scale * 8)
@@ -191,6 +196,118 @@ def test_any_order_of_moves_with_a_tier_behind(device, seed, monkeypatch):
         world.write_some(1000 + step)
     world.check()
     assert pools.arena.behind_stats.bytes_stored > 0 < pools.arena.behind_stats.bytes_loaded
+
+
+class SlowTier(SharedTier):
+    """A dictionary whose threads take their time, and lose some entries."""
+
+    threads = 2
+
+    def __init__(self, seed: int) -> None:
+        self.entries: dict[tuple[EntryKind, bytes], tuple[bytes, int]] = {}
+        self._dice = random.Random(seed)
+
+    def contains(self, kind: EntryKind, key: bytes) -> bool:
+        return (kind, key) in self.entries
+
+    def put(self, entries: Sequence[Entry]) -> list[bool]:
+        for tag, data, checksum in entries:
+            time.sleep(self._dice.choice([0, 0.001]))
+            self.entries[tag.kind, tag.key] = bytes(data), checksum
+        return [True] * len(entries)
+
+    def read(self, tag: Tag, entry_bytes: int, start: int, buffer: memoryview, *, wait: bool) -> int | None:
+        if not wait and self._dice.random() < 0.5:
+            raise BlockingIOError
+        time.sleep(self._dice.choice([0, 0.001]))
+        data, checksum = self.entries.get((tag.kind, tag.key), (b"", 0))
+        if len(data) != entry_bytes or self._dice.random() < 0.05:
+            return None
+        buffer[:] = data[start : start + len(buffer)]
+        return checksum
+
+    def remove(self, tags: Iterable[Tag]) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order_of_moves_with_a_shared_tier(device, seed, monkeypatch):
+    """Pages are given away while threads read and write them. What arrives is what was stored, or it does not arrive."""
+    tier = SlowTier(seed)
+    world = AnyOrder(device, seed, monkeypatch, behind=tier)
+    monkeypatch.setattr(arenas, "PART_BYTES", 1)  # a part for each page
+    pools, dice, places, on_device = world.pools, world.dice, world.places, world.on_device
+    arena, on_host, taken, ends = pools.arena, {}, set(), Counter()
+    for step in range(60):
+        units, loads = [], {}
+        for _ in range(dice.randint(0, 12)):
+            what, entry, place = dice.choice(["store", "take", "give"]), dice.randrange(8), dice.choice(places)
+            if what == "store":
+                on_host[entry] = (place[0], on_device[place])
+                units.append(pools.unit(*place, entry, key=str(on_device[place]).encode()))
+            elif what == "give" and taken:
+                on_host[entry] = kind, value = dice.choice(sorted(taken))
+                units.append(pools.behind_unit(kind, entry, str(value).encode(), take=False))
+            elif what == "take" and entry in on_host:
+                kind, value = on_host[entry]
+                units.append(pools.behind_unit(kind, entry, str(value).encode(), take=True))
+                taken.add((kind, value))
+        for entry in dice.sample(sorted(on_host), min(len(on_host), dice.randint(0, 2))):
+            kind, value = on_host[entry]
+            index = dice.randrange(BLOCKS if kind == EntryKind.KV else SLOTS)
+            if (kind, index) not in loads:
+                units.append(pools.unit(kind, index, entry, step, key=str(value).encode()))
+                loads[kind, index] = value, entry
+        world.carry_out(units)
+        arrived = arena.fetched(step, dice.choice([0.0, HANG_S])) if arena.is_put_off(step) else True
+        if arrived and arena.is_put_off(step):
+            arena.run_put_off(step)
+            ends["waited"] += 1
+        if arrived:
+            arena.wait_for_load(step)
+            assert not arena.has_failed(step)
+            on_device |= {place: value for place, (value, _) in loads.items()}
+        else:
+            ends["late" if arrived is None else "missing"] += 1
+            arena.drop_put_off(step)
+            for _, entry in loads.values():  # the cache drops what did not arrive
+                del on_host[entry]
+        world.write_some(1000 + step)
+    world.check()
+    assert ends["waited"] and (ends["late"] or ends["missing"]), ends
+    assert arena.drain(HANG_S) and arena.behind_stats.bytes_stored > 0
+    arena.close()
+
+
+def test_a_process_that_ends_writes_what_is_left(monkeypatch):
+    tier = SlowTier(0)
+    pools, may_write, put = Pools("cpu", behind=tier), threading.Event(), tier.put
+    monkeypatch.setattr(tier, "put", lambda entries: may_write.wait(HANG_S) and put(entries))
+    for index in range(4):
+        key = str(index).encode()
+        pools.arena.carry_out(
+            [pools.unit(EntryKind.KV, index, index, key=key), pools.behind_unit(EntryKind.KV, index, key, take=True)]
+        )
+    threading.Timer(0.05, may_write.set).start()
+    monkeypatch.setattr(tier, "wait_s", HANG_S, raising=False)
+    pools.arena._background.finish()
+    assert len(tier.entries) == 4
+    assert not any(thread.is_alive() for thread in pools.arena._background._threads)
+
+
+def test_a_process_that_ends_does_not_wait_for_a_disk_that_hangs(monkeypatch):
+    tier = SlowTier(0)
+    pools, never = Pools("cpu", behind=tier), threading.Event()
+    monkeypatch.setattr(tier, "put", lambda entries: never.wait(HANG_S) or [False])
+    monkeypatch.setattr(tier, "wait_s", 0.01, raising=False)
+    monkeypatch.setattr(background, "_END_S", 0.01)
+    units = [pools.unit(EntryKind.KV, 1, 1, key=b"k"), pools.behind_unit(EntryKind.KV, 1, b"k", take=True)]
+    pools.arena.carry_out(units)
+    pools.arena._background.finish()
+    assert tier.entries == {}
+    never.set()
 
 
 @pytest.mark.parametrize("device", DEVICES)

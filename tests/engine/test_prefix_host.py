@@ -57,6 +57,7 @@ def kv_of(served: EngineHarness, prompt: list[int]) -> torch.Tensor:
     return served.context.memory_buffer[:, :, blocks].clone()
 
 
+@pytest.mark.usefixtures("memory")
 @each_mode
 def test_cold_device_hit_and_host_hit_are_the_same(model, mode):
     served = small(model, async_sched_mode=mode)
@@ -127,6 +128,7 @@ def test_half_from_the_device_half_from_the_host(model, mode, chunk):
     served.check_drained()
 
 
+@pytest.mark.usefixtures("memory")
 @each_mode
 def test_a_load_takes_place_while_others_run(model, mode):
     served = small(model, async_sched_mode=mode, blocks=16)
@@ -163,6 +165,7 @@ def test_two_requests_with_the_same_prefix_load_it_once(model):
     served.check()
 
 
+@pytest.mark.usefixtures("memory")
 def test_an_aborted_request_gives_back_what_it_loaded(model):
     served = small(model, blocks=16)
     prompt = tokens(4, 9, seed=1)

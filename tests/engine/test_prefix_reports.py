@@ -267,9 +267,13 @@ def test_the_policy_is_logged_once_at_the_start(model, caplog):
     [
         ({"slots": 0}, "mamba_gb=0 has no room for a state"),
         ({"block_size_tokens": 1024}, "block_size_tokens=1024 is not less than max_sequence_length=1024"),
+        (
+            {"cache_gb": 0.02, "mamba_gb": None, "block_size_tokens": 256},
+            "a state of 0.023 MiB takes a page of 0.250 MiB",
+        ),
     ],
 )
-def test_settings_that_make_hits_impossible_are_warned_of(model, caplog, fields, said):
+def test_settings_that_make_hits_impossible_or_waste_memory_are_warned_of(model, caplog, fields, said):
     with caplog.at_level(logging.WARNING):
         EngineHarness(model, **fields)
     assert sum(said in record.message for record in caplog.records) == 1

@@ -26,8 +26,10 @@ def test_killed_processes(tmp_path, monkeypatch):
     for line in answers:
         assert line["tokens"] == right[line["turn"]]["tokens"]
         assert line["log_probs"] == pytest.approx(right[line["turn"]]["log_probs"], rel=0, abs=1e-5)
-        assert line["fallbacks"] == {} == line["faults"], "no entry was half there"
-    assert found["half_written"] > 0, "none was killed in the middle of a write"
+        # An entry may be gone by the time that it is read, or find no room. None was half there, and none was wrong.
+        assert set(line["faults"]) <= {"gone", "no_room"}
+        assert set(line["fallbacks"]) <= {"tier_load_missing", "host_load_given_up"}
+    assert found["half_written"] > KILLS / 4, "too few were killed in the middle of a write"
     first_turns = [run[0] for run in found["killed"] if run]
     assert sum(line["cached"] > 0 for line in first_turns) > len(first_turns) / 2, "conversations hit at once"
     for line in found["last"][:-1]:

@@ -48,7 +48,8 @@ def run(preset, *, graphs, mode="legacy", together=True, cached=True, answers=No
         together: False: one request after another.
         cached: Whether the cache is on.
         answers: The answers to make drafts from; None: no drafts, or those of the model.
-        one_memory: KV and states share one, and it is tight: blocks move, and entries are evicted.
+        one_memory: KV and states share one. For a model in float32 it is tight: entries are evicted and requests wait, so
+            that steps have other requests; in bfloat16 that alone would change the answers.
         **fields: As of `build_engine`.
     """
     config = named(preset)
@@ -60,7 +61,7 @@ def run(preset, *, graphs, mode="legacy", together=True, cached=True, answers=No
     if one_memory:
         drafts = fields.get("num_speculative_tokens", 0)
         sizes = {"block_tokens": BLOCK_TOKENS, "max_requests": MAX_REQUESTS, "speculative_tokens": drafts}
-        memory = {"cache_gb": one_budget_gb(model, 8, states=2, **sizes)}
+        memory = {"cache_gb": one_budget_gb(model, 8, states=2, **sizes) if config.dtype == "float32" else 2.5}
     engine = build_engine(
         model,
         HybridPrefixConfig(**memory) if cached else None,

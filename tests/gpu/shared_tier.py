@@ -32,6 +32,7 @@ def parse():
     parser.add_argument("--prompts", type=int, default=6, help="measured prompts of each kind")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=8)
+    parser.add_argument("--graphs", action="store_true", help="capture CUDA graphs; takes a minute per engine")
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; by default a temporary one")
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--part", choices=("first", "restart"), help=argparse.SUPPRESS)
@@ -48,21 +49,25 @@ class Run:
         self.args = args
         self.platform = ensure_platform(device=args.device)
         self.vocabulary = get_preset(args.preset).vocab_size
+        self.model = None
         self.next_id = 0
 
     def engine(self, *, cached, shared):
-        """An engine, with its own model: CUDA graphs are tied to the modules."""
+        """An engine, with its own model if CUDA graphs are tied to its modules."""
         from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
         from megatron_hybrid_prefix.models import build_hybrid_model
         from tests.harness.engine_helpers import kv_budget, state_bytes
 
         on_gpu = self.platform.device.type == "cuda"
-        model = build_hybrid_model(self.args.preset, seed=0, **({"cuda_graph_impl": "local"} if on_gpu else {}))
+        if self.model is None or self.args.graphs:
+            graphs = {"cuda_graph_impl": "local"} if self.args.graphs else {}
+            self.model = build_hybrid_model(self.args.preset, seed=0, **graphs)
+        model = self.model
         tokens, prefix = self.args.tokens + 2 * OWN_TOKENS, None
         blocks = 6 * (tokens // BLOCK + 2)
         if cached:
             url = f"file://{self.args.folder}?gb=64&min_tokens={BLOCK}&threads={self.args.threads}&wait_s=20"
-            tier = {"host_gb": 8.0 if on_gpu else 0.1, "shared": url} if shared else {}
+            tier = {"host_gb": 3.0 if on_gpu else 0.1, "shared": url} if shared else {}
             prefix = HybridPrefixConfig(mamba_gb=24.5 * state_bytes(model) / 2**30, **tier)
         return build_engine(
             model,
@@ -71,7 +76,7 @@ class Run:
             max_requests=4,
             max_tokens=(tokens // 64 + 1) * 64,
             block_size_tokens=BLOCK,
-            **({"num_cuda_graphs": 8} if on_gpu else {}),
+            **({"num_cuda_graphs": 8} if self.args.graphs else {}),
             **kv_budget(model, blocks, block_tokens=BLOCK, max_requests=4),
         )
 
@@ -232,7 +237,7 @@ def main():
         folder = args.folder or Path(temporary) / "entries"
         options = {"preset": args.preset, "tokens": args.tokens, "prompts": args.prompts, "device": args.device}
         options |= {"threads": args.threads, "folder": folder, "out": args.out}
-        command = [sys.executable, "-m", "tests.gpu.shared_tier"]
+        command = [sys.executable, "-m", "tests.gpu.shared_tier", *(["--graphs"] if args.graphs else [])]
         command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
         found = {}
         for part in ("first", "restart"):

@@ -14,6 +14,8 @@ logger = logging.getLogger(__name__)
 
 # Warn if this many first prompts are all shorter than a block.
 _SHORT_PROMPTS = 64
+# Warn if a state fills less of its page than this.
+_LEAST_FILL = 0.5
 
 
 def memory_report(context: Any, prefix: HybridPrefixConfig) -> str:
@@ -74,6 +76,14 @@ def report_start(context: Any, prefix: HybridPrefixConfig) -> None:
             "block_size_tokens=%d is not less than max_sequence_length=%d: no prompt fills a block, nothing is reused",
             context.block_size_tokens,
             context.max_sequence_length,
+        )
+    state_bytes = context.state_layout.slot_bytes
+    if context.layout is not None and 0 < state_bytes < _LEAST_FILL * context.layout.page_bytes:
+        logger.warning(
+            "a state of %s takes a page of %s: use a smaller block_size_tokens than %d, or a fixed split (mamba_gb)",
+            _size(state_bytes),
+            _size(context.layout.page_bytes),
+            context.block_size_tokens,
         )
 
 

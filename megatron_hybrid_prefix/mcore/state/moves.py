@@ -26,7 +26,7 @@ from megatron_hybrid_prefix.policy.base import SharesMemory
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy
 from megatron_hybrid_prefix.tiers.arena import HostArena
-from megatron_hybrid_prefix.tiers.base import TierBehind
+from megatron_hybrid_prefix.tiers.base import SharedTier, TierBehind
 from megatron_hybrid_prefix.tiers.file import FileTier
 from megatron_hybrid_prefix.tiers.pinned import choose_page_bytes
 from megatron_hybrid_prefix.tiers.registry import make_tier, tier_name
@@ -44,7 +44,6 @@ logger = logging.getLogger(__name__)
 
 # While other requests run, a request waits one round per this many bytes of its load: about the transfer of one step.
 BYTES_A_ROUND = 256 * 2**20
-
 
 SHARED = "shared"  # name of the shared folder as a tier
 
@@ -286,8 +285,8 @@ class HostMoves(Moves):
         self.launch()
         assert self.arena is not None
         if self.arena.is_put_off(match.load_id):
-            assert self._shared is not None
-            self._fetching[match.load_id] = time.monotonic() + self._shared.wait_s
+            assert self._behind is not None and isinstance(self._behind.tier, SharedTier)
+            self._fetching[match.load_id] = time.monotonic() + self._behind.tier.wait_s
         else:
             self._count_rounds(request_id, match.load_id)
 

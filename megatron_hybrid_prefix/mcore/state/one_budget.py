@@ -44,7 +44,6 @@ def one_budget(config: InferenceConfig, cache_gb: float, model_config: Transform
         config,
         max_requests=requests,
         buffer_size_gb=cache_gb + (requests * request_bytes) / 2**30,
-        paused_buffer_size_gb=config.paused_buffer_size_gb,
         mamba_memory_ratio=None,
     )
 

@@ -1,7 +1,8 @@
 """Processes on a shared folder that are killed at random moments, as JSON. Usage: ``shared_restart.py OUT.json FOLDER KILLS``.
 
 Each process sends the turns of some conversations and is killed, many of them while they write a file. The next one starts
-where it likes. Two more at the end are not killed.
+where it likes. Their budget is too small for all turns, so that there is always something to write and to delete. Two more at
+the end have a larger one, and are not killed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def prompts():
         yield history[turn % SESSIONS]
 
 
-def serve(out, folder, turns):
+def serve(out, folder, turns, gb):
     """Sends turns, and writes a line for each. Does not return."""
     from megatron_hybrid_prefix.models import build_hybrid_model
     from megatron_hybrid_prefix.platform import ensure_platform
@@ -40,7 +41,7 @@ def serve(out, folder, turns):
     ensure_platform(device="cpu")
     fields = {"slots": None}
     if folder is not None:
-        url = f"file://{folder}?gb=0.01&min_tokens=0&wait_s={HANG_S}&refresh_s=0.02"
+        url = f"file://{folder}?gb={gb}&min_tokens=0&wait_s={HANG_S}&refresh_s=0.02"
         fields = {"slots": 3, "blocks": 24, "host_gb": 0.001, "shared": url}
         folders.write_all = write_slowly
     served = EngineHarness(build_hybrid_model("tiny", seed=0), max_requests=2, **fields)
@@ -64,15 +65,15 @@ def serve(out, folder, turns):
 def write_slowly(file, data):
     """Half of the bytes, a pause, the other half: more of the processes are killed in between."""
     os.write(file, data[: len(data) // 2])
-    time.sleep(0.004)
+    time.sleep(0.008)
     os.write(file, data[len(data) // 2 :])
 
 
-def start(out, folder, turns):
+def start(out, folder, turns, gb=0.01):
     """A process of `serve`; waits until it serves."""
     pid = os.fork()
     if not pid:
-        serve(out, folder, turns)
+        serve(out, folder, turns, gb)
     wait_until(lambda: out.exists() and out.read_text().count("\n"), "the process serves", pause_s=0.002)
     return pid
 
@@ -80,6 +81,13 @@ def start(out, folder, turns):
 def lines(out):
     """What a process said. A line that it was killed in is left out."""
     return [json.loads(line) for line in out.read_text().splitlines(keepends=True) if line.endswith("\n")][1:]
+
+
+def writes(folder):
+    """Whether a file is half written."""
+    return any(
+        entry for each in (folder / "v1" / "writing").iterdir() for entry in each.iterdir() if entry.name != "lock"
+    )
 
 
 def files(folder):
@@ -104,13 +112,17 @@ def main(out, folder, kills):
         os.waitpid(start(said / "off", None, range(TURNS)), 0)
         for number in range(int(kills)):
             first = dice.randrange(TURNS)
-            pid = start(said / str(number), folder, [(first + turn) % TURNS for turn in range(TURNS)])
+            pid = start(said / str(number), folder, [(first + turn) % TURNS for turn in range(TURNS)], gb=0.0015)
             served = dice.randrange(1, 4)  # turns, and then a moment of the next one
             wait_until(lambda n=number, s=served: len(lines(said / str(n))) >= s, "turns", pause_s=0.002)
-            time.sleep(dice.random() * 0.05)
+            if number % 2:  # when it writes
+                while not writes(folder) and len(lines(said / str(number))) < TURNS:
+                    time.sleep(0.001)
+            else:
+                time.sleep(dice.random() * 0.05)
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            half_written += any(Path(path).parent.parent.name == "writing" for path in files(folder))
+            half_written += writes(folder)
             runs.append(lines(said / str(number)))
         for name in ("complete", "last"):
             os.waitpid(start(said / name, folder, range(TURNS)), 0)

@@ -1,0 +1,92 @@
+"""First token of prompts that evict KV and states: without a cache, without a host tier, and with one. On an idle GPU::
+
+    python tests/gpu/host_cost.py [--preset hybrid-4b] [--tokens 8492] [--prompts 8] [--host-gb 16]
+
+Every prompt is new. Once the device is full, each one evicts what an earlier one left. The last rows leave out a part of the
+work, to show what it costs; what they store is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+from unittest.mock import patch
+
+import torch
+
+from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, state_bytes
+from megatron_hybrid_prefix.models import build_hybrid_model
+from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+from megatron_hybrid_prefix.tiers.arena import HostArena
+from tests.harness.engine_helpers import greedy, run_to_end
+
+WARM_UP = 6  # prompts that fill the device and compile kernels
+
+
+def first_token_ms(engine, tokens, synchronize):
+    """Milliseconds to the only token of a request."""
+    synchronize()
+    start = time.perf_counter()
+    engine.add_request(0, tokens, greedy(1))
+    run_to_end(engine, {})
+    synchronize()
+    return (time.perf_counter() - start) * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="hybrid-4b")
+    parser.add_argument("--tokens", type=int, default=8492)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--host-gb", type=float, default=16.0)
+    args = parser.parse_args()
+    platform = ensure_platform()
+    print(platform.describe(), flush=True)
+    synchronize: Callable[[], None] = torch.cuda.synchronize if platform.device.type == "cuda" else lambda: None
+    model = build_hybrid_model(args.preset, seed=0)
+    states_gb = 18 * state_bytes(mamba_state_config(model)) / 2**30
+    kv_gb = 0.2 if platform.device.type == "cpu" else 1.0
+    dice = random.Random(0)
+    common = {"max_requests": 4, "max_tokens": 64 * (args.tokens // 64 + 1), "max_sequence_length": args.tokens + 64}
+
+    def measure(name, engine):
+        moves = getattr(engine.context, "host_moves", None)
+        times, before = [], 0 if moves is None else moves.arena.bytes_stored
+        for number in range(WARM_UP + args.prompts):
+            tokens = [dice.randrange(model.hybrid_config.vocab_size) for _ in range(args.tokens)]
+            own = first_token_ms(engine, tokens, synchronize)
+            if number >= WARM_UP:
+                times.append(own)
+        stored = 0 if moves is None else (moves.arena.bytes_stored - before) / 2**20 / (WARM_UP + args.prompts)
+        print(
+            f"{name:32} {statistics.median(times):8.2f} ms ({min(times):.2f} to {max(times):.2f}), "
+            f"{stored:.0f} MiB stored a prompt",
+            flush=True,
+        )
+
+    with torch.inference_mode():
+        split = {"mamba_gb": states_gb}
+        engines = {
+            "off": build_engine(model, buffer_size_gb=kv_gb, **common),
+            "no host tier": build_engine(model, HybridPrefixConfig(**split), buffer_size_gb=kv_gb, **common),
+            "host tier": build_engine(
+                model, HybridPrefixConfig(**split, host_gb=args.host_gb), buffer_size_gb=kv_gb, **common
+            ),
+            "one memory, host tier": build_engine(
+                model, HybridPrefixConfig(cache_gb=kv_gb + states_gb, host_gb=args.host_gb), **common
+            ),
+        }
+        for _ in range(2):
+            for name, engine in engines.items():
+                measure(name, engine)
+        with patch.object(HostArena, "_pieces", lambda *args: iter(())):
+            measure("nothing copied to the host", engines["host tier"])
+    shut_down()
+
+
+if __name__ == "__main__":
+    main()
