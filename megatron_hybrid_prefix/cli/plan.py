@@ -253,7 +253,8 @@ def make_parser() -> ArgumentParser:
         "--prefill-tokens-per-s",
         type=positive_float,
         metavar="X",
-        help="prompt tokens that the model computes per second: those of a long prompt over the time to its first token",
+        help="prompt tokens that the model computes per second: those of a long prompt over the time to its first token; "
+        "needs --mamba-gb and --buffer-gb",
     )
     add = parser.add_argument_group("expected reuse").add_argument
     add(
@@ -492,7 +493,7 @@ def check_model(args: argparse.Namespace) -> bool:
         or (args.hf is None and args.model not in PRESETS)
     ):
         raise InputError(
-            "give --mamba-gb and --buffer-gb, or --gpu-gb alone (with --hf or a preset) to learn which to give"
+            "give --cache-gb, or --mamba-gb and --buffer-gb, or --gpu-gb alone (with --hf or a preset) to learn which"
         )
     return True
 

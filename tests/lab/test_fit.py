@@ -68,8 +68,8 @@ def test_the_budgets_that_it_names_can_be_planned(tmp_path, capsys):
     [
         ([], "give MODEL or --hf DIR, and only one of them"),
         (["tiny", "--hf", "x", "--gpu-gb", "1"], "give MODEL or --hf DIR"),
-        (["tiny"], "give --mamba-gb and --buffer-gb, or --gpu-gb alone"),
-        (["tiny", "--mamba-gb", "1"], "give --mamba-gb and --buffer-gb, or"),
+        (["tiny"], "give --cache-gb, or --mamba-gb and --buffer-gb, or --gpu-gb alone"),
+        (["tiny", "--mamba-gb", "1"], "or --mamba-gb and --buffer-gb, or"),
         (["tiny", "--mamba-gb", "1", "--buffer-gb", "1", "--gpu-gb", "1"], "or --gpu-gb alone"),
         (["config.json", "--gpu-gb", "1"], "with --hf or a preset"),
         (["--hf", "nvidia/Nemo-8B", "--gpu-gb", "80"], "hf download nvidia/Nemo-8B"),

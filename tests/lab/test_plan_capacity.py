@@ -320,7 +320,7 @@ def test_advice_without_a_trace(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--mamba-gb", "1"], "give --mamba-gb and --buffer-gb, or --gpu-gb alone"),
+        (["--mamba-gb", "1"], "give --cache-gb, or --mamba-gb and --buffer-gb, or --gpu-gb alone"),
         (["--mamba-gb", "x", "--buffer-gb", "1"], "argument --mamba-gb: 'x' is not a number above 0"),
         (
             ["--mamba-gb", "1", "--buffer-gb", "1"],
