@@ -128,7 +128,8 @@ class HybridPrefixConfig:
         metadata=_help(
             "Folder behind the host tier that outlives the process, and that others may use: "
             "'file:///var/cache/prefix?gb=200'. A restarted process, or another replica with the same weights, reuses "
-            "what is there. Needs host_gb, and a secret in HYBRID_PREFIX_SECRET. None: no such folder."
+            "what is there. Needs host_gb, and a secret: HYBRID_PREFIX_SECRET, or secret_file in the URL. None: no such "
+            "folder."
         ),
     )
     verify_host_loads: bool = field(

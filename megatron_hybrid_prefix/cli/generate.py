@@ -21,7 +21,7 @@ By default `ours` gets --buffer-gb and --mamba-gb together, so all engines with 
 
 --jsonl: one JSON object per line, with "prompt" (text) or "tokens" (ids). A line may set its own sampling parameters:
 "num_tokens_to_generate", "temperature", "top_k", "top_p", "stop_words", "termination_id", "top_n_logprobs". For the
-engine "ours" it may also set:
+engines "ours" and "split" it may also set:
     "cache_salt"          text; requests with different salts share nothing
     "cache_read"          false: do not reuse cached prefixes
     "cache_write"         false: do not cache this request

@@ -169,7 +169,8 @@ def add_engine_options(
         "--shared",
         metavar="URL",
         help="folder behind the host memory that outlives the process and may be shared, such as "
-        "file:///var/cache/prefix?gb=200; needs --host-gb, and a secret in HYBRID_PREFIX_SECRET (default: none)",
+        "file:///var/cache/prefix?gb=200; needs --host-gb, and a secret: HYBRID_PREFIX_SECRET, "
+        "or secret_file in the URL (default: none)",
     )
     add(
         "--state-dtype",

@@ -74,8 +74,9 @@ def add_hybrid_prefix_args(parser: argparse.ArgumentParser) -> argparse.Argument
 def hybrid_prefix_config_from_args(args: argparse.Namespace) -> HybridPrefixConfig | None:
     """The cache's settings from parsed arguments; None: the cache is off.
 
-    The budget is ``--hybrid-prefix-cache-gb``, or megatron's ``...-mamba-gb``. By default the latter is a quarter of ``--inference-dynamic-batching-buffer-size-gb``, in
-    addition to that buffer. Chunked prefill, blocks and buffers stay as in the arguments.
+    The budget is ``--hybrid-prefix-cache-gb`` (one budget), or megatron's ``...-mamba-gb`` (a fixed split). If neither is
+    given, the latter is a quarter of ``--inference-dynamic-batching-buffer-size-gb``, in addition to that buffer. Chunked
+    prefill, blocks and buffers stay as in the arguments.
 
     Raises:
         ValueError: Flags contradict each other, or a value is out of range. One line names the flag.
