@@ -268,8 +268,8 @@ def test_the_policy_is_logged_once_at_the_start(model, caplog):
         ({"slots": 0}, "mamba_gb=0 has no room for a state"),
         ({"block_size_tokens": 1024}, "block_size_tokens=1024 is not less than max_sequence_length=1024"),
         (
-            {"cache_gb": 0.02, "mamba_gb": None, "block_size_tokens": 256},
-            "a state of 0.023 MiB takes a page of 0.250 MiB",
+            {"cache_gb": 0.02, "mamba_gb": None, "block_size_tokens": 1024},
+            "a state of 0.023 MiB takes a page of 1.000 MiB",
         ),
     ],
 )

@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 
 # Warn if this many first prompts are all shorter than a block.
 _SHORT_PROMPTS = 64
-# Warn if a state fills less of its page than this.
-_LEAST_FILL = 0.5
+# Warn if a state fills less of its page than this, and the page has so many bytes (the blocks of a toy are smaller).
+_LEAST_FILL, _PAGE_BYTES = 0.5, 2**20
 
 
 def memory_report(context: Any, prefix: HybridPrefixConfig) -> str:
@@ -77,12 +77,12 @@ def report_start(context: Any, prefix: HybridPrefixConfig) -> None:
             context.block_size_tokens,
             context.max_sequence_length,
         )
-    state_bytes = context.state_layout.slot_bytes
-    if context.layout is not None and 0 < state_bytes < _LEAST_FILL * context.layout.page_bytes:
+    state_bytes, page_bytes = context.state_layout.slot_bytes, context.layout.page_bytes if context.layout else 0
+    if page_bytes >= _PAGE_BYTES and 0 < state_bytes < _LEAST_FILL * page_bytes:
         logger.warning(
             "a state of %s takes a page of %s: use a smaller block_size_tokens than %d, or a fixed split (mamba_gb)",
             _size(state_bytes),
-            _size(context.layout.page_bytes),
+            _size(page_bytes),
             context.block_size_tokens,
         )
 
