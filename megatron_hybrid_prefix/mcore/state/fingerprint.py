@@ -44,11 +44,12 @@ class Fingerprint:
                 if dataclasses.is_dataclass(value) and not isinstance(value, type):
                     if id(value) not in configs:
                         fields = [field.name for field in dataclasses.fields(value)]
-                        configs[id(value)] = repr(_plain((each, getattr(value, each, None)) for each in fields))
+                        plain = repr(_plain((each, getattr(value, each, None)) for each in fields))
+                        configs[id(value)] = blake2b(plain.encode(), digest_size=16).hexdigest()
                     settings.append((key, configs[id(value)]))
             # Elsewhere such tensors are inputs of the last forward.
-            plain = public if next(module.parameters(), None) is None else []
-            tensors = [(f"{name}.{key}", value) for key, value in plain if isinstance(value, torch.Tensor)]
+            kept = public if next(module.parameters(), None) is None else []
+            tensors = [(f"{name}.{key}", value) for key, value in kept if isinstance(value, torch.Tensor)]
             settings.append(_digest(tensors).hex())
         self._settings = repr(settings).encode()
 
