@@ -205,7 +205,12 @@ class HostArena:
             wait_s: Wait at most this long for them.
         """
         missing = [unit for unit in self._put_off[load_id] if self._tags.get(unit.pages[0]) != unit.tag]
-        jobs = {unit: [self._fetching.get(page) for page in unit.pages] for unit in missing}
+        # A page may have gone to another entry: a load that shares this entry was late, and so it was dropped.
+        parts = {unit: [self._fetching.get(page) for page in unit.pages] for unit in missing}
+        jobs = {
+            unit: [job if job is not None and job.tag == unit.tag else None for job in of_unit]
+            for unit, of_unit in parts.items()
+        }
         coming = [job for of_unit in jobs.values() for job in of_unit if job is not None]
         if wait_s:
             start = time.perf_counter()

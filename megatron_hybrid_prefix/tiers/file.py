@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 _MAGIC = b"mhp-kv-s"
 _FIELDS = struct.Struct("<8sII16s16s16sQQq")  # magic, version, kind, namespace, key, parent, depth, bytes, checksum
 _DIGEST_BYTES = 16
+# A file that cannot be read today cannot be read tomorrow. While it is in the index, it hides shorter prefixes, and is not replaced.
+_LASTING = (errno.EIO, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP)
 HEADER_BYTES = _FIELDS.size + _DIGEST_BYTES
 
 
@@ -73,9 +75,14 @@ class FileTier(SharedTier):
         self.folder = SharedFolder(
             settings.folder, budget_bytes=settings.budget_bytes, make_ranking=make_ranking, reason=reason
         )
-        if os.stat(settings.folder).st_mode & 0o022:
+        status = os.stat(settings.folder)
+        if status.st_mode & 0o022:
             logger.warning(
                 "shared: others can write to %s, and who writes there can change answers: chmod 700", settings.folder
+            )
+        elif status.st_uid not in (0, os.geteuid()):
+            logger.warning(
+                "shared: another user owns %s, and who writes there can change answers: chown it", settings.folder
             )
         self.counts: Counter[str] = Counter()
         self._counting = threading.Lock()
@@ -104,7 +111,7 @@ class FileTier(SharedTier):
         """
         self._make_name = make_name
         self._wanted = make_name()
-        self.look()
+        self._try_to_look()
 
     def invalidate(self, epoch: int) -> None:
         """The weights changed: other entries are used from now on. Nothing is deleted."""
@@ -124,6 +131,16 @@ class FileTier(SharedTier):
                 if self._wanted == name and self.folder.space is not None:
                     self._name = name
         self.folder.refresh()
+
+    def _try_to_look(self) -> None:
+        """`look`; if it fails, the tier has what was seen before, and the next look tries again."""
+        try:
+            self.look()
+        except OSError as error:
+            self.count("look_" + _reason(error), error)
+        except Exception:  # without the thread that looks, new weights would never get their namespace
+            self.count("look_error")
+            logger.exception("shared folder: the look at it failed")
 
     def _space(self) -> Space | None:
         """The index of the namespace, for the engine's thread; None until it is open.
@@ -221,6 +238,8 @@ class FileTier(SharedTier):
                 self.folder.forget(name)
             else:
                 self.count("read_" + _reason(error), error)
+                if error.errno in _LASTING:
+                    self._drop(name)
             return None
         finally:
             del self._reads[thread]
@@ -303,10 +322,7 @@ def _watch(tier_of: Callable[[], FileTier | None], wake: threading.Event, refres
         tier = tier_of()
         if tier is None or tier._closed:
             return
-        try:
-            tier.look()
-        except OSError as error:
-            tier.count("look_" + _reason(error), error)
+        tier._try_to_look()
         del tier
 
 

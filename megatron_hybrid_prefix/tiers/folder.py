@@ -64,9 +64,10 @@ class FileName(NamedTuple):
         """The reverse of ``str``; None if the file is no entry."""
         try:
             kind, depth, key, parent = text.split("-")
-            return cls(_KIND_OF[kind], int(depth), bytes.fromhex(key), bytes.fromhex(parent))
+            name = cls(_KIND_OF[kind], int(depth), bytes.fromhex(key), bytes.fromhex(parent))
         except (ValueError, KeyError):
             return None
+        return name if name.key and str(name) == text else None
 
 
 class Listing:
@@ -190,6 +191,7 @@ class Space:
         self._nodes: dict[bytes, Kept] = {}
         # Files whose parent is not here, by name, with bytes, time of last use, and when they were seen (monotonic).
         self._orphans: dict[str, tuple[FileName, int, int, float]] = {}
+        self._orphans_of: dict[bytes, set[str]] = {}  # their names, by the parent's key
         self.bytes = 0
         self.counts: Counter[EntryKind] = Counter()
 
@@ -205,15 +207,15 @@ class Space:
             return
         self.bytes += size
         if self._place(name, size, used_ns):
-            self._adopt()
+            self._adopt(name.key)
         else:
             self._orphans[text] = name, size, used_ns, time.monotonic()
+            self._orphans_of.setdefault(name.parent, set()).add(text)
 
     def remove(self, name: FileName) -> None:
         """A file is gone, or about to be deleted."""
-        orphan = self._orphans.pop(str(name), None)
-        if orphan is not None:
-            self.bytes -= orphan[1]
+        if str(name) in self._orphans:
+            self.bytes -= self._pop_orphan(str(name))[1]
             return
         node = self._nodes.get(name.key)
         if node is None or name.kind not in node.names:
@@ -286,17 +288,23 @@ class Space:
             self._ranking.added(node)
         return True
 
-    def _adopt(self) -> None:
-        """Give orphans a place whose parent is here now."""
-        again = bool(self._orphans)
-        while again:
-            again = False
-            for text, (name, size, used_ns, _) in sorted(
-                self._orphans.items(), key=lambda item: item[1][0].depth_blocks
-            ):
+    def _adopt(self, key: bytes) -> None:
+        """Give the orphans below this block their places."""
+        parents = [key]
+        while parents:
+            for text in sorted(self._orphans_of.get(parents.pop(), ())):
+                name, size, used_ns, _ = self._orphans[text]
                 if self._place(name, size, used_ns):
-                    del self._orphans[text]
-                    again = True
+                    self._pop_orphan(text)
+                    parents.append(name.key)
+
+    def _pop_orphan(self, text: str) -> tuple[FileName, int, int, float]:
+        orphan = self._orphans.pop(text)
+        siblings = self._orphans_of[orphan[0].parent]
+        siblings.discard(text)
+        if not siblings:
+            del self._orphans_of[orphan[0].parent]
+        return orphan
 
     def _count_user(self, node: Kept, change: int) -> None:
         at: Kept | None = node
@@ -408,7 +416,8 @@ class SharedFolder:
                 for name in sorted(set(os.listdir(self._root)) - {"writing", self._name}):
                     self._others.setdefault(name, Listing(self._root / name))
             for name, other in list(self._others.items()):
-                other.look(self.lock)
+                with suppress(PermissionError):  # another user's
+                    other.look(self.lock)
                 if name == self._name or not other.folder.exists():
                     del self._others[name]
             self._look()
@@ -426,7 +435,8 @@ class SharedFolder:
                 for name in map(FileName.of, gone):
                     if name is not None and listing.remove(part, str(name)):
                         space.remove(name)
-            found += [(name, stat) for text, stat in new.items() if (name := FileName.of(text)) is not None]
+            names = ((FileName.of(text), stat) for text, stat in new.items())
+            found += [(name, stat) for name, stat in names if name is not None and name.part == part]
         with self.lock:
             for name, stat in sorted(found, key=_order):
                 if listing.add(name.part, str(name), stat.st_size):

@@ -281,6 +281,50 @@ def test_any_order_of_moves_with_a_shared_tier(device, seed, monkeypatch):
     arena.close()
 
 
+def test_a_load_whose_page_went_to_another_entry_is_a_miss(monkeypatch):
+    """Two requests waited for one entry. It was late for the first, so its page went to another entry."""
+    tier = SlowTier(0)
+    monkeypatch.setattr(tier, "_dice", Never())
+    pools = Pools("cpu", behind=tier)
+    for key in (b"a", b"b"):
+        pools.arena.carry_out([pools.unit(EntryKind.KV, 0, 0, key=key)])
+        pools.arena.carry_out([pools.behind_unit(EntryKind.KV, 0, key, take=True)])
+        assert pools.arena.drain(HANG_S)
+    fetch = [pools.behind_unit(EntryKind.KV, 1, key, take=False) for key in (b"a", b"b")]
+    pools.arena.carry_out([fetch[0], pools.unit(EntryKind.KV, 3, 1, load_id=7, key=b"a"), fetch[1]])
+    assert pools.arena.is_put_off(7)
+    assert pools.arena.fetched(7, HANG_S) is False
+    pools.arena.drop_put_off(7)
+    pools.arena.carry_out([pools.unit(EntryKind.KV, 3, 1, load_id=8, key=b"b")])
+    assert pools.arena.fetched(8, HANG_S) is True
+    pools.arena.run_put_off(8)
+    assert not pools.arena.has_failed(8)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_pieces_of_two_files_are_no_entry(replaced):
+    """The file is replaced between the reads of two pieces; both have the right header."""
+
+    class Replaced(SlowTier):
+        def read(self, tag: Tag, entry_bytes: int, start: int, buffer: memoryview, *, wait: bool) -> int | None:
+            return 2 if replaced and start else 1
+
+    pieces = [(start, torch.zeros(8, dtype=torch.uint8)) for start in (0, 8)]
+    job = background.Job(Tag(kind=EntryKind.KV, key=b"k", depth_tokens=1, epoch=0), 16, (0, 1), pieces, ())
+    background._read(background._Shared(Replaced(0)), job, torch.empty(16, dtype=torch.uint8))
+    assert job.found is not replaced
+
+
+class Never(random.Random):
+    """Dice by which nothing is slow or lost."""
+
+    def random(self) -> float:
+        return 0.9
+
+    def choice(self, values: Sequence[float]) -> float:
+        return values[0]
+
+
 def test_a_process_that_ends_writes_what_is_left(monkeypatch):
     tier = SlowTier(0)
     pools, may_write, put = Pools("cpu", behind=tier), threading.Event(), tier.put

@@ -308,6 +308,64 @@ def test_a_clock_that_jumps_changes_no_answer(tmp_path, monkeypatch):
 # -- budget ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
+def test_a_file_that_cannot_be_read_is_written_again(tmp_path, monkeypatch, code):
+    tier, tags = tier_on(tmp_path), prompt_tags(1, 1)
+    put(tier, *tags)
+    with monkeypatch.context() as broken:
+        broken.setattr(FileTier, "_read", lambda *arguments, **options: raises(OSError(code, "broken")))
+        assert not holds(tier, tags[-1])
+    assert not tier.contains(STATE, tags[-1].key)
+    assert tier.counts == {f"read_{errno.errorcode[code]}": 1}
+    assert put(tier, tags[-1], writer=1) == [True] and holds(tier, tags[-1], writer=1)
+    check(tmp_path, tier)
+
+
+def raises(error: Exception) -> None:
+    raise error
+
+
+def test_files_of_others_are_left_alone(tmp_path):
+    """No name of a file ends the process, or the thread that looks."""
+    tags = prompt_tags(1, 2)
+    put(tier_on(tmp_path), *tags)
+    space = tmp_path / f"v{folders.VERSION}" / NAME.hex()
+    right = str(FileName(KV, 1, key(2, 1), b""))
+    strays = ["kv-1--", "kv-01" + right[4:], right.upper().lower().replace("kv-1", "kv- 1"), "notes.txt", right]
+    for stray in strays:  # the last one lies in the wrong folder
+        (space / "3e" / stray).write_bytes(b"x")
+    tier = tier_on(tmp_path)
+    for _ in range(2):
+        tier.look()
+        assert all(holds(tier, each) for each in tags) and not tier.contains(KV, key(2, 1))
+    assert all((space / "3e" / stray).exists() for stray in strays)
+
+
+@pytest.mark.parametrize("error", [OSError, RuntimeError])
+def test_a_look_that_fails_is_repeated(tmp_path, monkeypatch, error):
+    tags = prompt_tags(1, 2)
+    put(tier_on(tmp_path), *tags)
+    with monkeypatch.context() as broken:
+        broken.setattr(folders.SharedFolder, "refresh", lambda self: raises(error("broken")))
+        tier = tier_on(tmp_path, refresh_s=0.05)
+        wait_until(lambda: tier.counts["look_error"] > 2, "more looks")
+    wait_until(lambda: holds(tier, tags[-1]), "a look that succeeds")
+
+
+def test_an_entry_is_looked_at_once_per_parent(monkeypatch):
+    """Many prompts whose first block is gone do not slow down the others."""
+    placed, place = [], folders.Space._place
+    monkeypatch.setattr(folders.Space, "_place", lambda self, *args: placed.append(args) or place(self, *args))
+    space = folders.Space(make_eviction_policy("recompute_cost"), CheckpointReason.TAIL)
+    for prompt in range(100):
+        space.add(FileName(KV, 2, key(prompt, 2), key(prompt, 1)), 1, 0)
+    for prompt in range(100, 200):
+        space.add(FileName(KV, 1, key(prompt, 1), b""), 1, 0)
+    assert len(placed) == 200
+    space.add(FileName(KV, 1, key(0, 1), b""), 1, 0)
+    assert len(placed) == 202 and space.get(KV, key(0, 2)) is not None
+
+
 @pytest.fixture
 def no_grace(monkeypatch):
     monkeypatch.setattr(folders, "_GRACE_S", -1.0)

@@ -269,7 +269,7 @@ FAULTS = {
 def test_a_fault_is_a_counted_miss(model, folder, fault, monkeypatch):
     reason, fallback = FAULTS[fault]
     computed(model, folder)
-    served = start(model, folder)
+    served = start(model, folder, {"refresh_s": 10.0**6})  # else the thread that looks may see it first
     spoil(folder, fault, monkeypatch)
     answer = served.send(PROMPT)
     monkeypatch.undo()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from importlib.metadata import version
 from typing import Any
@@ -21,8 +23,9 @@ class Fingerprint:
     """Makes the name of the entries of a model.
 
     Weights are summed where they are, twice and by position, at the speed of their memory; one number per tensor is copied
-    to the host. Settings are the plain attributes of the modules, such as the scale of the attention, and the tensors of
-    modules without parameters, such as the frequencies of rotary embeddings. They are read once, at the start.
+    to the host. Settings are the plain attributes of the modules and of their configs, such as the scale of the attention and
+    the activation function, and the tensors of modules without parameters, such as the frequencies of rotary embeddings. They
+    are read once, at the start.
 
     Args:
         model: This rank's part of the model.
@@ -33,12 +36,20 @@ class Fingerprint:
     def __init__(self, model: Any, layout: str, *, weights: str | None = None) -> None:
         self._model, self._weights, self._calls = model, weights, 0
         settings: list[Any] = [__version__, version("megatron-core"), layout, weights]
+        configs: dict[int, str] = {}  # by id(): most modules have the same one
         for name, module in model.named_modules():
             public = sorted((key, value) for key, value in vars(module).items() if not key.startswith("_"))
-            settings.append((name, type(module).__qualname__, [item for item in public if _is_setting(item[1])]))
+            settings.append((name, type(module).__qualname__, _plain(item for item in public if item[0] != "training")))
+            for key, value in public:
+                if dataclasses.is_dataclass(value) and not isinstance(value, type):
+                    if id(value) not in configs:
+                        fields = [field.name for field in dataclasses.fields(value)]
+                        plain = repr(_plain((each, getattr(value, each, None)) for each in fields))
+                        configs[id(value)] = blake2b(plain.encode(), digest_size=16).hexdigest()
+                    settings.append((key, configs[id(value)]))
             # Elsewhere such tensors are inputs of the last forward.
-            plain = public if next(module.parameters(), None) is None else []
-            tensors = [(f"{name}.{key}", value) for key, value in plain if isinstance(value, torch.Tensor)]
+            kept = public if next(module.parameters(), None) is None else []
+            tensors = [(f"{name}.{key}", value) for key, value in kept if isinstance(value, torch.Tensor)]
             settings.append(_digest(tensors).hex())
         self._settings = repr(settings).encode()
 
@@ -56,9 +67,25 @@ class Fingerprint:
         return blake2b(self._settings + weights, digest_size=16).digest()
 
 
-def _is_setting(value: object) -> bool:
-    """Whether a module's attribute is a plain value. (A flag such as ``training`` changes no weight.)"""
-    return isinstance(value, int | float | str) and not isinstance(value, bool | enum.Enum)
+def _plain(items: Iterable[tuple[str, object]]) -> list[tuple[str, object]]:
+    """The settings among these attributes, in a form whose ``repr`` is the same in every process."""
+    return [(key, plain) for key, value in items if (plain := _setting(value)) is not None]
+
+
+def _setting(value: object) -> object:
+    """A plain value, or the name of a function or class; None if it is neither."""
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__qualname__}.{value.name}"
+    if isinstance(value, bool | int | float | str | torch.dtype):
+        return value
+    if isinstance(value, list | tuple):
+        return [_setting(each) for each in value]
+    if isinstance(value, dict):
+        return [(_setting(key), _setting(each)) for key, each in value.items()]
+    if isinstance(value, functools.partial):
+        return [_setting(each) for each in (value.func, value.args, value.keywords)]
+    name = getattr(value, "__qualname__", None)  # an instance has none
+    return None if name is None else f"{getattr(value, '__module__', None)}.{name}"
 
 
 def _digest(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
