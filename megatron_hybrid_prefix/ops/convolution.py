@@ -7,7 +7,6 @@ them where they are.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel, tl, triton
 
@@ -90,7 +89,8 @@ def _reference(
         columns = (taps + at - starts)[before]
         values[before] = windows[sources[before].long(), :, columns.long()].to(wide)
         total = total + values * weight[:, tap].to(wide)
-    return F.silu(total).to(windows.dtype).to(inputs.dtype)
+    # As platform/kernels/elementwise.py: torch's silu rounds by the position in the tensor.
+    return (total / (1.0 + torch.exp(-total))).to(windows.dtype).to(inputs.dtype)
 
 
 if triton is not None:
