@@ -80,7 +80,7 @@ class HybridPrefixContext(ContextSeam):
         states: The recurrent states, or None.
         prefill_step: What the next step prefills, for the recurrent layers; None if the model has none.
         layout: How KV and states share memory on this rank; None without ``cache_gb``.
-        shared: That memory, or None.
+        shared_memory: That memory, or None.
         moves: Copies on the device and to the host, or None without a cache.
         loads: Loads from the host tier, or None.
         scored: Prompts whose log-probs are wanted, or None without a cache.
@@ -96,7 +96,7 @@ class HybridPrefixContext(ContextSeam):
     prefix_cache: HybridPrefixCache | None = None
     states: StateMemory | None = None
     prefill_step: PrefillStep | None = None
-    shared: SharedMemory | None = None
+    shared_memory: SharedMemory | None = None
     moves: Moves | None = None
     loads: RequestLoads | None = None
     scored: ScoredPrompts | None = None
@@ -154,7 +154,7 @@ class HybridPrefixContext(ContextSeam):
         if prefix.host_gb and self.checkpoint_slots:
             self.moves = HostMoves(
                 self._tier_tensors,
-                lambda: self.shared,
+                lambda: self.shared_memory,
                 prefix,
                 groups,
                 block_tokens=self.block_size_tokens,
@@ -162,7 +162,7 @@ class HybridPrefixContext(ContextSeam):
             )
             host_fields = self.moves.cache_fields
         elif self.layout is not None:
-            self.moves = Moves(lambda: self.shared)
+            self.moves = Moves(lambda: self.shared_memory)
         counts = block_counts(self.kv_block_allocator)
         sizes: dict[str, Any]
         if self.layout is not None:
@@ -234,10 +234,10 @@ class HybridPrefixContext(ContextSeam):
                 groups=self.config.pg_collection,
             )
             self.checkpoint_slots = self.layout.pages
-        self.shared = SharedMemory(
+        self.shared_memory = SharedMemory(
             self.layout, block=block, slots=self.state_layout, own_slots=own, device=torch.cuda.current_device()
         )
-        self.memory_buffer = self.shared.kv
+        self.memory_buffer = self.shared_memory.kv
         return True
 
     def allocate_states(self) -> None:
@@ -254,7 +254,7 @@ class HybridPrefixContext(ContextSeam):
             block_tokens=self.block_size_tokens,
             max_tokens=self.max_tokens,
             device=torch.cuda.current_device(),
-            shared=self.shared,
+            shared=self.shared_memory,
         )
         self.make_state_metadata()
         self.prefill_step = states.step
@@ -262,9 +262,9 @@ class HybridPrefixContext(ContextSeam):
         large |= {f"mamba_intermediate_{name}_states": tensor for name, tensor in states.drafted.items()}
         for name, tensor in large.items():  # megatron reads these attributes
             setattr(self, name, tensor)
-        if self.shared is not None:  # the others are views of it
-            self.shared_memory_buffer = self.shared.buffer
-            large = {"shared_memory_buffer": self.shared.buffer}
+        if self.shared_memory is not None:  # the others are views of it
+            self.shared_memory_buffer = self.shared_memory.buffer
+            large = {"shared_memory_buffer": self.shared_memory.buffer}
         self.offload_with_engine(large)
 
     @property
@@ -273,8 +273,8 @@ class HybridPrefixContext(ContextSeam):
         return None if self.states is None else self.states.pool
 
     def _tier_tensors(self) -> dict[EntryKind, list[torch.Tensor]]:
-        if self.shared is not None:
-            return {EntryKind.KV: [self.shared.kv_rows], EntryKind.STATE: [self.shared.state_rows]}
+        if self.shared_memory is not None:
+            return {EntryKind.KV: [self.shared_memory.kv_rows], EntryKind.STATE: [self.shared_memory.state_rows]}
         kv = self.memory_buffer if self.cache_mla_latent else self.memory_buffer.flatten(0, 1)
         assert self.states is not None
         return {EntryKind.KV: [kv], EntryKind.STATE: list(self.states.pool.tensors.values())}
@@ -312,7 +312,7 @@ class HybridPrefixContext(ContextSeam):
             self.moves.finish()
         super().deallocate_inference_state_buffers()
         if self.states is not None and not all(hasattr(self, f"mamba_{n}_states") for n in self.states.pool.tensors):
-            self.states = self.prefill_step = self.shared = None
+            self.states = self.prefill_step = self.shared_memory = None
 
     # -- match, admit, plan --------------------------------------------------------------------------------------------
 

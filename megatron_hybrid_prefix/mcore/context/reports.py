@@ -43,7 +43,7 @@ def memory_report(context: Any, prefix: HybridPrefixConfig) -> str:
     else:
         rows = [("running requests, with their drafts", live + speculative, "set aside")] if speculative else []
         lines.append(
-            f"  cache_gb={prefix.cache_gb:g}: {_size(context.shared.buffer.numel())} for KV and states: {shared.total_blocks} "
+            f"  cache_gb={prefix.cache_gb:g}: {_size(context.shared_memory.buffer.numel())} for KV and states: {shared.total_blocks} "
             f"KV blocks of {_size(shared.block_bytes)}, or {shared.pages} pages of {_count(shared.page_blocks, 'block')} for a state"
         )
     lines += [f"  {name}: {slots} slots, {_size(slots * slot_bytes)} {of}" for name, slots, of in rows]
