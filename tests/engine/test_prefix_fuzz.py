@@ -216,7 +216,8 @@ def test_random_traffic_of_gated_delta_net(request, seed):
     _check(traffic, _reference(model))
 
 
-@pytest.mark.parametrize("seed", mostly_slow(range(3), 2))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
 def test_random_traffic_of_gated_delta_net_with_drafts(tiny_gdn_mtp, seed):
     traffic = Traffic(tiny_gdn_mtp, seed, drafts=1 + seed % 3)
     traffic.run()
