@@ -457,6 +457,7 @@ def test_a_budget_too_small_for_upstream_is_a_result(measure: Any) -> None:
     assert samples(data, "failed_requests", "split") == [0]
 
 
+@pytest.mark.slow
 def test_index(measure: Any, capsys: pytest.CaptureFixture[str]) -> None:
     data = measure("index", "--repeats", 2)
     plane = {name: metric["samples"]["cache"] for name, metric in data["control_plane"].items()}

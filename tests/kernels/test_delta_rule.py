@@ -154,7 +154,9 @@ def test_any_step(seed, key_heads, repeat, key_dim, value_dim, normalise):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=not_interpreted)])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=(not_interpreted, pytest.mark.slow))]
+)
 def test_rounding(device, dtype):
     sizes = {} if dtype == torch.float32 else {"key_dim": 16, "value_dim": 32}
     for seed in SEEDS:
@@ -162,7 +164,9 @@ def test_rounding(device, dtype):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=not_interpreted)])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=(not_interpreted, pytest.mark.slow))]
+)
 @pytest.mark.parametrize(("key_heads", "heads", "key_dim", "value_dim"), SHAPES)
 def test_shapes_of_several_tiles(device, dtype, key_heads, heads, key_dim, value_dim):
     if device == "cuda" and dtype == torch.bfloat16 and (key_dim % 16 or value_dim % 16):
