@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron_hybrid_prefix.ops.elementwise import silu
 from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel, tl, triton
 
 _TOKENS, _CHANNELS = 16, 256  # of a program, which is one warp
@@ -89,8 +90,7 @@ def _reference(
         columns = (taps + at - starts)[before]
         values[before] = windows[sources[before].long(), :, columns.long()].to(wide)
         total = total + values * weight[:, tap].to(wide)
-    # As platform/kernels/elementwise.py: torch's silu rounds by the position in the tensor.
-    return (total / (1.0 + torch.exp(-total))).to(windows.dtype).to(inputs.dtype)
+    return silu(total).to(windows.dtype).to(inputs.dtype)
 
 
 if triton is not None:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from megatron_hybrid_prefix.ops.elementwise import silu, softplus
 from megatron_hybrid_prefix.platform.kernels import norm
-from megatron_hybrid_prefix.platform.kernels.elementwise import silu, softplus
 from megatron_hybrid_prefix.platform.kernels.norm import rmsnorm_fn
 from tests.kernels import naive, rounding
 

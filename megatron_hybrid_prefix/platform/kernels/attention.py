@@ -9,8 +9,8 @@ batch, and a long prompt needs no square matrix. Nothing beyond a request's vali
 import torch
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
+from megatron_hybrid_prefix.ops.elementwise import compute_dtype
 
-from .elementwise import compute_dtype
 from .flash_attn_calls import flash_attn_functions
 
 # Maximum scores in memory: a block of rows has heads * rows * keys below this (64 MiB of float32).

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .elementwise import compute_dtype, silu
+from megatron_hybrid_prefix.ops.elementwise import compute_dtype, silu
 
 
 def _add_taps(taps: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ Replaces `megatron.core.ssm.ops.mamba_ssm.selective_state_update`.
 
 import torch
 
-from .elementwise import compute_dtype, silu, softplus
+from megatron_hybrid_prefix.ops.elementwise import compute_dtype, silu, softplus
 
 
 def _with_steps_and_heads(tensor: torch.Tensor, has_heads: bool, is_single_step: bool) -> torch.Tensor:

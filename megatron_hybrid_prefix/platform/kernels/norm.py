@@ -5,7 +5,7 @@ Same parameters as `mamba_ssm.ops.triton.layernorm_gated.rmsnorm_fn`. `norm_trit
 
 import torch
 
-from .elementwise import compute_dtype, silu
+from megatron_hybrid_prefix.ops.elementwise import compute_dtype, silu
 
 
 def rmsnorm_fn(

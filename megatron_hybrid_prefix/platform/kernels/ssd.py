@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 
-from .elementwise import compute_dtype, silu, softplus
+from megatron_hybrid_prefix.ops.elementwise import compute_dtype, silu, softplus
 
 
 class _Chunk:

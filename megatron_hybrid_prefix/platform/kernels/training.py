@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .elementwise import compute_dtype
+from megatron_hybrid_prefix.ops.elementwise import compute_dtype
 
 
 def chunked_scan(
