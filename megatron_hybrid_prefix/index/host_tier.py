@@ -129,7 +129,8 @@ class HostTier:
 
         A probationary state only gets free pages, or pages of other probationary states.
         """
-        if node.host_slot == NO_SLOT:
+        is_new = node.host_slot == NO_SLOT
+        if is_new:
             entry = self._store(
                 EntryKind.STATE, node.slot, self._tag(EntryKind.STATE, node), probationary=is_probationary(node)
             )
@@ -140,10 +141,9 @@ class HostTier:
             self._tree.version += 1
             if node.used:
                 self._eviction.used(node)
-            self._state_used[node] = self._tick()
+        self._state_used[node] = self._tick()
+        if is_new:
             self._write_down(node)
-        else:
-            self._state_used[node] = self._tick()
         return True
 
     def stores_published(self, reason: CheckpointReason) -> bool:

@@ -88,7 +88,7 @@ class ContextSeam(DynamicInferenceContext):
         raise NotImplementedError
 
     def live_slots(self, live_indices: torch.Tensor) -> torch.Tensor:
-        """Slots of the live states with these live indices: (rows,) int64 on the CPU, negative where the index is."""
+        """Slots of the live states with these live indices: (rows,) int64 on the CPU, -1 where the index is."""
         raise NotImplementedError
 
     def layer_states(self, layer_number: int, *, intermediate: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -168,14 +168,21 @@ class HybridPrefixContext(ContextSeam):
         if self.layout is not None:
             # Ranks differ in the bytes of a block and of a state, not in the layout.
             total_blocks, page_blocks = self.layout.total_blocks, self.layout.page_blocks
-            sizes = {"cache_bytes": total_blocks, "block_bytes": 1, "state_bytes": page_blocks}
-            sizes |= {"bytes_budget": total_blocks * self.layout.block_bytes}
-            sizes |= {"share_live_states": not self.num_speculative_tokens}
+            sizes = {
+                "cache_bytes": total_blocks,
+                "block_bytes": 1,
+                "state_bytes": page_blocks,
+                "share_live_states": not self.num_speculative_tokens,
+                "bytes_budget": total_blocks * self.layout.block_bytes,
+            }
         else:
             total_blocks = counts.total - 1
-            sizes = {"kv_blocks": total_blocks, "state_slots": self.checkpoint_slots}
-            sizes |= {"first_state_slot": self.max_requests}
-            sizes |= {"bytes_budget": self.checkpoint_slots * self.state_layout.slot_bytes}
+            sizes = {
+                "kv_blocks": total_blocks,
+                "state_slots": self.checkpoint_slots,
+                "first_state_slot": self.max_requests,
+                "bytes_budget": self.checkpoint_slots * self.state_layout.slot_bytes,
+            }
         cache = self.prefix_cache = HybridPrefixCache(
             block_tokens=self.block_size_tokens,
             eviction_policy=prefix.eviction_policy,

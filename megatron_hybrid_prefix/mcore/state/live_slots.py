@@ -19,13 +19,12 @@ class LiveSlots:
     """
 
     def __init__(self, home_slots: Sequence[int]) -> None:
-        self._home = torch.tensor(home_slots, dtype=torch.int64)
+        self._home = torch.tensor([*home_slots, -1], dtype=torch.int64)  # the last one is that of index -1
         self._slots = self._home.clone()
 
     def of(self, live_indices: torch.Tensor) -> torch.Tensor:
-        """(rows,) int64 on the CPU: the slots of these live indices; negative ones stay as they are."""
-        slots = self._slots[live_indices.long()]
-        return torch.where(live_indices < 0, live_indices.long(), slots)
+        """(rows,) int64 on the CPU: the slots of these live indices; -1 (no request) stays -1."""
+        return self._slots[live_indices.long()]
 
     def slot(self, live_index: int) -> int:
         """The slot of a live index."""
@@ -38,7 +37,7 @@ class LiveSlots:
 
     def release(self, live_indices: torch.Tensor) -> None:
         """The requests with these live indices end."""
-        ended = live_indices[live_indices >= 0].long()
+        ended = live_indices.long()
         self._slots[ended] = self._home[ended]
 
     def reset(self) -> None:
