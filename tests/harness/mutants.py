@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
 MUTANTS = ("ssm_zeroed", "conv_zeroed", "other_depth")
 # Components of a state that a mutant zeroes: of all layer kinds what accumulates over tokens, and the last inputs.
 ZEROED = {"ssm_zeroed": ("ssm", "gdn_state"), "conv_zeroed": ("conv", "gdn_conv"), "other_depth": ()}
@@ -42,3 +44,12 @@ def mutated_resume(engine: Any, mutant: str | None) -> Iterator[None]:
         yield
     finally:
         context.__dict__.pop("initialize_attention_state", None)
+
+
+def check_answers(served: Any, mutant: str | None) -> None:
+    """Checks that all answers of an `EngineHarness` are right; with a mutant, that some are wrong."""
+    if mutant is None:
+        served.check()
+    else:
+        with pytest.raises(AssertionError):
+            served.check()

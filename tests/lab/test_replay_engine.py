@@ -21,6 +21,16 @@ def model(tiny):
     restore_mixers(tiny)
 
 
+def reused_tokens(served, prompts):
+    """Sends the prompts one after another; returns how many tokens of each were reused."""
+    reused = []
+    for prompt in prompts:
+        before = served.context.prefix_stats().reused_tokens
+        served.send(prompt, count=1)
+        reused.append(served.context.prefix_stats().reused_tokens - before)
+    return reused
+
+
 @pytest.mark.parametrize("eviction", ["lru", "recompute_cost"])
 @pytest.mark.parametrize(
     ("slots", "blocks", "interval"), [(6, None, 0), (10, None, None), (40, 20, 2 * BLOCK), (5, 16, 0)]
@@ -35,11 +45,7 @@ def test_a_replay_is_the_engine_without_the_model(model, eviction, slots, blocks
         retention_interval_tokens=interval,
         decode_checkpoints=False,
     )
-    reused = []
-    for prompt in prompts:
-        before = served.context.prefix_stats().reused_tokens
-        served.send(prompt, count=1)
-        reused.append(served.context.prefix_stats().reused_tokens - before)
+    reused = reused_tokens(served, prompts)
     run = replay(
         as_trace(prompts, BLOCK),
         # The engine computes two tokens of a prompt at least.
@@ -72,11 +78,7 @@ def test_so_it_does_with_one_memory(model, eviction, block_tokens, blocks):
         retention_interval_tokens=None,
         decode_checkpoints=False,
     )
-    reused = []
-    for prompt in prompts:
-        before = served.context.prefix_stats().reused_tokens
-        served.send(prompt, count=1)
-        reused.append(served.context.prefix_stats().reused_tokens - before)
+    reused = reused_tokens(served, prompts)
     layout = served.cache.layout
     run = replay(
         as_trace(prompts, block_tokens),
