@@ -1,6 +1,7 @@
 """Copies of rows between the device and pages of pinned host memory, with the checksums of what was copied: one launch.
 
-A GPU reads and writes pinned memory itself. A few programs fill the host link; the others are left to the model.
+A GPU reads and writes pinned memory itself. A few programs fill the host link; the others are left to the model. The copy engines
+are no faster, and small copies that a step needs wait in line behind large ones.
 """
 
 from __future__ import annotations
