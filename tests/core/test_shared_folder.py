@@ -9,6 +9,8 @@ import os
 import random
 import signal
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy
+from megatron_hybrid_prefix.tiers import file as file_tier
 from megatron_hybrid_prefix.tiers import folder as folders
 from megatron_hybrid_prefix.tiers.base import Entry
 from megatron_hybrid_prefix.tiers.file import HEADER_BYTES, FileTier
@@ -27,6 +30,7 @@ from tests.harness.limits import wait_until
 BLOCK, SIZE = 4, {EntryKind.KV: 1000, EntryKind.STATE: 3000}
 KV, STATE = EntryKind.KV, EntryKind.STATE
 NAME = b"n" * 16
+PREADV = os.preadv
 
 
 def tier_on(folder: Path, *, budget_bytes: int = 10**9, name: bytes = NAME, **settings: Any) -> FileTier:
@@ -120,6 +124,99 @@ def test_parts_of_an_entry(tmp_path):
         assert bytes(buffer) == data(of)[700:1200]
     assert tier.read(of, SIZE[STATE] + 1, 0, memoryview(buffer), wait=True) is None
     assert tier.counts == {"not_valid": 1}
+
+
+class Page:
+    """Memory of an entry that is read: who owns it, and how often it is asked for."""
+
+    def __init__(self, size: int, mine: Sequence[bool] = ()) -> None:
+        self.memory, self._mine, self.asked, self.is_held = bytearray(size), list(mine), 0, False
+
+    @contextmanager
+    def writing(self) -> Iterator[bool]:
+        self.asked += 1
+        self.is_held = True
+        try:
+            yield self._mine.pop(0) if self._mine else True
+        finally:
+            self.is_held = False
+
+    def fill(self, tier: FileTier, of: Tag, start: int = 0) -> int | None:
+        buffer, scratch = memoryview(self.memory), memoryview(bytearray(SIZE[of.kind] + HEADER_BYTES))
+        return tier.fill(of, SIZE[of.kind], start, buffer, scratch=scratch, writing=self.writing)
+
+
+class Disk:
+    """What is in the page cache, by bytes of each file; None: the file system cannot tell."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, page: Page, cached: int | None) -> None:
+        self.page, self.cached, self.waits = page, cached, 0
+        monkeypatch.setattr(os, "preadv", self.preadv)
+
+    def preadv(self, file: int, views: list[memoryview], at: int, flags: int = 0) -> int:
+        if not flags & os.RWF_NOWAIT:
+            assert not self.page.is_held, "waits for the disk while the owner of the memory waits"
+            self.waits += 1
+            return PREADV(file, views, at)
+        if self.cached is None or at >= self.cached:
+            raise OSError(errno.EOPNOTSUPP if self.cached is None else errno.EAGAIN, "")
+        content = memoryview(bytearray(self.cached - at))
+        count = left = PREADV(file, [content], at)
+        for view in views:
+            part = content[count - left :][: min(left, len(view))]
+            view[: len(part)] = part
+            left -= len(part)
+        return count - left
+
+
+@pytest.mark.parametrize("cached", [10**6, HEADER_BYTES + 700, HEADER_BYTES - 5, 0, None])
+@pytest.mark.parametrize("start", [0, 700])
+def test_memory_is_held_only_while_nothing_waits_for_the_disk(tmp_path, monkeypatch, cached, start):
+    tier, of = tier_on(tmp_path), tag(STATE, 1, 1)
+    put(tier, tag(KV, 1, 1), of)
+    monkeypatch.setattr(file_tier, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(tier, "_in_memory", False)
+    page = Page(SIZE[STATE] - start)
+    disk = Disk(monkeypatch, page, cached)
+    assert page.fill(tier, of, start) == hash(data(of)) % 2**60
+    assert page.memory == data(of)[start:]
+    assert (disk.waits == 0) == (cached == 10**6), "what is in memory is read without a copy"
+    asked, waits = page.asked, disk.waits
+    assert page.fill(tier, of, start) is not None
+    if cached is None:
+        assert page.asked - asked == disk.waits - waits, "the file system is asked once whether it can tell"
+    path = tier.folder.path(tier._file_name(of))
+    for content in (path.read_bytes()[:-1], path.read_bytes() + b"x"):
+        path.write_bytes(content)
+        tier.folder.space.add(tier._file_name(of), len(content), 0)
+        assert page.fill(tier, of, start) is None
+    assert tier.counts == {"not_valid": 2}
+
+
+@pytest.mark.parametrize("cached", [10**6, 0])
+def test_memory_of_another_entry_is_not_written(tmp_path, monkeypatch, cached):
+    tier, of = tier_on(tmp_path), tag(STATE, 1, 1)
+    put(tier, tag(KV, 1, 1), of)
+    monkeypatch.setattr(tier, "_in_memory", False)
+    for mine in ([False], [True, False])[: 1 if cached else 2]:
+        page = Page(SIZE[STATE], mine)
+        Disk(monkeypatch, page, cached)
+        assert page.fill(tier, of) is None and not any(page.memory)
+    assert tier.contains(STATE, of.key) and not tier.counts
+
+
+def test_a_file_system_in_memory_is_read_without_a_copy(tmp_path, monkeypatch):
+    tier, of = tier_on(tmp_path), tag(STATE, 1, 1)
+    put(tier, tag(KV, 1, 1), of)
+    monkeypatch.setattr(tier, "_in_memory", True)
+    page = Page(SIZE[STATE])
+    assert page.fill(tier, of) is not None and page.memory == data(of) and page.asked == 1
+    mounts = "30 25 {} / /there rw - {} none rw"
+    for kind in ("tmpfs", "ext4"):
+        device = os.stat(tmp_path).st_dev
+        text = mounts.format(f"{os.major(device)}:{os.minor(device)}", kind)
+        monkeypatch.setattr(Path, "read_text", lambda self, text=text, **options: text)
+        assert file_tier._is_in_memory(tmp_path) == (kind == "tmpfs")
 
 
 @pytest.mark.parametrize("other", ["namespace", "epoch", "key", "depth", "kind"])
@@ -313,7 +410,7 @@ def test_a_file_that_cannot_be_read_is_written_again(tmp_path, monkeypatch, code
     tier, tags = tier_on(tmp_path), prompt_tags(1, 1)
     put(tier, *tags)
     with monkeypatch.context() as broken:
-        broken.setattr(FileTier, "_read", lambda *arguments, **options: raises(OSError(code, "broken")))
+        broken.setattr(file_tier, "_read_part", lambda *arguments: raises(OSError(code, "broken")))
         assert not holds(tier, tags[-1])
     assert not tier.contains(STATE, tags[-1].key)
     assert tier.counts == {f"read_{errno.errorcode[code]}": 1}

@@ -17,6 +17,7 @@ import torch
 
 from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.mcore.entrypoints import arguments
+from megatron_hybrid_prefix.tiers import file as file_tier
 from megatron_hybrid_prefix.tiers import folder as folders
 from megatron_hybrid_prefix.tiers.file import HEADER_BYTES
 from tests.harness.engine_helpers import LOG_PROB_NOISE, random_tokens
@@ -305,25 +306,23 @@ def test_a_folder_that_takes_nothing_equals_no_folder(model, folder, fault, monk
 class Gate:
     """A disk that answers when it is told to."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, served: EngineHarness) -> None:
-        self.opened, self.asked, tier = threading.Event(), threading.Event(), tier_of(served)
-        read = tier._read
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened, self.asked = threading.Event(), threading.Event()
+        read_part = file_tier._read_part
 
-        def slow(*arguments: Any, wait: bool) -> Any:
-            if not wait:
-                raise BlockingIOError
+        def slow(*arguments: Any) -> Any:
             self.asked.set()
             assert self.opened.wait(HANG_S)
-            return read(*arguments, wait=wait)
+            return read_part(*arguments)
 
-        monkeypatch.setattr(tier, "_read", slow)
+        monkeypatch.setattr(file_tier, "_read_part", slow)
 
 
 def test_a_slow_disk_is_a_miss(model, folder, monkeypatch):
     """The request does not wait for longer than it may; others do not wait at all; later the disk is used again."""
     computed(model, folder)
     served = start(model, folder, {"wait_s": 0.05})
-    disk = Gate(monkeypatch, served)
+    disk = Gate(monkeypatch)
     assert served.send(PROMPT).num_cached_tokens == 0
     assert served.context.prefix_stats().fallbacks == {"tier_load_late": 1, "host_load_given_up": 1}
     served.engine.reset()
@@ -344,7 +343,7 @@ def test_a_slow_disk_is_a_miss(model, folder, monkeypatch):
 def test_others_run_while_a_load_waits_for_the_disk(model, folder, mode, monkeypatch):
     computed(model, folder, async_sched_mode=mode)
     served = start(model, folder, async_sched_mode=mode)
-    disk = Gate(monkeypatch, served)
+    disk = Gate(monkeypatch)
     running = served.add(random_tokens(30, seed=7), 60)
     served.step(3)
     waiting = served.add(PROMPT, 4)
@@ -362,7 +361,7 @@ def test_a_load_that_ends_while_the_disk_is_read(model, folder, end, monkeypatch
     """What the disk returns later is written nowhere."""
     computed(model, folder)
     served = start(model, folder, host_gb=0.0005)
-    disk = Gate(monkeypatch, served)
+    disk = Gate(monkeypatch)
     running = served.add(random_tokens(30, seed=7), 20)
     served.step(2)
     waiting = served.add(PROMPT, 4)
