@@ -145,6 +145,21 @@ def test_two_engines_take_turns_in_conversations(model, folder):
         one.check_drained()
 
 
+@pytest.mark.parametrize("min_blocks", mostly_slow([0, 3], 0))
+def test_the_next_turn_resumes_from_the_end_of_the_answer(model, folder, min_blocks):
+    """The process is gone right after the answer: nothing was evicted. A short answer is not worth a state."""
+    first = start(model, folder, {"min_tokens": min_blocks * BLOCK})
+    answer = first.send(PROMPT, count=2 * BLOCK)
+    written(first)
+    assert stats_of(first).states == (1 if min_blocks else 2)
+    history = [*PROMPT, *answer.generated_tokens, *random_tokens(20, seed=9)]
+    second = start(model, folder, {"min_tokens": min_blocks * BLOCK})
+    assert second.send(history).num_cached_tokens == (4 if min_blocks else 6) * BLOCK
+    assert second.context.prefix_stats().fallbacks == {}
+    second.check()
+    second.check_drained()
+
+
 def test_only_what_is_worth_a_load_is_written_and_loaded(model, folder):
     served = start(model, folder, {"min_tokens": 3 * BLOCK})
     short = tokens(2, 9, seed=3)
