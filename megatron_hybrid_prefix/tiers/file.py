@@ -76,7 +76,11 @@ class FileTier(SharedTier):
         self.least_blocks = ceil_div(settings.min_tokens, block_tokens)
         self.threads = settings.threads
         self.folder = SharedFolder(
-            settings.folder, budget_bytes=settings.budget_bytes, make_ranking=make_ranking, reason=reason
+            settings.folder,
+            budget_bytes=settings.budget_bytes,
+            make_ranking=make_ranking,
+            reason=reason,
+            wait_s=settings.wait_s,
         )
         status = os.stat(settings.folder)
         if status.st_mode & 0o022:
@@ -162,29 +166,22 @@ class FileTier(SharedTier):
     def contains(self, kind: EntryKind, key: bytes) -> bool:
         """See Tier."""
         space = self._space()
-        if space is None:
-            return False
-        with self.folder.lock:
-            return space.get(kind, key) is not None
+        return space is not None and space.get(kind, key) is not None
 
     def kv_depth(self, keys: Sequence[bytes], first: int) -> int:
         """See `DepthTier`."""
         space = self._space()
-        if space is None or first >= len(keys):
-            return first
-        with self.folder.lock:
-            while first < len(keys) and space.get(EntryKind.KV, keys[first]) is not None:
-                first += 1
+        while space is not None and first < len(keys) and space.get(EntryKind.KV, keys[first]) is not None:
+            first += 1
         return first
 
     def state_depth(self, keys: Sequence[bytes], after: int, limit: int) -> int:
         """See `DepthTier`. No state is here while a read does not come back: its disk hangs."""
         space = self._space()
-        if space is None or limit <= after:
+        if space is None:
             return after
-        with self.folder.lock:
-            while limit > after and space.get(EntryKind.STATE, keys[limit - 1]) is None:
-                limit -= 1
+        while limit > after and space.get(EntryKind.STATE, keys[limit - 1]) is None:
+            limit -= 1
         if limit > after and self._is_stuck():
             self.count("stuck")
             return after

@@ -17,11 +17,12 @@ The locks are released by the kernel when a process dies, however it dies. No de
 
 The byte budget counts all namespaces. A process that needs room deletes, in this order: KV that no state needs; entries
 of namespaces that no process uses, oldest first; and states of its own namespace, by the value that the eviction policy
-gives them, with the KV that only they need.
+gives them, with the KV that only they need. It does the same if the disk is full before the budget is used up.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import threading
@@ -29,6 +30,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -40,6 +42,10 @@ _KIND_OF = {name: kind for kind, name in _KINDS.items()}
 _PARTS = 64
 # KV that no state needs may be waiting for the state that is being written.
 _GRACE_S = 60.0
+# A disk that is full although there is nothing to delete is left alone for this long.
+_PAUSE_S = 10.0
+_AT_ONCE = 64  # entries that are deleted, or noted, while others wait for the index
+_TRIES = 3  # others may use up what was made free
 _TICK_S = 1.0  # a change may leave a folder's time of change as it is within this time
 
 
@@ -92,11 +98,11 @@ class Listing:
         self.bytes += size
         return True
 
-    def remove(self, part: str, name: str) -> bool:
-        """A file is gone. Returns whether it was there."""
+    def remove(self, part: str, name: str) -> int | None:
+        """A file is gone. Returns its bytes; None if it was not there."""
         size = self._sizes[part].pop(name, None)
         self.bytes -= size or 0
-        return size is not None
+        return size
 
     def read(self, lock: threading.RLock) -> Iterator[tuple[str, set[str], dict[str, os.stat_result]]]:
         """Read the parts that changed.
@@ -179,7 +185,7 @@ class Kept:
 class Space:
     """Index of one namespace: what is in the folder, as a prefix tree. It only notes; nothing is read or deleted here.
 
-    Callers hold a lock.
+    Callers hold a lock, except those of `get`. No method takes longer if there are more entries, except `files`.
 
     Args:
         ranking: Ranks the states.
@@ -192,11 +198,14 @@ class Space:
         # Files whose parent is not here, by name, with bytes, time of last use, and when they were seen (monotonic).
         self._orphans: dict[str, tuple[FileName, int, int, float]] = {}
         self._orphans_of: dict[bytes, set[str]] = {}  # their names, by the parent's key
+        # Nodes that may still get a state below, in the order in which they were seen. (KV is written before its state.)
+        self._young: dict[Kept, None] = {}
+        self._needless: dict[Kept, None] = {}  # other nodes with KV and nothing below, and no state
         self.bytes = 0
         self.counts: Counter[EntryKind] = Counter()
 
     def get(self, kind: EntryKind, key: bytes) -> str | None:
-        """Name of the entry's file; None if it is not here."""
+        """Name of the entry's file; None if it is not here. Needs no lock: each step is one of the interpreter's."""
         node = self._nodes.get(key)
         return None if node is None else node.names.get(kind)
 
@@ -237,16 +246,37 @@ class Space:
         """The node of a block."""
         return self._nodes.get(key)
 
-    def needless(self) -> list[str]:
-        """Files that no state needs and that no state is being written for: KV without a state below, and orphans.
+    def grow_up(self, most: int) -> bool:
+        """Note which KV no state is being written for any more, at most so many. Returns whether there may be more."""
+        late = time.monotonic() - _GRACE_S
+        nodes = list(islice(self._young, most))
+        for node in nodes:
+            if node.since >= late:
+                return False
+            del self._young[node]
+            self._note_needless(node)
+        return bool(nodes)
 
-        Deepest first.
+    def needless(self, most: int) -> list[str]:
+        """Files that no state needs: KV without a state below, and orphans. Young ones are left out.
+
+        Args:
+            most: At most so many. Later calls return others, once these are removed.
+
+        Returns:
+            Names; deeper KV before the KV above it.
         """
         late = time.monotonic() - _GRACE_S
-        kv = [node for node in self._nodes.values() if not node.users and EntryKind.KV in node.names]
-        kv = sorted((node for node in kv if node.since < late), key=lambda node: -node.depth_blocks)
-        orphans = [text for text, (*_, since) in self._orphans.items() if since < late]
-        return [*orphans, *(node.names[EntryKind.KV] for node in kv)]
+        found = [text for text, (*_, since) in islice(self._orphans.items(), most) if since < late]
+        for node in islice(self._needless, most):
+            at: Kept | None = node
+            while at is not None and not at.users and at.children <= (at is not node) and at not in self._young:
+                if EntryKind.KV in at.names:
+                    found.append(at.names[EntryKind.KV])
+                at = at.parent
+            if len(found) >= most:
+                break
+        return found[:most]
 
     def victim(self) -> Kept | None:
         """The state to delete next."""
@@ -278,8 +308,10 @@ class Space:
             if parent is not None and parent.depth_blocks != name.depth_blocks - 1:
                 return False
             node = self._nodes[name.key] = Kept(name, parent, self._reason)
+            self._young[node] = None
             if parent is not None:
                 parent.children += 1
+                self._note_needless(parent)
         node.names[name.kind], node.sizes[name.kind] = str(name), size
         self.counts[name.kind] += 1
         if name.kind == EntryKind.STATE:
@@ -310,6 +342,7 @@ class Space:
         at: Kept | None = node
         while at is not None:
             at.users += change
+            self._note_needless(at)
             if at.users != max(0, change):  # it had users before, or has some left
                 return
             at = at.parent
@@ -317,9 +350,20 @@ class Space:
     def _prune(self, node: Kept | None) -> None:
         while node is not None and not node.names and not node.children:
             del self._nodes[node.key]
+            self._young.pop(node, None)
+            self._needless.pop(node, None)
             if node.parent is not None:
                 node.parent.children -= 1
             node = node.parent
+        if node is not None:
+            self._note_needless(node)
+
+    def _note_needless(self, node: Kept) -> None:
+        """Its users or children have changed, or it is not young any more."""
+        if node.users or node.children or node in self._young:
+            self._needless.pop(node, None)
+        else:
+            self._needless[node] = None
 
 
 class Lock:
@@ -361,6 +405,7 @@ class SharedFolder:
         budget_bytes: Most bytes of all namespaces.
         make_ranking: Makes the eviction policy of a namespace.
         reason: See `Space`.
+        wait_s: Longest time to wait for a lock that another process holds.
 
     Attributes:
         lock: Held while `space` is used.
@@ -371,9 +416,16 @@ class SharedFolder:
     """
 
     def __init__(
-        self, folder: Path, *, budget_bytes: int, make_ranking: Callable[[], Ranking], reason: Any = None
+        self,
+        folder: Path,
+        *,
+        budget_bytes: int,
+        make_ranking: Callable[[], Ranking],
+        reason: Any = None,
+        wait_s: float = 1.0,
     ) -> None:
         self.budget_bytes = budget_bytes
+        self._wait_s = wait_s
         self._make_ranking, self._reason = make_ranking, reason
         self._top = folder
         self._root = folder / f"v{VERSION}"
@@ -388,6 +440,7 @@ class SharedFolder:
         self._writing: Path | None = None
         self._writing_lock: Lock | None = None
         self._written = 0
+        self._full_until = 0.0  # the disk is full (monotonic)
         self._make_folders()
 
     # -- the namespace -------------------------------------------------------------------------------------------------
@@ -433,14 +486,17 @@ class SharedFolder:
         for part, gone, new in listing.read(self.lock):
             with self.lock:
                 for name in map(FileName.of, gone):
-                    if name is not None and listing.remove(part, str(name)):
+                    if name is not None and listing.remove(part, str(name)) is not None:
                         space.remove(name)
             names = ((FileName.of(text), stat) for text, stat in new.items())
             found += [(name, stat) for name, stat in names if name is not None and name.part == part]
-        with self.lock:
-            for name, stat in sorted(found, key=_order):
-                if listing.add(name.part, str(name), stat.st_size):
-                    space.add(name, stat.st_size, stat.st_mtime_ns)
+        new_names = iter(sorted(found, key=_order))
+        while batch := list(islice(new_names, _AT_ONCE)):
+            with self.lock:
+                for name, stat in batch:
+                    if listing.add(name.part, str(name), stat.st_size):
+                        space.add(name, stat.st_size, stat.st_mtime_ns)
+            time.sleep(0)  # else others that wait for the lock do not get it
 
     def path(self, name: FileName) -> Path:
         """Where the entry of the namespace in use is, or would be."""
@@ -473,18 +529,14 @@ class SharedFolder:
             OSError: It cannot be written; nothing is left of it.
         """
         size = sum(len(piece) for piece in pieces)
-        if not self._make_room(size):
+        if time.monotonic() < self._full_until or not self._make_room(size):
             return False
         try:
             with self.lock:
                 if self.space is not space:
                     return False
                 place = self.path(name)
-            try:
-                self._write_and_rename(place, pieces)
-            except FileNotFoundError:  # somebody deleted the folder: make it again, once
-                self._make_folders()
-                self._write_and_rename(place, pieces)
+            self._write_with_room(place, pieces, size)
             with self.lock:
                 if self._listing is not None and self.space is space and self._listing.add(name.part, str(name), size):
                     space.add(name, size, time.time_ns())
@@ -493,25 +545,26 @@ class SharedFolder:
                 self._reserved_bytes -= size
         return True
 
-    def forget(self, name: FileName) -> None:
-        """The file is gone, or is not to be read again."""
+    def forget(self, name: FileName) -> int:
+        """The file is gone, or is not to be read again. Returns its bytes; 0 if it was not known."""
         with self.lock:
-            if self.space is not None and self._listing is not None:
-                self._listing.remove(name.part, str(name))
-                self.space.remove(name)
+            if self.space is None or self._listing is None:
+                return 0
+            self.space.remove(name)
+            return self._listing.remove(name.part, str(name)) or 0
 
-    def delete(self, name: FileName) -> None:
-        """Delete the file.
+    def delete(self, name: FileName) -> int:
+        """Delete the file. Returns its bytes.
 
         Raises:
             OSError: It cannot be deleted.
         """
         with self.lock:
             if self._name is None:
-                return
+                return 0
             place = self.path(name)
         place.unlink(missing_ok=True)
-        self.forget(name)
+        return self.forget(name)
 
     def touch(self, name: FileName) -> None:
         """A request resumes from this state: it goes later."""
@@ -537,6 +590,7 @@ class SharedFolder:
     # -- internal ------------------------------------------------------------------------------------------------------
 
     def _make_folders(self) -> None:
+        """Make the folders that are missing, and lock them. Raises TimeoutError if another process keeps a lock."""
         with self._looking:
             for folder in (self._top, self._root, self._root / "writing"):
                 if not folder.exists():
@@ -557,16 +611,36 @@ class SharedFolder:
                 if self._space_lock is not None and not (place / "lock").exists():
                     self._space_lock.release()
                     self._space_lock = None
+                late = time.monotonic() + self._wait_s
                 while self._space_lock is None:
                     os.makedirs(place, mode=0o700, exist_ok=True)
                     try:
                         self._space_lock = Lock(place / "lock", shared=True)
                     except FileNotFoundError:  # another process has just deleted the folder
                         continue
-                    except BlockingIOError:  # another process deletes files of it
+                    except BlockingIOError:  # another process deletes files of it; or it was stopped meanwhile
+                        if time.monotonic() > late:
+                            raise TimeoutError(errno.ETIMEDOUT, "another process holds the lock", str(place)) from None
                         time.sleep(0.01)
                 for number in range(_PARTS):
                     os.makedirs(place / f"{number:02x}", mode=0o700, exist_ok=True)
+
+    def _write_with_room(self, place: Path, pieces: Sequence[Any], size: int) -> None:
+        """Write a file. Makes room if the disk is full, and the folder if somebody has deleted it."""
+        for left in reversed(range(_TRIES)):
+            try:
+                self._write_and_rename(place, pieces)
+                return
+            except FileNotFoundError:
+                if not left:
+                    raise
+                self._make_folders()
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                if not left or not self._delete_bytes(size):
+                    self._full_until = time.monotonic() + _PAUSE_S
+                    raise
 
     def _write_and_rename(self, place: Path, pieces: Sequence[Any]) -> None:
         with self.lock:
@@ -600,27 +674,44 @@ class SharedFolder:
                 self.refresh()
                 fresh = True
                 continue
-            if not (self._delete_needless() or self._delete_unused_space() or self._delete_state()):
+            if not self._delete_some():
                 return False
 
-    def _delete(self, names: Sequence[str]) -> None:
+    def _delete_bytes(self, size: int) -> bool:
+        """Delete files of this many bytes. False: there are not that many."""
+        while size > 0 and (deleted := self._delete_some()):
+            size -= deleted
+        return size <= 0
+
+    def _delete_some(self) -> int:
+        """Delete what is worth least. Returns its bytes; 0 if there is nothing to delete."""
+        return self._delete_needless() or self._delete_unused_space() or self._delete_state()
+
+    def _delete(self, names: Sequence[str]) -> int:
+        deleted = 0
         for text in names:
             name = FileName.of(text)
             assert name is not None
-            self.delete(name)
+            deleted += self.delete(name)
+        return max(deleted, len(names))  # above 0, even if others were faster
 
-    def _delete_needless(self) -> bool:
-        with self.lock:
-            names = [] if self.space is None else self.space.needless()[:64]
-        self._delete(names)
-        return bool(names)
+    def _delete_needless(self) -> int:
+        names: list[str] = []
+        more = True
+        while more and not names:
+            with self.lock:
+                if self.space is None:
+                    return 0
+                more = self.space.grow_up(_AT_ONCE)
+                names = self.space.needless(_AT_ONCE)
+        return self._delete(names)
 
-    def _delete_state(self) -> bool:
+    def _delete_state(self) -> int:
         while True:
             with self.lock:
                 node = None if self.space is None else self.space.victim()
                 if node is None or self.space is None:
-                    return False
+                    return 0
                 name = FileName.of(node.names[EntryKind.STATE])
                 assert name is not None
                 place = self.path(name)
@@ -628,7 +719,7 @@ class SharedFolder:
                 used_ns = os.stat(place).st_mtime_ns
             except OSError:
                 self.forget(name)
-                return True
+                return 1
             with self.lock:
                 if self.space is None or self.space.node(name.key) is not node or EntryKind.STATE not in node.names:
                     continue
@@ -636,10 +727,9 @@ class SharedFolder:
                     self.space.use(node, used_ns)
                     continue
                 names = [str(name), *self.space.needed_by(node)]
-            self._delete(names)
-            return True
+            return self._delete(names)
 
-    def _delete_unused_space(self) -> bool:
+    def _delete_unused_space(self) -> int:
         """Delete the oldest files of a namespace that no process uses."""
         with self._looking:
             for other in list(self._others.values()):
@@ -650,14 +740,14 @@ class SharedFolder:
                 except OSError:
                     continue
                 try:
-                    if self._delete_oldest(other):
-                        return True
+                    if deleted := self._delete_oldest(other):
+                        return deleted
                 finally:
                     lock.release()
-        return False
+        return 0
 
-    def _delete_oldest(self, other: Listing) -> bool:
-        ages = []
+    def _delete_oldest(self, other: Listing) -> int:
+        ages, before = [], other.bytes
         for text in other.names():
             name = FileName.of(text)
             if name is not None:
@@ -675,7 +765,7 @@ class SharedFolder:
                 os.rmdir(other.folder)
         with self.lock:
             self._others_bytes = sum(each.bytes for each in self._others.values())
-        return bool(ages)
+        return max(before - other.bytes, len(ages))
 
     def _clean(self) -> None:
         """Delete the half-written files of dead processes."""

@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from megatron_hybrid_prefix.tiers.file import HEADER_BYTES, FileTier
 from megatron_hybrid_prefix.tiers.folder import FileName
 from megatron_hybrid_prefix.tiers.shared import SharedSettings
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
-from tests.harness.limits import wait_until
+from tests.harness.limits import HANG_S, wait_until
 
 BLOCK, SIZE = 4, {EntryKind.KV: 1000, EntryKind.STATE: 3000}
 KV, STATE = EntryKind.KV, EntryKind.STATE
@@ -94,6 +95,12 @@ def check(folder: Path, *tiers: FileTier) -> None:
         assert tier.folder.bytes_used == sum(found.values())
         assert dict(tier.folder.space.files()).items() <= found.items()
         assert sum(size for _, size in tier.folder.space.files()) == tier.folder.space.bytes
+
+
+@pytest.fixture
+def no_grace(monkeypatch):
+    """KV that no state needs may go at once."""
+    monkeypatch.setattr(folders, "_GRACE_S", -1.0)
 
 
 # -- entries -----------------------------------------------------------------------------------------------------------
@@ -308,7 +315,7 @@ def test_every_bit_of_a_header_counts(tmp_path):
     assert tier.counts == {"not_valid": 8 * HEADER_BYTES}
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EIO])
 def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch, caplog, code):
     tier = tier_on(tmp_path)
 
@@ -324,6 +331,58 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch, caplog, code):
     monkeypatch.undo()
     assert files(tmp_path) == {} and tier.folder.bytes_used == 0
     assert put(tier, *prompt_tags(1, 2)) == [True] * 3
+    check(tmp_path, tier)
+
+
+class FullDisk:
+    """A disk with room for so many bytes of entries. Counts writes that were begun."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, room: int, code: int = errno.ENOSPC) -> None:
+        self.room, self.writes = room, 0
+
+        def write_all(file: int, content: memoryview) -> None:
+            self.writes += len(content) == HEADER_BYTES
+            fits = self.room - sum(files(folder).values())
+            os.write(file, content[: max(0, fits)])
+            if fits < len(content):
+                raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(folders, "write_all", write_all)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_is_full_before_the_budget_is(tmp_path, monkeypatch, code):
+    """What is worth least makes room, as if the budget were used up."""
+    tier = tier_on(tmp_path)
+    disk = FullDisk(monkeypatch, tmp_path, 26_000, code)
+    for number in range(1, 20):
+        assert put(tier, *prompt_tags(number, 2)) == [True] * 3
+        assert holds(tier, tag(STATE, 1, 2))  # used, so the others go first
+        assert all(holds(tier, each) for each in prompt_tags(number, 2))
+    assert disk.writes <= 2 * 3 * 19 and not tier.counts
+    check(tmp_path, tier)
+
+
+def test_a_full_disk_with_nothing_to_delete_is_left_alone(tmp_path, monkeypatch):
+    tier = tier_on(tmp_path)
+    disk = FullDisk(monkeypatch, tmp_path, 500)
+    assert put(tier, *prompt_tags(1, 4)) == [False] * 5
+    assert tier.counts == {"write_ENOSPC": 1, "no_room": 4} and disk.writes == 1
+    disk.room = 10**6
+    monkeypatch.setattr(tier.folder, "_full_until", time.monotonic())  # the pause is over
+    assert put(tier, *prompt_tags(1, 4)) == [True] * 5
+    check(tmp_path, tier)
+
+
+def test_a_disk_that_others_fill_is_not_tried_for_ever(tmp_path, monkeypatch, no_grace):
+    """What is deleted here is used up elsewhere at once."""
+    tier = tier_on(tmp_path)
+    for number in range(9):
+        put(tier, *prompt_tags(number, 2))
+    disk = FullDisk(monkeypatch, tmp_path, 0)
+    assert put(tier, *prompt_tags(20, 2)) == [False] * 3
+    assert disk.writes == folders._TRIES and tier.counts == {"write_ENOSPC": 1, "no_room": 2}
+    assert tier.folder.space.counts[STATE] >= 9 - folders._TRIES
     check(tmp_path, tier)
 
 
@@ -463,11 +522,6 @@ def test_an_entry_is_looked_at_once_per_parent(monkeypatch):
     assert len(placed) == 202 and space.get(KV, key(0, 2)) is not None
 
 
-@pytest.fixture
-def no_grace(monkeypatch):
-    monkeypatch.setattr(folders, "_GRACE_S", -1.0)
-
-
 def test_the_budget_holds_whatever_is_written(tmp_path, no_grace):
     budget, dice = 30_000, random.Random(0)
     tiers = [tier_on(tmp_path, budget_bytes=budget) for _ in range(3)]
@@ -494,6 +548,69 @@ def test_what_is_used_stays_and_its_kv_with_it(tmp_path, no_grace):
     check(tmp_path, tier, other)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_kv_that_no_state_needs_is_found_without_a_search(no_grace, monkeypatch, seed):
+    """Against all nodes, after random changes. Each change looks at the nodes above the entry at most."""
+    noted = []
+    note = folders.Space._note_needless
+    monkeypatch.setattr(folders.Space, "_note_needless", lambda self, node: noted.append(1) or note(self, node))
+    space, dice = folders.Space(make_eviction_policy("lru"), CheckpointReason.TAIL), random.Random(seed)
+
+    def name(kind: EntryKind, prompt: int, depth: int) -> FileName:
+        keys = [b"", *(bytes([at, prompt // 3 ** (4 - at)]) * 8 for at in range(1, 5))]  # three blocks after each block
+        return FileName(kind, depth, keys[depth], keys[depth - 1])
+
+    def needless() -> set[str]:
+        return {node.names[KV] for node in space._nodes.values() if KV in node.names and not node.users}
+
+    for step in range(200):
+        prompt, depth = dice.randrange(3**4), dice.randint(1, 4)
+        for at in range(1, depth + 1):
+            space.add(name(KV, prompt, at), 1, 0)
+        if dice.random() < 0.3:
+            space.add(name(STATE, prompt, depth), 1, 0)
+        if step % 3 == 0:
+            node = dice.choice([node for node in space._nodes.values() if node.names])
+            space.remove(FileName.of(dice.choice(list(node.names.values()))))
+        while space.grow_up(3):
+            pass
+    assert len(noted) < 200 * 2 * (4 + 2 * 4)
+    expected, found = needless(), []
+    assert expected
+    while names := space.needless(7):
+        assert len(names) <= 7
+        for each in names:
+            space.remove(FileName.of(each))
+        found += names
+    assert len(set(found)) == len(found) and expected <= set(found) and not needless()
+
+
+def test_queries_and_looks_hold_no_one_up(tmp_path, monkeypatch):
+    """The engine's thread takes no lock for a query, and a look at a large folder releases it again and again."""
+    first, count = tier_on(tmp_path), 3 * folders._AT_ONCE + 1
+    tags = [tag(KV, 1 + number % 200, 1 + number // 200) for number in range(count)]
+    put(first, *tags)
+    added = [0]
+    add = folders.Space.add
+    monkeypatch.setattr(folders.Space, "add", lambda *args: added.append(added.pop() + 1) or add(*args))
+    tier = tier_on(tmp_path, name=b"m" * 16)
+
+    class Lock:
+        def __enter__(self) -> None:
+            added.append(0)
+
+        def __exit__(self, *error: Any) -> None:
+            pass
+
+    monkeypatch.setattr(tier.folder, "lock", Lock())
+    tier.name_entries(lambda: NAME)
+    assert sum(added) == count and max(added) == folders._AT_ONCE
+    monkeypatch.setattr(tier.folder, "lock", None)
+    assert (
+        tier.contains(KV, key(1, 1)) and tier.kv_depth([key(1, 1)], 0) == 1 and not tier.state_depth([key(1, 1)], 0, 1)
+    )
+
+
 def test_kv_goes_with_the_last_state_that_needs_it(tmp_path, no_grace):
     tier = tier_on(tmp_path, budget_bytes=20_000)
     put(tier, *prompt_tags(1, 3), tag(STATE, 1, 1))
@@ -501,7 +618,9 @@ def test_kv_goes_with_the_last_state_that_needs_it(tmp_path, no_grace):
     victim = space.node(key(1, 3))
     assert [FileName.of(name).key for name in space.needed_by(victim)] == [key(1, 3), key(1, 2)]
     tier.folder.delete(tier._file_name(tag(STATE, 1, 3)))
-    assert [FileName.of(name).key for name in space.needless()] == [key(1, 3), key(1, 2)]
+    space.grow_up(10)
+    assert [FileName.of(name).key for name in space.needless(10)] == [key(1, 3), key(1, 2)]
+    assert [FileName.of(name).key for name in space.needless(1)] == [key(1, 3)]
 
 
 def test_kv_that_waits_for_its_state_stays(tmp_path):
@@ -636,6 +755,36 @@ def test_a_settled_folder_is_not_read_again(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "scandir", lambda path: 1 / 0)
     tier.folder.refresh()
     assert holds(tier, tag(KV, 1, 1))
+
+
+@forks
+def test_a_process_that_is_stopped_while_it_holds_a_lock(tmp_path):
+    """Nobody waits for longer than a request may. What it held is used when it goes on."""
+    first = tier_on(tmp_path)
+    put(first, *prompt_tags(1, 1))
+    first.close()
+    lock = tmp_path / f"v{folders.VERSION}" / NAME.hex() / "lock"
+
+    def work() -> None:
+        folders.Lock(lock, shared=False)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    pid = in_child(work)
+    os.waitpid(pid, os.WUNTRACED)
+    try:
+        tiers: list[FileTier] = []
+        start = threading.Thread(target=lambda: tiers.append(tier_on(tmp_path, wait_s=0.02)), daemon=True)
+        start.start()
+        start.join(HANG_S)
+        (tier,) = tiers
+        assert tier.counts == {"look_ETIMEDOUT": 1} and not tier.contains(KV, key(1, 1))
+        assert put(tier, tag(KV, 1, 1)) == [False] and tier.state_depth([key(1, 1)], 0, 1) == 0
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    tier.look()
+    assert all(holds(tier, each) for each in prompt_tags(1, 1))
+    check(tmp_path, tier)
 
 
 # -- rights, start -----------------------------------------------------------------------------------------------------
