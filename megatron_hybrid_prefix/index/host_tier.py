@@ -79,14 +79,21 @@ class HostTier:
         self.reset()
 
     def reset(self) -> None:
-        """Drops everything. The caller empties the tree."""
+        """Drops everything. The caller empties the tree.
+
+        Queued copies stay: live requests may need what moves on the device. Only offers to the tier behind are dropped.
+        """
         self.entries.reset()
         self._kv: OrderedDict[Node, int] = OrderedDict()  # time of last use, least recently used first
         self._state_used: dict[Node, int] = {}
         self._clock = 0
         self._fetching.clear()
         self._eviction.clear()
-        self.transfers.clear()
+        if self.behind is not None:
+            name = self.behind.name
+            self.transfers[:] = [
+                copy for copy in self.transfers if not isinstance(copy, BlockTransfer) or copy.target != name
+            ]
 
     # -- depth ---------------------------------------------------------------------------------------------------------
 
@@ -151,7 +158,7 @@ class HostTier:
 
         A shared tier gets it if it saves a load's worth of tokens beyond the state before it.
         """
-        if self.behind is None or not self._early or node.host_slot != NO_SLOT:
+        if self.behind is None or not self._early or node.private or node.host_slot != NO_SLOT:
             return
         before = node.parent
         while before is not None and (before.host_slot == NO_SLOT or is_probationary(before)):
@@ -379,7 +386,7 @@ class HostTier:
         """
         if self.behind is None or not self._early:
             return
-        if is_probationary(node) or node.depth_blocks < self.behind.least_blocks:
+        if node.private or is_probationary(node) or node.depth_blocks < self.behind.least_blocks:
             return
         path: list[Node] = []
         above: Node | None = node

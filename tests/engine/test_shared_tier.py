@@ -188,6 +188,7 @@ def test_salts_adapters_and_secrets_do_not_match(model, folder, monkeypatch):
     for attributes in ({"cache_salt": "a"}, {"cache_adapter": "b"}):
         first.send(PROMPT, **attributes)
     written(first)
+    assert (stats_of(first).kv_blocks, stats_of(first).states) == (4, 1), "nobody can ask for those of the adapter"
     second = start(model, folder)
     hits = [second.send(PROMPT, **each).num_cached_tokens for each in ({}, {"cache_salt": "b"}, {"cache_adapter": "b"})]
     assert hits == [0, 0, 0]  # what an adapter's weights are, only its process knows
