@@ -58,10 +58,12 @@ class DeviceQueue:
             if mark is not None:
                 self._ahead.wait_event(mark)
         filled = torch.cuda.Event()
-        with torch.cuda.stream(self._ahead):
-            yield
-            filled.record()
-        self._stream.wait_event(filled)
+        try:
+            with torch.cuda.stream(self._ahead):
+                yield
+        finally:  # a launch may have failed after others
+            filled.record(self._ahead)
+            self._stream.wait_event(filled)
 
     def free(self, buffer: int) -> None:
         """The queue's launches until now are the last that read the buffer; call it inside `running`."""

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from megatron_hybrid_prefix.tiers import background
 from megatron_hybrid_prefix.tiers.arena import HostArena
 from megatron_hybrid_prefix.tiers.base import Entry, SharedTier, Tier
 from megatron_hybrid_prefix.tiers.pinned import choose_page_bytes, pin, unpin
-from megatron_hybrid_prefix.tiers.queue import HostQueue
+from megatron_hybrid_prefix.tiers.queue import DeviceQueue, HostQueue
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
 from tests.harness.limits import HANG_S
 from tests.harness.plugins.dictionary_tier import DictionaryTier
@@ -299,6 +300,47 @@ def test_a_load_whose_page_went_to_another_entry_is_a_miss(monkeypatch):
     assert pools.arena.fetched(8, HANG_S) is True
     pools.arena.run_put_off(8)
     assert not pools.arena.has_failed(8)
+
+
+def test_the_checksum_of_an_entry_from_behind_goes_back_with_it(monkeypatch):
+    """Also if an earlier store brings older checksums to the host after the entry has arrived there."""
+    tier = SlowTier(0)
+    monkeypatch.setattr(tier, "_dice", Never())
+    pools = Pools("cpu", behind=tier)
+    pools.write(EntryKind.KV, 0, 3.0)
+    pools.arena.carry_out([pools.unit(EntryKind.KV, 0, 0), pools.behind_unit(EntryKind.KV, 0, b"k", take=True)])
+    assert pools.arena.drain(HANG_S)
+    stored = dict(tier.entries)
+    pools.arena.carry_out([pools.behind_unit(EntryKind.KV, 1, b"k", take=False)])
+    pools.arena.carry_out([pools.unit(EntryKind.KV, 3, 1, load_id=7)])
+    assert pools.arena.fetched(7, HANG_S)
+    pools.arena.run_put_off(7)
+    monkeypatch.setattr(pools.arena, "_sums_seen", torch.zeros_like(pools.arena._sums))  # as of before it arrived
+    tier.entries.clear()
+    pools.arena.carry_out([pools.behind_unit(EntryKind.KV, 1, b"k", take=True)])
+    assert pools.arena.drain(HANG_S) and tier.entries == stored
+
+
+def test_what_follows_a_launch_that_failed_waits_for_those_before_it(monkeypatch):
+    """Else a buffer or page that the copies before it still read could be given away."""
+    calls = []
+
+    class Stream:
+        def __init__(self, device: object = None) -> None:
+            self.wait_event = lambda mark: calls.append(("waits", self, mark))
+
+    class Event:
+        def record(self, stream: object = None) -> None:
+            calls.append(("marked", stream, self))
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    queue = DeviceQueue(torch.device("cuda"))
+    with pytest.raises(RuntimeError), queue.ahead(0):
+        raise RuntimeError("launch failed")
+    (_, ahead, mark), waits = calls
+    assert ahead is queue._ahead and waits == ("waits", queue._stream, mark)
 
 
 @pytest.mark.parametrize("replaced", [False, True])
