@@ -8,7 +8,7 @@ arrived there (``tiers/arena.py``).
 Two processes that write one key write the same content, but maybe other bytes, because sums depend on the batch. The file that
 is renamed last stays; a reader has all of one or all of the other.
 
-The engine's thread only asks the index (``folder.py``) and never waits for the disk. Threads read, write and look at what
+The engine's thread only asks the index (``space.py``) and never waits for the disk. Threads read, write and look at what
 other processes have done.
 """
 
@@ -31,8 +31,11 @@ from typing import Any
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.tiers.base import Entry, SharedTier, copy_bytes
-from megatron_hybrid_prefix.tiers.folder import VERSION, FileName, Ranking, SharedFolder, Space
+from megatron_hybrid_prefix.tiers.folder import SharedFolder
+from megatron_hybrid_prefix.tiers.folder_index import VERSION
+from megatron_hybrid_prefix.tiers.listing import FileName
 from megatron_hybrid_prefix.tiers.shared import SharedSettings
+from megatron_hybrid_prefix.tiers.space import Ranking, Space
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 
 logger = logging.getLogger(__name__)

@@ -21,9 +21,11 @@ from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy
 from megatron_hybrid_prefix.tiers import file as file_tier
 from megatron_hybrid_prefix.tiers import folder as folders
+from megatron_hybrid_prefix.tiers import folder_index, listing, locks
+from megatron_hybrid_prefix.tiers import space as spaces
 from megatron_hybrid_prefix.tiers.base import Entry
 from megatron_hybrid_prefix.tiers.file import HEADER_BYTES, FileTier
-from megatron_hybrid_prefix.tiers.folder import FileName
+from megatron_hybrid_prefix.tiers.listing import FileName
 from megatron_hybrid_prefix.tiers.shared import SharedSettings
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 from tests.harness.limits import HANG_S, wait_until
@@ -100,7 +102,7 @@ def check(folder: Path, *tiers: FileTier) -> None:
 @pytest.fixture
 def no_grace(monkeypatch):
     """KV that no state needs may go at once."""
-    monkeypatch.setattr(folders, "_GRACE_S", -1.0)
+    monkeypatch.setattr(spaces, "_GRACE_S", -1.0)
 
 
 # -- entries -----------------------------------------------------------------------------------------------------------
@@ -455,7 +457,7 @@ def test_a_clock_that_jumps_changes_no_answer(tmp_path, monkeypatch):
         put(tier, *prompt_tags(number, 2))
         assert all(holds(tier, each) for each in prompt_tags(number, 2))
         os.utime(tier.folder.path(tier._file_name(tag(STATE, number, 2))), ns=(at, at))
-    monkeypatch.setattr(folders, "_GRACE_S", -1.0)
+    monkeypatch.setattr(spaces, "_GRACE_S", -1.0)
     for number in range(4, 9):
         assert put(tier, *prompt_tags(number, 2)) == [True] * 3
     check(tmp_path, tier)
@@ -485,7 +487,7 @@ def test_files_of_others_are_left_alone(tmp_path):
     """No name of a file ends the process, or the thread that looks."""
     tags = prompt_tags(1, 2)
     put(tier_on(tmp_path), *tags)
-    space = tmp_path / f"v{folders.VERSION}" / NAME.hex()
+    space = tmp_path / f"v{folder_index.VERSION}" / NAME.hex()
     right = str(FileName(KV, 1, key(2, 1), b""))
     strays = ["kv-1--", "kv-01" + right[4:], right.upper().lower().replace("kv-1", "kv- 1"), "notes.txt", right]
     for stray in strays:  # the last one lies in the wrong folder
@@ -510,9 +512,9 @@ def test_a_look_that_fails_is_repeated(tmp_path, monkeypatch, error):
 
 def test_an_entry_is_looked_at_once_per_parent(monkeypatch):
     """Many prompts whose first block is gone do not slow down the others."""
-    placed, place = [], folders.Space._place
-    monkeypatch.setattr(folders.Space, "_place", lambda self, *args: placed.append(args) or place(self, *args))
-    space = folders.Space(make_eviction_policy("recompute_cost"), CheckpointReason.TAIL)
+    placed, place = [], spaces.Space._place
+    monkeypatch.setattr(spaces.Space, "_place", lambda self, *args: placed.append(args) or place(self, *args))
+    space = spaces.Space(make_eviction_policy("recompute_cost"), CheckpointReason.TAIL)
     for prompt in range(100):
         space.add(FileName(KV, 2, key(prompt, 2), key(prompt, 1)), 1, 0)
     for prompt in range(100, 200):
@@ -552,9 +554,9 @@ def test_what_is_used_stays_and_its_kv_with_it(tmp_path, no_grace):
 def test_kv_that_no_state_needs_is_found_without_a_search(no_grace, monkeypatch, seed):
     """Against all nodes, after random changes. Each change looks at the nodes above the entry at most."""
     noted = []
-    note = folders.Space._note_needless
-    monkeypatch.setattr(folders.Space, "_note_needless", lambda self, node: noted.append(1) or note(self, node))
-    space, dice = folders.Space(make_eviction_policy("lru"), CheckpointReason.TAIL), random.Random(seed)
+    note = spaces.Space._note_needless
+    monkeypatch.setattr(spaces.Space, "_note_needless", lambda self, node: noted.append(1) or note(self, node))
+    space, dice = spaces.Space(make_eviction_policy("lru"), CheckpointReason.TAIL), random.Random(seed)
 
     def name(kind: EntryKind, prompt: int, depth: int) -> FileName:
         keys = [b"", *(bytes([at, prompt // 3 ** (4 - at)]) * 8 for at in range(1, 5))]  # three blocks after each block
@@ -587,12 +589,12 @@ def test_kv_that_no_state_needs_is_found_without_a_search(no_grace, monkeypatch,
 
 def test_queries_and_looks_hold_no_one_up(tmp_path, monkeypatch):
     """The engine's thread takes no lock for a query, and a look at a large folder releases it again and again."""
-    first, count = tier_on(tmp_path), 3 * folders._AT_ONCE + 1
+    first, count = tier_on(tmp_path), 3 * folder_index.AT_ONCE + 1
     tags = [tag(KV, 1 + number % 200, 1 + number // 200) for number in range(count)]
     put(first, *tags)
     added = [0]
-    add = folders.Space.add
-    monkeypatch.setattr(folders.Space, "add", lambda *args: added.append(added.pop() + 1) or add(*args))
+    add = spaces.Space.add
+    monkeypatch.setattr(spaces.Space, "add", lambda *args: added.append(added.pop() + 1) or add(*args))
     tier = tier_on(tmp_path, name=b"m" * 16)
 
     class Lock:
@@ -604,7 +606,7 @@ def test_queries_and_looks_hold_no_one_up(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tier.folder, "lock", Lock())
     tier.name_entries(lambda: NAME)
-    assert sum(added) == count and max(added) == folders._AT_ONCE
+    assert sum(added) == count and max(added) == folder_index.AT_ONCE
     monkeypatch.setattr(tier.folder, "lock", None)
     assert (
         tier.contains(KV, key(1, 1)) and tier.kv_depth([key(1, 1)], 0) == 1 and not tier.state_depth([key(1, 1)], 0, 1)
@@ -748,7 +750,7 @@ def test_a_file_that_one_deletes_and_another_writes_again(tmp_path):
 
 
 def test_a_settled_folder_is_not_read_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(folders, "_TICK_S", -1.0)
+    monkeypatch.setattr(listing, "_TICK_S", -1.0)
     tier = tier_on(tmp_path)
     put(tier, tag(KV, 1, 1))
     tier.folder.refresh()
@@ -763,10 +765,10 @@ def test_a_process_that_is_stopped_while_it_holds_a_lock(tmp_path):
     first = tier_on(tmp_path)
     put(first, *prompt_tags(1, 1))
     first.close()
-    lock = tmp_path / f"v{folders.VERSION}" / NAME.hex() / "lock"
+    lock = tmp_path / f"v{folder_index.VERSION}" / NAME.hex() / "lock"
 
     def work() -> None:
-        folders.Lock(lock, shared=False)
+        locks.Lock(lock, shared=False)
         os.kill(os.getpid(), signal.SIGSTOP)
 
     pid = in_child(work)
