@@ -625,6 +625,8 @@ class HybridPrefixCache:
 
     def _let_go(self, live: LiveRequest) -> None:
         self.loads.end(live, kept=False)
+        if live.decoded:
+            self._store.checkpoints.end_decoded(*live.decoded[-1])
         self._store.let_go(live)
 
     def _admit_loaded(

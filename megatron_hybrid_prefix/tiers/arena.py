@@ -122,7 +122,8 @@ class HostArena:
             device=self._device,
         )
         self._background: BackgroundMoves | None = None
-        self._sums_seen = self._sums  # on the host, as of the last store; only for threads
+        self._sums_seen = self._sums  # on the host, as of the last store from the device; only for threads
+        self._given_sums: dict[int, int] = {}  # by first page: checksums of entries that came from behind
         if isinstance(behind, SharedTier):
             self._background = BackgroundMoves(behind, most_bytes)
             if on_gpu:
@@ -245,7 +246,7 @@ class HostArena:
             pages = [unit.pages[0] for unit in found]
             sums = torch.tensor([checksum ^ unit.tag.digest for unit, checksum in found.items()])
             self._sums[self._ids(pages)[0]] = sums.to(self._device)
-            self._sums_seen[pages] = sums
+            self._given_sums |= {unit.pages[0]: checksum for unit, checksum in found.items()}
             self._tags |= {unit.pages[0]: unit.tag for unit in found}
             self._behind_stats.bytes_loaded += sum(self._entry_bytes(unit.tag.kind) for unit in found)
         return len(found) == len(jobs)
@@ -292,6 +293,7 @@ class HostArena:
             self._background.overwrite(pages)
             for page in pages:
                 self._fetching.pop(page, None)
+                self._given_sums.pop(page, None)
 
     def _begin_stores(self, background: BackgroundMoves, units: Sequence[BlockTransfer]) -> None:
         after = finish(self.stores.finish, self._stored)
@@ -305,7 +307,8 @@ class HostArena:
                 continue  # offered twice
             size = self._entry_bytes(unit.tag.kind)
             job = Job(unit.tag, size, unit.pages, self._views([unit], size), (after,))
-            job.checksum = lambda first=first, digest=unit.tag.digest: int(self._sums_seen[first]) ^ digest
+            given = self._given_sums.get(first)
+            job.checksum = partial(self._seen_checksum, first, unit.tag) if given is None else partial(int, given)
             jobs.append(job)
         background.store(jobs)
 
@@ -323,6 +326,9 @@ class HostArena:
                 self._fetching |= dict.fromkeys(pages, job)
                 jobs.append(job)
         background.load(jobs)
+
+    def _seen_checksum(self, page: int, tag: Tag) -> int:
+        return int(self._sums_seen[page]) ^ tag.digest
 
     def _views(self, units: Sequence[BlockTransfer], size: int) -> list[tuple[int, torch.Tensor]]:
         return [(start, self._host(page, length)) for start, page, length in self._pieces(units, size)]
