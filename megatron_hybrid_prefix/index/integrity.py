@@ -106,16 +106,15 @@ def _check_requests(
         full_blocks = len(live.chain.keys)
         _expect(len(set(live.block_ids)) == len(live.block_ids), f"{name} holds a block twice")
         _expect(len(live.path) <= min(len(live.block_ids), full_blocks), f"{name}: path longer than its blocks")
-        _expect(
-            len(live.path) * block_tokens <= live.computed_tokens, f"{name} registered blocks that it has not computed"
-        )
+        own_tokens = max(live.computed_tokens, live.stored_tokens)
+        _expect(len(live.path) * block_tokens <= own_tokens, f"{name} registered blocks that it has not computed")
         _expect(not live.write or live.chain.epoch == epoch, f"{name} may write under other weights")
         _expect(live.computed_tokens <= live.planned_tokens, f"{name}: computed more than planned")
         _expect(
             not live.released or bool(live.plans), f"{name} is released, has no plan in flight, and is still listed"
         )
         if live.pinned_slot is not None and live.path:  # an empty path: the weights changed
-            source = live.path[-1]
+            source = live.path[live.computed_tokens // block_tokens - 1]
             _expect(source.slot == live.pinned_slot, f"{name}: its source {live.pinned_slot} was evicted from {source}")
         for index, node in enumerate(live.path):
             _expect(tree.get(node.key) is node, f"{name}: {node} on its path is not in the tree")
