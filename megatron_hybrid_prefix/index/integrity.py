@@ -114,8 +114,10 @@ def _check_requests(
             not live.released or bool(live.plans), f"{name} is released, has no plan in flight, and is still listed"
         )
         if live.pinned_slot is not None and live.path:  # an empty path: the weights changed
-            source = live.path[live.computed_tokens // block_tokens - 1]
-            _expect(source.slot == live.pinned_slot, f"{name}: its source {live.pinned_slot} was evicted from {source}")
+            depth = live.computed_tokens // block_tokens
+            source = live.path[depth - 1] if depth <= len(live.path) else None
+            has_it = source is not None and source.slot == live.pinned_slot
+            _expect(has_it, f"{name}: its source {live.pinned_slot} was evicted from {source}")
         for index, node in enumerate(live.path):
             _expect(tree.get(node.key) is node, f"{name}: {node} on its path is not in the tree")
             _expect(node.key == live.chain.keys[index], f"{name}: {node} does not have the key of its tokens")
