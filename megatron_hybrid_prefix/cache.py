@@ -708,8 +708,8 @@ class HybridPrefixCache:
 
     def _cached_after(self, live: LiveRequest, blocks: int) -> list[Node]:
         """Nodes of cached blocks after those that the request holds, up to ``blocks``, that it can share."""
-        # A path has no gaps: after a block of its own that has no key yet, the request shares nothing.
-        if not live.read or len(live.path) != len(live.block_ids) or live.chain.epoch != self.epoch:
+        # A path has no gaps: after a block of its own that has no key, the request shares nothing.
+        if not live.read or len(live.path) != len(live.block_ids):
             return []
         return self._store.tree.path(live.chain.keys[len(live.path) : blocks])
 

@@ -504,6 +504,7 @@ class ModelEngine:
         if follows:
             assert len(grown.shared) == max(0, last - held)
         if grown.shared:
+            assert request.read
             request.stored = self.now(request.salt, request.tokens[: grown.stored_tokens])[1]
             assert len(request.stored) == (held + len(grown.shared)) * block
             self.seen["shared beyond by a chunk"] += 1
