@@ -192,12 +192,15 @@ class ContextSeam(DynamicInferenceContext):
 
     def add_admitted(self, req: DynamicInferenceRequest, chunk_tokens: int, chunk: AdmittedChunk) -> None:
         """Megatron's ``add_request``, with what the cache gave to the chunk."""
-        first = self.active_token_count
+        first, hits, matched = self.active_token_count, self.prefix_cache_hits, self.prefix_cache_blocks_matched
         self.admitted_chunk = chunk
         try:
             DynamicInferenceContext.add_request(self, req, chunk_tokens)
         finally:
             self.admitted_chunk = None
+        # Megatron counts shared blocks, skipped or not.
+        self.prefix_cache_hits = hits + (chunk.skip_tokens > 0)
+        self.prefix_cache_blocks_matched = matched + chunk.skip_tokens // self.block_size_tokens
         tokens = slice(first, self.active_token_count)
         is_stored = self.token_to_pos_ids[tokens] < chunk.stored_tokens
         self.token_to_block_idx[tokens][is_stored] = self.kv_block_allocator.dummy_block_idx  # read by nobody

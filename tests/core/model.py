@@ -446,7 +446,7 @@ class ModelEngine:
         request = Request(request_id, salt, list(tokens), len(tokens), admission, write, loaded=True)
         if beyond:
             request.stored = self.now(salt, tokens[: admission.stored_tokens])[1]
-            self.seen["shared beyond"] += 1
+            self.seen["shared beyond a load"] += 1
         request.history = self.now(salt, tokens[:depth])[1]
         self.requests.append(request)
         self.seen["resumed" if preempted else "admitted from the host"] += 1
