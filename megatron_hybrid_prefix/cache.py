@@ -286,8 +286,7 @@ class HybridPrefixCache:
             shared   Blocks on the device that other requests may use, too. The request must not write to them. Between
                      S and J no state is kept, so the request computes these tokens again
                      (`Match.lost_tokens_no_state`). It reads their KV from the shared blocks, as a hit does, and does
-                     not store it a second time (`Admission.stored_tokens`). After loaded blocks, the blocks between S
-                     and J are new ones.
+                     not store it a second time (`Admission.stored_tokens`). After loaded blocks all blocks are new.
             loaded   Blocks that `loads.begin_load_back` allocated. Their KV is on its way from the host.
             new      Blocks allocated here.
             S        The source checkpoint, at `Match.resume_tokens`. The first forward reads the state from its slot.
@@ -566,7 +565,7 @@ class HybridPrefixCache:
         self.blocks.free(self.blocks.unattached)
 
     def invalidate(self, epoch: int | None = None) -> None:
-        """The weights changed. Empties the cache; live requests run on, but cache nothing more.
+        """The weights changed. Empties the cache; live requests run on with the KV that they hold, but cache nothing more.
 
         Args:
             epoch: Epoch of the new weights. None: the next number. The current epoch: do nothing.

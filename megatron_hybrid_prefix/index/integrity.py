@@ -106,8 +106,10 @@ def _check_requests(
         full_blocks = len(live.chain.keys)
         _expect(len(set(live.block_ids)) == len(live.block_ids), f"{name} holds a block twice")
         _expect(len(live.path) <= min(len(live.block_ids), full_blocks), f"{name}: path longer than its blocks")
-        own_tokens = max(live.computed_tokens, live.stored_tokens)
-        _expect(len(live.path) * block_tokens <= own_tokens, f"{name} registered blocks that it has not computed")
+        _expect(
+            len(live.path) * block_tokens <= max(live.computed_tokens, live.stored_tokens),
+            f"{name} registered blocks that it has not computed",
+        )
         _expect(not live.write or live.chain.epoch == epoch, f"{name} may write under other weights")
         _expect(live.computed_tokens <= live.planned_tokens, f"{name}: computed more than planned")
         _expect(

@@ -198,12 +198,12 @@ class ContextSeam(DynamicInferenceContext):
             DynamicInferenceContext.add_request(self, req, chunk_tokens)
         finally:
             self.admitted_chunk = None
-        # Megatron counts shared blocks, skipped or not.
+        # Megatron counts all shared blocks. Here a hit skips tokens.
         self.prefix_cache_hits = hits + (chunk.skip_tokens > 0)
         self.prefix_cache_blocks_matched = matched + chunk.skip_tokens // self.block_size_tokens
         tokens = slice(first, self.active_token_count)
         is_stored = self.token_to_pos_ids[tokens] < chunk.stored_tokens
-        self.token_to_block_idx[tokens][is_stored] = self.kv_block_allocator.dummy_block_idx  # read by nobody
+        self.token_to_block_idx[tokens][is_stored] = self.kv_block_allocator.dummy_block_idx  # nobody reads this block
         if chunk.resumes:
             self._pending_mamba_zeros.pop()  # the forward reads a checkpoint: the live slot need not be zeroed
 
