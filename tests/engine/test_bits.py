@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import random
 
 import pytest
+import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig
 from megatron_hybrid_prefix.layers.grid import ChunkGrid
@@ -14,6 +16,7 @@ from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from tests.harness.bits import Alone, BitsTraffic, bits, differing, exact_harness
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
+from tests.harness.selection import mostly_slow
 
 PREEMPTING = {"blocks": 8, "slots": 5, "host_gb": 0.0, "enable_chunked_prefill": True, "max_tokens": 320}
 
@@ -138,6 +141,32 @@ def test_a_product_of_blas_is_noticed(tiny):
     harness.send(tokens(0, 30, seed=1), tokens(0, 41, seed=2), count=3)
     use_invariant_layers(tiny)
     assert differing(harness, alone)
+
+
+# -- verify_hits ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("places", mostly_slow((2, 100), 2))
+def test_verify_hits_finds_every_flipped_bit(tiny, places, caplog):
+    """One bit of one value of a stored state or of its KV, anywhere."""
+    harness = exact_harness(tiny, verify_hits=1.0, slots=8)
+    prompt, dice = tokens(2, 5, seed=1), random.Random(0)
+    harness.send(prompt, count=1)
+    harness.send(prompt, count=1)  # right
+    stats = harness.context.prefix_stats
+    assert (stats().verified_hits, stats().verify_mismatches) == (1, 0)
+    for flipped in range(1, places + 1):
+        (node,) = harness.cache.inspect.nodes_with_state()
+        stored = [tensor[:, node.slot] for tensor in harness.context.state_pool.tensors.values()]
+        stored.append(harness.context.memory_buffer[:, :, node.block_id])  # the cache takes the KV that was computed last
+        values = stored[flipped % len(stored)].view(torch.int32)
+        place = tuple(dice.randrange(size) for size in values.shape)
+        bit = 1 << dice.randrange(31)
+        values[place] ^= bit
+        harness.send(prompt, count=1)
+        values[place] ^= bit
+        assert (stats().verified_hits, stats().verify_mismatches) == (1 + flipped, flipped)
+    assert "share of values with other bits" in caplog.text
 
 
 # -- settings ------------------------------------------------------------------------------------------------------------
