@@ -31,7 +31,7 @@ class Alone:
 
     Args:
         model: The model.
-        **fields: Of the engine.
+        **fields: Of the engine. The scan's chunks end at multiples of ``block_size_tokens``, so it must be the same.
     """
 
     def __init__(self, model: Any, **fields: Any) -> None:
@@ -103,6 +103,10 @@ class BitsTraffic:
             attributes["sampling_options"] = {"temperature": 0.8, "seed": dice.randrange(1000)}
         params = {"skip_prompt_log_probs": dice.random() < 0.6}
         harness.add(prompt[: self.longest - count], count, params=params, **attributes)
+
+    def differing(self) -> list[int]:
+        """Ids of requests whose bits are others than alone."""
+        return differing(self.harness, Alone(self.harness.model, block_size_tokens=self.block))
 
     def run(self) -> None:
         """Sends all, and runs them to the end."""
