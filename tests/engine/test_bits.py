@@ -205,6 +205,7 @@ def test_where_a_chunk_of_a_prompt_ends(quantum, start, budget, end, expected):
     ("fields", "message"),
     [
         ({"state_dtype": "bfloat16"}, "exact='bits' needs state_dtype='float32', not 'bfloat16'"),
+        ({"shared": "file:///x?gb=1", "host_gb": 1}, "exact='bits' does not go with shared: what is there may"),
         ({"exact": "roughly"}, "exact='roughly': must be 'bits', or None"),
     ],
 )
