@@ -191,7 +191,6 @@ def main():
                         flush=True,
                     )
             (options.out / "bits_tiles.json").write_text(json.dumps(report, indent=1))
-            del weights
     print(f"{time.perf_counter() - begin:.1f} s since the start. Speed over cuBLAS: of the sum of all products")
     for rows, by_tile in totals.items():
         blas = sum(by_tile["cuBLAS"])
