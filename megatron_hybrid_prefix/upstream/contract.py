@@ -826,6 +826,7 @@ MIXER = (
             "upstream/ssd_kernels",
             "the scan around our state passing",
         ),
+        constants("_bmm_chunk_fwd_kernel", "upstream/ssd_kernels", "its configuration is pinned where bits must not depend on what was fastest"),
     ),
     *rows_of(
         f"{_SSM}.ops.ssd_chunk_scan",
@@ -835,6 +836,7 @@ MIXER = (
             "upstream/ssd_kernels",
             "the scan around our state passing",
         ),
+        constants("_chunk_scan_fwd_kernel", "upstream/ssd_kernels", "its configuration is pinned where bits must not depend on what was fastest"),
     ),
     *rows_of(
         f"{_SSM}.ops.ssd_chunk_state",
@@ -849,6 +851,11 @@ MIXER = (
             "(B, x, dt, dA_cumsum, cu_chunk_seqlens, states=None, states_in_fp32=True)",
             "upstream/ssd_kernels",
             "the scan around our state passing",
+        ),
+        constants(
+            "_chunk_cumsum_fwd_kernel _chunk_state_fwd_kernel",
+            "upstream/ssd_kernels",
+            "its configuration is pinned where bits must not depend on what was fastest",
         ),
     ),
 )
