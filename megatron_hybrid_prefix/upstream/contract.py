@@ -826,7 +826,11 @@ MIXER = (
             "upstream/ssd_kernels",
             "the scan around our state passing",
         ),
-        constants("_bmm_chunk_fwd_kernel", "upstream/ssd_kernels", "its configuration is pinned where bits must not depend on what was fastest"),
+        constants(
+            "_bmm_chunk_fwd_kernel",
+            "upstream/ssd_kernels",
+            "its configuration is pinned where bits must not depend on what was fastest",
+        ),
     ),
     *rows_of(
         f"{_SSM}.ops.ssd_chunk_scan",
@@ -836,7 +840,11 @@ MIXER = (
             "upstream/ssd_kernels",
             "the scan around our state passing",
         ),
-        constants("_chunk_scan_fwd_kernel", "upstream/ssd_kernels", "its configuration is pinned where bits must not depend on what was fastest"),
+        constants(
+            "_chunk_scan_fwd_kernel",
+            "upstream/ssd_kernels",
+            "its configuration is pinned where bits must not depend on what was fastest",
+        ),
     ),
     *rows_of(
         f"{_SSM}.ops.ssd_chunk_state",

@@ -92,7 +92,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, tile: Tile | None = None) -> t
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return out[:, :columns].reshape(out_shape)
+    return out[:, :columns].contiguous().view(out_shape)
 
 
 def _described(matrix: torch.Tensor) -> torch.Tensor:
