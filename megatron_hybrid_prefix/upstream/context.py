@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from megatron.core.inference.config import KVCacheManagementMode
@@ -99,6 +99,10 @@ class ContextSeam(DynamicInferenceContext):
         """What the next chunk of a prompt shares and skips; None: ask megatron's own cache."""
         raise NotImplementedError
 
+    def log_probs_of(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """Log-probs of each row of logits, (rows, vocabulary) float32; None: megatron's."""
+        return None
+
     # -- megatron's hooks ----------------------------------------------------------------------------------------------
 
     def _allocate_memory_buffer(self) -> None:
@@ -144,6 +148,13 @@ class ContextSeam(DynamicInferenceContext):
         if record_mamba_match:
             req._mamba_num_matched_blocks = skip // self.block_size_tokens
         return shared, required - held - len(shared), held, required, skip, prefill_chunk_length - skip
+
+    def _processed_log_probs(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        found = self.log_probs_of(logits)
+        if found is None:
+            log_probs: torch.Tensor = super()._processed_log_probs(logits, *args, **kwargs)
+            return log_probs
+        return found
 
     # -- megatron's private state --------------------------------------------------------------------------------------
 

@@ -10,11 +10,22 @@ from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest, Dynam
 
 
 class RequestRecord(DynamicInferenceRequestRecord):
-    """A request's record; on preemption it keeps what megatron's record drops."""
+    """A request's record; on preemption it keeps what megatron's record drops.
+
+    Attributes:
+        replays: Whether a preempted request computes its prompt alone again, and then decodes its answer again.
+        replay: The tokens of that answer.
+    """
+
+    replays = False
+    replay: Sequence[int] = ()
 
     def checkpoint(self, tokenizer: Any = None) -> None:
         """See upstream. Keeps attributes of the sampling parameters, stop words and cache settings; merging works."""
         old = self[-1]
+        if self.replays and old.generated_tokens:
+            self.replay = max(self.replay, old.generated_tokens, key=len)
+            old.generated_tokens = []
         super().checkpoint(tokenizer)
         new = self[-1]
         for name, value in vars(old.sampling_params).items():
