@@ -183,7 +183,7 @@ def invariant_problem(model: torch.nn.Module) -> str | None:
         return "the model is no HybridModel"
     found = _problem_of_config(config) or _problem_of_modules(model)
     if found is None and next(model.parameters()).is_cuda:
-        from megatron_hybrid_prefix.ops.invariant.cuda_problems import cuda_problem
+        from megatron_hybrid_prefix.layers.invariant_cuda import cuda_problem
 
         found = cuda_problem(model)
     return found

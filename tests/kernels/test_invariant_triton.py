@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -49,7 +50,7 @@ def poisoned(monkeypatch):
 def parts_of(x):
     """Pieces of the rows: one, several, one at an address that is no multiple of 16 bytes where rows are odd."""
     ends = sorted({0, 1, 2, 7, len(x)} & set(range(len(x) + 1)))
-    return [x[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+    return [x[a:b] for a, b in itertools.pairwise(ends)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -18,6 +18,6 @@ def make_exact(controller: TextGenerationController) -> None:
         raise ValueError(f"exact='bits': {problem}")
     use_invariant_layers(model)
     if next(model.parameters()).is_cuda:
-        from megatron_hybrid_prefix.ops.invariant.pins import pin_kernels
+        from megatron_hybrid_prefix.layers.invariant_cuda import pin_kernels
 
         pin_kernels()
