@@ -239,7 +239,7 @@ class HybridPrefixEngine(EngineSeam):
         entry = self.requests[request_id]
         if not isinstance(entry.record, RequestRecord):
             entry.record = RequestRecord(requests=entry.record.requests, latency=entry.record.latency)
-            entry.record.replays = self._is_exact
+            entry.record.replays = self._replays if self._is_exact else None
 
     def _refuse_if_never_active(self, request: DynamicInferenceRequest) -> None:
         # Megatron checks against all blocks. A request that needs more than the active blocks would stay paused forever.
@@ -399,8 +399,6 @@ class HybridPrefixEngine(EngineSeam):
         for by_id in (self._row_options, self._replays):
             for request_id in [each for each in by_id if each not in self.requests]:
                 del by_id[request_id]
-        if self._is_exact and evict_request_ids is not None:
-            self._note_replays(evict_request_ids.tolist())
         if evict_request_ids is not None and self._scheduling is not None:
             self._scheduling.note_preempted(evict_request_ids.tolist())
         return result
@@ -419,12 +417,6 @@ class HybridPrefixEngine(EngineSeam):
     @property
     def _is_exact(self) -> bool:
         return self._has_cache and bool(self._cached.is_exact)
-
-    def _note_replays(self, request_ids: Iterable[int]) -> None:
-        """These requests start over; the controller has them decode the answer that they had."""
-        for request_id in request_ids:
-            if answer := self.requests[request_id].record.replay:
-                self._replays[request_id] = answer
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
