@@ -1,9 +1,9 @@
 """`linear.linear` on a GPU: each output row has the same bits whatever other rows are multiplied with it.
 
-An element is one chain of additions over ascending input features, in float32 on the tensor cores, rounded once. The chain
-is the same in every tile of `tile_for`: tiles differ in rows and columns, which only choose where an element is computed,
-and in how many features are loaded at a time. No tile splits the features over programs. So a small batch may use small
-tiles, and a prefill large ones. ``tests/gpu/bits_tiles.py`` compares the bits of all tiles, and their speed.
+An element is one chain of additions over ascending input features, in float32 on the tensor cores, rounded once. No tile
+splits the features over programs. Tiles differ in rows and columns, which choose where an element is computed, and in how many
+features are loaded at a time. On an H200 all tiles of bfloat16 gave the same bits, those of fewer rows too, which another
+instruction multiplies (``tests/gpu/bits_tiles.py`` compares them). So a decode may use small tiles, and a prefill large ones.
 """
 
 from __future__ import annotations
@@ -42,13 +42,34 @@ class Tile(NamedTuple):
     parts: int = 1
 
 
-def tile_for(rows: int, columns: int, dtype: torch.dtype) -> Tile:
-    """The tile for an output of this many rows and columns. The figures are of an H200."""
+# Each with the share of the last one's speed that its tiles reach on an H200: `tests/gpu/bits_tiles.py` measured them.
+_TILES = (
+    (Tile(64, 32, 256, 4, 4), 0.27),
+    (Tile(64, 64, 128, 4, 5), 0.48),
+    (Tile(64, 128, 64, 4, 6), 0.71),
+    (Tile(128, 128, 64, 4, 5, persistent=True), 0.965),
+    (Tile(128, 256, 64, 8, 3, persistent=True, parts=2), 1.0),
+)
+_FEW_ROWS = (
+    16  # fewer than these instructions of tensor cores need: other instructions multiply them, with the same bits
+)
+
+
+@lru_cache(maxsize=4096)
+def tile_for(rows: int, columns: int, dtype: torch.dtype, multiprocessors: int) -> Tile:
+    """The tile for an output of this many rows and columns: the one whose tiles take the fewest rounds, weighted by their cost."""
     if dtype == torch.float32:
-        return Tile(64, 64, 32, 4, 2)
-    if rows <= 64:
-        return Tile(64, 32, 128, 4, 5)
-    return Tile(128, 256, 64, 8, 3, persistent=True, parts=2)
+        return Tile(32, 32, 32, 4, 2)
+    if rows <= _FEW_ROWS:
+        narrow = triton.cdiv(columns, 32) <= multiprocessors
+        return Tile(16, 32, 128, 4, 8) if narrow else Tile(16, 64, 128, 4, 6)
+
+    def cost(entry: tuple[Tile, float]) -> float:
+        tile, speed = entry
+        tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
+        return float(triton.cdiv(tiles, multiprocessors) * tile.rows * tile.columns / speed)
+
+    return min(_TILES, key=cost)[0]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, tile: Tile | None = None) -> torch.Tensor:
@@ -71,7 +92,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, tile: Tile | None = None) -> t
     if not out.numel():
         return out.view(out_shape)
     if tile is None:
-        tile = tile_for(len(rows), columns, x.dtype)
+        tile = tile_for(len(rows), columns, x.dtype, _multiprocessors(x.device))
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     tiles = triton.cdiv(len(rows), tile.rows) * triton.cdiv(columns, tile.columns)
