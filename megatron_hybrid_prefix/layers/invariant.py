@@ -130,16 +130,48 @@ class InvariantMLP:
         return self.linear_fc2(silu(gate) * values)
 
 
-_MIXINS: tuple[tuple[type, type], ...] = (
-    (HybridModel, InvariantModel),
-    (ColumnParallelLinear, InvariantColumns),
-    (RowParallelLinear, InvariantRows),
-    (torch.nn.RMSNorm, InvariantNorm),
-    (SelfAttention, InvariantAttention),
-    (MLP, InvariantMLP),
-)
-_DERIVED: dict[type, type] = {}
-_ORIGINALS: dict[type, type] = {}
+class InvariantHybridModel(InvariantModel, HybridModel):
+    """Megatron's ``HybridModel``."""
+
+
+class InvariantColumnParallelLinear(InvariantColumns, ColumnParallelLinear):
+    """Megatron's ``ColumnParallelLinear``."""
+
+
+class InvariantRowParallelLinear(InvariantRows, RowParallelLinear):
+    """Megatron's ``RowParallelLinear``."""
+
+
+class InvariantRMSNorm(InvariantNorm, torch.nn.RMSNorm):
+    """PyTorch's ``RMSNorm``."""
+
+
+class InvariantSelfAttention(InvariantAttention, SelfAttention):
+    """Megatron's ``SelfAttention``."""
+
+
+class InvariantGatedMLP(InvariantMLP, MLP):
+    """Megatron's ``MLP``."""
+
+
+_MIXINS: dict[type, type] = {
+    HybridModel: InvariantModel,
+    ColumnParallelLinear: InvariantColumns,
+    RowParallelLinear: InvariantRows,
+    torch.nn.RMSNorm: InvariantNorm,
+    SelfAttention: InvariantAttention,
+    MLP: InvariantMLP,
+}
+# The class with the mixin of each class of a module; more are made for subclasses, as models have them.
+_DERIVED: dict[type, type] = {
+    HybridModel: InvariantHybridModel,
+    ColumnParallelLinear: InvariantColumnParallelLinear,
+    RowParallelLinear: InvariantRowParallelLinear,
+    torch.nn.RMSNorm: InvariantRMSNorm,
+    SelfAttention: InvariantSelfAttention,
+    MLP: InvariantGatedMLP,
+}
+_ORIGINALS = {derived: original for original, derived in _DERIVED.items()}
 
 
 def use_invariant_layers(model: torch.nn.Module) -> int:
@@ -151,17 +183,14 @@ def use_invariant_layers(model: torch.nn.Module) -> int:
     changed = 0
     for module in model.modules():
         original = type(module)
-        if original in _ORIGINALS:
+        mixin = next((mixin for base, mixin in _MIXINS.items() if isinstance(module, base)), None)
+        if mixin is None or original in _ORIGINALS:
             continue
-        for base, mixin in _MIXINS:
-            if isinstance(module, base):
-                derived = _DERIVED.get(original)
-                if derived is None:
-                    derived = type(f"Invariant{original.__name__}", (mixin, original), {"__doc__": original.__doc__})
-                    _DERIVED[original], _ORIGINALS[derived] = derived, original
-                module.__class__ = derived
-                changed += 1
-                break
+        if original not in _DERIVED:
+            derived = type(f"Invariant{original.__name__}", (mixin, original), {"__doc__": original.__doc__})
+            _DERIVED[original], _ORIGINALS[derived] = derived, original
+        module.__class__ = _DERIVED[original]
+        changed += 1
     return changed
 
 
@@ -199,7 +228,10 @@ def _problem_of_config(config: Any) -> str | None:
         (config.window_size is not None, "window_size (sliding-window attention) is not covered"),
         (config.softmax_type != "vanilla", f"softmax_type={config.softmax_type!r} is not covered"),
         (bool(config.fp8 or config.fp4), "fp8 and fp4 are not covered"),
-        (config.gated_linear_unit and config.activation_func is not F.silu, "of gated activations only SiLU is covered"),
+        (
+            config.gated_linear_unit and config.activation_func is not F.silu,
+            "of gated activations only SiLU is covered",
+        ),
         (config.activation_func is F.gelu, "the activation GELU is not covered"),
         (
             config.activation_func_clamp_value is not None or bool(config.glu_linear_offset),
@@ -210,16 +242,13 @@ def _problem_of_config(config: Any) -> str | None:
 
 
 def _problem_of_modules(model: torch.nn.Module) -> str | None:
-    bases = tuple(base for base, _ in _MIXINS)
     for name, module in model.named_modules():
         if type(module).__module__.startswith("transformer_engine") or "TE" in type(module).__name__[:2]:
             return f"{name} is of Transformer Engine; build the model with transformer_impl='local'"
         if isinstance(module, BaseMoELayer):
             return f"{name} has experts, which are not covered"
-        if isinstance(module, torch.nn.Linear) and not isinstance(module, bases):
+        if isinstance(module, torch.nn.Linear):
             return f"{name} is a plain torch.nn.Linear, which is not covered"
         if isinstance(module, RowParallelLinear) and not module.input_is_parallel:
             return f"{name} scatters its input, which is not covered"
     return None
-
-

@@ -162,6 +162,10 @@ class ContextSeam(DynamicInferenceContext):
         """Number of KV blocks that the next chunk of a prompt needs beyond those it holds or shares."""
         return self._compute_prefix_match(req, chunk_tokens)[1]
 
+    def skipped_tokens_of_chunk(self, req: DynamicInferenceRequest, chunk_tokens: int) -> int:
+        """Number of leading tokens of the next chunk of a prompt that need not be computed."""
+        return self._compute_prefix_match(req, chunk_tokens)[4]
+
     def make_state_metadata(self) -> None:
         """Make the metadata of the recurrent layers, in megatron's buffers. It notifies this context of prefills."""
         metadata = self.mamba_metadata = StateMetadata(

@@ -385,7 +385,7 @@ class HybridPrefixContext(ContextSeam):
         length, start = req.remaining_prompt_length, req.finished_chunk_token_count
         end = start + length
         if not start:
-            start = self._compute_prefix_match(req, length)[4]
+            start = self.skipped_tokens_of_chunk(req, length)
         budget = self.max_tokens - self.active_token_count
         last = end_on_grid(start=start, budget=budget, end=end, quantum=math.lcm(*self._model_states.quanta))
         return None if last == end else last - start
