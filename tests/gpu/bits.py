@@ -24,6 +24,7 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore.runner import release_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+from tests.harness.bits import SPANS, bits
 from tests.harness.engine_helpers import greedy, one_budget_gb, random_tokens
 from tests.harness.named_models import named
 
@@ -46,16 +47,6 @@ class Job:
         return params
 
 
-def found_by(request):
-    """What is compared of a finished request."""
-    prompt = getattr(request, "prompt_log_probs", None)
-    return {
-        "tokens": list(map(int, request.generated_tokens)),
-        "log_probs": list(request.generated_log_probs),
-        "prompt_log_probs": [] if prompt is None else [float(x) for x in prompt],
-    }
-
-
 def step(engine, finished):
     """One step; finished requests go into ``finished``, by id."""
     for record in engine.step_modern()["finished_request_records"]:
@@ -69,18 +60,18 @@ def make_jobs(engine, count, vocabulary, longest, seed=0):
     shared = [random_tokens(longest, seed=number, vocabulary=vocabulary) for number in range(4)]
     jobs, truth = [], []
     for number in range(count):
-        own = random_tokens(rng.choice((1, 2, 63, 64, 65, 127, 200)), seed=1000 + number, vocabulary=vocabulary)
+        own = random_tokens(rng.choice((*SPANS, 200)), seed=1000 + number, vocabulary=vocabulary)
         before = rng.choice(shared)[: rng.randrange(1, longest)]
         earlier = rng.randrange(number) if number and rng.random() < 0.4 else None
         if earlier is not None and len(jobs[earlier].prompt) < longest:
-            before = jobs[earlier].prompt + truth[earlier]["tokens"]
+            before = jobs[earlier].prompt + truth[earlier][0]
         jobs.append(Job(before + own, rng.randrange(1, 13), rng.random() < 0.2))
         finished = {}
         engine.add_request(number, jobs[-1].prompt, jobs[-1].params(cache_salt=f"alone {number}"))
         while engine.has_unfinished_requests():
             step(engine, finished)
         assert not finished[number].num_cached_tokens
-        truth.append(found_by(finished[number]))
+        truth.append(bits(finished[number]))
     return jobs, truth
 
 
@@ -141,7 +132,8 @@ def main():
         "enable_chunked_prefill": True,
         "materialize_only_last_token_logits": False,
     }
-    report = {"platform": platform.describe(), "preset": options.preset, "requests": options.requests}
+    report = {"platform": platform.describe(), "preset": options.preset, "dtype": config.dtype}
+    report["requests"] = options.requests
     model = build_hybrid_model(config, seed=0)
     plenty, tight = {"mamba_gb": 2.0 if cuda else 0.02}, {"host_gb": 2.0 if cuda else 0.05}
     tight["cache_gb"] = 2.5 * one_budget_gb(model, 24, states=4, block_tokens=BLOCK_TOKENS, max_requests=MAX_REQUESTS)
@@ -169,11 +161,11 @@ def main():
             engine = build_engine(own, HybridPrefixConfig(exact="bits", **memory), **(fields | more))
             with left_to_cublas(control_shape(config, options.tp)) if name == "control" else nullcontext():
                 finished, steps = play(engine, jobs, seed)
-            found = [found_by(finished[number]) for number in range(len(jobs))]
-            differ = {key: sum(a[key] != b[key] for a, b in zip(found, truth, strict=True)) for key in truth[0]}
+            found = [bits(finished[number]) for number in range(len(jobs))]
+            differ = [sum(a[part] != b[part] for a, b in zip(found, truth, strict=True)) for part in range(3)]
             stats = engine.context.prefix_stats()
             report[name] = {
-                "different": differ,
+                "different": dict(zip(("tokens", "log-probs", "log-probs of prompts"), differ, strict=True)),
                 "steps": steps,
                 "hits": sum(bool(request.num_cached_tokens) for request in finished.values()),
                 "evictions": stats.evictions,
