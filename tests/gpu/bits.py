@@ -136,7 +136,7 @@ def main():
     report["requests"] = options.requests
     model = build_hybrid_model(config, seed=0)
     plenty, tight = {"mamba_gb": 2.0 if cuda else 0.02}, {"host_gb": 2.0 if cuda else 0.05}
-    tight["cache_gb"] = 2.5 * one_budget_gb(model, 24, states=4, block_tokens=BLOCK_TOKENS, max_requests=MAX_REQUESTS)
+    tight["cache_gb"] = 3.5 * one_budget_gb(model, 24, states=4, block_tokens=BLOCK_TOKENS, max_requests=MAX_REQUESTS)
     engines = {
         "eager": (plenty, {}),
         "async": (plenty, {"async_sched_mode": "async"}),

@@ -41,7 +41,7 @@ def check(report):
     for engine in ("eager", "async", "tight", "graphs"):
         found = report[engine]
         assert not any(found["different"].values()), found
-        assert found["hits"] > report["requests"] / 10 and found["steps"] < 4 * report["requests"]
+        assert found["hits"] and (engine == "tight" or found["steps"] < report["requests"])
     assert report["tight"]["evictions"]
     if "bfloat16" in report["dtype"]:
         assert report["control"]["different"]["log-probs"]

@@ -62,7 +62,9 @@ ROW_BY_ROW = {
     "rsqrt": lambda x: torch.rsqrt(x.square() + 1e-6),
     "sum of squares": lambda x: x.square().sum(-1),
     "gates": lambda x: torch.cat(gates(x, x.flip(1), draw(x.shape[1], seed=3), draw(x.shape[1], seed=4)), dim=1),
-    "head norm": lambda x: gated_head_norm(x.unflatten(1, (4, -1)), x.unflatten(1, (4, -1)), draw(x.shape[1] // 4), 1e-6),
+    "head norm": lambda x: gated_head_norm(
+        x.unflatten(1, (4, -1)), x.unflatten(1, (4, -1)), draw(x.shape[1] // 4), 1e-6
+    ),
 }
 
 
@@ -106,7 +108,6 @@ class Paged:
             block_table=self.table.expand(len(spans), -1),
             scale=self.SIZE**-0.5,
         )
-
 
 
 def test_attention_has_the_same_bits_in_any_span_and_beside_any_request():
