@@ -27,12 +27,11 @@ def cuda_problem(model: Any) -> str | None:
     """
     from megatron_hybrid_prefix.upstream.packages import attention_family
 
-    config = model.config
+    config, major = model.config, torch.cuda.get_device_capability()[0]
+    if major != _HOPPER:
+        return f"kernels were compared bit by bit on Hopper GPUs only, this GPU has capability {major}"
     if config.params_dtype == torch.float32:
         return None
-    major = torch.cuda.get_device_capability()[0]
-    if major != _HOPPER:
-        return f"kernels for {config.params_dtype} were compared bit by bit on Hopper GPUs only, this GPU has capability {major}"
     family = attention_family()
     if family != "FA4":
         return f"attention in {config.params_dtype} needs FlashAttention 4, this machine has {family or 'none'}"

@@ -10,6 +10,7 @@ Engines of one process take turns; figures are medians. "float32 states" is the 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import re
 import statistics
@@ -203,6 +204,8 @@ def main():
         print(report["platform"], flush=True)
         for preset in options.preset:
             report[preset] = measure(preset, options, platform)
+            gc.collect()
+            torch.cuda.empty_cache()
             print(f"{time.perf_counter() - begin:.1f} s since the start", flush=True)
     path = options.out / ("bits_products.json" if options.products else "bits_cost.json")
     path.write_text(json.dumps(report, indent=1))

@@ -50,9 +50,7 @@ _TILES = (
     (Tile(128, 128, 64, 4, 5, persistent=True), 0.965),
     (Tile(128, 256, 64, 8, 3, persistent=True, parts=2), 1.0),
 )
-_FEW_ROWS = (
-    16  # fewer than these instructions of tensor cores need: other instructions multiply them, with the same bits
-)
+_FEW_ROWS = 16  # other tensor-core instructions multiply so few, with the same bits
 
 
 @lru_cache(maxsize=4096)
