@@ -90,7 +90,7 @@ class BitsTraffic:
     def send(self) -> None:
         """Queues a request."""
         dice, harness = self.dice, self.harness
-        count = dice.choice((1, 2, 5, 20, 70))
+        count = dice.choice((1, 2, 5, 20, 60))
         own = random_tokens(dice.choice(SPANS), seed=777 * self.seed + harness.next_id)
         prompt = dice.choice(self.trunks)[: dice.choice((0, 1, 2, 3)) * BLOCK + dice.choice((0, 0, 1, 31))] + own
         if harness.finished and dice.random() < 0.35:  # the next turn of a conversation
@@ -104,9 +104,10 @@ class BitsTraffic:
 
     def run(self) -> None:
         """Sends all, and runs them to the end."""
-        dice = self.dice
-        while self.harness.next_id < self.requests:
-            for _ in range(min(dice.choice((1, 1, 2, 4, 7)), self.requests - self.harness.next_id)):
+        dice, harness = self.dice, self.harness
+        while harness.next_id < self.requests:
+            waiting = len(harness.engine.waiting_request_ids)
+            for _ in range(min(dice.choice((1, 1, 2, 4, 7)), self.requests - harness.next_id, max(0, 8 - waiting))):
                 self.send()
-            self.harness.step(dice.randint(0, 9))
-        self.harness.run()
+            harness.step(dice.randint(1, 9))
+        harness.run()

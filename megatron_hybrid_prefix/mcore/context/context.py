@@ -88,6 +88,7 @@ class HybridPrefixContext(ContextSeam):
         loads: Loads from the host tier, or None.
         scored: Prompts whose log-probs are wanted, or None without a cache.
         checkpoint_slots: Slots of the cache; the same number on all ranks.
+        may_start: Whether the engine lets a request start now; gets the request.
         next_prompt_token: The prompt token after the latest chunk that did not finish its prompt.
 
     Raises:
@@ -107,6 +108,7 @@ class HybridPrefixContext(ContextSeam):
     next_prompt_token = 0
     prefix_config: HybridPrefixConfig | None = None
     layout: PageLayout | None = None
+    may_start: Callable[[Any], bool] = staticmethod(lambda request: True)
     _admissions: Admissions | None = None
     _decisions: DecisionLog | None = None
     _decodes: DecodedStates | None = None

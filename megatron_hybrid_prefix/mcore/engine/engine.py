@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.layers.kinds import invalidate_layers, use_slot_mixers
 from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
 from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
-from megatron_hybrid_prefix.mcore.engine.exact import make_exact
+from megatron_hybrid_prefix.mcore.engine.exact import Replays, make_exact
 from megatron_hybrid_prefix.mcore.engine.log_probs import StepLogProbs, add_cached, cut_to_tokens, keep_log_probs
 from megatron_hybrid_prefix.mcore.engine.no_cache import NoCache
 from megatron_hybrid_prefix.mcore.engine.record import RequestRecord, forget_chunks, whole_answer
@@ -76,11 +76,12 @@ class HybridPrefixEngine(EngineSeam):
         self._scheduling = PrefixScheduling(self, context) if self._has_cache else None
         self.removals = Removals(self, self._cached)
         self._row_options: dict[int, SamplingOptions] = {}  # of unfinished requests that have some
-        self._replays: dict[int, Sequence[int]] = {}  # of unfinished requests that were preempted
+        self._replays = Replays(self)
         if self._is_exact:
             make_exact(controller)
+            self._cached.may_start = self._replays.may_start
         if isinstance(controller, HybridPrefixController):
-            controller.row_options, controller.replays = self._row_options, self._replays
+            controller.row_options, controller.replays = self._row_options, self._replays.answers
             controller.record_of = lambda request_id: self.requests[request_id].record
         super().__init__(controller, context)
         if self._has_cache and context.host_moves is not None:
@@ -91,7 +92,7 @@ class HybridPrefixEngine(EngineSeam):
         super().reset()
         self.removals.clear()
         self._row_options.clear()
-        self._replays.clear()
+        self._replays.answers.clear()
         context = self.context
         context.prefix_cache_hits = context.prefix_cache_blocks_matched = 0
         context.prefix_cache_prefill_computed_tokens = context.prefix_cache_prefill_skipped_tokens = 0
@@ -239,7 +240,7 @@ class HybridPrefixEngine(EngineSeam):
         entry = self.requests[request_id]
         if not isinstance(entry.record, RequestRecord):
             entry.record = RequestRecord(requests=entry.record.requests, latency=entry.record.latency)
-            entry.record.replays = self._replays if self._is_exact else None
+            entry.record.replays = self._replays.answers if self._is_exact else None
 
     def _refuse_if_never_active(self, request: DynamicInferenceRequest) -> None:
         # Megatron checks against all blocks. A request that needs more than the active blocks would stay paused forever.
@@ -396,7 +397,7 @@ class HybridPrefixEngine(EngineSeam):
                 cut_to_tokens(record)  # log-probs of a stop word that ended the request
         self.removals.requeue(restarting)
         self.removals.forget_finished()
-        for by_id in (self._row_options, self._replays):
+        for by_id in (self._row_options, self._replays.answers):
             for request_id in [each for each in by_id if each not in self.requests]:
                 del by_id[request_id]
         if evict_request_ids is not None and self._scheduling is not None:
