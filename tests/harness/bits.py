@@ -31,7 +31,7 @@ class Alone:
 
     Args:
         model: The model.
-        **fields: Of the engine.
+        **fields: Of the engine. The scan's chunks end at multiples of ``block_size_tokens``, so it must be the same.
     """
 
     def __init__(self, model: Any, **fields: Any) -> None:
@@ -70,15 +70,17 @@ class BitsTraffic:
     def __init__(self, model: Any, seed: int, requests: int, **fields: Any) -> None:
         self.dice = dice = random.Random(seed)
         self.seed, self.requests = seed, requests
+        block = self.block = dice.choice((64, 128) if "G" in model.hybrid_config.layer_pattern else (64, 96, 128))
         self.longest = 7 * BLOCK
         settings: dict[str, Any] = {
             "async_sched_mode": dice.choice(("legacy", "async")),
             "enable_chunked_prefill": dice.random() < 0.7,
             "max_tokens": dice.choice((320, 384, 512)),
-            "blocks": dice.choice((10, 14, 60)),
+            "block_size_tokens": block,
+            "blocks": dice.choice((8, 14, 60)),
             "slots": dice.choice((2, 5, 40)),
             "host_gb": dice.choice((0.0, 0.002, 0.05)),
-            "retention_interval_tokens": dice.choice((0, BLOCK, None)),
+            "retention_interval_tokens": dice.choice((0, block, None)),
         } | fields
         if not settings["enable_chunked_prefill"]:
             settings["max_tokens"] = 1024
@@ -92,7 +94,7 @@ class BitsTraffic:
         dice, harness = self.dice, self.harness
         count = dice.choice((1, 2, 5, 20, 60))
         own = random_tokens(dice.choice(SPANS), seed=777 * self.seed + harness.next_id)
-        prompt = dice.choice(self.trunks)[: dice.choice((0, 1, 2, 3)) * BLOCK + dice.choice((0, 0, 1, 31))] + own
+        prompt = dice.choice(self.trunks)[: dice.choice((0, 1, 2, 3)) * self.block + dice.choice((0, 0, 1, 31))] + own
         if harness.finished and dice.random() < 0.35:  # the next turn of a conversation
             before = harness.finished[dice.choice(sorted(harness.finished))]
             prompt = before.prompt_tokens.tolist() + list(before.generated_tokens) + own
@@ -101,6 +103,10 @@ class BitsTraffic:
             attributes["sampling_options"] = {"temperature": 0.8, "seed": dice.randrange(1000)}
         params = {"skip_prompt_log_probs": dice.random() < 0.6}
         harness.add(prompt[: self.longest - count], count, params=params, **attributes)
+
+    def differing(self) -> list[int]:
+        """Ids of requests whose bits are others than alone."""
+        return differing(self.harness, Alone(self.harness.model, block_size_tokens=self.block))
 
     def run(self) -> None:
         """Sends all, and runs them to the end."""

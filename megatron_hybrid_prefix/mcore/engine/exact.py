@@ -51,7 +51,9 @@ class Replays:
         if not self.answers:
             return True
         context = self._engine.context
-        running = {*context.request_ids[: context.total_request_count].tolist(), context.chunked_prefill_request_id} - {-1}
+        running = {*context.request_ids[: context.total_request_count].tolist(), context.chunked_prefill_request_id} - {
+            -1
+        }
         together = running | {request.request_id}
         if not running or together.isdisjoint(self.answers):
             return True
@@ -60,7 +62,9 @@ class Replays:
     def _fit(self, requests: Iterable[DynamicInferenceRequest]) -> bool:
         context = self._engine.context
         needed = [
-            ceil_div(len(request.prompt_tokens) + request.sampling_params.num_tokens_to_generate, context.block_size_tokens)
+            ceil_div(
+                len(request.prompt_tokens) + request.sampling_params.num_tokens_to_generate, context.block_size_tokens
+            )
             for request in requests
         ]
         within_active = sum(needed) <= block_counts(context.kv_block_allocator).active
