@@ -119,7 +119,7 @@ def measure(preset, options, platform):
     fields = {
         "max_sequence_length": prefill + 256,
         "max_requests": batch,
-        "max_tokens": max(prefill, batch * DECODE_PROMPT),
+        "max_tokens": max(prefill, batch * DECODE_PROMPT) + 64,
         "buffer_size_gb": 8 if cuda else 0.25,
         "num_cuda_graphs": 4 if cuda else None,
         "use_cuda_graphs_for_non_decode_steps": False,
