@@ -836,6 +836,11 @@ MIXER = (
             "upstream/ssd_kernels",
             "the scan around our state passing",
         ),
+        constants(
+            "_bmm_chunk_fwd_kernel",
+            "upstream/ssd_kernels",
+            "its configuration is pinned where bits must not depend on what was fastest",
+        ),
     ),
     *rows_of(
         f"{_SSM}.ops.ssd_chunk_scan",
@@ -844,6 +849,11 @@ MIXER = (
             "(cb, x, dt, dA_cumsum, C, states, cu_chunk_seqlens, out, seq_idx, D=None, z=None, initial_states=None)",
             "upstream/ssd_kernels",
             "the scan around our state passing",
+        ),
+        constants(
+            "_chunk_scan_fwd_kernel",
+            "upstream/ssd_kernels",
+            "its configuration is pinned where bits must not depend on what was fastest",
         ),
     ),
     *rows_of(
@@ -859,6 +869,11 @@ MIXER = (
             "(B, x, dt, dA_cumsum, cu_chunk_seqlens, states=None, states_in_fp32=True)",
             "upstream/ssd_kernels",
             "the scan around our state passing",
+        ),
+        constants(
+            "_chunk_cumsum_fwd_kernel _chunk_state_fwd_kernel",
+            "upstream/ssd_kernels",
+            "its configuration is pinned where bits must not depend on what was fastest",
         ),
     ),
 )

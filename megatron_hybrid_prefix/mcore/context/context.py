@@ -206,7 +206,7 @@ class HybridPrefixContext(ContextSeam):
         cache.blocks.set_on_move(self.kv_block_allocator.move_routing)
         if self.checkpoint_slots and (prefix.caches_answers or self.host_moves is not None):
             self._decodes = DecodedStates(self, cache, self._note, keep=prefix.caches_answers)
-        self.scored = ScoredPrompts(self, cache)
+        self.scored = ScoredPrompts(self, cache, keeps_log_probs=self.is_exact)
         self._admissions = Admissions(self, cache, self._requests, self.scored, self._note)
         if self.moves is not None:
             self.moves.serve(cache)
