@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from megatron.core.inference.config import KVCacheManagementMode
@@ -102,6 +102,10 @@ class ContextSeam(DynamicInferenceContext):
         """What the next chunk of a prompt shares and skips; None: ask megatron's own cache."""
         raise NotImplementedError
 
+    def log_probs_of(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """Log-probs of each row of logits, (rows, vocabulary) float32; None: megatron's."""
+        return None
+
     # -- megatron's hooks ----------------------------------------------------------------------------------------------
 
     def _allocate_memory_buffer(self) -> None:
@@ -148,11 +152,22 @@ class ContextSeam(DynamicInferenceContext):
             req._mamba_num_matched_blocks = skip // self.block_size_tokens
         return shared, required - held - len(shared), held, required, skip, prefill_chunk_length - skip
 
+    def _processed_log_probs(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        found = self.log_probs_of(logits)
+        if found is None:
+            log_probs: torch.Tensor = super()._processed_log_probs(logits, *args, **kwargs)
+            return log_probs
+        return found
+
     # -- megatron's private state --------------------------------------------------------------------------------------
 
     def new_blocks_of_chunk(self, req: DynamicInferenceRequest, chunk_tokens: int) -> int:
         """Number of KV blocks that the next chunk of a prompt needs beyond those it holds or shares."""
         return self._compute_prefix_match(req, chunk_tokens)[1]
+
+    def skipped_tokens_of_chunk(self, req: DynamicInferenceRequest, chunk_tokens: int) -> int:
+        """Number of leading tokens of the next chunk of a prompt that need not be computed."""
+        return self._compute_prefix_match(req, chunk_tokens)[4]
 
     def make_state_metadata(self) -> None:
         """Make the metadata of the recurrent layers, in megatron's buffers. It notifies this context of prefills."""

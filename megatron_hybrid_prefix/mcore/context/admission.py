@@ -57,6 +57,7 @@ class Admissions:
         """Whether there is room for the request, its tokens, its KV. Read-only."""
         context, length = self._context, req.remaining_prompt_length
         rows = context.total_request_count < context.max_requests and context.paused_request_count == 0
+        rows = rows and context.may_start(req)
         if req.finished_chunk_token_count:
             tokens = context.active_token_count + length <= context.max_tokens
             return rows, tokens, context.new_blocks_of_chunk(req, length) <= self._cache.blocks.available_count
