@@ -94,7 +94,7 @@ def test_table_and_json(tmp_path, capsys):
         (["--cache-gb", "3", "--preset", "tiny", "--baselines", "upstream"], "--baselines upstream: megatron-core's"),
         (["--cache-gb", "3", "--preset", "tiny", "--plot", "x.png"], "--plot: shows state slots"),
         (["--cache-gb", "1e300", "--preset", "tiny"], "--cache-gb 1e+300: more than any machine has"),
-        (["--cache-gb", "1e8", "--preset", "tiny"], "204,800,000,000 KV blocks: a replay has at most 4,194,304"),
+        (["--cache-gb", "1e8", "--preset", "tiny"], "409,600,000,000 KV blocks: a replay has at most 4,194,304"),
         (["--state-slots", "9999999"], "9,999,999 state slots: a replay has at most 4,194,304"),
         (["--kv-blocks", "9999999"], "9,999,999 KV blocks: a replay has at most 4,194,304"),
         (["--hf", "somewhere", "--preset", "tiny"], "--hf"),
