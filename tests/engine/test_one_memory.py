@@ -190,5 +190,7 @@ def test_without_room_for_a_state_and_a_block_no_engine_is_built(tiny):
 
 
 def test_a_ratio_of_states_is_refused(tiny):
-    with pytest.raises(ValueError, match=r"^mamba_memory_ratio=0.3 splits buffer_size_gb, and cache_gb=0.01 has no split"):
+    with pytest.raises(
+        ValueError, match=r"^mamba_memory_ratio=0.3 splits buffer_size_gb, and cache_gb=0.01 has no split"
+    ):
         build_engine(tiny, HybridPrefixConfig(cache_gb=0.01), mamba_memory_ratio=0.3)
