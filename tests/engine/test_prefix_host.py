@@ -219,12 +219,16 @@ def spoil(served: EngineHarness, prompt: list[int], what: EntryKind) -> None:
     arena.memory[tier.entries.pages(entry)[0] * arena.page_bytes + 17] ^= 4
 
 
-@each_mode
-@pytest.mark.parametrize("chunk", mostly_slow([None, 100], None))
-@pytest.mark.parametrize("fault", ["kv bit", "state bit", "tag", "load raises", "store raises"])
-def test_a_fault_costs_time_only(model, mode, chunk, fault, caplog, monkeypatch):
+@pytest.mark.parametrize(
+    "case", mostly_slow([("async", None), ("async", 100), ("legacy", None)], ("async", None)), ids=str
+)
+@pytest.mark.parametrize(
+    "fault", mostly_slow(["kv bit", "state bit", "tag", "load raises", "store raises"], "state bit", "load raises")
+)
+def test_a_fault_costs_time_only(model, case, fault, caplog, monkeypatch):
     from megatron_hybrid_prefix.tiers import arena as arenas
 
+    mode, chunk = case
     chunked = {} if chunk is None else {"enable_chunked_prefill": True, "max_tokens": chunk}
     served = small(model, async_sched_mode=mode, blocks=16, **chunked)
     arena = served.context.host_moves.arena

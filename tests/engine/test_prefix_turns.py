@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import cache
-from typing import Any
 
 import pytest
 
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from tests.harness.drafts import forced_drafts
 from tests.harness.engine_helpers import assert_matches, random_tokens
-from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
+from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, known_answer, tokens
 from tests.harness.mutants import MUTANTS, mutated_resume
 from tests.harness.selection import mostly_slow
 
@@ -26,13 +24,6 @@ def model(tiny):
     restore_mixers(tiny)
 
 
-@cache
-def answer_without_a_cache(model: Any, history: tuple[int, ...], count: int) -> list[int]:
-    """Greedy tokens. The same conversation runs with several kinds of drafts."""
-    plain = EngineHarness(model, slots=None, max_sequence_length=4096)
-    return list(plain.send(list(history), count=count).generated_tokens)
-
-
 class Chat:
     """One conversation on one engine.
 
@@ -44,6 +35,7 @@ class Chat:
     def __init__(self, served: EngineHarness, drafts=None) -> None:
         self.served = served
         self.drafts = drafts
+        self.plain = EngineHarness(served.model, slots=None, max_sequence_length=4096) if drafts else None
         self.history: list[int] = []
         self.computed: list[int] = []
 
@@ -53,9 +45,8 @@ class Chat:
         self.history += own
         truth = {}
         before = served.context.prefix_stats().computed_prompt_tokens
-        if self.drafts is not None:
-            answer = answer_without_a_cache(served.model, tuple(self.history), count)
-            truth[served.next_id + 1] = self.history + answer
+        if self.plain is not None:
+            truth[served.next_id + 1] = self.history + known_answer(self.plain, self.history, count)
         with forced_drafts(served.engine, truth, self.drafts) if self.drafts else nullcontext():
             request = served.send(self.history, count=count)
         self.computed.append(served.context.prefix_stats().computed_prompt_tokens - before)
