@@ -196,13 +196,14 @@ def measured(
             on_request=stop_of(interrupt),
         )
 
+    own_bytes = fixed_plan(args, sizes, budget).live_bytes if args.speculative_tokens else 0
     with progress(["replays"], 2 + len(KNOBS)) as done:
         reuse = reuse_of(budget)
         done("replays", 1)
         shared = reuse_in_one_memory(
             trace,
             sizes,
-            cache_bytes=budget.device_bytes,
+            cache_bytes=budget.device_bytes - own_bytes,
             host_bytes=budget.host_bytes,
             eviction=args.eviction,
             on_request=stop_of(interrupt),
@@ -369,7 +370,7 @@ def run_one_budget(argv: Sequence[str], args: argparse.Namespace, sizes: Sizes, 
             reuse = reuse_of_one_budget(
                 trace,
                 sizes,
-                cache_bytes=cache_bytes,
+                cache_bytes=cache_bytes - (plan.own_bytes if args.speculative_tokens else 0),
                 host_bytes=host_bytes,
                 eviction=args.eviction,
                 on_request=stop_of(interrupt),
