@@ -41,8 +41,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from megatron_hybrid_prefix._version import __version__
 from megatron_hybrid_prefix.console.engine_options import positive_float, positive_int, whole_number
 from megatron_hybrid_prefix.console.hf import add_hf_option, folder_of
@@ -60,6 +58,7 @@ from megatron_hybrid_prefix.console.terminal import (
     run_command,
     write_json,
 )
+from megatron_hybrid_prefix.lab.break_even import GB, break_even, break_even_rows
 from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_of, sizes_of_config
 from megatron_hybrid_prefix.lab.fit import fits, parameter_count
 from megatron_hybrid_prefix.lab.fixed_split import KNOBS, Budget, Plan, advice, blind_advice, expected_reuse, plan_of
@@ -73,7 +72,7 @@ from megatron_hybrid_prefix.lab.one_budget import (
     split_options,
 )
 from megatron_hybrid_prefix.lab.one_budget import advice as advice_of_split
-from megatron_hybrid_prefix.lab.plan_report import print_fits, print_one_budget, two_columns
+from megatron_hybrid_prefix.lab.plan_report import print_fits, print_fixed_split, print_one_budget
 from megatron_hybrid_prefix.lab.replay import TooLargeError, ceiling_tokens
 from megatron_hybrid_prefix.lab.traces import read_trace
 from megatron_hybrid_prefix.models.config import PRESETS, get_preset
@@ -82,11 +81,6 @@ from megatron_hybrid_prefix.policy.registry import (
     eviction_policy_names,
     present_eviction_policy,
 )
-
-GB = 10**9
-LOAD_RATES = (1, 2, 4, 8, 16, 32)  # GB/s for one rank: a network, disks, the page cache
-SCORE_BYTES = 12  # of a prompt's token: float32 log-probs of it and of one likeliest token, and the id of that
-
 
 # --- Command ---------------------------------------------------------------------------------------------------------
 
@@ -236,70 +230,6 @@ def stop_of(interrupt: Interrupt) -> Callable[[int], None]:
     return on_request
 
 
-def break_even_tokens(kv_token_bytes: int, state_bytes: int, gb_per_s: float, tokens_per_s: float) -> int | None:
-    """Fewest tokens of a prefix whose KV and state load in less time than they are computed; None: never.
-
-    Args:
-        kv_token_bytes: Bytes of the KV of a token on one rank.
-        state_bytes: Bytes of a state on one rank.
-        gb_per_s: What the rank reads, in 10^9 bytes per second.
-        tokens_per_s: Prompt tokens that the ranks of a model compute per second.
-    """
-    gain_bytes = gb_per_s * GB / tokens_per_s - kv_token_bytes  # of a token
-    return None if gain_bytes <= 0 else int(state_bytes / gain_bytes) + 1
-
-
-def break_even(args: argparse.Namespace, sizes: Sizes, state_bytes: int) -> dict[int, int | None]:
-    """`break_even_tokens` by GB/s; empty without ``--prefill-tokens-per-s``."""
-    speed = args.prefill_tokens_per_s
-    rates = () if speed is None else LOAD_RATES
-    return {rate: break_even_tokens(sizes.kv_token_bytes, state_bytes, rate, speed) for rate in rates}
-
-
-def break_even_rows(found: dict[int, int | None]) -> list[tuple[str, str]]:
-    """Rows of the report."""
-    return [
-        (f"loading from a shared folder at {rate} GB/s pays from", "never" if tokens is None else f"{tokens:,} tokens")
-        for rate, tokens in found.items()
-    ]
-
-
-def print_report(
-    console: Console,
-    args: argparse.Namespace,
-    sizes: Sizes,
-    budget: Budget,
-    plan: Plan,
-    reuse: dict[str, Any] | None,
-) -> None:
-    """Prints sizes, what a fixed split holds, and the expected reuse."""
-    block_bytes = sizes.kv_block_bytes(args.block_size_tokens)
-    drafts = f" and {args.speculative_tokens} drafts" if args.speculative_tokens else ""
-    rows: list[tuple[str, str]] = [
-        ("one checkpoint", f"{sizes.state_bytes:,} bytes"),
-        (f"one KV block of {args.block_size_tokens} tokens", f"{block_bytes:,} bytes"),
-        (f"states of one running request{drafts}", f"{sizes.live_bytes(args.speculative_tokens):,} bytes"),
-        ("one checkpoint takes as much memory as the KV of", f"{sizes.state_bytes / sizes.kv_token_bytes:,.0f} tokens"),
-        ("checkpoints on the device", f"{plan.device_states:,}"),
-        ("checkpoints on the host, if it holds no KV", f"{plan.host_states:,}"),
-        (f"states of {args.max_requests} running requests", f"{plan.live_bytes / GIB:.2f} GiB"),
-        ("KV blocks", f"{plan.kv_blocks:,}"),
-        ("tokens in the KV blocks", f"{plan.history_tokens:,}"),
-    ]
-    if sizes.next_logits_bytes is not None:
-        rows.append(("log-probs of prompts (host), per checkpoint", f"{sizes.next_logits_bytes:,} bytes"))
-        rows.append(("... per token, with one likeliest token", f"{SCORE_BYTES} bytes"))
-    rows += break_even_rows(break_even(args, sizes, sizes.state_bytes))
-    if reuse is not None:
-        rows.append(("expected reuse of prompt tokens", f"{reuse['reused_token_fraction']:.4f}"))
-        one = f"... as one budget: --cache-gb {floor_gib(budget.device_bytes)}"
-        rows.append((one, f"{reuse['one_budget_fraction']:.4f}"))
-        rows.append(("reuse with unlimited memory", f"{reuse['ceiling_fraction']:.4f}"))
-        step_gib = reuse["raised_by_bytes"] / GIB
-        rows += [(f"{step_gib:.1f} GiB more for {knob}", f"{gain:+.4f}") for knob, gain in reuse["gains"].items()]
-    console.print(two_columns(f"{printable(sizes.name)}, tp={sizes.tp}", rows))
-
-
 def run_fits(argv: Sequence[str], args: argparse.Namespace) -> int:
     """What fits a GPU of ``--gpu-gb``, and the command with this budget. Returns the exit code."""
     folder = folder_of(args)
@@ -375,7 +305,8 @@ def run_one_budget(argv: Sequence[str], args: argparse.Namespace, sizes: Sizes, 
                 eviction=args.eviction,
                 on_request=stop_of(interrupt),
             )
-    text, pays = advice_of_split(plan, cache_bytes, reuse), break_even(args, sizes, layout.page_bytes)
+    text = advice_of_split(plan, cache_bytes, reuse)
+    pays = break_even(sizes.kv_token_bytes, layout.page_bytes, args.prefill_tokens_per_s)
     console = output_console()
     print_one_budget(
         console,
@@ -481,7 +412,18 @@ def run(argv: Sequence[str], interrupt: Interrupt) -> int:
         with as_input_errors(TooLargeError):
             reuse, text = measured(args, sizes, budget, interrupt)
     console = output_console()
-    print_report(console, args, sizes, budget, plan, reuse)
+    pays = break_even(sizes.kv_token_bytes, sizes.state_bytes, args.prefill_tokens_per_s)
+    print_fixed_split(
+        console,
+        sizes,
+        budget,
+        plan,
+        block_tokens=args.block_size_tokens,
+        max_requests=args.max_requests,
+        drafts=args.speculative_tokens,
+        more_rows=break_even_rows(pays),
+        reuse=reuse,
+    )
     console.print(text, markup=False, soft_wrap=True)
     if args.json is not None:
         report = {
@@ -497,7 +439,7 @@ def run(argv: Sequence[str], interrupt: Interrupt) -> int:
             "host_states": plan.host_states,
             "kv_blocks": plan.kv_blocks,
             "history_tokens": plan.history_tokens,
-            "break_even_tokens": break_even(args, sizes, sizes.state_bytes) or None,
+            "break_even_tokens": pays or None,
             "expected_reuse": reuse,
             "advice": text,
         }

@@ -1,4 +1,4 @@
-"""Tables of ``hybrid-prefix plan``: what one budget holds, and what fits a GPU."""
+"""Tables of ``hybrid-prefix plan``: what one budget or a fixed split holds, and what fits a GPU."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from rich.table import Table
 from megatron_hybrid_prefix.console.terminal import printable
 from megatron_hybrid_prefix.lab.capacity import Sizes
 from megatron_hybrid_prefix.lab.fit import Fit
+from megatron_hybrid_prefix.lab.fixed_split import Budget, Plan
 from megatron_hybrid_prefix.lab.memory import GIB, floor_gib
 from megatron_hybrid_prefix.lab.one_budget import ADVISED_STATE_SHARE, OneBudget, split_options
+
+SCORE_BYTES = 12  # of a prompt's token: float32 log-probs of it and of one likeliest token, and the id of that
 
 
 def two_columns(title: str, rows: Sequence[tuple[str, str]]) -> Table:
@@ -72,6 +75,46 @@ def print_one_budget(
             ("reuse with unlimited memory", f"{ceiling:.4f}"),
         ]
         rows += [(f"fixed, {share:.0%} for states", f"{found:.4f}") for share, found in reuse["splits"].items()]
+    console.print(two_columns(f"{printable(sizes.name)}, tp={sizes.tp}", rows))
+
+
+def print_fixed_split(
+    console: Console,
+    sizes: Sizes,
+    budget: Budget,
+    plan: Plan,
+    *,
+    block_tokens: int,
+    max_requests: int,
+    drafts: int,
+    more_rows: Sequence[tuple[str, str]],
+    reuse: dict[str, Any] | None,
+) -> None:
+    """Prints sizes, what a fixed split holds, ``more_rows``, and with ``reuse`` what it reuses."""
+    block_bytes = sizes.kv_block_bytes(block_tokens)
+    of_drafts = f" and {drafts} drafts" if drafts else ""
+    rows: list[tuple[str, str]] = [
+        ("one checkpoint", f"{sizes.state_bytes:,} bytes"),
+        (f"one KV block of {block_tokens} tokens", f"{block_bytes:,} bytes"),
+        (f"states of one running request{of_drafts}", f"{sizes.live_bytes(drafts):,} bytes"),
+        ("one checkpoint takes as much memory as the KV of", f"{sizes.state_bytes / sizes.kv_token_bytes:,.0f} tokens"),
+        ("checkpoints on the device", f"{plan.device_states:,}"),
+        ("checkpoints on the host, if it holds no KV", f"{plan.host_states:,}"),
+        (f"states of {max_requests} running requests", f"{plan.live_bytes / GIB:.2f} GiB"),
+        ("KV blocks", f"{plan.kv_blocks:,}"),
+        ("tokens in the KV blocks", f"{plan.history_tokens:,}"),
+    ]
+    if sizes.next_logits_bytes is not None:
+        rows.append(("log-probs of prompts (host), per checkpoint", f"{sizes.next_logits_bytes:,} bytes"))
+        rows.append(("... per token, with one likeliest token", f"{SCORE_BYTES} bytes"))
+    rows += more_rows
+    if reuse is not None:
+        rows.append(("expected reuse of prompt tokens", f"{reuse['reused_token_fraction']:.4f}"))
+        one = f"... as one budget: --cache-gb {floor_gib(budget.device_bytes)}"
+        rows.append((one, f"{reuse['one_budget_fraction']:.4f}"))
+        rows.append(("reuse with unlimited memory", f"{reuse['ceiling_fraction']:.4f}"))
+        step_gib = reuse["raised_by_bytes"] / GIB
+        rows += [(f"{step_gib:.1f} GiB more for {knob}", f"{gain:+.4f}") for knob, gain in reuse["gains"].items()]
     console.print(two_columns(f"{printable(sizes.name)}, tp={sizes.tp}", rows))
 
 

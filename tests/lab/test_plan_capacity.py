@@ -13,6 +13,7 @@ import pytest
 
 from megatron_hybrid_prefix.cli import plan as command
 from megatron_hybrid_prefix.console.terminal import InputError
+from megatron_hybrid_prefix.lab import break_even
 from megatron_hybrid_prefix.lab.capacity import sizes_of
 from megatron_hybrid_prefix.lab.fixed_split import Budget, plan_of
 from megatron_hybrid_prefix.lab.one_budget import one_budget
@@ -432,7 +433,7 @@ def test_bad_budgets_are_one_line(capsys, arguments, message):
 @pytest.mark.parametrize("gb_per_s", [1, 3, 25])
 def test_a_load_pays_from_the_tokens_where_it_takes_as_long_as_computing(gb_per_s):
     sizes, rate = sizes_of("nemotron-h-8b", tp=1), 40_000.0
-    tokens = command.break_even_tokens(TOKEN_BYTES, STATE_BYTES, gb_per_s, rate)
+    tokens = break_even.break_even_tokens(TOKEN_BYTES, STATE_BYTES, gb_per_s, rate)
     if gb_per_s == 1:  # a token's KV takes 16 us to load, and 25 us to compute
         assert tokens == pytest.approx(STATE_BYTES / (1e9 / rate - TOKEN_BYTES), abs=1)
     assert tokens is not None
@@ -441,14 +442,14 @@ def test_a_load_pays_from_the_tokens_where_it_takes_as_long_as_computing(gb_per_
         return (sizes.state_bytes + count * sizes.kv_token_bytes) / (gb_per_s * 1e9)
 
     assert load_s(tokens) < tokens / rate and load_s(tokens - 1) >= (tokens - 1) / rate
-    assert command.break_even_tokens(TOKEN_BYTES, STATE_BYTES, TOKEN_BYTES * rate / 1e9, rate) is None
+    assert break_even.break_even_tokens(TOKEN_BYTES, STATE_BYTES, TOKEN_BYTES * rate / 1e9, rate) is None
 
 
 def test_break_even_by_rate_is_in_the_report(tmp_path, capsys):
     flags = ("--mamba-gb", 20, "--buffer-gb", 20, "--json", tmp_path / "plan.json")
     assert run("nemotron-h-8b", *flags, "--prefill-tokens-per-s", 40_000) == 0
     found = json.loads((tmp_path / "plan.json").read_text())["break_even_tokens"]
-    assert list(found) == [str(rate) for rate in command.LOAD_RATES]
+    assert list(found) == [str(rate) for rate in break_even.LOAD_RATES]
     assert sorted(found.values(), reverse=True) == list(found.values())
     assert f"{found['4']:,} tokens" in capsys.readouterr().out
     shared = plan(tmp_path, "--cache-gb", 40, "--prefill-tokens-per-s", 40_000)["break_even_tokens"]
