@@ -9,7 +9,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from megatron_hybrid_prefix.tiers import background
 from megatron_hybrid_prefix.tiers.arena import HostArena
 from megatron_hybrid_prefix.tiers.base import Entry, SharedTier, Tier
 from megatron_hybrid_prefix.tiers.pinned import choose_page_bytes, pin, unpin
-from megatron_hybrid_prefix.tiers.queue import DeviceQueue, HostQueue
+from megatron_hybrid_prefix.tiers.queue import HostQueue
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
 from tests.harness.limits import HANG_S
 from tests.harness.plugins.dictionary_tier import DictionaryTier
@@ -319,28 +318,6 @@ def test_the_checksum_of_an_entry_from_behind_goes_back_with_it(monkeypatch):
     tier.entries.clear()
     pools.arena.carry_out([pools.behind_unit(EntryKind.KV, 1, b"k", take=True)])
     assert pools.arena.drain(HANG_S) and tier.entries == stored
-
-
-def test_what_follows_a_launch_that_failed_waits_for_those_before_it(monkeypatch):
-    """Else a buffer or page that the copies before it still read could be given away."""
-    calls = []
-
-    class Stream:
-        def __init__(self, device: object = None) -> None:
-            self.wait_event = lambda mark: calls.append(("waits", self, mark))
-
-    class Event:
-        def record(self, stream: object = None) -> None:
-            calls.append(("marked", stream, self))
-
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    queue = DeviceQueue(torch.device("cuda"))
-    with pytest.raises(RuntimeError), queue.ahead(0):
-        raise RuntimeError("launch failed")
-    (_, ahead, mark), waits = calls
-    assert ahead is queue._ahead and waits == ("waits", queue._stream, mark)
 
 
 @pytest.mark.parametrize("replaced", [False, True])
