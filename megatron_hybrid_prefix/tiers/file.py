@@ -279,7 +279,7 @@ class FileTier(SharedTier):
             if space is None or not is_open or space.get(tag.kind, tag.key) is None:
                 self.count("gone")
                 return None
-            path = self.folder.path(name)
+            path = self.folder.place(name)
         thread = threading.get_ident()
         self._reads[thread] = time.monotonic()
         try:

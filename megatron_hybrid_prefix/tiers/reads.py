@@ -27,7 +27,7 @@ def mine(writing: Callable[[], AbstractContextManager[bool]]) -> Iterator[None]:
 
 
 def read_part(
-    path: Path, header_bytes: int, start: int, buffer: memoryview, entry_bytes: int, read_some: ReadSome
+    path: str, header_bytes: int, start: int, buffer: memoryview, entry_bytes: int, read_some: ReadSome
 ) -> tuple[bytes, bool]:
     """Read a part of an entry, and the file's header before it.
 
