@@ -207,7 +207,8 @@ class ContextSeam(DynamicInferenceContext):
 
     def add_admitted(self, req: DynamicInferenceRequest, chunk_tokens: int, chunk: AdmittedChunk) -> None:
         """Megatron's ``add_request``, with what the cache gave to the chunk."""
-        first, hits, matched = self.active_token_count, self.prefix_cache_hits, self.prefix_cache_blocks_matched
+        first, hits = self.active_token_count, self.prefix_cache_hits  # type: ignore[has-type]
+        matched = self.prefix_cache_blocks_matched  # type: ignore[has-type]
         self.admitted_chunk = chunk
         try:
             DynamicInferenceContext.add_request(self, req, chunk_tokens)
