@@ -32,9 +32,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from megatron_hybrid_prefix.tiers.header import VERSION
 from megatron_hybrid_prefix.tiers.units import EntryKind
 
-VERSION = 1
 _KINDS = {EntryKind.KV: "kv", EntryKind.STATE: "state"}
 _KIND_OF = {name: kind for kind, name in _KINDS.items()}
 _PARTS = 64
