@@ -256,12 +256,13 @@ class MooncakeTier(SharedTier):
         if code == HEADER_BYTES + entry_bytes:
             checksum = checksum_in(self._mine.header.tobytes(), namespace, tag, entry_bytes)
         if checksum is None:
-            self._remember([(name, False)])
             if code >= 0 or self._has_other_size(name, code, entry_bytes):
                 self.count("not_valid")
                 self._discard(name)
             else:
                 self._note_failure("read", code)
+            if code == _NOT_FOUND:
+                self._remember([(name, False)])
         return checksum
 
     def _can_be_used(self, trouble: str) -> bool:
