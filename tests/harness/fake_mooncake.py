@@ -23,6 +23,7 @@ class FakeCluster:
         removals: Keys that were removed, and whether by force.
         room_bytes: Capacity.
         is_away: No call reaches the master.
+        lost: Objects with this in their key are lost when they are read.
         broken_transfers: So many of the next transfers fail.
         gate: While it is closed, calls do not return; `gated`: only these do not.
         waiting: Calls that wait at the gate.
@@ -35,6 +36,7 @@ class FakeCluster:
         self.removals: list[tuple[str, bool]] = []
         self.room_bytes = 2**40
         self.is_away = False
+        self.lost: str | None = None
         self.broken_transfers = 0
         self.gate, self.waiting = threading.Event(), 0
         self.gate.set()
@@ -93,6 +95,8 @@ class FakeStore:
     def _get(self, key: str, pointers: list[int], sizes: list[int]) -> int:
         if self.cluster.is_away:
             return -900
+        if self.cluster.lost is not None and self.cluster.lost in key:
+            self.cluster.objects.pop(key, None)
         found = self.cluster.objects.get(key)
         if found is None:
             return -704
