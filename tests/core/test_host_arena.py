@@ -451,9 +451,7 @@ def test_the_model_waits_until_its_targets_were_read(monkeypatch):
     pools.arena.wait_for_stores()
     assert marks.waited == []
     made = []
-    monkeypatch.setattr(
-        pools.arena, "_host", lambda page, length: made.append(marks.made) or torch.empty(length).byte()
-    )
+    monkeypatch.setattr(arenas, "copy_pages", lambda *args, **options: made.append(marks.made))
     pools.arena.carry_out([pools.unit(EntryKind.KV, 1, 5), pools.unit(EntryKind.STATE, 2, 6)])
     pools.arena.wait_for_stores()
     pools.arena.wait_for_stores()
@@ -523,3 +521,20 @@ def test_pages_waste_little(kv_bytes, state_bytes):
     for size in filter(None, (kv_bytes, state_bytes)):
         assert -(-size // page) * page <= max(1.15 * size, size + 512)
         assert -(-size // page) <= 300
+
+
+@pytest.mark.gpu
+def test_the_cpu_does_not_wait_for_transfers():
+    pools = Pools("cuda", 1000)
+    ids = [(EntryKind.KV, 1, 5), (EntryKind.STATE, 2, 6)]
+    stores, loads = ([pools.unit(*entry, load_id=load_id) for entry in ids] for load_id in (None, 1))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pools.arena.carry_out(stores)
+        pools.arena.wait_for_stores()
+        pools.arena.carry_out(loads)
+        pools.arena.wait_for_load(1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not pools.arena.has_failed(1)
