@@ -333,7 +333,7 @@ def print_report(
         rows.append(("... per token, with one likeliest token", f"{SCORE_BYTES} bytes"))
     for rate, tokens in break_even(args, sizes).items():
         worth = "never" if tokens is None else f"{tokens:,} tokens"
-        rows.append((f"loading from a shared folder at {rate} GB/s pays from", worth))
+        rows.append((f"loading from a shared tier at {rate} GB/s pays from", worth))
     if reuse is not None:
         rows.append(("expected reuse of prompt tokens", f"{reuse['reused_token_fraction']:.4f}"))
         rows.append(("reuse with unlimited memory", f"{reuse['ceiling_fraction']:.4f}"))

@@ -118,7 +118,7 @@ class BackgroundMoves:
         self._stores: list[Batch] = []
         threads = [
             threading.Thread(target=_serve, args=(shared, work, largest_bytes), name=work.__name__, daemon=True)
-            for count, work in ((_WRITERS, _write), (tier.threads, _read))
+            for count, work in ((_WRITERS, _write), (tier.threads, _read_whole if tier.whole_entries else _read))
             for _ in range(count)
         ]
         self._threads = threads
@@ -263,10 +263,6 @@ def _write(shared: _Shared, job: Job, memory: torch.Tensor) -> None:
 
 
 def _read(shared: _Shared, job: Job, memory: torch.Tensor) -> None:
-    if shared.tier.whole_entries:
-        if not job.cancelled:
-            _read_whole(shared, job, memory[: job.entry_bytes])
-        return
     checksums = set()
     for start, view in job.pieces:
         try:
@@ -288,7 +284,9 @@ def _read(shared: _Shared, job: Job, memory: torch.Tensor) -> None:
     job.found = True
 
 
-def _read_whole(shared: _Shared, job: Job, row: torch.Tensor) -> None:
+def _read_whole(shared: _Shared, job: Job, memory: torch.Tensor) -> None:
+    """As `_read`, for `SharedTier.whole_entries`."""
+    row = memory[: job.entry_bytes]
     checksum = shared.tier.read(job.tag, job.entry_bytes, 0, memoryview(row.numpy()), wait=True)
     if checksum is None:
         return
