@@ -126,10 +126,10 @@ class HybridPrefixConfig:
     shared: str | None = field(
         default=None,
         metadata=_help(
-            "Folder behind the host tier that outlives the process, and that others may use: "
-            "'file:///var/cache/prefix?gb=200'. A restarted process, or another replica with the same weights, reuses "
-            "what is there. Needs host_gb, and a secret: HYBRID_PREFIX_SECRET, or secret_file in the URL. None: no such "
-            "folder."
+            "Folder or Mooncake Store behind the host tier that outlives the process, and that others may use: "
+            "'file:///var/cache/prefix?gb=200', 'mooncake://10.0.0.1:50051'. A restarted process, or another replica "
+            "with the same weights, reuses what is there. Needs host_gb, and a secret: HYBRID_PREFIX_SECRET, or "
+            "secret_file in the URL. None: no such tier."
         ),
     )
     verify_host_loads: bool = field(
@@ -181,7 +181,7 @@ class HybridPrefixConfig:
                     f"shared={self.shared!r}: there is room for one tier behind the host; see tier_behind_host"
                 )
             if not self.verify_host_loads:
-                raise ValueError(f"shared={self.shared!r}: needs verify_host_loads, as others may write to the folder")
+                raise ValueError(f"shared={self.shared!r}: needs verify_host_loads, as others may write to it")
         dtypes = get_args(StateDtypeName)
         if self.state_dtype is not None and self.state_dtype not in dtypes:
             raise ValueError(f"state_dtype={self.state_dtype!r}: must be {' or '.join(map(repr, dtypes))}")

@@ -17,7 +17,7 @@ config.json only. --hf with budgets is like MODEL.
 --cache-gb: one budget that KV, checkpoints and states of running requests share, and the fixed split of as many bytes: 25 %
 for states, or with --trace the best split of ten.
 
---prefill-tokens-per-s: from how many tokens on it is faster to load a prefix from a shared folder (--shared of serve) than
+--prefill-tokens-per-s: from how many tokens on it is faster to load a prefix from a shared tier (--shared of serve) than
 to compute it, by what the disk or the network gives each rank. It is the value for min_tokens in the URL.
 
 With --trace, the recorded requests are replayed at this budget (as by hybrid-prefix replay). Then each budget is raised
