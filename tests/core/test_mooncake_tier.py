@@ -267,7 +267,9 @@ def test_a_master_that_is_away_and_returns(cluster):
     assert not process.holds(tags[0]) and process.tier._asker.is_down
     cluster.questions.clear()
     process.memory[:] = bytes(len(process.memory))
-    assert process.tier.kv_depth(keys(1, 1), 0) == 0 and process.put(*tags) == [False] * 2 and not process.holds(tags[0])
+    assert (
+        process.tier.kv_depth(keys(1, 1), 0) == 0 and process.put(*tags) == [False] * 2 and not process.holds(tags[0])
+    )
     assert process.counts == {"no_master": 5}
     wait_until(lambda: len(cluster.questions) > 1, "it is looked for", pause_s=0.001)
     assert all(len(names) == 1 for names in cluster.questions)  # by the thread alone
@@ -322,7 +324,9 @@ def test_the_client_is_closed_after_its_last_call(cluster, end):
 
 
 def test_settings():
-    settings = SharedSettings.parse("mooncake://10.0.0.1?gb=2&host=10.0.0.2&protocol=rdma&device=mlx5_0&wait_s=0.5&ask_s=0.2")
+    settings = SharedSettings.parse(
+        "mooncake://10.0.0.1?gb=2&host=10.0.0.2&protocol=rdma&device=mlx5_0&wait_s=0.5&ask_s=0.2"
+    )
     assert settings == MooncakeSettings(
         master_host="10.0.0.1",
         master_port=50051,

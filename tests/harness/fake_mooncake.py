@@ -71,7 +71,9 @@ class FakeStore:
         self._enter()
         return [-900 if self.cluster.is_away else int(key in self.cluster.objects) for key in keys]
 
-    def batch_put_from_multi_buffers(self, keys: list[str], pointers: list[list[int]], sizes: list[list[int]]) -> list[int]:
+    def batch_put_from_multi_buffers(
+        self, keys: list[str], pointers: list[list[int]], sizes: list[list[int]]
+    ) -> list[int]:
         self._enter()
         return [self._put(*each) for each in zip(keys, pointers, sizes, strict=True)]
 
@@ -88,7 +90,9 @@ class FakeStore:
         self.cluster.objects[key] = bytearray(b"".join(parts))
         return 0
 
-    def batch_get_into_multi_buffers(self, keys: list[str], pointers: list[list[int]], sizes: list[list[int]]) -> list[int]:
+    def batch_get_into_multi_buffers(
+        self, keys: list[str], pointers: list[list[int]], sizes: list[list[int]]
+    ) -> list[int]:
         self._enter()
         return [self._get(*each) for each in zip(keys, pointers, sizes, strict=True)]
 
