@@ -369,7 +369,7 @@ def test_what_is_missing_is_one_line(monkeypatch):
             MooncakeTier(settings, block_tokens=BLOCK)
         free.listen()
         monkeypatch.setattr(mooncake, "new_store", lambda: raises(ImportError("libibverbs.so.1: no such file")))
-        with pytest.raises(ValueError, match="libraries: libibverbs.so.1"):
+        with pytest.raises(ValueError, match="libraries: libibverbs"):
             MooncakeTier(settings, block_tokens=BLOCK)
         monkeypatch.setattr(mooncake, "new_store", lambda: FakeStore(away))
         away = FakeCluster()
