@@ -28,7 +28,8 @@ if ! mhp_imports; then
   mkdir -p "$libraries"
   (
     cd "$libraries"
-    apt-get -qq download libibverbs1 libnl-3-200 libnl-route-3-200
+    apt-get -qq download libibverbs1 libnl-3-200 libnl-route-3-200 ||
+      mhp_die 1 "cannot download libibverbs1: apt-get update, or install it"
     for package in ./*.deb; do dpkg -x "$package" .; done
   )
   mhp_use_libraries

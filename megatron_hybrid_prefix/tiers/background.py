@@ -229,7 +229,10 @@ def finish(queue_finish: Callable[[Mark], None], mark: Mark) -> Callable[[], Non
 def _serve(shared: _Shared, work: Callable[[_Shared, Job, torch.Tensor], None], largest_bytes: int) -> None:
     """A thread. Its memory is made once: new memory costs as much time as the copy."""
     memory = torch.empty(largest_bytes, dtype=torch.uint8)
-    shared.tier.use_memory(memoryview(memory.numpy()))
+    try:
+        shared.tier.use_memory(memoryview(memory.numpy()))
+    except Exception as error:  # a tier's code may raise anything
+        logger.error("the tier behind the host: use_memory failed: %r", error)
     queue, is_store = (shared.stores, True) if work is _write else (shared.loads, False)
     while (job := queue.get()) is not None and not shared.ended:
         start = time.perf_counter()
@@ -249,6 +252,8 @@ def _serve(shared: _Shared, work: Callable[[_Shared, Job, torch.Tensor], None], 
 
 
 def _write(shared: _Shared, job: Job, memory: torch.Tensor) -> None:
+    if not shared.tier.wants(job.tag):
+        return
     kept, row = False, memory[: job.entry_bytes]
     if not job.cancelled:
         for start, view in job.pieces:

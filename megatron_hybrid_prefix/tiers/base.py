@@ -120,6 +120,10 @@ class SharedTier(Tier):
     threads: int = 8
     whole_entries: bool = False
 
+    def wants(self, tag: Tag) -> bool:
+        """Whether the entry is to be put. A thread asks before it copies the bytes; False: it is here already."""
+        return True
+
     def use_memory(self, memory: memoryview) -> None:
         """What this thread passes to `put` and `read` lies in this memory, which stays as long as the tier is used."""
 

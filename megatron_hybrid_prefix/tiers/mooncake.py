@@ -220,6 +220,16 @@ class MooncakeTier(SharedTier):
             if code:
                 self.count(f"register_{_reason(code)}", f"memory is not registered, error {code}")
 
+    def wants(self, tag: Tag) -> bool:
+        """See `SharedTier`. The KV of a prompt is offered with each new state, as nobody says what the master evicts."""
+        name, _ = self._object(tag)
+        if not name or self._asker.is_down or not self._close.alive or name in self._wrong:
+            return True  # `put` knows what to do
+        exists = bool(self._client.call("batch_is_exist", [name]) == [1])
+        if exists:
+            self._remember([(name, True)])
+        return not exists
+
     def put(self, entries: Sequence[Entry]) -> list[bool]:
         """See Tier."""
         return [self._put(entry) for entry in entries]

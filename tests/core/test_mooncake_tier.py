@@ -149,6 +149,14 @@ def test_another_entry_never_matches(cluster, other):
     assert one.put(wanted) == [True] and one.holds(wanted)
 
 
+def test_what_is_here_is_not_wanted_again(cluster):
+    one, other, tags = Process(), Process(), prompt_tags(1, 1)
+    assert one.tier.wants(tags[0]) and one.put(*tags) == [True] * 2
+    assert not one.tier.wants(tags[0]) and not other.tier.wants(tags[0])
+    cluster.objects.clear()  # the master evicts
+    assert one.tier.wants(tags[0])
+
+
 def test_new_weights_have_another_namespace(cluster):
     weights = [b"a" * 16]
     process = Process()
@@ -212,6 +220,7 @@ def test_wrong_bytes_are_removed_and_written_again(cluster):
     assert all(process.holds(each) for each in tags)
     cluster.gate.clear()  # it cannot be removed yet
     process.tier.remove(tags[-1:])
+    assert process.tier.wants(tags[-1])
     assert process.tier.state_depth(keys(1, 2), 1, 2) == 1 and not process.tier.contains(STATE, key(1, 2))
     cluster.gate.set()
     process.settle()

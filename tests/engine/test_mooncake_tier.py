@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_hybrid_prefix.tiers.header import HEADER_BYTES
 from tests.harness.engine_helpers import LOG_PROB_NOISE
 from tests.harness.fake_mooncake import FakeCluster, use_fake_mooncake
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
@@ -70,6 +71,12 @@ def test_another_engine_resumes_what_one_computed(model, cluster):
     assert stats.tiers["shared"].loads == 5 and stats.fallbacks == {} == stats.tiers["shared"].faults
     assert cold.generated_tokens == hit.generated_tokens == loaded.generated_tokens
     assert hit.generated_log_probs == loaded.generated_log_probs
+    content, stored_bytes = sum(map(len, cluster.objects.values())), stats_of(first).bytes_stored
+    first.send([*PROMPT, *tokens(2, 0, seed=7)])  # the next turn: KV that is there is offered again, and not sent
+    written(first)
+    assert stats_of(first).stores == 5 + 4 + 3 and len(cluster.objects) == 5 + 3
+    grown = sum(map(len, cluster.objects.values())) - content
+    assert stats_of(first).bytes_stored - stored_bytes == grown - 3 * HEADER_BYTES and stats_of(first).full == 0
     for served in (first, second):
         served.check()
         served.check_drained()

@@ -61,7 +61,7 @@ class FakeStore:
 
     def register_buffer(self, buffer_ptr: int, size: int) -> int:
         self._enter()
-        if any(at < buffer_ptr + size and buffer_ptr < at + length for at, length in self.memory.items()):
+        if any(at < buffer_ptr + size and buffer_ptr < at + length for at, length in list(self.memory.items())):
             return -600
         self.memory[buffer_ptr] = size
         return 0

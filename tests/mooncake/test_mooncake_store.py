@@ -254,6 +254,22 @@ def test_a_dead_holder(model, cluster):
         each.check_drained()
 
 
+def test_memory_that_a_server_lends_ends_with_it(model, cluster):
+    end(cluster.holder)
+    wait_until(lambda: not cluster.segments(), "the master gives it up")
+    lender = start(model, cluster, gb=1 / 32)
+    lender.send(PROMPT)
+    written(lender)
+    other = start(model, cluster)
+    assert other.send(PROMPT).num_cached_tokens == 4 * BLOCK
+    lender.context.host_moves.close()
+    wait_until(lambda: not cluster.segments(), "its client has ended")
+    other.engine.reset()
+    assert other.send(PROMPT).num_cached_tokens == 0
+    other.check()
+    other.check_drained()
+
+
 def test_a_dead_master_and_its_return(model, cluster):
     served = computed(model, cluster)
     end(cluster.master)
