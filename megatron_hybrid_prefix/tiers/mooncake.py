@@ -318,14 +318,7 @@ class MooncakeTier(SharedTier):
         """Remove an object, soon. It does not exist for us until it is written again."""
         with self._lock:
             self._wrong.add(name)
-        take_out = weakref.WeakMethod(self._take_out)  # the thread does not keep the tier
-
-        def soon() -> None:
-            found = take_out()
-            if found is not None:
-                found(name)
-
-        self._asker.later(soon)
+        self._asker.later(lambda: self._take_out(name))
 
     def _take_out(self, name: str) -> bool:
         """Remove the object if it is wrong, also if somebody reads it. Returns whether no wrong one is left."""
@@ -452,7 +445,7 @@ class _Asker:
 
     def __init__(self, client: _Client, wait_s: float, retry_s: float) -> None:
         self._client, self._wait_s, self._retry_s = client, wait_s, retry_s
-        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._last: _Question | None = None
         self.is_down = False
         threading.Thread(target=self._serve, name="mooncake", daemon=True).start()
@@ -467,7 +460,7 @@ class _Asker:
         self._work.put(lambda: self._answer(question))
         return question.answer if question.over.wait(self._wait_s) else "late_answer"
 
-    def later(self, job: Callable[[], None]) -> None:
+    def later(self, job: Callable[[], object]) -> None:
         """The thread runs this."""
         self._work.put(job)
 

@@ -313,13 +313,15 @@ def test_a_read_that_hangs_hides_the_states(cluster):
 @pytest.mark.parametrize("end", ["close", "collect"])
 def test_the_client_is_closed_after_its_last_call(cluster, end):
     process, of = Process(), tag(KV, 1, 1)
-    store = process.tier._client._store
+    client = process.tier._client
+    store = client._store
     cluster.gate.clear()
     caller = threading.Thread(target=process.tier._has_other_size, args=("x", -800, 1))
     caller.start()
     wait_until(lambda: cluster.waiting, "the call has begun", pause_s=0.001)
     if end == "close":
         process.tier.close()
+        wait_until(lambda: client._closed, "the thread has been told", pause_s=0.001)
         assert process.put(of) == [False] and not process.holds(of)
     else:
         del process  # the thread is the last who has the tier

@@ -132,7 +132,7 @@ class FakeStore:
         return 0 if self.cluster.objects.pop(key, None) is not None else -704
 
     def close(self) -> int:
-        self._enter()
+        assert not self.closed
         self.closed = True
         return 0
 
