@@ -486,6 +486,7 @@ class _Asker:
                 job()
             except Exception as error:
                 logger.error("shared: Mooncake at %s: %r", self._client.master, error)
+            del job  # it may be the last that has the tier
 
     def _answer(self, question: _Question) -> None:
         try:

@@ -315,6 +315,9 @@ def test_the_client_is_closed_after_its_last_call(cluster, end):
     process, of = Process(), tag(KV, 1, 1)
     client = process.tier._client
     store = client._store
+    process.put(of)
+    process.tier.remove([of])
+    wait_until(lambda: cluster.removals, "the thread has removed it", pause_s=0.001)
     cluster.gate.clear()
     caller = threading.Thread(target=process.tier._has_other_size, args=("x", -800, 1))
     caller.start()
