@@ -210,6 +210,7 @@ def test_every_bit_of_a_header_counts(cluster):
         spoilt[bit // 8] ^= 1 << bit % 8
         cluster.objects[object_of(process, of)] = spoilt
         assert not process.holds(of)
+        process.settle()
     assert process.counts == {"not_valid": 8 * HEADER_BYTES}
 
 
