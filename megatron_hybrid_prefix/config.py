@@ -16,6 +16,7 @@ from megatron_hybrid_prefix.tiers.registry import tier_name
 from megatron_hybrid_prefix.tiers.shared import SharedSettings
 
 StateDtypeName = Literal["float32", "bfloat16"]
+ExactName = Literal["bits"]
 
 
 def _help(text: str, **more: Any) -> dict[str, Any]:
@@ -65,6 +66,15 @@ class HybridPrefixConfig:
             "Dtype of the matrix states, live and cached: 'float32' or 'bfloat16'. None: the dtype of the parameters for "
             "Mamba2, 'float32' for Gated DeltaNet. 'float32' is more precise and takes more memory. Convolution states "
             "always have the dtype of the parameters."
+        ),
+    )
+    exact: ExactName | None = field(
+        default=None,
+        metadata=_help(
+            "'bits': tokens and log-probs of a request have the same bits on a hit and on a miss, alone and in any batch, "
+            "however its prompt is cut into chunks, and after a preemption. Slower; answers are not cached; see "
+            "docs/bit-for-bit.md. None: they are the same up to rounding.",
+            choices=lambda: get_args(ExactName),
         ),
     )
     retention_interval_tokens: int | None = field(
@@ -182,9 +192,26 @@ class HybridPrefixConfig:
                 )
             if not self.verify_host_loads:
                 raise ValueError(f"shared={self.shared!r}: needs verify_host_loads, as others may write to it")
+        if self.exact is not None and self.exact not in get_args(ExactName):
+            raise ValueError(f"exact={self.exact!r}: must be {' or '.join(map(repr, get_args(ExactName)))}, or None")
+        if self.exact is not None and self.state_dtype not in (None, "float32"):
+            raise ValueError(f"exact={self.exact!r} needs state_dtype='float32', not {self.state_dtype!r}")
+        for name in ("shared", "tier_behind_host"):
+            if self.exact is not None and getattr(self, name) is not None:
+                raise ValueError(f"exact={self.exact!r} does not go with {name}: what is there may have other bits")
         dtypes = get_args(StateDtypeName)
         if self.state_dtype is not None and self.state_dtype not in dtypes:
             raise ValueError(f"state_dtype={self.state_dtype!r}: must be {' or '.join(map(repr, dtypes))}")
+
+    @property
+    def states_are(self) -> StateDtypeName | None:
+        """``state_dtype``; float32 where bits have to be equal, as a state is rounded where it is kept."""
+        return "float32" if self.exact else self.state_dtype
+
+    @property
+    def caches_answers(self) -> bool:
+        """``decode_checkpoints``; False where bits have to be equal, as a decode rounds differently from a prefill."""
+        return self.decode_checkpoints and not self.exact
 
 
 def _attributes() -> str:

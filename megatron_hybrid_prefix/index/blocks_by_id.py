@@ -81,6 +81,12 @@ class BlocksById:
         """Blocks that a request can have if no other runs: all but those whose memory its own state takes."""
         return self._store.blocks.total_blocks - self._store.slots_per_request * self._store.blocks_per_slot
 
+    def fit_together(self, blocks: Sequence[int]) -> bool:
+        """Whether requests that need this many blocks each can all run at once. Blocks that they share count for each."""
+        return sum(blocks) <= self._store.blocks.total_blocks - len(blocks) * (
+            self._store.slots_per_request * self._store.blocks_per_slot
+        )
+
     @property
     def free_count(self) -> int:
         """Blocks that are neither held nor cached."""

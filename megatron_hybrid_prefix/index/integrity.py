@@ -107,7 +107,8 @@ def _check_requests(
         _expect(len(set(live.block_ids)) == len(live.block_ids), f"{name} holds a block twice")
         _expect(len(live.path) <= min(len(live.block_ids), full_blocks), f"{name}: path longer than its blocks")
         _expect(
-            len(live.path) * block_tokens <= live.computed_tokens, f"{name} registered blocks that it has not computed"
+            len(live.path) * block_tokens <= max(live.computed_tokens, live.stored_tokens),
+            f"{name} registered blocks that it has not computed",
         )
         _expect(not live.write or live.chain.epoch == epoch, f"{name} may write under other weights")
         _expect(live.computed_tokens <= live.planned_tokens, f"{name}: computed more than planned")
@@ -115,8 +116,10 @@ def _check_requests(
             not live.released or bool(live.plans), f"{name} is released, has no plan in flight, and is still listed"
         )
         if live.pinned_slot is not None and live.path:  # an empty path: the weights changed
-            source = live.path[-1]
-            _expect(source.slot == live.pinned_slot, f"{name}: its source {live.pinned_slot} was evicted from {source}")
+            depth = live.computed_tokens // block_tokens
+            source = live.path[depth - 1] if depth <= len(live.path) else None
+            has_it = source is not None and source.slot == live.pinned_slot
+            _expect(has_it, f"{name}: its source {live.pinned_slot} was evicted from {source}")
         for index, node in enumerate(live.path):
             _expect(tree.get(node.key) is node, f"{name}: {node} on its path is not in the tree")
             _expect(node.key == live.chain.keys[index], f"{name}: {node} does not have the key of its tokens")

@@ -7,8 +7,8 @@ the outputs of all heads.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
+from megatron_hybrid_prefix.ops.elementwise import sigmoid, silu, softplus
 from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel, tl, triton
 
 _ROWS = 8  # tokens of a program of `gates`
@@ -32,7 +32,7 @@ def gates(
     """
     if alpha.dtype == torch.float64 or not runs_kernel(alpha):
         wide = torch.promote_types(alpha.dtype, torch.float32)
-        return -a_log.to(wide).exp() * F.softplus(alpha.to(wide) + dt_bias), beta.sigmoid()
+        return -a_log.to(wide).exp() * softplus(alpha.to(wide) + dt_bias), sigmoid(beta.to(wide)).to(beta.dtype)
     log_decay = torch.empty(alpha.shape, dtype=torch.float32, device=alpha.device)
     rate = torch.empty(beta.shape, dtype=beta.dtype, device=beta.device)
     alpha, beta = _rows(alpha), _rows(beta)
@@ -71,7 +71,7 @@ def gated_head_norm(y: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, epsi
     if y.dtype == torch.float64 or not runs_kernel(y):
         wide = torch.promote_types(y.dtype, torch.float32)
         scale = torch.rsqrt(y.to(wide).square().mean(-1, keepdim=True) + epsilon)
-        return (y.to(wide) * scale * weight.to(wide) * F.silu(z.to(wide))).to(y.dtype).flatten(-2)
+        return (y.to(wide) * scale * weight.to(wide) * silu(z.to(wide))).to(y.dtype).flatten(-2)
     out = torch.empty((*y.shape[:-2], heads * size), dtype=y.dtype, device=y.device)
     y, z = _rows(y.flatten(-2)), _rows(z.flatten(-2))
     rows, block = y.shape[0], triton.next_power_of_2(size)

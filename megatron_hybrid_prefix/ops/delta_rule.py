@@ -20,7 +20,8 @@ from itertools import pairwise
 
 import torch
 
-from megatron_hybrid_prefix.ops.delta_rule_triton import scan_by_kernels, update_by_kernel
+from megatron_hybrid_prefix.ops.delta_rule_triton import CHUNK, scan_by_kernels, update_by_kernel
+from megatron_hybrid_prefix.ops.invariant import scope
 from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel
 
 _EPSILON = 1e-6  # under the root of a norm, as everywhere in this family of layers
@@ -83,13 +84,20 @@ def scan_delta_rule(
     first, bounds = first_chunks.tolist(), chunk_bounds.tolist()
     sources, live, kept = source_slots.tolist(), live_slots.tolist(), chunk_slots.tolist()
     filled = [chunk for chunk in range(first[-1]) if bounds[chunk + 1] > bounds[chunk]]
-    inside = _Chunks(q, k, v, log_decay, beta, [(bounds[c], bounds[c + 1]) for c in filled], normalise)
-    place = {chunk: number for number, chunk in enumerate(filled)}
+    spans = [(bounds[c], bounds[c + 1]) for c in filled]
+    # The shapes of products must not depend on the other chunks of a step where bits count.
+    together = [[span] for span in spans] if scope.is_on() else [spans]
+    width = CHUNK if scope.is_on() else max((end - start for start, end in spans), default=0)
+    inside = [_Chunks(q, k, v, log_decay, beta, group, normalise, width) for group in together]
+    place = {
+        chunk: (number, 0) if scope.is_on() else (0, number) for number, chunk in enumerate(filled)
+    }  # group, and place in it
     for sequence, chunks in enumerate(pairwise(first)):
-        state = states[sources[sequence]].to(inside.dtype)
+        state = states[sources[sequence]].to(_compute_dtype(v), copy=True)
         for chunk in range(*chunks):
             if chunk in place:
-                state, output = inside.run(place[chunk], state)
+                group, number = place[chunk]
+                state, output = inside[group].run(number, state)
                 outputs[bounds[chunk] : bounds[chunk + 1]] = output
             if kept[chunk] >= 0:
                 states[kept[chunk]] = state
@@ -130,6 +138,13 @@ def update_delta_rule(
         return update_by_kernel(
             q, k, v, log_decay, beta, states, slots, normalise=normalise, epsilon=_EPSILON, after=after
         )
+    if scope.is_on() and len(v) > 1:  # the shapes of products must not depend on the number of rows
+        one_by_one = []
+        for at in range(len(v)):
+            row = slice(at, at + 1)
+            inputs = q[row], k[row], v[row], log_decay[row], beta[row]
+            one_by_one.append(update_delta_rule(*inputs, states, slots[row], normalise=normalise, after=after))
+        return torch.cat(one_by_one)
     outputs = torch.zeros_like(v)
     rows = torch.nonzero(slots >= 0).squeeze(1)
     own = slots[rows]
@@ -147,7 +162,7 @@ def update_delta_rule(
 
 
 class _Chunks:
-    """All chunks of a step, padded to the longest: what does not depend on the state, then one chunk after another."""
+    """Chunks of a step, padded to ``width``: what does not depend on the state, then one chunk after another."""
 
     def __init__(
         self,
@@ -158,13 +173,13 @@ class _Chunks:
         beta: torch.Tensor,
         spans: list[tuple[int, int]],
         normalise: bool,
+        width: int,
     ) -> None:
-        dtype = self.dtype = _compute_dtype(v)
+        dtype = _compute_dtype(v)
         self._lengths = [end - start for start, end in spans]
         self._out_dtype = v.dtype
         if not spans:
             return
-        width = max(self._lengths)
         starts = torch.tensor([start for start, _ in spans], device=v.device)[:, None]
         ends = torch.tensor([end for _, end in spans], device=v.device)[:, None]
         rows = starts + torch.arange(width, device=v.device)  # (chunks, width)

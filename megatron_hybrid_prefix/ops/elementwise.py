@@ -32,3 +32,8 @@ def softplus(x: torch.Tensor) -> torch.Tensor:
     w = 1.0 + u
     log1p_u = torch.where(w == 1.0, u, torch.log(w) * (u / (w - 1.0)))
     return torch.where(x <= SOFTPLUS_LINEAR_ABOVE, log1p_u, x)
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """Returns `1 / (1 + exp(-x))`, same shape and dtype as `x`."""
+    return 1.0 / (1.0 + torch.exp(-x))

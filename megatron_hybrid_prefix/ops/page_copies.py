@@ -1,80 +1,114 @@
-"""Copies of rows between the device and pages of pinned host memory, by the GPU's copy engines.
+"""Copies of rows between the device and pages of pinned host memory, with the checksums of what was copied: one launch.
 
-A kernel could do the same in one launch, but it keeps multiprocessors from the model while it waits for the host link (tried on
-an H200: a prefill beside it took 4 % longer). PyTorch's ``copy_`` takes the CPU several times as long as the driver's call.
+A GPU reads and writes pinned memory itself. A few programs fill the host link; the others are left to the model. The copy engines
+are no faster, and small copies that a step needs wait in line behind large ones.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
-from typing import Any, cast
-
 import torch
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
+from megatron_hybrid_prefix.ops.checksum import checksum_rows
+from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel, tl, triton
 
 WORD_BYTES = 8
+_BLOCK = 4096  # words
+_PROGRAMS = 32
 
 
-def copy_pages(rows: torch.Tensor, memory: torch.Tensor, pages: Sequence[Sequence[int]], *, to_host: bool) -> None:
+def copy_pages(
+    rows: torch.Tensor, memory: torch.Tensor, pages: torch.Tensor, *, to_host: bool, sums: torch.Tensor | None = None
+) -> None:
     """Copies every row to its pages, or the pages to their row. The last page of a row may be used in part.
-
-    Runs on the current stream; the CPU does not wait.
 
     Args:
         rows: (rows, words) int64 on the device, contiguous inside a row.
         memory: (all pages, words of a page) int64 on the host, contiguous; pinned if ``rows`` are on a GPU.
-        pages: Each row's pages, in order; different for all rows.
+        pages: (rows, pages of a row) int64 on the device: a row's pages, in order; different for all rows.
         to_host: From the rows to the pages, or back.
+        sums: (rows,) int64 on the device; `checksum_rows` of what is copied is added to it.
 
     Raises:
         ValueError: The pages of a row hold fewer or more words than a row has.
-        RuntimeError: The driver refuses a copy.
     """
-    words, page_words = rows.shape[1], memory.shape[1]
-    needed = ceil_div(words, page_words)
-    wrong = next((own for own in pages if len(own) != needed), None)
-    if wrong is not None:
-        raise ValueError(f"rows of {words} words need {needed} pages of {page_words}, not {len(wrong)}")
-    assert rows.stride(1) == 1 and memory.is_contiguous()
-    copy = _copier(rows)
-    first, row_bytes, host_first = rows.data_ptr(), rows.stride(0) * WORD_BYTES, memory.data_ptr()
-    for row, page, start, end in _pieces(pages, words, page_words):
-        assert page >= 0 and page * page_words + end - start <= memory.numel()  # the driver does not know the bounds
-        at_device = first + row * row_bytes + start * WORD_BYTES
-        at_host = host_first + page * page_words * WORD_BYTES
-        target, source = (at_host, at_device) if to_host else (at_device, at_host)
-        error = copy(target, source, (end - start) * WORD_BYTES)
-        if error:
-            raise RuntimeError(f"cuMemcpyAsync returned error {error}")
+    words, page_words, row_pages = rows.shape[1], memory.shape[1], pages.shape[1]
+    if ceil_div(words, page_words) != row_pages:
+        raise ValueError(
+            f"rows of {words} words need {ceil_div(words, page_words)} pages of {page_words}, not {row_pages}"
+        )
+    if not rows.numel():
+        return
+    if not runs_kernel(rows):
+        _copy_pages_reference(rows, memory, pages, to_host, sums)
+        return
+    assert rows.stride(1) == 1 and memory.is_contiguous() and pages.is_contiguous()
+    blocks = ceil_div(page_words, _BLOCK)
+    chunks = rows.shape[0] * row_pages * blocks
+    _copy_pages_kernel[(min(_PROGRAMS, chunks),)](
+        rows,
+        memory,
+        pages,
+        rows if sums is None else sums,
+        chunks,
+        blocks,
+        row_pages,
+        words,
+        page_words,
+        rows.stride(0),
+        TO_HOST=to_host,
+        SUM=sums is not None,
+        BLOCK=_BLOCK,
+        num_warps=8,
+    )
 
 
-def _copier(rows: torch.Tensor) -> Callable[[int, int, int], int]:
-    """A function of (target, source, bytes) that copies on the current stream and returns the driver's error, or 0."""
-    if not rows.is_cuda:
-        return lambda target, source, size: 0 * ctypes.memmove(target, source, size)
-    copy, stream = _driver_copy(), torch.cuda.current_stream(rows.device).cuda_stream
-    return lambda target, source, size: copy(target, source, size, stream)
+def _copy_pages_reference(
+    rows: torch.Tensor, memory: torch.Tensor, pages: torch.Tensor, to_host: bool, sums: torch.Tensor | None
+) -> None:
+    """The same in plain PyTorch."""
+    for row, own_pages in zip(rows, pages.tolist(), strict=True):
+        for part, page in zip(row.split(memory.shape[1]), own_pages, strict=True):
+            source, target = (part, memory[page, : len(part)]) if to_host else (memory[page, : len(part)], part)
+            target.copy_(source)
+    if sums is not None:
+        sums += checksum_rows(rows)
 
 
-def _pieces(pages: Sequence[Sequence[int]], words: int, page_words: int) -> Iterator[tuple[int, int, int, int]]:
-    """The copies: (row, first page, first word of the row, end). Neighbouring pages of a row are one copy."""
-    for row, own in enumerate(pages):
-        index = 0
-        while index < len(own):
-            end = index + 1
-            while end < len(own) and own[end] == own[end - 1] + 1:
-                end += 1
-            yield row, own[index], index * page_words, min(words, end * page_words)
-            index = end
+if triton is not None:
 
-
-@cache
-def _driver_copy() -> Callable[[int, int, int, int], int]:
-    """The CUDA driver's ``cuMemcpyAsync(target, source, bytes, stream)``."""
-    copy: Any = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
-    copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
-    copy.restype = ctypes.c_int
-    return cast(Callable[[int, int, int, int], int], copy)
+    @triton.jit
+    def _copy_pages_kernel(
+        rows_ptr: tl.tensor,  # (rows, words)
+        memory_ptr: tl.tensor,  # (all pages, page words)
+        pages_ptr: tl.tensor,  # (rows, row pages)
+        sums_ptr: tl.tensor,  # (rows,)
+        chunks: tl.tensor,
+        blocks: tl.tensor,  # of a page
+        row_pages: tl.tensor,
+        words: tl.tensor,
+        page_words: tl.int64,
+        row_stride: tl.int64,
+        TO_HOST: tl.constexpr,
+        SUM: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ) -> None:
+        """Each program: every n-th chunk. A chunk is up to BLOCK words of one page."""
+        for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
+            at = chunk // blocks  # in pages
+            row = (at // row_pages).to(tl.int64)
+            first = (at % row_pages) * page_words  # word of the row that this page begins with
+            inside = (chunk % blocks) * BLOCK + tl.arange(0, BLOCK)
+            mask = (inside < page_words) & (first + inside < words)
+            page = tl.load(pages_ptr + at)
+            device = rows_ptr + row * row_stride + first + inside
+            host = memory_ptr + page * page_words + inside
+            if TO_HOST:
+                values = tl.load(device, mask=mask, other=0)
+                tl.store(host, values, mask=mask)
+            else:
+                values = tl.load(host, mask=mask, other=0)
+                tl.store(device, values, mask=mask)
+            if SUM:
+                weights = 2 * (first + inside).to(tl.int64) + 1
+                tl.atomic_add(sums_ptr + row, tl.sum(values * weights, axis=0))

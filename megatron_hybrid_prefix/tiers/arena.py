@@ -1,12 +1,12 @@
 """`HostArena`: runs transfers between the device and pinned host memory, and verifies what is loaded.
 
 On the device an entry is spread over all layers; on the host it is in pages. A store gathers entries into a staging buffer
-on the device and copies that to the pages. A load does the reverse, in two halves of a buffer. Stores and loads use one stream
-each, because the host link has two directions. What overwrites a stored block (a forward, a load) waits for the gather only,
-not for the copies to the host.
+on the device, and one kernel copies that to the pages. A load does the reverse. Stores and loads use one stream each, because
+the host link has two directions. What overwrites a stored block (a forward, a load) waits for the gather only, not for the
+copies to the host.
 
-A store gives every entry a tag and a checksum over all its bytes. The GPU computes the checksum, at a fraction of the cost of
-the copy. Expected checksums stay on the device.
+A store gives every entry a tag and a checksum over all its bytes, which the kernel computes as it copies. Expected checksums
+stay on the device.
 
 The CPU copies entries to and from a tier behind the host, with their tags and checksums. It first waits until no transfer uses
 their pages. A `SharedTier` has threads for that (``background.py``). Then a load to the device that uses pages
@@ -31,7 +31,6 @@ import torch
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.metrics import TierStats
-from megatron_hybrid_prefix.ops.checksum import checksum_rows
 from megatron_hybrid_prefix.ops.page_copies import WORD_BYTES, copy_pages
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots, ids_on_device
 from megatron_hybrid_prefix.tiers.background import BackgroundMoves, Job, finish, wait_for
@@ -55,9 +54,9 @@ class _Batch:
     units: Sequence[BlockTransfer]
     start: int  # byte of the staging buffer
     device_ids: torch.Tensor  # (units,) KV blocks or slots
+    pages: torch.Tensor  # (units, pages of an entry)
     first_pages: torch.Tensor  # (units,)
-    flags: torch.Tensor  # (units,) the place of each unit's load in the flags of wrong ones; none for a store
-    pages: Sequence[Sequence[int]]  # of each entry, as many as it fills
+    sums: torch.Tensor  # (units,) zeros, for the checksums of what is copied
 
     @property
     def kind(self) -> EntryKind:
@@ -108,14 +107,14 @@ class HostArena:
             self._unpin.atexit = False
         self.stores, self.loads = (DeviceQueue(self._device) if on_gpu else HostQueue() for _ in range(2))
         most_bytes = max(self._row_bytes.values(), default=0)
-        # Each holds an entry at least; that of loads has two halves.
+        # Each holds an entry at least.
         self._store_staging, self._load_staging = (
             torch.zeros(
-                max(parts, min(size, pages * page_bytes) // max(1, most_bytes) // parts * parts) * most_bytes,
+                max(1, min(size, pages * page_bytes) // max(1, most_bytes)) * most_bytes,
                 dtype=torch.uint8,
                 device=self._device,
             )
-            for size, parts in ((STORE_STAGING_BYTES, 1), (LOAD_STAGING_BYTES, 2))
+            for size in (STORE_STAGING_BYTES, LOAD_STAGING_BYTES)
         )
         self._sums = torch.zeros(max(1, pages), dtype=torch.int64, device=self._device)  # by first page
         self._row_ids = torch.arange(
@@ -123,7 +122,8 @@ class HostArena:
             device=self._device,
         )
         self._background: BackgroundMoves | None = None
-        self._sums_seen = self._sums  # on the host, as of the last store; only for threads
+        self._sums_seen = self._sums  # on the host, as of the last store from the device; only for threads
+        self._given_sums: dict[int, int] = {}  # by first page: checksums of entries that came from behind
         if isinstance(behind, SharedTier):
             self._background = BackgroundMoves(behind, most_bytes)
             if on_gpu:
@@ -204,10 +204,10 @@ class HostArena:
         with self.loads.running(self._gathered, self._stored if new else None):
             if new:
                 self._new_pages.clear()
-            (of_load,) = self._ids(sorted({load_id % _LOADS for load_id in _load_ids(units)}))
-            self._bad_rows.index_fill_(0, of_load, 0)  # an assignment would wait for the device
-            for round_, batch in self._batches(units, len(self._load_staging) // 2):
-                self._try(partial(self._load, batch, round_ % 2), batch)
+            batches = [batch for _, batch in self._batches(units, len(self._load_staging))]
+            for batch in batches:
+                self._try(partial(self._load, batch), batch)
+            self._compare(batches)
             self._bad_rows_seen.copy_(self._bad_rows, non_blocking=True)
             self._last_load = self.loads.mark()
             for unit in units:
@@ -246,7 +246,7 @@ class HostArena:
             pages = [unit.pages[0] for unit in found]
             sums = torch.tensor([checksum ^ unit.tag.digest for unit, checksum in found.items()])
             self._sums[self._ids(pages)[0]] = sums.to(self._device)
-            self._sums_seen[pages] = sums
+            self._given_sums |= {unit.pages[0]: checksum for unit, checksum in found.items()}
             self._tags |= {unit.pages[0]: unit.tag for unit in found}
             self._behind_stats.bytes_loaded += sum(self._entry_bytes(unit.tag.kind) for unit in found)
         return len(found) == len(jobs)
@@ -293,6 +293,7 @@ class HostArena:
             self._background.overwrite(pages)
             for page in pages:
                 self._fetching.pop(page, None)
+                self._given_sums.pop(page, None)
 
     def _begin_stores(self, background: BackgroundMoves, units: Sequence[BlockTransfer]) -> None:
         after = finish(self.stores.finish, self._stored)
@@ -306,7 +307,8 @@ class HostArena:
                 continue  # offered twice
             size = self._entry_bytes(unit.tag.kind)
             job = Job(unit.tag, size, unit.pages, self._views([unit], size), (after,))
-            job.checksum = lambda first=first, digest=unit.tag.digest: int(self._sums_seen[first]) ^ digest
+            given = self._given_sums.get(first)
+            job.checksum = partial(self._seen_checksum, first, unit.tag) if given is None else partial(int, given)
             jobs.append(job)
         background.store(jobs)
 
@@ -325,6 +327,9 @@ class HostArena:
                 self._fetching |= dict.fromkeys(pages, job)
                 jobs.append(job)
         background.load(jobs)
+
+    def _seen_checksum(self, page: int, tag: Tag) -> int:
+        return int(self._sums_seen[page]) ^ tag.digest
 
     def _views(self, units: Sequence[BlockTransfer], size: int) -> list[tuple[int, torch.Tensor]]:
         return [(start, self._host(page, length)) for start, page, length in self._pieces(units, size)]
@@ -459,50 +464,56 @@ class HostArena:
             used += size
         parts: list[list[int]] = []
         for *_, own in groups:
-            parts.append(_device_ids(own))
-            parts.append([unit.pages[0] for unit in own])
-            parts.append([] if own[0].source == DEVICE else [load_id % _LOADS for load_id in _load_ids(own)])
-        ids, batches = iter(self._ids(*parts)), []
-        for of_round, start, own in groups:
             count = ceil_div(self._entry_bytes(own[0].tag.kind), self.page_bytes)
-            pages = [unit.pages[:count] for unit in own]
-            batches.append((of_round, _Batch(own, start, next(ids), next(ids), next(ids), pages)))
-        return batches
+            parts.append(_device_ids(own))
+            parts.append([page for unit in own for page in unit.pages[:count]])
+            parts.append([unit.pages[0] for unit in own])
+        ids, sums = iter(self._ids(*parts)), torch.zeros(len(units), dtype=torch.int64, device=self._device)
+        all_sums = sums.split([len(own) for *_, own in groups])
+        return [
+            (of_round, _Batch(own, start, next(ids), next(ids).view(len(own), -1), next(ids), own_sums))
+            for (of_round, start, own), own_sums in zip(groups, all_sums, strict=True)
+        ]
 
     def _gather(self, batch: _Batch) -> None:
         """Gathers entries in the staging buffer."""
         for unit in batch.units:
             self._tags.pop(unit.pages[0], None)  # set again by `_store`
-        words, views = self._rows(self._store_staging, batch)
+        _, views = self._rows(self._store_staging, batch)
         for tensor, view in zip(self._parts(batch.kind), views, strict=True):
             copy_slots(tensor, view, batch.device_ids, self._row_ids[: len(batch.units)])
-        if self._verify:
-            self._sums[batch.first_pages] = checksum_rows(words)
 
     def _store(self, batch: _Batch) -> None:
         """Copies gathered entries to the host."""
         words, _ = self._rows(self._store_staging, batch)
-        copy_pages(words, self._memory_words(), batch.pages, to_host=True)
+        copy_pages(words, self._memory_words(), batch.pages, to_host=True, sums=batch.sums if self._verify else None)
+        self._sums[batch.first_pages] = batch.sums
         self._tags |= {unit.pages[0]: unit.tag for unit in batch.units}
         self.bytes_stored += self._entry_bytes(batch.kind) * len(batch.units)
 
-    def _load(self, batch: _Batch, half: int) -> None:
-        """Copies entries to one half of the staging buffer, while those in the other half are checked and scattered."""
+    def _load(self, batch: _Batch) -> None:
+        """Copies entries to the device."""
         for unit in batch.units:
             found = self._tags.get(unit.pages[0])
             if found != unit.tag:
                 logger.error("host entry in page %d is %s, expected %s", unit.pages[0], found, unit.tag)
                 self._failed.update(_load_ids([unit]))
-        words, views = self._rows(self._load_staging[half * (len(self._load_staging) // 2) :], batch)
-        with self.loads.ahead(half):
-            copy_pages(words, self._memory_words(), batch.pages, to_host=False)
-        if self._verify:
-            wrong = checksum_rows(words) != self._sums[batch.first_pages]
-            self._bad_rows.index_add_(0, batch.flags, wrong.to(torch.int32))
+        words, views = self._rows(self._load_staging, batch)
+        copy_pages(words, self._memory_words(), batch.pages, to_host=False, sums=batch.sums if self._verify else None)
         for tensor, view in zip(self._parts(batch.kind), views, strict=True):
             copy_slots(view, tensor, self._row_ids[: len(batch.units)], batch.device_ids)
-        self.loads.free(half)
         self.bytes_loaded += self._entry_bytes(batch.kind) * len(batch.units)
+
+    def _compare(self, batches: Sequence[_Batch]) -> None:
+        """Counts the wrong checksums of each load. Nothing here waits for the device."""
+        load_ids = [load_id % _LOADS for batch in batches for load_id in _load_ids(batch.units)]
+        of_unit, of_load = self._ids(load_ids, sorted(set(load_ids)))
+        self._bad_rows.index_fill_(0, of_load, 0)
+        if self._verify:
+            sums, first_pages = (
+                torch.cat(own) for own in zip(*((b.sums, b.first_pages) for b in batches), strict=True)
+            )
+            self._bad_rows.index_add_(0, of_unit, (sums != self._sums[first_pages]).to(torch.int32))
 
     def _parts(self, kind: EntryKind) -> list[torch.Tensor]:
         """Each tensor as (layers, entries, bytes)."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from megatron.core.inference.config import KVCacheManagementMode
@@ -47,12 +47,15 @@ class AdmittedChunk:
         shared: KV blocks that it shares with other requests, in order.
         own: New KV blocks; megatron's one allocation returns them.
         skip_tokens: Number of leading tokens that are not computed.
+        stored_tokens: The KV of computed tokens before this position is in shared blocks: it is read there and not
+            written again.
         resumes: True: it starts from a checkpoint. False: from zero, or from the state after the last chunk.
     """
 
     shared: list[int]
     own: list[int]
     skip_tokens: int
+    stored_tokens: int
     resumes: bool
 
 
@@ -98,6 +101,10 @@ class ContextSeam(DynamicInferenceContext):
     def blocks_of_chunk(self, req: DynamicInferenceRequest, chunk_tokens: int) -> ChunkBlocks | None:
         """What the next chunk of a prompt shares and skips; None: ask megatron's own cache."""
         raise NotImplementedError
+
+    def log_probs_of(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """Log-probs of each row of logits, (rows, vocabulary) float32; None: megatron's."""
+        return None
 
     # -- megatron's hooks ----------------------------------------------------------------------------------------------
 
@@ -145,11 +152,22 @@ class ContextSeam(DynamicInferenceContext):
             req._mamba_num_matched_blocks = skip // self.block_size_tokens
         return shared, required - held - len(shared), held, required, skip, prefill_chunk_length - skip
 
+    def _processed_log_probs(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        found = self.log_probs_of(logits)
+        if found is None:
+            log_probs: torch.Tensor = super()._processed_log_probs(logits, *args, **kwargs)
+            return log_probs
+        return found
+
     # -- megatron's private state --------------------------------------------------------------------------------------
 
     def new_blocks_of_chunk(self, req: DynamicInferenceRequest, chunk_tokens: int) -> int:
         """Number of KV blocks that the next chunk of a prompt needs beyond those it holds or shares."""
         return self._compute_prefix_match(req, chunk_tokens)[1]
+
+    def skipped_tokens_of_chunk(self, req: DynamicInferenceRequest, chunk_tokens: int) -> int:
+        """Number of leading tokens of the next chunk of a prompt that need not be computed."""
+        return self._compute_prefix_match(req, chunk_tokens)[4]
 
     def make_state_metadata(self) -> None:
         """Make the metadata of the recurrent layers, in megatron's buffers. It notifies this context of prefills."""
@@ -189,11 +207,19 @@ class ContextSeam(DynamicInferenceContext):
 
     def add_admitted(self, req: DynamicInferenceRequest, chunk_tokens: int, chunk: AdmittedChunk) -> None:
         """Megatron's ``add_request``, with what the cache gave to the chunk."""
+        first, hits = self.active_token_count, self.prefix_cache_hits  # type: ignore[has-type]
+        matched = self.prefix_cache_blocks_matched  # type: ignore[has-type]
         self.admitted_chunk = chunk
         try:
             DynamicInferenceContext.add_request(self, req, chunk_tokens)
         finally:
             self.admitted_chunk = None
+        # Megatron counts all shared blocks. Here a hit skips tokens.
+        self.prefix_cache_hits = hits + (chunk.skip_tokens > 0)
+        self.prefix_cache_blocks_matched = matched + chunk.skip_tokens // self.block_size_tokens
+        tokens = slice(first, self.active_token_count)
+        is_stored = self.token_to_pos_ids[tokens] < chunk.stored_tokens
+        self.token_to_block_idx[tokens][is_stored] = self.kv_block_allocator.dummy_block_idx  # nobody reads this block
         if chunk.resumes:
             self._pending_mamba_zeros.pop()  # the forward reads a checkpoint: the live slot need not be zeroed
 

@@ -106,6 +106,12 @@ CONTEXT = rows_of(
         "the forward succeeded (legacy scheduling): publishes what it wrote",
     ),
     wraps(
+        "_processed_log_probs",
+        "(self, logits, n_active, active_query_lengths, sampling, row_to_request=None)",
+        "upstream/context",
+        "log-probs of rows that do not depend on each other",
+    ),
+    wraps(
         "calculate_log_probs_tensors",
         "(self, logits, new_tokens, only_last_token_logits=False, sampling=None, row_to_request=None)",
         "mcore/context/context",
@@ -212,7 +218,7 @@ CONTEXT = rows_of(
     attributes("token_to_input_ids", "mcore/context/decode", "tokens of a forward; gives the generated tokens"),
     attributes(
         "token_to_block_idx token_to_pos_ids token_to_request_idx",
-        "mcore/context/context mcore/context/rows",
+        "mcore/context/rows upstream/context",
         "KV blocks of the tokens",
     ),
     attributes("active_attn_metadata", "upstream/context", "attention metadata of a step"),
@@ -220,7 +226,7 @@ CONTEXT = rows_of(
     attributes(
         "prefix_cache_hits prefix_cache_blocks_matched prefix_cache_prefill_computed_tokens "
         "prefix_cache_prefill_skipped_tokens",
-        "mcore/engine/engine",
+        "mcore/engine/engine upstream/context",
         "statistics of a step, reset with it",
     ),
     attributes("mamba_slot_allocator", "bench/engines", "reports the size of megatron's own cache"),
@@ -414,11 +420,15 @@ ENGINE = rows_of(
     ),
     overrides("async_forward", "async (self)", "mcore/engine/engine", "a forward that raises publishes nothing"),
     attributes("_generation_epoch", "upstream/engine", "replaced by a property: new weights invalidate the cache"),
-    calls(
+    overrides(
         "_can_schedule_chunked_prefill",
         "(self, req)",
         "upstream/engine",
-        "whether this round admits a request",
+        "whether this round admits a request; sets how long a chunk may be",
+    ),
+    overrides("schedule_chunked_prefill", "(self)", "upstream/engine", "the budget of a chunk holds for one round"),
+    overrides(
+        "_find_cg_chunk_size", "(self, max_chunk_tokens)", "upstream/engine", "chunks that end on the scans' grid"
     ),
     calls("_notify_cond_for_new_request", "async (self)", "upstream/engine", "called after our admissions"),
     calls(
@@ -826,6 +836,11 @@ MIXER = (
             "upstream/ssd_kernels",
             "the scan around our state passing",
         ),
+        constants(
+            "_bmm_chunk_fwd_kernel",
+            "upstream/ssd_kernels",
+            "its configuration is pinned where bits must not depend on what was fastest",
+        ),
     ),
     *rows_of(
         f"{_SSM}.ops.ssd_chunk_scan",
@@ -834,6 +849,11 @@ MIXER = (
             "(cb, x, dt, dA_cumsum, C, states, cu_chunk_seqlens, out, seq_idx, D=None, z=None, initial_states=None)",
             "upstream/ssd_kernels",
             "the scan around our state passing",
+        ),
+        constants(
+            "_chunk_scan_fwd_kernel",
+            "upstream/ssd_kernels",
+            "its configuration is pinned where bits must not depend on what was fastest",
         ),
     ),
     *rows_of(
@@ -850,6 +870,61 @@ MIXER = (
             "upstream/ssd_kernels",
             "the scan around our state passing",
         ),
+        constants(
+            "_chunk_cumsum_fwd_kernel _chunk_state_fwd_kernel",
+            "upstream/ssd_kernels",
+            "its configuration is pinned where bits must not depend on what was fastest",
+        ),
+    ),
+)
+
+# Layers that compute rows independently of each other (``exact="bits"``).
+INVARIANT = (
+    *rows_of(
+        "megatron.core.tensor_parallel.layers",
+        classes("ColumnParallelLinear RowParallelLinear", "upstream/invariant", "their products"),
+    ),
+    *rows_of(
+        "megatron.core.tensor_parallel.layers:ColumnParallelLinear",
+        wraps("_forward_impl", "(self, input, weight, *args, **kwargs)", "upstream/invariant", "its product"),
+    ),
+    *rows_of(
+        "megatron.core.tensor_parallel.layers:RowParallelLinear",
+        overrides("forward", "(self, input_)", "layers/invariant", "its product, and the sum over ranks"),
+        attributes("weight bias skip_bias_add tp_group input_is_parallel", "layers/invariant", "what its forward uses"),
+    ),
+    *rows_of(
+        "megatron.core.transformer.attention:SelfAttention",
+        overrides(
+            "flash_decode_and_prefill",
+            "(self, q, k, v, max_seqlen_q, max_seqlen_k, cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table, "
+            "is_decode_only, softmax_offset=None)",
+            "upstream/invariant",
+            "attention over pages",
+        ),
+        overrides(
+            "_apply_output_gate", "(self, x, gate)", "upstream/invariant", "a sigmoid that rounds alike everywhere"
+        ),
+    ),
+    *rows_of(
+        "megatron.core.transformer.mlp:MLP",
+        wraps("forward", "(self, hidden_states, per_token_scale=None, **kwargs)", "layers/invariant", "its activation"),
+        attributes("config linear_fc1 linear_fc2", "layers/invariant", "what its forward uses"),
+    ),
+    *rows_of(
+        "megatron.core.models.hybrid.hybrid_model:HybridModel",
+        wraps(
+            "forward",
+            "(self, input_ids, position_ids, attention_mask, decoder_input=None, labels=None, inference_context=None, "
+            "runtime_gather_output=None, *, inference_params=None, loss_mask=None, packed_seq_params=None, "
+            "padding_mask=None)",
+            "layers/invariant",
+            "says which context a step is of",
+        ),
+    ),
+    *rows_of(
+        f"{_MOE}.moe_layer",
+        classes("BaseMoELayer", "upstream/invariant", "experts are refused"),
     ),
 )
 
@@ -1038,6 +1113,7 @@ CONTRACT: tuple[Entry, ...] = (
     *WRAPPER,
     *CONFIG,
     *MIXER,
+    *INVARIANT,
     *DELTA_NET,
     *PLATFORM,
     *GRAPHS,

@@ -20,6 +20,7 @@ class EngineSeam(DynamicInferenceEngine):
 
     _epoch: int | None = None
     _takes_messages = False
+    _most_tokens: int | None = None  # the step's budget, while a round of scheduling runs
 
     def add_request(
         self, request_id: int, prompt: str | list[int] | torch.Tensor, sampling_params: SamplingParams | None = None
@@ -46,6 +47,32 @@ class EngineSeam(DynamicInferenceEngine):
             self._takes_messages = False
         self.messages_taken()
         return messages
+
+    def schedule_chunked_prefill(self) -> None:
+        """See upstream, and `tokens_of_chunk`."""
+        self._most_tokens = self.context.max_tokens
+        try:
+            super().schedule_chunked_prefill()
+        finally:
+            self.context.max_tokens, self._most_tokens = self._most_tokens, None
+
+    def _can_schedule_chunked_prefill(self, req: DynamicInferenceRequest) -> bool:
+        context = self.context
+        if self._most_tokens is not None:
+            context.max_tokens = self._most_tokens
+        if not super()._can_schedule_chunked_prefill(req):
+            return False
+        tokens = self.tokens_of_chunk(req)
+        if tokens is not None and self._most_tokens is not None:
+            # Megatron cuts the chunk to the step's budget: the only size that it takes from outside.
+            context.max_tokens = context.active_token_count + tokens
+        return tokens is None or tokens > 0
+
+    def _find_cg_chunk_size(self, max_chunk_tokens: int) -> int | None:
+        if self.cuts_chunks:
+            return None
+        found: int | None = super()._find_cg_chunk_size(max_chunk_tokens)
+        return found
 
     def _add_request(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:
         return self.accept_request(request)
@@ -90,6 +117,15 @@ class EngineSeam(DynamicInferenceEngine):
     def refuse_request(self, request_id: int) -> None:
         """Refuse a request that can never run; the next step returns it."""
         super()._handle_failed_request(request_id)
+
+    @property
+    def cuts_chunks(self) -> bool:
+        """Whether `tokens_of_chunk` decides where the chunks of a prompt end, and not the sizes of CUDA graphs."""
+        return False
+
+    def tokens_of_chunk(self, request: DynamicInferenceRequest) -> int | None:
+        """Most tokens that the next chunk of a prompt may compute in this step; 0: it waits; None: as many as there is room for."""
+        return None
 
     def may_overlap_steps(self) -> bool:
         """Whether the next forward may launch before the last one's bookkeeping is done."""

@@ -301,6 +301,25 @@ def test_a_load_whose_page_went_to_another_entry_is_a_miss(monkeypatch):
     assert not pools.arena.has_failed(8)
 
 
+def test_the_checksum_of_an_entry_from_behind_goes_back_with_it(monkeypatch):
+    """Also if an earlier store brings older checksums to the host after the entry has arrived there."""
+    tier = SlowTier(0)
+    monkeypatch.setattr(tier, "_dice", Never())
+    pools = Pools("cpu", behind=tier)
+    pools.write(EntryKind.KV, 0, 3.0)
+    pools.arena.carry_out([pools.unit(EntryKind.KV, 0, 0), pools.behind_unit(EntryKind.KV, 0, b"k", take=True)])
+    assert pools.arena.drain(HANG_S)
+    stored = dict(tier.entries)
+    pools.arena.carry_out([pools.behind_unit(EntryKind.KV, 1, b"k", take=False)])
+    pools.arena.carry_out([pools.unit(EntryKind.KV, 3, 1, load_id=7)])
+    assert pools.arena.fetched(7, HANG_S)
+    pools.arena.run_put_off(7)
+    monkeypatch.setattr(pools.arena, "_sums_seen", torch.zeros_like(pools.arena._sums))  # as of before it arrived
+    tier.entries.clear()
+    pools.arena.carry_out([pools.behind_unit(EntryKind.KV, 1, b"k", take=True)])
+    assert pools.arena.drain(HANG_S) and tier.entries == stored
+
+
 @pytest.mark.parametrize("replaced", [False, True])
 def test_pieces_of_two_files_are_no_entry(replaced):
     """The file is replaced between the reads of two pieces; both have the right header."""

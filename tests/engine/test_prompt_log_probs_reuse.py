@@ -13,9 +13,10 @@ import torch
 
 from megatron_hybrid_prefix.index.keys import KeyMaker
 from megatron_hybrid_prefix.index.scores import ScoreTable
-from megatron_hybrid_prefix.mcore.context import scores
+from megatron_hybrid_prefix.mcore.context import context, scores
 from megatron_hybrid_prefix.mcore.engine import engine
 from tests.engine.test_prompt_log_probs import BLOCK, MODES, Reference, Traffic, WrongLogProb, prompt
+from tests.harness.bits import Alone, differing, exact_harness
 from tests.harness.drafts import forced_drafts
 from tests.harness.engine_helpers import greedy, random_tokens
 from tests.harness.selection import mostly_slow
@@ -475,3 +476,17 @@ def test_mutants(tiny, reference, name):
             traffic.add(ending(cut, number), 1, top_n_logprobs=1 + 2 * (number // len(CUTS)))
             traffic.run()
         traffic.check(reference)
+
+
+def test_exact_engines_keep_log_probs_as_the_device_rounded_them(tiny, monkeypatch):
+    """A log-softmax one unit in the last place below the host's, as a GPU's may be: cold prompts have its bits, and hits too."""
+
+    def lower(logits):
+        return torch.log_softmax(logits.float(), -1).nextafter(torch.tensor(-1e30))
+
+    monkeypatch.setattr(context, "log_softmax", lower)
+    harness = exact_harness(tiny)
+    for number in range(3):
+        harness.send(ending(2 * BLOCK, number), count=1, params={"skip_prompt_log_probs": False})
+    assert [request.num_cached_tokens for request in harness.finished.values()] == [0, 2 * BLOCK, 2 * BLOCK]
+    assert differing(harness, Alone(tiny)) == []

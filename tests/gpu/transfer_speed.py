@@ -2,9 +2,9 @@
 
     python tests/gpu/transfer_speed.py [--kv-blocks 32] [--states 1] [--out DIR]
 
-Entries have the sizes of `hybrid-4b`. "launch" is the time that the CPU needs to launch all copies. "beside products" is how much
-longer matrix products take that are launched right afterwards, as a share of the transfer's own time. (A plain copy runs
-before them, on their stream.)
+Entries have the sizes of `hybrid-4b`: 16 KV blocks and states fill about 77 MB. "launch" is the time that the CPU needs to
+launch all copies. "beside products" is how much longer matrix products take that run at the same time, as a share of the
+transfer's own time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_hybrid_prefix.ops.page_copies import copy_pages
+from megatron_hybrid_prefix.ops import page_copies
 from megatron_hybrid_prefix.tiers.arena import HostArena
 from megatron_hybrid_prefix.tiers.pinned import choose_page_bytes
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
@@ -46,6 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kv-blocks", type=int, default=32)
     parser.add_argument("--states", type=int, default=1)
+    parser.add_argument("--programs", type=int, nargs="*", default=[page_copies._PROGRAMS])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = torch.device("cuda")
@@ -119,22 +120,25 @@ def main() -> None:
 
     to_device = row("plain copy to the device", lambda: copy.copy_(host, non_blocking=True))
     to_host = row("plain copy to the host", lambda: host.copy_(copy, non_blocking=True))
-    expected = [tensor.clone() for tensor in (kv, conv, ssm)]
+    expected = [tensor.clone() for own in tensors.values() for tensor in own]
     words = torch.empty(len(pages) // 2, page_bytes // 8, dtype=torch.int64, device=device)
-    single = [[page] for page in pages[: len(words)]]
-    for name, way, plain in (("to the host", True, to_host), ("to the device", False, to_device)):
-        move = partial(copy_pages, words, arena._memory_words(), single, to_host=way)
-        row(f"page by page {name}", move, plain, words.nbytes)
-    row("store", lambda: arena.carry_out(stores), to_host)
-    for tensor in (kv, conv, ssm):
-        tensor.zero_()
-    row("load", lambda: arena.carry_out(loads), to_device)
-    arena.finish()
-    assert not arena.has_failed(1)
-    for tensor, right_one, count in zip(
-        (kv, conv, ssm), expected, (args.kv_blocks, args.states, args.states), strict=True
-    ):
-        assert torch.equal(tensor[:, :count], right_one[:, :count])
+    whole_pages = torch.tensor(pages[: len(words)], device=device)[:, None]
+    for programs in args.programs:
+        page_copies._PROGRAMS = programs
+        for name, way, plain in (("to the host", True, to_host), ("to the device", False, to_device)):
+            move = partial(page_copies.copy_pages, words, arena._memory_words(), whole_pages, to_host=way)
+            row(f"kernel alone {name}, {programs} programs", move, plain, words.nbytes)
+        row(f"store, {programs} programs", lambda: arena.carry_out(stores), to_host)
+        for own in tensors.values():
+            for tensor in own:
+                tensor.zero_()
+        row(f"load, {programs} programs", lambda: arena.carry_out(loads), to_device)
+        arena.finish()
+        assert not arena.has_failed(1)
+        for kind, own, count in zip(tensors, (expected[:1], expected[1:]), (args.kv_blocks, args.states), strict=True):
+            for tensor, right_one in zip(tensors[kind], own, strict=True):
+                assert torch.equal(tensor[:, :count], right_one[:, :count]), kind
+                tensor.copy_(right_one)
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "transfer_speed.json").write_text(json.dumps(rows, indent=1))

@@ -57,6 +57,7 @@ def faults(sass: str) -> list[str]:
             zero.add(target)
         else:
             zero -= {target, f"UR{int(target[2:]) + 1}" if name.endswith(".64") and target[2:].isdigit() else target}
+            zero.add("URZ")
     return found
 
 

@@ -16,6 +16,7 @@ Longer than 400 lines because all calls from megatron arrive in this class; half
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from megatron_hybrid_prefix.mcore.context import reports, rows
 from megatron_hybrid_prefix.mcore.context.admission import Admissions
 from megatron_hybrid_prefix.mcore.context.blocks import HybridPrefixBlockAllocator
 from megatron_hybrid_prefix.mcore.context.decode import DecodedStates
+from megatron_hybrid_prefix.mcore.context.exact import check_exact_config, end_on_grid
 from megatron_hybrid_prefix.mcore.context.loads import RequestLoads
 from megatron_hybrid_prefix.mcore.context.request import PrefixRequest, RequestBook
 from megatron_hybrid_prefix.mcore.context.scores import ScoredPrompts
@@ -45,6 +47,7 @@ from megatron_hybrid_prefix.mcore.state.memory import StateMemory, own_slots
 from megatron_hybrid_prefix.mcore.state.moves import HostMoves, Moves
 from megatron_hybrid_prefix.mcore.state.one_budget import agree_on_layout, one_budget
 from megatron_hybrid_prefix.metrics import PrefixStats
+from megatron_hybrid_prefix.ops.invariant.log_softmax import log_softmax
 from megatron_hybrid_prefix.pool.device import StateSlots
 from megatron_hybrid_prefix.pool.layout import SlotLayout
 from megatron_hybrid_prefix.pool.pages import PageLayout
@@ -85,6 +88,7 @@ class HybridPrefixContext(ContextSeam):
         loads: Loads from the host tier, or None.
         scored: Prompts whose log-probs are wanted, or None without a cache.
         checkpoint_slots: Slots of the cache; the same number on all ranks.
+        may_start: Whether the engine lets a request start now; gets the request.
         next_prompt_token: The prompt token after the latest chunk that did not finish its prompt.
 
     Raises:
@@ -104,6 +108,7 @@ class HybridPrefixContext(ContextSeam):
     next_prompt_token = 0
     prefix_config: HybridPrefixConfig | None = None
     layout: PageLayout | None = None
+    may_start: Callable[[Any], bool] = staticmethod(lambda request: True)
     _admissions: Admissions | None = None
     _decisions: DecisionLog | None = None
     _decodes: DecodedStates | None = None
@@ -127,8 +132,8 @@ class HybridPrefixContext(ContextSeam):
             )
         if prefix is not None:
             _check_exact(model_config)
-        if prefix is not None and prefix.state_dtype is not None:  # the config may be older than these settings
-            state_config = with_state_dtype(state_config, prefix.state_dtype)
+        if prefix is not None and prefix.states_are is not None:  # the config may be older than these settings
+            state_config = with_state_dtype(state_config, prefix.states_are)
             inference_config = dataclasses.replace(inference_config, mamba_inference_state_config=state_config)
         self.prefix_config = prefix
         self._model_states = None if state_config is None else states_of_config(state_config)
@@ -136,6 +141,8 @@ class HybridPrefixContext(ContextSeam):
             self._model_states.check(
                 block_tokens=inference_config.block_size_tokens, cuda_graph_impl=model_config.cuda_graph_impl
             )
+        if prefix is not None and prefix.exact and self._model_states is not None:
+            check_exact_config(prefix, inference_config, self._model_states.quanta)
         self._requests = RequestBook(0.0 if prefix is None else prefix.verify_hits)
         if prefix is not None:
             # Keep megatron from allocating its own cache, and from warning about it.
@@ -197,9 +204,9 @@ class HybridPrefixContext(ContextSeam):
         )
         cache.loads.set_block_routing(self.kv_block_allocator.block_routing.get)
         cache.blocks.set_on_move(self.kv_block_allocator.move_routing)
-        if self.checkpoint_slots and (prefix.decode_checkpoints or self.host_moves is not None):
-            self._decodes = DecodedStates(self, cache, self._note, keep=prefix.decode_checkpoints)
-        self.scored = ScoredPrompts(self, cache)
+        if self.checkpoint_slots and (prefix.caches_answers or self.host_moves is not None):
+            self._decodes = DecodedStates(self, cache, self._note, keep=prefix.caches_answers)
+        self.scored = ScoredPrompts(self, cache, keeps_log_probs=self.is_exact)
         self._admissions = Admissions(self, cache, self._requests, self.scored, self._note)
         if self.moves is not None:
             self.moves.serve(cache)
@@ -219,6 +226,11 @@ class HybridPrefixContext(ContextSeam):
     def coalesces(self) -> bool:
         """Whether requests wait for prefixes that other requests are computing."""
         return self.prefix_config is not None and self.prefix_config.coalesce_prefixes and self.checkpoint_slots > 0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether steps are exact bit for bit (``HybridPrefixConfig.exact``)."""
+        return self.prefix_config is not None and self.prefix_config.exact is not None
 
     @property
     def host_moves(self) -> HostMoves | None:
@@ -365,6 +377,21 @@ class HybridPrefixContext(ContextSeam):
         if length < req.remaining_prompt_length:
             self.next_prompt_token = int(req.remaining_prompt_tokens[length])
 
+    def chunk_on_grid(self, req: DynamicInferenceRequest) -> int | None:
+        """Tokens of the step's budget that the next chunk of a prompt may use, so that it ends on the grid of the scans.
+
+        Returns:
+            None: the chunk is the rest of the prompt. 0: the step has too little room for a chunk.
+        """
+        assert self._model_states is not None
+        length, start = req.remaining_prompt_length, req.finished_chunk_token_count
+        end = start + length
+        if not start:
+            start = self.skipped_tokens_of_chunk(req, length)
+        budget = self.max_tokens - self.active_token_count
+        last = end_on_grid(start=start, budget=budget, end=end, quantum=math.lcm(*self._model_states.quanta))
+        return None if last == end else last - start
+
     def add_beside_chunk(self, req: DynamicInferenceRequest) -> None:
         """Admit a whole prompt while another prompt waits between two chunks; its hidden row moves on by one.
 
@@ -452,6 +479,10 @@ class HybridPrefixContext(ContextSeam):
         if not only_last_token_logits and not self.is_decode_only():
             logits = logits[:, : self.active_token_count]
         return super().calculate_log_probs_tensors(logits, new_tokens, only_last_token_logits, *args, **kwargs)
+
+    def log_probs_of(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """See ContextSeam."""
+        return log_softmax(logits) if self.is_exact else None
 
     def step_sampled(self, logits: torch.Tensor) -> None:
         """Keep what later prompts need of a forward's logits, before megatron computes the log-probs.
@@ -553,6 +584,8 @@ class HybridPrefixContext(ContextSeam):
         """See upstream; with a host tier, preempted requests swap out to the host."""
         if not self.paused_request_count:
             return None
+        if self.is_exact:  # these start over: a prefill of their answer would differ from what their decode computed
+            return super().evict_overflow_paused_requests(*args, **kwargs)
         with self._swap_outs():
             return super().evict_overflow_paused_requests(*args, **kwargs)
 

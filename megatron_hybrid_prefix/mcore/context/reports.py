@@ -56,11 +56,12 @@ def policy_report(context: Any, prefix: HybridPrefixConfig) -> str:
     """What is kept and what is evicted, in one line. Arguments as in `memory_report`."""
     interval = prefix.retention_interval_tokens
     every = "by the length of a prompt" if interval is None else f"every {interval} tokens" if interval else "off"
-    switches = (("decode", prefix.decode_checkpoints), ("coalescing", context.coalesces))
+    switches = (("decode", prefix.caches_answers), ("coalescing", context.coalesces))
     return (
         f"prefix cache: blocks of {context.block_size_tokens} tokens, SSM chunks of {context.mamba_chunk_size}; intervals {every}, "
         + ", ".join(f"{name} {'on' if on else 'off'}" for name, on in switches)
-        + f"; eviction {prefix.eviction_policy}"
+        + f"; eviction {prefix.eviction_policy}; "
+        + ("hits equal misses bit for bit" if context.is_exact else "hits equal misses up to rounding")
     )
 
 

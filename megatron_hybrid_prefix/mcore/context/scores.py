@@ -3,7 +3,7 @@
 Requests that want the log-probs of their prompt compute them anyway, and megatron brings them to the host at the end of the
 step. They are kept in the cache (``index/scores.py``), beside the blocks that the step published. Only the next logits of
 boundaries are copied for this, in the stream of the forward, before megatron's own copy. So nothing waits for them, and steps
-without such requests copy nothing.
+without such requests copy nothing. Where bits have to be equal, their log-probs are kept instead: the host would round others.
 """
 
 from __future__ import annotations
@@ -71,16 +71,19 @@ class ScoredPrompt:
         tokens: (tokens,) int64 on the host.
         top_n: Likeliest tokens wanted per position.
         admission: Its admission.
+        keeps_log_probs: As of `ScoredPrompts`.
 
     Attributes:
         chain: See above.
         top_n: See above.
-        next_logits: Captured ones by position, (vocabulary,) on the host. Valid once the step's log-probs are.
+        next_logits: Captured ones, or log-probs, by position, (vocabulary,) on the host. Valid once the step's log-probs are.
         promises: What the last step promised.
     """
 
-    def __init__(self, chain: KeyChain, tokens: torch.Tensor, top_n: int, admission: Admission) -> None:
-        self.chain, self.top_n = chain, top_n
+    def __init__(
+        self, chain: KeyChain, tokens: torch.Tensor, top_n: int, admission: Admission, *, keeps_log_probs: bool
+    ) -> None:
+        self.chain, self.top_n, self._keeps_log_probs = chain, top_n, keeps_log_probs
         self._tokens, self._resume, self._kept = tokens, admission.resume_tokens, admission.scores
         self.next_logits: dict[int, torch.Tensor] = {}
         self.promises: list[Promise] = []
@@ -112,7 +115,9 @@ class ScoredPrompt:
                     (scores.top_values[at : at + self.top_n].tolist(), scores.top_ids[at : at + self.top_n].tolist())
                     for at in starts
                 )
-        after = kept[-1].value.float().log_softmax(-1)
+        after = kept[-1].value
+        if not self._keeps_log_probs:
+            after = after.float().log_softmax(-1)
         best = after.topk(self.top_n)
         values, ids = best.values.tolist(), best.indices.tolist()
         own = float(after[int(self._tokens[self._resume])])
@@ -161,16 +166,17 @@ class ScoredPrompts:
     Args:
         context: The context.
         cache: Its cache.
+        keeps_log_probs: Whether `ContextSeam.log_probs_of` computes log-probs, which are then kept in place of next logits.
     """
 
-    def __init__(self, context: ContextSeam, cache: HybridPrefixCache) -> None:
-        self._context, self._cache = context, cache
+    def __init__(self, context: ContextSeam, cache: HybridPrefixCache, *, keeps_log_probs: bool = False) -> None:
+        self._context, self._cache, self._keeps_log_probs = context, cache, keeps_log_probs
         self._published: dict[int, ScoredPrompt] = {}  # prompts of the last forward, by request id
 
     def begin(self, known: PrefixRequest, tokens: torch.Tensor, admission: Admission) -> None:
         """A request that wants the log-probs of its prompt is admitted."""
         assert known.top_n is not None
-        known.scored = ScoredPrompt(known.chain, tokens, known.top_n, admission)
+        known.scored = ScoredPrompt(known.chain, tokens, known.top_n, admission, keeps_log_probs=self._keeps_log_probs)
 
     def capture(self, requests: Iterable[PrefixRequest], logits: torch.Tensor) -> None:
         """Begin to copy the next logits that this forward adds. Call it before megatron copies the step's log-probs.
@@ -191,12 +197,15 @@ class ScoredPrompts:
             return
         first = self._first_tokens()
         count = sum(len(positions) for _, _, positions in wanted)
-        copies = iter(torch.empty((count, logits.shape[-1]), dtype=logits.dtype, pin_memory=logits.is_cuda))
+        dtype = torch.float32 if self._keeps_log_probs else logits.dtype
+        copies = iter(torch.empty((count, logits.shape[-1]), dtype=dtype, pin_memory=logits.is_cuda))
         for scored, plan, positions in wanted:
             for position in positions:
                 own = scored.next_logits[position] = next(copies)
                 # Views alone: an index made on the host would be copied to the device.
-                own.copy_(logits[0, first[plan.request_id] + position - 1 - plan.start_tokens], non_blocking=True)
+                row = logits[0, first[plan.request_id] + position - 1 - plan.start_tokens]
+                log_probs = self._context.log_probs_of(row[None])
+                own.copy_(row if log_probs is None else log_probs[0], non_blocking=True)
 
     def publish(self, known: PrefixRequest, plan: StepPlan, *, cached: bool) -> None:
         """A request's forward succeeded. Promise the log-probs of the blocks that it filled.

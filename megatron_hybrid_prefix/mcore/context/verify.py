@@ -28,6 +28,7 @@ def verify_plan(context: Any, plan: StepPlan) -> None:
         plan: The plan of one request in that forward.
     """
     cache = context.prefix_cache
+    difference = _differing_bits if context.is_exact else _relative_difference
     for checkpoint in plan.checkpoints:
         if checkpoint.reason != CheckpointReason.VERIFY:
             continue
@@ -36,7 +37,7 @@ def verify_plan(context: Any, plan: StepPlan) -> None:
         if kept_slot is None:
             continue  # evicted meanwhile
         differences = {
-            name: _difference(tensor[:, checkpoint.slot], tensor[:, kept_slot])
+            name: difference(tensor[:, checkpoint.slot], tensor[:, kept_slot])
             for name, tensor in context.state_pool.tensors.items()
         }
         own = cache.inspect.block_ids(plan.request_id)
@@ -45,7 +46,7 @@ def verify_plan(context: Any, plan: StepPlan) -> None:
         if pairs:
             fresh, kept = (torch.tensor(ids, device=context.memory_buffer.device) for ids in zip(*pairs, strict=True))
             block_dim = context.memory_buffer.dim() - (3 if context.cache_mla_latent else 4)
-            differences["kv"] = _difference(
+            differences["kv"] = difference(
                 context.memory_buffer.index_select(block_dim, fresh),
                 context.memory_buffer.index_select(block_dim, kept),
             )
@@ -53,14 +54,22 @@ def verify_plan(context: Any, plan: StepPlan) -> None:
         cache.count_verification(bool(wrong))
         if wrong:
             logger.warning(
-                "request %d: the cache for its first %d tokens differs from recomputing them; relative difference %s",
+                "request %d: the cache for its first %d tokens differs from recomputing them; %s %s",
                 plan.request_id,
                 checkpoint.position_tokens,
+                "share of values with other bits" if context.is_exact else "relative difference",
                 ", ".join(f"{name} {value:.1e}" for name, value in wrong.items()),
             )
 
 
-def _difference(fresh: torch.Tensor, kept: torch.Tensor) -> tuple[float, float]:
+def _differing_bits(fresh: torch.Tensor, kept: torch.Tensor) -> tuple[float, float]:
+    """Share of the values whose bits differ, and the largest that is right: none."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[fresh.element_size()]
+    differ = fresh.view(integers) != kept.view(integers)
+    return float(differ.sum()) / max(1, differ.numel()), 0.0
+
+
+def _relative_difference(fresh: torch.Tensor, kept: torch.Tensor) -> tuple[float, float]:
     """Relative difference, and the largest that rounding explains."""
     if not fresh.numel():
         return 0.0, 0.0  # a pipeline stage without recurrent layers

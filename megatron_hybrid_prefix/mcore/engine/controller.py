@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,8 @@ _LOG_PROB_FIELDS = ("return_log_probs", "skip_prompt_log_probs", "top_n_logprobs
 class HybridPrefixController(ControllerSeam):
     """Megatron's controller, for this package's engine."""
 
-    # Requests with sampling options of this package, see `RowSource`. The engine sets both.
+    # What `RowSource` says. The engine sets all three.
+    replays: Mapping[int, Sequence[int]] = MappingProxyType({})
     row_options: Mapping[int, SamplingOptions] = MappingProxyType({})
     record_of: Callable[[int], DynamicInferenceRequestRecord]
 

@@ -19,6 +19,7 @@ from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.layers.kinds import invalidate_layers, use_slot_mixers
 from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
 from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
+from megatron_hybrid_prefix.mcore.engine.exact import Replays, make_exact
 from megatron_hybrid_prefix.mcore.engine.log_probs import StepLogProbs, add_cached, cut_to_tokens, keep_log_probs
 from megatron_hybrid_prefix.mcore.engine.no_cache import NoCache
 from megatron_hybrid_prefix.mcore.engine.record import RequestRecord, forget_chunks, whole_answer
@@ -75,8 +76,12 @@ class HybridPrefixEngine(EngineSeam):
         self._scheduling = PrefixScheduling(self, context) if self._has_cache else None
         self.removals = Removals(self, self._cached)
         self._row_options: dict[int, SamplingOptions] = {}  # of unfinished requests that have some
+        self._replays = Replays(self)
+        if self._is_exact:
+            make_exact(controller)
+            context.may_start = self._replays.may_start
         if isinstance(controller, HybridPrefixController):
-            controller.row_options = self._row_options
+            controller.row_options, controller.replays = self._row_options, self._replays.answers
             controller.record_of = lambda request_id: self.requests[request_id].record
         super().__init__(controller, context)
         if self._has_cache and context.host_moves is not None:
@@ -87,6 +92,7 @@ class HybridPrefixEngine(EngineSeam):
         super().reset()
         self.removals.clear()
         self._row_options.clear()
+        self._replays.answers.clear()
         context = self.context
         context.prefix_cache_hits = context.prefix_cache_blocks_matched = 0
         context.prefix_cache_prefill_computed_tokens = context.prefix_cache_prefill_skipped_tokens = 0
@@ -234,6 +240,7 @@ class HybridPrefixEngine(EngineSeam):
         entry = self.requests[request_id]
         if not isinstance(entry.record, RequestRecord):
             entry.record = RequestRecord(requests=entry.record.requests, latency=entry.record.latency)
+            entry.record.replays = self._replays.answers if self._is_exact else None
 
     def _refuse_if_never_active(self, request: DynamicInferenceRequest) -> None:
         # Megatron checks against all blocks. A request that needs more than the active blocks would stay paused forever.
@@ -390,11 +397,27 @@ class HybridPrefixEngine(EngineSeam):
                 cut_to_tokens(record)  # log-probs of a stop word that ended the request
         self.removals.requeue(restarting)
         self.removals.forget_finished()
-        for request_id in [each for each in self._row_options if each not in self.requests]:
-            del self._row_options[request_id]
+        for by_id in (self._row_options, self._replays.answers):
+            for request_id in [each for each in by_id if each not in self.requests]:
+                del by_id[request_id]
         if evict_request_ids is not None and self._scheduling is not None:
             self._scheduling.note_preempted(evict_request_ids.tolist())
         return result
+
+    # -- exactness -----------------------------------------------------------------------------------------------------
+
+    @property
+    def cuts_chunks(self) -> bool:
+        """See the seam."""
+        return self._is_exact
+
+    def tokens_of_chunk(self, request: DynamicInferenceRequest) -> int | None:
+        """See the seam: where bits have to be equal, chunks end on the grid of the scans."""
+        return self.context.chunk_on_grid(request) if self._is_exact else None
+
+    @property
+    def _is_exact(self) -> bool:
+        return self._has_cache and bool(self._cached.is_exact)
 
     # -- weights -------------------------------------------------------------------------------------------------------
 

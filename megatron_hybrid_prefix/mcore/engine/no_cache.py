@@ -10,6 +10,7 @@ class NoCache:
 
     loads_wait = False
     scored = None
+    is_exact = False
 
     def prefix_request(self, req: Any) -> None:
         """Make no keys."""

@@ -10,11 +10,22 @@ from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest, Dynam
 
 
 class RequestRecord(DynamicInferenceRequestRecord):
-    """A request's record; on preemption it keeps what megatron's record drops."""
+    """A request's record; on preemption it keeps what megatron's record drops.
+
+    Attributes:
+        replays: If set, a preempted request computes only its prompt again, and then decodes its answer again, whose tokens go
+            here by request id. Otherwise it prefills both.
+    """
+
+    replays: dict[int, Sequence[int]] | None = None
 
     def checkpoint(self, tokenizer: Any = None) -> None:
         """See upstream. Keeps attributes of the sampling parameters, stop words and cache settings; merging works."""
         old = self[-1]
+        if self.replays is not None and old.generated_tokens:
+            # A request that is preempted while it replays has more tokens there.
+            self.replays[old.request_id] = max(self.replays.get(old.request_id, ()), old.generated_tokens, key=len)
+            old.generated_tokens = []
         super().checkpoint(tokenizer)
         new = self[-1]
         for name, value in vars(old.sampling_params).items():

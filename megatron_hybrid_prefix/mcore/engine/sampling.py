@@ -53,10 +53,12 @@ class RowSource(Protocol):
     """What `RowSampling` asks: `HybridPrefixController`.
 
     Attributes:
+        replays: Answers of requests that decode them again, by request id.
         row_options: Options of the requests that have some, by request id; megatron samples all others.
         record_of: The record of the request with an id.
     """
 
+    replays: Mapping[int, Sequence[int]]
     row_options: Mapping[int, SamplingOptions]
     record_of: Callable[[int], DynamicInferenceRequestRecord]
 
@@ -77,11 +79,16 @@ class RowSampling(SamplingSeam):
     @property
     def samples_rows(self) -> bool:
         """See the seam."""
-        return bool(self._source.row_options)
+        return bool(self._source.row_options or self._source.replays)
 
     def sampled(self, logits: torch.Tensor, tokens: torch.Tensor, request_ids: list[int]) -> None:
         """See the seam."""
         for row, request_id in enumerate(request_ids):
+            replay = self._source.replays.get(request_id, ())
+            at = len(self._source.record_of(request_id)[-1].generated_tokens) if replay else 0
+            if at < len(replay):
+                tokens[row] = replay[at]
+                continue
             options = self._source.row_options.get(request_id)
             if options is not None:
                 request = RowRequest.of(self._source.record_of(request_id), options)

@@ -130,8 +130,8 @@ def _inference_config(model: Any, prefix: HybridPrefixConfig | None, fields: dic
         values |= HOST_DEFAULTS
     values |= fields
     state = values["mamba_inference_state_config"]
-    if prefix is not None and prefix.state_dtype is not None and state is not None:
-        values["mamba_inference_state_config"] = with_state_dtype(state, prefix.state_dtype)
+    if prefix is not None and prefix.states_are is not None and state is not None:
+        values["mamba_inference_state_config"] = with_state_dtype(state, prefix.states_are)
     if values.get("max_tokens") is not None:
         # Upstream pads a step to a multiple of its size unit, and asserts that the result is at most max_tokens.
         tp = model.config.tensor_model_parallel_size

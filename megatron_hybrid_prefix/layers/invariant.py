@@ -1,0 +1,254 @@
+"""Layers whose rows do not depend on each other, for ``HybridPrefixConfig(exact="bits")``.
+
+`use_invariant_layers` puts mixins before the classes of a model's layers, in place. A mixin computes as megatron does unless
+`scope.is_on`: the model's own mixin turns the scope on while it runs a step of a context that ``is_exact``. So engines with and
+without the mode may share a model.
+
+The recurrent layers need no mixin: their chunks lie on the absolute token grid, and their operations are invariant to the rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megatron_hybrid_prefix.ops.elementwise import sigmoid, silu
+from megatron_hybrid_prefix.ops.invariant import scope
+from megatron_hybrid_prefix.ops.invariant.attention import attend_paged
+from megatron_hybrid_prefix.ops.invariant.linear import linear
+from megatron_hybrid_prefix.ops.invariant.norm import rms_norm
+from megatron_hybrid_prefix.ops.invariant.reduce import sum_over_ranks
+from megatron_hybrid_prefix.upstream.invariant import (
+    MLP,
+    BaseMoELayer,
+    ColumnParallelLinear,
+    HybridModel,
+    ProductSeam,
+    RowParallelLinear,
+    SelfAttention,
+    SelfAttentionSeam,
+)
+
+
+class InvariantModel:
+    """Mixin before a ``HybridModel``: turns the scope on for steps of an exact context."""
+
+    def forward(self, *args: Any, inference_context: Any = None, **kwargs: Any) -> Any:
+        """See upstream."""
+        with scope.invariant(bool(getattr(inference_context, "is_exact", False))):
+            # The class after this mixin has it.
+            return super().forward(*args, inference_context=inference_context, **kwargs)  # type: ignore[misc]
+
+
+class InvariantColumns(ProductSeam):
+    """Mixin before a ``ColumnParallelLinear``."""
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+        """See ProductSeam."""
+        return linear(x, weight) if scope.is_on() else None
+
+
+class InvariantRows:
+    """Mixin before a ``RowParallelLinear``: adds the ranks' products in the order of the ranks."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    skip_bias_add: bool
+    tp_group: Any
+
+    def forward(self, input_: torch.Tensor) -> Any:
+        """See upstream."""
+        if not scope.is_on():
+            return super().forward(input_)  # type: ignore[misc]  # the class after this mixin has it
+        output = sum_over_ranks(linear(input_, self.weight), self.tp_group)
+        if self.bias is None or self.skip_bias_add:
+            return output, self.bias
+        return output + self.bias, None
+
+
+class InvariantNorm:
+    """Mixin before a ``torch.nn.RMSNorm``."""
+
+    weight: torch.nn.Parameter
+    eps: float | None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See torch."""
+        if scope.is_on():
+            return rms_norm(x, self.weight, torch.finfo(x.dtype).eps if self.eps is None else self.eps)
+        output: torch.Tensor = super().forward(x)  # type: ignore[misc]  # the class after this mixin has it
+        return output
+
+
+class InvariantAttention(SelfAttentionSeam):
+    """Mixin before a ``SelfAttention``. On a GPU, flash-attention with one split is invariant by itself."""
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        starts: torch.Tensor,
+        lengths: torch.Tensor,
+        block_table: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """See SelfAttentionSeam."""
+        if q.is_cuda or not scope.is_on():
+            return None
+        return attend_paged(
+            q,
+            k,
+            v,
+            starts=starts.tolist(),
+            lengths=lengths.tolist(),
+            block_table=block_table,
+            scale=q.shape[-1] ** -0.5,
+        )
+
+    def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor | None:
+        """See SelfAttentionSeam."""
+        if x.is_cuda or not scope.is_on():
+            return None
+        return (x * sigmoid(gate.reshape(x.shape).float())).to(x.dtype)
+
+
+class InvariantMLP:
+    """Mixin before an ``MLP``. On a GPU, PyTorch's activations round alike everywhere in a tensor."""
+
+    config: Any
+    linear_fc1: Any
+    linear_fc2: Any
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """See upstream."""
+        if hidden_states.is_cuda or not self.config.gated_linear_unit or not scope.is_on():
+            # The class after this mixin has it.
+            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+        gate, values = self.linear_fc1(hidden_states)[0].chunk(2, dim=-1)
+        return self.linear_fc2(silu(gate) * values)
+
+
+class InvariantHybridModel(InvariantModel, HybridModel):
+    """Megatron's ``HybridModel``."""
+
+
+class InvariantColumnParallelLinear(InvariantColumns, ColumnParallelLinear):
+    """Megatron's ``ColumnParallelLinear``."""
+
+
+class InvariantRowParallelLinear(InvariantRows, RowParallelLinear):
+    """Megatron's ``RowParallelLinear``."""
+
+
+class InvariantRMSNorm(InvariantNorm, torch.nn.RMSNorm):
+    """PyTorch's ``RMSNorm``."""
+
+
+class InvariantSelfAttention(InvariantAttention, SelfAttention):
+    """Megatron's ``SelfAttention``."""
+
+
+class InvariantGatedMLP(InvariantMLP, MLP):
+    """Megatron's ``MLP``."""
+
+
+_MIXINS: dict[type, type] = {
+    HybridModel: InvariantModel,
+    ColumnParallelLinear: InvariantColumns,
+    RowParallelLinear: InvariantRows,
+    torch.nn.RMSNorm: InvariantNorm,
+    SelfAttention: InvariantAttention,
+    MLP: InvariantMLP,
+}
+# The class with the mixin of each class of a module; more are made for subclasses, as models have them.
+_DERIVED: dict[type, type] = {
+    HybridModel: InvariantHybridModel,
+    ColumnParallelLinear: InvariantColumnParallelLinear,
+    RowParallelLinear: InvariantRowParallelLinear,
+    torch.nn.RMSNorm: InvariantRMSNorm,
+    SelfAttention: InvariantSelfAttention,
+    MLP: InvariantGatedMLP,
+}
+_ORIGINALS = {derived: original for original, derived in _DERIVED.items()}
+
+
+def use_invariant_layers(model: torch.nn.Module) -> int:
+    """Put the mixins on a built model, in place. Weights, training and other engines do not change.
+
+    Returns:
+        How many modules changed; 0 if all had their mixin.
+    """
+    changed = 0
+    for module in model.modules():
+        original = type(module)
+        mixin = next((mixin for base, mixin in _MIXINS.items() if isinstance(module, base)), None)
+        if mixin is None or original in _ORIGINALS:
+            continue
+        if original not in _DERIVED:
+            derived = type(f"Invariant{original.__name__}", (mixin, original), {"__doc__": original.__doc__})
+            _DERIVED[original], _ORIGINALS[derived] = derived, original
+        module.__class__ = _DERIVED[original]
+        changed += 1
+    return changed
+
+
+def drop_invariant_layers(model: torch.nn.Module) -> int:
+    """Undo `use_invariant_layers`; returns how many modules changed."""
+    changed = 0
+    for module in model.modules():
+        original = _ORIGINALS.get(type(module))
+        if original is not None:
+            module.__class__ = original
+            changed += 1
+    return changed
+
+
+def invariant_problem(model: torch.nn.Module) -> str | None:
+    """Why a model's steps cannot be exact bit for bit, in one line; None: they can."""
+    config: Any = next((m.config for m in model.modules() if isinstance(m, HybridModel)), None)
+    if config is None:
+        return "the model is no HybridModel"
+    found = _problem_of_config(config) or _problem_of_modules(model)
+    if found is None and next(model.parameters()).is_cuda:
+        from megatron_hybrid_prefix.layers.invariant_cuda import cuda_problem
+
+        found = cuda_problem(model)
+    return found
+
+
+def _problem_of_config(config: Any) -> str | None:
+    checks: tuple[tuple[bool, str], ...] = (
+        (bool(config.num_moe_experts), "how many rows an expert gets depends on the batch; experts are not covered"),
+        (bool(config.mtp_num_layers), "drafted tokens are not covered; use a model without multi-token prediction"),
+        (bool(config.sequence_parallel), "sequence_parallel adds ranks in the order of the network; turn it off"),
+        (config.context_parallel_size > 1, "context_parallel_size above 1 is not covered"),
+        (bool(config.multi_latent_attention), "multi-latent attention is not covered"),
+        (config.window_size is not None, "window_size (sliding-window attention) is not covered"),
+        (config.softmax_type != "vanilla", f"softmax_type={config.softmax_type!r} is not covered"),
+        (bool(config.fp8 or config.fp4), "fp8 and fp4 are not covered"),
+        (
+            config.gated_linear_unit and config.activation_func is not F.silu,
+            "of gated activations only SiLU is covered",
+        ),
+        (config.activation_func is F.gelu, "the activation GELU is not covered"),
+        (
+            config.activation_func_clamp_value is not None or bool(config.glu_linear_offset),
+            "activation_func_clamp_value and glu_linear_offset are not covered",
+        ),
+    )
+    return next((message for applies, message in checks if applies), None)
+
+
+def _problem_of_modules(model: torch.nn.Module) -> str | None:
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("transformer_engine") or "TE" in type(module).__name__[:2]:
+            return f"{name} is of Transformer Engine; build the model with transformer_impl='local'"
+        if isinstance(module, BaseMoELayer):
+            return f"{name} has experts, which are not covered"
+        if isinstance(module, torch.nn.Linear):
+            return f"{name} is a plain torch.nn.Linear, which is not covered"
+        if isinstance(module, RowParallelLinear) and not module.input_is_parallel:
+            return f"{name} scatters its input, which is not covered"
+    return None

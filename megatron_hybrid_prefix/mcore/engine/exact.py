@@ -1,0 +1,71 @@
+"""What ``exact="bits"`` changes in an engine: the layers of its model, and how preempted requests go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from megatron_hybrid_prefix.arithmetic import ceil_div
+from megatron_hybrid_prefix.layers.invariant import invariant_problem, use_invariant_layers
+from megatron_hybrid_prefix.upstream.blocks import block_counts
+from megatron_hybrid_prefix.upstream.engine import EngineSeam
+from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest, TextGenerationController
+
+
+def make_exact(controller: TextGenerationController) -> None:
+    """Puts invariant layers on the controller's model.
+
+    Raises:
+        ValueError: The model, or this machine, cannot compute so.
+    """
+    model = controller.inference_wrapped_model.model
+    problem = invariant_problem(model)
+    if problem is not None:
+        raise ValueError(f"exact='bits': {problem}")
+    use_invariant_layers(model)
+    if next(model.parameters()).is_cuda:
+        from megatron_hybrid_prefix.layers.invariant_cuda import pin_kernels
+
+        pin_kernels()
+
+
+class Replays:
+    """Preempted requests: each computes its prompt again, and then decodes its answer again.
+
+    A prefill of the answer would round differently from the decode that computed it. A request that replays must not be
+    preempted a second time, or two requests could preempt each other forever. So it starts, and others start beside it, only
+    if all of them have room up to their ends.
+
+    Args:
+        engine: The engine.
+
+    Attributes:
+        answers: Tokens of each request's answer, by request id.
+    """
+
+    def __init__(self, engine: EngineSeam) -> None:
+        self._engine = engine
+        self.answers: dict[int, Sequence[int]] = {}
+
+    def may_start(self, request: DynamicInferenceRequest) -> bool:
+        """Whether the request may start now, as far as replays are concerned."""
+        if not self.answers:
+            return True
+        context = self._engine.context
+        running = {*context.request_ids[: context.total_request_count].tolist(), context.chunked_prefill_request_id} - {
+            -1
+        }
+        together = running | {request.request_id}
+        if not running or together.isdisjoint(self.answers):
+            return True
+        return self._fit(self._engine.get_request(request_id) for request_id in together)
+
+    def _fit(self, requests: Iterable[DynamicInferenceRequest]) -> bool:
+        context = self._engine.context
+        needed = [
+            ceil_div(
+                len(request.prompt_tokens) + request.sampling_params.num_tokens_to_generate, context.block_size_tokens
+            )
+            for request in requests
+        ]
+        within_active = sum(needed) <= block_counts(context.kv_block_allocator).active
+        return within_active and context.prefix_cache.blocks.fit_together(needed)

@@ -1,0 +1,268 @@
+"""``exact="bits"``: random requests have the bits that they have alone, and everything that would spoil this is noticed."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import pytest
+import torch
+
+from megatron_hybrid_prefix import HybridPrefixConfig
+from megatron_hybrid_prefix.layers.grid import ChunkGrid
+from megatron_hybrid_prefix.layers.invariant import drop_invariant_layers, use_invariant_layers
+from megatron_hybrid_prefix.mcore.context.exact import end_on_grid
+from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
+from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
+from tests.harness.bits import Alone, BitsTraffic, bits, differing, exact_harness
+from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
+from tests.harness.selection import mostly_slow
+
+
+@pytest.fixture(scope="module")
+def both_kinds(platform):
+    """Mamba2 and Gated DeltaNet, rotary positions, gated attention and norms of its heads."""
+    config = get_preset(
+        "tiny-gdn",
+        layer_pattern="MG*-",
+        rotary_base=10_000,
+        rotary_fraction=0.5,
+        attention_output_gate=True,
+        qk_norm=True,
+    )
+    return build_hybrid_model(config, seed=0, platform=platform)
+
+
+def everything(model) -> EngineHarness:
+    """An engine that has cut a prompt into chunks, skipped tokens, gone on with an answer, and preempted requests.
+
+    Blocks of 96 tokens are no whole chunks of the scan, so computed spans begin inside of a chunk.
+    """
+    harness = exact_harness(
+        model,
+        block_size_tokens=96,
+        blocks=7,
+        slots=6,
+        enable_chunked_prefill=True,
+        max_tokens=320,
+        async_sched_mode="async",
+    )
+    harness.context.max_tokens = 300
+    prompt = tokens(0, 400, seed=1)
+    harness.send(prompt, count=2)
+    harness.send(prompt + tokens(0, 31, seed=2), count=2)
+    answered = harness.send(prompt[:180], count=16)
+    harness.send(prompt[:180] + list(answered.generated_tokens) + tokens(0, 9, seed=3), count=2)
+    harness.send(*(tokens(0, 180, seed=seed) for seed in range(4, 8)), count=16)
+    return harness
+
+
+def test_chunks_hits_turns_batches_and_preempted_requests_have_the_bits_of_a_request_alone(tiny):
+    harness = everything(tiny)
+    assert harness.engine.evicted_request_count > 0
+    assert [harness.finished[number].num_cached_tokens for number in (1, 2, 3, 4)] == [0, 384, 0, 96]
+    assert differing(harness, Alone(tiny, block_size_tokens=96)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", ["tiny", "tiny_gdn", "both_kinds"])
+def test_random_requests(request, name, seed):
+    model = request.getfixturevalue(name)
+    traffic = BitsTraffic(model, seed, 200 if seed == 0 else 40)
+    traffic.run()
+    assert traffic.harness.context.prefix_stats().reused_tokens > 0
+    assert traffic.differing() == []
+
+
+@pytest.mark.slow
+def test_random_requests_in_one_memory(both_kinds, monkeypatch):
+    monkeypatch.setattr(EngineHarness, "one_memory", True)
+    traffic = BitsTraffic(both_kinds, 11, 60)
+    traffic.run()
+    assert traffic.differing() == []
+
+
+@pytest.mark.slow
+def test_whole_and_half_of_a_prompt_from_the_host(tiny):
+    """A prompt of 5 blocks: all from the device, all from the host, and 2 blocks from the device and the rest from the host."""
+    harness = exact_harness(tiny, slots=3, blocks=16, host_gb=0.05, max_requests=2)
+    prompt, alone = tokens(5, 3, seed=5), Alone(tiny)
+    sources = set()
+    for turn in range(12):
+        harness.send(prompt[: (2 if turn % 3 == 1 else 5) * BLOCK + 3], count=3)
+        sources.add(harness.context.prefix_stats().reused_tokens_host > 0)
+        if turn % 2:
+            harness.send(tokens(6, 9, seed=100 + turn), tokens(6, 8, seed=200 + turn), count=2)  # evicts
+    stats = harness.context.prefix_stats()
+    assert stats.reused_tokens_host and stats.reused_tokens_device
+    assert differing(harness, alone) == []
+
+
+# -- what would spoil it -------------------------------------------------------------------------------------------------
+
+
+def bf16_states(monkeypatch):
+    monkeypatch.setattr(HybridPrefixConfig, "states_are", "bfloat16")
+
+
+def a_grid_that_starts_at_the_span(monkeypatch):
+    def ends(self, start, end):
+        found = [start]
+        while found[-1] < end:
+            next_block = found[-1] - found[-1] % self.block_tokens + self.block_tokens
+            found.append(min(found[-1] + self.chunk_tokens, next_block, end))
+        return found[1:]
+
+    monkeypatch.setattr(ChunkGrid, "ends", ends)
+
+
+def chunks_that_end_anywhere(monkeypatch):
+    monkeypatch.setattr(HybridPrefixEngine, "tokens_of_chunk", lambda self, request: None)
+
+
+def cached_answers(monkeypatch):
+    monkeypatch.setattr(HybridPrefixConfig, "caches_answers", True)
+
+
+def prefilled_answers(monkeypatch):
+    monkeypatch.setattr(HybridPrefixEngine, "_use_own_record", lambda self, request_id: None)
+
+
+SPOILED = {  # and the requests of `everything` that it changes
+    bf16_states: {2},
+    a_grid_that_starts_at_the_span: {2},
+    chunks_that_end_anywhere: {1},
+    cached_answers: {4},
+    prefilled_answers: {5, 6, 7, 8},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spoil", SPOILED)
+def test_what_spoils_bits_is_noticed(tiny, monkeypatch, spoil):
+    alone = Alone(tiny, block_size_tokens=96)
+    spoil(monkeypatch)
+    assert SPOILED[spoil].intersection(differing(everything(tiny), alone))
+
+
+def test_a_product_of_blas_is_noticed(tiny):
+    alone, harness = Alone(tiny), exact_harness(tiny)
+    product = next(module for name, module in tiny.named_modules() if name.endswith("linear_fc2"))
+    drop_invariant_layers(product)
+    harness.send(tokens(0, 30, seed=1), tokens(0, 41, seed=2), count=3)
+    use_invariant_layers(tiny)
+    assert differing(harness, alone)
+
+
+# -- verify_hits ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("places", mostly_slow((2, 100), 2))
+def test_verify_hits_finds_every_flipped_bit(tiny, places, caplog):
+    """One bit of one value of a stored state or of its KV, anywhere."""
+    harness = exact_harness(tiny, verify_hits=1.0, slots=8)
+    prompt, dice = tokens(2, 5, seed=1), random.Random(0)
+    harness.send(prompt, count=1)
+    harness.send(prompt, count=1)  # right
+    stats = harness.context.prefix_stats
+    assert (stats().verified_hits, stats().verify_mismatches) == (1, 0)
+    for flipped in range(1, places + 1):
+        (node,) = harness.cache.inspect.nodes_with_state()
+        stored = [tensor[:, node.slot] for tensor in harness.context.state_pool.tensors.values()]
+        stored.append(
+            harness.context.memory_buffer[:, :, node.block_id]
+        )  # the cache takes the KV that was computed last
+        values = stored[flipped % len(stored)].view(torch.int32)
+        place = tuple(dice.randrange(size) for size in values.shape)
+        bit = 1 << dice.randrange(31)
+        values[place] ^= bit
+        harness.send(prompt, count=1)
+        values[place] ^= bit
+        assert (stats().verified_hits, stats().verify_mismatches) == (1 + flipped, flipped)
+    assert "share of values with other bits" in caplog.text
+
+
+# -- settings ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("quantum", "start", "budget", "end", "expected"),
+    [
+        (128, 0, 500, 400, 400),  # the rest fits
+        (128, 0, 300, 400, 256),
+        (128, 64, 300, 1000, 256),  # 364 is inside of a chunk
+        (128, 256, 100, 1000, 256),  # no room for a chunk
+        (128, 0, 256, 257, 128),  # megatron leaves no single token
+        (64, 96, 64, 1000, 128),
+    ],
+)
+def test_where_a_chunk_of_a_prompt_ends(quantum, start, budget, end, expected):
+    assert end_on_grid(start=start, budget=budget, end=end, quantum=quantum) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"state_dtype": "bfloat16"}, "exact='bits' needs state_dtype='float32', not 'bfloat16'"),
+        ({"shared": "file:///x?gb=1", "host_gb": 1}, "exact='bits' does not go with shared: what is there may"),
+        ({"exact": "roughly"}, "exact='roughly': must be 'bits', or None"),
+    ],
+)
+def test_settings_are_checked(fields, message):
+    with pytest.raises(ValueError, match=message):
+        HybridPrefixConfig(**{"mamba_gb": 0.1, "exact": "bits"} | fields)
+
+
+def test_what_does_not_go_with_it_is_refused_in_one_line(tiny, tiny_mixed, tiny_mtp):
+    cases = (
+        (tiny_mixed, {}, "experts are not covered"),
+        (tiny_mtp, {}, "drafted tokens are not covered"),
+        (tiny_mtp, {"num_speculative_tokens": 2}, "does not go with num_speculative_tokens=2; use 0"),
+        (tiny, {"logprobs_mode": "processed_logprobs"}, "does not go with logprobs_mode='processed_logprobs'"),
+        (tiny, {"enable_chunked_prefill": True, "max_tokens": 128}, "needs max_tokens of 260 or more, not 128"),
+    )
+    for model, fields, message in cases:
+        with pytest.raises(ValueError, match=message) as raised:
+            exact_harness(model, **fields)
+        assert "\n" not in str(raised.value)
+
+
+def test_the_report_at_the_start_says_which_guarantee_holds(tiny, caplog):
+    with caplog.at_level(logging.INFO, logger="megatron_hybrid_prefix"):
+        exact_harness(tiny)
+        EngineHarness(tiny)
+    first, second = (record.message for record in caplog.records if "eviction" in record.message)
+    assert "hits equal misses bit for bit" in first
+    assert "hits equal misses up to rounding" in second
+
+
+def test_the_default_computes_as_without_the_mixins(platform):
+    """A model that an exact engine ran on gives a default engine the bits that it had before."""
+    model = build_hybrid_model("tiny", seed=0, platform=platform)
+    prompts = tokens(1, 30, seed=1), tokens(0, 41, seed=2)
+    answers = []
+    for exact in (None, "bits", None):
+        harness = EngineHarness(model, exact=exact)
+        harness.send(*prompts, count=3)
+        answers.append([bits(harness.finished[number]) for number in sorted(harness.finished)])
+    assert answers[0] == answers[2] != answers[1]
+    assert drop_invariant_layers(model) > 0
+    assert drop_invariant_layers(model) == 0
+    assert not any(type(module).__name__.startswith("Invariant") for module in model.modules())
+
+
+def test_an_unseeded_sample_survives_a_preemption(tiny):
+    """A preempted request decodes its known tokens again; their log-probs have the bits of an unhurried decode."""
+    harness = exact_harness(tiny, blocks=10)
+    options = {"temperature": 1.5}
+    ids = [harness.add(tokens(2, 50, seed=s), 20, sampling_options=options) for s in range(4)]
+    harness.run()
+    assert harness.engine.evicted_request_count > 0
+    calm = exact_harness(tiny, slots=0, max_requests=2)
+    for number in ids:
+        request = harness.finished[number]
+        own = calm.add(request.prompt_tokens.tolist(), 20)
+        calm.engine._replays.answers[own] = list(request.generated_tokens)
+        calm.run()
+        assert bits(calm.finished[own]) == bits(request)

@@ -1,0 +1,186 @@
+"""Bits of ``exact="bits"``: each request alone and uncached, beside random schedules of all. Usage: ``bits.py PRESET --out FOLDER``.
+
+    python tests/gpu/bits.py small --out out/bits                       # about a minute on an H200; small-gdn likewise
+    torchrun --nproc-per-node 2 tests/gpu/bits.py small --tp 2 --out out/bits
+    python tests/gpu/bits.py tiny --device cpu --requests 20 --out out/bits         # to try it
+
+Requests share prefixes, and some continue the answer of another one. Tokens, their log-probs, and log-probs of prompts must
+have the same bits. The last engine is the control: one product of each MLP is left to cuBLAS, and bits differ (on a GPU).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from megatron_hybrid_prefix.mcore.runner import release_engine
+from megatron_hybrid_prefix.models import build_hybrid_model
+from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+from tests.harness.bits import SPANS, bits
+from tests.harness.engine_helpers import greedy, one_budget_gb, random_tokens
+from tests.harness.named_models import named
+
+BLOCK_TOKENS, MAX_REQUESTS, MAX_TOKENS = 256, 16, 1024
+LONGEST_TOKENS = 1200  # of a shared prefix: longer than a step's MAX_TOKENS
+WAITS = (0, 0, 1, 2, 5)  # requests that arrive before a step
+
+
+class Job:
+    """A request: its prompt, how many tokens to generate, and whether log-probs of the prompt are wanted."""
+
+    def __init__(self, prompt, answer_tokens, prompt_log_probs):
+        self.prompt, self.answer_tokens, self.prompt_log_probs = prompt, answer_tokens, prompt_log_probs
+
+    def params(self, **fields):
+        """Sampling parameters; ``fields`` are attributes that megatron does not have."""
+        params = greedy(self.answer_tokens, skip_prompt_log_probs=not self.prompt_log_probs)
+        for name, value in fields.items():
+            setattr(params, name, value)
+        return params
+
+
+def step(engine, finished):
+    """One step; finished requests go into ``finished``, by id."""
+    for record in engine.step_modern()["finished_request_records"]:
+        request = record.merge()
+        finished[request.request_id] = request
+
+
+def make_jobs(engine, count, vocabulary, longest, seed=0):
+    """Requests and what each gives alone, with a salt that no other request has."""
+    rng = random.Random(seed)
+    shared = [random_tokens(longest, seed=number, vocabulary=vocabulary) for number in range(4)]
+    jobs, truth = [], []
+    for number in range(count):
+        own = random_tokens(rng.choice((*SPANS, 200)), seed=1000 + number, vocabulary=vocabulary)
+        before = rng.choice(shared)[: rng.randrange(1, longest)]
+        earlier = rng.randrange(number) if number and rng.random() < 0.4 else None
+        if earlier is not None and len(jobs[earlier].prompt) < longest:
+            before = jobs[earlier].prompt + truth[earlier][0]
+        jobs.append(Job(before + own, rng.randrange(1, 13), rng.random() < 0.2))
+        finished = {}
+        engine.add_request(number, jobs[-1].prompt, jobs[-1].params(cache_salt=f"alone {number}"))
+        while engine.has_unfinished_requests():
+            step(engine, finished)
+        assert not finished[number].num_cached_tokens
+        truth.append(bits(finished[number]))
+    return jobs, truth
+
+
+def play(engine, jobs, seed):
+    """A random schedule: {number: request}, and how many steps there were."""
+    rng, waiting, finished, steps = random.Random(seed), list(range(len(jobs))), {}, 0
+    while waiting or engine.has_unfinished_requests():
+        for _ in range(rng.choice(WAITS)):
+            if waiting:
+                number = waiting.pop(rng.randrange(min(12, len(waiting))))
+                engine.add_request(number, jobs[number].prompt, jobs[number].params())
+        if engine.has_unfinished_requests():
+            step(engine, finished)
+            steps += 1
+    engine.context.check_integrity()
+    return finished, steps
+
+
+@contextmanager
+def left_to_cublas(shape):
+    """Products with weights of this shape are those of PyTorch."""
+    from megatron_hybrid_prefix.layers import invariant
+
+    linear = invariant.linear
+    invariant.linear = lambda x, weight: (F.linear if weight.shape == shape else linear)(x, weight)
+    try:
+        yield
+    finally:
+        invariant.linear = linear
+
+
+def control_shape(config, tp):
+    """Of the weight that the control leaves to cuBLAS: the second product of an MLP."""
+    return torch.Size((config.hidden_size, config.ffn_hidden_size // tp))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("preset")
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--device", choices=("cpu", "cuda"))
+    parser.add_argument("--engines", nargs="+", help="some of: eager async graphs tight control")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    begin = time.perf_counter()
+    platform, config = ensure_platform(device=options.device, tp=options.tp), named(options.preset)
+    cuda, speaks = platform.device.type == "cuda", platform.rank == 0
+    if speaks:
+        print(platform.describe(), flush=True)
+    longest = LONGEST_TOKENS if cuda else 300
+    fields = {
+        "max_sequence_length": 4096,
+        "max_requests": MAX_REQUESTS,
+        "max_tokens": MAX_TOKENS if cuda else 272,
+        "block_size_tokens": BLOCK_TOKENS,
+        "buffer_size_gb": 4 if cuda else 0.25,
+        "enable_chunked_prefill": True,
+        "materialize_only_last_token_logits": False,
+    }
+    report = {"platform": platform.describe(), "preset": options.preset, "dtype": config.dtype}
+    report["requests"] = options.requests
+    model = build_hybrid_model(config, seed=0)
+    plenty, tight = {"mamba_gb": 2.0 if cuda else 0.02}, {"host_gb": 2.0 if cuda else 0.05}
+    tight["cache_gb"] = 3.5 * one_budget_gb(model, 24, states=4, block_tokens=BLOCK_TOKENS, max_requests=MAX_REQUESTS)
+    engines = {
+        "eager": (plenty, {}),
+        "async": (plenty, {"async_sched_mode": "async"}),
+        "tight": (tight, {}),
+        "graphs": (plenty, {"num_cuda_graphs": 8, "async_sched_mode": "async"}),
+        "control": (plenty, {}),
+    }
+    if not cuda:
+        del engines["graphs"]
+    with torch.inference_mode():
+        alone = build_engine(model, HybridPrefixConfig(exact="bits", **plenty), **fields)
+        jobs, truth = make_jobs(alone, options.requests, config.vocab_size, longest)
+        del alone
+        if speaks:
+            print(f"each alone: {time.perf_counter() - begin:.1f} s since the start", flush=True)
+        for seed, (name, (memory, more)) in enumerate(engines.items()):
+            if options.engines and name not in options.engines:
+                continue
+            own = model
+            if name == "graphs":  # graphs are tied to the modules that they were captured on
+                own = build_hybrid_model(config, seed=0, cuda_graph_impl="local")
+            engine = build_engine(own, HybridPrefixConfig(exact="bits", **memory), **(fields | more))
+            with left_to_cublas(control_shape(config, options.tp)) if name == "control" else nullcontext():
+                finished, steps = play(engine, jobs, seed)
+            found = [bits(finished[number]) for number in range(len(jobs))]
+            differ = [sum(a[part] != b[part] for a, b in zip(found, truth, strict=True)) for part in range(3)]
+            stats = engine.context.prefix_stats()
+            report[name] = {
+                "different": dict(zip(("tokens", "log-probs", "log-probs of prompts"), differ, strict=True)),
+                "steps": steps,
+                "hits": sum(bool(request.num_cached_tokens) for request in finished.values()),
+                "evictions": stats.evictions,
+                "first different": next((i for i, (a, b) in enumerate(zip(found, truth, strict=True)) if a != b), None),
+            }
+            if name == "graphs":
+                release_engine(engine)
+            del engine
+            if speaks:
+                print(f"{name:>8}: {report[name]}; {time.perf_counter() - begin:.1f} s since the start", flush=True)
+    if speaks:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / f"bits_{options.preset}_tp{options.tp}.json").write_text(json.dumps(report, indent=1))
+    shut_down()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""Which kernels of a step give a row the same bits alone and beside others. Usage: ``bits_kernels.py [--out FOLDER]``, on a GPU.
+
+(On a machine without one it tries the layers only, with the kernels of the CPU, whose bits may differ.) Products, norms and log-probs of 1 to 4,096 rows; a Mamba2 and a Gated DeltaNet layer that prefill sequences packed, alone, in
+spans that end on the grid, and padded, and decode in batches; attention that prefills, prefills in spans and decodes. A line for
+each, and the exit code is 1 if bits differ. The last line is the control, cuBLAS, which must differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from megatron_hybrid_prefix.layers.step import PrefillSpan, PrefillStep
+from megatron_hybrid_prefix.models import build_hybrid_model
+from megatron_hybrid_prefix.ops.delta_gates import gated_head_norm, gates
+from megatron_hybrid_prefix.ops.invariant.linear_triton import linear
+from megatron_hybrid_prefix.ops.invariant.log_softmax_triton import log_softmax
+from megatron_hybrid_prefix.ops.invariant.norm_triton import rms_norm
+from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+from megatron_hybrid_prefix.pool.slots import NO_SLOT
+from tests.harness.named_models import named
+
+COUNTS = (1, 2, 7, 16, 63, 64, 65, 127, 128, 129, 200, 256, 257, 1000, 4095, 4096)
+ON_GPU = torch.cuda.is_available()
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
+QUANTA, BLOCK_TOKENS = (64, 128), 256
+SEQUENCES = ((0, 1), (256, 63), (0, 128), (512, 300), (128, 700), (0, 1000))  # first position, tokens
+
+
+def rand(*shape, seed=0, dtype=DTYPE):
+    """Values of very different sizes."""
+    g = torch.Generator(DEVICE).manual_seed(seed)
+    values = torch.randn(*shape, generator=g, device=DEVICE)
+    return (values * torch.exp(torch.randn(*shape, generator=g, device=DEVICE))).to(dtype)
+
+
+def rows_differ(function, *inputs):
+    """For how many of `COUNTS` the rows differ from those of the largest; ``inputs`` have as many rows."""
+    whole, wrong = function(*inputs), 0
+    for count in COUNTS:
+        for first in {0, max(COUNTS) - count}:
+            got = function(*(x[first : first + count] for x in inputs))
+            parts = zip(
+                got if isinstance(got, tuple) else (got,), whole if isinstance(whole, tuple) else (whole,), strict=True
+            )
+            wrong += not all(torch.equal(a, b[first : first + count]) for a, b in parts)
+    return wrong
+
+
+def row_cases():
+    """{name: a function without arguments that counts differences} of what computes rows."""
+    most = max(COUNTS)
+
+    def product(columns, depth, multiply=linear):
+        x, weight = rand(most, depth), rand(columns, depth, seed=1)
+        return lambda: rows_differ(lambda rows: multiply(rows, weight), x)
+
+    def log_probs(vocabulary):
+        logits = rand(most, vocabulary, dtype=torch.float32)
+        return lambda: rows_differ(log_softmax, logits)
+
+    norm_weight, a_log, dt_bias = rand(128, seed=2), rand(64, seed=3, dtype=torch.float32), rand(64, seed=4)
+    cases = {
+        f"product {columns} x {depth}": product(columns, depth)
+        for columns, depth in ((768, 4096), (4096, 1024), (200, 21504), (18560, 256))
+    }
+    cases |= {
+        f"norm of {size}": lambda size=size: rows_differ(
+            lambda x: rms_norm(x, rand(size, seed=5), 1e-5), rand(most, size)
+        )
+        for size in (128, 1024, 4096, 5000)
+    }
+    cases |= {f"log-softmax of {size}": log_probs(size) for size in (32768, 50257)}
+    cases["head norm"] = lambda: rows_differ(
+        lambda y, z: gated_head_norm(y, z, norm_weight, 1e-6), rand(most, 16, 128), rand(most, 16, 128, seed=6)
+    )
+    cases["gates"] = lambda: rows_differ(
+        lambda alpha, beta: gates(alpha, beta, a_log, dt_bias), rand(most, 64), rand(most, 64, seed=7)
+    )
+    return cases, product(768, 4096, F.linear)
+
+
+def steps_of(spans, *, padded_tokens=0, padded_sequences=0):
+    """A `PrefillStep` on the GPU."""
+    tokens = sum(span.tokens for span in spans) + padded_tokens
+    sequences = len(spans) + padded_sequences
+    step = PrefillStep(
+        quanta=QUANTA, block_tokens=BLOCK_TOKENS, max_tokens=tokens, max_sequences=sequences, device=DEVICE
+    )
+    step.prepare(spans, tokens=tokens, sequences=sequences)
+    step.copy()
+    step.show()
+    if ON_GPU:
+        torch.cuda.synchronize()
+    return step
+
+
+def layer_cases(model):
+    """The same for recurrent layers."""
+    from megatron_hybrid_prefix.layers.kinds import recurrent_modules, use_slot_mixers
+
+    use_slot_mixers(model)
+    found = {}
+    for kind, module in recurrent_modules(model):
+        if kind.name not in found:
+            found[kind.name] = module
+    starts = [0]
+    for _, tokens in SEQUENCES:
+        starts.append(starts[-1] + tokens)
+    count, total = len(SEQUENCES), starts[-1]
+
+    def states_of(module, kind):
+        parts = kind.components(module, state_dtype=torch.float32, window_dtype=None)
+        return {
+            part.name: 0.1 * rand(2 * count + 1, *part.shape, seed=8, dtype=getattr(torch, part.dtype))
+            for part in parts
+        }
+
+    def prefill(module, states, x, step):
+        if hasattr(module, "slot_prefill"):
+            return module.slot_prefill(x, states, step).reshape(len(x), -1)
+        conv, ssm = states.values()
+        return module.prefill(x.unsqueeze(1), step, conv, ssm).reshape(len(x), -1)
+
+    def spans(chosen, slots=None):
+        """Sequence i starts from slot i, and ends in slot ``count + i``."""
+        return [
+            PrefillSpan(start_tokens=SEQUENCES[i][0], tokens=SEQUENCES[i][1], source_slot=i, live_slot=count + i)
+            for i in chosen
+        ]
+
+    def check_prefill(name, kind, module):
+        width = module.in_proj.weight.shape[0]
+        x = rand(total, width, seed=9)
+        states = states_of(module, kind)
+        clean = {part: state.clone() for part, state in states.items()}
+
+        def run(chosen, **padding):
+            own = {part: state.clone() for part, state in clean.items()}
+            rows = torch.cat([x[starts[i] : starts[i + 1]] for i in chosen])
+            padded = torch.cat([rows, rand(padding.get("padded_tokens", 0), width, seed=10)])
+            return prefill(module, own, padded, steps_of(spans(chosen), **padding))[: len(rows)], own
+
+        def in_spans(i):
+            own = {part: state.clone() for part, state in clean.items()}
+            start, tokens = SEQUENCES[i]
+            outputs, at = [], 0
+            while at < tokens:
+                end = min(tokens, (start + at) // 128 * 128 + 128 * (1 + len(outputs) % 2) - start)
+                span = PrefillSpan(
+                    start_tokens=start + at, tokens=end - at, source_slot=count + i if at else i, live_slot=count + i
+                )
+                outputs.append(prefill(module, own, x[starts[i] + at : starts[i] + end], steps_of([span])))
+                at = end
+            return torch.cat(outputs), own
+
+        def same(got, truth, i):
+            (y, own), (wanted, states_wanted) = got, truth
+            return torch.equal(y, wanted) and all(
+                torch.equal(own[part][count + i], states_wanted[part][count + i]) for part in own
+            )
+
+        alone = [run([i]) for i in range(count)]
+        wrong = 0
+        for chosen in (range(count), [3, 0, 5], [5, 4, 3, 2, 1, 0], [4]):
+            y, own = run(list(chosen), padded_tokens=37 * len(chosen), padded_sequences=len(chosen) - 1)
+            at = 0
+            for i in chosen:
+                tokens = SEQUENCES[i][1]
+                wrong += not same((y[at : at + tokens], own), alone[i], i)
+                at += tokens
+        return wrong, sum(not same(in_spans(i), alone[i], i) for i in range(count))
+
+    def check_decode(kind, module):
+        width, rows = module.in_proj.weight.shape[0], 64
+        x = rand(rows, width, seed=11)
+        parts = kind.components(module, state_dtype=torch.float32, window_dtype=None)
+        clean = {
+            part.name: 0.1 * rand(rows + 1, *part.shape, seed=12, dtype=getattr(torch, part.dtype)) for part in parts
+        }
+
+        def run(chosen, padding=0):
+            own = {part: state.clone() for part, state in clean.items()}
+            slots = torch.tensor([*chosen, *[NO_SLOT] * padding], device=DEVICE)
+            inputs = torch.cat([x[list(chosen)], rand(padding, width, seed=13)])
+            if hasattr(module, "slot_decode"):
+                y = module.slot_decode(inputs, own, slots)
+            else:
+                y = module._ssm_decode(inputs.unsqueeze(1), *own.values(), slots)
+            return y.reshape(len(slots), -1)[: len(chosen)], own
+
+        whole, after = run(range(rows))
+        wrong = 0
+        for chosen, padding in (([5], 0), ([5], 3), (range(7), 1), (range(40, 64), 0), ([9, 3, 60], 61)):
+            y, own = run(list(chosen), padding)
+            states = all(torch.equal(own[part][list(chosen)], after[part][list(chosen)]) for part in own)
+            wrong += not (states and torch.equal(y, whole[list(chosen)]))
+        return wrong
+
+    cases = {}
+    for kind, module in recurrent_modules(model):
+        if found.get(kind.name) is module:
+            name = kind.name
+            cases[f"{name} prefill, packed"] = lambda n=name, k=kind, m=module: check_prefill(n, k, m)[0]
+            cases[f"{name} prefill, in spans"] = lambda n=name, k=kind, m=module: check_prefill(n, k, m)[1]
+            cases[f"{name} decode"] = lambda k=kind, m=module: check_decode(k, m)
+    return cases
+
+
+def attention_cases():
+    """The same for attention over pages."""
+    from megatron.core.transformer import attention
+
+    lengths, pages = (1000, 130, 513, 1, 256), 8
+
+    def check(heads, kv_heads, size, compare):
+        k, v = (rand(len(lengths) * pages + 1, BLOCK_TOKENS, kv_heads, size, seed=s) / 4 for s in (14, 15))
+        q = [rand(tokens, heads, size, seed=16 + i) / 4 for i, tokens in enumerate(lengths)]
+        table = torch.arange(len(lengths) * pages, device=DEVICE, dtype=torch.int32).view(len(lengths), pages) + 1
+
+        def attend(parts):
+            """``parts``: (sequence, first position, end)."""
+            rows = [end - first for _, first, end in parts]
+            starts = torch.tensor([0, *torch.tensor(rows).cumsum(0).tolist()], device=DEVICE, dtype=torch.int32)
+            used = torch.tensor([end for _, _, end in parts], device=DEVICE, dtype=torch.int32)
+            out, _ = attention.flash_attn4_varlen_func(
+                torch.cat([q[i][first:end] for i, first, end in parts]),
+                k,
+                v,
+                cu_seqlens_q=starts,
+                max_seqlen_q=max(rows),
+                max_seqlen_k=pages * BLOCK_TOKENS,
+                seqused_k=used,
+                page_table=table[[i for i, _, _ in parts]].contiguous(),
+                softmax_scale=size**-0.5,
+                causal=True,
+                window_size=(-1, -1),
+                num_splits=0,
+            )
+            return torch.split(out, rows)
+
+        alone = [attend([(i, 0, tokens)])[0] for i, tokens in enumerate(lengths)]
+
+        def differ(parts):
+            return sum(
+                not torch.equal(y, alone[i][first:end]) for y, (i, first, end) in zip(attend(parts), parts, strict=True)
+            )
+
+        whole = [(i, 0, tokens) for i, tokens in enumerate(lengths)]
+        decodes = [(i, tokens - 1, tokens) for i, tokens in enumerate(lengths)]
+        if compare == "packed":
+            return differ(whole) + differ(whole[::-1])
+        if compare == "in spans":
+            cuts = (0, 1, 64, 127, 128, 300, 640, 1000)
+            return sum(differ([(0, a, b)]) + differ([(0, a, b), whole[2]]) for a, b in itertools.pairwise(cuts))
+        return differ(decodes) + sum(differ([part]) for part in decodes) + differ([decodes[0], whole[1]])
+
+    return {
+        f"attention {heads}/{kv_heads} of {size}, {compare}": lambda a=(heads, kv_heads, size, compare): check(*a)
+        for heads, kv_heads, size in ((32, 8, 128), (16, 8, 64), (16, 2, 256))
+        for compare in ("packed", "in spans", "a decode as in a prefill")
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    print(ensure_platform().describe(), flush=True)
+    from megatron_hybrid_prefix.layers.invariant_cuda import cuda_problem, pin_kernels
+
+    model = build_hybrid_model(named("small-mixed" if ON_GPU else "tiny-mixed"), seed=0)
+    if ON_GPU:
+        print(f"problem of this machine: {cuda_problem(model)}", flush=True)
+        pin_kernels()
+    found = {}
+    with torch.inference_mode():
+        cases, control = row_cases() if ON_GPU else ({}, lambda: 1)
+        cases |= layer_cases(model) | (attention_cases() if ON_GPU else {})
+        for name, case in cases.items():
+            try:
+                found[name] = case()
+            except Exception:  # a kernel that does not run here: the others are still looked at
+                found[name] = traceback.format_exc()
+            print(f"{name}: {found[name] or 'same bits'}", flush=True)
+        found["control: cuBLAS"] = control()
+        print(f"control: cuBLAS: {found['control: cuBLAS']} differ", flush=True)
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "bits_kernels.json").write_text(json.dumps(found, indent=1))
+    shut_down()
+    ok = not any(value for name, value in found.items() if not name.startswith("control"))
+    sys.exit(0 if ok and found["control: cuBLAS"] else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""On GPUs: with ``exact="bits"`` a request has the same bits alone and in random schedules, and each kernel shows why."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.gpu.launch import run_script
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def on_hopper():
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("kernels are compared on Hopper GPUs only")
+
+
+def test_rows_of_each_kernel_do_not_depend_on_each_other():
+    print(run_script("bits_kernels.py"))  # its exit code says so
+
+
+@pytest.mark.parametrize("preset", ["small", "small-gdn", "small-mixed", "tiny"])
+def test_a_request_has_the_same_bits_alone_and_in_random_schedules(preset, tmp_path):
+    print(run_script("bits.py", preset, "--out", tmp_path))
+    check(json.loads((tmp_path / f"bits_{preset}_tp1.json").read_text()))
+
+
+@pytest.mark.parametrize("preset", ["small", "small-gdn"])
+def test_likewise_on_two_gpus(preset, tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    print(run_script("bits.py", preset, "--tp", 2, "--out", tmp_path, ranks=2))
+    check(json.loads((tmp_path / f"bits_{preset}_tp2.json").read_text()))
+
+
+def check(report):
+    """Same bits in every engine but the control; and requests were reused, evicted and run in batches, or it would say nothing."""
+    for engine in ("eager", "async", "tight", "graphs"):
+        found = report[engine]
+        assert not any(found["different"].values()), found
+        assert found["hits"] and (engine == "tight" or found["steps"] < report["requests"])
+    assert report["tight"]["evictions"]
+    if "bfloat16" in report["dtype"]:
+        assert report["control"]["different"]["log-probs"]

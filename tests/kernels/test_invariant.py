@@ -1,0 +1,124 @@
+"""Operations of ``exact="bits"``: a row has the same bits in any batch and at any place in it, on this processor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_hybrid_prefix.ops.delta_gates import gated_head_norm, gates
+from megatron_hybrid_prefix.ops.elementwise import sigmoid, silu, softplus
+from megatron_hybrid_prefix.ops.invariant.attention import TILE_KEYS, TILE_QUERIES, attend_paged
+from megatron_hybrid_prefix.ops.invariant.linear import TILE_ROWS, linear
+from megatron_hybrid_prefix.ops.invariant.log_softmax import log_softmax
+from megatron_hybrid_prefix.ops.invariant.norm import rms_norm
+from megatron_hybrid_prefix.platform.kernels.norm import rmsnorm_fn
+from tests.kernels import naive, rounding
+
+ROWS = 4 * TILE_ROWS + 5
+CUTS = [(0, 1), (3, 4), (0, 2), (5, TILE_ROWS), (1, TILE_ROWS + 1), (7, 40), (TILE_ROWS - 1, ROWS), (ROWS - 1, ROWS)]
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def depends_on_other_rows(compute, rows: torch.Tensor) -> bool:
+    """Whether a row's bits change with the rows around it, or with its place among them."""
+    whole = compute(rows)
+    cut = any(not torch.equal(compute(rows[start:end].clone()), whole[start:end]) for start, end in CUTS)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))
+    return cut or not torch.equal(compute(rows[order]), whole[order])
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 330), (100, 64), (130, 33), (1024, 256), (4096, 16)])
+def test_a_product_does_not_depend_on_other_rows(inputs, outputs):
+    weight, rows = draw(outputs, inputs, seed=2), draw(ROWS, inputs)
+    assert not depends_on_other_rows(lambda x: linear(x, weight), rows)
+    strided = draw(ROWS, 2 * inputs)[:, :inputs]
+    assert torch.equal(linear(strided, weight), linear(strided.contiguous(), weight))
+    right = rows.double() @ weight.double().t()
+    weighted = inputs * (rows.double().abs() @ weight.double().abs().t())
+    rounding.check(linear(rows, weight), right, rounding.allowed(right, weighted, torch.float32))
+    assert linear(rows[:6].view(2, 3, inputs), weight).shape == (2, 3, outputs)
+
+
+def test_blas_depends_on_other_rows():
+    """What the tiles are for; else the tests above would pass without them."""
+    weight = draw(330, 64, seed=2)
+    assert depends_on_other_rows(lambda x: x @ weight.t(), draw(ROWS, 64))
+
+
+ROW_BY_ROW = {
+    "rms norm": lambda x: rms_norm(x, draw(x.shape[1], seed=3), 1e-5),
+    "gated norm": lambda x: rmsnorm_fn(x, draw(x.shape[1], seed=3), None, z=x.flip(1), group_size=x.shape[1] // 4),
+    "log softmax": log_softmax,
+    "silu": silu,
+    "sigmoid": sigmoid,
+    "softplus": softplus,
+    "exp": torch.exp,
+    "cos": torch.cos,
+    "sin": torch.sin,
+    "rsqrt": lambda x: torch.rsqrt(x.square() + 1e-6),
+    "sum of squares": lambda x: x.square().sum(-1),
+    "gates": lambda x: torch.cat(gates(x, x.flip(1), draw(x.shape[1], seed=3), draw(x.shape[1], seed=4)), dim=1),
+    "head norm": lambda x: gated_head_norm(
+        x.unflatten(1, (4, -1)), x.unflatten(1, (4, -1)), draw(x.shape[1] // 4), 1e-6
+    ),
+}
+
+
+@pytest.mark.parametrize("width", [60, 100, 512])
+@pytest.mark.parametrize("name", ROW_BY_ROW)
+def test_what_surrounds_products_does_not_depend_on_other_rows(name, width):
+    assert not depends_on_other_rows(ROW_BY_ROW[name], 3 * draw(ROWS, width))
+
+
+@pytest.mark.parametrize("function", [F.silu, torch.sigmoid, F.softplus])
+def test_activations_of_torch_match_ours(function):
+    ours = {F.silu: silu, torch.sigmoid: sigmoid, F.softplus: softplus}[function]
+    x = torch.linspace(-30, 30, 997, dtype=torch.float64)
+    torch.testing.assert_close(ours(x), function(x), rtol=1e-12, atol=0)
+
+
+class Paged:
+    """Keys and values of one request of 300 tokens, in pages that are out of order."""
+
+    BLOCK, HEADS, KV_HEADS, SIZE, TOKENS = 32, 6, 2, 24, 300
+
+    def __init__(self) -> None:
+        self.q = draw(self.TOKENS, self.HEADS, self.SIZE, seed=1)
+        self.k, self.v = (draw(self.TOKENS, self.KV_HEADS, self.SIZE, seed=seed) for seed in (2, 3))
+        self.table = torch.randperm(20, generator=torch.Generator().manual_seed(4))[:10][None].int()
+        self.pages = [torch.full((20, self.BLOCK, self.KV_HEADS, self.SIZE), float("nan")) for _ in range(2)]
+        for page, block in enumerate(self.table[0].tolist()):
+            part = slice(page * self.BLOCK, (page + 1) * self.BLOCK)
+            for pages, tokens in zip(self.pages, (self.k, self.v), strict=True):
+                pages[block, : len(tokens[part])] = tokens[part]
+
+    def attend(self, *spans: tuple[int, int]) -> torch.Tensor:
+        """The outputs of these spans of positions, each as a request of a step."""
+        q = torch.cat([self.q[start:end] for start, end in spans])
+        starts = [sum(end - start for start, end in spans[:number]) for number in range(len(spans) + 1)]
+        return attend_paged(
+            q,
+            *self.pages,
+            starts=starts,
+            lengths=[end for _, end in spans],
+            block_table=self.table.expand(len(spans), -1),
+            scale=self.SIZE**-0.5,
+        )
+
+
+def test_attention_has_the_same_bits_in_any_span_and_beside_any_request():
+    paged = Paged()
+    whole = paged.attend((0, paged.TOKENS))
+    exactly = *(x.double() for x in (paged.q, paged.k, paged.v)), paged.SIZE**-0.5
+    weighted, _ = rounding.attention(*exactly, rescalings=paged.TOKENS // TILE_KEYS)
+    right = naive.attention_rows(*exactly, -1, 0)[0]
+    rounding.check(whole, right, rounding.allowed(right, weighted, torch.float32))
+    for cut in (1, TILE_QUERIES - 1, TILE_QUERIES, TILE_KEYS - 1, TILE_KEYS, TILE_KEYS + 1, 127, 255, paged.TOKENS - 1):
+        assert torch.equal(torch.cat([paged.attend((0, cut)), paged.attend((cut, paged.TOKENS))]), whole)
+        assert torch.equal(paged.attend((cut, paged.TOKENS), (0, cut), (5, 6))[: paged.TOKENS - cut], whole[cut:])
+    decoded = torch.cat([paged.attend((at, at + 1)) for at in range(paged.TOKENS)])
+    assert torch.equal(decoded, whole)
