@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_hybrid_prefix.tiers import mooncake
+from megatron_hybrid_prefix.tiers import mooncake_client
 from megatron_hybrid_prefix.tiers.base import Entry
 from megatron_hybrid_prefix.tiers.header import HEADER_BYTES
 from megatron_hybrid_prefix.tiers.mooncake import MooncakeTier
@@ -383,10 +383,10 @@ def test_what_is_missing_is_one_line(monkeypatch):
         with pytest.raises(ValueError, match=f"cannot reach Mooncake's master at 127.0.0.1:{port}"):
             MooncakeTier(settings, block_tokens=BLOCK)
         free.listen()
-        monkeypatch.setattr(mooncake, "new_store", lambda: raises(ImportError("libibverbs.so.1: no such file")))
+        monkeypatch.setattr(mooncake_client, "new_store", lambda: raises(ImportError("libibverbs.so.1: no such file")))
         with pytest.raises(ValueError, match="libraries: libibverbs"):
             MooncakeTier(settings, block_tokens=BLOCK)
-        monkeypatch.setattr(mooncake, "new_store", lambda: FakeStore(away))
+        monkeypatch.setattr(mooncake_client, "new_store", lambda: FakeStore(away))
         away = FakeCluster()
         away.is_away = True
         with pytest.raises(ValueError, match="refuses this client: error -1"):

@@ -152,7 +152,7 @@ class FakeStore:
 
 def use_fake_mooncake(monkeypatch: Any, cluster: FakeCluster) -> None:
     """All clients that are made from now on are of this cluster."""
-    from megatron_hybrid_prefix.tiers import mooncake, shared
+    from megatron_hybrid_prefix.tiers import mooncake_client, shared
 
-    monkeypatch.setattr(mooncake, "new_store", lambda: FakeStore(cluster))
+    monkeypatch.setattr(mooncake_client, "new_store", lambda: FakeStore(cluster))
     monkeypatch.setattr(shared.MooncakeSettings, "own_address", lambda self: self.host or "127.0.0.1")
