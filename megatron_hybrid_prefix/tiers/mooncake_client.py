@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
@@ -15,6 +17,7 @@ from megatron_hybrid_prefix.tiers.shared import MooncakeSettings
 
 logger = logging.getLogger(__name__)
 
+_END_S = 1.0
 NO_MASTER = (-900, -901)  # error codes of a call that did not reach the master
 
 
@@ -66,6 +69,7 @@ class Client:
     """
 
     def __init__(self, settings: MooncakeSettings) -> None:
+        self._settings = settings
         self.master = f"{settings.master_host}:{settings.master_port}"
         host = settings.own_address()  # `setup` would try for 90 s
         try:
@@ -89,6 +93,14 @@ class Client:
         self._registered.append(memory)
         code: int = self.call("register_buffer", memory.ctypes.data, memory.nbytes)
         return code
+
+    def can_connect(self) -> bool:
+        """Whether the master's port is open. Unlike a call, this does not hold up the end of the process."""
+        try:
+            self._settings.own_address()
+        except ValueError:
+            return False
+        return True
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the store.
@@ -147,7 +159,9 @@ class Asker:
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._last: _Question | None = None
         self.is_down = False
-        threading.Thread(target=self._serve, name="mooncake", daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name="mooncake", daemon=True)
+        self._thread.start()
+        _LIVING.add(self)
 
     def ask(self, names: list[str]) -> list[bool] | str:
         """Which of these objects exist; or why that is not known. Waits at most ``wait_s``."""
@@ -173,6 +187,11 @@ class Asker:
         self._work.put(self._client.close)
         self._work.put(None)
 
+    def finish(self) -> None:
+        """The process ends. A thread that is in a call when the interpreter is gone would abort it."""
+        self._work.put(None)
+        self._thread.join(_END_S)
+
     def _serve(self) -> None:
         while True:
             try:
@@ -196,4 +215,14 @@ class Asker:
             question.over.set()
 
     def _try(self) -> None:
-        self._answer(_Question(["whether the master is there"]))
+        if self._client.can_connect():
+            self._answer(_Question(["whether the master is there"]))
+
+
+_LIVING: weakref.WeakSet[Asker] = weakref.WeakSet()
+
+
+@atexit.register
+def _at_exit() -> None:
+    for asker in list(_LIVING):
+        asker.finish()
