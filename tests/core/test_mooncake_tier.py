@@ -290,6 +290,22 @@ def test_a_master_that_is_away_and_returns(cluster):
     assert process.counts == {"no_master": 5, "gone": 1}
 
 
+def test_a_master_whose_port_is_closed_is_not_called(cluster, monkeypatch):
+    """A call that is under way when the process ends would abort it."""
+    process, looks = Process(), []
+
+    def closed(settings: MooncakeSettings) -> str:
+        looks.append(settings)
+        raise ValueError("cannot reach it")
+
+    monkeypatch.setattr(MooncakeSettings, "own_address", closed)
+    process.tier._asker.note_down()
+    wait_until(lambda: len(looks) > 2, "it is looked for", pause_s=0.001)
+    assert cluster.questions == [] and process.tier._asker.is_down
+    process.tier._asker.finish()
+    assert not process.tier._asker._thread.is_alive()
+
+
 def test_the_engine_waits_once_for_an_answer_that_is_late(cluster):
     process = Process(ask_s=0.001)
     process.put(*prompt_tags(1, 1))

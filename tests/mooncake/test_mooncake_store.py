@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
@@ -26,7 +25,7 @@ from tests.engine.test_mooncake_tier import check_ranks, stats_of, written
 from tests.harness.fake_mooncake import FakeCluster, FakeStore
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
 from tests.harness.limits import HANG_S, wait_until
-from tests.harness.workers.launch import WORKERS, environment, free_port, run_prepared, run_ranks
+from tests.harness.workers.launch import WORKERS, free_port, run_prepared, run_ranks
 
 store_module = pytest.importorskip("mooncake.store", reason="needs scripts/mooncake.sh", exc_type=ImportError)
 PROGRAMS = Path(store_module.__file__).parent
@@ -192,25 +191,6 @@ def replace(user: Process, of: Any, content: bytes) -> None:
     memory = np.frombuffer(content, np.uint8)
     assert client.call("remove", name, True) == 0
     assert client.call("batch_put_from_multi_buffers", [name], [[memory.ctypes.data]], [[len(content)]]) == [0]
-
-
-ENDS = """
-import os, signal, sys
-from tests.core.test_mooncake_tier import KV, Process, tag
-from tests.harness.limits import wait_until
-process = Process(master_port=int(sys.argv[1]), refresh_s=0.01)
-process.put(tag(KV, 1, 1))
-os.kill(int(sys.argv[2]), signal.SIGKILL)
-while not process.tier._asker.is_down:
-    process.holds(tag(KV, 1, 1))
-"""
-
-
-def test_a_process_ends_while_the_master_is_away(cluster):
-    """A call to Mooncake that is under way would abort it."""
-    arguments = [str(cluster.port), str(cluster.master.pid)]
-    ended = subprocess.run([sys.executable, "-c", ENDS, *arguments], env=environment(), timeout=HANG_S, check=False)
-    assert ended.returncode == 0
 
 
 # -- engines -----------------------------------------------------------------------------------------------------------
