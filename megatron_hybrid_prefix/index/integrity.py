@@ -69,30 +69,32 @@ def check_integrity(
         )
 
 
-def _expect(holds: bool, what: str) -> None:
+def _expect(holds: bool, what: str, *named: object) -> None:
+    """Raises unless ``holds``. ``named`` fill the braces of ``what``: writing out a node takes longer than checking it."""
     if not holds:
-        raise CacheCorruptionError(what)
+        raise CacheCorruptionError(what.format(*named) if named else what)
 
 
 def _check_tree(tree: PrefixTree, blocks: KVBlocks) -> None:
     children = Counter(node.parent for node in tree)
     for node in tree:
-        _expect(tree.get(node.key) is node, f"{node} is not found by its key")
-        _expect(node.children == children[node], f"{node} counts {node.children} children, has {children[node]}")
-        _expect((node.slot == node.host_slot == NO_SLOT) == (node.reason is None), f"{node}: reason {node.reason}")
+        _expect(tree.get(node.key) is node, "{} is not found by its key", node)
+        _expect(node.children == children[node], "{} counts {} children, has {}", node, node.children, children[node])
+        _expect((node.slot == node.host_slot == NO_SLOT) == (node.reason is None), "{}: reason {}", node, node.reason)
         parent = node.parent
         if node.block_id == NO_BLOCK:
-            _expect(node.slot == NO_SLOT, f"{node} has a state but no KV on the device")
+            _expect(node.slot == NO_SLOT, "{} has a state but no KV on the device", node)
             left = node.host_block != NO_BLOCK or node.host_slot != NO_SLOT or node.children > 0
-            _expect(left, f"{node} is empty and a leaf, but in the tree")
+            _expect(left, "{} is empty and a leaf, but in the tree", node)
         else:
-            _expect(blocks.node(node.block_id) is node, f"{node}: its block belongs to {blocks.node(node.block_id)}")
-            _expect(parent is None or parent.block_id != NO_BLOCK, f"{node} is on the device, its parent is not")
-        _expect(node.depth_blocks == (parent.depth_blocks if parent else 0) + 1, f"{node} under {parent}")
+            owner = blocks.node(node.block_id)
+            _expect(owner is node, "{}: its block belongs to {}", node, owner)
+            _expect(parent is None or parent.block_id != NO_BLOCK, "{} is on the device, its parent is not", node)
+        _expect(node.depth_blocks == (parent.depth_blocks if parent else 0) + 1, "{} under {}", node, parent)
         if parent is not None:
-            _expect(tree.get(parent.key) is parent, f"{node}: its parent is not in the tree")
+            _expect(tree.get(parent.key) is parent, "{}: its parent is not in the tree", node)
             held = node.block_id != NO_BLOCK and blocks.ref_count(node.block_id) > 0
-            _expect(not held or blocks.ref_count(parent.block_id) > 0, f"{node} is held, its parent is not")
+            _expect(not held or blocks.ref_count(parent.block_id) > 0, "{} is held, its parent is not", node)
     keyed = sum(blocks.node(block_id) is not None for block_id in range(blocks.total_blocks))
     on_device = sum(node.block_id != NO_BLOCK for node in tree)
     _expect(keyed == on_device == blocks.keyed_blocks, f"{keyed} keyed blocks, {on_device} nodes on the device")
@@ -135,7 +137,9 @@ def _check_ref_counts(blocks: KVBlocks, requests: Sequence[LiveRequest], unattac
     holders.update(unattached)
     for block_id in range(blocks.total_blocks):
         counted = blocks.ref_count(block_id)
-        _expect(counted == holders[block_id], f"block {block_id} counts {counted} holders, has {holders[block_id]}")
+        _expect(
+            counted == holders[block_id], "block {} counts {} holders, has {}", block_id, counted, holders[block_id]
+        )
 
 
 def _check_slots(
@@ -165,4 +169,6 @@ def _check_slots(
     pins = Counter(live.pinned_slot for live in requests if live.pinned_slot is not None)
     pins.update(protected)
     for slot in range(slots.first_slot, slots.first_slot + slots.total_slots):
-        _expect(slots.pins(slot) == pins[slot], f"slot {slot} has {slots.pins(slot)} pins, should have {pins[slot]}")
+        _expect(
+            slots.pins(slot) == pins[slot], "slot {} has {} pins, should have {}", slot, slots.pins(slot), pins[slot]
+        )

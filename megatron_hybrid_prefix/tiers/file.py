@@ -21,17 +21,17 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.metrics import TierStats
-from megatron_hybrid_prefix.tiers.base import Entry, SharedTier, copy_bytes
+from megatron_hybrid_prefix.tiers.base import Entry, SharedTier
 from megatron_hybrid_prefix.tiers.folder import SharedFolder
 from megatron_hybrid_prefix.tiers.header import HEADER_BYTES, checksum_in, make_header
 from megatron_hybrid_prefix.tiers.listing import FileName
+from megatron_hybrid_prefix.tiers.reads import NotMine, ReadSome, is_in_memory, mine, read_part, scatter
 from megatron_hybrid_prefix.tiers.shared import FolderSettings
 from megatron_hybrid_prefix.tiers.space import Ranking, Space
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
@@ -95,7 +95,7 @@ class FileTier(SharedTier):
         self._name = b""  # of the namespace, 16 bytes; empty if it is not open
         self._wanted = b""  # the namespace that is open, or is being opened
         self._wrong: dict[FileName, None] = {}  # files to be deleted
-        self._in_memory = _is_in_memory(settings.folder)
+        self._in_memory = is_in_memory(settings.folder)
         self._tells = True  # whether the file system says what is in memory
         self._reads: dict[int, float] = {}  # reads that run: when they began (monotonic), by thread
         self._wake = threading.Event()
@@ -247,7 +247,7 @@ class FileTier(SharedTier):
 
         def read_some(file: int, views: list[memoryview], at: int) -> int:
             if self._tells or self._in_memory:
-                with _mine(writing):
+                with mine(writing):
                     try:
                         return os.preadv(file, views, at, 0 if self._in_memory else os.RWF_NOWAIT)
                     except OSError as error:
@@ -256,27 +256,28 @@ class FileTier(SharedTier):
                         self._tells = error.errno == errno.EAGAIN
             chunk = scratch[: min(CHUNK_BYTES, sum(map(len, views)))]
             chunk = chunk[: os.preadv(file, [chunk], at)]
-            with _mine(writing):
-                _scatter(chunk, views)
+            with mine(writing):
+                scatter(chunk, views)
             return len(chunk)
 
         try:
             return self._read(tag, entry_bytes, start, buffer, read_some)
-        except _NotMine:
+        except NotMine:
             return None
 
     def _read(self, tag: Tag, entry_bytes: int, start: int, buffer: memoryview, read_some: ReadSome) -> int | None:
         name = self._file_name(tag)
         with self.folder.lock:
             space, namespace = self.folder.space, self._name
-            if space is None or tag.epoch != self._epoch or space.get(tag.kind, tag.key) is None:
+            is_open = bool(namespace) and tag.epoch == self._epoch
+            if space is None or not is_open or space.get(tag.kind, tag.key) is None:
                 self.count("gone")
                 return None
-            path = self.folder.path(name)
+            path = self.folder.place(name)
         thread = threading.get_ident()
         self._reads[thread] = time.monotonic()
         try:
-            header, fits = _read_part(path, start, buffer, entry_bytes, read_some)
+            header, fits = read_part(path, HEADER_BYTES, start, buffer, entry_bytes, read_some)
         except BlockingIOError:
             raise
         except OSError as error:
@@ -358,82 +359,6 @@ def _watch(tier_of: Callable[[], FileTier | None], wake: threading.Event, refres
             return
         tier._try_to_look()
         del tier
-
-
-type ReadSome = Callable[[int, list[memoryview], int], int]
-"""Reads from a file into views, from a position on; returns the number of bytes, 0 at the end of the file."""
-
-
-class _NotMine(Exception):
-    """The memory belongs to another entry."""
-
-
-@contextmanager
-def _mine(writing: Callable[[], AbstractContextManager[bool]]) -> Iterator[None]:
-    with writing() as mine:
-        if not mine:
-            raise _NotMine
-        yield
-
-
-def _read_part(path: Path, start: int, buffer: memoryview, entry_bytes: int, read_some: ReadSome) -> tuple[bytes, bool]:
-    """Read a part of an entry. Returns the file's header, and whether the file has the right size."""
-    header, beyond = memoryview(bytearray(HEADER_BYTES)), memoryview(bytearray(1))
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        # One call, if possible: after each, the thread waits for its turn.
-        views, at = ([header, buffer], 0) if not start else ([buffer], HEADER_BYTES + start)
-        fits = not start or _fill(file, [header], 0, None, read_some)
-        fits = fits and _fill(file, views, at, beyond if start + len(buffer) == entry_bytes else None, read_some)
-        return bytes(header), fits
-    finally:
-        os.close(file)
-
-
-def _fill(file: int, views: list[memoryview], at: int, beyond: memoryview | None, read_some: ReadSome) -> bool:
-    """Read from a position until the views are full.
-
-    Args:
-        file: The file.
-        views: Receive the bytes.
-        at: The position.
-        beyond: One more byte, which must not be there.
-        read_some: Reads.
-
-    Returns:
-        False: the file ends before, or after them.
-    """
-    left = sum(map(len, views))
-    views = [*views, beyond] if beyond is not None else views
-    while left > 0:
-        count = read_some(file, views, at)
-        if not count:
-            return False
-        left, at = left - count, at + count
-        while views and count >= len(views[0]):
-            count -= len(views.pop(0))
-        if views:
-            views[0] = views[0][count:]
-    return not left
-
-
-def _scatter(source: memoryview, views: Iterable[memoryview]) -> None:
-    """Copy bytes to views, in order."""
-    for view in views:
-        copy_bytes(source[: len(view)], view[: len(source)])
-        source = source[len(view) :]
-
-
-def _is_in_memory(folder: Path) -> bool:
-    """Whether the folder's file system has no disk, so that no read waits for one (unless the machine swaps)."""
-    device = os.stat(folder).st_dev
-    place = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        return False
-    kinds = {mount.partition(" - ")[2].split(" ")[0] for mount in mounts if mount.split(" ")[2] == place}
-    return bool(kinds) and kinds <= {"tmpfs", "ramfs"}
 
 
 def _reason(error: OSError) -> str:
