@@ -136,10 +136,10 @@ class HybridPrefixConfig:
     shared: str | None = field(
         default=None,
         metadata=_help(
-            "Folder behind the host tier that outlives the process, and that others may use: "
-            "'file:///var/cache/prefix?gb=200'. A restarted process, or another replica with the same weights, reuses "
-            "what is there. Needs host_gb, and a secret: HYBRID_PREFIX_SECRET, or secret_file in the URL. None: no such "
-            "folder."
+            "Folder or Mooncake Store behind the host tier that outlives the process, and that others may use: "
+            "'file:///var/cache/prefix?gb=200', 'mooncake://10.0.0.1:50051'. A restarted process, or another replica "
+            "with the same weights, reuses what is there. Needs host_gb, and a secret: HYBRID_PREFIX_SECRET, or "
+            "secret_file in the URL. None: no such tier."
         ),
     )
     verify_host_loads: bool = field(
@@ -191,7 +191,7 @@ class HybridPrefixConfig:
                     f"shared={self.shared!r}: there is room for one tier behind the host; see tier_behind_host"
                 )
             if not self.verify_host_loads:
-                raise ValueError(f"shared={self.shared!r}: needs verify_host_loads, as others may write to the folder")
+                raise ValueError(f"shared={self.shared!r}: needs verify_host_loads, as others may write to it")
         if self.exact is not None and self.exact not in get_args(ExactName):
             raise ValueError(f"exact={self.exact!r}: must be {' or '.join(map(repr, get_args(ExactName)))}, or None")
         if self.exact is not None and self.state_dtype not in (None, "float32"):

@@ -52,7 +52,8 @@ class TierStats:
         bytes_budget: Capacity in bytes on this rank; 0 if the tier does not report it.
         bytes_used: Bytes in use, by other processes, too; 0 if the tier does not report it.
         faults: What a shared tier gave up, by reason: ``gone``, ``not_valid``, ``wrong``, ``stuck``, ``no_room``,
-            ``old_weights``, ``read_...``, ``write_...``, ``delete_...`` and ``look_...`` with the name of the error.
+            ``old_weights``, ``read_...``, ``write_...``, ``delete_...`` and ``look_...`` with the name of the error. Of Mooncake,
+            too: ``no_master``, ``late_answer``.
     """
 
     loads: int = 0

@@ -19,7 +19,7 @@ for states, or with --trace the best split of ten. --host-gb adds a host tier.
 
 --mamba-gb and --buffer-gb: a fixed split that you give, and one budget of as many bytes.
 
---prefill-tokens-per-s: from how many tokens on it is faster to load a prefix from a shared folder (--shared of serve) than
+--prefill-tokens-per-s: from how many tokens on it is faster to load a prefix from a shared tier (--shared of serve) than
 to compute it, by what the disk or the network gives each rank. It is the value for min_tokens in the URL.
 
 With --trace, the recorded requests are replayed at this budget (as by hybrid-prefix replay), then with more. Of a fixed

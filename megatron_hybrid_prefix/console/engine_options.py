@@ -168,9 +168,9 @@ def add_engine_options(
     add(
         "--shared",
         metavar="URL",
-        help="folder behind the host memory that outlives the process and may be shared, such as "
-        "file:///var/cache/prefix?gb=200; needs --host-gb, and a secret: HYBRID_PREFIX_SECRET, "
-        "or secret_file in the URL (default: none)",
+        help="folder or Mooncake Store behind the host memory that outlives the process and may be shared, such as "
+        "file:///var/cache/prefix?gb=200 or mooncake://10.0.0.1:50051; needs --host-gb, and a secret: "
+        "HYBRID_PREFIX_SECRET, or secret_file in the URL (default: none)",
     )
     add(
         "--state-dtype",

@@ -29,6 +29,6 @@ def break_even(kv_token_bytes: int, state_bytes: int, tokens_per_s: float | None
 def break_even_rows(found: dict[int, int | None]) -> list[tuple[str, str]]:
     """Rows of the report."""
     return [
-        (f"loading from a shared folder at {rate} GB/s pays from", "never" if tokens is None else f"{tokens:,} tokens")
+        (f"loading from a shared tier at {rate} GB/s pays from", "never" if tokens is None else f"{tokens:,} tokens")
         for rate, tokens in found.items()
     ]

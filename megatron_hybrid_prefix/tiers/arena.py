@@ -314,10 +314,11 @@ class HostArena:
 
     def _begin_fetches(self, background: BackgroundMoves, units: Sequence[BlockTransfer]) -> None:
         after = (finish(self.stores.finish, self._stored), finish(self.loads.finish, self._last_load))
+        part_bytes = max(self._row_bytes.values()) if background.whole_entries else PART_BYTES
         jobs = []
         for unit in units:
             self._tags.pop(unit.pages[0], None)  # set again by `fetched`
-            size, step = self._entry_bytes(unit.tag.kind), max(1, PART_BYTES // self.page_bytes)
+            size, step = self._entry_bytes(unit.tag.kind), max(1, part_bytes // self.page_bytes)
             for at in range(0, len(unit.pages), step):
                 pages, start = unit.pages[at : at + step], at * self.page_bytes
                 part = dataclasses.replace(unit, pages=pages)

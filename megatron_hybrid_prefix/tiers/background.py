@@ -3,7 +3,8 @@
 A page may be given to another entry while a thread still reads or writes it, because no decision of the cache may depend on
 how long a thread takes. `overwrite` says so, before the page changes. A store that was not done by then is dropped. A load
 does not write to the page any more: what it has to wait for it reads into memory of its thread first, and only what is in
-memory it reads into the page.
+memory it reads into the page. So it is the threads' memory, not the pages, that a tier of another host reads and writes
+(`SharedTier.use_memory`): such a transfer may end late, too.
 """
 
 from __future__ import annotations
@@ -112,15 +113,19 @@ class BackgroundMoves:
     Args:
         tier: The tier.
         largest_bytes: Bytes of the largest entry.
+
+    Attributes:
+        whole_entries: See `SharedTier`.
     """
 
     def __init__(self, tier: SharedTier, largest_bytes: int) -> None:
+        self.whole_entries = tier.whole_entries
         shared = self._shared = _Shared(tier)
         self._of_page: dict[int, list[Job]] = {}  # jobs that may still touch a page
         self._stores: list[Batch] = []
         threads = [
             threading.Thread(target=_serve, args=(shared, work, largest_bytes), name=work.__name__, daemon=True)
-            for count, work in ((_WRITERS, _write), (tier.threads, _read))
+            for count, work in ((_WRITERS, _write), (tier.threads, _read_whole if tier.whole_entries else _read))
             for _ in range(count)
         ]
         self._threads = threads
@@ -231,6 +236,10 @@ def finish(queue_finish: Callable[[Mark], None], mark: Mark) -> Callable[[], Non
 def _serve(shared: _Shared, work: Callable[[_Shared, Job, torch.Tensor], None], largest_bytes: int) -> None:
     """A thread. Its memory is made once: new memory costs as much time as the copy."""
     memory = torch.empty(largest_bytes, dtype=torch.uint8)
+    try:
+        shared.tier.use_memory(memoryview(memory.numpy()))
+    except Exception as error:  # a tier's code may raise anything
+        logger.error("the tier behind the host: use_memory failed: %r", error)
     queue, is_store = (shared.stores, True) if work is _write else (shared.loads, False)
     while (job := queue.get()) is not None and not shared.ended:
         start = time.perf_counter()
@@ -250,6 +259,8 @@ def _serve(shared: _Shared, work: Callable[[_Shared, Job, torch.Tensor], None], 
 
 
 def _write(shared: _Shared, job: Job, memory: torch.Tensor) -> None:
+    if not shared.tier.wants(job.tag):
+        return
     kept, row = False, memory[: job.entry_bytes]
     if not job.cancelled:
         for start, view in job.pieces:
@@ -274,3 +285,17 @@ def _read(shared: _Shared, job: Job, memory: torch.Tensor) -> None:
             return
         job.checksum = checksum
     job.found = True
+
+
+def _read_whole(shared: _Shared, job: Job, memory: torch.Tensor) -> None:
+    """As `_read`, for `SharedTier.whole_entries`."""
+    row = memory[: job.entry_bytes]
+    checksum = shared.tier.read(job.tag, job.entry_bytes, 0, memoryview(row.numpy()), wait=True)
+    if checksum is None:
+        return
+    for start, view in job.pieces:
+        with job.lock:
+            if job.cancelled:
+                return
+            view.copy_(row[start : start + len(view)])
+    job.checksum, job.found = checksum, True

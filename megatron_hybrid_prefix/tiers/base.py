@@ -115,11 +115,20 @@ class SharedTier(Tier):
         wait_s: Requests wait for a load at most this long; one that is late on any rank is a miss on all.
         least_blocks: A load that saves fewer blocks than this is not begun, and a state less deep is not offered.
         threads: Threads that read.
+        whole_entries: `read` gets whole entries only, and always with ``wait``. By default threads share large entries.
     """
 
     wait_s: float = 1.0
     least_blocks: int = 0
     threads: int = 8
+    whole_entries: bool = False
+
+    def wants(self, tag: Tag) -> bool:
+        """Whether the entry is to be put. A thread asks before it copies the bytes; False: it is here already."""
+        return True
+
+    def use_memory(self, memory: memoryview) -> None:
+        """What this thread passes to `put` and `read` lies in this memory, which stays as long as the tier is used."""
 
     @abstractmethod
     def read(self, tag: Tag, entry_bytes: int, start: int, buffer: memoryview, *, wait: bool) -> int | None:

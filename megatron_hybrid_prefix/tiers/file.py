@@ -17,35 +17,29 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import struct
 import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from hashlib import blake2b
 from typing import Any
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.tiers.base import Entry, SharedTier
 from megatron_hybrid_prefix.tiers.folder import SharedFolder
-from megatron_hybrid_prefix.tiers.folder_index import VERSION
+from megatron_hybrid_prefix.tiers.header import HEADER_BYTES, checksum_in, make_header
 from megatron_hybrid_prefix.tiers.listing import FileName
 from megatron_hybrid_prefix.tiers.reads import NotMine, ReadSome, is_in_memory, mine, read_part, scatter
-from megatron_hybrid_prefix.tiers.shared import SharedSettings
+from megatron_hybrid_prefix.tiers.shared import FolderSettings
 from megatron_hybrid_prefix.tiers.space import Ranking, Space
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 
 logger = logging.getLogger(__name__)
 
-_MAGIC = b"mhp-kv-s"
-_FIELDS = struct.Struct("<8sII16s16s16sQQq")  # magic, version, kind, namespace, key, parent, depth, bytes, checksum
-_DIGEST_BYTES = 16
 # A file that cannot be read today cannot be read tomorrow. While it is in the index, it hides shorter prefixes, and is not replaced.
 _LASTING = (errno.EIO, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP)
-HEADER_BYTES = _FIELDS.size + _DIGEST_BYTES
 CHUNK_BYTES = 512 * 2**10  # fits the second cache of a core
 
 
@@ -68,7 +62,7 @@ class FileTier(SharedTier):
 
     def __init__(
         self,
-        settings: SharedSettings,
+        settings: FolderSettings,
         *,
         block_tokens: int,
         make_ranking: Callable[[], Ranking],
@@ -212,7 +206,7 @@ class FileTier(SharedTier):
             if space.get(tag.kind, tag.key) is not None:
                 return True
         self._wrong.pop(name, None)  # its file is about to be replaced
-        header = _header(namespace, name, tag.depth_tokens, len(entry.data), entry.checksum)
+        header = make_header(namespace, tag, len(entry.data), entry.checksum)
         try:
             written = self.folder.write(name, [header, entry.data], space)
         except OSError as error:
@@ -297,7 +291,7 @@ class FileTier(SharedTier):
             return None
         finally:
             del self._reads[thread]
-        checksum = _checksum(header, namespace, name, tag.depth_tokens, entry_bytes) if fits else None
+        checksum = checksum_in(header, namespace, tag, entry_bytes) if fits else None
         if checksum is None:
             self.count("not_valid")
             self._drop(name)
@@ -369,16 +363,3 @@ def _watch(tier_of: Callable[[], FileTier | None], wake: threading.Event, refres
 
 def _reason(error: OSError) -> str:
     return errno.errorcode.get(error.errno or 0, "error")
-
-
-def _header(namespace: bytes, name: FileName, depth_tokens: int, data_bytes: int, checksum: int) -> bytes:
-    fields = _FIELDS.pack(
-        _MAGIC, VERSION, name.kind, namespace, name.key, name.parent, depth_tokens, data_bytes, checksum
-    )
-    return fields + blake2b(fields, digest_size=_DIGEST_BYTES).digest()
-
-
-def _checksum(header: bytes, namespace: bytes, name: FileName, depth_tokens: int, data_bytes: int) -> int | None:
-    """The checksum in a header; None if the header is not that of this entry."""
-    checksum: int = _FIELDS.unpack(header[: _FIELDS.size])[-1]
-    return checksum if header == _header(namespace, name, depth_tokens, data_bytes, checksum) else None

@@ -12,12 +12,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from megatron_hybrid_prefix.tiers.header import VERSION
 from megatron_hybrid_prefix.tiers.listing import PARTS, FileName, Listing, by_need
 from megatron_hybrid_prefix.tiers.locks import Lock
 from megatron_hybrid_prefix.tiers.space import Ranking, Space
 from megatron_hybrid_prefix.tiers.units import EntryKind
 
-VERSION = 1
 AT_ONCE = 64  # entries that are deleted, or noted, while others wait for the index
 
 

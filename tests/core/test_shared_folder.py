@@ -26,7 +26,7 @@ from megatron_hybrid_prefix.tiers import space as spaces
 from megatron_hybrid_prefix.tiers.base import Entry
 from megatron_hybrid_prefix.tiers.file import HEADER_BYTES, FileTier
 from megatron_hybrid_prefix.tiers.listing import FileName
-from megatron_hybrid_prefix.tiers.shared import SharedSettings
+from megatron_hybrid_prefix.tiers.shared import FolderSettings, SharedSettings
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 from tests.harness.limits import HANG_S, wait_until
 
@@ -40,7 +40,7 @@ def tier_on(folder: Path, *, budget_bytes: int = 10**9, name: bytes = NAME, **se
     """A tier as of one process. It looks at the folder only when told to."""
     settings = {"min_tokens": 0, "refresh_s": 10.0**6} | settings
     tier = FileTier(
-        SharedSettings(folder=folder, budget_bytes=budget_bytes, **settings),
+        FolderSettings(folder=folder, budget_bytes=budget_bytes, **settings),
         block_tokens=BLOCK,
         make_ranking=lambda: make_eviction_policy("recompute_cost"),
         reason=CheckpointReason.TAIL,
@@ -844,7 +844,7 @@ def test_a_url():
     settings = SharedSettings.parse(
         "file:///var/cache/a%20b?gb=0.5&min_tokens=0&wait_s=2&refresh_s=3&threads=1&secret_file=/s&weights=v1"
     )
-    assert settings == SharedSettings(
+    assert settings == FolderSettings(
         folder=Path("/var/cache/a b"),
         budget_bytes=2**29,
         min_tokens=0,

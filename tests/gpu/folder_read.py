@@ -24,7 +24,7 @@ from megatron_hybrid_prefix.tiers.arena import PART_BYTES, HostArena
 from megatron_hybrid_prefix.tiers.base import Entry
 from megatron_hybrid_prefix.tiers.file import HEADER_BYTES, FileTier
 from megatron_hybrid_prefix.tiers.pinned import choose_page_bytes
-from megatron_hybrid_prefix.tiers.shared import SharedSettings
+from megatron_hybrid_prefix.tiers.shared import FolderSettings
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
 
 BLOCK, BLOCKS = 256, 33
@@ -47,7 +47,7 @@ class Hit:
     def __init__(self, folder, threads, scale, device):
         self.sizes = {EntryKind.KV: KV_BYTES // scale, EntryKind.STATE: STATE_BYTES // scale}
         self.tier = FileTier(
-            SharedSettings(folder=folder, budget_bytes=10**10, min_tokens=0, threads=threads),
+            FolderSettings(folder=folder, budget_bytes=10**10, min_tokens=0, threads=threads),
             block_tokens=BLOCK,
             make_ranking=lambda: make_eviction_policy("lru"),
             reason=CheckpointReason.TAIL,

@@ -28,9 +28,10 @@ from megatron_hybrid_prefix.policy.registry import make_eviction_policy
 from megatron_hybrid_prefix.tiers.arena import HostArena
 from megatron_hybrid_prefix.tiers.base import SharedTier, TierBehind
 from megatron_hybrid_prefix.tiers.file import FileTier
+from megatron_hybrid_prefix.tiers.mooncake import MooncakeTier
 from megatron_hybrid_prefix.tiers.pinned import choose_page_bytes
 from megatron_hybrid_prefix.tiers.registry import make_tier, tier_name
-from megatron_hybrid_prefix.tiers.shared import SharedSettings
+from megatron_hybrid_prefix.tiers.shared import FolderSettings, MooncakeSettings, SharedSettings
 from megatron_hybrid_prefix.tiers.units import HOST, BlockMove, BlockTransfer, EntryKind
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ logger = logging.getLogger(__name__)
 # While other requests run, a request waits one round per this many bytes of its load: about the transfer of one step.
 BYTES_A_ROUND = 256 * 2**20
 
-SHARED = "shared"  # name of the shared folder as a tier
+SHARED = "shared"  # name of the shared tier
 
 
 class Fetch(IntEnum):
@@ -107,7 +108,7 @@ class HostMoves(Moves):
         components: Description of a state, for the name of shared entries.
 
     Raises:
-        ValueError: The shared folder cannot be used.
+        ValueError: The shared tier cannot be used.
 
     Attributes:
         arena: The host memory and its transfers; None if the memory could not be allocated.
@@ -140,7 +141,7 @@ class HostMoves(Moves):
         self._behind: TierBehind | None = None
         if setting is not None:
             self._behind = TierBehind(tier_name(setting), make_tier(setting), self._agree)
-        self._shared: FileTier | None = None
+        self._shared: FileTier | MooncakeTier | None = None
         if prefix.shared is not None:
             settings = SharedSettings.parse(prefix.shared)
             self._shared = self._open_shared(settings, prefix, tensors(), block_tokens, components)
@@ -182,7 +183,7 @@ class HostMoves(Moves):
     def _agree(self, depth_blocks: int) -> int:
         return min_over_model_ranks(depth_blocks, self._groups) or 0
 
-    # -- the shared folder ---------------------------------------------------------------------------------------------
+    # -- the shared tier -----------------------------------------------------------------------------------------------
 
     def _open_shared(
         self,
@@ -191,7 +192,7 @@ class HostMoves(Moves):
         tensors: Mapping[EntryKind, Sequence[torch.Tensor]],
         block_tokens: int,
         components: object,
-    ) -> FileTier:
+    ) -> FileTier | MooncakeTier:
         bytes_of = {kind: sum(each[:, 0].nbytes for each in of_kind) for kind, of_kind in tensors.items()}
 
         def make_ranking() -> Any:
@@ -200,19 +201,24 @@ class HostMoves(Moves):
                 policy.share_memory(state_blocks=max(1, bytes_of[EntryKind.STATE] // max(1, bytes_of[EntryKind.KV])))
             return policy
 
+        tier: FileTier | MooncakeTier
         problem = ""
         try:
             self._secret = settings.secret()
-            tier = FileTier(
-                settings,
-                block_tokens=block_tokens,
-                make_ranking=make_ranking,
-                reason=CheckpointReason.TAIL,
-            )
+            if isinstance(settings, MooncakeSettings):
+                tier = MooncakeTier(settings, block_tokens=block_tokens)
+            else:
+                assert isinstance(settings, FolderSettings)
+                tier = FileTier(
+                    settings,
+                    block_tokens=block_tokens,
+                    make_ranking=make_ranking,
+                    reason=CheckpointReason.TAIL,
+                )
         except (ValueError, OSError) as error:
-            problem = str(error) if isinstance(error, ValueError) else f"shared: cannot use {settings.folder}: {error}"
+            problem = str(error) if isinstance(error, ValueError) else f"shared: cannot use {prefix.shared}: {error}"
         if max_over_model_ranks(int(bool(problem)), self._groups):
-            raise ValueError(problem or "shared: another rank cannot use the folder")
+            raise ValueError(problem or "shared: another rank cannot use it")
         self._weights_name = settings.weights
         shapes = {
             kind.name: [
@@ -224,7 +230,7 @@ class HostMoves(Moves):
         return tier
 
     def name_entries(self, model: Any) -> None:
-        """Use the entries of this model's weights in the shared folder, if there is one.
+        """Use the entries of this model's weights in the shared tier, if there is one.
 
         Args:
             model: This rank's part of the model. Its weights are read now, and again after they were invalidated.
@@ -233,7 +239,7 @@ class HostMoves(Moves):
             self._shared.name_entries(Fingerprint(model, self._layout, weights=self._weights_name))
 
     def drain(self, seconds: float) -> bool:
-        """Wait until everything launched so far is in the shared folder, at most this long. Returns whether it is."""
+        """Wait until everything launched so far is in the shared tier, at most this long. Returns whether it is."""
         return self.arena is None or self.arena.drain(seconds)
 
     def close(self) -> None:

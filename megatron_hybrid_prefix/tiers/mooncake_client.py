@@ -1,0 +1,228 @@
+"""A client of Mooncake Store, and the thread that asks it what exists, so that the engine's thread never waits for long."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+import numpy as np
+
+from megatron_hybrid_prefix.tiers.shared import MooncakeSettings
+
+logger = logging.getLogger(__name__)
+
+_END_S = 1.0
+NO_MASTER = (-900, -901)  # error codes of a call that did not reach the master
+
+
+class Store(Protocol):
+    """What is used of ``mooncake.store.MooncakeDistributedStore``. Calls return 0 or a size, or a negative error code."""
+
+    def setup(self, *arguments: Any) -> int: ...
+
+    def register_buffer(self, buffer_ptr: int, size: int) -> int: ...
+
+    def batch_is_exist(self, keys: list[str]) -> list[int]: ...
+
+    def batch_put_from_multi_buffers(
+        self, keys: list[str], all_buffer_ptrs: list[list[int]], all_sizes: list[list[int]]
+    ) -> list[int]: ...
+
+    def batch_get_into_multi_buffers(
+        self, keys: list[str], all_buffer_ptrs: list[list[int]], all_sizes: list[list[int]]
+    ) -> list[int]: ...
+
+    def get_size(self, key: str) -> int: ...
+
+    def remove(self, key: str, force: bool = False) -> int: ...
+
+    def close(self) -> int: ...
+
+
+def new_store() -> Store:
+    """A client of Mooncake that is not set up.
+
+    Raises:
+        ImportError: The package, or a library that it needs, is missing.
+    """
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # else some lines for each client and each miss
+    from mooncake.store import MooncakeDistributedStore
+
+    store: Store = MooncakeDistributedStore()
+    return store
+
+
+class Client:
+    """A client that is closed when nobody uses it any more: a call on a closed one would end the process.
+
+    Args:
+        settings: See `MooncakeTier`.
+
+    Raises:
+        ValueError: See `MooncakeTier`.
+    """
+
+    def __init__(self, settings: MooncakeSettings) -> None:
+        self._settings = settings
+        self.master = f"{settings.master_host}:{settings.master_port}"
+        host = settings.own_address()  # `setup` would try for 90 s
+        try:
+            self._store = new_store()
+        except ImportError as error:
+            raise ValueError(
+                f"shared: mooncake:// needs the package mooncake-transfer-engine and its libraries: {error}"
+            ) from None
+        code = self._store.setup(
+            host, "P2PHANDSHAKE", settings.lent_bytes, 0, settings.protocol, settings.device, self.master
+        )
+        if code:
+            raise ValueError(f"shared: Mooncake at {self.master} refuses this client: error {code}; its log says why")
+        self._lock = threading.Lock()
+        self._calls = 0
+        self._closed = False
+        self._registered: list[np.ndarray[Any, Any]] = []  # transfers that end late may still write there
+
+    def register(self, memory: np.ndarray[Any, Any]) -> int:
+        """Register memory for transfers. Returns an error code, or 0."""
+        self._registered.append(memory)
+        code: int = self.call("register_buffer", memory.ctypes.data, memory.nbytes)
+        return code
+
+    def can_connect(self) -> bool:
+        """Whether the master's port is open. Unlike a call, this does not hold up the end of the process."""
+        try:
+            self._settings.own_address()
+        except ValueError:
+            return False
+        return True
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the store.
+
+        Raises:
+            RuntimeError: The client is closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the client of Mooncake is closed")
+            self._calls += 1
+        try:
+            return getattr(self._store, method)(*arguments)
+        finally:
+            self._leave()
+
+    def close(self) -> None:
+        """Close it, now or after the last call."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._calls += 1
+        self._leave()
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._calls -= 1
+            is_last = self._closed and not self._calls
+        if is_last:
+            self._store.close()
+
+
+class _Question:
+    """Objects whose existence is asked, and the answer: a reason if there is none."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names, self.over = names, threading.Event()
+        self.answer: list[bool] | str = "ask_failed"
+
+
+class Asker:
+    """A thread that asks for objects and removes them. It asks again while the master is away.
+
+    Args:
+        client: The client; closed by `end`.
+        wait_s: `ask` waits at most this long.
+        retry_s: Pause between two tries to reach the master.
+
+    Attributes:
+        is_down: The last call did not reach the master.
+    """
+
+    def __init__(self, client: Client, wait_s: float, retry_s: float) -> None:
+        self._client, self._wait_s, self._retry_s = client, wait_s, retry_s
+        self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._last: _Question | None = None
+        self.is_down = False
+        self._thread = threading.Thread(target=self._serve, name="mooncake", daemon=True)
+        self._thread.start()
+        _LIVING.add(self)
+
+    def ask(self, names: list[str]) -> list[bool] | str:
+        """Which of these objects exist; or why that is not known. Waits at most ``wait_s``."""
+        if self.is_down:
+            return "no_master"
+        if self._last is not None and not self._last.over.is_set():
+            return "late_answer"
+        question = self._last = _Question(names)
+        self._work.put(lambda: self._answer(question))
+        return question.answer if question.over.wait(self._wait_s) else "late_answer"
+
+    def later(self, job: Callable[[], object]) -> None:
+        """The thread runs this."""
+        self._work.put(job)
+
+    def note_down(self) -> None:
+        """A call did not reach the master."""
+        self.is_down = True
+        self._work.put(lambda: None)  # the thread begins to try
+
+    def end(self) -> None:
+        """End the thread, and the client. Does not wait, as the garbage collector may call it, anywhere."""
+        self._work.put(self._client.close)
+        self._work.put(None)
+
+    def finish(self) -> None:
+        """The process ends. A thread that is in a call when the interpreter is gone would abort it."""
+        self._work.put(None)
+        self._thread.join(_END_S)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                job = self._work.get(timeout=self._retry_s if self.is_down else None)
+            except Empty:
+                job = self._try
+            if job is None:
+                return
+            try:
+                job()
+            except Exception as error:
+                logger.error("shared: Mooncake at %s: %r", self._client.master, error)
+            del job  # it may be the last that has the tier
+
+    def _answer(self, question: _Question) -> None:
+        try:
+            codes = self._client.call("batch_is_exist", question.names)
+            self.is_down = any(code in NO_MASTER for code in codes)
+            question.answer = "no_master" if self.is_down else [code == 1 for code in codes]
+        finally:
+            question.over.set()
+
+    def _try(self) -> None:
+        if self._client.can_connect():
+            self._answer(_Question(["whether the master is there"]))
+
+
+_LIVING: weakref.WeakSet[Asker] = weakref.WeakSet()
+
+
+@atexit.register
+def _at_exit() -> None:
+    for asker in list(_LIVING):
+        asker.finish()

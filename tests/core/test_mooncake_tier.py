@@ -1,0 +1,413 @@
+"""The tier on Mooncake Store, with a fake of it: what matches, what is asked, and what is counted when something fails."""
+
+from __future__ import annotations
+
+import logging
+import random
+import socket
+import threading
+from typing import Any
+
+import pytest
+
+from megatron_hybrid_prefix.tiers import mooncake_client
+from megatron_hybrid_prefix.tiers.base import Entry
+from megatron_hybrid_prefix.tiers.header import HEADER_BYTES
+from megatron_hybrid_prefix.tiers.mooncake import MooncakeTier
+from megatron_hybrid_prefix.tiers.shared import FolderSettings, MooncakeSettings, SharedSettings
+from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
+from tests.harness.fake_mooncake import FakeCluster, FakeStore, use_fake_mooncake
+from tests.harness.limits import HANG_S, wait_until
+
+BLOCK, SIZE = 4, {EntryKind.KV: 1000, EntryKind.STATE: 3000}
+KV, STATE = EntryKind.KV, EntryKind.STATE
+NAME = b"n" * 16
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
+    found = FakeCluster()
+    use_fake_mooncake(monkeypatch, found)
+    return found
+
+
+class Process:
+    """A tier as of one process, and a thread's memory."""
+
+    def __init__(self, name: bytes = NAME, **settings: Any) -> None:
+        settings = {"master_host": "127.0.0.1", "min_tokens": 0, "ask_s": HANG_S, "refresh_s": 1e-9} | settings
+        self.tier = MooncakeTier(MooncakeSettings(**settings), block_tokens=BLOCK)
+        self.tier.name_entries(lambda: name)
+        self.memory = bytearray(max(SIZE.values()))
+        self.tier.use_memory(memoryview(self.memory))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return dict(self.tier.counts)
+
+    def put(self, *tags: Tag, writer: int = 0) -> list[bool]:
+        kept = []
+        for each in tags:
+            content = data(each, writer)
+            self.memory[: len(content)] = content
+            entry = Entry(each, memoryview(self.memory)[: len(content)], hash(content) % 2**60)
+            kept += self.tier.put([entry])
+        return kept
+
+    def holds(self, of: Tag, writer: int = 0) -> bool:
+        self.memory[:] = bytes(len(self.memory))
+        view = memoryview(self.memory)[: SIZE[of.kind]]
+        checksum = self.tier.read(of, SIZE[of.kind], 0, view, wait=True)
+        assert checksum is None or (checksum, view) == (hash(data(of, writer)) % 2**60, data(of, writer))
+        return checksum is not None
+
+    def settle(self) -> None:
+        """The thread has done what it was given."""
+        over = threading.Event()
+        self.tier._asker.later(over.set)
+        assert over.wait(HANG_S)
+
+
+def key(prompt: int, depth: int) -> bytes:
+    return bytes([prompt, depth]) * 8
+
+
+def keys(prompt: int, depth: int) -> list[bytes]:
+    return [key(prompt, at) for at in range(1, depth + 1)]
+
+
+def tag(kind: EntryKind, prompt: int, depth: int, epoch: int = 0) -> Tag:
+    parent = key(prompt, depth - 1) if depth > 1 else b""
+    return Tag(kind=kind, key=key(prompt, depth), depth_tokens=depth * BLOCK, epoch=epoch, parent=parent)
+
+
+def data(of: Tag, writer: int = 0) -> bytes:
+    return random.Random(f"{of.kind} {of.key.hex()} {writer}").randbytes(SIZE[of.kind])
+
+
+def prompt_tags(prompt: int, depth: int) -> list[Tag]:
+    """The entries of a prompt of so many blocks: KV, and the state at their end."""
+    return [*(tag(KV, prompt, at) for at in range(1, depth + 1)), tag(STATE, prompt, depth)]
+
+
+def object_of(process: Process, of: Tag) -> str:
+    return process.tier._object(of)[0]
+
+
+# -- entries -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_one_process_puts_another_gets(cluster):
+    one, other = Process(), Process()
+    tags = prompt_tags(1, 3)
+    assert one.put(*tags) == [True] * 4
+    for process in (one, other):
+        tier, prompt = process.tier, keys(1, 5)
+        assert tier.kv_depth(prompt, 0) == 3 == tier.kv_depth(prompt, 2) and tier.kv_depth(prompt, 4) == 4
+        assert tier.state_depth(prompt, 0, 5) == 3 == tier.state_depth(prompt, 3, 5)
+        assert tier.state_depth(prompt, 0, 2) == 0
+        assert all(process.holds(each) for each in tags) and not process.holds(tag(KV, 2, 1))
+        assert process.counts == {"gone": 1}
+
+
+def test_a_prompt_is_one_question(cluster):
+    Process().put(*prompt_tags(1, 3))
+    tier = Process(refresh_s=HANG_S).tier
+    cluster.questions.clear()
+    assert not tier.contains(KV, key(1, 1)) and cluster.questions == []  # it does not know yet, and asks nobody
+    for _ in range(2):
+        assert tier.kv_depth(keys(1, 5), 0) == 3 and tier.state_depth(keys(1, 5), 0, 3) == 3
+    assert [len(names) for names in cluster.questions] == [10]
+    assert tier.contains(KV, key(1, 3)) and not tier.contains(KV, key(1, 4))
+    assert tier.kv_depth(keys(2, 2), 0) == 0 and len(cluster.questions) == 2
+
+
+def test_a_prompt_that_is_worth_no_load_is_not_asked(cluster):
+    tier = Process(min_tokens=3 * BLOCK).tier
+    assert tier.kv_depth(keys(1, 2), 0) == 0 == tier.state_depth(keys(1, 5), 0, 2) and cluster.questions == []
+
+
+@pytest.mark.parametrize("other", ["namespace", "epoch", "key", "parent", "kind"])
+def test_another_entry_never_matches(cluster, other):
+    """Also where its object has the name of the one that is asked for."""
+    one, wanted = Process(), tag(STATE, 1, 2)
+    one.put(*prompt_tags(1, 2), *prompt_tags(2, 2))
+    if other == "epoch":
+        assert not one.holds(tag(STATE, 1, 2, epoch=1)) and one.put(tag(KV, 9, 1, epoch=1)) == [False]
+        assert one.counts == {"gone": 1, "old_weights": 1}
+        return
+    if other == "namespace":
+        another = Process(name=b"m" * 16)
+        assert another.tier.kv_depth(keys(1, 2), 0) == 0 and not another.holds(wanted)
+        another.put(*prompt_tags(1, 2), writer=1)
+        its = object_of(another, wanted)
+    else:
+        its = object_of(one, {"key": tag(STATE, 2, 2), "parent": tag(STATE, 2, 2), "kind": tag(KV, 1, 2)}[other])
+    cluster.objects[object_of(one, wanted)] = cluster.objects[its]
+    assert not one.holds(wanted) and one.counts == {"not_valid": 1}
+    one.settle()
+    assert one.put(wanted) == [True] and one.holds(wanted)
+
+
+def test_what_is_here_is_not_wanted_again(cluster):
+    one, other, tags = Process(), Process(), prompt_tags(1, 1)
+    assert one.tier.wants(tags[0]) and one.put(*tags) == [True] * 2
+    assert not one.tier.wants(tags[0]) and not other.tier.wants(tags[0])
+    cluster.objects.clear()  # the master evicts
+    assert one.tier.wants(tags[0])
+
+
+def test_new_weights_have_another_namespace(cluster):
+    weights = [b"a" * 16]
+    process = Process()
+    process.tier.name_entries(lambda: weights[0])
+    process.tier.invalidate(0)
+    assert process.put(*prompt_tags(1, 1)) == [False] * 2  # nobody asked for the name of the weights yet
+    assert process.tier.kv_depth(keys(1, 1), 0) == 0 and process.put(*prompt_tags(1, 1)) == [True] * 2
+    weights[0] = b"b" * 16
+    process.tier.invalidate(1)
+    assert process.tier.kv_depth(keys(1, 1), 0) == 0 and not process.holds(tag(KV, 1, 1, epoch=1))
+    weights[0] = b"a" * 16
+    process.tier.invalidate(0)
+    assert process.tier.kv_depth(keys(1, 1), 0) == 1 and process.holds(tag(KV, 1, 1))
+
+
+def test_memory_is_registered_once(cluster):
+    process = Process()
+    store = process.tier._client._store
+    assert sorted(store.memory.values()) == [HEADER_BYTES, len(process.memory)]
+    process.put(*prompt_tags(1, 3))
+    assert len(store.memory) == 2 and process.counts == {}
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["header bit", "truncated", "longer", "other content"])
+def test_an_object_that_is_not_valid_is_removed_and_written_again(cluster, fault):
+    one, other = Process(), Process()
+    of = tag(KV, 1, 1)
+    one.put(of)
+    content = cluster.objects[object_of(one, of)]
+    cluster.objects[object_of(one, of)] = {
+        "header bit": bytearray([content[0] ^ 4]) + content[1:],
+        "truncated": content[:-1],
+        "longer": content + b"x",
+        "other content": bytearray(len(content)),
+    }[fault]
+    assert not one.holds(of) and one.counts == {"not_valid": 1}
+    one.settle()
+    assert cluster.objects == {} and cluster.removals[-1][1]  # although it was read just now
+    assert other.put(of) == [True] and one.holds(of) and other.holds(of)
+
+
+def test_every_bit_of_a_header_counts(cluster):
+    process, of = Process(), tag(KV, 1, 1)
+    process.put(of)
+    content = cluster.objects[object_of(process, of)]
+    for bit in range(8 * HEADER_BYTES):
+        spoilt = bytearray(content)
+        spoilt[bit // 8] ^= 1 << bit % 8
+        cluster.objects[object_of(process, of)] = spoilt
+        assert not process.holds(of)
+        process.settle()
+    assert process.counts == {"not_valid": 8 * HEADER_BYTES}
+
+
+def test_wrong_bytes_are_removed_and_written_again(cluster):
+    """As the device finds them. Until then the object does not exist for this process."""
+    process, tags = Process(), prompt_tags(1, 2)
+    process.put(*tags)
+    assert all(process.holds(each) for each in tags)
+    cluster.gate.clear()  # it cannot be removed yet
+    process.tier.remove(tags[-1:])
+    assert process.tier.wants(tags[-1])
+    assert process.tier.state_depth(keys(1, 2), 1, 2) == 1 and not process.tier.contains(STATE, key(1, 2))
+    cluster.gate.set()
+    process.settle()
+    assert object_of(process, tags[-1]) not in cluster.objects and process.counts == {"wrong": 1}
+    assert process.put(tags[-1], writer=1) == [True] and process.holds(tags[-1], writer=1)
+    assert process.tier.state_depth(keys(1, 2), 0, 2) == 2
+
+
+def test_a_wrong_object_that_cannot_be_removed_is_not_written_over(cluster, monkeypatch):
+    """The put would say yes and keep the old bytes."""
+    process, of = Process(), tag(KV, 1, 1)
+    process.put(of)
+    with monkeypatch.context() as broken:
+        broken.setattr(FakeStore, "remove", lambda *arguments: -706)
+        process.tier.remove([of])
+        process.settle()
+        assert process.put(of) == [False] and process.counts == {"wrong": 1, "write_wrong": 1}
+    assert process.tier.kv_depth(keys(1, 1), 0) == 0
+    assert process.put(of, writer=1) == [True] and process.holds(of, writer=1)
+
+
+def test_two_writers_of_one_key_with_other_bytes(cluster):
+    """The first one's bytes stay, with its checksum. Both processes read them."""
+    one, other = Process(), Process()
+    of = tag(KV, 1, 1)
+    assert one.put(of) == [True] == other.put(of, writer=1)
+    assert one.holds(of) and other.holds(of)
+    assert one.counts == {} == other.counts
+
+
+def test_a_transfer_that_breaks_leaves_the_object(cluster, caplog):
+    process, of = Process(), tag(KV, 1, 1)
+    with caplog.at_level(logging.ERROR):
+        cluster.broken_transfers = 2
+        assert process.put(of, of) == [False] * 2
+        assert process.put(of) == [True]
+        cluster.broken_transfers = 1
+        assert not process.holds(of) and process.holds(of)
+    assert process.counts == {"write_transfer_failed": 2, "read_transfer_failed": 1} and cluster.removals == []
+    assert len(caplog.records) == 2  # once for each reason
+
+
+def test_a_full_store(cluster):
+    process = Process()
+    cluster.room_bytes = 3000
+    assert process.put(*prompt_tags(1, 2)) == [True, True, False] and process.counts == {"write_no_room": 1}
+
+
+def test_a_master_that_is_away_and_returns(cluster):
+    process, tags = Process(), prompt_tags(1, 1)
+    process.put(*tags)
+    cluster.is_away = True
+    assert not process.holds(tags[0]) and process.tier._asker.is_down
+    cluster.questions.clear()
+    process.memory[:] = bytes(len(process.memory))
+    assert (
+        process.tier.kv_depth(keys(1, 1), 0) == 0 and process.put(*tags) == [False] * 2 and not process.holds(tags[0])
+    )
+    assert process.counts == {"no_master": 5}
+    wait_until(lambda: len(cluster.questions) > 1, "it is looked for", pause_s=0.001)
+    assert all(len(names) == 1 for names in cluster.questions)  # by the thread alone
+    cluster.restart()
+    wait_until(lambda: not process.tier._asker.is_down, "it is found", pause_s=0.001)
+    assert process.tier.kv_depth(keys(1, 1), 0) == 0 and not process.holds(tags[0])  # it has forgotten all
+    assert process.put(*tags) == [True] * 2 and process.tier.kv_depth(keys(1, 1), 0) == 1
+    assert process.counts == {"no_master": 5, "gone": 1}
+
+
+def test_a_master_whose_port_is_closed_is_not_called(cluster, monkeypatch):
+    """A call that is under way when the process ends would abort it."""
+    process, looks = Process(), []
+
+    def closed(settings: MooncakeSettings) -> str:
+        looks.append(settings)
+        raise ValueError("cannot reach it")
+
+    monkeypatch.setattr(MooncakeSettings, "own_address", closed)
+    process.tier._asker.note_down()
+    wait_until(lambda: len(looks) > 2, "it is looked for", pause_s=0.001)
+    assert cluster.questions == [] and process.tier._asker.is_down
+    process.tier._asker.finish()
+    assert not process.tier._asker._thread.is_alive()
+
+
+def test_the_engine_waits_once_for_an_answer_that_is_late(cluster):
+    process = Process(ask_s=0.001)
+    process.put(*prompt_tags(1, 1))
+    cluster.gate.clear()
+    assert process.tier.kv_depth(keys(1, 1), 0) == 0 and process.counts == {"late_answer": 1}
+    process.tier._asker._wait_s = HANG_S
+    assert process.tier.kv_depth(keys(1, 1), 0) == 0 and process.counts == {"late_answer": 2}  # did not wait
+    cluster.gate.set()
+    process.settle()
+    assert process.tier.kv_depth(keys(1, 1), 0) == 1
+
+
+def test_a_read_that_hangs_hides_the_states(cluster):
+    process = Process(wait_s=1e-9)
+    process.put(*prompt_tags(1, 1))
+    process.tier._reads[0] = 0.0  # a thread has read since the machine was started
+    assert process.tier.state_depth(keys(1, 1), 0, 1) == 0 and process.counts == {"stuck": 1}
+    process.tier._reads.clear()
+    assert process.tier.state_depth(keys(1, 1), 0, 1) == 1
+
+
+@pytest.mark.parametrize("end", ["close", "collect"])
+def test_the_client_is_closed_after_its_last_call(cluster, end):
+    process, of = Process(), tag(KV, 1, 1)
+    client = process.tier._client
+    store = client._store
+    process.put(of)
+    process.tier.remove([of])
+    wait_until(lambda: cluster.removals, "the thread has removed it", pause_s=0.001)
+    cluster.gate.clear()
+    caller = threading.Thread(target=process.tier._has_other_size, args=("x", -800, 1))
+    caller.start()
+    wait_until(lambda: cluster.waiting, "the call has begun", pause_s=0.001)
+    if end == "close":
+        process.tier.close()
+        wait_until(lambda: client._closed, "the thread has been told", pause_s=0.001)
+        assert process.put(of) == [False] and not process.holds(of)
+    else:
+        del process  # the thread is the last who has the tier
+    assert not store.closed
+    cluster.gate.set()
+    caller.join()
+    wait_until(lambda: store.closed, "it is closed", pause_s=0.001)
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+def test_settings():
+    settings = SharedSettings.parse(
+        "mooncake://10.0.0.1?gb=2&host=10.0.0.2&protocol=rdma&device=mlx5_0&wait_s=0.5&ask_s=0.2"
+    )
+    assert settings == MooncakeSettings(
+        master_host="10.0.0.1",
+        master_port=50051,
+        lent_bytes=2 * 2**30,
+        host="10.0.0.2",
+        protocol="rdma",
+        device="mlx5_0",
+        wait_s=0.5,
+        ask_s=0.2,
+    )
+    assert SharedSettings.parse("mooncake://localhost:7/") == MooncakeSettings(master_host="localhost", master_port=7)
+    assert isinstance(SharedSettings.parse("file:///x?gb=1"), FolderSettings)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("mooncake://", "needs the address of Mooncake's master"),
+        ("mooncake:///path", "needs the address of Mooncake's master"),
+        ("mooncake://a:b", "needs the address of Mooncake's master"),
+        ("mooncake://user@a:1", "needs the address of Mooncake's master"),
+        ("mooncake://a:1?ask_s=0", "ask_s='0' is not valid"),
+        ("mooncake://a:1?gb=-1", "gb='-1' is not valid"),
+        ("mooncake://a:1?size=1", "unknown parameter 'size'"),
+        ("redis://a:1", "must be a URL such as"),
+    ],
+)
+def test_settings_that_are_not_valid(url, message):
+    with pytest.raises(ValueError, match=message) as error:
+        SharedSettings.parse(url)
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_missing_is_one_line(monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]  # bound, but nobody listens
+        settings = MooncakeSettings(master_host="127.0.0.1", master_port=port)
+        with pytest.raises(ValueError, match=f"cannot reach Mooncake's master at 127.0.0.1:{port}"):
+            MooncakeTier(settings, block_tokens=BLOCK)
+        free.listen()
+        monkeypatch.setattr(mooncake_client, "new_store", lambda: raises(ImportError("libibverbs.so.1: no such file")))
+        with pytest.raises(ValueError, match="libraries: libibverbs"):
+            MooncakeTier(settings, block_tokens=BLOCK)
+        monkeypatch.setattr(mooncake_client, "new_store", lambda: FakeStore(away))
+        away = FakeCluster()
+        away.is_away = True
+        with pytest.raises(ValueError, match="refuses this client: error -1"):
+            MooncakeTier(settings, block_tokens=BLOCK)
+
+
+def raises(error: Exception) -> None:
+    raise error
