@@ -29,6 +29,7 @@ from megatron_hybrid_prefix.tiers.listing import FileName
 from megatron_hybrid_prefix.tiers.shared import FolderSettings, SharedSettings
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 from tests.harness.limits import HANG_S, wait_until
+from tests.harness.selection import mostly_slow
 
 BLOCK, SIZE = 4, {EntryKind.KV: 1000, EntryKind.STATE: 3000}
 KV, STATE = EntryKind.KV, EntryKind.STATE
@@ -362,7 +363,7 @@ class FullDisk:
         monkeypatch.setattr(folders, "write_all", write_all)
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("code", mostly_slow([errno.ENOSPC, errno.EDQUOT], errno.ENOSPC))
 def test_a_disk_that_is_full_before_the_budget_is(tmp_path, monkeypatch, code):
     """What is worth least makes room, as if the budget were used up."""
     tier = tier_on(tmp_path)
@@ -560,7 +561,7 @@ def test_what_is_used_stays_and_its_kv_with_it(tmp_path, no_grace):
     check(tmp_path, tier, other)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", mostly_slow(range(3), 0))
 def test_kv_that_no_state_needs_is_found_without_a_search(no_grace, monkeypatch, seed):
     """Against all nodes, after random changes. Each change looks at the nodes above the entry at most."""
     noted = []
