@@ -252,6 +252,7 @@ def test_the_default_computes_as_without_the_mixins(platform):
     assert not any(type(module).__name__.startswith("Invariant") for module in model.modules())
 
 
+@pytest.mark.slow
 def test_an_unseeded_sample_survives_a_preemption(tiny):
     """A preempted request decodes its known tokens again; their log-probs have the bits of an unhurried decode."""
     harness = exact_harness(tiny, blocks=10)
