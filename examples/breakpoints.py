@@ -16,9 +16,7 @@ QUESTIONS = ("Who wrote it?", "When was it written?", "What is it about?")
 model = build_hybrid_model("tiny", seed=0)
 for with_breakpoint in (False, True):
     # No interval checkpoints, so that only the breakpoint makes the difference.
-    engine = build_engine(
-        model, prefix=HybridPrefixConfig(mamba_gb=0.05, retention_interval_tokens=0), buffer_size_gb=0.25
-    )
+    engine = build_engine(model, prefix=HybridPrefixConfig(cache_gb=0.3, retention_interval_tokens=0))
     reused = []
     for question in QUESTIONS:
         sampling = SamplingParams(num_tokens_to_generate=8, top_k=1)

@@ -10,8 +10,8 @@ from megatron.core.inference.sampling_params import SamplingParams  # noqa: E402
 model = build_hybrid_model("tiny", seed=0)
 texts = [f"Text number {number}. " * 40 for number in range(20)]
 for host_gb in (0.0, 0.05):
-    # The device memory is too small for the states of 20 texts.
-    engine = build_engine(model, prefix=HybridPrefixConfig(mamba_gb=0.0005, host_gb=host_gb), buffer_size_gb=0.25)
+    # The device memory is too small for the KV and the states of 20 texts.
+    engine = build_engine(model, prefix=HybridPrefixConfig(cache_gb=0.004, host_gb=host_gb))
     for text in texts:
         engine.generate([text + "Who wrote it?"], SamplingParams(num_tokens_to_generate=4, top_k=1))
     (record,) = engine.generate([texts[0] + "When?"], SamplingParams(num_tokens_to_generate=4, top_k=1))

@@ -24,7 +24,7 @@ def generate(engine, what):
 
 
 model = build_hybrid_model("tiny", seed=0)
-engine = build_engine(model, prefix=HybridPrefixConfig(mamba_gb=0.05), buffer_size_gb=0.25)
+engine = build_engine(model, prefix=HybridPrefixConfig(cache_gb=0.3))
 generate(engine, "old weights, first time")
 generate(engine, "old weights, again     ")
 

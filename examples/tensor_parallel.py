@@ -13,7 +13,7 @@ platform = ensure_platform(tp=int(os.environ["WORLD_SIZE"]))
 from megatron.core.inference.sampling_params import SamplingParams  # noqa: E402
 
 model = build_hybrid_model("tiny", seed=0)  # the same weights for every layout
-engine = build_engine(model, prefix=HybridPrefixConfig(mamba_gb=0.05))
+engine = build_engine(model, prefix=HybridPrefixConfig(cache_gb=0.3))
 if platform.rank == 0:
     print(platform.describe())
 for question in ("Who wrote it?", "When?"):

@@ -218,8 +218,8 @@ def samples(folder, tokens):
     from megatron.core.inference.sampling_params import SamplingParams
 
     model, tokenizer = build_hybrid_model(hf=folder), HuggingFaceTokenizer(folder)
-    prefix = HybridPrefixConfig(mamba_gb=0.05)
-    engine = build_engine(model, prefix, tokenizer=tokenizer, max_sequence_length=1024, buffer_size_gb=0.25)
+    prefix = HybridPrefixConfig(cache_gb=0.3)
+    engine = build_engine(model, prefix, tokenizer=tokenizer, max_sequence_length=1024)
     sampling = SamplingParams(num_tokens_to_generate=tokens, temperature=0.7, top_p=0.95, termination_id=END)
     with torch.inference_mode():
         records = engine.generate(list(PROMPTS), sampling)

@@ -44,11 +44,11 @@ from megatron_hybrid_prefix.index.loads import Loads
 from megatron_hybrid_prefix.index.matcher import Match, Matcher
 from megatron_hybrid_prefix.index.planner import BoundaryRule, StepPlanner
 from megatron_hybrid_prefix.index.prompt_scores import PromptScores
-from megatron_hybrid_prefix.index.requests import Admission, LiveRequest, RequestBook, StepPlan
+from megatron_hybrid_prefix.index.requests import Admission, Grown, LiveRequest, RequestBook, StepPlan
 from megatron_hybrid_prefix.index.scores import ScoreTable
 from megatron_hybrid_prefix.index.shared_store import SharedStore
 from megatron_hybrid_prefix.index.store import PrefixStore
-from megatron_hybrid_prefix.index.tree import PrefixTree
+from megatron_hybrid_prefix.index.tree import Node, PrefixTree
 from megatron_hybrid_prefix.metrics import PrefixStats, TierStats
 from megatron_hybrid_prefix.policy.boundaries import Boundary, prompt_boundaries, with_verification
 from megatron_hybrid_prefix.policy.registry import DEFAULT_EVICTION_POLICY, make_eviction_policy
@@ -258,13 +258,7 @@ class HybridPrefixCache:
 
     def can_admit(self, match: Match, *, length_tokens: int | None = None) -> bool:
         """Whether `admit` would succeed now. Changes nothing."""
-        match = self._matcher.fresh(match)
-        own_blocks = self._blocks_for(match, length_tokens)
-        own_blocks -= len(match.block_ids)
-        path = match.path if match.load_id is None else ()
-        return self._store.has_room(
-            own_blocks, path, slots=self._store.slots_per_request, source_slot=match.source_slot
-        )
+        return self._shared_beyond(self._matcher.fresh(match), length_tokens) is not None
 
     def admit(
         self,
@@ -278,21 +272,23 @@ class HybridPrefixCache:
     ) -> Admission | None:
         """Shares the matched blocks, pins the source checkpoint, and allocates new blocks. All or nothing.
 
-        Blocks of an admitted prompt (a hit on the device has no loaded blocks, a miss has only new ones)::
+        Blocks of an admitted prompt. A hit on the device has no loaded blocks::
 
             ------------------------------------------------------------------------------------
-            | < shared > | < loaded > |                        < new >                         |
+            | < shared > | < loaded > |          < shared >        |          < new >          |
             ------------------------------------------------------------------------------------
             |       < reused >        |                   < to be computed >                   |
             ------------------------------------------------------------------------------------
-            |     < KV is cached, on the device or the host >      |    < KV is not cached >   |
+            |                   < KV is cached >                   |    < KV is not cached >   |
             ------------------------------------------------------------------------------------
             0                         S                            J          B            T   end
 
-            shared   Blocks on the device that other requests may use, too. The request must not write to them.
+            shared   Blocks on the device that other requests may use, too. The request must not write to them. Between
+                     S and J no state is kept, so the request computes these tokens again
+                     (`Match.lost_tokens_no_state`). It reads their KV from the shared blocks, as a hit does, and does
+                     not store it a second time (`Admission.stored_tokens`). After loaded blocks all blocks are new.
             loaded   Blocks that `loads.begin_load_back` allocated. Their KV is on its way from the host.
-            new      Blocks allocated here. The KV between S and J is cached, but no state is kept there. So the
-                     request computes these tokens again, into new blocks (`Match.lost_tokens_no_state`).
+            new      Blocks allocated here.
             S        The source checkpoint, at `Match.resume_tokens`. The first forward reads the state from its slot.
                      The slot stays pinned until that forward is published.
             J, B, T  Boundaries that get a checkpoint: the junction (the end of the cached KV), breakpoints of the
@@ -326,21 +322,21 @@ class HybridPrefixCache:
         self.loads.drop_swapped_out(request_id)
         store = self._store
         expected, match = match, self._matcher.fresh(match)
-        chain, shared = match.chain, len(match.path)
-        own_blocks = max(0, self._blocks_for(match, length_tokens) - shared)
-        if not store.has_room(own_blocks, match.path, slots=store.slots_per_request, source_slot=match.source_slot):
+        beyond = self._shared_beyond(match, length_tokens)
+        if beyond is None:
             return None
+        chain, path = match.chain, [*match.path, *beyond]
         if match.resume_tokens < expected.resume_tokens:
             self._stats.count_fallback("stale_match")
         # Share and pin before allocating: allocation may evict, and must not evict what this request shares.
-        block_ids = store.blocks.share(match.path)
+        block_ids = store.blocks.share(path)
         if match.source_slot is not None:
             store.slots.pin(match.source_slot)
             store.checkpoints.use(match.path[-1])
         if match.scores:
             store.tree.scores.use(match.path)
         live_slot = store.take_live_slot()
-        block_ids += store.take_blocks(own_blocks)
+        block_ids += store.take_blocks(max(0, self._blocks_for(match, length_tokens) - len(path)))
         write = write and chain.epoch == self.epoch
         boundaries = self._planner.boundaries(match, breakpoints) if write else ()
         if boundaries and verify_at_tokens:
@@ -351,10 +347,12 @@ class HybridPrefixCache:
             prompt_tokens=chain.tokens,
             write=write,
             block_ids=block_ids,
-            path=list(match.path),
+            path=path,
             boundaries=boundaries,
             computed_tokens=match.resume_tokens,
             planned_tokens=match.resume_tokens,
+            stored_tokens=len(path) * self.block_tokens,
+            read=match.read,
             pinned_slot=match.source_slot,
             top_n=match.top_n,
             live_slot=live_slot,
@@ -363,7 +361,8 @@ class HybridPrefixCache:
         return Admission(
             request_id=request_id,
             block_ids=tuple(block_ids),
-            shared_blocks=shared,
+            shared_blocks=len(path),
+            stored_tokens=live.stored_tokens,
             resume_tokens=match.resume_tokens,
             source_slot=match.source_slot,
             lost_tokens_no_state=match.lost_tokens_no_state,
@@ -383,22 +382,28 @@ class HybridPrefixCache:
         self._store.copies_taken()
         return copies
 
-    def grow(self, request_id: int, length_tokens: int) -> list[int] | None:
-        """Allocates blocks so that the request's KV fits up to position ``length_tokens``.
+    def grow(self, request_id: int, length_tokens: int) -> Grown | None:
+        """Gives the request the blocks that its KV needs up to position ``length_tokens``.
+
+        As in `admit`, what is cached of its prompt is shared.
 
         Returns:
-            The new block ids, possibly none. None when there are too few blocks; then nothing changed.
+            The blocks, possibly none. None when there are too few blocks; then the request keeps those it had.
 
         Raises:
             ValueError: The request is not live.
         """
-        live = self._requests[request_id]
+        live, blocks = self._requests[request_id], self._store.blocks
         count = ceil_div(length_tokens, self.block_tokens) - len(live.block_ids)
-        if not self.loads.make_room(count):
+        beyond = self._cached_after(live, min(len(live.block_ids) + count, live.prompt_tokens // self.block_tokens))
+        shared = blocks.share(beyond)  # before allocating, as in `admit`
+        if not self.loads.make_room(count - len(shared)):
+            blocks.release(shared, beyond)
             return None
-        block_ids = self._store.take_blocks(max(0, count))
-        live.block_ids += block_ids
-        return block_ids
+        own = self._store.take_blocks(max(0, count - len(shared)))
+        live.block_ids += shared + own
+        live.share(beyond, self.block_tokens)
+        return Grown(shared=shared, own=own, stored_tokens=live.stored_tokens)
 
     # -- 4. plan, 5. (the engine runs), 6. publish ---------------------------------------------------------------------
 
@@ -560,7 +565,7 @@ class HybridPrefixCache:
         self.blocks.free(self.blocks.unattached)
 
     def invalidate(self, epoch: int | None = None) -> None:
-        """The weights changed. Empties the cache; live requests run on, but cache nothing more.
+        """The weights changed. Empties the cache; live requests run on with the KV that they hold, but cache nothing more.
 
         Args:
             epoch: Epoch of the new weights. None: the next number. The current epoch: do nothing.
@@ -625,6 +630,8 @@ class HybridPrefixCache:
 
     def _let_go(self, live: LiveRequest) -> None:
         self.loads.end(live, kept=False)
+        if live.decoded:
+            self._store.checkpoints.end_decoded(*live.decoded[-1])
         self._store.let_go(live)
 
     def _admit_loaded(
@@ -632,12 +639,15 @@ class HybridPrefixCache:
     ) -> Admission | None:
         load = live.load
         assert load is not None
-        match, held = load.match, len(live.block_ids)
-        own_blocks = self._blocks_for(match, length_tokens) - held
-        if not self._store.has_room(own_blocks, slots=self._store.slots_per_request):
+        match = load.match
+        beyond = self._shared_beyond(match, length_tokens)
+        if beyond is None:
             return None
+        live.block_ids += self._store.blocks.share(beyond)
+        live.share(beyond, self.block_tokens)
+        held = len(live.block_ids)
         live.live_slot = self._store.take_live_slot()
-        live.block_ids += self._store.take_blocks(max(0, own_blocks))
+        live.block_ids += self._store.take_blocks(max(0, self._blocks_for(match, length_tokens) - held))
         live.write = live.write and write
         if live.write:
             wanted = dict(self._planner.boundaries(match, breakpoints))
@@ -653,6 +663,7 @@ class HybridPrefixCache:
             request_id=live.request_id,
             block_ids=tuple(live.block_ids),
             shared_blocks=held,
+            stored_tokens=live.stored_tokens,
             resume_tokens=match.resume_tokens,
             source_slot=load.slot,
             lost_tokens_no_state=match.lost_tokens_no_state,
@@ -669,6 +680,39 @@ class HybridPrefixCache:
             self._stats.reused_tokens_device += match.resume_tokens
         self._stats.lost_tokens_no_state += match.lost_tokens_no_state
         self._stats.lost_tokens_no_scores += match.lost_tokens_no_scores
+
+    def _shared_beyond(self, match: Match, length_tokens: int | None) -> Sequence[Node] | None:
+        """Nodes of cached blocks after the matched ones that the request shares; it computes their tokens again.
+
+        In shared memory, held blocks keep pages from being emptied for states. If there is no room for that reason, the
+        request shares only what it skips.
+
+        Returns:
+            The nodes, possibly none. None: there is no room for the request.
+        """
+        live = None if match.load_id is None else self._requests.loads[match.load_id]
+        held, needed = len(match.block_ids), self._blocks_for(match, length_tokens)
+        path: Sequence[Node] = match.path if live is None else ()
+        if live is not None:
+            cached = self._cached_after(live, needed)
+        else:
+            cached = self._store.tree.path(match.chain.keys[held:needed]) if match.read else []
+        for beyond in (cached, []):
+            if self._store.has_room(
+                needed - held - len(beyond),
+                [*path, *beyond],
+                slots=self._store.slots_per_request,
+                source_slot=match.source_slot,
+            ):
+                return beyond
+        return None
+
+    def _cached_after(self, live: LiveRequest, blocks: int) -> list[Node]:
+        """Nodes of cached blocks after those that the request holds, up to ``blocks``, that it can share."""
+        # A path has no gaps: after a block of its own that has no key, the request shares nothing.
+        if not live.read or len(live.path) != len(live.block_ids):
+            return []
+        return self._store.tree.path(live.chain.keys[len(live.path) : blocks])
 
     def _blocks_for(self, match: Match, length_tokens: int | None) -> int:
         return ceil_div(match.chain.tokens if length_tokens is None else length_tokens, self.block_tokens)

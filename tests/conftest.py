@@ -9,11 +9,16 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.harness.limits import THREADS
 
 os.environ["OMP_NUM_THREADS"] = str(THREADS)
+if not torch.cuda.is_available():
+    # megatron decorates functions with torch.compile, which imports the whole of inductor: 1.5 of the 5.4 s that a process
+    # takes to start. On the CPU no test calls a compiled function.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 settings.register_profile("no time limit", deadline=None)  # no test judges speed
 settings.load_profile("no time limit")
 
@@ -24,8 +29,6 @@ _FIRST = ("packaging", "distributed", "serve", "cli", "engine")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the longest folders first. Skips ``gpu`` tests without a GPU, and ``clients`` outside of scripts/clients.sh."""
-    import torch
-
     order = {folder: place for place, folder in enumerate(_FIRST)}
     items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
     if "MHP_CLIENTS_PYTHON" not in os.environ:
@@ -43,8 +46,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def platform():
     """The CPU platform with tp=1 and pp=1, even if there is a GPU. Tests marked ``gpu`` start their own processes."""
-    import torch
-
     from megatron_hybrid_prefix.platform import ensure_platform
 
     torch.set_num_threads(THREADS)

@@ -2,27 +2,29 @@
 
 examples:
     hybrid-prefix plan --hf ./NVIDIA-Nemotron-Nano-9B-v2 --gpu-gb 80
-    hybrid-prefix plan nemotron-h-8b --mamba-gb 20 --buffer-gb 20
-    hybrid-prefix plan nemotron-h-8b --cache-gb 40 --trace trace.jsonl
-    hybrid-prefix plan arguments.yaml --mamba-gb 20 --buffer-gb 20 --tp 2 --speculative-tokens 3
-    hybrid-prefix plan config.json --mamba-gb 20 --buffer-gb 20 --trace trace.jsonl --json plan.json
+    hybrid-prefix plan nemotron-h-8b --cache-gb 40 --host-gb 64
+    hybrid-prefix plan arguments.yaml --cache-gb 40 --tp 2 --speculative-tokens 3
+    hybrid-prefix plan config.json --cache-gb 40 --trace trace.jsonl --json plan.json
+    hybrid-prefix plan nemotron-h-8b --mamba-gb 10 --buffer-gb 30           # a fixed split
 
 MODEL is a preset, a YAML or JSON file of Megatron arguments, or a Hugging Face config.json (or its folder). Budgets are
 in GiB per rank.
 
---hf and --gpu-gb without budgets: what fits GPUs of this size at each tensor-parallel size, and which budgets to give. A
-conversation that is kept has its KV and a checkpoint. 10 % of a GPU stay free for activations. The folder needs
-config.json only. --hf with budgets is like MODEL.
+--gpu-gb with --hf or a preset: what fits GPUs of this size at each tensor-parallel size, and which budget to give: one
+budget, or a fixed split with 25 % for states. A conversation that is kept has its KV and a checkpoint. 10 % of a GPU stay
+free for activations. A folder needs config.json only.
 
 --cache-gb: one budget that KV, checkpoints and states of running requests share, and the fixed split of as many bytes: 25 %
-for states, or with --trace the best split of ten.
+for states, or with --trace the best split of ten. --host-gb adds a host tier.
+
+--mamba-gb and --buffer-gb: a fixed split that you give, and one budget of as many bytes.
 
 --prefill-tokens-per-s: from how many tokens on it is faster to load a prefix from a shared folder (--shared of serve) than
 to compute it, by what the disk or the network gives each rank. It is the value for min_tokens in the URL.
 
-With --trace, the recorded requests are replayed at this budget (as by hybrid-prefix replay). Then each budget is raised
-by the same amount in turn, and the one that gains most is recommended. The time of loading from the host is not
-counted.
+With --trace, the recorded requests are replayed at this budget (as by hybrid-prefix replay), then with more. Of a fixed
+split each part is raised by the same amount in turn, and the one that gains most is recommended. The time of loading from
+the host is not counted.
 
 Needs neither a GPU nor torch.
 
@@ -34,16 +36,12 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from megatron_hybrid_prefix._version import __version__
-from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.console.engine_options import positive_float, positive_int, whole_number
 from megatron_hybrid_prefix.console.hf import add_hf_option, folder_of
 from megatron_hybrid_prefix.console.terminal import (
@@ -60,147 +58,29 @@ from megatron_hybrid_prefix.console.terminal import (
     run_command,
     write_json,
 )
+from megatron_hybrid_prefix.lab.break_even import GB, break_even, break_even_rows
 from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_of, sizes_of_config
 from megatron_hybrid_prefix.lab.fit import fits, parameter_count
-from megatron_hybrid_prefix.lab.memory import GIB
-from megatron_hybrid_prefix.lab.one_budget import ADVISED_STATE_SHARE, advised_split, one_budget, reuse_of_one_budget
+from megatron_hybrid_prefix.lab.fixed_split import KNOBS, Budget, Plan, advice, blind_advice, expected_reuse, plan_of
+from megatron_hybrid_prefix.lab.memory import GIB, bytes_of, floor_gib
+from megatron_hybrid_prefix.lab.one_budget import (
+    ADVISED_STATE_SHARE,
+    RAISED_BY,
+    one_budget,
+    reuse_in_one_memory,
+    reuse_of_one_budget,
+    split_options,
+)
 from megatron_hybrid_prefix.lab.one_budget import advice as advice_of_split
-from megatron_hybrid_prefix.lab.replay import Policy, ceiling_tokens, replay
-from megatron_hybrid_prefix.lab.traces import Trace, read_trace
+from megatron_hybrid_prefix.lab.plan_report import print_fits, print_fixed_split, print_one_budget
+from megatron_hybrid_prefix.lab.replay import TooLargeError, ceiling_tokens
+from megatron_hybrid_prefix.lab.traces import read_trace
 from megatron_hybrid_prefix.models.config import PRESETS, get_preset
 from megatron_hybrid_prefix.policy.registry import (
     DEFAULT_EVICTION_POLICY,
     eviction_policy_names,
     present_eviction_policy,
 )
-
-GB = 10**9
-LOAD_RATES = (1, 2, 4, 8, 16, 32)  # GB/s for one rank: a network, disks, the page cache
-RAISED_BY = 0.25  # each budget in turn is raised by this share of all budgets together
-WORTH_IT = 0.001  # least gain to recommend, as a share of the prompt tokens
-SCORE_BYTES = 12  # of a prompt's token: float32 log-probs of it and of one likeliest token, and the id of that
-KNOBS = {"state_bytes": "--mamba-gb", "host_bytes": "--host-gb", "kv_bytes": "--buffer-gb"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """Bytes per rank: states on the device, states and KV on the host, and KV with the states of running requests."""
-
-    state_bytes: int
-    host_bytes: int
-    kv_bytes: int
-
-    @property
-    def all_bytes(self) -> int:
-        """Sum of all budgets."""
-        return self.state_bytes + self.host_bytes + self.kv_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What a budget holds: counts, and bytes of the running requests' states."""
-
-    device_states: int
-    host_states: int
-    kv_blocks: int
-    live_bytes: int
-    history_tokens: int
-
-
-def plan_of(budget: Budget, sizes: Sizes, args: argparse.Namespace) -> Plan:
-    """Computes what ``budget`` holds.
-
-    Raises:
-        InputError: The states of the running requests alone exceed the budget.
-    """
-    live_bytes = args.max_requests * sizes.live_bytes(args.speculative_tokens)
-    block_bytes = sizes.kv_block_bytes(args.block_size_tokens)
-    # One block is megatron's dummy.
-    blocks = (budget.kv_bytes - live_bytes) // block_bytes - 1
-    if blocks < 1:
-        raise InputError(
-            f"--buffer-gb {budget.kv_bytes / GIB:g}: too small. States of {args.max_requests} running requests take "
-            f"{live_bytes / GIB:.2f} GiB, and one KV block {block_bytes / GIB:.4f} GiB: raise it or lower "
-            f"--max-requests"
-        )
-    return Plan(
-        device_states=budget.state_bytes // sizes.state_bytes,
-        host_states=budget.host_bytes // sizes.state_bytes,
-        kv_blocks=blocks,
-        live_bytes=live_bytes,
-        history_tokens=blocks * args.block_size_tokens,
-    )
-
-
-def host_options(budget: Budget, sizes: Sizes, block_tokens: int) -> dict[str, int]:
-    """Host tier options for a replay with blocks of ``block_tokens``. A page is 1/8 of the smaller kind of entry."""
-    kv_bytes, state_bytes = sizes.kv_block_bytes(block_tokens), sizes.state_bytes
-    page_bytes = max(1, min(kv_bytes, state_bytes) // 8)
-    return {
-        "host_pages": budget.host_bytes // page_bytes,
-        "host_kv_pages": ceil_div(kv_bytes, page_bytes),
-        "host_state_pages": ceil_div(state_bytes, page_bytes),
-    }
-
-
-def expected_reuse(trace: Trace, budget: Budget, sizes: Sizes, args: argparse.Namespace, interrupt: Interrupt) -> float:
-    """Share of the trace's prompt tokens that a cache with this budget reuses.
-
-    Raises:
-        Stopped: Ctrl-C was pressed.
-    """
-
-    def on_request(done: int) -> None:
-        if interrupt.requested:
-            raise Stopped
-
-    plan = plan_of(budget, sizes, args)
-    host = host_options(budget, sizes, trace.block_tokens)
-    return replay(
-        trace,
-        Policy(name=args.eviction, eviction=args.eviction, options=host),
-        state_slots=plan.device_states,
-        kv_blocks=max(1, plan.history_tokens // trace.block_tokens),
-        on_request=on_request,
-    ).reused_token_fraction
-
-
-def break_even_tokens(sizes: Sizes, gb_per_s: float, tokens_per_s: float) -> int | None:
-    """Fewest tokens of a prefix whose KV and state load in less time than they are computed; None: never.
-
-    Args:
-        sizes: Bytes on one rank.
-        gb_per_s: What the rank reads, in 10^9 bytes per second.
-        tokens_per_s: Prompt tokens that the ranks of a model compute per second.
-    """
-    gain_bytes = gb_per_s * GB / tokens_per_s - sizes.kv_token_bytes  # of a token
-    return None if gain_bytes <= 0 else int(sizes.state_bytes / gain_bytes) + 1
-
-
-def advice(gains: dict[str, float], reuse: float, ceiling: float, raised_gib: float) -> str:
-    """Which budget to raise first, given the gain of each one when raised by ``raised_gib``."""
-    name, gain = max(gains.items(), key=lambda item: item[1])
-    if gain < WORTH_IT:
-        return (
-            f"{reuse:.1%} of the prompt tokens are reused, {ceiling:.1%} is the limit: {raised_gib:.1f} GiB more gain "
-            "nothing"
-        )
-    return f"raise {KNOBS[name]} first: {raised_gib:.1f} GiB more reuse {gain:.1%} more of the prompt tokens"
-
-
-def blind_advice(plan: Plan, sizes: Sizes, budget: Budget) -> str:
-    """Which budget to raise first, or how to split both, if nothing is known about the requests."""
-    if plan.device_states < 1:
-        return f"raise --mamba-gb first: it is less than one checkpoint ({sizes.state_bytes / GIB:.3f} GiB)"
-    blocks = plan.kv_blocks / plan.device_states
-    if blocks < 1:
-        return "raise --buffer-gb first: there are fewer KV blocks than checkpoints, and each checkpoint needs a block"
-    both = budget.state_bytes + budget.kv_bytes
-    return (
-        f"one checkpoint per {blocks:.0f} KV blocks, {budget.state_bytes / both:.0%} for states. A good start is "
-        f"{advised_split(both, ADVISED_STATE_SHARE)}; add --trace to learn which budget to raise"
-    )
-
 
 # --- Command ---------------------------------------------------------------------------------------------------------
 
@@ -239,14 +119,19 @@ def make_parser() -> ArgumentParser:
         default=0,
         help="draft tokens of speculative decoding (default: %(default)s)",
     )
-    add = parser.add_argument_group("what fits (--hf or a preset, without budgets; --cache-gb)").add_argument
-    add("--gpu-gb", type=positive_float, metavar="X", help="memory of one GPU, in GB (10^9 bytes), such as 80")
+    add = parser.add_argument_group("what fits").add_argument
+    add(
+        "--gpu-gb",
+        type=positive_float,
+        metavar="X",
+        help="memory of one GPU, in GB (10^9 bytes), such as 80, instead of budgets; needs --hf or a preset",
+    )
     add(
         "--conversation-tokens",
         type=positive_int,
         default=8192,
         metavar="N",
-        help="tokens of a conversation that is kept (default: %(default)s)",
+        help="tokens of a conversation that is kept, for --gpu-gb and --cache-gb (default: %(default)s)",
     )
     add = parser.add_argument_group("a shared folder").add_argument
     add(
@@ -254,7 +139,7 @@ def make_parser() -> ArgumentParser:
         type=positive_float,
         metavar="X",
         help="prompt tokens that the model computes per second: those of a long prompt over the time to its first token; "
-        "needs --mamba-gb and --buffer-gb",
+        "not with --gpu-gb",
     )
     add = parser.add_argument_group("expected reuse").add_argument
     add(
@@ -276,25 +161,58 @@ def make_parser() -> ArgumentParser:
     return parser
 
 
+def fixed_plan(args: argparse.Namespace, sizes: Sizes, budget: Budget) -> Plan:
+    """What a fixed split holds. Raises InputError if the states of the running requests alone exceed it."""
+    return plan_of(
+        budget,
+        sizes,
+        block_tokens=args.block_size_tokens,
+        max_requests=args.max_requests,
+        drafts=args.speculative_tokens,
+    )
+
+
 def measured(
     args: argparse.Namespace, sizes: Sizes, budget: Budget, interrupt: Interrupt
 ) -> tuple[dict[str, Any], str]:
-    """Replays the trace. Returns the reuse at this budget, the gain of raising each budget, and the advice."""
+    """Replays the trace. Returns the reuse at this budget, in one memory and with each budget raised; and the advice."""
     trace = read_trace(args.trace, limit=args.limit)
     ceiling = sum(ceiling_tokens(trace)) / trace.prompt_tokens
     step = max(int(budget.all_bytes * RAISED_BY), sizes.state_bytes)
-    with progress(["replays"], 1 + len(KNOBS)) as done:
-        reuse = expected_reuse(trace, budget, sizes, args, interrupt)
+
+    def reuse_of(split: Budget) -> float:
+        return expected_reuse(
+            trace,
+            fixed_plan(args, sizes, split),
+            sizes,
+            host_bytes=split.host_bytes,
+            eviction=args.eviction,
+            on_request=stop_of(interrupt),
+        )
+
+    own_bytes = fixed_plan(args, sizes, budget).live_bytes if args.speculative_tokens else 0
+    with progress(["replays"], 2 + len(KNOBS)) as done:
+        reuse = reuse_of(budget)
         done("replays", 1)
+        shared = reuse_in_one_memory(
+            trace,
+            sizes,
+            cache_bytes=budget.device_bytes - own_bytes,
+            host_bytes=budget.host_bytes,
+            eviction=args.eviction,
+            on_request=stop_of(interrupt),
+        )
+        done("replays", 2)
         gains: dict[str, float] = {}
-        for number, name in enumerate(KNOBS, 2):
+        for number, name in enumerate(KNOBS, 3):
             raised = replace(budget, **{name: getattr(budget, name) + step})
-            gains[name] = expected_reuse(trace, raised, sizes, args, interrupt) - reuse
+            gains[name] = reuse_of(raised) - reuse
             done("replays", number)
     found = {
         "requests": len(trace.requests),
         "prompt_tokens": trace.prompt_tokens,
         "reused_token_fraction": reuse,
+        "one_budget_fraction": shared,
         "ceiling_fraction": ceiling,
         "raised_by_bytes": step,
         "gains": {KNOBS[name]: gain for name, gain in gains.items()},
@@ -302,86 +220,51 @@ def measured(
     return found, advice(gains, reuse, ceiling, step / GIB)
 
 
-def break_even(args: argparse.Namespace, sizes: Sizes) -> dict[int, int | None]:
-    """`break_even_tokens` by GB/s; empty without ``--prefill-tokens-per-s``."""
-    tokens_per_s = args.prefill_tokens_per_s
-    return {} if tokens_per_s is None else {rate: break_even_tokens(sizes, rate, tokens_per_s) for rate in LOAD_RATES}
+def stop_of(interrupt: Interrupt) -> Callable[[int], None]:
+    """What a replay calls from time to time. It raises `Stopped` after Ctrl-C."""
 
+    def on_request(done: int) -> None:
+        if interrupt.requested:
+            raise Stopped
 
-def print_report(
-    console: Console, args: argparse.Namespace, sizes: Sizes, plan: Plan, reuse: dict[str, Any] | None
-) -> None:
-    """Prints sizes, what the budget holds, and the expected reuse."""
-    table = Table(title=f"{printable(sizes.name)}, tp={sizes.tp}", title_justify="left", show_header=False)
-    table.add_column("what", no_wrap=True)
-    table.add_column("how much", justify="right", no_wrap=True)
-    block_bytes = sizes.kv_block_bytes(args.block_size_tokens)
-    drafts = f" and {args.speculative_tokens} drafts" if args.speculative_tokens else ""
-    rows: list[tuple[str, str]] = [
-        ("one checkpoint", f"{sizes.state_bytes:,} bytes"),
-        (f"one KV block of {args.block_size_tokens} tokens", f"{block_bytes:,} bytes"),
-        (f"states of one running request{drafts}", f"{sizes.live_bytes(args.speculative_tokens):,} bytes"),
-        ("one checkpoint takes as much memory as the KV of", f"{sizes.state_bytes / sizes.kv_token_bytes:,.0f} tokens"),
-        ("checkpoints on the device", f"{plan.device_states:,}"),
-        ("checkpoints on the host, if it holds no KV", f"{plan.host_states:,}"),
-        (f"states of {args.max_requests} running requests", f"{plan.live_bytes / GIB:.2f} GiB"),
-        ("KV blocks", f"{plan.kv_blocks:,}"),
-        ("tokens in the KV blocks", f"{plan.history_tokens:,}"),
-    ]
-    if sizes.next_logits_bytes is not None:
-        rows.append(("log-probs of prompts (host), per checkpoint", f"{sizes.next_logits_bytes:,} bytes"))
-        rows.append(("... per token, with one likeliest token", f"{SCORE_BYTES} bytes"))
-    for rate, tokens in break_even(args, sizes).items():
-        worth = "never" if tokens is None else f"{tokens:,} tokens"
-        rows.append((f"loading from a shared folder at {rate} GB/s pays from", worth))
-    if reuse is not None:
-        rows.append(("expected reuse of prompt tokens", f"{reuse['reused_token_fraction']:.4f}"))
-        rows.append(("reuse with unlimited memory", f"{reuse['ceiling_fraction']:.4f}"))
-        step_gib = reuse["raised_by_bytes"] / GIB
-        rows += [(f"{step_gib:.1f} GiB more for {knob}", f"{gain:+.4f}") for knob, gain in reuse["gains"].items()]
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    return on_request
 
 
 def run_fits(argv: Sequence[str], args: argparse.Namespace) -> int:
-    """What fits a GPU of ``--gpu-gb``, and the command with these budgets. Returns the exit code."""
+    """What fits a GPU of ``--gpu-gb``, and the command with this budget. Returns the exit code."""
     folder = folder_of(args)
     with as_input_errors(ValueError):
         config = get_preset(args.model) if folder is None else folder.config
     name = args.model if folder is None else folder.name
+    conversation_tokens = min(args.conversation_tokens, config.max_sequence_length)
     found = fits(
         config,
-        gpu_bytes=int(args.gpu_gb * GB),
-        conversation_tokens=min(args.conversation_tokens, config.max_sequence_length),
+        gpu_bytes=bytes_of(args.gpu_gb, GB, "--gpu-gb"),
+        conversation_tokens=conversation_tokens,
         block_tokens=args.block_size_tokens,
         max_requests=args.max_requests,
+        drafts=args.speculative_tokens,
         state_dtype=args.state_dtype,
     )
     parameters = parameter_count(config)
-    table = Table(title=f"{printable(name)}, {parameters / 1e9:.3g} B parameters, {config.dtype}", title_justify="left")
-    for column in ("GPUs (--tp)", "weights per GPU", "left for states and KV", "conversations kept", "budgets"):
-        table.add_column(column, justify="left" if column == "budgets" else "right")
-    for fit in found:
-        options = "does not fit"
-        if fit.conversations:
-            options = f"--mamba-gb {_floor(fit.state_bytes)} --buffer-gb {_floor(fit.kv_bytes)}"
-        left = f"{max(0, fit.left_bytes) / GIB:.1f} GiB"
-        table.add_row(str(fit.tp), f"{fit.weight_bytes / GIB:.1f} GiB", left, f"{fit.conversations:,}", options)
     console = output_console()
-    console.print(table)
-    smallest = next((fit for fit in found if fit.conversations), None)
-    if smallest is None:
+    title = f"{printable(name)}, {parameters / 1e9:.3g} B parameters, {config.dtype}"
+    print_fits(console, found, title, conversation_tokens)
+    smallest = next((fit for fit in found if fit.plan is not None), None)
+    if smallest is None or smallest.plan is None:
         text = (
             f"no GPU of {args.gpu_gb:g} GB holds 1/{max((fit.tp for fit in found), default=1)} of this model and one "
+            f"conversation of {conversation_tokens:,} tokens"
         )
-        text += f"conversation of {args.conversation_tokens:,} tokens"
     else:
-        ranks = "" if smallest.tp == 1 else f"torchrun --nproc-per-node {smallest.tp} -m megatron_hybrid_prefix.cli."
-        model = f"--preset {name}" if folder is None else f"--hf {shlex.quote(str(args.hf))}"
-        text = f"{ranks}serve {model} --tp {smallest.tp} --mamba-gb {_floor(smallest.state_bytes)}"
-        text = f"{'' if ranks else 'hybrid-prefix '}{text} --buffer-gb {_floor(smallest.kv_bytes)}"
+        text = "hybrid-prefix"
+        if smallest.tp > 1:
+            text = f"torchrun --nproc-per-node {smallest.tp} -m megatron_hybrid_prefix"
+        text += " serve " + (f"--preset {name}" if folder is None else f"--hf {shlex.quote(str(args.hf))}")
+        one = f"--cache-gb {floor_gib(smallest.cache_bytes)}"
+        text += f" --tp {smallest.tp} {split_options(smallest.cache_bytes) if smallest.plan.prefers_split else one}"
         text += f" --max-requests {args.max_requests} --block-size-tokens {args.block_size_tokens}"
+        text += f" --speculative-tokens {args.speculative_tokens}" if args.speculative_tokens else ""
         text += f" --state-dtype {args.state_dtype}" if args.state_dtype else ""
     console.print(text, markup=False, soft_wrap=True)
     if args.json is not None:
@@ -392,53 +275,52 @@ def run_fits(argv: Sequence[str], args: argparse.Namespace) -> int:
 
 
 def run_one_budget(argv: Sequence[str], args: argparse.Namespace, sizes: Sizes, interrupt: Interrupt) -> int:
-    """What ``--cache-gb`` holds, and what it reuses. Returns the exit code."""
-    cache_bytes = int(args.cache_gb * GIB)
-    live_bytes = args.max_requests * sizes.live_bytes(args.speculative_tokens)
+    """What ``--cache-gb`` and ``--host-gb`` hold, and what they reuse. Returns the exit code."""
+    cache_bytes = bytes_of(args.cache_gb, GIB, "--cache-gb")
+    host_bytes = bytes_of(args.host_gb or 0, GIB, "--host-gb")
     with as_input_errors(ValueError, prefix=f"--cache-gb {args.cache_gb:g}: "):
         plan = one_budget(
             sizes,
             cache_bytes=cache_bytes,
             block_tokens=args.block_size_tokens,
             conversation_tokens=args.conversation_tokens,
-            live_bytes=live_bytes,
+            max_requests=args.max_requests,
+            drafts=args.speculative_tokens,
+            host_bytes=host_bytes,
         )
+    layout = plan.layout
+    least_bytes = layout.page_bytes + layout.block_bytes
+    if 0 < host_bytes < least_bytes:
+        raise InputError(f"--host-gb {args.host_gb:g}: a state and a KV block take {least_bytes / GIB:.4f} GiB")
     reuse, ceiling = None, None
     if args.trace:
         trace = read_trace(args.trace, limit=args.limit)
         ceiling = sum(ceiling_tokens(trace)) / trace.prompt_tokens
-
-        def on_request(done: int) -> None:
-            if interrupt.requested:
-                raise Stopped
-
-        reuse = reuse_of_one_budget(trace, sizes, cache_bytes, args.eviction, on_request)
-    layout, text = plan.layout, advice_of_split(cache_bytes, reuse)
-    table = Table(title=f"{printable(sizes.name)}, tp={sizes.tp}", title_justify="left", show_header=False)
-    table.add_column("what", no_wrap=True)
-    table.add_column("how much", justify="right", no_wrap=True)
-    rows = [
-        ("one state", f"{layout.state_bytes:,} bytes"),
-        (f"one KV block of {args.block_size_tokens} tokens", f"{layout.block_bytes:,} bytes"),
-        ("a state takes", f"{layout.page_blocks} KV blocks, {layout.padding_bytes / layout.page_bytes:.1%} unused"),
-        ("KV blocks, if there were no states", f"{layout.total_blocks:,}"),
-        ("states, if there were no KV", f"{layout.pages:,}"),
-        (f"conversations of {args.conversation_tokens:,} tokens with a checkpoint each", f"{plan.conversations:,}"),
-        (f"with {ADVISED_STATE_SHARE:.0%} for states, fixed: checkpoints", f"{plan.split_states:,}"),
-        (f"... KV blocks beside {args.max_requests} running requests", f"{plan.split_blocks:,}"),
-    ]
-    if reuse is not None:
-        raised = f"{cache_bytes * RAISED_BY / GIB:.1f} GiB more"
-        rows += [
-            ("expected reuse of prompt tokens, shared", f"{reuse['shared']:.4f}"),
-            (f"... {raised}", f"{reuse['shared_raised'] - reuse['shared']:+.4f}"),
-            ("reuse with unlimited memory", f"{ceiling:.4f}"),
-        ]
-        rows += [(f"fixed, {share:.0%} for states", f"{found:.4f}") for share, found in reuse["splits"].items()]
-    for row in rows:
-        table.add_row(*row)
+        with as_input_errors(TooLargeError):
+            reuse = reuse_of_one_budget(
+                trace,
+                sizes,
+                cache_bytes=cache_bytes - (plan.own_bytes if args.speculative_tokens else 0),
+                host_bytes=host_bytes,
+                eviction=args.eviction,
+                on_request=stop_of(interrupt),
+            )
+    text = advice_of_split(plan, cache_bytes, reuse)
+    pays = break_even(sizes.kv_token_bytes, layout.page_bytes, args.prefill_tokens_per_s)
     console = output_console()
-    console.print(table)
+    print_one_budget(
+        console,
+        sizes,
+        plan,
+        host_bytes=host_bytes,
+        block_tokens=args.block_size_tokens,
+        conversation_tokens=args.conversation_tokens,
+        max_requests=args.max_requests,
+        drafts=args.speculative_tokens,
+        more_rows=break_even_rows(pays),
+        reuse=reuse,
+        ceiling=ceiling,
+    )
     console.print(text, markup=False, soft_wrap=True)
     if args.json is not None:
         report = {
@@ -447,6 +329,7 @@ def run_one_budget(argv: Sequence[str], args: argparse.Namespace, sizes: Sizes, 
             "model": sizes.name,
             "tp": sizes.tp,
             "cache_bytes": cache_bytes,
+            "host_bytes": host_bytes,
             "checkpoint_bytes": layout.state_bytes,
             "kv_block_bytes": layout.block_bytes,
             "page_blocks": layout.page_blocks,
@@ -454,6 +337,15 @@ def run_one_budget(argv: Sequence[str], args: argparse.Namespace, sizes: Sizes, 
             "kv_blocks": layout.total_blocks,
             "states": layout.pages,
             "conversations": plan.conversations,
+            "host_states": plan.host_states,
+            "host_conversations": plan.host_conversations,
+            "split": {
+                "state_share": ADVISED_STATE_SHARE,
+                "states": plan.split_states,
+                "kv_blocks": plan.split_blocks,
+                "conversations": plan.split_conversations,
+            },
+            "break_even_tokens": pays or None,
             "expected_reuse": reuse and reuse | {"splits": {f"{s:g}": x for s, x in reuse["splits"].items()}},
             "ceiling_fraction": ceiling,
             "advice": text,
@@ -461,11 +353,6 @@ def run_one_budget(argv: Sequence[str], args: argparse.Namespace, sizes: Sizes, 
         write_json(args.json, report)
         console.print(f"wrote {args.json}", markup=False, soft_wrap=True)
     return 0
-
-
-def _floor(count: int) -> str:
-    """Bytes as GiB with two digits, not rounded up."""
-    return f"{count * 100 // GIB / 100:g}"
 
 
 def check_model(args: argparse.Namespace) -> bool:
@@ -478,16 +365,15 @@ def check_model(args: argparse.Namespace) -> bool:
         raise InputError("give MODEL or --hf DIR, and only one of them")
     budgets = [name for name in ("mamba_gb", "buffer_gb") if getattr(args, name) is not None]
     if args.cache_gb is not None:
-        if args.prefill_tokens_per_s is not None:
-            raise InputError("--prefill-tokens-per-s: needs --mamba-gb and --buffer-gb")
-        if budgets or args.gpu_gb is not None or args.host_gb is not None:
-            raise InputError("--cache-gb: does not go with --mamba-gb, --buffer-gb, --host-gb and --gpu-gb")
+        if budgets or args.gpu_gb is not None:
+            raise InputError("--cache-gb: does not go with --mamba-gb, --buffer-gb and --gpu-gb")
         return False
     if len(budgets) == 2 and args.gpu_gb is None:
         return False
     if (
         args.gpu_gb is None
         or budgets
+        or args.host_gb is not None
         or args.trace
         or args.prefill_tokens_per_s
         or (args.hf is None and args.model not in PRESETS)
@@ -516,16 +402,28 @@ def run(argv: Sequence[str], interrupt: Interrupt) -> int:
     if args.cache_gb is not None:
         return run_one_budget(argv, args, sizes, interrupt)
     budget = Budget(
-        state_bytes=int(args.mamba_gb * GIB),
-        host_bytes=int((args.host_gb or 0) * GIB),
-        kv_bytes=int(args.buffer_gb * GIB),
+        state_bytes=bytes_of(args.mamba_gb, GIB, "--mamba-gb"),
+        host_bytes=bytes_of(args.host_gb or 0, GIB, "--host-gb"),
+        kv_bytes=bytes_of(args.buffer_gb, GIB, "--buffer-gb"),
     )
-    plan = plan_of(budget, sizes, args)
+    plan = fixed_plan(args, sizes, budget)
     reuse, text = None, blind_advice(plan, sizes, budget)
     if args.trace:
-        reuse, text = measured(args, sizes, budget, interrupt)
+        with as_input_errors(TooLargeError):
+            reuse, text = measured(args, sizes, budget, interrupt)
     console = output_console()
-    print_report(console, args, sizes, plan, reuse)
+    pays = break_even(sizes.kv_token_bytes, sizes.state_bytes, args.prefill_tokens_per_s)
+    print_fixed_split(
+        console,
+        sizes,
+        budget,
+        plan,
+        block_tokens=args.block_size_tokens,
+        max_requests=args.max_requests,
+        drafts=args.speculative_tokens,
+        more_rows=break_even_rows(pays),
+        reuse=reuse,
+    )
     console.print(text, markup=False, soft_wrap=True)
     if args.json is not None:
         report = {
@@ -541,7 +439,7 @@ def run(argv: Sequence[str], interrupt: Interrupt) -> int:
             "host_states": plan.host_states,
             "kv_blocks": plan.kv_blocks,
             "history_tokens": plan.history_tokens,
-            "break_even_tokens": break_even(args, sizes) or None,
+            "break_even_tokens": pays or None,
             "expected_reuse": reuse,
             "advice": text,
         }

@@ -66,7 +66,7 @@ from megatron_hybrid_prefix.lab.clairvoyant import Clairvoyant, clairvoyant
 from megatron_hybrid_prefix.lab.memory import GIB
 from megatron_hybrid_prefix.lab.memory_report import MOST_SPLITS, is_split, memories, print_memories
 from megatron_hybrid_prefix.lab.plot import save_plot
-from megatron_hybrid_prefix.lab.replay import ADMISSIONS, Policy, Replayed, ceiling_tokens, replay
+from megatron_hybrid_prefix.lab.replay import ADMISSIONS, Policy, Replayed, TooLargeError, ceiling_tokens, replay
 from megatron_hybrid_prefix.lab.traces import Trace, read_trace
 from megatron_hybrid_prefix.policy.registry import (
     DEFAULT_EVICTION_POLICY,
@@ -255,7 +255,8 @@ def run_all(
                         raise Stopped
                     done(policy.name, number * len(trace.requests) + count)
 
-                runs.append(replay(trace, policy, on_request=on_request, **budget))
+                with as_input_errors(TooLargeError):
+                    runs.append(replay(trace, policy, on_request=on_request, **budget))
     return runs
 
 
@@ -430,7 +431,7 @@ def run_shared(
         raise InputError("--cache-gb: needs the bytes of a model: give --preset or --hf")
     args.baselines = args.baselines or "lru"
     memories_for = functools.partial(memories, args.cache_gb, args.splits or 0, state_bytes=sizes.state_bytes)
-    memories_for(block_bytes=1)  # finds wrong options before the trace is read
+    memories_for(block_bytes=sizes.kv_token_bytes)  # finds wrong options before the trace is read: the smallest blocks
     trace = trace_of()
     budgets = memories_for(block_bytes=sizes.kv_block_bytes(trace.block_tokens))
     chosen = policies(args, trace.block_tokens)

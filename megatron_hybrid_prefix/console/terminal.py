@@ -175,15 +175,16 @@ def check_can_plot(option: str) -> None:
 
 
 def read_text(path: Path) -> str:
-    """The file as UTF-8 text.
+    """The file as UTF-8 text, without a byte order mark.
 
     Raises:
         InputError: The file cannot be read, or is not text.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from None
+        hint = "; unpack it first" if path.suffix in (".gz", ".zst", ".xz", ".bz2", ".zip") else ""
+        raise InputError(f"{path}: not UTF-8 text (byte {error.start}){hint}") from None
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
 

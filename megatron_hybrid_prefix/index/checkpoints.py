@@ -127,6 +127,11 @@ class CheckpointTable:
         if node.slot == slot and node.reason == CheckpointReason.DECODE and not node.used:
             self.unbind(node)
 
+    def end_decoded(self, node: Node, slot: int) -> None:
+        """A request ended, and this is its latest decode state, unless it is gone already."""
+        if self._host is not None and node.slot == slot:
+            self._host.store_answer(node)
+
     def unbind_all(self) -> None:
         """Takes all states off the device. Pinned slots stay in use until they are unpinned."""
         for node in self._tree:

@@ -79,14 +79,21 @@ class HostTier:
         self.reset()
 
     def reset(self) -> None:
-        """Drops everything. The caller empties the tree."""
+        """Drops everything. The caller empties the tree.
+
+        Queued copies stay: live requests may need what moves on the device. Only offers to the tier behind are dropped.
+        """
         self.entries.reset()
         self._kv: OrderedDict[Node, int] = OrderedDict()  # time of last use, least recently used first
         self._state_used: dict[Node, int] = {}
         self._clock = 0
         self._fetching.clear()
         self._eviction.clear()
-        self.transfers.clear()
+        if self.behind is not None:
+            name = self.behind.name
+            self.transfers[:] = [
+                copy for copy in self.transfers if not isinstance(copy, BlockTransfer) or copy.target != name
+            ]
 
     # -- depth ---------------------------------------------------------------------------------------------------------
 
@@ -146,10 +153,24 @@ class HostTier:
             self._write_down(node)
         return True
 
+    def store_answer(self, node: Node) -> None:
+        """A request ended, and this is the last state of its answer. The next turn of the conversation resumes from it.
+
+        A shared tier gets it if it saves a load's worth of tokens beyond the state before it.
+        """
+        if self.behind is None or not self._early or node.private or node.host_slot != NO_SLOT:
+            return
+        before = node.parent
+        while before is not None and (before.host_slot == NO_SLOT or is_probationary(before)):
+            before = before.parent
+        saved_blocks = node.depth_blocks - (0 if before is None else before.depth_blocks)
+        if saved_blocks >= self.behind.least_blocks:
+            self.store_state(node)
+
     def stores_published(self, reason: CheckpointReason) -> bool:
         """Whether a state that was just computed is stored at once, not only when the device evicts it.
 
-        A decode state is not: it is copied to its slot later, and soon replaced by the next one.
+        A decode state is not: it is copied to its slot later, and soon replaced by the next one. See `store_answer`.
         """
         if reason == CheckpointReason.DECODE:
             return False
@@ -365,7 +386,7 @@ class HostTier:
         """
         if self.behind is None or not self._early:
             return
-        if is_probationary(node) or node.depth_blocks < self.behind.least_blocks:
+        if node.private or is_probationary(node) or node.depth_blocks < self.behind.least_blocks:
             return
         path: list[Node] = []
         above: Node | None = node

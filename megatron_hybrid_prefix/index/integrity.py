@@ -69,30 +69,32 @@ def check_integrity(
         )
 
 
-def _expect(holds: bool, what: str) -> None:
+def _expect(holds: bool, what: str, *named: object) -> None:
+    """Raises unless ``holds``. ``named`` fill the braces of ``what``: writing out a node takes longer than checking it."""
     if not holds:
-        raise CacheCorruptionError(what)
+        raise CacheCorruptionError(what.format(*named) if named else what)
 
 
 def _check_tree(tree: PrefixTree, blocks: KVBlocks) -> None:
     children = Counter(node.parent for node in tree)
     for node in tree:
-        _expect(tree.get(node.key) is node, f"{node} is not found by its key")
-        _expect(node.children == children[node], f"{node} counts {node.children} children, has {children[node]}")
-        _expect((node.slot == node.host_slot == NO_SLOT) == (node.reason is None), f"{node}: reason {node.reason}")
+        _expect(tree.get(node.key) is node, "{} is not found by its key", node)
+        _expect(node.children == children[node], "{} counts {} children, has {}", node, node.children, children[node])
+        _expect((node.slot == node.host_slot == NO_SLOT) == (node.reason is None), "{}: reason {}", node, node.reason)
         parent = node.parent
         if node.block_id == NO_BLOCK:
-            _expect(node.slot == NO_SLOT, f"{node} has a state but no KV on the device")
+            _expect(node.slot == NO_SLOT, "{} has a state but no KV on the device", node)
             left = node.host_block != NO_BLOCK or node.host_slot != NO_SLOT or node.children > 0
-            _expect(left, f"{node} is empty and a leaf, but in the tree")
+            _expect(left, "{} is empty and a leaf, but in the tree", node)
         else:
-            _expect(blocks.node(node.block_id) is node, f"{node}: its block belongs to {blocks.node(node.block_id)}")
-            _expect(parent is None or parent.block_id != NO_BLOCK, f"{node} is on the device, its parent is not")
-        _expect(node.depth_blocks == (parent.depth_blocks if parent else 0) + 1, f"{node} under {parent}")
+            owner = blocks.node(node.block_id)
+            _expect(owner is node, "{}: its block belongs to {}", node, owner)
+            _expect(parent is None or parent.block_id != NO_BLOCK, "{} is on the device, its parent is not", node)
+        _expect(node.depth_blocks == (parent.depth_blocks if parent else 0) + 1, "{} under {}", node, parent)
         if parent is not None:
-            _expect(tree.get(parent.key) is parent, f"{node}: its parent is not in the tree")
+            _expect(tree.get(parent.key) is parent, "{}: its parent is not in the tree", node)
             held = node.block_id != NO_BLOCK and blocks.ref_count(node.block_id) > 0
-            _expect(not held or blocks.ref_count(parent.block_id) > 0, f"{node} is held, its parent is not")
+            _expect(not held or blocks.ref_count(parent.block_id) > 0, "{} is held, its parent is not", node)
     keyed = sum(blocks.node(block_id) is not None for block_id in range(blocks.total_blocks))
     on_device = sum(node.block_id != NO_BLOCK for node in tree)
     _expect(keyed == on_device == blocks.keyed_blocks, f"{keyed} keyed blocks, {on_device} nodes on the device")
@@ -107,7 +109,8 @@ def _check_requests(
         _expect(len(set(live.block_ids)) == len(live.block_ids), f"{name} holds a block twice")
         _expect(len(live.path) <= min(len(live.block_ids), full_blocks), f"{name}: path longer than its blocks")
         _expect(
-            len(live.path) * block_tokens <= live.computed_tokens, f"{name} registered blocks that it has not computed"
+            len(live.path) * block_tokens <= max(live.computed_tokens, live.stored_tokens),
+            f"{name} registered blocks that it has not computed",
         )
         _expect(not live.write or live.chain.epoch == epoch, f"{name} may write under other weights")
         _expect(live.computed_tokens <= live.planned_tokens, f"{name}: computed more than planned")
@@ -115,8 +118,10 @@ def _check_requests(
             not live.released or bool(live.plans), f"{name} is released, has no plan in flight, and is still listed"
         )
         if live.pinned_slot is not None and live.path:  # an empty path: the weights changed
-            source = live.path[-1]
-            _expect(source.slot == live.pinned_slot, f"{name}: its source {live.pinned_slot} was evicted from {source}")
+            depth = live.computed_tokens // block_tokens
+            source = live.path[depth - 1] if depth <= len(live.path) else None
+            has_it = source is not None and source.slot == live.pinned_slot
+            _expect(has_it, f"{name}: its source {live.pinned_slot} was evicted from {source}")
         for index, node in enumerate(live.path):
             _expect(tree.get(node.key) is node, f"{name}: {node} on its path is not in the tree")
             _expect(node.key == live.chain.keys[index], f"{name}: {node} does not have the key of its tokens")
@@ -132,7 +137,9 @@ def _check_ref_counts(blocks: KVBlocks, requests: Sequence[LiveRequest], unattac
     holders.update(unattached)
     for block_id in range(blocks.total_blocks):
         counted = blocks.ref_count(block_id)
-        _expect(counted == holders[block_id], f"block {block_id} counts {counted} holders, has {holders[block_id]}")
+        _expect(
+            counted == holders[block_id], "block {} counts {} holders, has {}", block_id, counted, holders[block_id]
+        )
 
 
 def _check_slots(
@@ -162,4 +169,6 @@ def _check_slots(
     pins = Counter(live.pinned_slot for live in requests if live.pinned_slot is not None)
     pins.update(protected)
     for slot in range(slots.first_slot, slots.first_slot + slots.total_slots):
-        _expect(slots.pins(slot) == pins[slot], f"slot {slot} has {slots.pins(slot)} pins, should have {pins[slot]}")
+        _expect(
+            slots.pins(slot) == pins[slot], "slot {} has {} pins, should have {}", slot, slots.pins(slot), pins[slot]
+        )

@@ -57,7 +57,8 @@ class KeyMaker:
         self, tokens: Tokens = (), *, salt: str | None = None, adapter: str | None = None, epoch: int = 0
     ) -> KeyChain:
         """The key chain of ``tokens``."""
-        chain = KeyChain([], 0, epoch=epoch, maker=self, seed=self.seed(salt=salt, adapter=adapter, epoch=epoch))
+        seed = self.seed(salt=salt, adapter=adapter, epoch=epoch)
+        chain = KeyChain([], 0, epoch=epoch, maker=self, seed=seed, private=adapter is not None)
         chain.extend(tokens)
         return chain
 
@@ -82,6 +83,7 @@ class KeyChain:
         keys: One key per full block.
         tokens: Length of the sequence.
         epoch: Weights epoch of the keys.
+        private: Whether no other process can have these keys, because they are those of an adapter.
 
     Args:
         keys: See above. Keys from elsewhere (a trace) are taken as they are.
@@ -89,16 +91,25 @@ class KeyChain:
         epoch: See above.
         maker: Computes the keys of appended tokens. None: the chain cannot grow.
         seed: The hash that the first key is chained to.
+        private: See above.
     """
 
-    __slots__ = ("_maker", "_seed", "_tail", "epoch", "keys", "tokens")
+    __slots__ = ("_maker", "_seed", "_tail", "epoch", "keys", "private", "tokens")
 
     def __init__(
-        self, keys: list[bytes], tokens: int, *, epoch: int = 0, maker: KeyMaker | None = None, seed: bytes = b""
+        self,
+        keys: list[bytes],
+        tokens: int,
+        *,
+        epoch: int = 0,
+        maker: KeyMaker | None = None,
+        seed: bytes = b"",
+        private: bool = False,
     ) -> None:
         self.keys = keys
         self.tokens = tokens
         self.epoch = epoch
+        self.private = private
         self._maker = maker
         self._seed = seed
         self._tail = b""  # bytes of the tokens after the last full block
@@ -120,7 +131,9 @@ class KeyChain:
 
     def copy(self) -> KeyChain:
         """An independent copy."""
-        twin = KeyChain(self.keys.copy(), self.tokens, epoch=self.epoch, maker=self._maker, seed=self._seed)
+        twin = KeyChain(
+            self.keys.copy(), self.tokens, epoch=self.epoch, maker=self._maker, seed=self._seed, private=self.private
+        )
         twin._tail = self._tail
         return twin
 

@@ -233,6 +233,8 @@ class Loads:
             boundaries=(),
             computed_tokens=resume_tokens,
             planned_tokens=resume_tokens,
+            stored_tokens=resume_tokens,
+            read=match.read,
             pinned_slot=None,
             top_n=match.top_n,
         )
@@ -358,12 +360,13 @@ class Loads:
             live_slot: Slot of the state after them.
 
         Returns:
-            False if there is not enough room for all of it; then nothing changed.
+            False if there is not enough room for all of it, or if the request shares blocks that it has not computed yet
+            (in the middle of its prompt); then nothing changed.
         """
         live = self._requests[request_id]
         host = self._host
         blocks = ceil_div(depth_tokens, self._block_tokens)
-        if host is None or not live.write or live.plans or blocks > len(live.block_ids):
+        if host is None or not live.write or live.plans or not len(live.path) <= blocks <= len(live.block_ids):
             return False
         name, epoch = f"request {request_id}".encode(), self._store.tree.epoch
         pinned: list[int] = []

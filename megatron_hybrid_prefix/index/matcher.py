@@ -21,9 +21,8 @@ class Match:
         prompt_tokens: The prompt's length at the time of the match.
         limit_tokens: The request must resume here or earlier.
         read: False: the request must not reuse the cache.
-        kv_depth_blocks: Number of leading blocks whose KV is on any tier. Blocks beyond ``resume_tokens`` are of no
-            use: the request recomputes them into new blocks.
-        path: Nodes of the blocks that the request will share, up to the state it resumes from.
+        kv_depth_blocks: Number of leading blocks whose KV is on any tier.
+        path: Nodes of the blocks up to the state that the request resumes from. The request will share them.
         resume_tokens: Prompt tokens that are skipped. A block boundary, except for a swapped-out request that continues
             where it stopped.
         source_slot: Slot of the state at ``resume_tokens``; None if that is 0.
@@ -62,7 +61,7 @@ class Match:
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """KV blocks that the request will share or loads, front first."""
+        """KV blocks up to ``resume_tokens`` that the request will share or loads, front first."""
         return tuple(node.block_id for node in self.path) if self.load_id is None else self.loaded_blocks
 
 
@@ -93,7 +92,7 @@ def match_prefix(
     kv_depth = _kv_depth(tiers, chain.keys, len(path)) if read else 0
     usable_blocks = min(kv_depth, max(0, limit_tokens) // block_tokens)
     device_blocks = min(len(path), usable_blocks)
-    # The request resumes from the deepest state within the limit. KV beyond that state cannot be shared.
+    # The request resumes from the deepest state within the limit.
     resume_blocks = device_blocks
     while resume_blocks and path[resume_blocks - 1].slot == NO_SLOT:
         resume_blocks -= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +20,10 @@ class Admission:
 
     Attributes:
         request_id: The request.
-        block_ids: Its KV blocks, front first: shared, then loaded, then new ones. Blocks after ``resume_tokens`` are to
-            be computed.
-        shared_blocks: Number of leading blocks that hold reused KV. The request must not write to them.
+        block_ids: Its KV blocks, front first.
+        shared_blocks: Number of leading blocks whose KV is cached; the others are new.
+        stored_tokens: KV before this position is cached. The forwards that compute tokens before it must not write
+            their KV. At least ``resume_tokens``.
         resume_tokens: Prompt tokens skipped. The first forward starts at this position.
         source_slot: Slot of the state to start from, pinned until the first forward is published. None: start from
             zero.
@@ -36,6 +38,7 @@ class Admission:
     request_id: int
     block_ids: tuple[int, ...]
     shared_blocks: int
+    stored_tokens: int
     resume_tokens: int
     source_slot: int | None
     lost_tokens_no_state: int
@@ -43,6 +46,21 @@ class Admission:
     payloads: dict[int, Any] = field(default_factory=dict)
     scores: tuple[Kept, ...] = ()
     live_slot: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grown:
+    """Blocks that a live request got.
+
+    Attributes:
+        shared: Cached KV blocks, which come first.
+        own: New KV blocks.
+        stored_tokens: See `Admission`.
+    """
+
+    shared: list[int]
+    own: list[int]
+    stored_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +167,8 @@ class LiveRequest:
         boundaries: Positions of the prompt that get a checkpoint.
         computed_tokens: Tokens whose KV and state exist, including reused ones.
         planned_tokens: ``computed_tokens`` after the forwards in flight succeed.
+        stored_tokens: See `Admission`.
+        read: Whether it may reuse the cache.
         pinned_slot: Checkpoint slot that its first forward reads; None after that.
         decoded: Its latest decode states, oldest first: node and slot of each.
         plans: Its plans in flight, by id.
@@ -167,6 +187,8 @@ class LiveRequest:
     boundaries: tuple[Boundary, ...]
     computed_tokens: int
     planned_tokens: int
+    stored_tokens: int
+    read: bool
     pinned_slot: int | None
     decoded: list[tuple[Node, int]] = field(default_factory=list)
     plans: dict[int, StepPlan] = field(default_factory=dict)
@@ -179,6 +201,12 @@ class LiveRequest:
     def is_loading(self) -> bool:
         """Whether the request holds a load and is not admitted yet."""
         return self.load is not None and not self.load.admitted
+
+    def share(self, beyond: Sequence[Node], block_tokens: int) -> None:
+        """The request shares these blocks after those of its path, and computes their tokens again."""
+        self.path += beyond
+        if beyond:
+            self.stored_tokens = len(self.path) * block_tokens
 
     @property
     def source_slot(self) -> int | None:

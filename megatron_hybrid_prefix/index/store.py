@@ -100,6 +100,7 @@ class PrefixStore:
             node = self.tree.get(keys[index])
             if node is None:
                 node = self.tree.insert(keys[index], path[-1] if path else None, block_id)
+                node.private = live.chain.private
                 self.blocks.bind(node)
             elif node.block_id == NO_BLOCK:
                 node.block_id = block_id

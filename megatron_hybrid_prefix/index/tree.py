@@ -34,6 +34,7 @@ class Node:
         host_slot: Host entry of the state at its end, or NO_SLOT.
         reason: Why that state is kept, on the device or on the host.
         used: Whether a request has resumed from that state.
+        private: Whether no other process can ask for this block (`KeyChain.private`).
         children: Number of child nodes.
         users: With shared memory: 1 if a state is kept here on the device, and 1 for each child with users. At 0 the KV
             of the block is worthless: no request can resume behind it. Interval states that nobody used do not count.
@@ -50,6 +51,7 @@ class Node:
         "newer",
         "older",
         "parent",
+        "private",
         "reason",
         "slot",
         "used",
@@ -65,7 +67,7 @@ class Node:
         self.host_block = NO_BLOCK
         self.host_slot = NO_SLOT
         self.reason: CheckpointReason | None = None
-        self.used = False
+        self.used = self.private = False
         self.children = 0
         self.users = 0
         self.older: Node | None = None

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.lab.capacity import VALUE_BYTES, sizes_of_config
+from megatron_hybrid_prefix.lab.memory import GIB
+from megatron_hybrid_prefix.lab.one_budget import OneBudget, one_budget
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
 KEPT_FREE = 0.1  # of a GPU's memory: activations, CUDA graphs, the allocator
-# Checkpoints of a conversation. The next turn resumes from one. The best fixed splits had room for about one, too: on
-# conversations of 12,800 tokens 15 to 25 % for states, on short chats 65 % (docs/benchmarks.md).
-CHECKPOINTS = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,17 +21,15 @@ class Fit:
         tp: Tensor-parallel size.
         weight_bytes: Weights.
         left_bytes: What is left for states and KV; negative: the weights do not fit.
-        conversations: Conversations that can be kept, each with its KV and a checkpoint.
-        state_bytes: Budget for their checkpoints (``mamba_gb``).
-        kv_bytes: Budget for their KV and the states of running requests (``buffer_size_gb``).
+        cache_bytes: The one budget (``cache_gb``): what is left, in hundredths of a GiB.
+        plan: What it holds; None: not one conversation.
     """
 
     tp: int
     weight_bytes: int
     left_bytes: int
-    conversations: int
-    state_bytes: int
-    kv_bytes: int
+    cache_bytes: int
+    plan: OneBudget | None
 
 
 def fits(
@@ -43,6 +39,8 @@ def fits(
     conversation_tokens: int,
     block_tokens: int,
     max_requests: int,
+    drafts: int = 0,
+    host_bytes: int = 0,
     state_dtype: str | None = None,
 ) -> list[Fit]:
     """What GPUs of ``gpu_bytes`` hold at each tensor-parallel size that divides the model's dimensions.
@@ -50,14 +48,11 @@ def fits(
     Args:
         config: The model's dimensions.
         gpu_bytes: Memory of one GPU.
-        conversation_tokens: Tokens of a conversation that is kept.
-        block_tokens: Tokens of a KV block.
-        max_requests: Most running requests.
+        conversation_tokens, block_tokens, max_requests, drafts, host_bytes: See `one_budget`.
         state_dtype: Dtype of the matrix states; None: the model's.
     """
     found = []
     weight_bytes = parameter_count(config) * VALUE_BYTES[config.dtype]
-    blocks = ceil_div(conversation_tokens, block_tokens)
     for tp in TENSOR_PARALLEL_SIZES:
         try:
             config.check_parallel(tp=tp, pp=1)
@@ -66,21 +61,21 @@ def fits(
             continue
         weights = weight_bytes // tp
         left = int(gpu_bytes * (1 - KEPT_FREE)) - weights
-        # One block is megatron's dummy.
-        live = max_requests * sizes.live_bytes(0) + sizes.kv_block_bytes(block_tokens)
-        kv = blocks * sizes.kv_block_bytes(block_tokens)
-        states = CHECKPOINTS * sizes.state_bytes
-        conversations = max(0, (left - live) // (kv + states))
-        found.append(
-            Fit(
-                tp=tp,
-                weight_bytes=weights,
-                left_bytes=left,
-                conversations=conversations,
-                state_bytes=conversations * states,
-                kv_bytes=live + conversations * kv,
+        cache = int(max(0, left) * 100 // GIB / 100 * GIB)
+        try:
+            plan: OneBudget | None = one_budget(
+                sizes,
+                cache_bytes=cache,
+                block_tokens=block_tokens,
+                conversation_tokens=conversation_tokens,
+                max_requests=max_requests,
+                drafts=drafts,
+                host_bytes=host_bytes,
             )
-        )
+        except ValueError:
+            plan = None
+        kept = plan if plan is not None and plan.conversations else None
+        found.append(Fit(tp=tp, weight_bytes=weights, left_bytes=left, cache_bytes=cache, plan=kept))
     return found
 
 

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.console.engine_options import positive_float
 from megatron_hybrid_prefix.console.terminal import InputError, as_input_errors, printable
 from megatron_hybrid_prefix.lab.capacity import Sizes
-from megatron_hybrid_prefix.lab.memory import GIB, Memory
+from megatron_hybrid_prefix.lab.memory import GIB, Memory, bytes_of
 from megatron_hybrid_prefix.lab.replay import Replayed
 from megatron_hybrid_prefix.lab.traces import Trace
 from megatron_hybrid_prefix.pool.pages import PageLayout
@@ -40,9 +41,13 @@ def memories(budgets_gib: str, splits: int, *, block_bytes: int, state_bytes: in
         raise InputError(f"--cache-gb: {budgets_gib} has a number twice")
     found = []
     for budget in sorted(budgets):
-        whole = Memory(cache_bytes=int(budget * GIB), block_bytes=block_bytes, state_bytes=state_bytes)
-        with as_input_errors(ValueError, prefix=f"--cache-gb {budget:g}: "):
-            PageLayout.within(**whole.cache_options())
+        whole = Memory(
+            cache_bytes=bytes_of(budget, GIB, "--cache-gb"), block_bytes=block_bytes, state_bytes=state_bytes
+        )
+        page_blocks = ceil_div(state_bytes, block_bytes)
+        if whole.cache_bytes < (page_blocks + 1) * block_bytes:
+            least = f"{(page_blocks + 1) * block_bytes / GIB:.4f} GiB"
+            raise InputError(f"--cache-gb {budget:g}: too small: a state and a KV block take {least}")
         found.append(whole)
         found += [dataclasses.replace(whole, state_share=n / 20) for n in range(1, splits + 1)]
     return found

@@ -22,8 +22,14 @@ from megatron_hybrid_prefix.lab.upstream_rule import UpstreamRule
 from megatron_hybrid_prefix.policy.boundaries import Boundary, prompt_boundaries
 from megatron_hybrid_prefix.pool.pages import PageLayout
 
+MOST_ENTRIES = 2**22
+"""Most KV blocks, state slots or pages of the host. The index takes some 300 bytes for each."""
 ADMISSIONS = ("adaptive", "asked", "tail")
 _SAMPLES = 200  # points of the time series
+
+
+class TooLargeError(ValueError):
+    """A budget has more entries than a replay can count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +189,9 @@ def replay(
         kv_blocks: KV blocks; None: as many as the trace can use.
         memory: Bytes, instead of the two counts. Not for "upstream" if they are shared.
         on_request: Called from time to time with the number of finished requests. May raise to stop the replay.
+
+    Raises:
+        TooLargeError: A budget is larger than `MOST_ENTRIES`.
     """
     if memory is not None and memory.state_share is not None:
         kv_blocks, state_slots = memory.counts()
@@ -190,6 +199,13 @@ def replay(
         layout = PageLayout.within(**memory.cache_options())
         kv_blocks, state_slots = layout.total_blocks, layout.pages
     blocks = unlimited_kv_blocks(trace) if kv_blocks is None else kv_blocks
+    for count, what in (
+        (blocks, "KV blocks"),
+        (state_slots, "state slots"),
+        (policy.options.get("host_pages", 0), "pages of the host"),
+    ):
+        if count > MOST_ENTRIES:
+            raise TooLargeError(f"{count:,} {what}: a replay has at most {MOST_ENTRIES:,}")
     sizes = {"kv_blocks": blocks, "state_slots": state_slots} if memory is None else memory.cache_options()
     server: Server
     if policy.eviction == "upstream":

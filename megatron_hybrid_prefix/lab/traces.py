@@ -107,7 +107,9 @@ def _parse(line: str) -> dict[str, Any]:
     try:
         data = json.loads(line)
     except json.JSONDecodeError as error:
-        raise _Malformed(f"not JSON: {error.msg} at column {error.colno}") from None
+        raise _Malformed(
+            f"not JSON: {error.msg} at column {error.colno}; a trace has a JSON object in each line"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise _Malformed(f"cannot read the JSON: {error}") from None
     if not isinstance(data, dict):

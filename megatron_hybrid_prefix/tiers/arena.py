@@ -1,12 +1,12 @@
 """`HostArena`: runs transfers between the device and pinned host memory, and verifies what is loaded.
 
-On the device an entry is spread over all layers; on the host it is contiguous. A store gathers entries into a staging buffer
-on the device and copies that to the host in few large copies. A load does the reverse, in two halves of a buffer. Stores and loads use one stream
-each, because the host link has two directions. What overwrites a stored block (a forward, a load) waits for the gather only,
-not for the copies to the host.
+On the device an entry is spread over all layers; on the host it is in pages. A store gathers entries into a staging buffer
+on the device, and one kernel copies that to the pages. A load does the reverse. Stores and loads use one stream each, because
+the host link has two directions. What overwrites a stored block (a forward, a load) waits for the gather only, not for the
+copies to the host.
 
-A store gives every entry a tag and a checksum over all its bytes. The GPU computes the checksum, at a fraction of the cost of
-the copy. Expected checksums stay on the device.
+A store gives every entry a tag and a checksum over all its bytes, which the kernel computes as it copies. Expected checksums
+stay on the device.
 
 The CPU copies entries to and from a tier behind the host, with their tags and checksums. It first waits until no transfer uses
 their pages. A `SharedTier` has threads for that (``background.py``). Then a load to the device that uses pages
@@ -22,13 +22,16 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, groupby
+from operator import itemgetter
 
 import torch
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.metrics import TierStats
-from megatron_hybrid_prefix.ops.checksum import checksum_rows
+from megatron_hybrid_prefix.ops.page_copies import WORD_BYTES, copy_pages
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots, ids_on_device
 from megatron_hybrid_prefix.tiers.background import BackgroundMoves, Job, finish, wait_for
 from megatron_hybrid_prefix.tiers.base import Entry, SharedTier, Tier
@@ -42,6 +45,22 @@ STORE_STAGING_BYTES = 512 * 2**20  # this much can be evicted at once without wa
 LOAD_STAGING_BYTES = 64 * 2**20
 PART_BYTES = 4 * 2**20  # threads share an entry from behind in parts of this size, as far as pages allow
 _LOADS = 4096  # at most this many loads are known at a time
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Entries of one kind that are copied together. Ids are int64 on the device."""
+
+    units: Sequence[BlockTransfer]
+    start: int  # byte of the staging buffer
+    device_ids: torch.Tensor  # (units,) KV blocks or slots
+    pages: torch.Tensor  # (units, pages of an entry)
+    first_pages: torch.Tensor  # (units,)
+    sums: torch.Tensor  # (units,) zeros, for the checksums of what is copied
+
+    @property
+    def kind(self) -> EntryKind:
+        return self.units[0].tag.kind
 
 
 class HostArena:
@@ -88,18 +107,23 @@ class HostArena:
             self._unpin.atexit = False
         self.stores, self.loads = (DeviceQueue(self._device) if on_gpu else HostQueue() for _ in range(2))
         most_bytes = max(self._row_bytes.values(), default=0)
-        # Each holds an entry at least; that of loads has two halves.
+        # Each holds an entry at least.
         self._store_staging, self._load_staging = (
             torch.zeros(
-                max(parts, min(size, pages * page_bytes) // max(1, most_bytes) // parts * parts) * most_bytes,
+                max(1, min(size, pages * page_bytes) // max(1, most_bytes)) * most_bytes,
                 dtype=torch.uint8,
                 device=self._device,
             )
-            for size, parts in ((STORE_STAGING_BYTES, 1), (LOAD_STAGING_BYTES, 2))
+            for size in (STORE_STAGING_BYTES, LOAD_STAGING_BYTES)
         )
         self._sums = torch.zeros(max(1, pages), dtype=torch.int64, device=self._device)  # by first page
+        self._row_ids = torch.arange(
+            max(len(self._store_staging), len(self._load_staging)) // max(1, min(self._row_bytes.values(), default=1)),
+            device=self._device,
+        )
         self._background: BackgroundMoves | None = None
-        self._sums_seen = self._sums  # on the host, as of the last store; only for threads
+        self._sums_seen = self._sums  # on the host, as of the last store from the device; only for threads
+        self._given_sums: dict[int, int] = {}  # by first page: checksums of entries that came from behind
         if isinstance(behind, SharedTier):
             self._background = BackgroundMoves(behind, most_bytes)
             if on_gpu:
@@ -131,7 +155,7 @@ class HostArena:
 
     def bytes_of(self, kind: EntryKind) -> int:
         """Bytes of one entry on this rank."""
-        return sum(part_bytes for _, part_bytes in self._parts(kind))
+        return sum(part.shape[0] * part.shape[2] for part in self._parts(kind))
 
     def carry_out(self, units: Sequence[BlockTransfer]) -> None:
         """Launch transfers in order. The model may overwrite stored entries after `wait_for_stores`.
@@ -162,12 +186,12 @@ class HostArena:
         touched = set().union(*self._in_flight.values())
         after = self._last_load if any(_places(unit) & touched for unit in units) else None
         with self.stores.running(after):
-            for batches in self._rounds(units):
+            for _, round_ in groupby(self._batches(units, len(self._store_staging)), key=itemgetter(0)):
                 # The model waits for the last gather: so gather all of them before anything goes to the host.
-                gathered = [(batch, start) for batch, start in batches if self._try(self._gather, batch, start)]
+                gathered = [batch for _, batch in round_ if self._try(partial(self._gather, batch), batch)]
                 self._gathered = self.stores.mark()
-                for batch, start in gathered:
-                    self._try(self._store, batch, start)
+                for batch in gathered:
+                    self._try(partial(self._store, batch), batch)
             if self._sums_seen is not self._sums:
                 self._sums_seen.copy_(self._sums, non_blocking=True)
             self._stored = self.stores.mark()
@@ -180,16 +204,15 @@ class HostArena:
         with self.loads.running(self._gathered, self._stored if new else None):
             if new:
                 self._new_pages.clear()
-            loads = sorted({unit.load_id for unit in units if unit.load_id is not None})
-            self._bad_rows[self._ids([load % _LOADS for load in loads])] = 0
-            half_bytes = len(self._load_staging) // 2
-            for number, batch in enumerate(self._batches(units, half_bytes)):
-                self._try(self._load, batch, number % 2)
+            batches = [batch for _, batch in self._batches(units, len(self._load_staging))]
+            for batch in batches:
+                self._try(partial(self._load, batch), batch)
+            self._compare(batches)
             self._bad_rows_seen.copy_(self._bad_rows, non_blocking=True)
             self._last_load = self.loads.mark()
             for unit in units:
                 self._in_flight.setdefault(unit.load_id, set()).update(_places(unit))
-            self._loaded |= dict.fromkeys(loads, self._last_load)
+            self._loaded |= dict.fromkeys(_load_ids(units), self._last_load)
 
     # -- a tier behind the host, in the background ---------------------------------------------------------------------
 
@@ -222,8 +245,8 @@ class HostArena:
         if found:
             pages = [unit.pages[0] for unit in found]
             sums = torch.tensor([checksum ^ unit.tag.digest for unit, checksum in found.items()])
-            self._sums[self._ids(pages)] = sums.to(self._device)
-            self._sums_seen[pages] = sums
+            self._sums[self._ids(pages)[0]] = sums.to(self._device)
+            self._given_sums |= {unit.pages[0]: checksum for unit, checksum in found.items()}
             self._tags |= {unit.pages[0]: unit.tag for unit in found}
             self._behind_stats.bytes_loaded += sum(self._entry_bytes(unit.tag.kind) for unit in found)
         return len(found) == len(jobs)
@@ -270,6 +293,7 @@ class HostArena:
             self._background.overwrite(pages)
             for page in pages:
                 self._fetching.pop(page, None)
+                self._given_sums.pop(page, None)
 
     def _begin_stores(self, background: BackgroundMoves, units: Sequence[BlockTransfer]) -> None:
         after = finish(self.stores.finish, self._stored)
@@ -283,7 +307,8 @@ class HostArena:
                 continue  # offered twice
             size = self._entry_bytes(unit.tag.kind)
             job = Job(unit.tag, size, unit.pages, self._views([unit], size), (after,))
-            job.checksum = lambda first=first, digest=unit.tag.digest: int(self._sums_seen[first]) ^ digest
+            given = self._given_sums.get(first)
+            job.checksum = partial(self._seen_checksum, first, unit.tag) if given is None else partial(int, given)
             jobs.append(job)
         background.store(jobs)
 
@@ -301,6 +326,9 @@ class HostArena:
                 self._fetching |= dict.fromkeys(pages, job)
                 jobs.append(job)
         background.load(jobs)
+
+    def _seen_checksum(self, page: int, tag: Tag) -> int:
+        return int(self._sums_seen[page]) ^ tag.digest
 
     def _views(self, units: Sequence[BlockTransfer], size: int) -> list[tuple[int, torch.Tensor]]:
         return [(start, self._host(page, length)) for start, page, length in self._pieces(units, size)]
@@ -332,7 +360,7 @@ class HostArena:
         """Offer the entries in these pages to the tier behind the host."""
         assert self._behind is not None
         stored = [unit for unit in units if self._tags.get(unit.pages[0]) == unit.tag]
-        sums = self._sums[self._ids([unit.pages[0] for unit in stored])].tolist()
+        sums = self._sums[self._ids([unit.pages[0] for unit in stored])[0]].tolist()
         size = self._entry_bytes(units[0].tag.kind)
         entries = []
         for unit, checksum in zip(stored, sums, strict=True):
@@ -356,21 +384,19 @@ class HostArena:
         for unit, row, _ in given:
             for start, page, length in self._pieces([unit], size):
                 self._host(page, length).copy_(row[start : start + length])
-        pages = self._ids([unit.pages[0] for unit, *_ in given])
+        (pages,) = self._ids([unit.pages[0] for unit, *_ in given])
         expected = [found ^ unit.tag.digest for unit, _, found in given]
         self._sums[pages] = torch.tensor(expected, dtype=torch.int64).to(self._device)
         self._tags |= {unit.pages[0]: unit.tag for unit, *_ in given}
         self._behind_stats.bytes_loaded += size * len(given)
 
-    def _try(
-        self, move: Callable[[Sequence[BlockTransfer], int], None], batch: Sequence[BlockTransfer], at: int
-    ) -> bool:
-        """Calls ``move(batch, at)``; returns whether it succeeded."""
+    def _try(self, move: Callable[[], None], batch: _Batch) -> bool:
+        """Calls ``move()``, which copies the batch; returns whether it succeeded."""
         try:
-            move(batch, at)
+            move()
         except (RuntimeError, OSError) as error:
-            logger.error("a copy of %d %s failed: %s", len(batch), _kinds(batch[0]), error)
-            for unit in batch:
+            logger.error("a copy of %d %s failed: %s", len(batch.units), _kinds(batch.units[0]), error)
+            for unit in batch.units:
                 self._tags.pop(unit.pages[0], None)
                 if unit.load_id is not None:
                     self._failed.add(unit.load_id)
@@ -415,103 +441,98 @@ class HostArena:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _rounds(self, units: Sequence[BlockTransfer]) -> Iterator[list[tuple[list[BlockTransfer], int]]]:
-        """Batches that fit the staging buffer of stores together, each with its place there."""
-        batches: list[tuple[list[BlockTransfer], int]] = []
-        used = 0
-        for batch in self._batches(units, len(self._store_staging)):
-            size = len(batch) * self._row_bytes[batch[0].tag.kind]
-            if batches and used + size > len(self._store_staging):
-                yield batches
-                batches, used = [], 0
-            batches.append((batch, used))
-            used += size
-        if batches:
-            yield batches
+    def _batches(self, units: Sequence[BlockTransfer], most_bytes: int) -> list[tuple[int, _Batch]]:
+        """Batches, in the order of the transfers, each with its round: those of one round fit so many bytes of staging together.
 
-    def _batches(self, units: Sequence[BlockTransfer], most_bytes: int) -> Iterator[list[BlockTransfer]]:
-        """Consecutive transfers of one kind that fit in so many bytes of staging and write to different places."""
-        batch: list[BlockTransfer] = []
+        A batch has consecutive transfers of one kind that write to different places.
+        """
+        groups: list[tuple[int, int, list[BlockTransfer]]] = []  # (round, first byte of the staging buffer, transfers)
         written: set[int | None] = set()
+        round_ = used = 0
         for unit in units:
             target = unit.device_id if unit.target == DEVICE else unit.pages[0]
-            full = (len(batch) + 1) * self._row_bytes[unit.tag.kind] > most_bytes
-            if batch and (full or target in written or unit.tag.kind != batch[0].tag.kind):
-                yield batch
-                batch, written = [], set[int | None]()
-            batch.append(unit)
+            size = self._row_bytes[unit.tag.kind]
+            full = used + size > most_bytes
+            if full and groups:
+                round_, used = round_ + 1, 0
+            if full or not groups or target in written or unit.tag.kind != groups[-1][2][0].tag.kind:
+                groups.append((round_, used, []))
+                written = set()
+            groups[-1][2].append(unit)
             written.add(target)
-        if batch:
-            yield batch
+            used += size
+        parts: list[list[int]] = []
+        for *_, own in groups:
+            count = ceil_div(self._entry_bytes(own[0].tag.kind), self.page_bytes)
+            parts.append(_device_ids(own))
+            parts.append([page for unit in own for page in unit.pages[:count]])
+            parts.append([unit.pages[0] for unit in own])
+        ids, sums = iter(self._ids(*parts)), torch.zeros(len(units), dtype=torch.int64, device=self._device)
+        all_sums = sums.split([len(own) for *_, own in groups])
+        return [
+            (of_round, _Batch(own, start, next(ids), next(ids).view(len(own), -1), next(ids), own_sums))
+            for (of_round, start, own), own_sums in zip(groups, all_sums, strict=True)
+        ]
 
-    def _gather(self, units: Sequence[BlockTransfer], start: int) -> None:
-        """Gathers entries in the staging buffer, from byte ``start`` on."""
-        kind = units[0].tag.kind
-        for unit in units:
+    def _gather(self, batch: _Batch) -> None:
+        """Gathers entries in the staging buffer."""
+        for unit in batch.units:
             self._tags.pop(unit.pages[0], None)  # set again by `_store`
-        rows, views, valid_bytes = self._rows(self._store_staging[start:], kind, len(units))
-        sources, targets = self._ids(_device_ids(units)), self._ids(range(len(units)))
-        for (tensor, _), view in zip(self._parts(kind), views, strict=True):
-            copy_slots(tensor, view, sources, targets)
-        if self._verify and valid_bytes:
-            self._sums[self._ids([unit.pages[0] for unit in units])] = checksum_rows(
-                rows[:, :valid_bytes].view(torch.int64)
-            )
+        _, views = self._rows(self._store_staging, batch)
+        for tensor, view in zip(self._parts(batch.kind), views, strict=True):
+            copy_slots(tensor, view, batch.device_ids, self._row_ids[: len(batch.units)])
 
-    def _store(self, units: Sequence[BlockTransfer], start: int) -> None:
+    def _store(self, batch: _Batch) -> None:
         """Copies gathered entries to the host."""
-        valid_bytes = self._entry_bytes(units[0].tag.kind)
-        for offset, page, length in self._pieces(units, valid_bytes):
-            self._host(page, length).copy_(self._store_staging[start + offset :][:length], non_blocking=True)
-        self._tags |= {unit.pages[0]: unit.tag for unit in units}
-        self.bytes_stored += valid_bytes * len(units)
+        words, _ = self._rows(self._store_staging, batch)
+        copy_pages(words, self._memory_words(), batch.pages, to_host=True, sums=batch.sums if self._verify else None)
+        self._sums[batch.first_pages] = batch.sums
+        self._tags |= {unit.pages[0]: unit.tag for unit in batch.units}
+        self.bytes_stored += self._entry_bytes(batch.kind) * len(batch.units)
 
-    def _load(self, units: Sequence[BlockTransfer], half: int) -> None:
-        """Copies entries to one half of the staging buffer, while those in the other half are checked and scattered."""
-        units = sorted(units, key=lambda unit: unit.pages)  # adjacent pages become one copy
-        kind = units[0].tag.kind
-        staging = self._load_staging[half * (len(self._load_staging) // 2) :]
-        rows, views, valid_bytes = self._rows(staging, kind, len(units))
-        with self.loads.ahead(half):
-            for start, page, length in self._pieces(units, valid_bytes):
-                staging[start : start + length].copy_(self._host(page, length), non_blocking=True)
-        for unit in units:
+    def _load(self, batch: _Batch) -> None:
+        """Copies entries to the device."""
+        for unit in batch.units:
             found = self._tags.get(unit.pages[0])
             if found != unit.tag:
                 logger.error("host entry in page %d is %s, expected %s", unit.pages[0], found, unit.tag)
                 self._failed.update(_load_ids([unit]))
-        if self._verify and valid_bytes:
-            expected = self._sums[self._ids([unit.pages[0] for unit in units])]
-            wrong = checksum_rows(rows[:, :valid_bytes].view(torch.int64)) != expected
-            loads = self._ids([load_id % _LOADS for load_id in _load_ids(units)])
-            self._bad_rows.index_add_(0, loads, wrong.to(torch.int32))
-        sources, targets = self._ids(range(len(units))), self._ids(_device_ids(units))
-        for (tensor, _), view in zip(self._parts(kind), views, strict=True):
-            copy_slots(view, tensor, sources, targets)
-        self.loads.free(half)
-        self.bytes_loaded += valid_bytes * len(units)
+        words, views = self._rows(self._load_staging, batch)
+        copy_pages(words, self._memory_words(), batch.pages, to_host=False, sums=batch.sums if self._verify else None)
+        for tensor, view in zip(self._parts(batch.kind), views, strict=True):
+            copy_slots(view, tensor, self._row_ids[: len(batch.units)], batch.device_ids)
+        self.bytes_loaded += self._entry_bytes(batch.kind) * len(batch.units)
 
-    def _parts(self, kind: EntryKind) -> list[tuple[torch.Tensor, int]]:
-        """Each tensor as (layers, entries, bytes), with the bytes of one entry over all layers."""
-        parts = []
-        for tensor in self._tensors()[kind]:
-            part = tensor.flatten(2).view(torch.uint8)
-            parts.append((part, part.shape[0] * part.shape[2]))
-        return parts
+    def _compare(self, batches: Sequence[_Batch]) -> None:
+        """Counts the wrong checksums of each load. Nothing here waits for the device."""
+        load_ids = [load_id % _LOADS for batch in batches for load_id in _load_ids(batch.units)]
+        of_unit, of_load = self._ids(load_ids, sorted(set(load_ids)))
+        self._bad_rows.index_fill_(0, of_load, 0)
+        if self._verify:
+            sums, first_pages = (
+                torch.cat(own) for own in zip(*((b.sums, b.first_pages) for b in batches), strict=True)
+            )
+            self._bad_rows.index_add_(0, of_unit, (sums != self._sums[first_pages]).to(torch.int32))
 
-    def _rows(self, staging: torch.Tensor, kind: EntryKind, count: int) -> tuple[torch.Tensor, list[torch.Tensor], int]:
-        """Rows of a staging buffer, (count, row bytes); a view of each tensor's part, (layers, count, bytes); used bytes a row."""
-        rows = staging[: count * self._row_bytes[kind]].view(count, -1)
+    def _parts(self, kind: EntryKind) -> list[torch.Tensor]:
+        """Each tensor as (layers, entries, bytes)."""
+        return [tensor.flatten(2).view(torch.uint8) for tensor in self._tensors()[kind]]
+
+    def _rows(self, staging: torch.Tensor, batch: _Batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """A batch in a staging buffer: (units, words of an entry), and a view of each tensor's part, (layers, units, bytes)."""
+        row_bytes, count = self._row_bytes[batch.kind], len(batch.units)
+        rows = staging[batch.start : batch.start + count * row_bytes].view(count, row_bytes)
         views, start = [], 0
-        for part, part_bytes in self._parts(kind):
-            layers = part.shape[0]
-            views.append(rows[:, start : start + part_bytes].unflatten(1, (layers, part.shape[2])).transpose(0, 1))
-            start += part_bytes
-        return rows, views, ceil_div(start, 8) * 8
+        for part in self._parts(batch.kind):
+            layers, _, part_bytes = part.shape
+            end = start + layers * part_bytes
+            views.append(rows[:, start:end].unflatten(1, (layers, part_bytes)).transpose(0, 1))
+            start = end
+        return rows.view(torch.int64)[:, : self._entry_bytes(batch.kind) // WORD_BYTES], views
 
     def _entry_bytes(self, kind: EntryKind) -> int:
         """Bytes of an entry, rounded up to whole checksum words."""
-        return ceil_div(self.bytes_of(kind), 8) * 8
+        return ceil_div(self.bytes_of(kind), WORD_BYTES) * WORD_BYTES
 
     def _pieces(self, units: Sequence[BlockTransfer], valid_bytes: int) -> Iterator[tuple[int, int, int]]:
         """The copies for these rows: (start in the staging buffer, first page, bytes). Adjacent pieces are one copy."""
@@ -537,8 +558,14 @@ class HostArena:
     def _host(self, page: int, length: int) -> torch.Tensor:
         return self.memory[page * self.page_bytes : page * self.page_bytes + length]
 
-    def _ids(self, ids: Iterable[int]) -> torch.Tensor:
-        return ids_on_device(ids, self._device)
+    def _memory_words(self) -> torch.Tensor:
+        """All pages, (pages, words of a page)."""
+        return self.memory.view(torch.int64).view(-1, self.page_bytes // WORD_BYTES)
+
+    def _ids(self, *groups: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """Each group on the device, (ids,) int64; in one copy."""
+        together = ids_on_device(chain(*groups), self._device)
+        return torch.split(together, [len(group) for group in groups])
 
 
 def _without_shared_pages(units: Iterable[BlockTransfer]) -> Iterator[list[BlockTransfer]]:

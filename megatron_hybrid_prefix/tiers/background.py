@@ -13,7 +13,8 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -84,6 +85,12 @@ class Job:
     is_over: bool = False
     batch: Batch = field(default_factory=lambda: Batch(1))
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextmanager
+    def writing(self) -> Iterator[bool]:
+        """Whether the thread may write to the pages; if so, they are given to nobody else until the block ends."""
+        with self.lock:
+            yield not self.cancelled
 
 
 class _Shared:
@@ -257,20 +264,11 @@ def _write(shared: _Shared, job: Job, memory: torch.Tensor) -> None:
 
 
 def _read(shared: _Shared, job: Job, memory: torch.Tensor) -> None:
-    checksums = set()
+    checksums, scratch = set(), memoryview(memory.numpy())
     for start, view in job.pieces:
-        try:
-            with job.lock:
-                if job.cancelled:
-                    return
-                checksum = shared.tier.read(job.tag, job.entry_bytes, start, memoryview(view.numpy()), wait=False)
-        except BlockingIOError:
-            row = memory[: len(view)]
-            checksum = shared.tier.read(job.tag, job.entry_bytes, start, memoryview(row.numpy()), wait=True)
-            with job.lock:
-                if job.cancelled:
-                    return
-                view.copy_(row)
+        checksum = shared.tier.fill(
+            job.tag, job.entry_bytes, start, memoryview(view.numpy()), scratch=scratch, writing=job.writing
+        )
         checksums.add(checksum)
         if checksum is None or len(checksums) > 1:  # not here, or replaced between two pieces
             return

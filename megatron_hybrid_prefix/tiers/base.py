@@ -9,7 +9,10 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 
@@ -136,9 +139,50 @@ class SharedTier(Tier):
             BlockingIOError: It is not in memory, and ``wait`` is False.
         """
 
+    def fill(
+        self,
+        tag: Tag,
+        entry_bytes: int,
+        start: int,
+        buffer: memoryview,
+        *,
+        scratch: memoryview,
+        writing: Callable[[], AbstractContextManager[bool]],
+    ) -> int | None:
+        """Read a part of an entry into memory that may be given to another entry at any time.
+
+        Args:
+            tag: See `read`.
+            entry_bytes: See `read`.
+            start: See `read`.
+            buffer: Receives the part. Only to be written inside ``writing()``.
+            scratch: Memory of this thread, as large as the largest entry.
+            writing: Inside the block the memory keeps its owner, who waits: never wait for a disk there. The block
+                begins with False if the memory belongs to another entry by now.
+
+        Returns:
+            See `read`.
+        """
+        with writing() as mine:
+            if not mine:
+                return None
+            with suppress(BlockingIOError):
+                return self.read(tag, entry_bytes, start, buffer, wait=False)
+        row = scratch[: len(buffer)]
+        checksum = self.read(tag, entry_bytes, start, row, wait=True)
+        with writing() as mine:
+            if mine:
+                copy_bytes(row, buffer)
+        return checksum
+
     def get(self, tags: Sequence[Tag], buffers: Sequence[memoryview]) -> list[int | None]:
         """See Tier."""
         return [self.read(tag, len(each), 0, each, wait=True) for tag, each in zip(tags, buffers, strict=True)]
+
+
+def copy_bytes(source: memoryview, target: memoryview) -> None:
+    """Copy bytes while other threads run. (An assignment to a slice would stop them.)"""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 class TierBehind:

@@ -21,10 +21,9 @@ class DeviceQueue:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._ahead = torch.cuda.Stream(device)
-        self._began: Mark = None  # where the block of `running` began
-        self._free: dict[int, torch.cuda.Event] = {}  # by buffer: when its content was used
+        self._stream = torch.cuda.Stream(
+            device, priority=-1
+        )  # its few programs start before a large launch of the model
         self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=4096)
         self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=4096)
         self._seconds = self._waited = 0.0
@@ -43,30 +42,9 @@ class DeviceQueue:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(self._stream):
             start.record()
-            self._began = start
             yield
             end.record()
         self._timed.append((start, end))
-
-    @contextlib.contextmanager
-    def ahead(self, buffer: int) -> Iterator[None]:
-        """Launches inside the block fill a buffer while earlier launches of the queue run; later ones run after them.
-
-        Call it inside `running`. They wait until the buffer was freed.
-        """
-        for mark in (self._began, self._free.get(buffer)):
-            if mark is not None:
-                self._ahead.wait_event(mark)
-        filled = torch.cuda.Event()
-        with torch.cuda.stream(self._ahead):
-            yield
-            filled.record()
-        self._stream.wait_event(filled)
-
-    def free(self, buffer: int) -> None:
-        """The queue's launches until now are the last that read the buffer; call it inside `running`."""
-        self._free[buffer] = torch.cuda.Event()
-        self._free[buffer].record()
 
     def mark(self) -> Mark:
         """Mark the current point of the queue, for `wait` and `finish`; call it inside `running`."""
@@ -109,14 +87,6 @@ class HostQueue:
         start = time.perf_counter()
         yield
         self._seconds += time.perf_counter() - start
-
-    @contextlib.contextmanager
-    def ahead(self, buffer: int) -> Iterator[None]:
-        """See DeviceQueue."""
-        yield
-
-    def free(self, buffer: int) -> None:
-        """See DeviceQueue."""
 
     def mark(self) -> Mark:
         """See DeviceQueue."""

@@ -47,12 +47,15 @@ class AdmittedChunk:
         shared: KV blocks that it shares with other requests, in order.
         own: New KV blocks; megatron's one allocation returns them.
         skip_tokens: Number of leading tokens that are not computed.
+        stored_tokens: The KV of computed tokens before this position is in shared blocks: it is read there and not
+            written again.
         resumes: True: it starts from a checkpoint. False: from zero, or from the state after the last chunk.
     """
 
     shared: list[int]
     own: list[int]
     skip_tokens: int
+    stored_tokens: int
     resumes: bool
 
 
@@ -204,11 +207,19 @@ class ContextSeam(DynamicInferenceContext):
 
     def add_admitted(self, req: DynamicInferenceRequest, chunk_tokens: int, chunk: AdmittedChunk) -> None:
         """Megatron's ``add_request``, with what the cache gave to the chunk."""
+        first, hits = self.active_token_count, self.prefix_cache_hits  # type: ignore[has-type]
+        matched = self.prefix_cache_blocks_matched  # type: ignore[has-type]
         self.admitted_chunk = chunk
         try:
             DynamicInferenceContext.add_request(self, req, chunk_tokens)
         finally:
             self.admitted_chunk = None
+        # Megatron counts all shared blocks. Here a hit skips tokens.
+        self.prefix_cache_hits = hits + (chunk.skip_tokens > 0)
+        self.prefix_cache_blocks_matched = matched + chunk.skip_tokens // self.block_size_tokens
+        tokens = slice(first, self.active_token_count)
+        is_stored = self.token_to_pos_ids[tokens] < chunk.stored_tokens
+        self.token_to_block_idx[tokens][is_stored] = self.kv_block_allocator.dummy_block_idx  # nobody reads this block
         if chunk.resumes:
             self._pending_mamba_zeros.pop()  # the forward reads a checkpoint: the live slot need not be zeroed
 

@@ -218,7 +218,7 @@ CONTEXT = rows_of(
     attributes("token_to_input_ids", "mcore/context/decode", "tokens of a forward; gives the generated tokens"),
     attributes(
         "token_to_block_idx token_to_pos_ids token_to_request_idx",
-        "mcore/context/context mcore/context/rows",
+        "mcore/context/rows upstream/context",
         "KV blocks of the tokens",
     ),
     attributes("active_attn_metadata", "upstream/context", "attention metadata of a step"),
@@ -226,7 +226,7 @@ CONTEXT = rows_of(
     attributes(
         "prefix_cache_hits prefix_cache_blocks_matched prefix_cache_prefill_computed_tokens "
         "prefix_cache_prefill_skipped_tokens",
-        "mcore/engine/engine",
+        "mcore/engine/engine upstream/context",
         "statistics of a step, reset with it",
     ),
     attributes("mamba_slot_allocator", "bench/engines", "reports the size of megatron's own cache"),

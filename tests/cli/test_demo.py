@@ -12,6 +12,7 @@ from megatron_hybrid_prefix.cli import demo
 from megatron_hybrid_prefix.console import demo_report, demo_session
 from megatron_hybrid_prefix.console.demo_report import Part
 from megatron_hybrid_prefix.console.terminal import InputError
+from tests.harness.selection import mostly_slow
 
 BLOCK = 128
 SHORT = ("--device", "cpu", "--block-size-tokens", str(BLOCK), "--answer-tokens", "140", "--users", "3")
@@ -32,7 +33,7 @@ def engines_of(part):
 # -- the session on the engines ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", ["nothing", "another text, other questions, other weights"])
+@pytest.mark.parametrize("given", mostly_slow(["nothing", "another text, other questions, other weights"], "nothing"))
 def test_it_shows_what_is_wrong_and_what_is_not_reused(short, given, tmp_path, capsys):
     options = []
     if given != "nothing":

@@ -40,12 +40,19 @@ class Request:
     prompt_tokens: int
     admission: Admission
     write: bool
+    read: bool = True
     history: History = ()
+    stored: History = ()  # what its blocks hold up to there was cached when it got them; it does not write to them
     live_state: Content | None = None  # its live slot; None before the first forward
     broken: bool = False  # a failed forward left its live state or a later plan unusable
     released: bool = False
     loaded: bool = False  # it waits for its first forward after a load from the host
     plans: list[StepPlan] = field(default_factory=list)
+
+    @property
+    def kv(self) -> History:
+        """What its blocks should hold: what it shares, then what it wrote."""
+        return self.stored + self.history[len(self.stored) :]
 
     @property
     def planned_tokens(self) -> int:
@@ -258,8 +265,7 @@ class ModelEngine:
         """
         probationary = [kept for kept in self.order if kept.probationary]
         if guess:
-            salt, history = request.salt, request.history
-            held = [(salt, history[:end]) for end in range(0, len(history) + 1, self.block_tokens)]
+            held = [(request.salt, request.kv[:end]) for end in range(0, len(request.kv) + 1, self.block_tokens)]
             probationary = [kept for kept in probationary if self.slots[kept.slot] not in held]
         others = [
             kept for kept in self.order if not kept.probationary and not self.cache.inspect.slot_readers(kept.slot)
@@ -342,8 +348,14 @@ class ModelEngine:
             match = self.cache.match(chain, read=read, max_resume_tokens=max_resume_tokens)
         length = len(tokens) if first_chunk is None else min(len(tokens), first_chunk)
         own = max(0, -(-length // self.block_tokens) - depth)
+        cached = self.device_depth(salt, tokens) if read else 0
+        shared = [self.cache.blocks.cached_block(key) for key in chain.keys[: min(cached, depth + own)]]
+        shared = shared if len(shared) > depth else list(match.block_ids)
+        if not self.has_room(depth + own - len(shared), shared, match.source_slot):
+            shared = list(match.block_ids)
+        own = max(0, depth + own - len(shared))
         held = self.held_blocks()
-        room = self.has_room(own, match.block_ids, match.source_slot)
+        room = self.has_room(own, shared, match.source_slot)
         assert self.cache.can_admit(old_match, length_tokens=first_chunk and length) == room
         request_id, self.next_id = self.next_id, self.next_id + 1
         before = (self.cache.blocks.available_count, self.cache.stats())
@@ -357,7 +369,9 @@ class ModelEngine:
                 "a refused admission left something"
             )
             return None
-        assert admission.block_ids[: admission.shared_blocks] == match.block_ids
+        assert list(admission.block_ids[: admission.shared_blocks]) == shared
+        assert admission.stored_tokens == len(shared) * self.block_tokens
+        self.seen["shared beyond"] += len(shared) > depth
         assert (admission.resume_tokens, admission.source_slot) == (depth * self.block_tokens, match.source_slot)
         if match.source_slot is not None:
             self.use(match.source_slot)
@@ -366,8 +380,9 @@ class ModelEngine:
             expected = self.oracle_boundaries(len(tokens), admission.resume_tokens, seen, breakpoints)
             assert list(admission.boundaries) == expected
         own_ids = admission.block_ids[admission.shared_blocks :]
-        assert len(own_ids) == own and not set(own_ids) & (held | set(match.block_ids)), "own blocks belong to others"
-        request = Request(request_id, salt, list(tokens), len(tokens), admission, write)
+        assert len(own_ids) == own and not set(own_ids) & (held | set(shared)), "own blocks belong to others"
+        request = Request(request_id, salt, list(tokens), len(tokens), admission, write, read)
+        request.stored = self.now(salt, tokens[: admission.stored_tokens])[1]
         request.history = self.now(salt, tokens[: admission.resume_tokens])[1]
         self.requests.append(request)
         self.expected_prompt += len(tokens)
@@ -411,7 +426,12 @@ class ModelEngine:
                 cache.loads.drop_swapped_out(request_id)
                 return None  # new weights, a reset, or running requests needed the blocks
         length = len(tokens) if first_chunk is None else max(depth + 1, min(len(tokens), first_chunk))
-        room = self.has_room(-(-length // block) - len(loaded.block_ids), (), None)
+        needed, held = -(-length // block), len(loaded.block_ids)
+        keys = loaded.chain.keys[held : min(needed, self.device_depth(salt, tokens))]
+        beyond = [cache.blocks.cached_block(key) for key in keys] if len(loaded.path) == held else []
+        if not self.has_room(needed - held - len(beyond), beyond, None):
+            beyond = []
+        room = self.has_room(needed - held - len(beyond), beyond, None)
         assert cache.can_admit(loaded, length_tokens=length) == room
         admission = cache.admit(request_id, loaded, length_tokens=length, write=write)
         assert (admission is not None) == room
@@ -422,8 +442,11 @@ class ModelEngine:
             cache.loads.drop_swapped_out(request_id)
             return None
         assert (admission.resume_tokens, admission.source_slot) == (depth, loaded.source_slot)
-        assert admission.block_ids[: admission.shared_blocks] == loaded.block_ids
+        assert admission.block_ids[: admission.shared_blocks] == (*loaded.block_ids, *beyond)
         request = Request(request_id, salt, list(tokens), len(tokens), admission, write, loaded=True)
+        if beyond:
+            request.stored = self.now(salt, tokens[: admission.stored_tokens])[1]
+            self.seen["shared beyond a load"] += 1
         request.history = self.now(salt, tokens[:depth])[1]
         self.requests.append(request)
         self.seen["resumed" if preempted else "admitted from the host"] += 1
@@ -447,7 +470,7 @@ class ModelEngine:
         """Plans up to ``tokens`` more tokens of the prompt. None if there are too few KV blocks."""
         start = request.planned_tokens
         end = min(start + tokens, request.prompt_tokens)
-        if self.cache.grow(request.request_id, end) is None:
+        if not self.grow(request, end):
             return None
         self.forget_lost()
         before = {kept.slot: kept.probationary for kept in self.order}
@@ -468,6 +491,24 @@ class ModelEngine:
             self.check_reads(request, plan)
         request.plans.append(plan)
         return plan
+
+    def grow(self, request: Request, end: int) -> bool:
+        """Gets blocks up to position ``end`` of the prompt. False: there are too few."""
+        block, held = self.block_tokens, len(self.table(request))
+        last = min(-(-end // block), request.prompt_tokens // block, self.device_depth(request.salt, request.tokens))
+        # All that it holds is cached, too.
+        follows = request.read and self.live(request).write and held * block <= len(request.kv)
+        grown = self.cache.grow(request.request_id, end)
+        if grown is None:
+            return False
+        if follows:
+            assert len(grown.shared) == max(0, last - held)
+        if grown.shared:
+            assert request.read
+            request.stored = self.now(request.salt, request.tokens[: grown.stored_tokens])[1]
+            assert len(request.stored) == (held + len(grown.shared)) * block
+            self.seen["shared beyond by a chunk"] += 1
+        return True
 
     def is_bad(self, request: Request) -> bool:
         """Whether garbage was loaded for the request."""
@@ -544,7 +585,8 @@ class ModelEngine:
 
     def one_block(self, request: Request, by_id: bool) -> bool:
         if not by_id:
-            return self.cache.grow(request.request_id, len(request.tokens)) is not None
+            grown = self.cache.grow(request.request_id, len(request.tokens))
+            return grown is not None and not grown.shared
         block_ids = self.cache.blocks.allocate(1)
         if block_ids is None:
             assert not self.has_blocks()
@@ -591,10 +633,11 @@ class ModelEngine:
         self.carry_out()
         if self.is_bad(request):
             return
-        start, table = plan.start_tokens, self.table(request)
-        for index in range(-(-start // self.block_tokens)):
-            end = min((index + 1) * self.block_tokens, start)
-            assert self.blocks[table[index]] == (request.salt, request.history[:end]), f"block {index} of {request}"
+        start, table, block = plan.start_tokens, self.table(request), self.block_tokens
+        read_tokens = max(start, min(plan.end_tokens, len(request.stored)))
+        for index in range(-(-read_tokens // block)):
+            end = min((index + 1) * block, max(start, len(request.stored)))
+            assert self.blocks[table[index]] == (request.salt, request.kv[:end]), f"block {index} of {request}"
         if plan.source_slot is not None:
             assert self.slots[plan.source_slot] == (request.salt, request.history[:start])
         elif start:
@@ -603,10 +646,12 @@ class ModelEngine:
     def write(self, request: Request, plan: StepPlan, succeeds: bool) -> None:
         span = request.tokens[plan.start_tokens : plan.end_tokens]
         history = request.history + tuple((token, self.cache.epoch) for token in span)
-        for index in range(plan.start_tokens // self.block_tokens, -(-plan.end_tokens // self.block_tokens)):
-            content = (request.salt, history[: (index + 1) * self.block_tokens])
+        kv = request.stored + history[len(request.stored) :]
+        first = max(plan.start_tokens, len(request.stored))  # the KV of tokens before it goes to the dummy block
+        for index in range(first // self.block_tokens, -(-plan.end_tokens // self.block_tokens)):
+            content = (request.salt, kv[: (index + 1) * self.block_tokens])
             # A forward that failed leaves what was in the block before.
-            before = (request.salt, history[: plan.start_tokens])
+            before = (request.salt, kv[: plan.start_tokens])
             spoilt = before if index * self.block_tokens < plan.start_tokens else GARBAGE
             self.write_block(request, index * self.block_tokens, content if succeeds else spoilt)
         for checkpoint in plan.checkpoints:
@@ -624,7 +669,7 @@ class ModelEngine:
         keyed = [node for node in self.cache.inspect.nodes() if node.block_id == block_id]
         assert not keyed, f"{keyed} is written again"
         if content is None:
-            content = (request.salt, (*request.history, (request.tokens[position], self.cache.epoch)))
+            content = (request.salt, (*request.kv, (request.tokens[position], self.cache.epoch)))
         self.put_block(block_id, content)
 
     def check(self) -> None:

@@ -109,7 +109,7 @@ class SharedModelEngine(ModelEngine):
         """Checks which boundaries get a slot: all of them, in the order of their reasons, until there is no slot."""
         start = request.planned_tokens
         end = min(start + tokens, request.prompt_tokens)
-        if self.cache.grow(request.request_id, end) is None:
+        if not self.grow(request, end):
             return None
         live = self.live(request)
         before = {node.slot: is_probationary(node) for node in self.cache.inspect.nodes_with_state()}

@@ -560,7 +560,39 @@ def test_growing_is_all_or_nothing():
     assert model.cache.grow(request.request_id, 20) is None and model.cache.inspect.block_ids(request.request_id) == (
         0,
     )
-    assert model.cache.grow(request.request_id, 9) == [1, 2] and model.cache.grow(request.request_id, 12) == []
+    assert [model.cache.grow(request.request_id, end).own for end in (9, 12)] == [[1, 2], []]
+
+
+def test_chunks_share_cached_blocks_even_if_they_end_inside_one():
+    model = engine(state_slots=0)
+    holder = run(model, tokens(1, 2, 3, 4, rest=1), release=False)
+    request = model.admit(tokens(1, 2, 3, 5, rest=1), first_chunk=6)
+    assert request.admission.shared_blocks == 2 and request.admission.stored_tokens == 2 * BLOCK
+    for end, stored_blocks in ((6, 2), (11, 3), (17, 3)):
+        model.settle(model.plan(request, end - request.planned_tokens), request, succeeds=True)
+        model.check()
+        assert len(request.stored) == stored_blocks * BLOCK
+    assert model.table(request)[:3] == model.table(holder)[:3]
+    assert len(model.held_blocks()) == 5 + 2
+
+
+def test_after_a_block_of_its_own_that_is_not_full_a_request_shares_nothing():
+    model = engine(state_slots=0)
+    request = model.admit(tokens(1, 2, 3, rest=1), first_chunk=6)
+    model.settle(model.plan(request, 6), request, succeeds=True)
+    holder = run(model, tokens(1, 2, 3, rest=1), release=False)
+    model.settle(model.plan(request, 100), request, succeeds=True)
+    model.check()
+    assert set(model.table(request)) & set(model.table(holder)) == {model.table(request)[0]}
+
+
+def test_who_must_not_read_shares_nothing():
+    model = engine(state_slots=0)
+    run(model, tokens(1, 2, 3, rest=1))
+    request = model.admit(tokens(1, 2, 3, rest=1), read=False, first_chunk=4)
+    model.settle(model.plan(request, 4), request, succeeds=True)
+    grown = model.cache.grow(request.request_id, 13)
+    assert (len(grown.own), grown.shared, grown.stored_tokens) == (3, [], 0)
 
 
 def test_statistics_are_a_snapshot_and_plain():

@@ -301,6 +301,25 @@ def test_a_load_whose_page_went_to_another_entry_is_a_miss(monkeypatch):
     assert not pools.arena.has_failed(8)
 
 
+def test_the_checksum_of_an_entry_from_behind_goes_back_with_it(monkeypatch):
+    """Also if an earlier store brings older checksums to the host after the entry has arrived there."""
+    tier = SlowTier(0)
+    monkeypatch.setattr(tier, "_dice", Never())
+    pools = Pools("cpu", behind=tier)
+    pools.write(EntryKind.KV, 0, 3.0)
+    pools.arena.carry_out([pools.unit(EntryKind.KV, 0, 0), pools.behind_unit(EntryKind.KV, 0, b"k", take=True)])
+    assert pools.arena.drain(HANG_S)
+    stored = dict(tier.entries)
+    pools.arena.carry_out([pools.behind_unit(EntryKind.KV, 1, b"k", take=False)])
+    pools.arena.carry_out([pools.unit(EntryKind.KV, 3, 1, load_id=7)])
+    assert pools.arena.fetched(7, HANG_S)
+    pools.arena.run_put_off(7)
+    monkeypatch.setattr(pools.arena, "_sums_seen", torch.zeros_like(pools.arena._sums))  # as of before it arrived
+    tier.entries.clear()
+    pools.arena.carry_out([pools.behind_unit(EntryKind.KV, 1, b"k", take=True)])
+    assert pools.arena.drain(HANG_S) and tier.entries == stored
+
+
 @pytest.mark.parametrize("replaced", [False, True])
 def test_pieces_of_two_files_are_no_entry(replaced):
     """The file is replaced between the reads of two pieces; both have the right header."""
@@ -451,9 +470,7 @@ def test_the_model_waits_until_its_targets_were_read(monkeypatch):
     pools.arena.wait_for_stores()
     assert marks.waited == []
     made = []
-    monkeypatch.setattr(
-        pools.arena, "_host", lambda page, length: made.append(marks.made) or torch.empty(length).byte()
-    )
+    monkeypatch.setattr(arenas, "copy_pages", lambda *args, **options: made.append(marks.made))
     pools.arena.carry_out([pools.unit(EntryKind.KV, 1, 5), pools.unit(EntryKind.STATE, 2, 6)])
     pools.arena.wait_for_stores()
     pools.arena.wait_for_stores()
@@ -523,3 +540,20 @@ def test_pages_waste_little(kv_bytes, state_bytes):
     for size in filter(None, (kv_bytes, state_bytes)):
         assert -(-size // page) * page <= max(1.15 * size, size + 512)
         assert -(-size // page) <= 300
+
+
+@pytest.mark.gpu
+def test_the_cpu_does_not_wait_for_transfers():
+    pools = Pools("cuda", 1000)
+    ids = [(EntryKind.KV, 1, 5), (EntryKind.STATE, 2, 6)]
+    stores, loads = ([pools.unit(*entry, load_id=load_id) for entry in ids] for load_id in (None, 1))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pools.arena.carry_out(stores)
+        pools.arena.wait_for_stores()
+        pools.arena.carry_out(loads)
+        pools.arena.wait_for_load(1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not pools.arena.has_failed(1)

@@ -265,7 +265,7 @@ def test_the_cache_stays_whole_under_pressure(seed):
             cache.invalidate()
         cache.check_integrity()
     stats = cache.stats()
-    assert stats.evictions > 20 and stats.kv_evictions > 20 and stats.reused_tokens > 0
+    assert stats.evictions > 20 and stats.kv_evictions > 15 and stats.reused_tokens > 0
     ranked = set(cache.inspect.nodes_with_state())
     assert set(cache._store.checkpoints.eviction) == ranked
 

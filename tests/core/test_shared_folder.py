@@ -8,7 +8,10 @@ import logging
 import os
 import random
 import signal
+import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +19,21 @@ import pytest
 
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy
+from megatron_hybrid_prefix.tiers import file as file_tier
 from megatron_hybrid_prefix.tiers import folder as folders
+from megatron_hybrid_prefix.tiers import folder_index, listing, locks
+from megatron_hybrid_prefix.tiers import space as spaces
 from megatron_hybrid_prefix.tiers.base import Entry
 from megatron_hybrid_prefix.tiers.file import HEADER_BYTES, FileTier
-from megatron_hybrid_prefix.tiers.folder import FileName
+from megatron_hybrid_prefix.tiers.listing import FileName
 from megatron_hybrid_prefix.tiers.shared import SharedSettings
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
-from tests.harness.limits import wait_until
+from tests.harness.limits import HANG_S, wait_until
 
 BLOCK, SIZE = 4, {EntryKind.KV: 1000, EntryKind.STATE: 3000}
 KV, STATE = EntryKind.KV, EntryKind.STATE
 NAME = b"n" * 16
+PREADV = os.preadv
 
 
 def tier_on(folder: Path, *, budget_bytes: int = 10**9, name: bytes = NAME, **settings: Any) -> FileTier:
@@ -92,6 +99,12 @@ def check(folder: Path, *tiers: FileTier) -> None:
         assert sum(size for _, size in tier.folder.space.files()) == tier.folder.space.bytes
 
 
+@pytest.fixture
+def no_grace(monkeypatch):
+    """KV that no state needs may go at once."""
+    monkeypatch.setattr(spaces, "_GRACE_S", -1.0)
+
+
 # -- entries -----------------------------------------------------------------------------------------------------------
 
 
@@ -120,6 +133,99 @@ def test_parts_of_an_entry(tmp_path):
         assert bytes(buffer) == data(of)[700:1200]
     assert tier.read(of, SIZE[STATE] + 1, 0, memoryview(buffer), wait=True) is None
     assert tier.counts == {"not_valid": 1}
+
+
+class Page:
+    """Memory of an entry that is read: who owns it, and how often it is asked for."""
+
+    def __init__(self, size: int, mine: Sequence[bool] = ()) -> None:
+        self.memory, self._mine, self.asked, self.is_held = bytearray(size), list(mine), 0, False
+
+    @contextmanager
+    def writing(self) -> Iterator[bool]:
+        self.asked += 1
+        self.is_held = True
+        try:
+            yield self._mine.pop(0) if self._mine else True
+        finally:
+            self.is_held = False
+
+    def fill(self, tier: FileTier, of: Tag, start: int = 0) -> int | None:
+        buffer, scratch = memoryview(self.memory), memoryview(bytearray(SIZE[of.kind] + HEADER_BYTES))
+        return tier.fill(of, SIZE[of.kind], start, buffer, scratch=scratch, writing=self.writing)
+
+
+class Disk:
+    """What is in the page cache, by bytes of each file; None: the file system cannot tell."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, page: Page, cached: int | None) -> None:
+        self.page, self.cached, self.waits = page, cached, 0
+        monkeypatch.setattr(os, "preadv", self.preadv)
+
+    def preadv(self, file: int, views: list[memoryview], at: int, flags: int = 0) -> int:
+        if not flags & os.RWF_NOWAIT:
+            assert not self.page.is_held, "waits for the disk while the owner of the memory waits"
+            self.waits += 1
+            return PREADV(file, views, at)
+        if self.cached is None or at >= self.cached:
+            raise OSError(errno.EOPNOTSUPP if self.cached is None else errno.EAGAIN, "")
+        content = memoryview(bytearray(self.cached - at))
+        count = left = PREADV(file, [content], at)
+        for view in views:
+            part = content[count - left :][: min(left, len(view))]
+            view[: len(part)] = part
+            left -= len(part)
+        return count - left
+
+
+@pytest.mark.parametrize("cached", [10**6, HEADER_BYTES + 700, HEADER_BYTES - 5, 0, None])
+@pytest.mark.parametrize("start", [0, 700])
+def test_memory_is_held_only_while_nothing_waits_for_the_disk(tmp_path, monkeypatch, cached, start):
+    tier, of = tier_on(tmp_path), tag(STATE, 1, 1)
+    put(tier, tag(KV, 1, 1), of)
+    monkeypatch.setattr(file_tier, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(tier, "_in_memory", False)
+    page = Page(SIZE[STATE] - start)
+    disk = Disk(monkeypatch, page, cached)
+    assert page.fill(tier, of, start) == hash(data(of)) % 2**60
+    assert page.memory == data(of)[start:]
+    assert (disk.waits == 0) == (cached == 10**6), "what is in memory is read without a copy"
+    asked, waits = page.asked, disk.waits
+    assert page.fill(tier, of, start) is not None
+    if cached is None:
+        assert page.asked - asked == disk.waits - waits, "the file system is asked once whether it can tell"
+    path = tier.folder.path(tier._file_name(of))
+    for content in (path.read_bytes()[:-1], path.read_bytes() + b"x"):
+        path.write_bytes(content)
+        tier.folder.space.add(tier._file_name(of), len(content), 0)
+        assert page.fill(tier, of, start) is None
+    assert tier.counts == {"not_valid": 2}
+
+
+@pytest.mark.parametrize("cached", [10**6, 0])
+def test_memory_of_another_entry_is_not_written(tmp_path, monkeypatch, cached):
+    tier, of = tier_on(tmp_path), tag(STATE, 1, 1)
+    put(tier, tag(KV, 1, 1), of)
+    monkeypatch.setattr(tier, "_in_memory", False)
+    for mine in ([False], [True, False])[: 1 if cached else 2]:
+        page = Page(SIZE[STATE], mine)
+        Disk(monkeypatch, page, cached)
+        assert page.fill(tier, of) is None and not any(page.memory)
+    assert tier.contains(STATE, of.key) and not tier.counts
+
+
+def test_a_file_system_in_memory_is_read_without_a_copy(tmp_path, monkeypatch):
+    tier, of = tier_on(tmp_path), tag(STATE, 1, 1)
+    put(tier, tag(KV, 1, 1), of)
+    monkeypatch.setattr(tier, "_in_memory", True)
+    page = Page(SIZE[STATE])
+    assert page.fill(tier, of) is not None and page.memory == data(of) and page.asked == 1
+    mounts = "30 25 {} / /there rw - {} none rw"
+    for kind in ("tmpfs", "ext4"):
+        device = os.stat(tmp_path).st_dev
+        text = mounts.format(f"{os.major(device)}:{os.minor(device)}", kind)
+        monkeypatch.setattr(Path, "read_text", lambda self, text=text, **options: text)
+        assert file_tier._is_in_memory(tmp_path) == (kind == "tmpfs")
 
 
 @pytest.mark.parametrize("other", ["namespace", "epoch", "key", "depth", "kind"])
@@ -211,7 +317,7 @@ def test_every_bit_of_a_header_counts(tmp_path):
     assert tier.counts == {"not_valid": 8 * HEADER_BYTES}
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EIO])
 def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch, caplog, code):
     tier = tier_on(tmp_path)
 
@@ -227,6 +333,58 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch, caplog, code):
     monkeypatch.undo()
     assert files(tmp_path) == {} and tier.folder.bytes_used == 0
     assert put(tier, *prompt_tags(1, 2)) == [True] * 3
+    check(tmp_path, tier)
+
+
+class FullDisk:
+    """A disk with room for so many bytes of entries. Counts writes that were begun."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, room: int, code: int = errno.ENOSPC) -> None:
+        self.room, self.writes = room, 0
+
+        def write_all(file: int, content: memoryview) -> None:
+            self.writes += len(content) == HEADER_BYTES
+            fits = self.room - sum(files(folder).values())
+            os.write(file, content[: max(0, fits)])
+            if fits < len(content):
+                raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(folders, "write_all", write_all)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_is_full_before_the_budget_is(tmp_path, monkeypatch, code):
+    """What is worth least makes room, as if the budget were used up."""
+    tier = tier_on(tmp_path)
+    disk = FullDisk(monkeypatch, tmp_path, 26_000, code)
+    for number in range(1, 20):
+        assert put(tier, *prompt_tags(number, 2)) == [True] * 3
+        assert holds(tier, tag(STATE, 1, 2))  # used, so the others go first
+        assert all(holds(tier, each) for each in prompt_tags(number, 2))
+    assert disk.writes <= 2 * 3 * 19 and not tier.counts
+    check(tmp_path, tier)
+
+
+def test_a_full_disk_with_nothing_to_delete_is_left_alone(tmp_path, monkeypatch):
+    tier = tier_on(tmp_path)
+    disk = FullDisk(monkeypatch, tmp_path, 500)
+    assert put(tier, *prompt_tags(1, 4)) == [False] * 5
+    assert tier.counts == {"write_ENOSPC": 1, "no_room": 4} and disk.writes == 1
+    disk.room = 10**6
+    monkeypatch.setattr(tier.folder, "_full_until", time.monotonic())  # the pause is over
+    assert put(tier, *prompt_tags(1, 4)) == [True] * 5
+    check(tmp_path, tier)
+
+
+def test_a_disk_that_others_fill_is_not_tried_for_ever(tmp_path, monkeypatch, no_grace):
+    """What is deleted here is used up elsewhere at once."""
+    tier = tier_on(tmp_path)
+    for number in range(9):
+        put(tier, *prompt_tags(number, 2))
+    disk = FullDisk(monkeypatch, tmp_path, 0)
+    assert put(tier, *prompt_tags(20, 2)) == [False] * 3
+    assert disk.writes == folders._TRIES and tier.counts == {"write_ENOSPC": 1, "no_room": 2}
+    assert tier.folder.space.counts[STATE] >= 9 - folders._TRIES
     check(tmp_path, tier)
 
 
@@ -299,7 +457,7 @@ def test_a_clock_that_jumps_changes_no_answer(tmp_path, monkeypatch):
         put(tier, *prompt_tags(number, 2))
         assert all(holds(tier, each) for each in prompt_tags(number, 2))
         os.utime(tier.folder.path(tier._file_name(tag(STATE, number, 2))), ns=(at, at))
-    monkeypatch.setattr(folders, "_GRACE_S", -1.0)
+    monkeypatch.setattr(spaces, "_GRACE_S", -1.0)
     for number in range(4, 9):
         assert put(tier, *prompt_tags(number, 2)) == [True] * 3
     check(tmp_path, tier)
@@ -313,7 +471,7 @@ def test_a_file_that_cannot_be_read_is_written_again(tmp_path, monkeypatch, code
     tier, tags = tier_on(tmp_path), prompt_tags(1, 1)
     put(tier, *tags)
     with monkeypatch.context() as broken:
-        broken.setattr(FileTier, "_read", lambda *arguments, **options: raises(OSError(code, "broken")))
+        broken.setattr(file_tier, "_read_part", lambda *arguments: raises(OSError(code, "broken")))
         assert not holds(tier, tags[-1])
     assert not tier.contains(STATE, tags[-1].key)
     assert tier.counts == {f"read_{errno.errorcode[code]}": 1}
@@ -329,7 +487,7 @@ def test_files_of_others_are_left_alone(tmp_path):
     """No name of a file ends the process, or the thread that looks."""
     tags = prompt_tags(1, 2)
     put(tier_on(tmp_path), *tags)
-    space = tmp_path / f"v{folders.VERSION}" / NAME.hex()
+    space = tmp_path / f"v{folder_index.VERSION}" / NAME.hex()
     right = str(FileName(KV, 1, key(2, 1), b""))
     strays = ["kv-1--", "kv-01" + right[4:], right.upper().lower().replace("kv-1", "kv- 1"), "notes.txt", right]
     for stray in strays:  # the last one lies in the wrong folder
@@ -354,9 +512,9 @@ def test_a_look_that_fails_is_repeated(tmp_path, monkeypatch, error):
 
 def test_an_entry_is_looked_at_once_per_parent(monkeypatch):
     """Many prompts whose first block is gone do not slow down the others."""
-    placed, place = [], folders.Space._place
-    monkeypatch.setattr(folders.Space, "_place", lambda self, *args: placed.append(args) or place(self, *args))
-    space = folders.Space(make_eviction_policy("recompute_cost"), CheckpointReason.TAIL)
+    placed, place = [], spaces.Space._place
+    monkeypatch.setattr(spaces.Space, "_place", lambda self, *args: placed.append(args) or place(self, *args))
+    space = spaces.Space(make_eviction_policy("recompute_cost"), CheckpointReason.TAIL)
     for prompt in range(100):
         space.add(FileName(KV, 2, key(prompt, 2), key(prompt, 1)), 1, 0)
     for prompt in range(100, 200):
@@ -364,11 +522,6 @@ def test_an_entry_is_looked_at_once_per_parent(monkeypatch):
     assert len(placed) == 200
     space.add(FileName(KV, 1, key(0, 1), b""), 1, 0)
     assert len(placed) == 202 and space.get(KV, key(0, 2)) is not None
-
-
-@pytest.fixture
-def no_grace(monkeypatch):
-    monkeypatch.setattr(folders, "_GRACE_S", -1.0)
 
 
 def test_the_budget_holds_whatever_is_written(tmp_path, no_grace):
@@ -397,6 +550,69 @@ def test_what_is_used_stays_and_its_kv_with_it(tmp_path, no_grace):
     check(tmp_path, tier, other)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_kv_that_no_state_needs_is_found_without_a_search(no_grace, monkeypatch, seed):
+    """Against all nodes, after random changes. Each change looks at the nodes above the entry at most."""
+    noted = []
+    note = spaces.Space._note_needless
+    monkeypatch.setattr(spaces.Space, "_note_needless", lambda self, node: noted.append(1) or note(self, node))
+    space, dice = spaces.Space(make_eviction_policy("lru"), CheckpointReason.TAIL), random.Random(seed)
+
+    def name(kind: EntryKind, prompt: int, depth: int) -> FileName:
+        keys = [b"", *(bytes([at, prompt // 3 ** (4 - at)]) * 8 for at in range(1, 5))]  # three blocks after each block
+        return FileName(kind, depth, keys[depth], keys[depth - 1])
+
+    def needless() -> set[str]:
+        return {node.names[KV] for node in space._nodes.values() if KV in node.names and not node.users}
+
+    for step in range(200):
+        prompt, depth = dice.randrange(3**4), dice.randint(1, 4)
+        for at in range(1, depth + 1):
+            space.add(name(KV, prompt, at), 1, 0)
+        if dice.random() < 0.3:
+            space.add(name(STATE, prompt, depth), 1, 0)
+        if step % 3 == 0:
+            node = dice.choice([node for node in space._nodes.values() if node.names])
+            space.remove(FileName.of(dice.choice(list(node.names.values()))))
+        while space.grow_up(3):
+            pass
+    assert len(noted) < 200 * 2 * (4 + 2 * 4)
+    expected, found = needless(), []
+    assert expected
+    while names := space.needless(7):
+        assert len(names) <= 7
+        for each in names:
+            space.remove(FileName.of(each))
+        found += names
+    assert len(set(found)) == len(found) and expected <= set(found) and not needless()
+
+
+def test_queries_and_looks_hold_no_one_up(tmp_path, monkeypatch):
+    """The engine's thread takes no lock for a query, and a look at a large folder releases it again and again."""
+    first, count = tier_on(tmp_path), 3 * folder_index.AT_ONCE + 1
+    tags = [tag(KV, 1 + number % 200, 1 + number // 200) for number in range(count)]
+    put(first, *tags)
+    added = [0]
+    add = spaces.Space.add
+    monkeypatch.setattr(spaces.Space, "add", lambda *args: added.append(added.pop() + 1) or add(*args))
+    tier = tier_on(tmp_path, name=b"m" * 16)
+
+    class Lock:
+        def __enter__(self) -> None:
+            added.append(0)
+
+        def __exit__(self, *error: Any) -> None:
+            pass
+
+    monkeypatch.setattr(tier.folder, "lock", Lock())
+    tier.name_entries(lambda: NAME)
+    assert sum(added) == count and max(added) == folder_index.AT_ONCE
+    monkeypatch.setattr(tier.folder, "lock", None)
+    assert (
+        tier.contains(KV, key(1, 1)) and tier.kv_depth([key(1, 1)], 0) == 1 and not tier.state_depth([key(1, 1)], 0, 1)
+    )
+
+
 def test_kv_goes_with_the_last_state_that_needs_it(tmp_path, no_grace):
     tier = tier_on(tmp_path, budget_bytes=20_000)
     put(tier, *prompt_tags(1, 3), tag(STATE, 1, 1))
@@ -404,7 +620,9 @@ def test_kv_goes_with_the_last_state_that_needs_it(tmp_path, no_grace):
     victim = space.node(key(1, 3))
     assert [FileName.of(name).key for name in space.needed_by(victim)] == [key(1, 3), key(1, 2)]
     tier.folder.delete(tier._file_name(tag(STATE, 1, 3)))
-    assert [FileName.of(name).key for name in space.needless()] == [key(1, 3), key(1, 2)]
+    space.grow_up(10)
+    assert [FileName.of(name).key for name in space.needless(10)] == [key(1, 3), key(1, 2)]
+    assert [FileName.of(name).key for name in space.needless(1)] == [key(1, 3)]
 
 
 def test_kv_that_waits_for_its_state_stays(tmp_path):
@@ -532,13 +750,43 @@ def test_a_file_that_one_deletes_and_another_writes_again(tmp_path):
 
 
 def test_a_settled_folder_is_not_read_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(folders, "_TICK_S", -1.0)
+    monkeypatch.setattr(listing, "_TICK_S", -1.0)
     tier = tier_on(tmp_path)
     put(tier, tag(KV, 1, 1))
     tier.folder.refresh()
     monkeypatch.setattr(os, "scandir", lambda path: 1 / 0)
     tier.folder.refresh()
     assert holds(tier, tag(KV, 1, 1))
+
+
+@forks
+def test_a_process_that_is_stopped_while_it_holds_a_lock(tmp_path):
+    """Nobody waits for longer than a request may. What it held is used when it goes on."""
+    first = tier_on(tmp_path)
+    put(first, *prompt_tags(1, 1))
+    first.close()
+    lock = tmp_path / f"v{folder_index.VERSION}" / NAME.hex() / "lock"
+
+    def work() -> None:
+        locks.Lock(lock, shared=False)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    pid = in_child(work)
+    os.waitpid(pid, os.WUNTRACED)
+    try:
+        tiers: list[FileTier] = []
+        start = threading.Thread(target=lambda: tiers.append(tier_on(tmp_path, wait_s=0.02)), daemon=True)
+        start.start()
+        start.join(HANG_S)
+        (tier,) = tiers
+        assert tier.counts == {"look_ETIMEDOUT": 1} and not tier.contains(KV, key(1, 1))
+        assert put(tier, tag(KV, 1, 1)) == [False] and tier.state_depth([key(1, 1)], 0, 1) == 0
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    tier.look()
+    assert all(holds(tier, each) for each in prompt_tags(1, 1))
+    check(tmp_path, tier)
 
 
 # -- rights, start -----------------------------------------------------------------------------------------------------

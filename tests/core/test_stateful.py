@@ -376,7 +376,8 @@ def test_random_traffic(seeds):
     # What was meant to happen did happen: traffic that never hits proves nothing.
     common = ("hits", "misses", "refused", "preempted", "aborted in flight", "evictions", "kv evictions", "lost")
     guesses = ("intervals", "probationary state used", "probationary state evicted", "guess without a slot")
-    for what in (*common, *guesses, "skipped", "junctions", "breakpoints", "replays", "readmitted"):
+    beyond = ("shared beyond", "shared beyond by a chunk")
+    for what in (*common, *guesses, *beyond, "skipped", "junctions", "breakpoints", "replays", "readmitted"):
         assert STEPS[what] >= len(seeds) / 6, f"{what}: only {STEPS[what]} times"
     assert STEPS["probationary state confirmed"] > 0
     moves = ("stored", "loaded", "admitted from the host", "resumed", "swapped out", "load failed", "load given up")
@@ -391,7 +392,7 @@ def test_random_traffic_in_shared_memory(seeds):
         run_seed(seed, 150, shared=True)
     print(dict(STEPS))
     common = ("hits", "misses", "refused", "preempted", "aborted in flight", "evictions", "kv evictions", "lost")
-    own = ("moved", "told of a move", "ghosts", "decoded states")
+    own = ("moved", "told of a move", "ghosts", "decoded states", "shared beyond")
     for what in (*common, *own, "junctions", "intervals", "readmitted", "stored", "loaded", "swapped out"):
         assert STEPS[what] >= len(seeds) / 10, f"{what}: only {STEPS[what]} times"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -33,7 +34,6 @@ CASES = mostly_slow(
     [(layout, pattern) for layout, patterns in PATTERNS.items() for pattern in patterns], ((2, 1), "G*-MG*-")
 )
 LAYOUTS = mostly_slow(PATTERNS, (2, 1))
-RUNS = [(mode, name) for mode in worker.MODES for name in worker.SCENARIOS]
 
 
 def name_of(layout):
@@ -67,7 +67,7 @@ def launch(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(platform):
-    """Findings of one process, by pattern, mode, scenario, and with or without the cache."""
+    """Findings of one process, by pattern, mode, scenario, and with or without the cache. Stages do not matter to it."""
 
     @cache
     def model(pattern: str) -> Any:
@@ -75,10 +75,9 @@ def alone(platform):
 
     @cache
     def findings(pattern: str, mode: str, name: str, cached: bool) -> dict[str, Any]:
-        pattern = worker.one_rank(pattern)
         return worker.run_scenario(name, model(pattern), pattern, 1, 1, mode, cached=cached)
 
-    return findings
+    return lambda pattern, *what, cached: findings(worker.one_rank(pattern), *what, cached)
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{name_of(case[0])}-{case[1]}")
@@ -95,20 +94,21 @@ def assert_same(answers, right):
         assert answer["log_probs"] == pytest.approx(reference["log_probs"], rel=0, abs=LOG_PROB_NOISE)
 
 
-@pytest.mark.parametrize(("mode", "name"), RUNS)
-def test_answers_are_those_of_one_rank_without_a_cache(case, alone, mode, name):
+@pytest.mark.parametrize("name", worker.SCENARIOS)
+def test_answers_are_those_of_one_rank_without_a_cache(case, alone, name):
     _, pattern, ranks = case
-    right = alone(pattern, mode, name, cached=False)["answers"]
-    for rank in ranks:
-        assert_same(rank[mode][name]["answers"], right)
+    for mode in worker.modes_of(pattern):
+        right = alone(pattern, mode, name, cached=False)["answers"]
+        for rank in ranks:
+            assert_same(rank[mode][name]["answers"], right)
 
 
-@pytest.mark.parametrize(("mode", "name"), RUNS)
-def test_all_ranks_decide_alike_and_as_one_alone(case, alone, mode, name):
+@pytest.mark.parametrize("name", worker.SCENARIOS)
+def test_all_ranks_decide_alike_and_as_one_alone(case, alone, name):
     """The same blocks, slots and cached prefixes after every step."""
     _, pattern, ranks = case
-    right = alone(pattern, mode, name, cached=True)
-    for rank in ranks:
+    for mode, rank in product(worker.modes_of(pattern), ranks):
+        right = alone(pattern, mode, name, cached=True)
         found = rank[mode][name]
         assert found["decisions"] == right["decisions"]
         assert found["present"] == right["present"]
@@ -120,7 +120,7 @@ def test_all_ranks_decide_alike_and_as_one_alone(case, alone, mode, name):
 
 
 def test_scenarios_do_what_they_are_for(case):
-    for mode in worker.MODES:
+    for mode in worker.modes_of(case[1]):
         tails, chunked, preempted, host = (case[2][0][mode][name] for name in worker.SCENARIOS)
         cached = [answer["cached_tokens"] for answer in tails["answers"]]
         assert cached[2:6] == [2 * worker.BLOCK_TOKENS] * 4
@@ -136,7 +136,7 @@ def test_as_many_slots_as_the_tightest_rank_can_hold(case):
     (tp, pp), pattern, ranks = case
     config = worker.config_of(pattern)
     own_bytes = [worker.slot_bytes(config, stage, tp) for stage in worker.stages(pattern, pp) for _ in range(tp)]
-    for mode, name in RUNS:
+    for mode, name in product(worker.modes_of(pattern), worker.SCENARIOS):
         budgets = {rank[mode][name]["budget_bytes"] for rank in ranks}
         assert len(budgets) == 1
         slots = min(min(budgets) // size for size in own_bytes if size)

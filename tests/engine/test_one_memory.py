@@ -14,6 +14,7 @@ from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.shared_blocks import SharedBlocks
 from megatron_hybrid_prefix.index.shared_store import SharedStore
 from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
+from megatron_hybrid_prefix.mcore.entrypoints.build import build_engine
 from megatron_hybrid_prefix.mcore.state.moves import Moves
 from megatron_hybrid_prefix.pool.pages import Pages
 from megatron_hybrid_prefix.pool.shared_memory import SharedMemory
@@ -182,7 +183,14 @@ def test_a_request_that_does_not_fit_beside_its_state_is_refused(tiny):
 
 
 def test_without_room_for_a_state_and_a_block_no_engine_is_built(tiny):
-    with pytest.raises(ValueError, match=r"^cache_gb=.* is too small: .* they need 0.25 MiB$"):
-        EngineHarness(tiny, cache_gb=1e-5)
+    with pytest.raises(ValueError, match=r"^cache_gb=1.2345678e-05 is too small: .* they need 0.25 MiB$"):
+        EngineHarness(tiny, cache_gb=1.2345678e-5)
     with pytest.raises(ValueError, match=r"^cache_gb=0.0: must be above 0$"):
         HybridPrefixConfig(cache_gb=0.0)
+
+
+def test_a_ratio_of_states_is_refused(tiny):
+    with pytest.raises(
+        ValueError, match=r"^mamba_memory_ratio=0.3 splits buffer_size_gb, and cache_gb=0.01 has no split"
+    ):
+        build_engine(tiny, HybridPrefixConfig(cache_gb=0.01), mamba_memory_ratio=0.3)

@@ -181,15 +181,15 @@ def test_an_aborted_request_gives_back_what_it_loaded(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("write_through", [False, True])
-def test_a_working_set_four_times_the_device(model, write_through):
+def test_a_working_set_four_times_the_device(model):
     """Sessions take turns. With the host tier as much is reused as with a device that holds all sessions."""
     sessions, turns = 8, 5
     reused = {}
     for name, fields in {
         "unlimited": {"slots": 400, "blocks": 200},
         "alone": {"slots": 4, "blocks": 16},
-        "tier": {"slots": 4, "blocks": 16, "host_gb": 0.2, "host_write_through": write_through},
+        "tier": {"slots": 4, "blocks": 16, "host_gb": 0.2},
+        "written through": {"slots": 4, "blocks": 16, "host_gb": 0.2, "host_write_through": True},
     }.items():
         served = EngineHarness(model, max_requests=2, retention_interval_tokens=None, **fields)
         history = {session: tokens(2, 9, seed=50 + session) for session in range(sessions)}
@@ -205,7 +205,7 @@ def test_a_working_set_four_times_the_device(model, write_through):
     blocks = sessions * (len(history[0]) // BLOCK)
     assert blocks >= 4 * 16 * 0.9 / 2
     assert reused["alone"] < 0.5 * reused["unlimited"]
-    assert reused["tier"] >= 0.95 * reused["unlimited"]
+    assert min(reused["tier"], reused["written through"]) >= 0.95 * reused["unlimited"]
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
@@ -219,12 +219,16 @@ def spoil(served: EngineHarness, prompt: list[int], what: EntryKind) -> None:
     arena.memory[tier.entries.pages(entry)[0] * arena.page_bytes + 17] ^= 4
 
 
-@each_mode
-@pytest.mark.parametrize("chunk", mostly_slow([None, 100], None))
-@pytest.mark.parametrize("fault", ["kv bit", "state bit", "tag", "load raises", "store raises"])
-def test_a_fault_costs_time_only(model, mode, chunk, fault, caplog, monkeypatch):
+@pytest.mark.parametrize(
+    "case", mostly_slow([("async", None), ("async", 100), ("legacy", None)], ("async", None)), ids=str
+)
+@pytest.mark.parametrize(
+    "fault", mostly_slow(["kv bit", "state bit", "tag", "load raises", "store raises"], "state bit", "load raises")
+)
+def test_a_fault_costs_time_only(model, case, fault, caplog, monkeypatch):
     from megatron_hybrid_prefix.tiers import arena as arenas
 
+    mode, chunk = case
     chunked = {} if chunk is None else {"enable_chunked_prefill": True, "max_tokens": chunk}
     served = small(model, async_sched_mode=mode, blocks=16, **chunked)
     arena = served.context.host_moves.arena

@@ -11,7 +11,7 @@ from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from tests.harness.defect_helpers import WrongAnswer, defect, make_side
 from tests.harness.drafts import forced_drafts
 from tests.harness.engine_helpers import assert_matches, random_tokens, run_to_end
-from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
+from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, known_answer, tokens
 from tests.harness.mutants import MUTANTS, mutated_resume
 from tests.harness.selection import mostly_slow
 
@@ -32,9 +32,8 @@ class Speculating(EngineHarness):
 
     def ask(self, prompt: list[int], count: int = NEW_TOKENS, **attributes) -> int:
         """Adds a request. The drafts are made from its right answer."""
-        answer = list(self.plain.send(prompt, count=count).generated_tokens)
         number = self.add(prompt, count, **attributes)
-        self.truth[number] = prompt + answer
+        self.truth[number] = prompt + known_answer(self.plain, prompt, count)
         return number
 
 

@@ -9,7 +9,7 @@ import pytest
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from tests.harness.drafts import forced_drafts
 from tests.harness.engine_helpers import assert_matches, random_tokens
-from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
+from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, known_answer, tokens
 from tests.harness.mutants import MUTANTS, mutated_resume
 from tests.harness.selection import mostly_slow
 
@@ -34,8 +34,8 @@ class Chat:
 
     def __init__(self, served: EngineHarness, drafts=None) -> None:
         self.served = served
-        self.plain = EngineHarness(served.model, slots=None, max_sequence_length=4096) if drafts else None
         self.drafts = drafts
+        self.plain = EngineHarness(served.model, slots=None, max_sequence_length=4096) if drafts else None
         self.history: list[int] = []
         self.computed: list[int] = []
 
@@ -46,7 +46,7 @@ class Chat:
         truth = {}
         before = served.context.prefix_stats().computed_prompt_tokens
         if self.plain is not None:
-            truth[served.next_id + 1] = self.history + list(self.plain.send(self.history, count=count).generated_tokens)
+            truth[served.next_id + 1] = self.history + known_answer(self.plain, self.history, count)
         with forced_drafts(served.engine, truth, self.drafts) if self.drafts else nullcontext():
             request = served.send(self.history, count=count)
         self.computed.append(served.context.prefix_stats().computed_prompt_tokens - before)
@@ -71,7 +71,7 @@ def test_turns_of_600_generated_and_50_new_tokens(model, mode):
         max_tokens=4096,
     )
     chat = Chat(served)
-    for number in range(3):
+    for number in range(3 if mode == "legacy" else 2):
         request = chat.turn(random_tokens(50, seed=number), 600)
     assert max(chat.computed) <= 306, chat.computed
     served.check(request.request_id)
@@ -89,9 +89,13 @@ def test_answers_of_gated_delta_net(request, model_name):
     served.check()
 
 
-@each_mode
-@pytest.mark.parametrize("count", mostly_slow([BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 7], BLOCK))
-def test_answers_that_end_around_a_blocks_end(model, mode, count):
+ENDS = [("legacy", count) for count in (BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 7)]
+ENDS += [("async", count) for count in (BLOCK, 2 * BLOCK + 7)]
+
+
+@pytest.mark.parametrize("case", mostly_slow(ENDS, ("legacy", BLOCK)), ids=lambda case: f"{case[0]}-{case[1]}")
+def test_answers_that_end_around_a_blocks_end(model, case):
+    mode, count = case
     served = EngineHarness(model, async_sched_mode=mode)
     chat = Chat(served)
     for number, own in enumerate((BLOCK, 1, 3, BLOCK - 1, 17)):

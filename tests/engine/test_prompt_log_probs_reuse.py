@@ -364,7 +364,7 @@ def test_drafts(tiny_mtp, mode):
 
 # -- random traffic ------------------------------------------------------------------------------------------------------
 
-RANDOM = mostly_slow(range(16), 3)
+RANDOM = mostly_slow(range(10), 3)
 
 
 def random_traffic(model: Any, seed: int) -> Traffic:

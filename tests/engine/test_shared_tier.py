@@ -17,6 +17,7 @@ import torch
 
 from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.mcore.entrypoints import arguments
+from megatron_hybrid_prefix.tiers import file as file_tier
 from megatron_hybrid_prefix.tiers import folder as folders
 from megatron_hybrid_prefix.tiers.file import HEADER_BYTES
 from tests.harness.engine_helpers import LOG_PROB_NOISE, random_tokens
@@ -144,6 +145,21 @@ def test_two_engines_take_turns_in_conversations(model, folder):
         one.check_drained()
 
 
+@pytest.mark.parametrize("min_blocks", mostly_slow([0, 3], 0))
+def test_the_next_turn_resumes_from_the_end_of_the_answer(model, folder, min_blocks):
+    """The process is gone right after the answer: nothing was evicted. A short answer is not worth a state."""
+    first = start(model, folder, {"min_tokens": min_blocks * BLOCK})
+    answer = first.send(PROMPT, count=2 * BLOCK)
+    written(first)
+    assert stats_of(first).states == (1 if min_blocks else 2)
+    history = [*PROMPT, *answer.generated_tokens, *random_tokens(20, seed=9)]
+    second = start(model, folder, {"min_tokens": min_blocks * BLOCK})
+    assert second.send(history).num_cached_tokens == (4 if min_blocks else 6) * BLOCK
+    assert second.context.prefix_stats().fallbacks == {}
+    second.check()
+    second.check_drained()
+
+
 def test_only_what_is_worth_a_load_is_written_and_loaded(model, folder):
     served = start(model, folder, {"min_tokens": 3 * BLOCK})
     short = tokens(2, 9, seed=3)
@@ -172,6 +188,7 @@ def test_salts_adapters_and_secrets_do_not_match(model, folder, monkeypatch):
     for attributes in ({"cache_salt": "a"}, {"cache_adapter": "b"}):
         first.send(PROMPT, **attributes)
     written(first)
+    assert (stats_of(first).kv_blocks, stats_of(first).states) == (4, 1), "nobody can ask for those of the adapter"
     second = start(model, folder)
     hits = [second.send(PROMPT, **each).num_cached_tokens for each in ({}, {"cache_salt": "b"}, {"cache_adapter": "b"})]
     assert hits == [0, 0, 0]  # what an adapter's weights are, only its process knows
@@ -295,7 +312,8 @@ def test_a_folder_that_takes_nothing_equals_no_folder(model, folder, fault, monk
     with caplog.at_level(logging.ERROR):
         served.send(PROMPT)
         written(served)
-    assert stats_of(served).faults == {"write_ENOSPC" if fault == "full disk" else "write_EROFS": 5}
+    expected = {"write_ENOSPC": 1, "no_room": 4} if fault == "full disk" else {"write_EROFS": 5}
+    assert stats_of(served).faults == expected
     assert stats_of(served).full == 5 == stats_of(served).stores and entries(folder) == []
     assert len(caplog.records) == 1
     assert served.send(PROMPT).num_cached_tokens == 4 * BLOCK  # on the device
@@ -305,25 +323,23 @@ def test_a_folder_that_takes_nothing_equals_no_folder(model, folder, fault, monk
 class Gate:
     """A disk that answers when it is told to."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, served: EngineHarness) -> None:
-        self.opened, self.asked, tier = threading.Event(), threading.Event(), tier_of(served)
-        read = tier._read
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened, self.asked = threading.Event(), threading.Event()
+        read_part = file_tier._read_part
 
-        def slow(*arguments: Any, wait: bool) -> Any:
-            if not wait:
-                raise BlockingIOError
+        def slow(*arguments: Any) -> Any:
             self.asked.set()
             assert self.opened.wait(HANG_S)
-            return read(*arguments, wait=wait)
+            return read_part(*arguments)
 
-        monkeypatch.setattr(tier, "_read", slow)
+        monkeypatch.setattr(file_tier, "_read_part", slow)
 
 
 def test_a_slow_disk_is_a_miss(model, folder, monkeypatch):
     """The request does not wait for longer than it may; others do not wait at all; later the disk is used again."""
     computed(model, folder)
     served = start(model, folder, {"wait_s": 0.05})
-    disk = Gate(monkeypatch, served)
+    disk = Gate(monkeypatch)
     assert served.send(PROMPT).num_cached_tokens == 0
     assert served.context.prefix_stats().fallbacks == {"tier_load_late": 1, "host_load_given_up": 1}
     served.engine.reset()
@@ -344,7 +360,7 @@ def test_a_slow_disk_is_a_miss(model, folder, monkeypatch):
 def test_others_run_while_a_load_waits_for_the_disk(model, folder, mode, monkeypatch):
     computed(model, folder, async_sched_mode=mode)
     served = start(model, folder, async_sched_mode=mode)
-    disk = Gate(monkeypatch, served)
+    disk = Gate(monkeypatch)
     running = served.add(random_tokens(30, seed=7), 60)
     served.step(3)
     waiting = served.add(PROMPT, 4)
@@ -362,7 +378,7 @@ def test_a_load_that_ends_while_the_disk_is_read(model, folder, end, monkeypatch
     """What the disk returns later is written nowhere."""
     computed(model, folder)
     served = start(model, folder, host_gb=0.0005)
-    disk = Gate(monkeypatch, served)
+    disk = Gate(monkeypatch)
     running = served.add(random_tokens(30, seed=7), 20)
     served.step(2)
     waiting = served.add(PROMPT, 4)

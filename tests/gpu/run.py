@@ -78,6 +78,8 @@ def run(job: Job, gpus: list[int], out: Path, limit_s: float) -> tuple[bool, str
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")  # of these, where the variable is set
     env = os.environ | {
         "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) if visible == [""] else visible[gpu] for gpu in gpus),
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",  # else each process compiles its kernels
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(out / "flash-attention"),
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     command = [sys.executable, "-m", "pytest", "-s", "-q", "-p", "no:cacheprovider", *job.tests]

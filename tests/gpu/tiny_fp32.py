@@ -64,6 +64,13 @@ def main(tolerance, preset):
                 run_to_end(cached, finished)
                 cached.context.check_integrity()
         assert [request.num_cached_tokens for request in finished.values()] == 2 * ([0] + 6 * [512])
+        stateless = build_engine(model, HybridPrefixConfig(mamba_gb=0.0), **fields)  # all is computed, KV is shared
+        for number, own in enumerate((1, 4, 300, 0), start=300):
+            stateless.add_request(number, prefix + random_tokens(own, seed=number), greedy(8))
+            run_to_end(stateless, finished, steps=2)
+        run_to_end(stateless, finished)
+        stats = stateless.context.prefix_stats()
+        assert (stats.reused_tokens, stats.lost_tokens_no_state) == (0, 2 * 512 + 256)
         for number, length in enumerate((2, 3, 127, 129, 256, 257, 600)):
             engine.add_request(number, random_tokens(length, seed=number), greedy(8))
             run_to_end(engine, finished, steps=2)
@@ -74,7 +81,7 @@ def main(tolerance, preset):
     for request in finished.values():
         request.prompt_tokens = request.prompt_tokens.cpu()
         assert_matches(reference, request, tolerance=tolerance)
-    assert len(finished) == 21
+    assert len(finished) == 25
     for request in chunked:
         request.prompt_tokens = request.prompt_tokens.cpu()
         assert_prompt_matches(reference, request, tolerance)

@@ -28,6 +28,17 @@ class IdTokenizer:
         return " ".join(map(str, tokens))
 
 
+_ANSWERS: dict[tuple[Any, tuple[int, ...], int], list[int]] = {}
+
+
+def known_answer(plain: EngineHarness, prompt: list[int], count: int) -> list[int]:
+    """The greedy answer of an engine without a cache, computed once: many tests draft from the same answer."""
+    key = plain.model, tuple(prompt), count
+    if key not in _ANSWERS:
+        _ANSWERS[key] = list(plain.send(prompt, count=count).generated_tokens)
+    return _ANSWERS[key]
+
+
 class EngineHarness:
     """An engine, its finished requests, and their right answers.
 

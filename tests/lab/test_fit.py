@@ -11,7 +11,8 @@ import pytest
 
 from megatron_hybrid_prefix.cli import plan
 from megatron_hybrid_prefix.lab.capacity import sizes_of_config
-from megatron_hybrid_prefix.lab.fit import CHECKPOINTS, KEPT_FREE, fits, parameter_count
+from megatron_hybrid_prefix.lab.fit import KEPT_FREE, fits, parameter_count
+from megatron_hybrid_prefix.lab.one_budget import one_budget
 from megatron_hybrid_prefix.models import get_preset
 from megatron_hybrid_prefix.models.hf_weights import hf_shapes
 from tests.harness.hf_helpers import MODELS, make_folder
@@ -30,7 +31,7 @@ def test_parameters_are_those_of_the_files(name):
     assert parameter_count(config) - parameter_count(tied) == config.vocab_size * config.hidden_size
 
 
-def test_budgets_fill_what_the_weights_leave_and_no_more():
+def test_the_budget_fills_what_the_weights_leave_and_no_more():
     config = get_preset("nemotron-h-8b")
     arguments = {"conversation_tokens": 8192, "block_tokens": 256, "max_requests": 64}
     found = fits(config, gpu_bytes=80 * 10**9, **arguments)
@@ -38,29 +39,48 @@ def test_budgets_fill_what_the_weights_leave_and_no_more():
     for fit in found:
         sizes = sizes_of_config("m", config, tp=fit.tp)
         room = int(80e9 * (1 - KEPT_FREE)) - fit.weight_bytes
-        one = 32 * sizes.kv_block_bytes(256) + CHECKPOINTS * sizes.state_bytes
-        assert room - one < fit.state_bytes + fit.kv_bytes <= room == fit.left_bytes
-        assert fit.state_bytes // sizes.state_bytes == CHECKPOINTS * fit.conversations
+        assert room - 0.01 * GIB < fit.cache_bytes <= room == fit.left_bytes
+        one = 32 * sizes.kv_block_bytes(256) + fit.plan.layout.page_bytes
+        assert fit.cache_bytes - 4 * one < fit.plan.conversations * one < fit.cache_bytes
+        assert fit.plan == one_budget(sizes, cache_bytes=fit.cache_bytes, **arguments)
+        assert fit.plan.split_conversations <= fit.plan.conversations
     assert [fit.tp for fit in fits(get_preset("tiny"), gpu_bytes=10**9, **arguments)] == [1, 2, 4]
-    assert fits(config, gpu_bytes=16 * 10**9, **arguments)[0].conversations == 0
+    assert fits(config, gpu_bytes=16 * 10**9, **arguments)[0].plan is None
 
 
-def test_the_budgets_that_it_names_can_be_planned(tmp_path, capsys):
-    make_folder(tmp_path / "hf")
+def test_the_budget_that_it_names_can_be_planned(tmp_path, capsys):
     path = tmp_path / "fit.json"
-    assert plan.main(["--hf", str(tmp_path / "hf"), "--gpu-gb", "1", "--json", str(path)]) == 0
+    options = ["--conversation-tokens", "4000", "--json", str(path)]
+    assert plan.main(["nemotron-h-8b", "--gpu-gb", "20", *options]) == 0
+    report = json.loads(path.read_text())
+    said = capsys.readouterr().out
+    assert report["advice"] in said and "conversations of 4,000 tokens" in said
+    words = shlex.split(report["advice"])
+    assert words[:4] == ["hybrid-prefix", "serve", "--preset", "nemotron-h-8b"] and "--cache-gb" in words
+    assert plan.main([*words[3:], *options]) == 0
+    planned, fit = json.loads(path.read_text()), report["fits"][0]
+    assert planned["cache_bytes"] == fit["cache_bytes"]
+    assert planned["conversations"] == fit["plan"]["conversations"]
+    assert planned["split"]["conversations"] == fit["plan"]["split_conversations"]
+
+
+def test_a_fixed_split_where_states_waste_their_blocks(tmp_path, capsys):
+    """A state of this model is a sixth of a KV block."""
+    make_folder(tmp_path / "hf")
+    path, short = tmp_path / "fit.json", ["--conversation-tokens", "200"]
+    assert plan.main(["--hf", str(tmp_path / "hf"), "--gpu-gb", "1", *short, "--json", str(path)]) == 0
     report = json.loads(path.read_text())
     assert report["advice"] in capsys.readouterr().out
     words = shlex.split(report["advice"])
     assert words[:4] == ["hybrid-prefix", "serve", "--hf", str(tmp_path / "hf")]
     assert plan.main([*words[2:], "--json", str(path)]) == 0
-    planned, fit = json.loads(path.read_text()), report["fits"][0]
+    planned, fit = json.loads(path.read_text()), report["fits"][0]["plan"]
+    assert fit["split_conversations"] > fit["conversations"]
     # Options have two digits after the point.
-    assert (
-        0
-        <= fit["state_bytes"] // planned["checkpoint_bytes"] - planned["device_states"]
-        <= (0.01 * GIB // planned["checkpoint_bytes"] + 1)
-    )
+    assert 0 <= fit["split_states"] - planned["device_states"] <= 0.01 * GIB // planned["checkpoint_bytes"] + 1
+    one = ["--hf", str(tmp_path / "hf"), "--cache-gb", words[words.index("--buffer-gb") + 1], *short]
+    assert plan.main(one) == 0
+    assert "a fixed split keeps more, because states waste their blocks: --mamba-gb" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,10 @@ import pytest
 
 from megatron_hybrid_prefix.cli import plan as command
 from megatron_hybrid_prefix.console.terminal import InputError
+from megatron_hybrid_prefix.lab import break_even
 from megatron_hybrid_prefix.lab.capacity import sizes_of
+from megatron_hybrid_prefix.lab.fixed_split import Budget, plan_of
+from megatron_hybrid_prefix.lab.one_budget import one_budget
 from megatron_hybrid_prefix.models import PRESETS
 from tests.harness.trace_helpers import made_up
 
@@ -275,25 +278,36 @@ def test_what_a_budget_holds_of_qwen3_next(tmp_path, capsys):
     assert "3,168 tokens" in capsys.readouterr().out
 
 
-def test_the_budgets_are_those_of_the_engine(tiny):
-    """Megatron makes as many KV blocks of the same memory."""
-    import argparse
-
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_the_budgets_are_those_of_the_engine(tiny, tiny_mtp, drafts):
+    """Megatron makes as many KV blocks of a fixed split, and one budget has as many blocks and states."""
+    from megatron_hybrid_prefix import HybridPrefixConfig
     from megatron_hybrid_prefix.mcore.entrypoints.build import build_engine
 
-    args = argparse.Namespace(max_requests=4, speculative_tokens=0, block_size_tokens=64)
-    budget = command.Budget(state_bytes=0, host_bytes=0, kv_bytes=int(0.01 * 2**30))
-    engine = build_engine(
-        tiny,
-        max_requests=4,
-        max_tokens=256,
-        max_sequence_length=256,
-        block_size_tokens=64,
-        buffer_size_gb=0.01,
-        paused_buffer_size_gb=0,
-    )
+    budget = Budget(state_bytes=0, host_bytes=0, kv_bytes=int(0.01 * 2**30))
+    sizes = sizes_of("tiny-mtp" if drafts else "tiny")
+    common = {"max_requests": 4, "block_size_tokens": 64}
+    fields = common | {"max_tokens": 256, "max_sequence_length": 256, "num_speculative_tokens": drafts}
+    model = tiny_mtp if drafts else tiny
+    engine = build_engine(model, **fields, buffer_size_gb=0.01, paused_buffer_size_gb=0)
     theirs = engine.context.kv_block_allocator.total_count - 1
-    assert command.plan_of(budget, sizes_of("tiny"), args).kv_blocks == theirs
+    assert plan_of(budget, sizes, block_tokens=64, max_requests=4, drafts=drafts).kv_blocks == theirs
+
+    engine = build_engine(model, HybridPrefixConfig(cache_gb=0.01), **fields)
+    planned = one_budget(
+        sizes,
+        cache_bytes=int(0.01 * 2**30),
+        block_tokens=64,
+        max_requests=4,
+        drafts=drafts,
+        conversation_tokens=256,
+    ).layout
+    layout = engine.context.layout
+    assert (planned.total_blocks, planned.pages, planned.page_bytes) == (
+        layout.total_blocks,
+        layout.pages,
+        layout.page_bytes,
+    )
 
 
 def test_the_advice_names_the_budget_that_gains_most(tmp_path, trace_file):
@@ -314,7 +328,8 @@ def test_advice_without_a_trace(tmp_path):
     assert "less than one checkpoint" in plan(tmp_path, "--mamba-gb", 0.01, "--buffer-gb", 20)["advice"]
     assert "fewer KV blocks" in plan(tmp_path, "--mamba-gb", 50, "--buffer-gb", 4)["advice"]
     said = plan(tmp_path, "--mamba-gb", 5, "--buffer-gb", 20)["advice"]
-    assert "20% for states. A good start is --mamba-gb 6.25 --buffer-gb 18.8 (25% for states); add --trace" in said
+    assert "20% for states. One budget needs no split: --cache-gb 25. A good fixed split" in said
+    assert "--mamba-gb 6.25 --buffer-gb 18.75 (25% for states); add --trace" in said
 
 
 @pytest.mark.parametrize(
@@ -350,40 +365,75 @@ def test_neither_torch_nor_megatron_is_imported():
 
 
 def test_one_budget_and_the_advised_split(tmp_path, capsys):
-    report = tmp_path / "p.json"
-    assert run("nemotron-h-8b", "--cache-gb", "40", "--max-requests", "8", "--json", report) == 0
+    block, page = 256 * TOKEN_BYTES, 13 * 256 * TOKEN_BYTES
+    data = plan(tmp_path, "--cache-gb", 40, "--max-requests", 8)
     said = capsys.readouterr().out
-    data = json.loads(report.read_text())
-    assert (data["kv_blocks"], data["page_blocks"], data["states"]) == (10240, 13, 787)
-    assert data["padding_bytes"] == 13 * 256 * TOKEN_BYTES - STATE_BYTES
-    assert data["conversations"] == (10240 - 13) // (32 + 13)
-    assert data["expected_reuse"] is None
-    assert "--mamba-gb 10 --buffer-gb 30 (25% for states)" in said
-    assert f"{10 * 2**30 // STATE_BYTES:,}" in said
+    pages = 40 * 2**30 // page - 1  # one slot is the engine's; megatron's dummy block is in the last page
+    assert (data["kv_blocks"], data["page_blocks"], data["states"]) == (13 * pages - 1, 13, pages - 1)
+    assert data["padding_bytes"] == page - STATE_BYTES
+    assert data["conversations"] == (13 * (pages - 1) - 1) // (32 + 13)
+    assert data["expected_reuse"] is None and data["host_states"] == data["host_conversations"] == 0
+    states = 10 * 2**30 // STATE_BYTES
+    blocks = (30 * 2**30 - 8 * STATE_BYTES) // block - 1
+    split = {"state_share": 0.25, "states": states, "kv_blocks": blocks, "conversations": min(states, blocks // 32)}
+    assert data["split"] == split
+    assert "--mamba-gb 10 --buffer-gb 30 (25% for states)" in said and f"{states:,}" in said
+
+    drafting = plan(tmp_path, "--cache-gb", 40, "--max-requests", 8, "--speculative-tokens", 3)
+    assert drafting["states"] == 40 * 2**30 // page - 8 * 5 - 1
+    assert "set aside for 8 requests with 3 drafts" in capsys.readouterr().out
+
+
+def test_one_budget_with_a_host_tier(tmp_path, capsys, trace_file):
+    """A state on the host has the padding of its page; more of the host reuses more."""
+    page = 13 * 256 * TOKEN_BYTES
+    data = plan(tmp_path, "--cache-gb", 3, "--host-gb", 5)
+    assert data["host_states"] == 5 * 2**30 // page
+    assert data["host_conversations"] == 5 * 2**30 // (page + 32 * 256 * TOKEN_BYTES)
+    assert "on the host" in capsys.readouterr().out
+    replayed = ["--cache-gb", 1, "--trace", trace_file, "--limit", 60]
+    alone, beside = (plan(tmp_path, *replayed, *host)["expected_reuse"] for host in ([], ["--host-gb", 1]))
+    assert beside["shared"] > alone["shared"] and beside["raised_by_bytes"] == 2**29
+    assert alone["host_raised"] > alone["shared"]
 
 
 def test_one_budget_finds_the_split(trace_file, tmp_path, capsys):
-    report = tmp_path / "p.json"
-    arguments = ["--cache-gb", "3", "--trace", trace_file, "--limit", "150", "--json", report]
-    assert run("nemotron-h-8b", *arguments) == 0
-    found = json.loads(report.read_text())["expected_reuse"]
+    found = plan(tmp_path, "--cache-gb", 3, "--trace", trace_file, "--limit", 150)["expected_reuse"]
     assert len(found["splits"]) == 10 and found["splits"][f"{found['best_split']:g}"] == max(found["splits"].values())
     assert 0 < found["shared"] <= found["shared_raised"] + 0.01
     assert f"({found['best_split']:.0%} for states)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("option", ["--mamba-gb", "--buffer-gb", "--host-gb", "--gpu-gb"])
-def test_one_budget_alone(capsys, option):
-    assert run("nemotron-h-8b", "--cache-gb", "3", option, "2") == 2
-    assert "--cache-gb: does not go with" in capsys.readouterr().err
-    assert run("nemotron-h-8b", "--cache-gb", "0.01") == 2
-    assert "a state and a KV block need" in capsys.readouterr().err
+def test_a_fixed_split_beside_one_budget(trace_file, tmp_path, capsys):
+    split = plan(tmp_path, "--mamba-gb", 1, "--buffer-gb", 5.125, "--trace", trace_file, "--limit", 100)
+    whole = plan(tmp_path, "--cache-gb", 6.125, "--trace", trace_file, "--limit", 100)
+    assert split["expected_reuse"]["one_budget_fraction"] == whole["expected_reuse"]["shared"]
+    assert "as one budget: --cache-gb 6.12" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cache-gb", "3", "--mamba-gb", "2"], "--cache-gb: does not go with"),
+        (["--cache-gb", "3", "--buffer-gb", "2"], "--cache-gb: does not go with"),
+        (["--cache-gb", "3", "--gpu-gb", "2"], "--cache-gb: does not go with"),
+        (["--cache-gb", "0.01"], "--cache-gb 0.01: 10.24 MiB have no room for a state and a KV block"),
+        (["--cache-gb", "9", "--speculative-tokens", "9"], "(drafts set 704 states aside: lower --max-requests)"),
+        (["--cache-gb", "1e300"], "--cache-gb 1e+300: more than any machine has"),
+        (["--cache-gb", "9", "--host-gb", "0.01"], "--host-gb 0.01: a state and a KV block take 0.0547 GiB"),
+        (["--gpu-gb", "80", "--host-gb", "1"], "give --cache-gb, or --mamba-gb and --buffer-gb, or --gpu-gb alone"),
+    ],
+)
+def test_bad_budgets_are_one_line(capsys, arguments, message):
+    assert run("nemotron-h-8b", *arguments) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
 
 
 @pytest.mark.parametrize("gb_per_s", [1, 3, 25])
 def test_a_load_pays_from_the_tokens_where_it_takes_as_long_as_computing(gb_per_s):
     sizes, rate = sizes_of("nemotron-h-8b", tp=1), 40_000.0
-    tokens = command.break_even_tokens(sizes, gb_per_s, rate)
+    tokens = break_even.break_even_tokens(TOKEN_BYTES, STATE_BYTES, gb_per_s, rate)
     if gb_per_s == 1:  # a token's KV takes 16 us to load, and 25 us to compute
         assert tokens == pytest.approx(STATE_BYTES / (1e9 / rate - TOKEN_BYTES), abs=1)
     assert tokens is not None
@@ -392,16 +442,18 @@ def test_a_load_pays_from_the_tokens_where_it_takes_as_long_as_computing(gb_per_
         return (sizes.state_bytes + count * sizes.kv_token_bytes) / (gb_per_s * 1e9)
 
     assert load_s(tokens) < tokens / rate and load_s(tokens - 1) >= (tokens - 1) / rate
-    assert command.break_even_tokens(sizes, TOKEN_BYTES * rate / 1e9, rate) is None
+    assert break_even.break_even_tokens(TOKEN_BYTES, STATE_BYTES, TOKEN_BYTES * rate / 1e9, rate) is None
 
 
 def test_break_even_by_rate_is_in_the_report(tmp_path, capsys):
     flags = ("--mamba-gb", 20, "--buffer-gb", 20, "--json", tmp_path / "plan.json")
     assert run("nemotron-h-8b", *flags, "--prefill-tokens-per-s", 40_000) == 0
     found = json.loads((tmp_path / "plan.json").read_text())["break_even_tokens"]
-    assert list(found) == [str(rate) for rate in command.LOAD_RATES]
+    assert list(found) == [str(rate) for rate in break_even.LOAD_RATES]
     assert sorted(found.values(), reverse=True) == list(found.values())
     assert f"{found['4']:,} tokens" in capsys.readouterr().out
+    shared = plan(tmp_path, "--cache-gb", 40, "--prefill-tokens-per-s", 40_000)["break_even_tokens"]
+    assert all(found[rate] < shared[rate] < 1.05 * found[rate] + 1 for rate in found)  # its states have padding
     assert run("nemotron-h-8b", *flags, "--prefill-tokens-per-s", 10**9) == 0
     assert "never" in capsys.readouterr().out
     assert run("nemotron-h-8b", *flags) == 0

@@ -87,9 +87,16 @@ def test_table_and_json(tmp_path, capsys):
         (["--cache-gb", "3", "--kv-blocks", "4"], "--cache-gb replaces --state-slots and --kv-blocks"),
         (["--cache-gb", "3", "--preset", "tiny", "--splits", "20"], "--splits 20: at most 19"),
         (["--cache-gb", "3,3", "--preset", "tiny"], "--cache-gb: 3,3 has a number twice"),
-        (["--cache-gb", "0.01", "--preset", "nemotron-h-8b"], "--cache-gb 0.01: cache_bytes=10737418: a state and"),
+        (
+            ["--cache-gb", "0.01", "--preset", "nemotron-h-8b"],
+            "--cache-gb 0.01: too small: a state and a KV block take 0.0487",
+        ),
         (["--cache-gb", "3", "--preset", "tiny", "--baselines", "upstream"], "--baselines upstream: megatron-core's"),
         (["--cache-gb", "3", "--preset", "tiny", "--plot", "x.png"], "--plot: shows state slots"),
+        (["--cache-gb", "1e300", "--preset", "tiny"], "--cache-gb 1e+300: more than any machine has"),
+        (["--cache-gb", "1e8", "--preset", "tiny"], "409,600,000,000 KV blocks: a replay has at most 4,194,304"),
+        (["--state-slots", "9999999"], "9,999,999 state slots: a replay has at most 4,194,304"),
+        (["--kv-blocks", "9999999"], "9,999,999 KV blocks: a replay has at most 4,194,304"),
         (["--hf", "somewhere", "--preset", "tiny"], "--hf"),
     ],
 )

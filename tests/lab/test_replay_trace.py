@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import subprocess
@@ -111,6 +112,19 @@ def test_texts_are_cut_into_bytes():
     assert [request.prompt_tokens for request in trace.requests] == [280, 302]
     assert list(ceiling_tokens(trace)) == [0, 256]
     assert read_trace_of(lines).block_tokens == 256
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path, trace_file):
+    marked = tmp_path / "marked.jsonl"
+    marked.write_bytes(b"\xef\xbb\xbf" + trace_file.read_bytes())
+    assert read_trace([marked]) == read_trace([trace_file])
+
+
+def test_a_packed_file_is_named(tmp_path, capsys):
+    packed = tmp_path / "t.jsonl.gz"
+    packed.write_bytes(gzip.compress(b"{}"))
+    assert run(packed) == 2
+    assert capsys.readouterr().err == f"error: {packed}: not UTF-8 text (byte 1); unpack it first\n"
 
 
 def test_several_files_are_one_trace_and_a_limit_takes_the_first(tmp_path, trace_file):

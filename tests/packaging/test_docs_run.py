@@ -17,6 +17,7 @@ from megatron_hybrid_prefix.cli.main import VERBS
 from megatron_hybrid_prefix.console.terminal import InputError
 from tests.harness.hf_helpers import make_folder, save_tokenizer
 from tests.harness.limits import HANG_S
+from tests.harness.workers.launch import run_prepared
 from tests.packaging.documents import DOCS, DOCUMENTS, ROOT, commands, fences, relative
 
 README = ROOT / "README.md"
@@ -131,5 +132,8 @@ def test_short_commands_of_the_guide_run(tmp_path):
     shown = [shlex.split(line, comments=True) for line in commands(GUIDE.read_text(encoding="utf-8"))]
     shown = [words for words in shown if words[0] == "hybrid-prefix" and words[1] in SHORT]
     assert {words[1] for words in shown} == set(SHORT) and len(shown) >= 6
+    command = tmp_path / "command.py"  # as the installed command
+    command.write_text("import sys\nfrom megatron_hybrid_prefix.cli.main import main\nsys.exit(main())\n")
     for words in shown:
-        assert run("-m", MODULE, *words[1:], folder=tmp_path)
+        (done,) = run_prepared(command, *words[1:], cwd=tmp_path)
+        assert done.returncode == 0 and done.stdout, done.stderr[-3000:]

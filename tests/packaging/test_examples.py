@@ -13,23 +13,33 @@ from pathlib import Path
 import pytest
 
 from tests.harness.limits import HANG_S
-from tests.harness.workers.launch import environment, torchrun
+from tests.harness.workers.launch import environment, run_prepared, torchrun
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TEN_LINES = EXAMPLES / "ten_lines.py"
 
 
-def run(name: str, *arguments: str, ranks: int = 1) -> str:
-    """What an example prints; it says nothing on stderr, such as a warning of megatron's."""
-    command = [sys.executable] if ranks == 1 else torchrun(ranks)
-    done = subprocess.run(
-        [*command, str(EXAMPLES / name), *arguments],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
+def run(name: str, *arguments: str, ranks: int = 1, forked: bool = True) -> str:
+    """What an example prints; it says nothing on stderr, such as a warning of megatron's.
+
+    Args:
+        name: File.
+        arguments: Of the script.
+        ranks: Number of processes.
+        forked: One process is forked from one that has imported torch and megatron.
+    """
+    if ranks == 1 and forked:
+        (done,) = run_prepared(EXAMPLES / name, *arguments)
+    else:
+        command = [sys.executable] if ranks == 1 else torchrun(ranks)
+        done = subprocess.run(
+            [*command, str(EXAMPLES / name), *arguments],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=HANG_S,
+            check=False,
+        )
     assert done.returncode == 0, done.stderr[-3000:]
     assert ranks > 1 or "Warning" not in done.stderr, done.stderr[-3000:]
     return done.stdout
@@ -78,7 +88,7 @@ def test_every_example_is_run():
 
 @pytest.mark.slow
 def test_the_second_prompt_hits():
-    assert numbers(run("ten_lines.py")) == [0, 512]
+    assert numbers(run("ten_lines.py", forked=False)) == [0, 512]
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ class Admissions:
         context, cache, request_id, known = self._context, self._cache, req.request_id, self._known(req)
         first = not req.finished_chunk_token_count
         chunk = self._admit_first(req, known, length) if first else self._grow(req, length)
-        row = context.total_request_count
+        row, skipped = context.total_request_count, chunk.skip_tokens if first else req.num_cached_tokens
         try:
             context.add_admitted(req, length, chunk)
             if first:
@@ -89,8 +89,7 @@ class Admissions:
             if first:
                 cache.release(request_id)
             raise
-        if first:
-            req.num_cached_tokens = chunk.skip_tokens  # megatron counts whole blocks
+        req.num_cached_tokens = skipped  # megatron counts shared blocks
         start = int(context.request_kv_length_offsets[row])
         plan = cache.plan(request_id, start, start + int(context.request_query_lengths[row]))
         self._requests.put_in_step(known, plan)
@@ -144,15 +143,18 @@ class Admissions:
             shared=list(admission.block_ids[: admission.shared_blocks]),
             own=list(admission.block_ids[admission.shared_blocks :]),
             skip_tokens=admission.resume_tokens,
+            stored_tokens=admission.stored_tokens,
             resumes=admission.source_slot is not None,
         )
 
     def _grow(self, req: DynamicInferenceRequest, length: int) -> AdmittedChunk:
         self._check_room(req, length)
-        own = self._cache.grow(req.request_id, req.finished_chunk_token_count + length)
-        if own is None:
+        grown = self._cache.grow(req.request_id, req.finished_chunk_token_count + length)
+        if grown is None:
             raise BlockOverflowError(req.request_id)
-        return AdmittedChunk(shared=[], own=own, skip_tokens=0, resumes=False)
+        return AdmittedChunk(
+            shared=grown.shared, own=grown.own, skip_tokens=0, stored_tokens=grown.stored_tokens, resumes=False
+        )
 
     def _check_room(self, req: DynamicInferenceRequest, computed_tokens: int) -> None:
         """Check first: megatron raises these errors after it has allocated blocks, and leaks them."""

@@ -246,7 +246,7 @@ class HybridPrefixContext(ContextSeam):
         own = own_slots(max_requests=self.max_requests, drafts=self.num_speculative_tokens)
         if self.layout is None:
             self.layout = agree_on_layout(
-                int(self.prefix_config.cache_gb * 2**30),
+                self.prefix_config.cache_gb,
                 block_bytes=block.bytes,
                 state_bytes=slot_bytes(self.state_layout),
                 own_slots=own,

@@ -28,7 +28,15 @@ def one_budget(config: InferenceConfig, cache_gb: float, model_config: Transform
     budget that is larger by these states. It allocates none of it: `HybridPrefixContext` allocates the memory.
 
     A collective if ``max_requests`` is not set.
+
+    Raises:
+        ValueError: ``mamba_memory_ratio`` is set, which is a split.
     """
+    if config.mamba_memory_ratio is not None:
+        raise ValueError(
+            f"mamba_memory_ratio={config.mamba_memory_ratio} splits buffer_size_gb, and cache_gb={cache_gb} has no split: "
+            "leave it out, or give mamba_gb instead of cache_gb"
+        )
     state = config.mamba_inference_state_config
     assert state is not None
     drafts = config.num_speculative_tokens
@@ -44,17 +52,16 @@ def one_budget(config: InferenceConfig, cache_gb: float, model_config: Transform
         config,
         max_requests=requests,
         buffer_size_gb=cache_gb + (requests * request_bytes) / 2**30,
-        mamba_memory_ratio=None,
     )
 
 
-def agree_on_layout(cache_bytes: int, *, block_bytes: int, state_bytes: int, own_slots: int, groups: Any) -> PageLayout:
+def agree_on_layout(cache_gb: float, *, block_bytes: int, state_bytes: int, own_slots: int, groups: Any) -> PageLayout:
     """The layout of the memory, with the same numbers of blocks on all ranks. A collective.
 
     Pipeline stages differ in their layers: a page has as many blocks as the stage with the largest states needs.
 
     Args:
-        cache_bytes: Budget per rank.
+        cache_gb: Budget per rank, in GiB.
         block_bytes: Bytes of a KV block on this rank.
         state_bytes: Bytes of a state on this rank; 0 on a stage without recurrent layers.
         own_slots: Slots that the engine keeps for itself.
@@ -64,11 +71,11 @@ def agree_on_layout(cache_bytes: int, *, block_bytes: int, state_bytes: int, own
         ValueError: There is no room for a state and a KV block on some rank; raised on all ranks.
     """
     page_blocks = max_over_model_ranks(max(1, ceil_div(state_bytes, block_bytes)), groups)
-    pages = min_over_model_ranks(cache_bytes // (page_blocks * block_bytes), groups) or 0
+    pages = min_over_model_ranks(int(cache_gb * 2**30) // (page_blocks * block_bytes), groups) or 0
     try:
         return PageLayout.of_buffer(
             pages * page_blocks * block_bytes, block_bytes=block_bytes, page_blocks=page_blocks, own_slots=own_slots
         )
     except ValueError as error:
         reason = "" if own_slots == 1 else f" (the drafts of all requests take {own_slots} states)"
-        raise ValueError(f"cache_gb={cache_bytes / 2**30:.4g} is too small: {error}{reason}") from None
+        raise ValueError(f"cache_gb={cache_gb} is too small: {error}{reason}") from None

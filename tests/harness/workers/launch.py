@@ -63,8 +63,16 @@ def run_prepared(
     *arguments: Any,
     environments: tuple[dict[str, str], ...] = ({},),
     timeout_s: float = HANG_S,
+    cwd: Path | None = None,
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run ``python SCRIPT ARGUMENTS...`` on the CPU, a process for each of ``environments``, without waiting for imports.
+
+    Args:
+        script: The script.
+        *arguments: Its arguments.
+        environments: What each process has in its environment, beside this process's.
+        timeout_s: Limit of all.
+        cwd: Working directory; None: this process's when the first was started.
 
     Raises:
         AssertionError: A process did not end in time.
@@ -76,6 +84,7 @@ def run_prepared(
         for path in (*files["outputs"], *files["errors"]):
             Path(path).touch()  # a process may be ended before it opens its own
         job = {"number": number, "script": str(script), "argv": argv, "timeout_s": timeout_s} | files
+        job["cwd"] = None if cwd is None else str(cwd)
         now = environment()  # what a test has set since the process of `prepared` was started
         process.stdin.write(json.dumps(job | {"environments": [now | own for own in environments]}) + "\n")
         process.stdin.flush()

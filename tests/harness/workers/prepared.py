@@ -2,8 +2,8 @@
 
 This file is the process that forks them; `launch` sends it jobs. Usage: ``prepared.py``, with one job per line of JSON
 on stdin: "number", "script", "argv", "environments" (one per process), "outputs" and "errors" (files for stdout and
-stderr), "timeout_s". It answers with one line of JSON on stdout: "number", "codes" (exit codes, negative for signals),
-"hung". If one process fails, the others are ended, as torchrun does.
+stderr), "timeout_s", "cwd" (or null). It answers with one line of JSON on stdout: "number", "codes"
+(exit codes, negative for signals), "hung". If one process fails, the others are ended, as torchrun does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def import_everything() -> None:
     start.undo_platform()
 
 
-def become(script: str, argv: Sequence[str], environment: dict[str, str], output: str, errors: str) -> NoReturn:
+def become(
+    script: str, argv: Sequence[str], cwd: str | None, environment: dict[str, str], output: str, errors: str
+) -> NoReturn:
     """Turns a new process into ``python SCRIPT ARGV...``."""
     code = 1
     os.setpgid(0, 0)  # so that what the script starts can be ended with it
@@ -41,6 +43,8 @@ def become(script: str, argv: Sequence[str], environment: dict[str, str], output
             os.dup2(file, stream)
             os.close(file)
         os.environ.update(environment)
+        if cwd is not None:
+            os.chdir(cwd)
         sys.argv = [script, *argv]
         sys.path.insert(0, os.path.dirname(script))
         try:
@@ -64,7 +68,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     pids = []
     for own in files:
         if (pid := os.fork()) == 0:
-            become(job["script"], job["argv"], *own)
+            become(job["script"], job["argv"], job["cwd"], *own)
         with suppress(OSError):  # the child did it already, or has ended
             os.setpgid(pid, pid)
         pids.append(pid)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch.distributed as dist
 
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+from megatron_hybrid_prefix.tiers import file as file_tier
 from tests.harness.engine_helpers import random_tokens
 from tests.harness.limits import COLLECTIVE_HANG_S, HANG_S
 from tests.harness.workers.launch import write_findings
@@ -18,17 +20,18 @@ from tests.harness.workers.prefix_parallel import BLOCK_TOKENS, Session, build
 PROMPTS = [random_tokens(3 * BLOCK_TOKENS + 9, seed=70 + number) for number in range(2)]
 
 
+@contextmanager
 def slow(tier):
     """No read of this rank's disk comes back in time."""
-    read = tier._read
+    read_part = file_tier._read_part
 
-    def late(*arguments, wait):
-        if not wait:
-            raise BlockingIOError
+    def late(*arguments):
         time.sleep(3 * tier.wait_s)
-        return read(*arguments, wait=wait)
+        return read_part(*arguments)
 
-    tier._read = late
+    file_tier._read_part = late
+    yield
+    file_tier._read_part = read_part
 
 
 def main(out, layout, folder):
@@ -46,12 +49,11 @@ def main(out, layout, folder):
         if cached:
             moves = session.engine.context.host_moves
             tier = session.engine.context.prefix_cache.inspect.host_tier.behind.tier
-        if name == "late" and last:
-            slow(tier)
         if name == "missing" and last:
             for path in Path(folder, "v1", tier._name.hex()).rglob("state-*"):
                 path.unlink()
-        session.send(*PROMPTS)
+        with slow(tier) if name == "late" and last else nullcontext():
+            session.send(*PROMPTS)
         found[name] = {"answers": session.found()["answers"]}
         if cached:
             stats = session.engine.context.prefix_stats()
