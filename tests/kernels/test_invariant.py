@@ -33,10 +33,9 @@ def depends_on_other_rows(compute, rows: torch.Tensor) -> bool:
     return cut or not torch.equal(compute(rows[order]), whole[order])
 
 
-@pytest.mark.parametrize(
-    ("inputs", "outputs"), mostly_slow([(64, 330), (100, 64), (130, 33), (1024, 256), (4096, 16)], (100, 64))
-)
-def test_a_product_does_not_depend_on_other_rows(inputs, outputs):
+@pytest.mark.parametrize("shape", mostly_slow([(330, 64), (64, 100), (33, 130), (256, 1024), (16, 4096)], (64, 100)))
+def test_a_product_does_not_depend_on_other_rows(shape):
+    outputs, inputs = shape
     weight, rows = draw(outputs, inputs, seed=2), draw(ROWS, inputs)
     assert not depends_on_other_rows(lambda x: linear(x, weight), rows)
     strided = draw(ROWS, 2 * inputs)[:, :inputs]
@@ -131,12 +130,13 @@ class Paged:
 def test_attention_has_the_same_bits_in_any_span_and_beside_any_request():
     paged = Paged()
     whole = paged.attend((0, paged.TOKENS))
-    exactly = *(x.double() for x in (paged.q, paged.k, paged.v)), paged.SIZE**-0.5
+    last = slice(-20, None)
+    exactly = *(x.double() for x in (paged.q[last], paged.k, paged.v)), paged.SIZE**-0.5
     weighted, _ = rounding.attention(*exactly, rescalings=paged.TOKENS // TILE_KEYS)
     right = naive.attention_rows(*exactly, -1, 0)[0]
-    rounding.check(whole, right, rounding.allowed(right, weighted, torch.float32))
+    rounding.check(whole[last], right, rounding.allowed(right, weighted, torch.float32))
     for cut in (1, TILE_QUERIES - 1, TILE_QUERIES, TILE_KEYS - 1, TILE_KEYS, TILE_KEYS + 1, 127, 255, paged.TOKENS - 1):
         assert torch.equal(torch.cat([paged.attend((0, cut)), paged.attend((cut, paged.TOKENS))]), whole)
         assert torch.equal(paged.attend((cut, paged.TOKENS), (0, cut), (5, 6))[: paged.TOKENS - cut], whole[cut:])
-    decoded = torch.cat([paged.attend((at, at + 1)) for at in range(paged.TOKENS)])
-    assert torch.equal(decoded, whole)
+    decoded = torch.cat([paged.attend((at, at + 1)) for at in range(0, paged.TOKENS, 7)])
+    assert torch.equal(decoded, whole[::7])
