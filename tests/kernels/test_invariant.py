@@ -99,9 +99,9 @@ def test_activations_of_torch_match_ours(function):
 
 
 class Paged:
-    """Keys and values of one request of 300 tokens, in pages that are out of order."""
+    """Keys and values of one request of 200 tokens, in pages that are out of order."""
 
-    BLOCK, HEADS, KV_HEADS, SIZE, TOKENS = 32, 6, 2, 24, 300
+    BLOCK, HEADS, KV_HEADS, SIZE, TOKENS = 32, 6, 2, 24, 200
 
     def __init__(self) -> None:
         self.q = draw(self.TOKENS, self.HEADS, self.SIZE, seed=1)
@@ -135,7 +135,7 @@ def test_attention_has_the_same_bits_in_any_span_and_beside_any_request():
     weighted, _ = rounding.attention(*exactly, rescalings=paged.TOKENS // TILE_KEYS)
     right = naive.attention_rows(*exactly, -1, 0)[0]
     rounding.check(whole[last], right, rounding.allowed(right, weighted, torch.float32))
-    for cut in (1, TILE_QUERIES - 1, TILE_QUERIES, TILE_KEYS - 1, TILE_KEYS, TILE_KEYS + 1, 127, 255, paged.TOKENS - 1):
+    for cut in (1, TILE_QUERIES - 1, TILE_QUERIES, TILE_KEYS - 1, TILE_KEYS, 127, paged.TOKENS - 1):
         assert torch.equal(torch.cat([paged.attend((0, cut)), paged.attend((cut, paged.TOKENS))]), whole)
         assert torch.equal(paged.attend((cut, paged.TOKENS), (0, cut), (5, 6))[: paged.TOKENS - cut], whole[cut:])
     decoded = torch.cat([paged.attend((at, at + 1)) for at in range(0, paged.TOKENS, 7)])
