@@ -8,11 +8,13 @@ import torch.nn.functional as F
 
 from megatron_hybrid_prefix.ops.delta_gates import gated_head_norm, gates
 from megatron_hybrid_prefix.ops.elementwise import sigmoid, silu, softplus
+from megatron_hybrid_prefix.ops.invariant import linear as invariant_linear
 from megatron_hybrid_prefix.ops.invariant.attention import TILE_KEYS, TILE_QUERIES, attend_paged
 from megatron_hybrid_prefix.ops.invariant.linear import TILE_ROWS, linear
 from megatron_hybrid_prefix.ops.invariant.log_softmax import log_softmax
 from megatron_hybrid_prefix.ops.invariant.norm import rms_norm
 from megatron_hybrid_prefix.platform.kernels.norm import rmsnorm_fn
+from tests.harness.selection import mostly_slow
 from tests.kernels import naive, rounding
 
 ROWS = 4 * TILE_ROWS + 5
@@ -31,8 +33,9 @@ def depends_on_other_rows(compute, rows: torch.Tensor) -> bool:
     return cut or not torch.equal(compute(rows[order]), whole[order])
 
 
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 330), (100, 64), (130, 33), (1024, 256), (4096, 16)])
-def test_a_product_does_not_depend_on_other_rows(inputs, outputs):
+@pytest.mark.parametrize("shape", mostly_slow([(330, 64), (64, 100), (33, 130), (256, 1024), (16, 4096)], (64, 100)))
+def test_a_product_does_not_depend_on_other_rows(shape):
+    outputs, inputs = shape
     weight, rows = draw(outputs, inputs, seed=2), draw(ROWS, inputs)
     assert not depends_on_other_rows(lambda x: linear(x, weight), rows)
     strided = draw(ROWS, 2 * inputs)[:, :inputs]
@@ -41,6 +44,20 @@ def test_a_product_does_not_depend_on_other_rows(inputs, outputs):
     weighted = inputs * (rows.double().abs() @ weight.double().abs().t())
     rounding.check(linear(rows, weight), right, rounding.allowed(right, weighted, torch.float32))
     assert linear(rows[:6].view(2, 3, inputs), weight).shape == (2, 3, outputs)
+
+
+def test_a_place_that_matters_is_found(monkeypatch):
+    """As with MKL's AVX2 kernels and two threads: rows in the second half of a tile are summed in another order."""
+    weight = draw(64, 100, seed=2)
+
+    def halves(tile, transposed):
+        at = len(tile) // 2
+        reversed_sum = tile[at:].flip(1) @ transposed.flip(0)
+        return torch.cat([tile[:at] @ transposed, reversed_sum])
+
+    assert not invariant_linear._depends_on_place(weight) or torch.get_num_threads() > 1
+    monkeypatch.setattr(torch, "mm", halves)
+    assert invariant_linear._depends_on_place(weight)
 
 
 def test_blas_depends_on_other_rows():
@@ -68,7 +85,7 @@ ROW_BY_ROW = {
 }
 
 
-@pytest.mark.parametrize("width", [60, 100, 512])
+@pytest.mark.parametrize("width", mostly_slow([60, 100, 512], 100))
 @pytest.mark.parametrize("name", ROW_BY_ROW)
 def test_what_surrounds_products_does_not_depend_on_other_rows(name, width):
     assert not depends_on_other_rows(ROW_BY_ROW[name], 3 * draw(ROWS, width))
@@ -82,9 +99,9 @@ def test_activations_of_torch_match_ours(function):
 
 
 class Paged:
-    """Keys and values of one request of 300 tokens, in pages that are out of order."""
+    """Keys and values of one request of 200 tokens, in pages that are out of order."""
 
-    BLOCK, HEADS, KV_HEADS, SIZE, TOKENS = 32, 6, 2, 24, 300
+    BLOCK, HEADS, KV_HEADS, SIZE, TOKENS = 32, 6, 2, 24, 200
 
     def __init__(self) -> None:
         self.q = draw(self.TOKENS, self.HEADS, self.SIZE, seed=1)
@@ -113,12 +130,13 @@ class Paged:
 def test_attention_has_the_same_bits_in_any_span_and_beside_any_request():
     paged = Paged()
     whole = paged.attend((0, paged.TOKENS))
-    exactly = *(x.double() for x in (paged.q, paged.k, paged.v)), paged.SIZE**-0.5
+    last = slice(-20, None)
+    exactly = *(x.double() for x in (paged.q[last], paged.k, paged.v)), paged.SIZE**-0.5
     weighted, _ = rounding.attention(*exactly, rescalings=paged.TOKENS // TILE_KEYS)
     right = naive.attention_rows(*exactly, -1, 0)[0]
-    rounding.check(whole, right, rounding.allowed(right, weighted, torch.float32))
-    for cut in (1, TILE_QUERIES - 1, TILE_QUERIES, TILE_KEYS - 1, TILE_KEYS, TILE_KEYS + 1, 127, 255, paged.TOKENS - 1):
+    rounding.check(whole[last], right, rounding.allowed(right, weighted, torch.float32))
+    for cut in (1, TILE_QUERIES - 1, TILE_QUERIES, TILE_KEYS - 1, TILE_KEYS, 127, paged.TOKENS - 1):
         assert torch.equal(torch.cat([paged.attend((0, cut)), paged.attend((cut, paged.TOKENS))]), whole)
         assert torch.equal(paged.attend((cut, paged.TOKENS), (0, cut), (5, 6))[: paged.TOKENS - cut], whole[cut:])
-    decoded = torch.cat([paged.attend((at, at + 1)) for at in range(paged.TOKENS)])
-    assert torch.equal(decoded, whole)
+    decoded = torch.cat([paged.attend((at, at + 1)) for at in range(0, paged.TOKENS, 7)])
+    assert torch.equal(decoded, whole[::7])
