@@ -71,13 +71,13 @@ class InvariantRows:
 class InvariantNorm:
     """Mixin before a ``torch.nn.RMSNorm``."""
 
-    weight: torch.Tensor
-    eps: float
+    weight: torch.nn.Parameter
+    eps: float | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See torch."""
         if scope.is_on():
-            return rms_norm(x, self.weight, self.eps)
+            return rms_norm(x, self.weight, torch.finfo(x.dtype).eps if self.eps is None else self.eps)
         output: torch.Tensor = super().forward(x)  # type: ignore[misc]  # the class after this mixin has it
         return output
 

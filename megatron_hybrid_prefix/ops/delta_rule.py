@@ -139,11 +139,12 @@ def update_delta_rule(
             q, k, v, log_decay, beta, states, slots, normalise=normalise, epsilon=_EPSILON, after=after
         )
     if scope.is_on() and len(v) > 1:  # the shapes of products must not depend on the number of rows
-        one_by_one = (
-            update_delta_rule(*inputs, states, slot, normalise=normalise, after=after)
-            for *inputs, slot in zip(*(each.split(1) for each in (q, k, v, log_decay, beta, slots)), strict=True)
-        )
-        return torch.cat(list(one_by_one))
+        one_by_one = []
+        for at in range(len(v)):
+            row = slice(at, at + 1)
+            inputs = q[row], k[row], v[row], log_decay[row], beta[row]
+            one_by_one.append(update_delta_rule(*inputs, states, slots[row], normalise=normalise, after=after))
+        return torch.cat(one_by_one)
     outputs = torch.zeros_like(v)
     rows = torch.nonzero(slots >= 0).squeeze(1)
     own = slots[rows]

@@ -24,6 +24,7 @@ SETTINGS = {
 }
 NUMERIC_TESTS = (
     "tests/kernels",
+    "tests/engine/test_bits.py",
     "tests/engine/test_engine_exact.py",
     "tests/models/test_hf_parity.py",
     "tests/models/test_models.py",

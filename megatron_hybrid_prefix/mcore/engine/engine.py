@@ -79,7 +79,7 @@ class HybridPrefixEngine(EngineSeam):
         self._replays = Replays(self)
         if self._is_exact:
             make_exact(controller)
-            self._cached.may_start = self._replays.may_start
+            context.may_start = self._replays.may_start
         if isinstance(controller, HybridPrefixController):
             controller.row_options, controller.replays = self._row_options, self._replays.answers
             controller.record_of = lambda request_id: self.requests[request_id].record

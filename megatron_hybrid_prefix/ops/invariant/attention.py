@@ -52,7 +52,7 @@ def _key_tiles(x: torch.Tensor) -> torch.Tensor:
     """(keys, kv_heads, head_dim) to (tiles, kv_heads, TILE_KEYS, head_dim), zeros after the last key."""
     padded = x.new_zeros(ceil_div(len(x), TILE_KEYS) * TILE_KEYS, *x.shape[1:])
     padded[: len(x)] = x
-    return padded.unflatten(0, (-1, TILE_KEYS)).transpose(1, 2).contiguous()
+    return padded.view(-1, TILE_KEYS, *x.shape[1:]).transpose(1, 2).contiguous()
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, scale: float) -> torch.Tensor:

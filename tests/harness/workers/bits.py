@@ -1,4 +1,4 @@
-"""Bits of requests in one layout, as JSON. Usage: ``torchrun bits.py OUT.json PRESET TP``.
+"""Bits of requests in one layout, as JSON. Usage: ``torchrun bits.py OUT.json PRESET TP PP``.
 
 Every rank runs the same random requests: batches, and with them the messages between ranks, differ in size from those of a
 request alone.
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_hybrid_prefix.layers import invariant
-from megatron_hybrid_prefix.models import build_hybrid_model
+from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.harness.bits import BitsTraffic
 from tests.harness.workers.launch import write_findings
@@ -28,9 +28,10 @@ def all_reduced(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def main() -> None:
     """See the module."""
-    out, preset, tp = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    platform = ensure_platform(tp=tp, device="cpu")
-    model = build_hybrid_model(preset, seed=0, platform=platform)
+    out, preset, tp, pp = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    platform = ensure_platform(tp=tp, pp=pp, device="cpu")
+    stages = "|".join([get_preset(preset).layer_pattern] * pp)
+    model = build_hybrid_model(get_preset(preset, layer_pattern=stages), seed=0, platform=platform)
     traffic = BitsTraffic(model, 0, REQUESTS, blocks=None, host_gb=0.0, check_ranks=True)
     traffic.run()
     found = {"differing": traffic.differing(), "finished": len(traffic.harness.finished)}
