@@ -15,6 +15,7 @@ from megatron_hybrid_prefix.mcore.context.exact import end_on_grid
 from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from tests.harness.bits import Alone, BitsTraffic, bits, differing, exact_harness
+from tests.harness.engine_helpers import greedy
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
 from tests.harness.selection import mostly_slow
 
@@ -266,3 +267,20 @@ def test_an_unseeded_sample_survives_a_preemption(tiny):
         calm.engine._replays.answers[own] = list(request.generated_tokens)
         calm.run()
         assert bits(calm.finished[own]) == bits(request)
+
+
+def test_the_id_of_an_aborted_request_that_was_to_replay_can_be_used_again(tiny):
+    harness = exact_harness(tiny, blocks=7, slots=0)
+    for seed in range(4):
+        harness.add(tokens(1, 60, seed=seed), 8)
+    answers = harness.engine._replays.answers
+    while not answers:
+        harness.step()
+    (number,) = answers
+    harness.engine.abort_request(number)
+    harness.step()
+    assert number in harness.finished
+    prompt = tokens(0, 9, seed=9)
+    harness.engine.add_request(number, prompt, greedy(3))
+    harness.run()
+    assert bits(harness.finished[number]) == bits(exact_harness(tiny, slots=0).send(prompt, count=3))
