@@ -14,6 +14,7 @@ from megatron_hybrid_prefix.layers.invariant import drop_invariant_layers, use_i
 from megatron_hybrid_prefix.mcore.context.exact import end_on_grid
 from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
+from megatron_hybrid_prefix.upstream.names import KVCacheManagementMode
 from tests.harness.bits import Alone, BitsTraffic, bits, differing, exact_harness
 from tests.harness.engine_helpers import greedy
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
@@ -284,3 +285,14 @@ def test_the_id_of_an_aborted_request_that_was_to_replay_can_be_used_again(tiny)
     harness.engine.add_request(number, prompt, greedy(3))
     harness.run()
     assert bits(harness.finished[number]) == bits(exact_harness(tiny, slots=0).send(prompt, count=3))
+
+
+def test_an_unseeded_sample_survives_a_suspension(tiny):
+    recompute = {"kv_cache_management_mode": KVCacheManagementMode.RECOMPUTE, "static_kv_memory_pointers": False}
+    harness = exact_harness(tiny, **recompute)
+    number = harness.add(tokens(0, 20, seed=1), 6, sampling_options={"temperature": 1.5})
+    harness.step(4)
+    before = list(harness.engine.requests[number].record[-1].generated_tokens)
+    harness.suspend_and_resume()
+    harness.run()
+    assert before and harness.finished[number].generated_tokens[: len(before)] == before

@@ -220,8 +220,9 @@ class HybridPrefixEngine(EngineSeam):
 
     def accept_request(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:
         """See the seam. Makes the keys of the prompt on arrival."""
-        for by_id in (self._row_options, self._replays.answers):
-            by_id.pop(request.request_id, None)  # of an earlier request with this id
+        if request.request_id not in self.requests:  # one that resumes after a suspension keeps its answer
+            for by_id in (self._row_options, self._replays.answers):
+                by_id.pop(request.request_id, None)  # of an earlier request with this id
         options = SamplingOptions.of(request.sampling_params)
         if options is not None:
             if not isinstance(self.controller, HybridPrefixController) or self.num_speculative_tokens:
