@@ -10,7 +10,7 @@ import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig
 from megatron_hybrid_prefix.layers.grid import ChunkGrid
-from megatron_hybrid_prefix.layers.invariant import drop_invariant_layers, use_invariant_layers
+from megatron_hybrid_prefix.layers.invariant import drop_invariant_layers, invariant_problem, use_invariant_layers
 from megatron_hybrid_prefix.mcore.context.exact import end_on_grid
 from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
@@ -228,6 +228,12 @@ def test_what_does_not_go_with_it_is_refused_in_one_line(tiny, tiny_mixed, tiny_
         with pytest.raises(ValueError, match=message) as raised:
             exact_harness(model, **fields)
         assert "\n" not in str(raised.value)
+
+
+def test_layer_norms_are_refused(tiny, monkeypatch):
+    assert invariant_problem(tiny) is None
+    monkeypatch.setattr(tiny.config, "normalization", "LayerNorm")
+    assert invariant_problem(tiny) == "normalization='LayerNorm' is not covered"
 
 
 def test_the_report_at_the_start_says_which_guarantee_holds(tiny, caplog):

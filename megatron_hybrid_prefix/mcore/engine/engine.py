@@ -261,8 +261,9 @@ class HybridPrefixEngine(EngineSeam):
     def abort_request(self, request_id: int) -> bool:
         """Abort a request; its blocks and slots are free by the end of the next step.
 
-        That step returns it as finished, with the tokens generated so far (none if it was waiting). With tensor or pipeline
-        parallelism call this on every rank, between the same two steps.
+        That step returns it as finished, with the tokens generated so far (none if it was waiting). With ``exact``, a
+        preempted request returns only the tokens that it has decoded again. With tensor or pipeline parallelism call this on
+        every rank, between the same two steps.
 
         Args:
             request_id: Id of a request that was added.
