@@ -126,7 +126,8 @@ class InvariantMLP:
         if hidden_states.is_cuda or not self.config.gated_linear_unit or not scope.is_on():
             # The class after this mixin has it.
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
-        gate, values = self.linear_fc1(hidden_states)[0].chunk(2, dim=-1)
+        output, bias = self.linear_fc1(hidden_states)
+        gate, values = (output if bias is None else output + bias).chunk(2, dim=-1)
         return self.linear_fc2(silu(gate) * values)
 
 
@@ -228,6 +229,7 @@ def _problem_of_config(config: Any) -> str | None:
         (config.window_size is not None, "window_size (sliding-window attention) is not covered"),
         (config.softmax_type != "vanilla", f"softmax_type={config.softmax_type!r} is not covered"),
         (bool(config.fp8 or config.fp4), "fp8 and fp4 are not covered"),
+        (config.normalization != "RMSNorm", f"normalization={config.normalization!r} is not covered"),
         (
             config.gated_linear_unit and config.activation_func is not F.silu,
             "of gated activations only SiLU is covered",

@@ -230,7 +230,7 @@ class RankEngine:
         self.engine = engine
         self.error: str | None = None
         self._board, self._port = board, port
-        self._seen_tokens: dict[int, int] = {}  # of unfinished requests that have some
+        self._seen_tokens: dict[int, int] = {}  # of unfinished requests
         self._first_rank_goes_on, self._answered_s = True, time.monotonic()
         self._connected, self._ended = threading.Event(), threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -307,9 +307,7 @@ class RankEngine:
         for request_id, entry in requests.items():
             parts = entry.record.requests
             tokens = sum(len(part.generated_tokens) for part in parts)
-            if not tokens:
-                continue
-            seen = self._seen_tokens.get(request_id, 0)
+            seen = self._seen_tokens.get(request_id, 0)  # a request that replays its answer has fewer now, or none
             if tokens > seen:
                 outputs.append((request_id, new_output(parts, seen, prompt_tokens=len(parts[0].prompt_tokens))))
             seen_tokens[request_id] = max(seen, tokens)

@@ -10,11 +10,13 @@ import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig
 from megatron_hybrid_prefix.layers.grid import ChunkGrid
-from megatron_hybrid_prefix.layers.invariant import drop_invariant_layers, use_invariant_layers
+from megatron_hybrid_prefix.layers.invariant import drop_invariant_layers, invariant_problem, use_invariant_layers
 from megatron_hybrid_prefix.mcore.context.exact import end_on_grid
 from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
+from megatron_hybrid_prefix.upstream.names import KVCacheManagementMode
 from tests.harness.bits import Alone, BitsTraffic, bits, differing, exact_harness
+from tests.harness.engine_helpers import greedy
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
 from tests.harness.selection import mostly_slow
 
@@ -229,6 +231,12 @@ def test_what_does_not_go_with_it_is_refused_in_one_line(tiny, tiny_mixed, tiny_
         assert "\n" not in str(raised.value)
 
 
+def test_layer_norms_are_refused(tiny, monkeypatch):
+    assert invariant_problem(tiny) is None
+    monkeypatch.setattr(tiny.config, "normalization", "LayerNorm")
+    assert invariant_problem(tiny) == "normalization='LayerNorm' is not covered"
+
+
 def test_the_report_at_the_start_says_which_guarantee_holds(tiny, caplog):
     with caplog.at_level(logging.INFO, logger="megatron_hybrid_prefix"):
         exact_harness(tiny)
@@ -268,3 +276,31 @@ def test_an_unseeded_sample_survives_a_preemption(tiny):
         calm.engine._replays.answers[own] = list(request.generated_tokens)
         calm.run()
         assert bits(calm.finished[own]) == bits(request)
+
+
+def test_the_id_of_an_aborted_request_that_was_to_replay_can_be_used_again(tiny):
+    harness = exact_harness(tiny, blocks=7, slots=0)
+    for seed in range(4):
+        harness.add(tokens(1, 60, seed=seed), 8)
+    answers = harness.engine._replays.answers
+    while not answers:
+        harness.step()
+    (number,) = answers
+    harness.engine.abort_request(number)
+    harness.step()
+    assert number in harness.finished
+    prompt = tokens(0, 9, seed=9)
+    harness.engine.add_request(number, prompt, greedy(3))
+    harness.run()
+    assert bits(harness.finished[number]) == bits(exact_harness(tiny, slots=0).send(prompt, count=3))
+
+
+def test_an_unseeded_sample_survives_a_suspension(tiny):
+    recompute = {"kv_cache_management_mode": KVCacheManagementMode.RECOMPUTE, "static_kv_memory_pointers": False}
+    harness = exact_harness(tiny, **recompute)
+    number = harness.add(tokens(0, 20, seed=1), 6, sampling_options={"temperature": 1.5})
+    harness.step(4)
+    before = list(harness.engine.requests[number].record[-1].generated_tokens)
+    harness.suspend_and_resume()
+    harness.run()
+    assert before and harness.finished[number].generated_tokens[: len(before)] == before

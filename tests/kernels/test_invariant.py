@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_hybrid_prefix.layers.invariant import InvariantMLP
 from megatron_hybrid_prefix.ops.delta_gates import gated_head_norm, gates
 from megatron_hybrid_prefix.ops.elementwise import sigmoid, silu, softplus
 from megatron_hybrid_prefix.ops.invariant import linear as invariant_linear
+from megatron_hybrid_prefix.ops.invariant import scope
 from megatron_hybrid_prefix.ops.invariant.attention import TILE_KEYS, TILE_QUERIES, attend_paged
 from megatron_hybrid_prefix.ops.invariant.linear import TILE_ROWS, linear
 from megatron_hybrid_prefix.ops.invariant.log_softmax import log_softmax
@@ -140,3 +144,14 @@ def test_attention_has_the_same_bits_in_any_span_and_beside_any_request():
         assert torch.equal(paged.attend((cut, paged.TOKENS), (0, cut), (5, 6))[: paged.TOKENS - cut], whole[cut:])
     decoded = torch.cat([paged.attend((at, at + 1)) for at in range(0, paged.TOKENS, 7)])
     assert torch.equal(decoded, whole[::7])
+
+
+def test_a_gated_mlp_adds_its_bias():
+    rows, bias = draw(3, 8), draw(8, seed=1)
+    mlp = InvariantMLP()
+    mlp.config = SimpleNamespace(gated_linear_unit=True)
+    # Megatron's first product leaves its bias to the MLP.
+    mlp.linear_fc1, mlp.linear_fc2 = (lambda x: (x, bias)), (lambda x: x)
+    gate, values = (rows + bias).chunk(2, dim=-1)
+    with scope.invariant():
+        assert torch.equal(mlp.forward(rows), silu(gate) * values)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import socket
+from types import SimpleNamespace
 
+import msgpack
 import pytest
 import torch
 
-from megatron_hybrid_prefix.serve.ranks import Board, listening_store
+from megatron_hybrid_prefix.serve.ranks import Board, RankEngine, listening_store
 
 
 def test_the_store_listens_on_its_own_address_only():
@@ -35,3 +37,25 @@ def test_a_malformed_report_is_logged_once_and_the_others_are_read(data, caplog)
     for _ in range(2):
         assert board.reports() == {0: good}
     assert [message.split(":")[0] for message in caplog.messages] == ["a report of rank 1 is malformed"]
+
+
+def test_tokens_of_a_request_that_replays_its_answer_are_sent_once():
+    """With ``exact="bits"``, a preempted request has no tokens until it has decoded them again."""
+    part = SimpleNamespace(
+        generated_tokens=[],
+        generated_log_probs=None,
+        generated_top_n_logprobs=None,
+        prompt_log_probs=None,
+        prompt_tokens=[1, 2],
+        num_cached_tokens=0,
+    )
+    rank, sent = RankEngine.__new__(RankEngine), []
+    rank._seen_tokens = {}
+    rank.engine = SimpleNamespace(
+        requests={7: SimpleNamespace(record=SimpleNamespace(requests=[part]))},
+        tell_coordinator=lambda kind, data: sent.extend(msgpack.unpackb(data)),
+    )
+    for answer in ([], [5], [5, 6], [], [5], [5, 6], [5, 6, 7]):
+        part.generated_tokens = answer
+        rank._send_new_tokens()
+    assert [output["tokens"] for _, output in sent] == [[5], [6], [7]]

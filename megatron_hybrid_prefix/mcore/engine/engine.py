@@ -220,6 +220,9 @@ class HybridPrefixEngine(EngineSeam):
 
     def accept_request(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:
         """See the seam. Makes the keys of the prompt on arrival."""
+        if request.request_id not in self.requests:  # one that resumes after a suspension keeps its answer
+            for by_id in (self._row_options, self._replays.answers):
+                by_id.pop(request.request_id, None)  # of an earlier request with this id
         options = SamplingOptions.of(request.sampling_params)
         if options is not None:
             if not isinstance(self.controller, HybridPrefixController) or self.num_speculative_tokens:
@@ -258,8 +261,9 @@ class HybridPrefixEngine(EngineSeam):
     def abort_request(self, request_id: int) -> bool:
         """Abort a request; its blocks and slots are free by the end of the next step.
 
-        That step returns it as finished, with the tokens generated so far (none if it was waiting). With tensor or pipeline
-        parallelism call this on every rank, between the same two steps.
+        That step returns it as finished, with the tokens generated so far (none if it was waiting). With ``exact``, a
+        preempted request returns only the tokens that it has decoded again. With tensor or pipeline parallelism call this on
+        every rank, between the same two steps.
 
         Args:
             request_id: Id of a request that was added.
