@@ -73,8 +73,7 @@ class HybridPrefixConfig:
         metadata=_help(
             "'bits': tokens and log-probs of a request have the same bits on a hit and on a miss, alone and in any batch, "
             "however its prompt is cut into chunks, and after a preemption. Slower; answers are not cached; see "
-            "docs/bit-for-bit.md. None: they are the same up to rounding.",
-            choices=lambda: get_args(ExactName),
+            "docs/bit-for-bit.md. None: they are the same up to rounding."
         ),
     )
     retention_interval_tokens: int | None = field(

@@ -68,6 +68,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "eviction_policy": (["lru"], "lru"),
     "verify_hits": (["0.25"], 0.25),
     "state_dtype": (["float32"], "float32"),
+    "exact": (["bits"], "bits"),
     "retention_interval_tokens": (["512"], 512),
     "tier_behind_host": (["auto"], None),  # a name needs host memory, and a plugin: test_tier_behind_host.py
     "shared": (["auto"], None),  # needs host memory: test_shared_tier.py
