@@ -82,7 +82,7 @@ def test_states_are_float32_unless_asked_otherwise(platform):
 
 
 def test_the_gates_are_those_of_hugging_face_in_bfloat16(platform):
-    """Bit by bit: ``exp(A_log)``, rounded as in megatron's training, would be up to 0.4 % off at every token."""
+    """Up to float32's rounding: ``exp(A_log)``, rounded as in megatron's training, would be up to 0.4 % off at every token."""
     model = build_hybrid_model(get_preset("tiny-gdn", dtype="bfloat16"), platform=platform)
     build_engine(model)
     layer = model.decoder.layers[0].self_attention
@@ -90,9 +90,11 @@ def test_the_gates_are_those_of_hugging_face_in_bfloat16(platform):
     *_, log_decay, found_beta = layer._by_head(qkv, z, beta, alpha)
     softplus = torch.nn.functional.softplus(alpha.float() + layer.dt_bias)
     assert layer.A_log.dtype == torch.bfloat16 and log_decay.dtype == torch.float32
-    assert torch.equal(log_decay, -layer.A_log.float().exp() * softplus)
-    assert not torch.equal(log_decay, -layer.A_log.exp() * softplus)
-    assert torch.equal(found_beta, beta.sigmoid())
+    off = [
+        (log_decay / (-rates * softplus) - 1).abs().max() for rates in (layer.A_log.float().exp(), layer.A_log.exp())
+    ]
+    assert off[0] <= 8 * torch.finfo().eps < 64 * torch.finfo().eps < off[1]
+    torch.testing.assert_close(found_beta, beta.sigmoid(), rtol=torch.finfo(torch.bfloat16).eps, atol=0)
 
 
 @pytest.mark.parametrize("preset", ["tiny_gdn", "tiny_mixed"])
