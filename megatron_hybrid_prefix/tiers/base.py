@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 
 logger = logging.getLogger(__name__)
@@ -191,6 +189,8 @@ class SharedTier(Tier):
 
 def copy_bytes(source: memoryview, target: memoryview) -> None:
     """Copy bytes while other threads run. (An assignment to a slice would stop them.)"""
+    import numpy as np  # not above: what only needs a tier's names, such as a replay, imports no numpy
+
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
