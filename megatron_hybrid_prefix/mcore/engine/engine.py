@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.layers.kinds import invalidate_layers, use_slot_mixers
 from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
 from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
@@ -29,7 +28,7 @@ from megatron_hybrid_prefix.mcore.ranks.coordinator import meet_subscribers
 from megatron_hybrid_prefix.mcore.ranks.messages import REFUSED, TELL_ABORT, TELL_SNAPSHOT, pack
 from megatron_hybrid_prefix.mcore.state.layout import check_described
 from megatron_hybrid_prefix.sampling import SamplingOptions
-from megatron_hybrid_prefix.upstream.blocks import block_counts
+from megatron_hybrid_prefix.upstream.blocks import block_counts, blocks_up_to_the_end
 from megatron_hybrid_prefix.upstream.contract import check_contract
 from megatron_hybrid_prefix.upstream.engine import EngineSeam
 from megatron_hybrid_prefix.upstream.names import (
@@ -250,8 +249,8 @@ class HybridPrefixEngine(EngineSeam):
         most_blocks = block_counts(self.context.kv_block_allocator).active
         if self._has_cache:
             most_blocks = min(most_blocks, self.context.prefix_cache.blocks.most_per_request)
-        tokens = len(request.prompt_tokens) + request.sampling_params.num_tokens_to_generate
-        if request.status == Status.FAILED or ceil_div(tokens, self.context.block_size_tokens) <= most_blocks:
+        needed = blocks_up_to_the_end(request, self.context.block_size_tokens)
+        if request.status == Status.FAILED or needed <= most_blocks:
             return
         self.waiting_request_ids.remove(request.request_id)
         request.status = Status.FAILED

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.layers.invariant import invariant_problem, use_invariant_layers
-from megatron_hybrid_prefix.upstream.blocks import block_counts
+from megatron_hybrid_prefix.upstream.blocks import block_counts, blocks_up_to_the_end
 from megatron_hybrid_prefix.upstream.engine import EngineSeam
 from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest, TextGenerationController
 
@@ -61,11 +60,6 @@ class Replays:
 
     def _fit(self, requests: Iterable[DynamicInferenceRequest]) -> bool:
         context = self._engine.context
-        needed = [
-            ceil_div(
-                len(request.prompt_tokens) + request.sampling_params.num_tokens_to_generate, context.block_size_tokens
-            )
-            for request in requests
-        ]
+        needed = [blocks_up_to_the_end(request, context.block_size_tokens) for request in requests]
         within_active = sum(needed) <= block_counts(context.kv_block_allocator).active
         return within_active and context.prefix_cache.blocks.fit_together(needed)
