@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from megatron_hybrid_prefix.tiers.header import HEADER_BYTES
-from tests.harness.engine_helpers import LOG_PROB_NOISE
 from tests.harness.fake_mooncake import FakeCluster, use_fake_mooncake
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
 from tests.harness.limits import HANG_S, wait_until
 from tests.harness.selection import mostly_slow
+from tests.harness.shared_tiers import check_ranks, stats_of, written
 from tests.harness.workers.launch import run_ranks
 
 PROMPT = tokens(4, 9, seed=1)
@@ -42,21 +42,11 @@ def start(model: Any, **parameters: Any) -> EngineHarness:
     return EngineHarness(model, slots=6, blocks=20, host_gb=0.01, max_requests=2, shared=url)
 
 
-def written(served: EngineHarness) -> EngineHarness:
-    """Waits until everything is in the store."""
-    assert served.context.host_moves.drain(HANG_S)
-    return served
-
-
 def computed(model: Any) -> EngineHarness:
     """An engine that has computed the prompt and written it to the store."""
     served = start(model)
     served.send(PROMPT)
     return written(served)
-
-
-def stats_of(served: EngineHarness) -> Any:
-    return served.context.prefix_stats().tiers["shared"]
 
 
 def test_another_engine_resumes_what_one_computed(model, cluster):
@@ -182,22 +172,10 @@ def test_a_store_that_hangs_is_a_miss(model, cluster, hangs):
 def test_a_load_that_is_late_on_one_rank_is_a_miss_on_all(tmp_path, monkeypatch):
     """TP=2. If the ranks decided differently, the engine would raise."""
     monkeypatch.setenv("HYBRID_PREFIX_SECRET", "a secret for the tests")
-    check_ranks(run_ranks("mooncake_tier.py", tmp_path / "found.json", "fake"))
+    check_mooncake_ranks(run_ranks("mooncake_tier.py", tmp_path / "found.json", "fake"))
 
 
-def check_ranks(ranks: list[dict[str, Any]]) -> None:
+def check_mooncake_ranks(ranks: list[dict[str, Any]]) -> None:
     """What ``workers/mooncake_tier.py`` should find."""
-    expected = {
-        "late": ([0, 0], {"tier_load_late": 1, "host_load_given_up": 1}),
-        "missing": ([0, 0], {"tier_load_missing": 2, "host_load_given_up": 2}),
-        "hit": ([3 * BLOCK] * 2, {}),
-    }
-    for found in ranks:
-        assert found["decisions"] == ranks[0]["decisions"]
-        for name, (cached, fallbacks) in expected.items():
-            assert [answer["cached_tokens"] for answer in found[name]["answers"]] == cached, name
-            assert found[name]["fallbacks"] == fallbacks, name
-            for answer, right in zip(found[name]["answers"], ranks[0]["off"]["answers"], strict=True):
-                assert answer["tokens"] == right["tokens"]
-                assert answer["log_probs"] == pytest.approx(right["log_probs"], rel=0, abs=LOG_PROB_NOISE)
+    check_ranks(ranks)
     assert set(ranks[-1]["missing"]["faults"]) == {"gone"} and ranks[0]["missing"]["faults"] == {}

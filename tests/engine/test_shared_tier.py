@@ -20,11 +20,12 @@ from megatron_hybrid_prefix.mcore.entrypoints import arguments
 from megatron_hybrid_prefix.tiers import file as file_tier
 from megatron_hybrid_prefix.tiers import folder as folders
 from megatron_hybrid_prefix.tiers.file import HEADER_BYTES
-from tests.harness.engine_helpers import LOG_PROB_NOISE, random_tokens
+from tests.harness.engine_helpers import random_tokens
 from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
 from tests.harness.limits import HANG_S, wait_until
 from tests.harness.mutants import MUTANTS, check_answers, mutated_resume
 from tests.harness.selection import mostly_slow
+from tests.harness.shared_tiers import check_ranks, stats_of, written
 from tests.harness.workers.launch import run_ranks
 
 each_mode = pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
@@ -62,21 +63,11 @@ def start(model: Any, folder: Path, parameters: dict[str, Any] | None = None, **
     return EngineHarness(model, **(defaults | fields))
 
 
-def written(served: EngineHarness) -> EngineHarness:
-    """Waits until everything is in the folder."""
-    assert served.context.host_moves.drain(HANG_S)
-    return served
-
-
 def computed(model: Any, folder: Path, **fields: Any) -> EngineHarness:
     """An engine that has computed the prompt and written it to the folder."""
     served = start(model, folder, **fields)
     served.send(PROMPT)
     return written(served)
-
-
-def stats_of(served: EngineHarness) -> Any:
-    return served.context.prefix_stats().tiers["shared"]
 
 
 def tier_of(served: EngineHarness) -> Any:
@@ -445,19 +436,7 @@ def test_two_requests_with_one_prefix_read_it_once(model, folder):
 def test_a_load_that_is_late_on_one_rank_is_a_miss_on_all(folder, tmp_path, layout):
     """If the ranks decided differently, the engine would raise."""
     ranks = run_ranks("shared_tier.py", tmp_path / "found.json", layout, folder)
-    expected = {
-        "late": ([0, 0], {"tier_load_late": 1, "host_load_given_up": 1}),
-        "missing": ([0, 0], {"tier_load_missing": 2, "host_load_given_up": 2}),
-        "hit": ([3 * BLOCK] * 2, {}),
-    }
-    for found in ranks:
-        assert found["decisions"] == ranks[0]["decisions"]
-        for name, (cached, fallbacks) in expected.items():
-            assert [answer["cached_tokens"] for answer in found[name]["answers"]] == cached, name
-            assert found[name]["fallbacks"] == fallbacks, name
-            for answer, right in zip(found[name]["answers"], ranks[0]["off"]["answers"], strict=True):
-                assert answer["tokens"] == right["tokens"]
-                assert answer["log_probs"] == pytest.approx(right["log_probs"], rel=0, abs=LOG_PROB_NOISE)
+    check_ranks(ranks)
     assert [set(found["late"]["faults"]) for found in ranks] == [set(), {"stuck"}]
 
 

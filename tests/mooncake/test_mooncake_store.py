@@ -21,10 +21,11 @@ import numpy as np
 import pytest
 
 from tests.core.test_mooncake_tier import KV, Process, data, object_of, prompt_tags, tag
-from tests.engine.test_mooncake_tier import check_ranks, stats_of, written
+from tests.engine.test_mooncake_tier import check_mooncake_ranks
 from tests.harness.fake_mooncake import FakeCluster, FakeStore
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
 from tests.harness.limits import HANG_S, wait_until
+from tests.harness.shared_tiers import stats_of, written
 from tests.harness.workers.launch import WORKERS, free_port, run_prepared, run_ranks
 
 store_module = pytest.importorskip("mooncake.store", reason="needs scripts/mooncake.sh", exc_type=ImportError)
@@ -313,7 +314,7 @@ def test_who_hangs_is_waited_for_as_long_as_set(model, cluster, who):
 
 @pytest.mark.multi
 def test_a_load_that_is_late_on_one_rank_is_a_miss_on_all(cluster, tmp_path):
-    check_ranks(run_ranks("mooncake_tier.py", tmp_path / "found.json", f"127.0.0.1:{cluster.port}"))
+    check_mooncake_ranks(run_ranks("mooncake_tier.py", tmp_path / "found.json", f"127.0.0.1:{cluster.port}"))
 
 
 def test_the_admin_port_is_on_loopback(cluster):
