@@ -11,12 +11,15 @@ from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel, tl, triton
 
 _BLOCK = 2048  # words of 8 bytes
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+_STAGED_IDS = 8192  # 64 KiB: so much pageable memory the driver reads at once, without waiting for the device
 
 
 def ids_on_device(ids: Iterable[int], device: torch.device) -> torch.Tensor:
     """Ids for a kernel, (ids,) int64 on ``device``; does not synchronise with it."""
     tensor = torch.tensor(list(ids), dtype=torch.int64)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    if device.type == "cuda" and len(tensor) > _STAGED_IDS:  # pinning takes the CPU longer than a small copy
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def copy_slots(
@@ -46,7 +49,7 @@ def copy_slots(
     if not copies or not target.numel():
         return
     assert source[0, 0].is_contiguous() and target[0, 0].is_contiguous()
-    source, target = _as_words(source, target)
+    source, target = as_words(source, target)
     words = source.shape[2]
     _copy_slots_kernel[(triton.cdiv(words, _BLOCK), source.shape[0], copies)](
         source,
@@ -62,12 +65,12 @@ def copy_slots(
     )
 
 
-def _as_words(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """(layers, slots, words) views, in the widest integer type that divides all sizes, strides and offsets."""
+def as_words(*tensors: torch.Tensor, step_bytes: int = 0) -> list[torch.Tensor]:
+    """(layers, slots, words) views, in the widest integer type that divides all sizes, strides and offsets, and a step."""
     strides_bytes = [tensor.stride(dim) * tensor.element_size() for tensor in tensors for dim in (0, 1)]
     slot_bytes = math.prod(tensors[0].shape[2:]) * tensors[0].element_size()
     offsets_bytes = [tensor.storage_offset() * tensor.element_size() for tensor in tensors]
-    step = math.gcd(slot_bytes, *strides_bytes, *offsets_bytes)
+    step = math.gcd(step_bytes, slot_bytes, *strides_bytes, *offsets_bytes)
     word = next(dtype for dtype in _WORDS if step % dtype.itemsize == 0)
     return [tensor.flatten(2).view(word) for tensor in tensors]
 

@@ -1,12 +1,14 @@
 """`HostArena`: runs transfers between the device and pinned host memory, and verifies what is loaded.
 
 On the device an entry is spread over all layers; on the host it is in pages. A store gathers entries into a staging buffer
-on the device, and one kernel copies that to the pages. A load does the reverse. Stores and loads use one stream each, because
-the host link has two directions. What overwrites a stored block (a forward, a load) waits for the gather only, not for the
-copies to the host.
+on the device, and a kernel copies that to the pages. The first entries are on their way while the others are gathered. A load
+does the reverse, but the copy engines fill the buffer. Pages that are too small for them are read by the kernel, straight into
+their places. (The ways over the host link: ``ops/page_copies.py``.) The halves of a buffer are used in turn. Stores and loads have
+separate streams, because the host link has two directions. What overwrites a stored block (a forward, a load) waits for the gather
+only, not for the copies to the host.
 
-A store gives every entry a tag and a checksum over all its bytes, which the kernel computes as it copies. Expected checksums
-stay on the device.
+A store gives every entry a tag and a checksum over all its bytes, computed by the kernel that gathers. Expected checksums stay on
+the device.
 
 The CPU copies entries to and from a tier behind the host, with their tags and checksums. It first waits until no transfer uses
 their pages. A `SharedTier` has threads for that (``background.py``). Then a load to the device that uses pages
@@ -25,42 +27,60 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
-from operator import itemgetter
+from operator import attrgetter
 
 import torch
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.metrics import TierStats
-from megatron_hybrid_prefix.ops.page_copies import WORD_BYTES, copy_pages
-from megatron_hybrid_prefix.ops.slot_copies import copy_slots, ids_on_device
+from megatron_hybrid_prefix.ops.page_copies import WORD_BYTES, copy_pages, copy_ranges
+from megatron_hybrid_prefix.ops.slot_copies import ids_on_device
 from megatron_hybrid_prefix.tiers.background import BackgroundMoves, Job, finish, wait_for
 from megatron_hybrid_prefix.tiers.base import Entry, SharedTier, Tier
 from megatron_hybrid_prefix.tiers.pinned import pin, unpin
-from megatron_hybrid_prefix.tiers.queue import DeviceQueue, HostQueue, Mark
+from megatron_hybrid_prefix.tiers.queue import BUFFERS, DeviceQueue, HostQueue, Mark
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
 
 logger = logging.getLogger(__name__)
 
 STORE_STAGING_BYTES = 512 * 2**20  # this much can be evicted at once without waiting for the host link
 LOAD_STAGING_BYTES = 64 * 2**20
+FIRST_BYTES = 16 * 2**20  # the host link is idle until this much of a store is gathered
+ENGINE_BYTES = 2**19  # smaller pages are not loaded by the copy engines, which pause 3 us after each
 PART_BYTES = 4 * 2**20  # threads share an entry from behind in parts of this size, as far as pages allow
 _LOADS = 4096  # at most this many loads are known at a time
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Batch:
-    """Entries of one kind that are copied together. Ids are int64 on the device."""
+    """Entries of one kind that are copied together. Ids are int64 on the device, and there once they are uploaded."""
 
-    units: Sequence[BlockTransfer]
+    units: list[BlockTransfer]
+    half: int  # of the staging buffer
     start: int  # byte of the staging buffer
     device_ids: torch.Tensor  # (units,) KV blocks or slots
     pages: torch.Tensor  # (units, pages of an entry)
-    first_pages: torch.Tensor  # (units,)
-    sums: torch.Tensor  # (units,) zeros, for the checksums of what is copied
+    sums: torch.Tensor  # (units,) checksums of what is copied; zeros before
+    is_here: bool = True  # False: it could not be copied to the staging buffer
 
     @property
     def kind(self) -> EntryKind:
         return self.units[0].tag.kind
+
+
+class _Staging:
+    """A buffer on the device. Its halves are used in turn.
+
+    Args:
+        size: Bytes of both halves, at most; each holds an entry at least.
+        entry_bytes: Bytes of the largest entry.
+        device: The device.
+    """
+
+    def __init__(self, size: int, entry_bytes: int, device: torch.device) -> None:
+        self.half_bytes = max(1, size // 2 // max(1, entry_bytes)) * entry_bytes
+        self.memory = torch.zeros(2 * self.half_bytes, dtype=torch.uint8, device=device)
+        self.used_last = 1  # half
 
 
 class HostArena:
@@ -95,30 +115,30 @@ class HostArena:
         self._device = torch.device(device)
         self.page_bytes = page_bytes
         self._row_bytes = {kind: count * page_bytes for kind, count in pages_of.items()}
+        self._bytes = {kind: sum(each[:, 0].nbytes for each in own) for kind, own in tensors().items()}
         self._verify = verify
         self._behind = behind
-        self.memory = torch.empty(pages * page_bytes, dtype=torch.uint8)
         on_gpu = self._device.type == "cuda"
+        self.memory = torch.empty(pages * page_bytes, dtype=torch.uint8)
         self._unpin: weakref.finalize[[torch.Tensor, torch.device], HostArena] | None = None
         if on_gpu and pages:
             pin(self.memory, self._device)
             # Unpin before freeing: else the next memory at this address cannot be pinned.
             self._unpin = weakref.finalize(self, unpin, self.memory, self._device)
             self._unpin.atexit = False
-        self.stores, self.loads = (DeviceQueue(self._device) if on_gpu else HostQueue() for _ in range(2))
+        self.stores, self.loads = (
+            DeviceQueue(self._device, ahead=ahead) if on_gpu else HostQueue() for ahead in (1, BUFFERS)
+        )
         most_bytes = max(self._row_bytes.values(), default=0)
-        # Each holds an entry at least.
         self._store_staging, self._load_staging = (
-            torch.zeros(
-                max(1, min(size, pages * page_bytes) // max(1, most_bytes)) * most_bytes,
-                dtype=torch.uint8,
-                device=self._device,
-            )
+            _Staging(min(size, pages * page_bytes), most_bytes, self._device)
             for size in (STORE_STAGING_BYTES, LOAD_STAGING_BYTES)
         )
+        self._load_by_engine = page_bytes >= ENGINE_BYTES
         self._sums = torch.zeros(max(1, pages), dtype=torch.int64, device=self._device)  # by first page
         self._row_ids = torch.arange(
-            max(len(self._store_staging), len(self._load_staging)) // max(1, min(self._row_bytes.values(), default=1)),
+            max(self._store_staging.half_bytes, self._load_staging.half_bytes)
+            // max(1, min(self._row_bytes.values(), default=1)),
             device=self._device,
         )
         self._background: BackgroundMoves | None = None
@@ -141,7 +161,7 @@ class HostArena:
         self._last_load: Mark = None
         self._new_pages: set[int] = set()  # first pages of entries that may still be in flight to the host
         self._loaded: dict[int, Mark] = {}  # by load
-        self._in_flight: dict[int | None, set[object]] = {}  # pages and places on the device, by load
+        self._in_flight: dict[int | None, set[int]] = {}  # pages and places on the device, by load
         self.bytes_stored = self.bytes_loaded = 0
         self._behind_stats = TierStats()
 
@@ -155,14 +175,14 @@ class HostArena:
 
     def bytes_of(self, kind: EntryKind) -> int:
         """Bytes of one entry on this rank."""
-        return sum(part.shape[0] * part.shape[2] for part in self._parts(kind))
+        return self._bytes[kind]
 
     def carry_out(self, units: Sequence[BlockTransfer]) -> None:
         """Launch transfers in order. The model may overwrite stored entries after `wait_for_stores`.
 
         A transfer that fails is logged. Its load counts as failed, on this rank.
         """
-        for (source, target), group in groupby(units, key=lambda unit: (unit.source, unit.target)):
+        for (source, target), group in groupby(units, key=attrgetter("source", "target")):
             run = list(group)
             if source == DEVICE:
                 self._overwrite(run)
@@ -179,19 +199,25 @@ class HostArena:
                     self._begin_fetches(self._background, different)
 
     def _run_stores(self, units: Sequence[BlockTransfer]) -> None:
-        places = [place for unit in units for place in _places(unit)]
-        if len(set(places)) == len(places):  # their order does not matter: sort for fewer batches
-            units = sorted(units, key=lambda unit: unit.tag.kind is EntryKind.STATE)
-        # Places that unfinished loads read or write.
-        touched = set().union(*self._in_flight.values())
-        after = self._last_load if any(_places(unit) & touched for unit in units) else None
+        kinds = [unit.tag.kind for unit in units]
+        if kinds != sorted(kinds):
+            places = [place for unit in units for place in _places(unit)]
+            if len(set(places)) == len(places):  # their order does not matter: sort for fewer batches
+                units = sorted(units, key=lambda unit: unit.tag.kind)
+        after = None
+        if self._in_flight:
+            touched = set().union(*self._in_flight.values())  # places that unfinished loads read or write
+            after = self._last_load if any(not touched.isdisjoint(_places(unit)) for unit in units) else None
         with self.stores.running(after):
-            for _, round_ in groupby(self._batches(units, len(self._store_staging)), key=itemgetter(0)):
-                # The model waits for the last gather: so gather all of them before anything goes to the host.
-                gathered = [batch for _, batch in round_ if self._try(partial(self._gather, batch), batch)]
-                self._gathered = self.stores.mark()
-                for batch in gathered:
-                    self._try(partial(self._store, batch), batch)
+            for _, round_ in groupby(self._batches(units, self._store_staging), key=attrgetter("half")):
+                for batch in round_:
+                    with self.stores.ahead(batch.half):
+                        self._upload([batch])
+                        gathered = self._try(partial(self._gather, batch), batch)
+                        self._gathered = self.stores.mark()
+                    if gathered:
+                        self._try(partial(self._store, batch), batch)
+                self.stores.free(batch.half)
             if self._sums_seen is not self._sums:
                 self._sums_seen.copy_(self._sums, non_blocking=True)
             self._stored = self.stores.mark()
@@ -204,9 +230,19 @@ class HostArena:
         with self.loads.running(self._gathered, self._stored if new else None):
             if new:
                 self._new_pages.clear()
-            batches = [batch for _, batch in self._batches(units, len(self._load_staging))]
-            for batch in batches:
-                self._try(partial(self._load, batch), batch)
+            later = groupby(self._batches(units, self._load_staging), key=attrgetter("half"))
+            rounds = [list(next(later)[1])]
+            self._bring(rounds[0])  # before anything else, so that the host link is busy
+            rounds += [list(round_) for _, round_ in later]
+            self._bring(*rounds[1:BUFFERS])
+            batches = list(chain(*rounds))
+            self._upload(batches)
+            for number, round_ in enumerate(rounds):
+                for batch in round_:
+                    if batch.is_here:
+                        self._try(partial(self._load, batch), batch)
+                self.loads.free(round_[0].half)
+                self._bring(*rounds[number + BUFFERS :][:1])
             self._compare(batches)
             self._bad_rows_seen.copy_(self._bad_rows, non_blocking=True)
             self._last_load = self.loads.mark()
@@ -442,67 +478,99 @@ class HostArena:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _batches(self, units: Sequence[BlockTransfer], most_bytes: int) -> list[tuple[int, _Batch]]:
-        """Batches, in the order of the transfers, each with its round: those of one round fit so many bytes of staging together.
+    def _batches(self, units: Sequence[BlockTransfer], staging: _Staging) -> Iterator[_Batch]:
+        """Batches, in the order of the transfers. Those that follow each other in one half of the buffer fit there together.
 
         A batch has consecutive transfers of one kind that write to different places.
         """
-        groups: list[tuple[int, int, list[BlockTransfer]]] = []  # (round, first byte of the staging buffer, transfers)
+        batch: list[BlockTransfer] = []
         written: set[int | None] = set()
-        round_ = used = 0
+        staging.used_last = 1 - staging.used_last
+        start = used = 0  # of the batch; of the half
+        most = FIRST_BYTES if staging is self._store_staging else staging.half_bytes
         for unit in units:
             target = unit.device_id if unit.target == DEVICE else unit.pages[0]
             size = self._row_bytes[unit.tag.kind]
-            full = used + size > most_bytes
-            if full and groups:
-                round_, used = round_ + 1, 0
-            if full or not groups or target in written or unit.tag.kind != groups[-1][2][0].tag.kind:
-                groups.append((round_, used, []))
-                written = set()
-            groups[-1][2].append(unit)
+            full = used + size > staging.half_bytes
+            if batch and (full or used + size > most or target in written or unit.tag.kind != batch[0].tag.kind):
+                yield self._batch(batch, staging, start)
+                batch, written, start, most = [], set[int | None](), used, staging.half_bytes
+            if full:
+                staging.used_last, start, used = 1 - staging.used_last, 0, 0
+            batch.append(unit)
             written.add(target)
             used += size
+        if batch:
+            yield self._batch(batch, staging, start)
+
+    def _batch(self, units: list[BlockTransfer], staging: _Staging, start: int) -> _Batch:
+        nothing = self._row_ids[:0]
+        return _Batch(
+            units, staging.used_last, staging.used_last * staging.half_bytes + start, nothing, nothing, nothing
+        )
+
+    def _upload(self, batches: Sequence[_Batch]) -> None:
+        """Uploads the ids of these batches, in one copy."""
         parts: list[list[int]] = []
-        for *_, own in groups:
-            count = ceil_div(self._entry_bytes(own[0].tag.kind), self.page_bytes)
-            parts.append(_device_ids(own))
-            parts.append([page for unit in own for page in unit.pages[:count]])
-            parts.append([unit.pages[0] for unit in own])
-        ids, sums = iter(self._ids(*parts)), torch.zeros(len(units), dtype=torch.int64, device=self._device)
-        all_sums = sums.split([len(own) for *_, own in groups])
-        return [
-            (of_round, _Batch(own, start, next(ids), next(ids).view(len(own), -1), next(ids), own_sums))
-            for (of_round, start, own), own_sums in zip(groups, all_sums, strict=True)
-        ]
+        for batch in batches:
+            count = max(1, ceil_div(self._bytes[batch.kind], self.page_bytes))
+            parts.append(_device_ids(batch.units))
+            parts.append([page for unit in batch.units for page in unit.pages[:count]])
+        ids = iter(self._ids(*parts))
+        sums = torch.zeros(sum(len(batch.units) for batch in batches), dtype=torch.int64, device=self._device)
+        for batch, own_sums in zip(batches, sums.split([len(batch.units) for batch in batches]), strict=True):
+            batch.device_ids, batch.pages, batch.sums = next(ids), next(ids).view(len(batch.units), -1), own_sums
 
     def _gather(self, batch: _Batch) -> None:
         """Gathers entries in the staging buffer."""
         for unit in batch.units:
             self._tags.pop(unit.pages[0], None)  # set again by `_store`
-        _, views = self._rows(self._store_staging, batch)
-        for tensor, view in zip(self._parts(batch.kind), views, strict=True):
-            copy_slots(tensor, view, batch.device_ids, self._row_ids[: len(batch.units)])
+        self._copy_parts(batch, self._rows(self._store_staging, batch), to_pages=True)
+        self._sums[batch.pages[:, 0]] = batch.sums
 
     def _store(self, batch: _Batch) -> None:
         """Copies gathered entries to the host."""
-        words, _ = self._rows(self._store_staging, batch)
-        copy_pages(words, self._memory_words(), batch.pages, to_host=True, sums=batch.sums if self._verify else None)
-        self._sums[batch.first_pages] = batch.sums
+        size = self._entry_bytes(batch.kind)
+        rows = self._rows(self._store_staging, batch)[None, :, :size]
+        if batch.pages.is_cuda:
+            batch.pages.record_stream(torch.cuda.current_stream())
+        copy_pages(rows, self._memory_pages(), self._row_ids[: rows.shape[1]], batch.pages, to_pages=True)
         self._tags |= {unit.pages[0]: unit.tag for unit in batch.units}
-        self.bytes_stored += self._entry_bytes(batch.kind) * len(batch.units)
+        self.bytes_stored += size * len(batch.units)
+
+    def _bring(self, *rounds: list[_Batch]) -> None:
+        """Copies entries to the staging buffer, if the copy engines do that."""
+        for round_ in rounds if self._load_by_engine else ():
+            with self.loads.ahead(round_[0].half):
+                for batch in round_:
+                    batch.is_here = self._try(partial(self._copy_from_pages, batch), batch)
+
+    def _copy_from_pages(self, batch: _Batch) -> None:
+        ranges = (
+            (batch.start + start, page * self.page_bytes, length)
+            for start, page, length in self._pieces(batch.units, self._entry_bytes(batch.kind))
+        )
+        copy_ranges(self._load_staging.memory, self.memory, ranges, to_host=False)
 
     def _load(self, batch: _Batch) -> None:
-        """Copies entries to the device."""
+        """Copies entries to their places."""
         for unit in batch.units:
             found = self._tags.get(unit.pages[0])
             if found != unit.tag:
                 logger.error("host entry in page %d is %s, expected %s", unit.pages[0], found, unit.tag)
                 self._failed.update(_load_ids([unit]))
-        words, views = self._rows(self._load_staging, batch)
-        copy_pages(words, self._memory_words(), batch.pages, to_host=False, sums=batch.sums if self._verify else None)
-        for tensor, view in zip(self._parts(batch.kind), views, strict=True):
-            copy_slots(view, tensor, self._row_ids[: len(batch.units)], batch.device_ids)
+        self._copy_parts(batch, self._rows(self._load_staging, batch) if self._load_by_engine else None, to_pages=False)
         self.bytes_loaded += self._entry_bytes(batch.kind) * len(batch.units)
+
+    def _copy_parts(self, batch: _Batch, rows: torch.Tensor | None, *, to_pages: bool) -> None:
+        """Copies the tensors of entries to or from rows of a staging buffer, or None: the pages. Sums what is copied."""
+        memory, pages = self._memory_pages(), batch.pages
+        if rows is not None:
+            memory, pages = rows, self._row_ids[: len(rows), None]
+        start, sums = 0, batch.sums if self._verify else None
+        for part in self._parts(batch.kind):
+            copy_pages(part, memory, batch.device_ids, pages, to_pages=to_pages, start_bytes=start, sums=sums)
+            start += part.shape[0] * part.shape[2]
 
     def _compare(self, batches: Sequence[_Batch]) -> None:
         """Counts the wrong checksums of each load. Nothing here waits for the device."""
@@ -511,7 +579,7 @@ class HostArena:
         self._bad_rows.index_fill_(0, of_load, 0)
         if self._verify:
             sums, first_pages = (
-                torch.cat(own) for own in zip(*((b.sums, b.first_pages) for b in batches), strict=True)
+                torch.cat(own) for own in zip(*((b.sums, b.pages[:, 0]) for b in batches), strict=True)
             )
             self._bad_rows.index_add_(0, of_unit, (sums != self._sums[first_pages]).to(torch.int32))
 
@@ -519,49 +587,36 @@ class HostArena:
         """Each tensor as (layers, entries, bytes)."""
         return [tensor.flatten(2).view(torch.uint8) for tensor in self._tensors()[kind]]
 
-    def _rows(self, staging: torch.Tensor, batch: _Batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """A batch in a staging buffer: (units, words of an entry), and a view of each tensor's part, (layers, units, bytes)."""
+    def _rows(self, staging: _Staging, batch: _Batch) -> torch.Tensor:
+        """A batch in a staging buffer, (units, bytes of all pages of an entry)."""
         row_bytes, count = self._row_bytes[batch.kind], len(batch.units)
-        rows = staging[batch.start : batch.start + count * row_bytes].view(count, row_bytes)
-        views, start = [], 0
-        for part in self._parts(batch.kind):
-            layers, _, part_bytes = part.shape
-            end = start + layers * part_bytes
-            views.append(rows[:, start:end].unflatten(1, (layers, part_bytes)).transpose(0, 1))
-            start = end
-        return rows.view(torch.int64)[:, : self._entry_bytes(batch.kind) // WORD_BYTES], views
+        return staging.memory[batch.start : batch.start + count * row_bytes].view(count, row_bytes)
 
     def _entry_bytes(self, kind: EntryKind) -> int:
         """Bytes of an entry, rounded up to whole checksum words."""
-        return ceil_div(self.bytes_of(kind), WORD_BYTES) * WORD_BYTES
+        return ceil_div(self._bytes[kind], WORD_BYTES) * WORD_BYTES
 
     def _pieces(self, units: Sequence[BlockTransfer], valid_bytes: int) -> Iterator[tuple[int, int, int]]:
         """The copies for these rows: (start in the staging buffer, first page, bytes). Adjacent pieces are one copy."""
-        page_bytes = self.page_bytes
-        found: list[list[int]] = []
+        page_bytes, row_bytes = self.page_bytes, self._row_bytes[units[0].tag.kind]
+        start = first = length = 0  # of the piece that may grow
         for row, unit in enumerate(units):
-            for index, page in enumerate(unit.pages):
-                length = min(page_bytes, valid_bytes - index * page_bytes)
-                if length <= 0:
-                    break
-                start = row * self._row_bytes[unit.tag.kind] + index * page_bytes
-                last = found[-1] if found else None
-                if (
-                    last is not None
-                    and last[0] + last[2] == start
-                    and last[1] * page_bytes + last[2] == page * page_bytes
-                ):
-                    last[2] += length
-                else:
-                    found.append([start, page, length])
-        yield from ((start, page, length) for start, page, length in found)
+            for index in range(ceil_div(valid_bytes, page_bytes)):
+                at, page = row * row_bytes + index * page_bytes, unit.pages[index]
+                if start + length != at or first * page_bytes + length != page * page_bytes:
+                    if length:
+                        yield start, first, length
+                    start, first, length = at, page, 0
+                length += min(page_bytes, valid_bytes - index * page_bytes)
+        if length:
+            yield start, first, length
 
     def _host(self, page: int, length: int) -> torch.Tensor:
         return self.memory[page * self.page_bytes : page * self.page_bytes + length]
 
-    def _memory_words(self) -> torch.Tensor:
-        """All pages, (pages, words of a page)."""
-        return self.memory.view(torch.int64).view(-1, self.page_bytes // WORD_BYTES)
+    def _memory_pages(self) -> torch.Tensor:
+        """All pages, (pages, bytes)."""
+        return self.memory.view(-1, self.page_bytes)
 
     def _ids(self, *groups: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """Each group on the device, (ids,) int64; in one copy."""
@@ -590,9 +645,10 @@ def _checksum_of(parts: Sequence[Job | None]) -> int | None:
     return checksum if isinstance(checksum, int) and not others else None
 
 
-def _places(unit: BlockTransfer) -> set[object]:
-    """Pages, and the KV block or slot."""
-    return {*unit.pages, (unit.tag.kind, unit.device_id)}
+def _places(unit: BlockTransfer) -> tuple[int, ...]:
+    """Pages, and the KV block or slot: below 0, to be another number than any page."""
+    assert unit.device_id is not None
+    return (*unit.pages, -1 - unit.tag.kind - len(EntryKind) * unit.device_id)
 
 
 def _device_ids(units: Sequence[BlockTransfer]) -> list[int]:

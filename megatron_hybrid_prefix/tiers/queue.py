@@ -12,18 +12,23 @@ import torch
 Mark = torch.cuda.Event | None
 """A point in a queue; None in a `HostQueue`."""
 
+BUFFERS = 2  # that `ahead` fills in turn
+
 
 class DeviceQueue:
     """A CUDA stream next to the model's stream.
 
     Args:
         device: Device of the stream.
+        ahead: Number of streams for `ahead`; with two, each buffer has one.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, ahead: int = 1) -> None:
         self._stream = torch.cuda.Stream(
             device, priority=-1
         )  # its few programs start before a large launch of the model
+        self._ahead = [torch.cuda.Stream(device, priority=-1) for _ in range(ahead)]
+        self._free: list[Mark] = [None] * BUFFERS  # when the content of each was used
         self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=4096)
         self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=4096)
         self._seconds = self._waited = 0.0
@@ -35,10 +40,11 @@ class DeviceQueue:
         Args:
             *after: They also run after these marks of other queues.
         """
-        self._stream.wait_stream(torch.cuda.current_stream())
-        for mark in after:
+        for mark in (torch.cuda.current_stream().record_event(), *after):
             if mark is not None:
                 self._stream.wait_event(mark)
+                for stream in self._ahead:
+                    stream.wait_event(mark)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(self._stream):
             start.record()
@@ -46,8 +52,28 @@ class DeviceQueue:
             end.record()
         self._timed.append((start, end))
 
+    @contextlib.contextmanager
+    def ahead(self, buffer: int) -> Iterator[None]:
+        """Launches inside the block fill a buffer while earlier launches of the queue run; later ones run after them.
+
+        Call it inside `running`. They wait until the buffer was freed.
+        """
+        stream, free = self._ahead[buffer % len(self._ahead)], self._free[buffer]
+        if free is not None:
+            stream.wait_event(free)
+        with torch.cuda.stream(stream):
+            try:
+                yield
+            finally:
+                filled = stream.record_event()
+        self._stream.wait_event(filled)
+
+    def free(self, buffer: int) -> None:
+        """The queue's launches until now are the last that use the buffer; call it inside `running`."""
+        self._free[buffer] = self._stream.record_event()
+
     def mark(self) -> Mark:
-        """Mark the current point of the queue, for `wait` and `finish`; call it inside `running`."""
+        """Mark the current point of the queue, for `wait` and `finish`; call it inside `running` or `ahead`."""
         event = torch.cuda.Event()
         event.record()
         return event
@@ -87,6 +113,14 @@ class HostQueue:
         start = time.perf_counter()
         yield
         self._seconds += time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def ahead(self, buffer: int) -> Iterator[None]:
+        """See DeviceQueue."""
+        yield
+
+    def free(self, buffer: int) -> None:
+        """See DeviceQueue."""
 
     def mark(self) -> Mark:
         """See DeviceQueue."""

@@ -25,7 +25,7 @@ from megatron_hybrid_prefix.tiers.arena import HostArena
 from megatron_hybrid_prefix.tiers.pinned import choose_page_bytes
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
 
-REPEATS = 15
+REPEATS = 41
 MS = 1e3
 
 
@@ -46,7 +46,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kv-blocks", type=int, default=32)
     parser.add_argument("--states", type=int, default=1)
-    parser.add_argument("--programs", type=int, nargs="*", default=[page_copies._PROGRAMS])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = torch.device("cuda")
@@ -121,18 +120,23 @@ def main() -> None:
     to_device = row("plain copy to the device", lambda: copy.copy_(host, non_blocking=True))
     to_host = row("plain copy to the host", lambda: host.copy_(copy, non_blocking=True))
     expected = [tensor.clone() for own in tensors.values() for tensor in own]
-    words = torch.empty(len(pages) // 2, page_bytes // 8, dtype=torch.int64, device=device)
-    whole_pages = torch.tensor(pages[: len(words)], device=device)[:, None]
-    for programs in args.programs:
-        page_copies._PROGRAMS = programs
-        for name, way, plain in (("to the host", True, to_host), ("to the device", False, to_device)):
-            move = partial(page_copies.copy_pages, words, arena._memory_words(), whole_pages, to_host=way)
-            row(f"kernel alone {name}, {programs} programs", move, plain, words.nbytes)
-        row(f"store, {programs} programs", lambda: arena.carry_out(stores), to_host)
+    staged = torch.empty(1, len(pages) // 2, page_bytes, dtype=torch.uint8, device=device)
+    numbers, whole_pages = (
+        torch.arange(staged.shape[1], device=device),
+        torch.tensor(pages, device=device)[: staged.shape[1], None],
+    )
+    for name, way, plain in (("to the host", True, to_host), ("to the device", False, to_device)):
+        move = partial(page_copies.copy_pages, staged, arena._memory_pages(), numbers, whole_pages, to_pages=way)
+        row(f"kernel alone {name}", move, plain, staged.nbytes)
+    row("store", lambda: arena.carry_out(stores), to_host)
+    for by_engine in (True, False):
+        arena._load_by_engine = by_engine
         for own in tensors.values():
             for tensor in own:
                 tensor.zero_()
-        row(f"load, {programs} programs", lambda: arena.carry_out(loads), to_device)
+        row(
+            f"load {'by the copy engines' if by_engine else 'by the kernel'}", lambda: arena.carry_out(loads), to_device
+        )
         arena.finish()
         assert not arena.has_failed(1)
         for kind, own, count in zip(tensors, (expected[:1], expected[1:]), (args.kv_blocks, args.states), strict=True):

@@ -1,4 +1,4 @@
-"""Copies between rows and pages of host memory, against loops over Python's integers."""
+"""Copies between entries and pages, against loops over Python's integers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,21 @@ import pytest
 import torch
 
 from megatron_hybrid_prefix.ops import page_copies
-from megatron_hybrid_prefix.ops.page_copies import copy_pages
+from megatron_hybrid_prefix.ops.page_copies import copy_pages, copy_ranges
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-PAGES, UNTOUCHED = 40, -7
-# words of a row, words of a page: rows of one page, of several, of a part of the last one; chunks that are cut by a page's end
-SHAPES = [(1, 64), (64, 64), (65, 64), (200, 64), (4096 * 2 + 3, 4096 + 64), (9000, 640)]
+PAGES, ENTRIES, UNTOUCHED = 40, 5, -7
+# layers, shape and type of an entry, bytes of a page, bytes before the entry's: entries of one page, of several, of a part of the
+# last one; that begin inside a page; words of 8, 4, 2 bytes and single bytes; chunks that are cut by the end of a page or layer
+CASES = [
+    (1, (64,), torch.int64, 512, 0),
+    (2, (4, 9), torch.bfloat16, 512, 0),
+    (3, (50,), torch.float32, 512, 1536),
+    (3, (15,), torch.bfloat16, 512, 90),
+    (3, (7,), torch.uint8, 512, 509),
+    (2, (5, 900), torch.int64, 33280, 8),
+    (4, (1200,), torch.float32, 5120, 0),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -21,58 +30,95 @@ def few_programs(monkeypatch):
     monkeypatch.setattr(page_copies, "_PROGRAMS", 3)  # each copies several chunks, the last ones fewer
 
 
-def random_words(generator, *shape):
-    return torch.randint(-(2**63), 2**63 - 1, shape, generator=generator)
+def random_bytes(generator, *shape):
+    return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("words", "page_words"), SHAPES)
-@pytest.mark.parametrize("to_host", [True, False], ids=["to_host", "to_device"])
-def test_each_word_is_copied_and_summed(device, words, page_words, to_host):
-    generator, dice = torch.Generator().manual_seed(words), random.Random(words)
-    count, row_pages = 2, -(-words // page_words)
-    memory, staged = random_words(generator, PAGES, page_words), random_words(generator, count, words + 5)
-    pages = dice.sample(range(PAGES), count * row_pages)
-    of_row = [pages[row * row_pages : (row + 1) * row_pages] for row in range(count)]
+@pytest.mark.parametrize(("layers", "shape", "dtype", "page_bytes", "start"), CASES)
+@pytest.mark.parametrize("pages_on", ["host", "device"])
+@pytest.mark.parametrize("to_pages", [True, False], ids=["to_pages", "to_entries"])
+def test_each_byte_is_copied_and_summed(device, layers, shape, dtype, page_bytes, start, pages_on, to_pages):
+    generator, dice = torch.Generator().manual_seed(start), random.Random(start)
+    words = random_bytes(generator, layers, ENTRIES, 2, torch.Size(shape).numel() * dtype.itemsize)
+    layer_bytes = words.shape[-1]
+    row_pages = -(-(start + layers * layer_bytes) // page_bytes)
+    memory = random_bytes(generator, PAGES, page_bytes)
+    ids, pages = dice.sample(range(ENTRIES), 2), dice.sample(range(PAGES), 2 * row_pages)
+    of_row = [pages[:row_pages], pages[row_pages:]]
 
-    after_memory, after_staged = memory.tolist(), staged.tolist()
-    sums = [UNTOUCHED] * count
-    for row, word in ((row, word) for row in range(count) for word in range(words)):
-        page, inside = of_row[row][word // page_words], word % page_words
-        if to_host:
-            after_memory[page][inside] = after_staged[row][word]
-        else:
-            after_staged[row][word] = after_memory[page][inside]
-        sums[row] += after_staged[row][word] * (2 * word + 1)
+    after_memory, after_words, sums = memory.tolist(), words.tolist(), [UNTOUCHED] * 2
+    for row, entry in enumerate(ids):
+        for at in range(layers * layer_bytes):
+            page, inside = of_row[row][(start + at) // page_bytes], (start + at) % page_bytes
+            own = after_words[at // layer_bytes][entry][1]
+            if to_pages:
+                after_memory[page][inside] = own[at % layer_bytes]
+            else:
+                own[at % layer_bytes] = after_memory[page][inside]
+            word, shift = (start + at) // 8, (start + at) % 8 * 8
+            sums[row] += (own[at % layer_bytes] << shift) * (2 * word + 1)
 
-    memory = memory.pin_memory() if device == "cuda" else memory
-    staged = staged.to(device)
-    found = torch.full((count,), UNTOUCHED, device=device)
-    copy_pages(staged[:, :words], memory, torch.tensor(of_row, device=device), to_host=to_host, sums=found)
+    words = words.to(device)
+    memory = memory.to(device) if pages_on == "device" else memory.pin_memory() if device == "cuda" else memory
+    found = torch.full((2,), UNTOUCHED, device=device)
+    entries = words[:, :, 1].view(dtype).unflatten(2, shape)  # strided over layers and entries
+    on_device = (torch.tensor(part, device=device) for part in (ids, of_row))
+    copy_pages(entries, memory, *on_device, to_pages=to_pages, start_bytes=start, sums=found)
     if device == "cuda":
         torch.cuda.synchronize()
     assert memory.tolist() == after_memory
-    assert staged.tolist() == after_staged
+    assert words.tolist() == after_words
     assert [value % 2**64 for value in found.tolist()] == [value % 2**64 for value in sums]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_without_sums_and_without_words(device):
-    memory, rows = torch.arange(128).view(2, 64), torch.zeros(1, 70, dtype=torch.int64, device=device)
-    memory = memory.pin_memory() if device == "cuda" else memory
-    copy_pages(rows, memory, torch.tensor([[1, 0]], device=device), to_host=False)
-    assert rows[0].tolist() == [*range(64, 128), *range(6)]
+    memory, entries = torch.arange(128, dtype=torch.uint8).view(2, 64), torch.zeros(1, 1, 70, dtype=torch.uint8)
+    memory, entries = memory.pin_memory() if device == "cuda" else memory, entries.to(device)
+    ids, pages = torch.tensor([0], device=device), torch.tensor([[1, 0]], device=device)
+    copy_pages(entries, memory, ids, pages, to_pages=False)
+    assert entries.flatten().tolist() == [*range(64, 128), *range(6)]
     sums = torch.ones(1, dtype=torch.int64, device=device)
-    copy_pages(rows[:, :0], memory, torch.zeros(1, 0, dtype=torch.int64, device=device), to_host=False, sums=sums)
+    copy_pages(entries[:, :, :0], memory, ids, pages, to_pages=False, sums=sums)
     assert sums.tolist() == [1]
 
 
-def test_pages_that_are_too_few_or_too_many_are_refused():
-    for count in (1, 3):
-        with pytest.raises(ValueError, match=rf"rows of 70 words need 2 pages of 64, not {count}"):
-            copy_pages(
-                torch.zeros(1, 70, dtype=torch.int64),
-                torch.zeros(4, 64, dtype=torch.int64),
-                torch.arange(count)[None],
-                to_host=True,
-            )
+def test_pages_that_are_too_few_are_refused():
+    with pytest.raises(ValueError, match=r"8 \+ 62 bytes do not fit in 1 pages of 64"):
+        copy_pages(
+            torch.zeros(1, 1, 62, dtype=torch.uint8),
+            torch.zeros(4, 64, dtype=torch.uint8),
+            torch.zeros(1, dtype=torch.int64),
+            torch.zeros(1, 1, dtype=torch.int64),
+            to_pages=True,
+            start_bytes=8,
+        )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("to_host", [True, False])
+def test_ranges(device, to_host):
+    here, there = (torch.arange(100, dtype=torch.uint8) + first for first in (0, 100))
+    expected = [here.tolist(), there.tolist()]
+    ranges = [(3, 90, 10), (50, 0, 1), (99, 7, 0)]
+    for start, host_start, size in ranges:
+        if to_host:
+            expected[1][host_start : host_start + size] = here.tolist()[start : start + size]
+        else:
+            expected[0][start : start + size] = there.tolist()[host_start : host_start + size]
+    here, there = (here.to(device), there.pin_memory()) if device == "cuda" else (here, there)
+    copy_ranges(here, there, ranges, to_host=to_host)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    assert [here.tolist(), there.tolist()] == expected
+    for outside in ((91, 0, 10), (0, 91, 10), (-1, 0, 2), (0, -1, 2)):
+        with pytest.raises(AssertionError):
+            copy_ranges(here, there, [outside], to_host=to_host)
+
+
+@pytest.mark.gpu
+def test_a_refused_copy_is_an_error(monkeypatch):
+    monkeypatch.setattr(page_copies, "_driver_copy", lambda: lambda *args: 700)
+    with pytest.raises(RuntimeError, match="cuMemcpyAsync returned error 700"):
+        copy_ranges(torch.zeros(8, dtype=torch.uint8, device="cuda"), torch.zeros(8), [(0, 0, 8)], to_host=True)
