@@ -50,6 +50,7 @@ class Listing:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._place = str(folder)
         self._sizes: dict[str, dict[str, int]] = {f"{number:02x}": {} for number in range(PARTS)}  # by part, by name
         # By part: its time of change, when that was first seen (monotonic), and whether it need not be read again.
         self._looks: dict[str, tuple[int, float, bool]] = {}
@@ -83,17 +84,18 @@ class Listing:
             Name of a part, files that are gone, files that are new. What was changed since the part was read is neither.
         """
         for part, sizes in self._sizes.items():
-            with lock:
-                before = set(sizes)
+            place, before = f"{self._place}/{part}", set[str]()
             found: dict[str, os.stat_result | None] = {}
             try:
-                changed_ns, now = os.stat(self.folder / part).st_mtime_ns, time.monotonic()
+                changed_ns, now = os.stat(place).st_mtime_ns, time.monotonic()
                 last_ns, since, settled = self._looks.get(part, (None, now, False))
                 if last_ns != changed_ns:
                     since, settled = now, False
                 if settled:
                     continue
-                with os.scandir(self.folder / part) as entries:
+                with lock:
+                    before = set(sizes)
+                with os.scandir(place) as entries:
                     for entry in entries:
                         with suppress(FileNotFoundError):
                             found[entry.name] = None if entry.name in before else entry.stat(follow_symlinks=False)
@@ -101,6 +103,8 @@ class Listing:
                 self._looks[part] = changed_ns, since, now - since > _TICK_S
             except (FileNotFoundError, NotADirectoryError):
                 self._looks.pop(part, None)
+                with lock:
+                    before = set(sizes)
             gone, new = before - set(found), {name: stat for name, stat in found.items() if stat is not None}
             if gone or new:
                 yield part, gone, new
