@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 STORE_STAGING_BYTES = 512 * 2**20  # this much can be evicted at once without waiting for the host link
 LOAD_STAGING_BYTES = 64 * 2**20
 PART_BYTES = 4 * 2**20  # threads share an entry from behind in parts of this size, as far as pages allow
-GROUP_BYTES = 32 * 2**20  # entries from behind go to the device in groups of this size, while others are still being read
+GROUP_BYTES = 48 * 2**20  # entries from behind go to the device in groups of this size, while others are read
 _LOADS = 4096  # at most this many loads are known at a time
 
 
@@ -70,6 +70,16 @@ class _PutOff:
 
     units: list[BlockTransfer]
     left: list[BlockTransfer]
+
+
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """An entry that a load needs, and what reads it: nothing if it is on the host."""
+
+    unit: BlockTransfer
+    parts: tuple[Job | None, ...]  # by page; None: the page belongs to another entry by now
+    batch: Batch | None
+    digest: int  # of its tag
 
 
 class HostArena:
@@ -240,44 +250,41 @@ class HostArena:
             wait_s: Wait at most this long for them.
         """
         left, late = self._put_off[load_id].left, time.perf_counter() + wait_s
-        by_batch: dict[Batch | None, list[BlockTransfer]] = {}
+        groups: dict[Batch | None, list[_Coming]] = {}
         for unit in left:
-            by_batch.setdefault(self._batch_of(unit), []).append(unit)
-        for batch, units in by_batch.items():
+            coming = self._coming(unit)
+            groups.setdefault(coming.batch, []).append(coming)
+        for batch, group in groups.items():
             start = time.perf_counter()
             is_over = batch is None or batch.wait(late - start)
             self._behind_stats.seconds_waited += time.perf_counter() - start if wait_s else 0.0
             if not is_over:
                 return None
-            if not self._note_arrived([unit for unit in units if self._tags.get(unit.pages[0]) != unit.tag]):
+            if not self._note_arrived([coming for coming in group if coming.parts]):
                 return False
-            self._run_loads(units)
-            launched = set(map(id, units))
+            self._run_loads([coming.unit for coming in group])
+            launched = {id(coming.unit) for coming in group}
             left[:] = [unit for unit in left if id(unit) not in launched]
         return True
 
-    def _batch_of(self, unit: BlockTransfer) -> Batch | None:
-        """What reads the entry of a load; None if nothing does any more."""
-        jobs = (self._fetching.get(page) for page in unit.pages if self._tags.get(unit.pages[0]) != unit.tag)
-        return next((job.batch for job in jobs if job is not None and job.tag == unit.tag), None)
+    def _coming(self, unit: BlockTransfer) -> _Coming:
+        if self._tags.get(unit.pages[0]) == unit.tag:
+            return _Coming(unit, (), None, 0)
+        jobs = (self._fetching.get(page) for page in unit.pages)
+        # A page may have gone to another entry: a load that shares this entry was late, and so it was dropped.
+        parts = tuple(job if job is not None and job.tag == unit.tag else None for job in jobs)
+        return _Coming(unit, parts, next((job.batch for job in parts if job is not None), None), unit.tag.digest)
 
-    def _note_arrived(self, units: Sequence[BlockTransfer]) -> bool:
-        """Note which of these entries have arrived from behind, now that nothing reads them any more. Returns whether all have."""
-        found: dict[BlockTransfer, int] = {}
-        for unit in units:
-            # A page may have gone to another entry: a load that shares this entry was late, and so it was dropped.
-            parts = [self._fetching.get(page) for page in unit.pages]
-            checksum = _checksum_of([part if part is not None and part.tag == unit.tag else None for part in parts])
-            if checksum is not None:
-                found[unit] = checksum
+    def _note_arrived(self, entries: Sequence[_Coming]) -> bool:
+        """Note which of these entries have arrived, now that nothing reads them any more. Returns whether all have."""
+        found = [(each.unit, each.digest, sum_) for each in entries if (sum_ := _checksum_of(each.parts)) is not None]
         if found:
-            firsts = [unit.pages[0] for unit in found]
-            pages, sums = self._ids(firsts, [checksum ^ unit.tag.digest for unit, checksum in found.items()])
+            pages, sums = self._ids([unit.pages[0] for unit, *_ in found], [sum_ ^ digest for _, digest, sum_ in found])
             self._sums[pages] = sums
-            self._given_sums |= {unit.pages[0]: checksum for unit, checksum in found.items()}
-            self._tags |= {unit.pages[0]: unit.tag for unit in found}
-            self._behind_stats.bytes_loaded += sum(self._entry_bytes(unit.tag.kind) for unit in found)
-        return len(found) == len(units)
+            self._given_sums |= {unit.pages[0]: sum_ for unit, _, sum_ in found}
+            self._tags |= {unit.pages[0]: unit.tag for unit, *_ in found}
+            self._behind_stats.bytes_loaded += sum(self._entry_bytes(unit.tag.kind) for unit, *_ in found)
+        return len(found) == len(entries)
 
     def drain(self, seconds: float) -> bool:
         """Wait until the shared tier has been given all entries, at most this long. Returns whether it has."""
