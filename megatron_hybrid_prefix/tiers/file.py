@@ -272,14 +272,15 @@ class FileTier(SharedTier):
     def _read(
         self, tag: Tag, entry_bytes: int, start: int, buffers: Sequence[memoryview], read_some: ReadSome
     ) -> int | None:
-        name = self._file_name(tag)
         with self.folder.lock:
             space, namespace = self.folder.space, self._name
-            is_open = bool(namespace) and tag.epoch == self._epoch
-            if space is None or not is_open or space.get(tag.kind, tag.key) is None:
+            file = None
+            if space is not None and namespace and tag.epoch == self._epoch:
+                file = space.get(tag.kind, tag.key)
+            if file is None:
                 self.count("gone")
                 return None
-            path = self.folder.place(name)
+            path = self.folder.place(tag.key, file)
         thread = threading.get_ident()
         self._reads[thread] = time.monotonic()
         try:
@@ -289,20 +290,20 @@ class FileTier(SharedTier):
         except OSError as error:
             if error.errno == errno.ENOENT:
                 self.count("gone")
-                self.folder.forget(name)
+                self.folder.forget(self._file_name(tag))
             else:
                 self.count("read_" + _reason(error), error)
                 if error.errno in _LASTING:
-                    self._drop(name)
+                    self._drop(self._file_name(tag))
             return None
         finally:
             del self._reads[thread]
         checksum = checksum_in(header, namespace, tag, entry_bytes) if fits else None
         if checksum is None:
             self.count("not_valid")
-            self._drop(name)
+            self._drop(self._file_name(tag))
         elif tag.kind == EntryKind.STATE and not start:
-            self.folder.touch(name)
+            self.folder.touch(self._file_name(tag))
         return checksum
 
     # -- remove --------------------------------------------------------------------------------------------------------

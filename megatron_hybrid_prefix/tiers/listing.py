@@ -13,9 +13,15 @@ from typing import NamedTuple
 from megatron_hybrid_prefix.tiers.units import EntryKind
 
 PARTS = 64  # folders of a namespace
+_PARTS = [f"{number:02x}" for number in range(PARTS)]
 _KINDS = {EntryKind.KV: "kv", EntryKind.STATE: "state"}
 _KIND_OF = {name: kind for kind, name in _KINDS.items()}
 _TICK_S = 1.0  # a change may leave a folder's time of change as it is within this time
+
+
+def part_of(key: bytes) -> str:
+    """The folder that a key's files are in."""
+    return _PARTS[key[0] % PARTS]
 
 
 class FileName(NamedTuple):
@@ -32,7 +38,7 @@ class FileName(NamedTuple):
     @property
     def part(self) -> str:
         """The folder it is in."""
-        return f"{self.key[0] % PARTS:02x}"
+        return part_of(self.key)
 
     @classmethod
     def of(cls, text: str) -> FileName | None:
@@ -51,7 +57,7 @@ class Listing:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._place = str(folder)
-        self._sizes: dict[str, dict[str, int]] = {f"{number:02x}": {} for number in range(PARTS)}  # by part, by name
+        self._sizes: dict[str, dict[str, int]] = {part: {} for part in _PARTS}  # by part, by name
         # By part: its time of change, when that was first seen (monotonic), and whether it need not be read again.
         self._looks: dict[str, tuple[int, float, bool]] = {}
         self.bytes = 0

@@ -38,46 +38,45 @@ def read_part(
     Raises:
         OSError: The file cannot be read.
     """
-    header, beyond = memoryview(bytearray(header_bytes)), memoryview(bytearray(1))
+    header = bytearray(header_bytes)
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         # One call, if possible: after each, the thread waits for its turn.
-        views, at = ([header, *buffers], 0) if not start else ([*buffers], header_bytes + start)
-        fits = not start or _fill(file, [header], 0, None, read_some)
-        is_end = start + sum(map(len, buffers)) == entry_bytes
-        fits = fits and _fill(file, views, at, beyond if is_end else None, read_some)
+        fits = not start or _fill(file, [header], 0, header_bytes, read_some)
+        views, at, size = [*buffers], header_bytes + start, sum(map(len, buffers))
+        if start + size == entry_bytes:
+            views.append(memoryview(bytearray(1)))  # must stay empty
+        if not start:
+            views.insert(0, memoryview(header))
+            at, size = 0, header_bytes + size
+        fits = fits and _fill(file, views, at, size, read_some)
         return bytes(header), fits
     finally:
         os.close(file)
 
 
-def _fill(file: int, views: list[memoryview], at: int, beyond: memoryview | None, read_some: ReadSome) -> bool:
+def _fill(file: int, views: Sequence[memoryview | bytearray], at: int, size: int, read_some: ReadSome) -> bool:
     """Read from a position until the views are full.
 
     Args:
         file: The file.
-        views: Receive the bytes.
+        views: Receive the bytes. They may be longer than ``size``.
         at: The position.
-        beyond: One more byte, which must not be there.
+        size: Bytes that must be there.
         read_some: Reads.
 
     Returns:
         False: the file ends before, or after them.
     """
-    left = sum(map(len, views))
-    views = [*views, beyond] if beyond is not None else views
-    while left > 0:
-        count = read_some(file, views[:_MOST_VIEWS], at)
-        if not count:
-            return False
-        left, at = left - count, at + count
-        if left <= 0:
-            break
-        while views and count >= len(views[0]):
-            count -= len(views.pop(0))
-        if views:
-            views[0] = views[0][count:]
-    return not left
+    left = [memoryview(view) for view in views]
+    count = read_some(file, left[:_MOST_VIEWS], at)
+    while 0 < count < size:
+        size, at = size - count, at + count
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        left[0] = left[0][count:]
+        count = read_some(file, left[:_MOST_VIEWS], at)
+    return count == size
 
 
 def scatter(source: memoryview, views: Iterable[memoryview]) -> None:
