@@ -79,7 +79,6 @@ class _Coming:
     unit: BlockTransfer
     parts: tuple[Job | None, ...]  # by page; None: the page belongs to another entry by now
     batch: Batch | None
-    digest: int  # of its tag
 
 
 class HostArena:
@@ -269,22 +268,23 @@ class HostArena:
 
     def _coming(self, unit: BlockTransfer) -> _Coming:
         if self._tags.get(unit.pages[0]) == unit.tag:
-            return _Coming(unit, (), None, 0)
+            return _Coming(unit, (), None)
         jobs = (self._fetching.get(page) for page in unit.pages)
         # A page may have gone to another entry: a load that shares this entry was late, and so it was dropped.
         parts = tuple(job if job is not None and job.tag == unit.tag else None for job in jobs)
-        return _Coming(unit, parts, next((job.batch for job in parts if job is not None), None), unit.tag.digest)
+        return _Coming(unit, parts, next((job.batch for job in parts if job is not None), None))
 
     def _note_arrived(self, entries: Sequence[_Coming]) -> bool:
         """Note which of these entries have arrived, now that nothing reads them any more. Returns whether all have."""
-        found = [(each.unit, each.digest, sum_) for each in entries if (sum_ := _checksum_of(each.parts)) is not None]
-        if found:
-            pages, sums = self._ids([unit.pages[0] for unit, *_ in found], [sum_ ^ digest for _, digest, sum_ in found])
-            self._sums[pages] = sums
-            self._given_sums |= {unit.pages[0]: sum_ for unit, _, sum_ in found}
-            self._tags |= {unit.pages[0]: unit.tag for unit, *_ in found}
-            self._behind_stats.bytes_loaded += sum(self._entry_bytes(unit.tag.kind) for unit, *_ in found)
-        return len(found) == len(entries)
+        sums = {each.unit: checksum for each in entries if (checksum := _checksum_of(each.parts)) is not None}
+        if sums:
+            expected = [checksum ^ unit.tag.digest for unit, checksum in sums.items()]
+            first_pages, on_device = self._ids([unit.pages[0] for unit in sums], expected)
+            self._sums[first_pages] = on_device
+            self._given_sums |= {unit.pages[0]: checksum for unit, checksum in sums.items()}
+            self._tags |= {unit.pages[0]: unit.tag for unit in sums}
+            self._behind_stats.bytes_loaded += sum(self._entry_bytes(unit.tag.kind) for unit in sums)
+        return len(sums) == len(entries)
 
     def drain(self, seconds: float) -> bool:
         """Wait until the shared tier has been given all entries, at most this long. Returns whether it has."""

@@ -73,7 +73,7 @@ class Job(AbstractContextManager[bool]):
         cancelled: The pages belong to another entry.
         found: Of a load that is over: whether the bytes are in the pages.
         is_over: Whether the thread is done with it.
-        batch: The jobs that were started with it.
+        batch: The jobs that were started with it; None until then.
     """
 
     tag: Tag
@@ -146,9 +146,9 @@ class BackgroundMoves:
         self._stores = [batch for batch in self._stores if not batch.wait(0)]
         self._stores.append(self._start(self._shared.stores, list(jobs)))
 
-    def load(self, jobs: Iterable[Job]) -> Batch:
+    def load(self, jobs: Iterable[Job]) -> None:
         """Read entries from the tier into their pages."""
-        return self._start(self._shared.loads, list(jobs))
+        self._start(self._shared.loads, list(jobs))
 
     def _start(self, queue: SimpleQueue[Job | None], jobs: list[Job]) -> Batch:
         for page, of_page in list(self._of_page.items()):
@@ -212,14 +212,6 @@ class BackgroundMoves:
         return self._shared.stored_bytes
 
 
-def wait_for(jobs: Iterable[Job], seconds: float) -> None:
-    """Wait until jobs are over, at most this long."""
-    late = time.monotonic() + seconds
-    for batch in {id(job.batch): job.batch for job in jobs}.values():
-        if batch is not None:
-            batch.wait(late - time.monotonic())
-
-
 _LIVING: weakref.WeakSet[BackgroundMoves] = weakref.WeakSet()
 
 
@@ -265,8 +257,8 @@ def _serve(shared: _Shared, work: Callable[[_Shared, Job, memoryview], None], la
         with shared.lock:
             shared.seconds += time.perf_counter() - start
         job.is_over = True
-        if job.batch is not None:
-            job.batch.end_one()
+        assert job.batch is not None
+        job.batch.end_one()
         del job
 
 
