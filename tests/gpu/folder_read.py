@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_hybrid_prefix.ops.checksum import checksum_rows
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy
 from megatron_hybrid_prefix.tiers.arena import PART_BYTES, HostArena
@@ -63,7 +64,10 @@ class Hit:
         ]
         for tag in self.tags:
             data = torch.full((self.sizes[tag.kind],), tag.depth_tokens % 251, dtype=torch.uint8)
-            assert self.tier.put([Entry(tag, memoryview(data.numpy()), 1)]) == [True]
+            checksum = (
+                int(checksum_rows(data.view(torch.int64)[None])[0]) ^ tag.digest
+            )  # as a store from the device makes it
+            assert self.tier.put([Entry(tag, memoryview(data.numpy()), checksum)]) == [True]
         self.bytes = sum(self.sizes[tag.kind] for tag in self.tags)
         page = choose_page_bytes(self.sizes.values())
         pages_of = {kind: -(-size // page) for kind, size in self.sizes.items()}

@@ -9,7 +9,7 @@ entries are in the page cache for half of the prompts, and were dropped from it 
 has no others. There is one restart for each of ``--threads``; ``--groups`` (MiB, `GROUP_BYTES` of ``tiers/arena.py``) take turns.
 
 A first token's time is that of its step, on the host, with the device synchronised. The milestones say how far the engine was when:
-milliseconds since the request was sent, medians. CUDA graphs are captured for the restart only: a cold prompt is too long for them.
+milliseconds since the request was sent, medians.
 """
 
 from __future__ import annotations
@@ -364,21 +364,21 @@ def main():
         folder = args.folder or Path(temporary) / "entries"
         options = {"preset": args.preset, "tokens": args.tokens, "prompts": args.prompts, "device": args.device}
         options |= {"folder": folder, "out": args.out, "groups": args.groups}
-        command = [sys.executable, "-m", "tests.gpu.shared_tier"]
+        command = [sys.executable, "-m", "tests.gpu.shared_tier", *(["--graphs"] if args.graphs else [])]
         for name, value in options.items():
             command += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
 
-        def run(part, threads, *more):
+        def run(part, threads):
             start = time.perf_counter()
             secret = os.environ | {"HYBRID_PREFIX_SECRET": SECRET}
-            subprocess.run([*command, "--threads", str(threads), "--part", part, *more], check=True, env=secret)
+            subprocess.run([*command, "--threads", str(threads), "--part", part], check=True, env=secret)
             print(f"{part}: {time.perf_counter() - start:.0f} s", flush=True)
             place = args.out / f"shared_tier_{part}.json"
             return json.loads(place.rename(args.out / f"shared_tier_{part}_{threads}.json").read_text())
 
         print_cold(run("first", args.threads[0]))
         for threads in args.threads:
-            print_restart(threads, run("restart", threads, *(["--graphs"] if args.graphs else [])))
+            print_restart(threads, run("restart", threads))
         disk = subprocess.run(["df", "-hT", folder], capture_output=True, text=True).stdout.strip().splitlines()[-1:]
     print(f"{args.preset}, {args.tokens} + {OWN_TOKENS} tokens, graphs: {args.graphs}, {disk}")
 
