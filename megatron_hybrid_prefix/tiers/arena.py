@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 STORE_STAGING_BYTES = 512 * 2**20  # this much can be evicted at once without waiting for the host link
 LOAD_STAGING_BYTES = 64 * 2**20
 PART_BYTES = 4 * 2**20  # threads share an entry from behind in parts of this size, as far as pages allow
-GROUP_BYTES = 48 * 2**20  # entries from behind go to the device in groups of this size, while others are read
+GROUP_BYTES = 64 * 2**20  # entries from behind go to the device in groups of this size, while others are read
 _LOADS = 4096  # at most this many loads are known at a time
 
 
