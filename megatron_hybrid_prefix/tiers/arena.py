@@ -139,7 +139,7 @@ class HostArena:
             max(len(self._store_staging), len(self._load_staging)) // max(1, min(self._row_bytes.values(), default=1)),
             device=self._device,
         )
-        self._bytes = memoryview(self.memory.numpy())
+        self._view = memoryview(self.memory.numpy())
         self._background: BackgroundMoves | None = None
         self._sums_seen = self._sums  # on the host, as of the last store from the device; only for threads
         self._given_sums: dict[int, int] = {}  # by first page: checksums of entries that came from behind
@@ -170,7 +170,7 @@ class HostArena:
             self._background.close()
         if self._unpin is not None:
             self._unpin()
-        self.memory, self._bytes = torch.empty(0, dtype=torch.uint8), memoryview(b"")
+        self.memory, self._view = torch.empty(0, dtype=torch.uint8), memoryview(b"")
 
     def bytes_of(self, kind: EntryKind) -> int:
         """Bytes of one entry on this rank."""
@@ -393,7 +393,7 @@ class HostArena:
             at += 1
             length = min((at - first) * self.page_bytes, end - start)
             begin = pages[first] * self.page_bytes
-            views.append((start, self._bytes[begin : begin + length]))
+            views.append((start, self._view[begin : begin + length]))
             start += length
         return views
 
