@@ -10,7 +10,8 @@ stay on the device.
 
 The CPU copies entries to and from a tier behind the host, with their tags and checksums. It first waits until no transfer uses
 their pages. A `SharedTier` has threads for that (``background.py``). Then a load to the device that uses pages
-which are still being read is put off, until `run_put_off`.
+which are still being read is put off. Entries that have arrived go to the device in groups, while others are read (`fetched`); the model
+uses them after all ranks have agreed (`run_put_off`).
 
 Longer than 400 lines because all transfers order each other here.
 """

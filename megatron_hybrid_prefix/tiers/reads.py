@@ -11,12 +11,11 @@ from megatron_hybrid_prefix.tiers.base import copy_bytes
 type ReadSome = Callable[[int, list[memoryview], int], int]
 """Reads from a file into views, from a position on; returns the number of bytes, 0 at the end of the file."""
 
+_MOST_VIEWS = 512  # of one call; Linux takes 1,024
+
 
 class NotMine(Exception):
     """The memory belongs to another entry."""
-
-
-_MOST_VIEWS = 512  # of one call; Linux takes 1,024
 
 
 def read_part(
