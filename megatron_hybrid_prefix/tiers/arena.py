@@ -12,7 +12,8 @@ the device.
 
 The CPU copies entries to and from a tier behind the host, with their tags and checksums. It first waits until no transfer uses
 their pages. A `SharedTier` has threads for that (``background.py``). Then a load to the device that uses pages
-which are still being read is put off, until `run_put_off`.
+which are still being read is put off. Entries that have arrived go to the device in groups, while others are read (`fetched`); the model
+uses them after all ranks have agreed (`run_put_off`).
 
 Longer than 400 lines because all transfers order each other here.
 """
@@ -35,7 +36,7 @@ from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.ops.page_copies import WORD_BYTES, copy_pages, copy_ranges
 from megatron_hybrid_prefix.ops.slot_copies import ids_on_device
-from megatron_hybrid_prefix.tiers.background import BackgroundMoves, Job, finish, wait_for
+from megatron_hybrid_prefix.tiers.background import BackgroundMoves, Batch, Job, marks
 from megatron_hybrid_prefix.tiers.base import Entry, SharedTier, Tier
 from megatron_hybrid_prefix.tiers.pinned import pin, unpin
 from megatron_hybrid_prefix.tiers.queue import BUFFERS, DeviceQueue, HostQueue, Mark
@@ -48,6 +49,7 @@ LOAD_STAGING_BYTES = 64 * 2**20
 FIRST_BYTES = 16 * 2**20  # the host link is idle until this much of a store is gathered
 ENGINE_BYTES = 2**19  # smaller pages are not loaded by the copy engines, which pause 3 us after each
 PART_BYTES = 4 * 2**20  # threads share an entry from behind in parts of this size, as far as pages allow
+GROUP_BYTES = 64 * 2**20  # entries from behind go to the device in groups of this size, while others are read
 _LOADS = 4096  # at most this many loads are known at a time
 
 
@@ -81,6 +83,23 @@ class _Staging:
         self.half_bytes = max(1, size // 2 // max(1, entry_bytes)) * entry_bytes
         self.memory = torch.zeros(2 * self.half_bytes, dtype=torch.uint8, device=device)
         self.used_last = 1  # half
+
+
+@dataclass(frozen=True, slots=True)
+class _PutOff:
+    """A load that waits for entries from behind: all its transfers, and those that are not launched yet."""
+
+    units: list[BlockTransfer]
+    left: list[BlockTransfer]
+
+
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """An entry that a load needs, and what reads it: nothing if it is on the host."""
+
+    unit: BlockTransfer
+    parts: tuple[Job | None, ...]  # by page; None: the page belongs to another entry by now
+    batch: Batch | None
 
 
 class HostArena:
@@ -141,6 +160,7 @@ class HostArena:
             // max(1, min(self._row_bytes.values(), default=1)),
             device=self._device,
         )
+        self._view = memoryview(self.memory.numpy())
         self._background: BackgroundMoves | None = None
         self._sums_seen = self._sums  # on the host, as of the last store from the device; only for threads
         self._given_sums: dict[int, int] = {}  # by first page: checksums of entries that came from behind
@@ -149,7 +169,7 @@ class HostArena:
             if on_gpu:
                 self._sums_seen = torch.zeros(max(1, pages), dtype=torch.int64).pin_memory()
         self._fetching: dict[int, Job] = {}  # by page: entries from behind that nobody has settled since
-        self._put_off: dict[int, list[BlockTransfer]] = {}  # loads that wait for them
+        self._put_off: dict[int, _PutOff] = {}  # loads that wait for them
         self._bad_rows = torch.zeros(_LOADS, dtype=torch.int32, device=self._device)  # by load
         self._bad_rows_seen = torch.zeros(_LOADS, dtype=torch.int32)
         if on_gpu:
@@ -171,7 +191,7 @@ class HostArena:
             self._background.close()
         if self._unpin is not None:
             self._unpin()
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.memory, self._view = torch.empty(0, dtype=torch.uint8), memoryview(b"")
 
     def bytes_of(self, kind: EntryKind) -> int:
         """Bytes of one entry on this rank."""
@@ -259,48 +279,69 @@ class HostArena:
     def fetched(self, load_id: int, wait_s: float = 0.0) -> bool | None:
         """Whether all entries that this load waits for have arrived on the host; None: not all are known yet.
 
+        Entries that have arrived go to the device at once, group by group, while others are still being read.
+
         Args:
             load_id: A load that is put off.
             wait_s: Wait at most this long for them.
         """
-        missing = [unit for unit in self._put_off[load_id] if self._tags.get(unit.pages[0]) != unit.tag]
-        # A page may have gone to another entry: a load that shares this entry was late, and so it was dropped.
-        parts = {unit: [self._fetching.get(page) for page in unit.pages] for unit in missing}
-        jobs = {
-            unit: [job if job is not None and job.tag == unit.tag else None for job in of_unit]
-            for unit, of_unit in parts.items()
-        }
-        coming = [job for of_unit in jobs.values() for job in of_unit if job is not None]
-        if wait_s:
+        left, late = self._put_off[load_id].left, time.perf_counter() + wait_s
+        groups: dict[Batch | None, list[_Coming]] = {}
+        for unit in left:
+            coming = self._coming(unit)
+            groups.setdefault(coming.batch, []).append(coming)
+        for batch, group in groups.items():
             start = time.perf_counter()
-            wait_for(coming, wait_s)
-            self._behind_stats.seconds_waited += time.perf_counter() - start
-        if not all(job.is_over for job in coming):
-            return None
-        found = {unit: checksum for unit, parts in jobs.items() if (checksum := _checksum_of(parts)) is not None}
-        if found:
-            pages = [unit.pages[0] for unit in found]
-            sums = torch.tensor([checksum ^ unit.tag.digest for unit, checksum in found.items()])
-            self._sums[self._ids(pages)[0]] = sums.to(self._device)
-            self._given_sums |= {unit.pages[0]: checksum for unit, checksum in found.items()}
-            self._tags |= {unit.pages[0]: unit.tag for unit in found}
-            self._behind_stats.bytes_loaded += sum(self._entry_bytes(unit.tag.kind) for unit in found)
-        return len(found) == len(jobs)
+            is_over = batch is None or batch.wait(late - start)
+            self._behind_stats.seconds_waited += time.perf_counter() - start if wait_s else 0.0
+            if not is_over:
+                return None
+            if not self._note_arrived([coming for coming in group if coming.parts]):
+                return False
+            self._run_loads([coming.unit for coming in group])
+            launched = {id(coming.unit) for coming in group}
+            left[:] = [unit for unit in left if id(unit) not in launched]
+        return True
+
+    def _coming(self, unit: BlockTransfer) -> _Coming:
+        if self._tags.get(unit.pages[0]) == unit.tag:
+            return _Coming(unit, (), None)
+        jobs = (self._fetching.get(page) for page in unit.pages)
+        # A page may have gone to another entry: a load that shares this entry was late, and so it was dropped.
+        parts = tuple(job if job is not None and job.tag == unit.tag else None for job in jobs)
+        return _Coming(unit, parts, next((job.batch for job in parts if job is not None), None))
+
+    def _note_arrived(self, entries: Sequence[_Coming]) -> bool:
+        """Note which of these entries have arrived, now that nothing reads them any more. Returns whether all have."""
+        sums = {each.unit: checksum for each in entries if (checksum := _checksum_of(each.parts)) is not None}
+        if sums:
+            expected = [checksum ^ unit.tag.digest for unit, checksum in sums.items()]
+            first_pages, on_device = self._ids([unit.pages[0] for unit in sums], expected)
+            self._sums[first_pages] = on_device
+            self._given_sums |= {unit.pages[0]: checksum for unit, checksum in sums.items()}
+            self._tags |= {unit.pages[0]: unit.tag for unit in sums}
+            self._behind_stats.bytes_loaded += sum(self._entry_bytes(unit.tag.kind) for unit in sums)
+        return len(sums) == len(entries)
 
     def drain(self, seconds: float) -> bool:
         """Wait until the shared tier has been given all entries, at most this long. Returns whether it has."""
         return self._background is None or self._background.drain(seconds)
 
     def run_put_off(self, load_id: int) -> None:
-        """All ranks have its entries: launch the load."""
-        units = self._put_off.pop(load_id)
-        for page in (page for unit in units for page in unit.pages):
+        """All ranks have its entries: launch what is left of the load."""
+        put_off = self._put_off.pop(load_id)
+        for page in (page for unit in put_off.units for page in unit.pages):
             self._fetching.pop(page, None)
-        self._run_loads(units)
+        self._run_loads(put_off.left)
 
     def drop_put_off(self, load_id: int) -> None:
-        """The load is given up. Its entries may still arrive on the host."""
-        self._put_off.pop(load_id, None)
+        """The load is given up. Its entries may still arrive on the host.
+
+        The model's later launches run after what was launched of it: its blocks and slots may be reused.
+        """
+        if self._put_off.pop(load_id, None) is not None:
+            self.wait_for_load(load_id)
+            self.forget(load_id)
 
     @property
     def behind_stats(self) -> TierStats:
@@ -319,7 +360,9 @@ class HostArena:
         late = {unit.load_id for unit in units if any(page in self._fetching for page in unit.pages)}
         for unit in units:
             if unit.load_id is not None and unit.load_id in late:
-                self._put_off.setdefault(unit.load_id, []).append(unit)
+                put_off = self._put_off.setdefault(unit.load_id, _PutOff([], []))
+                put_off.units.append(unit)
+                put_off.left.append(unit)
         return [unit for unit in units if unit.load_id not in late]
 
     def _overwrite(self, units: Sequence[BlockTransfer]) -> None:
@@ -332,7 +375,7 @@ class HostArena:
                 self._given_sums.pop(page, None)
 
     def _begin_stores(self, background: BackgroundMoves, units: Sequence[BlockTransfer]) -> None:
-        after = finish(self.stores.finish, self._stored)
+        after = marks((self.stores.finish, self._stored))
         jobs = []
         for unit in units:
             first = unit.pages[0]
@@ -342,33 +385,54 @@ class HostArena:
             if background.is_moving(unit.tag, first):
                 continue  # offered twice
             size = self._entry_bytes(unit.tag.kind)
-            job = Job(unit.tag, size, unit.pages, self._views([unit], size), (after,))
+            job = Job(unit.tag, size, unit.pages, self._views(unit.pages, 0, size), after)
             given = self._given_sums.get(first)
             job.checksum = partial(self._seen_checksum, first, unit.tag) if given is None else partial(int, given)
             jobs.append(job)
         background.store(jobs)
 
     def _begin_fetches(self, background: BackgroundMoves, units: Sequence[BlockTransfer]) -> None:
-        after = (finish(self.stores.finish, self._stored), finish(self.loads.finish, self._last_load))
+        after = marks((self.stores.finish, self._stored), (self.loads.finish, self._last_load))
         part_bytes = max(self._row_bytes.values()) if background.whole_entries else PART_BYTES
-        jobs = []
-        for unit in units:
+        step = max(1, part_bytes // self.page_bytes)
+        entry_bytes = {kind: self._entry_bytes(kind) for kind in self._row_bytes}
+        jobs: list[Job] = []
+        group_bytes = 0
+        # States first: they are the longest.
+        for unit in sorted(units, key=lambda unit: unit.tag.kind is EntryKind.KV):
             self._tags.pop(unit.pages[0], None)  # set again by `fetched`
-            size, step = self._entry_bytes(unit.tag.kind), max(1, part_bytes // self.page_bytes)
-            for at in range(0, len(unit.pages), step):
-                pages, start = unit.pages[at : at + step], at * self.page_bytes
-                part = dataclasses.replace(unit, pages=pages)
-                views = self._views([part], max(0, min(size - start, len(pages) * self.page_bytes)))
-                job = Job(unit.tag, size, pages, [(start + offset, view) for offset, view in views], after)
-                self._fetching |= dict.fromkeys(pages, job)
+            size = entry_bytes[unit.tag.kind]
+            if group_bytes and group_bytes + size > GROUP_BYTES:
+                background.load(jobs)
+                jobs, group_bytes = [], 0
+            group_bytes += size
+            used = ceil_div(size, self.page_bytes)
+            for at in range(0, used, step):
+                # Another stage of the pipeline may use more of the pages. The last part has all that are left.
+                pages = unit.pages[at : at + step] if at + step < used else unit.pages[at:]
+                job = Job(unit.tag, size, pages, self._views(pages, at * self.page_bytes, size), after)
+                for page in pages:
+                    self._fetching[page] = job
                 jobs.append(job)
         background.load(jobs)
 
     def _seen_checksum(self, page: int, tag: Tag) -> int:
         return int(self._sums_seen[page]) ^ tag.digest
 
-    def _views(self, units: Sequence[BlockTransfer], size: int) -> list[tuple[int, torch.Tensor]]:
-        return [(start, self._host(page, length)) for start, page, length in self._pieces(units, size)]
+    def _views(self, pages: Sequence[int], start: int, end: int) -> list[tuple[int, memoryview]]:
+        """Bytes ``start`` to ``end`` of an entry, or as many as these pages hold: (offset in the entry, view)."""
+        views: list[tuple[int, memoryview]] = []
+        at = 0
+        while at < len(pages) and start < end:
+            first = at
+            while at + 1 < len(pages) and pages[at + 1] == pages[at] + 1:  # adjacent pages are one view
+                at += 1
+            at += 1
+            length = min((at - first) * self.page_bytes, end - start)
+            begin = pages[first] * self.page_bytes
+            views.append((start, self._view[begin : begin + length]))
+            start += length
+        return views
 
     # -- a tier behind the host, at once -------------------------------------------------------------------------------
 
@@ -574,8 +638,9 @@ class HostArena:
 
     def _compare(self, batches: Sequence[_Batch]) -> None:
         """Counts the wrong checksums of each load. Nothing here waits for the device."""
-        load_ids = [load_id % _LOADS for batch in batches for load_id in _load_ids(batch.units)]
-        of_unit, of_load = self._ids(load_ids, sorted(set(load_ids)))
+        load_ids = [load_id for batch in batches for load_id in _load_ids(batch.units)]
+        new = sorted(set(load_ids).difference(self._loaded))  # the others have begun with other entries
+        of_unit, of_load = self._ids([load_id % _LOADS for load_id in load_ids], [load_id % _LOADS for load_id in new])
         self._bad_rows.index_fill_(0, of_load, 0)
         if self._verify:
             sums, first_pages = (

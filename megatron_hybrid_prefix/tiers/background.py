@@ -14,21 +14,22 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 
 import torch
 
-from megatron_hybrid_prefix.tiers.base import Entry, SharedTier
+from megatron_hybrid_prefix.tiers.base import Entry, SharedTier, copy_bytes
 from megatron_hybrid_prefix.tiers.queue import Mark
 from megatron_hybrid_prefix.tiers.units import Tag
 
 logger = logging.getLogger(__name__)
 
-type Pieces = Sequence[tuple[int, torch.Tensor]]
-"""Bytes of an entry: (offset in the entry, view of pages)."""
+type Pieces = Sequence[tuple[int, memoryview]]
+"""Bytes of an entry: (offset in the entry, view of pages), without gaps."""
 
 _WRITERS = 2
 _END_S = 1.0  # a thread that hangs in a read must not keep the process from ending
@@ -59,7 +60,7 @@ class Batch:
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class Job(AbstractContextManager[bool]):
     """An entry that is being stored, or a part of an entry that is being loaded.
 
     Attributes:
@@ -72,7 +73,7 @@ class Job:
         cancelled: The pages belong to another entry.
         found: Of a load that is over: whether the bytes are in the pages.
         is_over: Whether the thread is done with it.
-        batch: The jobs that were started with it.
+        batch: The jobs that were started with it; None until then.
     """
 
     tag: Tag
@@ -84,14 +85,19 @@ class Job:
     cancelled: bool = False
     found: bool = False
     is_over: bool = False
-    batch: Batch = field(default_factory=lambda: Batch(1))
+    batch: Batch | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    @contextmanager
-    def writing(self) -> Iterator[bool]:
+    def writing(self) -> AbstractContextManager[bool]:
         """Whether the thread may write to the pages; if so, they are given to nobody else until the block ends."""
-        with self.lock:
-            yield not self.cancelled
+        return self
+
+    def __enter__(self) -> bool:
+        self.lock.acquire()
+        return not self.cancelled
+
+    def __exit__(self, *error: object) -> None:
+        self.lock.release()
 
 
 class _Shared:
@@ -206,13 +212,6 @@ class BackgroundMoves:
         return self._shared.stored_bytes
 
 
-def wait_for(jobs: Iterable[Job], seconds: float) -> None:
-    """Wait until jobs are over, at most this long."""
-    late = time.monotonic() + seconds
-    for batch in {id(job.batch): job.batch for job in jobs}.values():
-        batch.wait(late - time.monotonic())
-
-
 _LIVING: weakref.WeakSet[BackgroundMoves] = weakref.WeakSet()
 
 
@@ -228,16 +227,20 @@ def _end_of_work(shared: _Shared, threads: int) -> None:
             queue.put(None)
 
 
-def finish(queue_finish: Callable[[Mark], None], mark: Mark) -> Callable[[], None]:
-    """For `Job.after`: waits for a mark of a queue."""
-    return (lambda: None) if mark is None else (lambda: queue_finish(mark))
+def marks(*queues: tuple[Callable[[Mark], None], Mark]) -> tuple[Callable[[], None], ...]:
+    """For `Job.after`: waits for marks of queues, without those that are reached by now. Each wait costs a thread its turn.
+
+    Args:
+        queues: For each queue: what waits for a mark, and the mark.
+    """
+    return tuple(partial(wait, mark) for wait, mark in queues if mark is not None and not mark.query())
 
 
-def _serve(shared: _Shared, work: Callable[[_Shared, Job, torch.Tensor], None], largest_bytes: int) -> None:
+def _serve(shared: _Shared, work: Callable[[_Shared, Job, memoryview], None], largest_bytes: int) -> None:
     """A thread. Its memory is made once: new memory costs as much time as the copy."""
-    memory = torch.empty(largest_bytes, dtype=torch.uint8)
+    memory = memoryview(torch.empty(largest_bytes, dtype=torch.uint8).numpy())
     try:
-        shared.tier.use_memory(memoryview(memory.numpy()))
+        shared.tier.use_memory(memory)
     except Exception as error:  # a tier's code may raise anything
         logger.error("the tier behind the host: use_memory failed: %r", error)
     queue, is_store = (shared.stores, True) if work is _write else (shared.loads, False)
@@ -254,48 +257,43 @@ def _serve(shared: _Shared, work: Callable[[_Shared, Job, torch.Tensor], None], 
         with shared.lock:
             shared.seconds += time.perf_counter() - start
         job.is_over = True
+        assert job.batch is not None
         job.batch.end_one()
         del job
 
 
-def _write(shared: _Shared, job: Job, memory: torch.Tensor) -> None:
+def _write(shared: _Shared, job: Job, memory: memoryview) -> None:
     if not shared.tier.wants(job.tag):
         return
     kept, row = False, memory[: job.entry_bytes]
     if not job.cancelled:
         for start, view in job.pieces:
-            row[start : start + len(view)] = view
+            copy_bytes(view, row[start : start + len(view)])
         assert callable(job.checksum)
         checksum = job.checksum()
         if not job.cancelled:  # from here on the copy is used
-            (kept,) = shared.tier.put([Entry(job.tag, memoryview(row.numpy()), checksum)])
+            (kept,) = shared.tier.put([Entry(job.tag, row, checksum)])
     with shared.lock:
         shared.stored_bytes += job.entry_bytes * kept
         shared.refused += not kept
 
 
-def _read(shared: _Shared, job: Job, memory: torch.Tensor) -> None:
-    checksums, scratch = set(), memoryview(memory.numpy())
-    for start, view in job.pieces:
-        checksum = shared.tier.fill(
-            job.tag, job.entry_bytes, start, memoryview(view.numpy()), scratch=scratch, writing=job.writing
-        )
-        checksums.add(checksum)
-        if checksum is None or len(checksums) > 1:  # not here, or replaced between two pieces
-            return
-        job.checksum = checksum
-    job.found = True
+def _read(shared: _Shared, job: Job, memory: memoryview) -> None:
+    start, views = job.pieces[0][0], [view for _, view in job.pieces]
+    checksum = shared.tier.fill(job.tag, job.entry_bytes, start, views, scratch=memory, writing=job.writing)
+    if checksum is not None:
+        job.checksum, job.found = checksum, True
 
 
-def _read_whole(shared: _Shared, job: Job, memory: torch.Tensor) -> None:
+def _read_whole(shared: _Shared, job: Job, memory: memoryview) -> None:
     """As `_read`, for `SharedTier.whole_entries`."""
     row = memory[: job.entry_bytes]
-    checksum = shared.tier.read(job.tag, job.entry_bytes, 0, memoryview(row.numpy()), wait=True)
+    checksum = shared.tier.read(job.tag, job.entry_bytes, 0, row, wait=True)
     if checksum is None:
         return
     for start, view in job.pieces:
-        with job.lock:
-            if job.cancelled:
+        with job.writing() as is_mine:
+            if not is_mine:
                 return
-            view.copy_(row[start : start + len(view)])
+            copy_bytes(row[start : start + len(view)], view)
     job.checksum, job.found = checksum, True

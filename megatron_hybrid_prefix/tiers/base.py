@@ -151,7 +151,7 @@ class SharedTier(Tier):
         tag: Tag,
         entry_bytes: int,
         start: int,
-        buffer: memoryview,
+        buffers: Sequence[memoryview],
         *,
         scratch: memoryview,
         writing: Callable[[], AbstractContextManager[bool]],
@@ -162,7 +162,7 @@ class SharedTier(Tier):
             tag: See `read`.
             entry_bytes: See `read`.
             start: See `read`.
-            buffer: Receives the part. Only to be written inside ``writing()``.
+            buffers: Receive the part, one after the other. Only to be written inside ``writing()``.
             scratch: Memory of this thread, as large as the largest entry.
             writing: Inside the block the memory keeps its owner, who waits: never wait for a disk there. The block
                 begins with False if the memory belongs to another entry by now.
@@ -170,12 +170,26 @@ class SharedTier(Tier):
         Returns:
             See `read`.
         """
+        checksums = set()
+        for buffer in buffers:
+            checksums.add(self._fill_one(tag, entry_bytes, start, buffer, scratch[: len(buffer)], writing))
+            start += len(buffer)
+        return checksums.pop() if len(checksums) == 1 else None  # two: replaced meanwhile
+
+    def _fill_one(
+        self,
+        tag: Tag,
+        entry_bytes: int,
+        start: int,
+        buffer: memoryview,
+        row: memoryview,
+        writing: Callable[[], AbstractContextManager[bool]],
+    ) -> int | None:
         with writing() as mine:
             if not mine:
                 return None
             with suppress(BlockingIOError):
                 return self.read(tag, entry_bytes, start, buffer, wait=False)
-        row = scratch[: len(buffer)]
         checksum = self.read(tag, entry_bytes, start, row, wait=True)
         with writing() as mine:
             if mine:

@@ -31,7 +31,7 @@ from megatron_hybrid_prefix.tiers.base import Entry, SharedTier
 from megatron_hybrid_prefix.tiers.folder import SharedFolder
 from megatron_hybrid_prefix.tiers.header import HEADER_BYTES, checksum_in, make_header
 from megatron_hybrid_prefix.tiers.listing import FileName
-from megatron_hybrid_prefix.tiers.reads import NotMine, ReadSome, is_in_memory, mine, read_part, scatter
+from megatron_hybrid_prefix.tiers.reads import NotMine, ReadSome, is_in_memory, read_part, scatter
 from megatron_hybrid_prefix.tiers.shared import FolderSettings
 from megatron_hybrid_prefix.tiers.space import Ranking, Space
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
@@ -227,14 +227,14 @@ class FileTier(SharedTier):
                     raise
                 raise BlockingIOError(errno.EAGAIN, "cannot tell") from None
 
-        return self._read(tag, entry_bytes, start, buffer, read_some)
+        return self._read(tag, entry_bytes, start, [buffer], read_some)
 
     def fill(
         self,
         tag: Tag,
         entry_bytes: int,
         start: int,
-        buffer: memoryview,
+        buffers: Sequence[memoryview],
         *,
         scratch: memoryview,
         writing: Callable[[], AbstractContextManager[bool]],
@@ -247,7 +247,9 @@ class FileTier(SharedTier):
 
         def read_some(file: int, views: list[memoryview], at: int) -> int:
             if self._tells or self._in_memory:
-                with mine(writing):
+                with writing() as is_mine:
+                    if not is_mine:
+                        raise NotMine
                     try:
                         return os.preadv(file, views, at, 0 if self._in_memory else os.RWF_NOWAIT)
                     except OSError as error:
@@ -256,47 +258,52 @@ class FileTier(SharedTier):
                         self._tells = error.errno == errno.EAGAIN
             chunk = scratch[: min(CHUNK_BYTES, sum(map(len, views)))]
             chunk = chunk[: os.preadv(file, [chunk], at)]
-            with mine(writing):
+            with writing() as is_mine:
+                if not is_mine:
+                    raise NotMine
                 scatter(chunk, views)
             return len(chunk)
 
         try:
-            return self._read(tag, entry_bytes, start, buffer, read_some)
+            return self._read(tag, entry_bytes, start, buffers, read_some)
         except NotMine:
             return None
 
-    def _read(self, tag: Tag, entry_bytes: int, start: int, buffer: memoryview, read_some: ReadSome) -> int | None:
-        name = self._file_name(tag)
+    def _read(
+        self, tag: Tag, entry_bytes: int, start: int, buffers: Sequence[memoryview], read_some: ReadSome
+    ) -> int | None:
         with self.folder.lock:
             space, namespace = self.folder.space, self._name
-            is_open = bool(namespace) and tag.epoch == self._epoch
-            if space is None or not is_open or space.get(tag.kind, tag.key) is None:
+            file = None
+            if space is not None and namespace and tag.epoch == self._epoch:
+                file = space.get(tag.kind, tag.key)
+            if file is None:
                 self.count("gone")
                 return None
-            path = self.folder.place(name)
+            path = self.folder.place(tag.key, file)
         thread = threading.get_ident()
         self._reads[thread] = time.monotonic()
         try:
-            header, fits = read_part(path, HEADER_BYTES, start, buffer, entry_bytes, read_some)
+            header, fits = read_part(path, HEADER_BYTES, start, buffers, entry_bytes, read_some)
         except BlockingIOError:
             raise
         except OSError as error:
             if error.errno == errno.ENOENT:
                 self.count("gone")
-                self.folder.forget(name)
+                self.folder.forget(self._file_name(tag))
             else:
                 self.count("read_" + _reason(error), error)
                 if error.errno in _LASTING:
-                    self._drop(name)
+                    self._drop(self._file_name(tag))
             return None
         finally:
             del self._reads[thread]
         checksum = checksum_in(header, namespace, tag, entry_bytes) if fits else None
         if checksum is None:
             self.count("not_valid")
-            self._drop(name)
+            self._drop(self._file_name(tag))
         elif tag.kind == EntryKind.STATE and not start:
-            self.folder.touch(name)
+            self.folder.touch(self._file_name(tag))
         return checksum
 
     # -- remove --------------------------------------------------------------------------------------------------------

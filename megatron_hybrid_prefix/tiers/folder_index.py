@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hybrid_prefix.tiers.header import VERSION
-from megatron_hybrid_prefix.tiers.listing import PARTS, FileName, Listing, by_need
+from megatron_hybrid_prefix.tiers.listing import PARTS, FileName, Listing, by_need, part_of
 from megatron_hybrid_prefix.tiers.locks import Lock
 from megatron_hybrid_prefix.tiers.space import Ranking, Space
 from megatron_hybrid_prefix.tiers.units import EntryKind
@@ -50,6 +50,7 @@ class FolderIndex:
         self._make_ranking, self._reason = make_ranking, reason
         self._top = folder
         self._root = folder / f"v{VERSION}"
+        self._root_text = str(self._root)
         self.lock = threading.RLock()
         self._looking = threading.Lock()  # held while the folder is read
         self.space: Space | None = None
@@ -119,12 +120,12 @@ class FolderIndex:
 
     def path(self, name: FileName) -> Path:
         """Where the entry of the namespace in use is, or would be."""
-        return Path(self.place(name))
+        return Path(self.place(name.key, str(name)))
 
-    def place(self, name: FileName) -> str:
-        """The same as text, for calls that are made often."""
+    def place(self, key: bytes, text: str) -> str:
+        """The same as text, of a name as text: for calls that are made often."""
         assert self._name is not None
-        return f"{self._root}/{self._name}/{name.part}/{name}"
+        return f"{self._root_text}/{self._name}/{part_of(key)}/{text}"
 
     @property
     def bytes_used(self) -> int:

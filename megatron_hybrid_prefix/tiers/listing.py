@@ -13,9 +13,15 @@ from typing import NamedTuple
 from megatron_hybrid_prefix.tiers.units import EntryKind
 
 PARTS = 64  # folders of a namespace
+_PARTS = [f"{number:02x}" for number in range(PARTS)]
 _KINDS = {EntryKind.KV: "kv", EntryKind.STATE: "state"}
 _KIND_OF = {name: kind for kind, name in _KINDS.items()}
 _TICK_S = 1.0  # a change may leave a folder's time of change as it is within this time
+
+
+def part_of(key: bytes) -> str:
+    """The folder that a key's files are in."""
+    return _PARTS[key[0] % PARTS]
 
 
 class FileName(NamedTuple):
@@ -32,7 +38,7 @@ class FileName(NamedTuple):
     @property
     def part(self) -> str:
         """The folder it is in."""
-        return f"{self.key[0] % PARTS:02x}"
+        return part_of(self.key)
 
     @classmethod
     def of(cls, text: str) -> FileName | None:
@@ -50,7 +56,8 @@ class Listing:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._sizes: dict[str, dict[str, int]] = {f"{number:02x}": {} for number in range(PARTS)}  # by part, by name
+        self._place = str(folder)
+        self._sizes: dict[str, dict[str, int]] = {part: {} for part in _PARTS}  # by part, by name
         # By part: its time of change, when that was first seen (monotonic), and whether it need not be read again.
         self._looks: dict[str, tuple[int, float, bool]] = {}
         self.bytes = 0
@@ -83,17 +90,18 @@ class Listing:
             Name of a part, files that are gone, files that are new. What was changed since the part was read is neither.
         """
         for part, sizes in self._sizes.items():
-            with lock:
-                before = set(sizes)
+            place, before = f"{self._place}/{part}", set[str]()
             found: dict[str, os.stat_result | None] = {}
             try:
-                changed_ns, now = os.stat(self.folder / part).st_mtime_ns, time.monotonic()
+                changed_ns, now = os.stat(place).st_mtime_ns, time.monotonic()
                 last_ns, since, settled = self._looks.get(part, (None, now, False))
                 if last_ns != changed_ns:
                     since, settled = now, False
                 if settled:
                     continue
-                with os.scandir(self.folder / part) as entries:
+                with lock:
+                    before = set(sizes)
+                with os.scandir(place) as entries:
                     for entry in entries:
                         with suppress(FileNotFoundError):
                             found[entry.name] = None if entry.name in before else entry.stat(follow_symlinks=False)
@@ -101,6 +109,8 @@ class Listing:
                 self._looks[part] = changed_ns, since, now - since > _TICK_S
             except (FileNotFoundError, NotADirectoryError):
                 self._looks.pop(part, None)
+                with lock:
+                    before = set(sizes)
             gone, new = before - set(found), {name: stat for name, stat in found.items() if stat is not None}
             if gone or new:
                 yield part, gone, new

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from megatron_hybrid_prefix.tiers.base import copy_bytes
@@ -12,22 +11,15 @@ from megatron_hybrid_prefix.tiers.base import copy_bytes
 type ReadSome = Callable[[int, list[memoryview], int], int]
 """Reads from a file into views, from a position on; returns the number of bytes, 0 at the end of the file."""
 
+_MOST_VIEWS = 512  # of one call; Linux takes 1,024
+
 
 class NotMine(Exception):
     """The memory belongs to another entry."""
 
 
-@contextmanager
-def mine(writing: Callable[[], AbstractContextManager[bool]]) -> Iterator[None]:
-    """``writing()`` of `SharedTier.fill`. Raises NotMine if the memory belongs to another entry."""
-    with writing() as is_mine:
-        if not is_mine:
-            raise NotMine
-        yield
-
-
 def read_part(
-    path: str, header_bytes: int, start: int, buffer: memoryview, entry_bytes: int, read_some: ReadSome
+    path: str, header_bytes: int, start: int, buffers: Sequence[memoryview], entry_bytes: int, read_some: ReadSome
 ) -> tuple[bytes, bool]:
     """Read a part of an entry, and the file's header before it.
 
@@ -35,7 +27,7 @@ def read_part(
         path: The file: a header, and the entry.
         header_bytes: Bytes of the header.
         start: Offset of the part in the entry.
-        buffer: Receives the part.
+        buffers: Receive the part, one after the other.
         entry_bytes: Bytes of the entry.
         read_some: Reads.
 
@@ -45,43 +37,45 @@ def read_part(
     Raises:
         OSError: The file cannot be read.
     """
-    header, beyond = memoryview(bytearray(header_bytes)), memoryview(bytearray(1))
+    header = bytearray(header_bytes)
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         # One call, if possible: after each, the thread waits for its turn.
-        views, at = ([header, buffer], 0) if not start else ([buffer], header_bytes + start)
-        fits = not start or _fill(file, [header], 0, None, read_some)
-        fits = fits and _fill(file, views, at, beyond if start + len(buffer) == entry_bytes else None, read_some)
+        fits = not start or _fill(file, [header], 0, header_bytes, read_some)
+        views, at, size = [*buffers], header_bytes + start, sum(map(len, buffers))
+        if start + size == entry_bytes:
+            views.append(memoryview(bytearray(1)))  # must stay empty
+        if not start:
+            views.insert(0, memoryview(header))
+            at, size = 0, header_bytes + size
+        fits = fits and _fill(file, views, at, size, read_some)
         return bytes(header), fits
     finally:
         os.close(file)
 
 
-def _fill(file: int, views: list[memoryview], at: int, beyond: memoryview | None, read_some: ReadSome) -> bool:
+def _fill(file: int, views: Sequence[memoryview | bytearray], at: int, size: int, read_some: ReadSome) -> bool:
     """Read from a position until the views are full.
 
     Args:
         file: The file.
-        views: Receive the bytes.
+        views: Receive the bytes. They may be longer than ``size``.
         at: The position.
-        beyond: One more byte, which must not be there.
+        size: Bytes that must be there.
         read_some: Reads.
 
     Returns:
         False: the file ends before, or after them.
     """
-    left = sum(map(len, views))
-    views = [*views, beyond] if beyond is not None else views
-    while left > 0:
-        count = read_some(file, views, at)
-        if not count:
-            return False
-        left, at = left - count, at + count
-        while views and count >= len(views[0]):
-            count -= len(views.pop(0))
-        if views:
-            views[0] = views[0][count:]
-    return not left
+    left = [memoryview(view) for view in views]
+    count = read_some(file, left[:_MOST_VIEWS], at)
+    while 0 < count < size:
+        size, at = size - count, at + count
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        left[0] = left[0][count:]
+        count = read_some(file, left[:_MOST_VIEWS], at)
+    return count == size
 
 
 def scatter(source: memoryview, views: Iterable[memoryview]) -> None:

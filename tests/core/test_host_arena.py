@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -242,6 +243,7 @@ def test_any_order_of_moves_with_a_shared_tier(device, seed, monkeypatch):
     tier = SlowTier(seed)
     world = AnyOrder(device, seed, monkeypatch, behind=tier)
     monkeypatch.setattr(arenas, "PART_BYTES", 1)  # a part for each page
+    monkeypatch.setattr(arenas, "GROUP_BYTES", 1)  # a group for each entry
     pools, dice, places, on_device = world.pools, world.dice, world.places, world.on_device
     arena, on_host, taken, ends = pools.arena, {}, set(), Counter()
     for step in range(60):
@@ -276,6 +278,8 @@ def test_any_order_of_moves_with_a_shared_tier(device, seed, monkeypatch):
         else:
             ends["late" if arrived is None else "missing"] += 1
             arena.drop_put_off(step)
+            for place in loads:  # part of it may have been loaded; what the model writes now comes after that
+                world._write(place, 2000 + step)
             for _, entry in loads.values():  # the cache drops what did not arrive
                 del on_host[entry]
         world.write_some(1000 + step)
@@ -305,6 +309,71 @@ def test_a_load_whose_page_went_to_another_entry_is_a_miss(monkeypatch):
     assert not pools.arena.has_failed(8)
 
 
+@pytest.mark.parametrize("end", ["arrives", "dropped", "dropped before"])
+def test_what_has_arrived_is_loaded_while_the_rest_is_read(end, monkeypatch):
+    """If the load is given up, the model waits for what was launched of it."""
+    monkeypatch.setattr(arenas, "GROUP_BYTES", 1)
+    tier = SlowTier(0)
+    monkeypatch.setattr(tier, "_dice", Never())
+    pools = Pools("cpu", behind=tier)
+    for index, key in enumerate((b"a", b"b")):
+        pools.write(EntryKind.KV, index, 1.0 + index)
+        store = [
+            pools.unit(EntryKind.KV, index, index, key=key),
+            pools.behind_unit(EntryKind.KV, index, key, take=True),
+        ]
+        pools.arena.carry_out(store)
+    assert pools.arena.drain(HANG_S)
+    may_read, read, waits = threading.Event(), tier.read, []
+    slow = {b"b"} if end != "dropped before" else {b"a", b"b"}
+
+    def slow_read(tag: Tag, *args: Any, **how: Any) -> int | None:
+        assert tag.key not in slow or may_read.wait(HANG_S)
+        return read(tag, *args, **how)
+
+    monkeypatch.setattr(tier, "read", slow_read)
+    monkeypatch.setattr(pools.arena.loads, "wait", waits.append)
+    fetch = [pools.behind_unit(EntryKind.KV, 2 + index, key, take=False) for index, key in enumerate((b"a", b"b"))]
+    load = [pools.unit(EntryKind.KV, 5 + index, 2 + index, 7, key=key) for index, key in enumerate((b"a", b"b"))]
+    pools.arena.carry_out([*fetch, *load])
+    assert pools.arena.fetched(7, 0.1) is None
+    first, second = (pools.read(EntryKind.KV, index)[0].unique().tolist() for index in (5, 6))
+    assert (first, second) == ([0.0] if end == "dropped before" else [1.0], [0.0])
+    if end == "arrives":
+        may_read.set()
+        assert pools.arena.fetched(7, HANG_S) is True
+        pools.arena.run_put_off(7)
+        assert not pools.arena.has_failed(7) and pools.read(EntryKind.KV, 6)[0].unique().tolist() == [2.0]
+    else:
+        pools.arena.drop_put_off(7)
+        assert len(waits) == (end == "dropped")
+        may_read.set()
+    pools.arena.close()
+
+
+def test_a_wrong_entry_of_any_group_fails_the_load(monkeypatch):
+    monkeypatch.setattr(arenas, "GROUP_BYTES", 1)
+    tier = SlowTier(0)
+    monkeypatch.setattr(tier, "_dice", Never())
+    pools = Pools("cpu", behind=tier)
+    keys = (b"a", b"b", b"c")
+    for load_id, wrong in enumerate(keys):
+        tier.entries.clear()
+        for index, key in enumerate(keys):
+            pools.arena.carry_out([pools.unit(EntryKind.KV, index, index, key=key)])
+            pools.arena.carry_out([pools.behind_unit(EntryKind.KV, index, key, take=True)])
+            assert pools.arena.drain(HANG_S)
+        data, checksum = tier.entries[EntryKind.KV, wrong]
+        tier.entries[EntryKind.KV, wrong] = data, checksum ^ 1
+        units = [pools.behind_unit(EntryKind.KV, 3 + index, key, take=False) for index, key in enumerate(keys)]
+        units += [pools.unit(EntryKind.KV, 5 + index, 3 + index, load_id, key=key) for index, key in enumerate(keys)]
+        pools.arena.carry_out(units)
+        assert pools.arena.fetched(load_id, HANG_S)
+        pools.arena.run_put_off(load_id)
+        assert pools.arena.has_failed(load_id), wrong
+    pools.arena.close()
+
+
 def test_the_checksum_of_an_entry_from_behind_goes_back_with_it(monkeypatch):
     """Also if an earlier store brings older checksums to the host after the entry has arrived there."""
     tier = SlowTier(0)
@@ -332,9 +401,9 @@ def test_pieces_of_two_files_are_no_entry(replaced):
         def read(self, tag: Tag, entry_bytes: int, start: int, buffer: memoryview, *, wait: bool) -> int | None:
             return 2 if replaced and start else 1
 
-    pieces = [(start, torch.zeros(8, dtype=torch.uint8)) for start in (0, 8)]
+    pieces = [(start, memoryview(bytearray(8))) for start in (0, 8)]
     job = background.Job(Tag(kind=EntryKind.KV, key=b"k", depth_tokens=1, epoch=0), 16, (0, 1), pieces, ())
-    background._read(background._Shared(Replaced(0)), job, torch.empty(16, dtype=torch.uint8))
+    background._read(background._Shared(Replaced(0)), job, memoryview(bytearray(16)))
     assert job.found is not replaced
 
 

@@ -153,7 +153,7 @@ class Page:
 
     def fill(self, tier: FileTier, of: Tag, start: int = 0) -> int | None:
         buffer, scratch = memoryview(self.memory), memoryview(bytearray(SIZE[of.kind] + HEADER_BYTES))
-        return tier.fill(of, SIZE[of.kind], start, buffer, scratch=scratch, writing=self.writing)
+        return tier.fill(of, SIZE[of.kind], start, [buffer[:500], buffer[500:]], scratch=scratch, writing=self.writing)
 
 
 class Disk:

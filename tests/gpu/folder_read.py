@@ -1,8 +1,9 @@
 """How fast the entries of a hit come from a shared folder into the host's pages, beside plain reads of the same bytes.
 
 Usage: ``python -m tests.gpu.folder_read [--folder DIR] [--threads 1 4 8 16] [--out DIR]``. Needs no GPU; with one, the pages
-are pinned. Without ``--folder`` it measures a temporary folder and one in ``/dev/shm``. Sizes are those of 8,448 tokens
-of hybrid-4b in bfloat16. *CPU* is the processor time of the process: on a machine that other work shares, compare that.
+are pinned, and *to the device* is how long it takes until the device has the bytes, too. Without ``--folder`` it measures a
+temporary folder and one in ``/dev/shm``. Sizes are those of 8,448 tokens of hybrid-4b in bfloat16. *CPU* is the processor time
+of the process: on a machine that other work shares, compare that. *One file* is a floor: one read per thread, of its share.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import statistics
 import tempfile
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 
+from megatron_hybrid_prefix.ops.checksum import checksum_rows
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy
 from megatron_hybrid_prefix.tiers.arena import PART_BYTES, HostArena
@@ -61,18 +64,24 @@ class Hit:
         ]
         for tag in self.tags:
             data = torch.full((self.sizes[tag.kind],), tag.depth_tokens % 251, dtype=torch.uint8)
-            assert self.tier.put([Entry(tag, memoryview(data.numpy()), 1)]) == [True]
+            checksum = (
+                int(checksum_rows(data.view(torch.int64)[None])[0]) ^ tag.digest
+            )  # as a store from the device makes it
+            assert self.tier.put([Entry(tag, memoryview(data.numpy()), checksum)]) == [True]
         self.bytes = sum(self.sizes[tag.kind] for tag in self.tags)
         page = choose_page_bytes(self.sizes.values())
         pages_of = {kind: -(-size // page) for kind, size in self.sizes.items()}
         tensors = {
-            kind: [torch.zeros(1, 1, size, dtype=torch.uint8, device=device)] for kind, size in self.sizes.items()
+            kind: [torch.zeros(1, BLOCKS, size, dtype=torch.uint8, device=device)] for kind, size in self.sizes.items()
         }
         pages = sum(pages_of[tag.kind] for tag in self.tags)
         self.arena = HostArena(
             lambda: tensors, pages=pages, page_bytes=page, pages_of=pages_of, device=device, behind=self.tier
         )
+        self.run_loads = self.arena._run_loads
         self.arena.memory.fill_(1)  # touch the pages
+        self.whole = folder / "whole"
+        self.whole.write_bytes(bytes(self.bytes))
         self.memory = memoryview(self.arena.memory.numpy())
         self.transfers, self.parts, self.loads, at = [], [], 0, 0
         for tag in self.tags:
@@ -82,16 +91,41 @@ class Hit:
                 self.parts.append((path, start, at * page + start, min(PART_BYTES, size - start)))
             at += pages_of[tag.kind]
 
-    def read(self):
+    def read(self, *, to_device=False):
         """By the arena, as a request waits for it."""
         self.loads += 1
+        self.arena._run_loads = self.run_loads if to_device else lambda units: None
         pages = [{"pages": pages, "tag": tag} for tag, pages in self.transfers]
+        places = [tag.depth_tokens // BLOCK - 1 for tag, _ in self.transfers]
         self.arena.carry_out([BlockTransfer(source="shared", target=HOST, **each) for each in pages])
-        back = [BlockTransfer(source=HOST, target=DEVICE, device_id=0, load_id=self.loads, **each) for each in pages]
+        back = [
+            BlockTransfer(source=HOST, target=DEVICE, device_id=place, load_id=self.loads, **each)
+            for each, place in zip(pages, places, strict=True)
+        ]
         self.arena.carry_out(back)
         assert self.arena.fetched(self.loads, 20), self.tier.counts
-        self.arena.drop_put_off(self.loads)
+        self.arena.run_put_off(self.loads)
+        if to_device:
+            self.arena.wait_for_load(self.loads)
+            torch.cuda.synchronize()
+            assert not self.arena.has_failed(self.loads)
         self.arena._fetching.clear()
+
+    def read_one_file(self, threads):
+        """All bytes from one file, a share for each thread."""
+
+        def work(start, end):
+            while start < end:
+                start += os.preadv(file, [self.memory[start:end]], start)
+
+        file = os.open(self.whole, os.O_RDONLY)
+        shares = [self.bytes * number // threads for number in range(threads + 1)]
+        running = [threading.Thread(target=work, args=ends) for ends in pairwise(shares)]
+        for thread in running:
+            thread.start()
+        for thread in running:
+            thread.join()
+        os.close(file)
 
     def read_plainly(self, threads, flags=0):
         """The same parts, with nothing around them. Returns the errors."""
@@ -125,7 +159,13 @@ def measure(folder, args, device):
     """Rows of the table, one per number of threads."""
     for threads in args.threads:
         hit = Hit(folder, threads, args.scale, device)
-        ways = {"arena": hit.read, "plain": lambda hit=hit, threads=threads: hit.read_plainly(threads)}
+        ways = {
+            "arena": hit.read,
+            "plain": lambda hit=hit, threads=threads: hit.read_plainly(threads),
+            "one file": lambda hit=hit, threads=threads: hit.read_one_file(threads),
+        }
+        if device == "cuda":
+            ways["to the device"] = lambda hit=hit: hit.read(to_device=True)
         spent = {name: [] for name in ways}
         for number in range(args.repeats + 2):
             for name, way in ways.items():
@@ -158,11 +198,13 @@ def main():
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "folder_read.json").write_text(json.dumps(rows, indent=1))
     print(
-        "\n| folder | threads | arena, ms | plain, ms | share | arena, GB/s | share, CPU |\n|---|---|---|---|---|---|---|"
+        "\n| folder | threads | arena, ms | to the device | plain, ms | one file | share | arena, GB/s | share, CPU |"
+        "\n|---|---|---|---|---|---|---|---|---|"
     )
     for row in rows:
-        cells = (row["folder"], row["threads"], row["arena ms"], row["plain ms"], row["share of plain"])
-        print(f"| {' | '.join(map(str, cells))} | {row['mb'] / row['arena ms']:.1f} | {row['share of plain, CPU']} |")
+        names = ("folder", "threads", "arena ms", "to the device ms", "plain ms", "one file ms", "share of plain")
+        cells = " | ".join(str(row.get(name, "")) for name in names)
+        print(f"| {cells} | {row['mb'] / row['arena ms']:.1f} | {row['share of plain, CPU']} |")
 
 
 if __name__ == "__main__":
