@@ -1,6 +1,6 @@
 """Processes on a shared folder that are killed at random moments, as JSON. Usage: ``shared_restart.py OUT.json FOLDER KILLS``.
 
-Each process sends the turns of some conversations and is killed, many of them while they write a file. The next one starts
+Each process sends the turns of some conversations and is killed, every second one in the middle of a write. The next one starts
 where it likes. Their budget is too small for all turns, so that there is always something to write and to delete. Two more at
 the end have a larger one, and are not killed.
 """
@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy
@@ -43,7 +44,7 @@ def serve(out, folder, turns, gb):
     if folder is not None:
         url = f"file://{folder}?gb={gb}&min_tokens=0&wait_s={HANG_S}&refresh_s=0.02"
         fields = {"slots": 3, "blocks": 24, "host_gb": 0.001, "shared": url}
-        folders.write_all = write_slowly
+        folders.write_all = partial(write_slowly, hold=held(out))
     served = EngineHarness(build_hybrid_model("tiny", seed=0), max_requests=2, **fields)
     sent = list(prompts())
     with open(out, "a", buffering=1) as file:
@@ -62,11 +63,18 @@ def serve(out, folder, turns, gb):
     os._exit(0)
 
 
-def write_slowly(file, data):
-    """Half of the bytes, a pause, the other half: more of the processes are killed in between."""
+def write_slowly(file, data, hold):
+    """Half of the bytes, a pause, the other half. While there is a file ``hold``, the pause does not end."""
     os.write(file, data[: len(data) // 2])
     time.sleep(0.008)
+    while hold.exists():
+        time.sleep(0.008)
     os.write(file, data[len(data) // 2 :])
+
+
+def held(out):
+    """The file that keeps the process with this output in the middle of a write."""
+    return out.with_suffix(".hold")
 
 
 def start(out, folder, turns, gb=0.01):
@@ -116,6 +124,7 @@ def main(out, folder, kills):
             served = dice.randrange(1, 4)  # turns, and then a moment of the next one
             wait_until(lambda n=number, s=served: len(lines(said / str(n))) >= s, "turns", pause_s=0.002)
             if number % 2:  # when it writes
+                held(said / str(number)).touch()
                 while not writes(folder) and len(lines(said / str(number))) < TURNS:
                     time.sleep(0.001)
             else:
