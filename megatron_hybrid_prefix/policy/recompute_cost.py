@@ -208,7 +208,7 @@ class _Known[T: KeptState]:
 
     def rank_again(self, state: T) -> None:
         """More KV depends on the state, so it is worth less per byte."""
-        if any(tier.shares_memory for tier in self.tiers):
+        if any(tier.state_blocks for tier in self.tiers):
             self.rank(self.records[state])
 
     def forget(self, record: _Record[T]) -> None:
@@ -287,10 +287,9 @@ class RecomputeCostEviction[T: KeptState]:
         self._known = known
         known.tiers.append(self)
         self._states: dict[T, None] = {}
-        # The states that decide which KV is useful here. Below the device: those of all tiers, because what the device
-        # has is spare.
+        # Decides which KV is useful here. Below the device: the states of all tiers, as what the device has is spare.
         self._ancestry = known.ancestry
-        self._state_blocks = 0.0  # 0: states have memory of their own
+        self.state_blocks = 0.0  # bytes of a state in KV blocks; 0: states have memory of their own
         # Entries (value, order of age, serial, number, record). An entry is valid if the state is kept here and it is
         # its record's latest. Its value is at most the record's current value.
         self._heap: list[tuple[float, int, int, int, _Record[T]]] = []
@@ -299,18 +298,13 @@ class RecomputeCostEviction[T: KeptState]:
     def tier_below(self) -> RecomputeCostEviction[T]:
         """See KnowsTiers."""
         self._ancestry = Ancestry()
-        below: RecomputeCostEviction[T] = RecomputeCostEviction.__new__(RecomputeCostEviction)
+        below = type(self).__new__(type(self))
         below._join(self._known)
         return below
 
     def share_memory(self, *, state_blocks: float) -> None:
         """See SharesMemory."""
-        self._state_blocks = state_blocks
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether states and KV share the memory of this tier."""
-        return self._state_blocks > 0
+        self.state_blocks = state_blocks
 
     def __len__(self) -> int:
         return len(self._states)
@@ -335,7 +329,7 @@ class RecomputeCostEviction[T: KeptState]:
     def used(self, state: T) -> None:
         """See EvictionPolicy."""
         # A state that both tiers keep is used on the device.
-        if self is self._known.tiers[0] or not self._known.tiers[0].keeps(state):
+        if self is self._known.tiers[0] or state not in self._known.tiers[0]:
             self._known.used(state)
 
     def removed(self, state: T) -> None:
@@ -346,10 +340,10 @@ class RecomputeCostEviction[T: KeptState]:
             longer = self._ancestry.remove(state)
             if longer is not None:
                 known.rank_again(longer)
-        if not any(tier.keeps(state) for tier in known.tiers):
+        if not any(state in tier for tier in known.tiers):
             known.removed(state)
 
-    def keeps(self, state: T) -> bool:
+    def __contains__(self, state: T) -> bool:
         """Whether the state is kept on this tier."""
         return state in self._states
 
@@ -380,8 +374,8 @@ class RecomputeCostEviction[T: KeptState]:
         """The value of keeping ``state``: expected cost saved per call."""
         known = self._known
         cost = known.cost(known.ancestry.depth_above_blocks(state), state.depth_blocks)
-        if self._state_blocks:
-            cost /= self._state_blocks + self._ancestry.exclusive_blocks(state)
+        if self.state_blocks:
+            cost /= self.state_blocks + self._ancestry.exclusive_blocks(state)
         return cost * known.records[state].cell.rate
 
     def clear(self) -> None:
