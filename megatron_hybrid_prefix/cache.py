@@ -51,7 +51,7 @@ from megatron_hybrid_prefix.index.store import PrefixStore
 from megatron_hybrid_prefix.index.tree import Node, PrefixTree
 from megatron_hybrid_prefix.metrics import PrefixStats, TierStats
 from megatron_hybrid_prefix.policy.boundaries import Boundary, prompt_boundaries, with_verification
-from megatron_hybrid_prefix.policy.registry import DEFAULT_EVICTION_POLICY, make_eviction_policy
+from megatron_hybrid_prefix.policy.registry import DEFAULT_EVICTION_POLICY, make_eviction_policy, make_policy_below
 from megatron_hybrid_prefix.pool.pages import PageLayout, Pages
 from megatron_hybrid_prefix.pool.slots import SlotPool
 from megatron_hybrid_prefix.tiers.base import DepthTier, TierBehind
@@ -156,6 +156,7 @@ class HybridPrefixCache:
         self._stats = PrefixStats(bytes_budget=bytes_budget)
         tree, host = PrefixTree(epoch, ScoreTable(scores_bytes, self._stats)), None
         tiers: list[DepthTier] = []
+        eviction = make_eviction_policy(eviction_policy)
         if host_pages:
             host = HostTier(
                 tree,
@@ -163,7 +164,11 @@ class HybridPrefixCache:
                 kv_pages=host_kv_pages,
                 state_pages=host_state_pages,
                 block_tokens=block_tokens,
-                eviction=make_eviction_policy(eviction_policy),
+                eviction=make_policy_below(
+                    eviction,
+                    eviction_policy,
+                    state_blocks=host_state_pages / host_kv_pages if host_state_share is None else None,
+                ),
                 state_share=host_state_share,
                 write_through=host_write_through,
                 behind=behind,
@@ -173,7 +178,6 @@ class HybridPrefixCache:
             if behind is not None:
                 self._stats.tiers[behind.name] = TierStats()
                 tiers.append(behind)
-        eviction = make_eviction_policy(eviction_policy)
         self._store: PrefixStore
         if self.layout is not None:
             self._store = SharedStore(

@@ -116,7 +116,7 @@ class HybridPrefixConfig:
         default=None,
         metadata=_help(
             "Share of the host tier that states may use, 0 to 1; KV blocks use the rest. None: both share all of it, "
-            "and the least recently used entry is evicted."
+            "and what is worth least per byte is evicted."
         ),
     )
     host_write_through: bool = field(

@@ -45,6 +45,8 @@ class CheckpointTable:
         self.slots.publish(slot)
         self._tree.set_state(node, slot, reason)
         self.eviction.added(node)
+        if self._host is not None:
+            self._host.state_also_on_device(node)
 
     def unbind(self, node: Node) -> None:
         """Takes the node's state off the device. The slot becomes free, at once or with its last unpin."""
@@ -86,6 +88,7 @@ class CheckpointTable:
         self._stats.checkpoints_by_reason[reason.name.lower()] += 1
         if self._host is not None and self._host.stores_published(reason):
             self._host.store_state(node)
+            self._host.state_also_on_device(node)
 
     def restore(self, node: Node, slot: int) -> None:
         """The node's state was loaded into the reserved ``slot``, and a request resumed from it."""

@@ -1,8 +1,20 @@
 """`HostTier`: which KV blocks and states are on the host, in which pages, and which are evicted when pages are needed.
 
 Nodes of the prefix tree say where their copies are (``host_block``, ``host_slot``). KV blocks and states share one pool
-of pages. When it is full, the next KV victim and the next state victim are compared, and the one unused for longer is
-evicted. This file only decides: it queues the copies as `BlockTransfer`, and ``tiers/arena.py`` carries them out.
+of pages. This file only decides: it queues the copies as `BlockTransfer`, and ``tiers/arena.py`` carries them out.
+
+The rule is that of one memory on the device (``shared_store.py``). When pages are needed, these go first:
+
+1. KV that is no loss (*spare*): no state on the host needs it, or the device has it, too;
+2. interval states that nobody used, which are guesses;
+3. states that the device has, too;
+4. the state that the eviction policy names: the least value per byte freed. The KV that only it needed is spare then.
+
+So a state stays on the host only while its KV is on the host or on the device. A state that is worth less than all that is
+stored is not stored. KV that no state on the host needs only gets free pages, or those of spare KV. With a tier behind the
+host that is offered what the host evicts, everything is stored, because it reaches that tier through the host.
+
+This file is longer than 400 lines because what is stored, loaded and dropped changes the same counts.
 """
 
 from __future__ import annotations
@@ -84,9 +96,11 @@ class HostTier:
         Queued copies stay: live requests may need what moves on the device. Only offers to the tier behind are dropped.
         """
         self.entries.reset()
-        self._kv: OrderedDict[Node, int] = OrderedDict()  # time of last use, least recently used first
-        self._state_used: dict[Node, int] = {}
-        self._clock = 0
+        self._kv: set[Node] = set()  # never iterated: its order differs between ranks
+        self._states: dict[Node, bool] = {}  # whether the state counts as a user of its KV: a guess does not
+        # Perhaps spare, spare for longest first. What is not spare any more is removed when it comes to the front.
+        self._spare_kv: OrderedDict[Node, None] = OrderedDict()
+        self._spare_states: OrderedDict[Node, None] = OrderedDict()
         self._fetching.clear()
         self._eviction.clear()
         if self.behind is not None:
@@ -119,39 +133,57 @@ class HostTier:
 
     # -- to the host ---------------------------------------------------------------------------------------------------
 
-    def store_kv(self, node: Node) -> bool:
-        """Stores the node's KV block, before it leaves the device. Returns False if there is no room."""
+    def store_kv(self, node: Node, *, forced: bool = False) -> bool:
+        """Stores the node's KV block, before it leaves the device.
+
+        Args:
+            node: Its KV is on the device.
+            forced: Store it even if no state on the host needs it.
+
+        Returns:
+            False if there is no room, or not for KV that no state needs.
+        """
         if node.host_block == NO_BLOCK:
-            entry = self._store(EntryKind.KV, node.block_id, self._tag(EntryKind.KV, node))
-            if entry is None:
+            tag = self._tag(EntryKind.KV, node)
+            if not self._make_room_for_kv(node, forced=forced or self._stores_everything):
+                if node.host_slot != NO_SLOT and not forced and not self.entries.is_pinned(node.host_slot):
+                    self.drop_state(node)  # a guess: it cannot be reached without its KV
                 return False
-            node.host_block = entry
-            self._tree.version += 1
+            self._put_kv(node, self._store(node.block_id, tag))
         self.entries.keep_payload(node.host_block, self.routing_of(node.block_id))
-        self._touch_kv(node)
         return True
 
     def store_state(self, node: Node) -> bool:
-        """Stores the node's state, before it leaves the device. Returns False if there is no room.
+        """Stores the node's state, before it leaves the device. Returns False if all that is stored is worth more.
 
-        A probationary state only gets free pages, or pages of other probationary states.
+        A probationary state only gets free or spare pages, or pages of other probationary states.
         """
-        is_new = node.host_slot == NO_SLOT
-        if is_new:
-            entry = self._store(
-                EntryKind.STATE, node.slot, self._tag(EntryKind.STATE, node), probationary=is_probationary(node)
-            )
-            if entry is None:
-                return False
-            node.host_slot = entry
-            self._eviction.added(node)
-            self._tree.version += 1
-            if node.used:
-                self._eviction.used(node)
-        self._state_used[node] = self._tick()
-        if is_new:
-            self._write_down(node)
+        if node.host_slot != NO_SLOT:
+            self._count(node)
+            return True
+        self._eviction.added(node)  # first, so that its value is compared with the others'
+        if node.used:
+            self._eviction.used(node)
+        if not self._make_room_for_state(node):
+            self._eviction.removed(node)
+            return False
+        node.host_slot = self._store(node.slot, self._tag(EntryKind.STATE, node))
+        self._states[node] = False
+        self._count(node)
+        self._tree.version += 1
+        self._write_down(node)
         return True
+
+    def also_on_device(self, path: Sequence[Node]) -> None:
+        """The device has the KV of this path now: what the host has of it is spare. The deepest block goes first."""
+        for node in reversed(path):
+            if node.host_block != NO_BLOCK:
+                self._make_spare(self._spare_kv, node)
+
+    def state_also_on_device(self, node: Node) -> None:
+        """The device has the node's state now: if the host has it, it is spare."""
+        if node.host_slot != NO_SLOT:
+            self._make_spare(self._spare_states, node)
 
     def store_answer(self, node: Node) -> None:
         """A request ended, and this is the last state of its answer. The next turn of the conversation resumes from it.
@@ -178,11 +210,12 @@ class HostTier:
 
     def store_private(self, kind: EntryKind, device_id: int, tag: Tag) -> int | None:
         """Stores an entry of one preempted request until it is removed. Returns the entry; None if there is no room."""
-        entry = self._store(kind, device_id, tag)
-        if entry is not None:
-            self.entries.make_private(entry)
-            if kind == EntryKind.KV:
-                self.entries.keep_payload(entry, self.routing_of(device_id))
+        if not self._make_room(kind):
+            return None
+        entry = self._store(device_id, tag)
+        self.entries.make_private(entry)
+        if kind == EntryKind.KV:
+            self.entries.keep_payload(entry, self.routing_of(device_id))
         return entry
 
     # -- from the tier behind ------------------------------------------------------------------------------------------
@@ -219,8 +252,6 @@ class HostTier:
                 return None
             self.entries.pin([entry])
             fetched.append(entry)
-        if fetched:
-            self.use(kv)
         return (*(node.host_block for node in kv), end.host_slot), tuple(map(self.entries.tag, [*coming, *fetched]))
 
     def settle(self, entries: Iterable[int]) -> None:
@@ -230,9 +261,7 @@ class HostTier:
     def _fetch_kv(self, node: Node) -> int | None:
         entry = self._fetch(EntryKind.KV, node)
         if entry is not None:
-            node.host_block = entry
-            self._touch_kv(node)
-            self._tree.version += 1
+            self._put_kv(node, entry)
         return entry
 
     def _fetch_state(self, node: Node) -> int | None:
@@ -243,7 +272,8 @@ class HostTier:
                 # The tier behind does not store the reason. Two prompts share this state now.
                 node.reason = CheckpointReason.JUNCTION
             self._eviction.added(node)
-            self._state_used[node] = self._tick()
+            self._states[node] = False
+            self._count(node)
             self._tree.version += 1
         return entry
 
@@ -264,33 +294,34 @@ class HostTier:
         self._figures.loads += 1
         return self.entries.payload(entry)
 
-    def use(self, path: Iterable[Node]) -> None:
-        """Marks the KV of this path as used. Later its deepest block is evicted first."""
-        for node in reversed(list(path)):
-            self._touch_kv(node)
-
     def use_state(self, node: Node) -> None:
         """Marks the node's state as used, after a request resumed from it on any tier."""
         if self._early and node.host_slot == NO_SLOT and node.slot != NO_SLOT:
             self.store_state(node)  # it was a guess
         if node.host_slot != NO_SLOT:
             self._eviction.used(node)
-            self._state_used[node] = self._tick()
+            self._count(node)
 
     # -- drop ----------------------------------------------------------------------------------------------------------
 
     def drop_kv(self, node: Node) -> None:
-        """Drops the node's KV from the host."""
+        """Drops the node's KV from the host, and with it a state at its end that no request can reach then."""
         entry, node.host_block = node.host_block, NO_BLOCK
-        del self._kv[node]
+        self._kv.remove(node)
+        self._spare_kv.pop(node, None)
         self.entries.remove(entry)
-        self._tree.prune(node)
+        if node.host_slot != NO_SLOT and node.block_id == NO_BLOCK and not self.entries.is_pinned(node.host_slot):
+            self.drop_state(node)
+        else:
+            self._tree.prune(node)
 
     def drop_state(self, node: Node) -> None:
-        """Drops the node's state from the host."""
+        """Drops the node's state from the host. KV that only it needed is spare then."""
         entry = node.host_slot
         self._eviction.removed(node)
-        del self._state_used[node]
+        self._spare_states.pop(node, None)
+        if self._states.pop(node):
+            self._uncount(node)
         self._tree.drop_host_state(node)
         self.entries.remove(entry)
         self._tree.prune(node)
@@ -317,7 +348,7 @@ class HostTier:
     @property
     def state_entries(self) -> int:
         """Number of states on the host."""
-        return len(self._state_used)
+        return len(self._states)
 
     def check(self) -> None:
         """Checks that tree, eviction policy and entries agree.
@@ -328,8 +359,18 @@ class HostTier:
         kv = {node.host_block: node for node in self._tree if node.host_block != NO_BLOCK}
         states = {node.host_slot: node for node in self._tree if node.host_slot != NO_SLOT}
         self.entries.check([*kv, *states])
-        if set(self._kv) != set(kv.values()) or set(self._state_used) != set(states.values()):
-            raise CacheCorruptionError("an entry on the host is missing from the eviction order")
+        if self._kv != set(kv.values()) or set(self._states) != set(states.values()):
+            raise CacheCorruptionError("the entries on the host and those that are counted differ")
+        if not self._spare_kv.keys() <= self._kv or not self._spare_states.keys() <= self._states.keys():
+            raise CacheCorruptionError("what is spare on the host is not there")
+        users = {node: int(self._states.get(node, False)) for node in self._tree}
+        for node in sorted(self._tree, key=lambda node: -node.depth_blocks):
+            if node.host_users != users[node]:
+                raise CacheCorruptionError(f"{node} counts {node.host_users} users on the host, has {users[node]}")
+            if node.host_users and node.parent is not None:
+                users[node.parent] += 1
+            if node in self._kv and not node.host_users and node not in self._spare_kv:
+                raise CacheCorruptionError(f"{node}: no state needs its KV on the host, but it is not spare")
         if set(self._eviction) != set(states.values()):
             raise CacheCorruptionError("the eviction policy and the states on the host differ")
         for nodes, kind in ((kv, EntryKind.KV), (states, EntryKind.STATE)):
@@ -349,34 +390,37 @@ class HostTier:
             parent=b"" if node.parent is None else node.parent.key,
         )
 
-    def _tick(self) -> int:
-        self._clock += 1
-        return self._clock
+    @property
+    def _stores_everything(self) -> bool:
+        """Whether the tier behind is offered what is evicted here."""
+        return self.behind is not None and not self._early
 
-    def _touch_kv(self, node: Node) -> None:
-        if node.host_block != NO_BLOCK:
-            self._kv[node] = self._tick()
-            self._kv.move_to_end(node)
+    def _put_kv(self, node: Node, entry: int) -> None:
+        node.host_block = entry
+        self._kv.add(node)
+        if not node.host_users:
+            self._make_spare(self._spare_kv, node)
+        self._tree.version += 1
 
-    def _store(self, kind: EntryKind, device_id: int, tag: Tag, *, probationary: bool = False) -> int | None:
-        entry = self._new_entry(kind, tag, probationary=probationary)
-        if entry is not None:
-            self.transfers.append(
-                BlockTransfer(source=DEVICE, target=HOST, device_id=device_id, pages=self.entries.pages(entry), tag=tag)
-            )
-            self._figures.stores += 1
+    def _store(self, device_id: int, tag: Tag) -> int:
+        entry = self.entries.add(tag)
+        pages = self.entries.pages(entry)
+        self.transfers.append(BlockTransfer(source=DEVICE, target=HOST, device_id=device_id, pages=pages, tag=tag))
+        self._figures.stores += 1
         return entry
 
     def _fetch(self, kind: EntryKind, node: Node) -> int | None:
         assert self.behind is not None
+        if not self._make_room(kind):
+            return None
         tag = self._tag(kind, node)
-        entry = self._new_entry(kind, tag)
-        if entry is not None:
-            pages = self.entries.pages(entry)
-            self.transfers.append(BlockTransfer(source=self.behind.name, target=HOST, pages=pages, tag=tag))
-            if self.behind.shared:
-                self._fetching.add(entry)
-            self._stats.tiers[self.behind.name].loads += 1
+        entry = self.entries.add(tag)
+        self.transfers.append(
+            BlockTransfer(source=self.behind.name, target=HOST, pages=self.entries.pages(entry), tag=tag)
+        )
+        if self.behind.shared:
+            self._fetching.add(entry)
+        self._stats.tiers[self.behind.name].loads += 1
         return entry
 
     def _write_down(self, node: Node) -> None:
@@ -396,6 +440,7 @@ class HostTier:
         for block in reversed(path):
             if block.host_block != NO_BLOCK or (block.block_id != NO_BLOCK and self.store_kv(block)):
                 self._offer(block.host_block)
+        self.also_on_device([block for block in reversed(path) if block.block_id != NO_BLOCK])
         if node.host_slot != NO_SLOT:  # the KV may have taken its place
             self._offer(node.host_slot)
 
@@ -411,28 +456,124 @@ class HostTier:
         self.transfers.append(BlockTransfer(source=HOST, target=self.behind.name, pages=pages, tag=tag))
         self._stats.tiers[self.behind.name].stores += 1
 
-    def _new_entry(self, kind: EntryKind, tag: Tag, *, probationary: bool = False) -> int | None:
-        if not self._make_room(kind, probationary=probationary):
-            self._figures.full += not probationary
-            return None
-        return self.entries.add(tag)
+    # -- which KV a state needs ----------------------------------------------------------------------------------------
 
-    def _make_room(self, kind: EntryKind, *, probationary: bool) -> bool:
-        is_pinned = self.entries.is_pinned
-        while not self.entries.has_room(kind):
-            state = self._eviction.victim(lambda node: not is_pinned(node.host_slot), probationary_only=probationary)
-            kv = None if probationary else next((node for node in self._kv if not is_pinned(node.host_block)), None)
-            if self.entries.are_divided:
-                kv, state = (kv, None) if kind == EntryKind.KV else (None, state)
-            if state is not None and (kv is None or is_probationary(state) or self._state_used[state] < self._kv[kv]):
-                if not self._early:
-                    self._offer(state.host_slot)
-                self.drop_state(state)
-            elif kv is not None:
-                if not self._early:
-                    self._offer(kv.host_block)
-                self.drop_kv(kv)
-            else:
+    def _count(self, node: Node) -> None:
+        """The node's state needs the KV up to it, unless it is a guess. O(blocks that were not needed)."""
+        if self._states[node] or is_probationary(node):
+            return
+        self._states[node] = True
+        above: Node | None = node
+        while above is not None:
+            above.host_users += 1
+            if above.host_users > 1:
+                return
+            above = above.parent
+
+    def _uncount(self, node: Node) -> None:
+        """That state is gone. O(blocks that nothing needs any more)."""
+        above: Node | None = node
+        while above is not None:
+            above.host_users -= 1
+            if above.host_users:
+                return
+            if above.host_block != NO_BLOCK:
+                self._make_spare(self._spare_kv, above)
+            above = above.parent
+
+    def _make_spare(self, queue: OrderedDict[Node, None], node: Node) -> None:
+        queue[node] = None
+        queue.move_to_end(node)
+
+    # -- what is evicted -----------------------------------------------------------------------------------------------
+
+    def _make_room_for_kv(self, node: Node, *, forced: bool) -> bool:
+        """Evicts until the node's KV fits. False: it is worth no more than what is stored."""
+        while not self.entries.has_room(EntryKind.KV):
+            needed = forced or node.host_users > 0  # until the states that need it are evicted
+            if not self._evict_spare_kv() and not (needed and self._evict_state()):
+                self._figures.full += needed
                 return False
-            self._figures.evictions += 1
         return True
+
+    def _make_room_for_state(self, node: Node) -> bool:
+        """Evicts until the node's state fits. False: it is worth no more than what is stored."""
+        incoming = None if self._stores_everything else node
+        guess = is_probationary(node)
+        while not self.entries.has_room(EntryKind.STATE):
+            if not self.entries.are_divided and self._evict_spare_kv():
+                continue
+            if not self._evict_state(incoming, guesses_only=guess):
+                self._figures.full += not guess
+                return False
+        return True
+
+    def _make_room(self, kind: EntryKind) -> bool:
+        """Evicts until an entry that must be stored fits. False: all that is left is pinned."""
+        while not self.entries.has_room(kind):
+            helps = kind == EntryKind.KV or not self.entries.are_divided
+            if not (helps and self._evict_spare_kv()) and not self._evict_state():
+                self._figures.full += 1
+                return False
+        return True
+
+    def _evict_spare_kv(self) -> bool:
+        """Evicts a KV block that is no loss. False: there is none."""
+        found = self._take_spare(
+            self._spare_kv,
+            lambda node: not node.host_users or node.block_id != NO_BLOCK,
+            lambda node: node.host_block,
+        )
+        if found is None:
+            return False
+        if not self._early:
+            self._offer(found.host_block)
+        self.drop_kv(found)
+        self._figures.evictions += 1
+        return True
+
+    def _evict_state(self, incoming: Node | None = None, *, guesses_only: bool = False) -> bool:
+        """Evicts a state: see the top of this file.
+
+        Args:
+            incoming: A state that is to be stored.
+            guesses_only: Evict a probationary state or none.
+
+        Returns:
+            False if there is none to evict, or if the one to evict is ``incoming``.
+        """
+
+        def evictable(node: Node) -> bool:
+            return node is incoming or (node.host_slot != NO_SLOT and not self.entries.is_pinned(node.host_slot))
+
+        state = self._eviction.victim(evictable, probationary_only=True)
+        if state is None and not guesses_only:
+            state = self._take_spare(
+                self._spare_states, lambda node: node.slot != NO_SLOT, lambda node: node.host_slot
+            ) or self._eviction.victim(evictable)
+        if state is None or state is incoming:
+            return False
+        if not self._early:
+            self._offer(state.host_slot)
+        self.drop_state(state)
+        self._figures.evictions += 1
+        return True
+
+    def _take_spare(
+        self, queue: OrderedDict[Node, None], is_spare: Callable[[Node], bool], entry_of: Callable[[Node], int]
+    ) -> Node | None:
+        """Takes the first node out of the queue that is spare still and not pinned. None: there is none."""
+        pinned: list[Node] = []
+        found = None
+        while queue and found is None:
+            node, _ = queue.popitem(last=False)
+            if not is_spare(node):
+                continue
+            if self.entries.is_pinned(entry_of(node)):
+                pinned.append(node)
+            else:
+                found = node
+        for node in reversed(pinned):
+            queue[node] = None
+            queue.move_to_end(node, last=False)
+        return found

@@ -279,8 +279,6 @@ class Loads:
             self._store.checkpoints.restore(node, load.slot)
         else:
             self._slots.abandon(load.slot)
-        if kept:
-            host.use(live.path[:blocks])
         if load.left is not None and not load.admitted:
             self._requests.swapped_out[live.request_id] = load.left
             return
@@ -380,7 +378,7 @@ class Loads:
             return entry is not None
 
         def keep_node(node: Node) -> bool:
-            stored = host.store_kv(node)
+            stored = host.store_kv(node, forced=True)
             if stored:
                 pinned.append(node.host_block)
                 host.entries.pin(pinned[-1:])

@@ -109,9 +109,11 @@ class PrefixStore:
             else:
                 self.blocks.merge(node, block_id)
             path.append(node)
-        if self.host is not None and self.host.write_through:
-            for node in reversed(path[first:]):
-                self.host.store_kv(node)
+        if self.host is not None:
+            if self.host.write_through:
+                for node in reversed(path[first:]):
+                    self.host.store_kv(node)
+            self.host.also_on_device(path[first:])
 
     def let_go(self, live: LiveRequest) -> None:
         """Drops the request's references to its blocks, and its pin."""

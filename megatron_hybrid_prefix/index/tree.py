@@ -38,6 +38,7 @@ class Node:
         children: Number of child nodes.
         users: With shared memory: 1 if a state is kept here on the device, and 1 for each child with users. At 0 the KV
             of the block is worthless: no request can resume behind it. Interval states that nobody used do not count.
+        host_users: The same for states on the host. At 0 no state on the host needs the KV of the block.
         older, newer: Neighbours in the eviction queue (``index/blocks.py``).
     """
 
@@ -47,6 +48,7 @@ class Node:
         "depth_blocks",
         "host_block",
         "host_slot",
+        "host_users",
         "key",
         "newer",
         "older",
@@ -69,7 +71,7 @@ class Node:
         self.reason: CheckpointReason | None = None
         self.used = self.private = False
         self.children = 0
-        self.users = 0
+        self.users = self.host_users = 0
         self.older: Node | None = None
         self.newer: Node | None = None
 

@@ -11,7 +11,7 @@ state that is known to be useful.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 
@@ -19,7 +19,8 @@ from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 class KeptState(Protocol):
     """What a policy may know of a published checkpoint: its place in the prefix tree, and why it is kept.
 
-    A policy does not know whether the state is on the device or on the host. Each tier has its own policy object.
+    A policy does not know whether the state is on the device or on the host. Each tier has its own policy object
+    (see also `KnowsTiers`).
     """
 
     @property
@@ -80,9 +81,21 @@ class SharesMemory(Protocol):
     Other policies rank states alone: then the KV behind which no request can resume goes first, and after it their victim.
     """
 
-    def share_memory(self, *, state_blocks: int) -> None:
+    def share_memory(self, *, state_blocks: float) -> None:
         """From now on states and KV share their memory. Called once, before any other method.
 
         Args:
             state_blocks: Bytes of a state, in KV blocks.
         """
+
+
+@runtime_checkable
+class KnowsTiers(Protocol):
+    """A policy that knows which states the tier below keeps, too.
+
+    What it learns of a state goes on when the state moves between the tiers, and a state is lost only when no tier keeps it.
+    Other policies get a second object for the tier below, which knows nothing of the first.
+    """
+
+    def tier_below(self) -> EvictionPolicy[Any]:
+        """The policy of the tier below. Called once, before any other method."""

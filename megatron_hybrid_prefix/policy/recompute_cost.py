@@ -13,6 +13,10 @@ a state is dropped together with its KV.
 parts: why it was first kept, how often it was used, and how many blocks it saved when it was first kept (the last two
 in powers of two).
 
+With a host tier both tiers rank the same records. So "kept" means kept on any tier, what was learned of a state goes on when
+the state moves to the host or back, and a state is evicted when no tier keeps it. Only the bytes that evicting frees differ: on
+the device KV is useful for states on the device.
+
 Evicted states are remembered for a while. If one is computed again, it would have been used: that counts as a use, and
 its history continues. If the evicted state was likelier to be used than the nearest state above, the state above
 inherits its kind and age: a request that would have resumed from the evicted state resumes from the one above.
@@ -104,45 +108,35 @@ def count_blocks(start_blocks: int, end_blocks: int) -> float:
     return end_blocks - start_blocks
 
 
-class RecomputeCostEviction[T: KeptState]:
-    """Evicts the checkpoint that is expected to cost the least to lose (see the top of this file).
+class _Known[T: KeptState]:
+    """What is known of the states of all tiers: which are above others, how often and how likely they are used.
 
     Args:
-        cost: Cost of computing the blocks between two depths, in any unit: ``cost(start_blocks, end_blocks)``. It must
-            not fall when the start moves up.
+        cost: See `RecomputeCostEviction`.
+
+    Attributes:
+        tiers: The policies of the tiers, the device first.
+        ancestry: The states that a tier keeps.
+        records: What is known of each.
     """
 
-    def __init__(self, *, cost: Callable[[int, int], float] = count_blocks) -> None:
-        self._cost = cost
-        self._ancestry: Ancestry[T] = Ancestry()
+    def __init__(self, cost: Callable[[int, int], float]) -> None:
+        self.cost = cost
+        self.tiers: list[RecomputeCostEviction[T]] = []
+        self.ancestry: Ancestry[T] = Ancestry()
+        self.records: dict[T, _Record[T]] = {}
         self._likelihood: Likelihood[Kind] = Likelihood()
-        self._records: dict[T, _Record[T]] = {}
         self._lost: OrderedDict[bytes, _Record[T]] = OrderedDict()  # remembered, evicted longest ago first
         self._most_kept = 0
-        # Entries (value, order of age, serial, number, record). An entry is valid if it is its record's latest. Its
-        # value is at most the record's current value.
-        self._heap: list[tuple[float, int, int, int, _Record[T]]] = []
-        self._probationary_heap: list[tuple[float, int, int, int, _Record[T]]] = []  # probationary states only
         self._calendar: list[tuple[int, int, _Record[T]]] = []  # (time when the age number grows, number, record)
         self._now = self._numbers = self._serials = 0
         self._next_refresh = _REFRESH_AT_LEAST
         self._refreshes = 0
-        self._state_blocks = 0  # 0: states have memory of their own
-
-    def share_memory(self, *, state_blocks: int) -> None:
-        """See SharesMemory."""
-        self._state_blocks = state_blocks
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def __iter__(self) -> Iterator[T]:
-        return iter(self._records)
 
     def added(self, state: T) -> None:
-        """See EvictionPolicy."""
+        """The first tier keeps ``state``."""
         self._tick()
-        self._ancestry.add(state)
+        self.ancestry.add(state)
         record = self._lost.pop(state.key, None)
         if record is not None:
             # A request computed it again, so it would have been used.
@@ -155,18 +149,18 @@ class RecomputeCostEviction[T: KeptState]:
             self._serials += 1
             # A junction or a breakpoint is shared by two prompts, which counts as one use.
             record.uses = int(origin <= CheckpointReason.BREAKPOINT)
-            record.first_blocks = state.depth_blocks - self._ancestry.depth_above_blocks(state)
+            record.first_blocks = state.depth_blocks - self.ancestry.depth_above_blocks(state)
         record.state = state
-        self._records[state] = record
-        self._most_kept = max(self._most_kept, len(self._records))
+        self.records[state] = record
+        self._most_kept = max(self._most_kept, len(self.records))
         self._touch(record)
-        for below in self._ancestry.next_below(state):  # they cost less to recompute now
-            self._rank(self._records[below])
+        for below in self.ancestry.next_below(state):  # they cost less to recompute now
+            self.rank(self.records[below])
 
     def used(self, state: T) -> None:
-        """See EvictionPolicy."""
+        """A request resumes from ``state``."""
         self._tick()
-        record = self._records[state]
+        record = self.records[state]
         record.cell.leave(self._now, used=True)
         record.uses += 1
         if record.origin == CheckpointReason.INTERVAL and state.reason is not None:
@@ -174,70 +168,58 @@ class RecomputeCostEviction[T: KeptState]:
         self._touch(record)
 
     def removed(self, state: T) -> None:
-        """See EvictionPolicy."""
-        above = self._ancestry.nearest_above(state)
-        record = self._records.pop(state)
-        longer = self._ancestry.remove(state)
-        if self._state_blocks and longer is not None:  # more KV depends on it, so it is worth less per byte
-            self._rank(self._records[longer])
+        """No tier keeps ``state`` any more."""
+        above = self.ancestry.nearest_above(state)
+        record = self.records.pop(state)
+        longer = self.ancestry.remove(state)
+        if longer is not None:
+            self.rank_again(longer)
         record.state = None
         record.entry = -1
         if above is not None:
-            self._inherit(self._records[above], record)
+            self._inherit(self.records[above], record)
         if record.is_probationary:
-            self._forget(record)  # a later use cannot be observed: a prompt checkpoints its own junction
+            self.forget(record)  # a later use cannot be observed: a prompt checkpoints its own junction
             return
         self._lost[state.key] = record
         while len(self._lost) > _REMEMBERED * self._most_kept + _REMEMBERED_AT_LEAST:
-            self._forget(self._lost.popitem(last=False)[1])
-
-    def victim(self, evictable: Callable[[T], bool], *, probationary_only: bool = False) -> T | None:
-        """See EvictionPolicy."""
-        heap = self._probationary_heap if probationary_only else self._heap
-        passed_over = []
-        found: T | None = None
-        while heap:
-            value, _, _, number, record = heap[0]
-            state = record.state
-            if state is None or record.entry != number or (probationary_only and not record.is_probationary):
-                heappop(heap)
-            elif self.value(state) > value:  # a state above it was evicted, or it grew older and likelier
-                heappop(heap)
-                self._rank(record)
-            elif evictable(state):
-                found = state
-                break
-            else:
-                passed_over.append(heappop(heap))
-        for entry in passed_over:
-            heappush(heap, entry)
-        return found
-
-    def value(self, state: T) -> float:
-        """The value of keeping ``state``: expected cost saved per call."""
-        return self._cost_of(state) * self._records[state].cell.rate
+            self.forget(self._lost.popitem(last=False)[1])
 
     def clear(self) -> None:
-        """See EvictionPolicy. Keeps the rates that were learned."""
-        for record in (*self._records.values(), *self._lost.values()):
-            self._forget(record)
-        self._records.clear()
+        """The states of all tiers were dropped. Keeps the rates that were learned."""
+        for record in (*self.records.values(), *self._lost.values()):
+            self.forget(record)
+        self.records.clear()
         self._lost.clear()
-        self._ancestry.clear()
-        self._heap.clear()
-        self._probationary_heap.clear()
+        self.ancestry.clear()
         self._calendar.clear()
 
-    def _cost_of(self, state: T) -> float:
-        cost = self._cost(self._ancestry.depth_above_blocks(state), state.depth_blocks)
-        if self._state_blocks:
-            cost /= self._state_blocks + self._ancestry.exclusive_blocks(state)
-        return cost
+    def rank(self, record: _Record[T]) -> None:
+        """Pushes a kept record onto the heaps of the tiers that keep it, with its current value."""
+        assert record.state is not None
+        record.entry = self._number()
+        # Ties: evict the older state. If the older one will be used sooner, evict the younger one, or no state would
+        # live long enough to be used. Of probationary states always evict the older one, so that each prompt gets a
+        # chance.
+        newest_first = record.cell.is_rising and not record.is_probationary
+        order = -record.touched if newest_first else record.touched
+        for tier in self.tiers:
+            tier.push(record, order)
+
+    def rank_again(self, state: T) -> None:
+        """More KV depends on the state, so it is worth less per byte."""
+        if any(tier.state_blocks for tier in self.tiers):
+            self.rank(self.records[state])
+
+    def forget(self, record: _Record[T]) -> None:
+        """Counts the time of a record that is neither kept nor remembered any more."""
+        record.cell.leave(self._now, used=False)
+        record.due = -1
 
     def _touch(self, record: _Record[T]) -> None:
         record.touched = self._now
         self._settle(record, record.own_kind, 0)
-        self._rank(record)
+        self.rank(record)
 
     def _settle(self, record: _Record[T], kind: Kind, age: int) -> None:
         """Puts a record that is in no cell into a cell."""
@@ -247,32 +229,13 @@ class RecomputeCostEviction[T: KeptState]:
         record.due = self._number()
         heappush(self._calendar, (record.touched + oldest_in(age), record.due, record))
 
-    def _rank(self, record: _Record[T]) -> None:
-        """Pushes a kept record onto the heap with its current value."""
-        assert record.state is not None
-        record.entry = self._number()
-        value = self._cost_of(record.state) * record.cell.rate
-        # Ties: evict the older state. If the older one will be used sooner, evict the younger one, or no state would
-        # live long enough to be used. Of probationary states always evict the older one, so that each prompt gets a
-        # chance.
-        newest_first = record.cell.is_rising and not record.is_probationary
-        order = -record.touched if newest_first else record.touched
-        entry = (value, order, record.serial, record.entry, record)
-        heappush(self._heap, entry)
-        if record.is_probationary:
-            heappush(self._probationary_heap, entry)
-
     def _inherit(self, above: _Record[T], lost: _Record[T]) -> None:
         """Requests that would have resumed from ``lost`` will resume from ``above``, so it inherits kind and age."""
         if lost.cell.rate > above.cell.rate:
             above.cell.leave(self._now, used=False)
             above.touched = lost.touched
             self._settle(above, lost.kind, lost.age)
-            self._rank(above)
-
-    def _forget(self, record: _Record[T]) -> None:
-        record.cell.leave(self._now, used=False)
-        record.due = -1
+            self.rank(above)
 
     def _number(self) -> int:
         self._numbers += 1
@@ -290,7 +253,7 @@ class RecomputeCostEviction[T: KeptState]:
                 self._settle(record, record.kind, record.age + 1)
                 # If it became likelier, its old heap entry is good enough until it reaches the top.
                 if record.state is not None and record.cell.rate <= rate:
-                    self._rank(record)
+                    self.rank(record)
         if self._now >= self._next_refresh:
             self._refresh()
 
@@ -299,11 +262,140 @@ class RecomputeCostEviction[T: KeptState]:
         if self._refreshes % _FADE_REFRESHES == 0:
             self._likelihood.fade(self._now)
         self._likelihood.refresh(self._now)
-        self._next_refresh = self._now + max(_REFRESH_AT_LEAST, len(self._records))
+        self._next_refresh = self._now + max(_REFRESH_AT_LEAST, len(self.records))
         # All values changed. Rebuild the heaps, which also removes invalid entries.
-        self._heap.clear()
-        self._probationary_heap.clear()
-        for record in self._records.values():
-            self._rank(record)
+        for tier in self.tiers:
+            tier.empty_heaps()
+        for record in self.records.values():
+            self.rank(record)
         self._calendar = [entry for entry in self._calendar if entry[2].due == entry[1]]
         heapify(self._calendar)
+
+
+class RecomputeCostEviction[T: KeptState]:
+    """Evicts the checkpoint that is expected to cost the least to lose (see the top of this file).
+
+    Args:
+        cost: Cost of computing the blocks between two depths, in any unit: ``cost(start_blocks, end_blocks)``. It must
+            not fall when the start moves up.
+    """
+
+    def __init__(self, *, cost: Callable[[int, int], float] = count_blocks) -> None:
+        self._join(_Known(cost))
+
+    def _join(self, known: _Known[T]) -> None:
+        self._known = known
+        known.tiers.append(self)
+        self._states: dict[T, None] = {}
+        # Decides which KV is useful here. Below the device: the states of all tiers, as what the device has is spare.
+        self._ancestry = known.ancestry
+        self.state_blocks = 0.0  # bytes of a state in KV blocks; 0: states have memory of their own
+        # Entries (value, order of age, serial, number, record). An entry is valid if the state is kept here and it is
+        # its record's latest. Its value is at most the record's current value.
+        self._heap: list[tuple[float, int, int, int, _Record[T]]] = []
+        self._probationary_heap: list[tuple[float, int, int, int, _Record[T]]] = []  # probationary states only
+
+    def tier_below(self) -> RecomputeCostEviction[T]:
+        """See KnowsTiers."""
+        self._ancestry = Ancestry()
+        below = type(self).__new__(type(self))
+        below._join(self._known)
+        return below
+
+    def share_memory(self, *, state_blocks: float) -> None:
+        """See SharesMemory."""
+        self.state_blocks = state_blocks
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._states)
+
+    def added(self, state: T) -> None:
+        """See EvictionPolicy."""
+        known = self._known
+        self._states[state] = None
+        if self._ancestry is not known.ancestry:
+            self._ancestry.add(state)
+        record = known.records.get(state)
+        if record is None:
+            known.added(state)
+        elif record.is_probationary and state.reason != CheckpointReason.INTERVAL:
+            known.used(state)  # the other tier has it as a guess
+        else:
+            known.rank(record)
+
+    def used(self, state: T) -> None:
+        """See EvictionPolicy."""
+        # A state that both tiers keep is used on the device.
+        if self is self._known.tiers[0] or state not in self._known.tiers[0]:
+            self._known.used(state)
+
+    def removed(self, state: T) -> None:
+        """See EvictionPolicy."""
+        known = self._known
+        del self._states[state]
+        if self._ancestry is not known.ancestry:
+            longer = self._ancestry.remove(state)
+            if longer is not None:
+                known.rank_again(longer)
+        if not any(state in tier for tier in known.tiers):
+            known.removed(state)
+
+    def __contains__(self, state: T) -> bool:
+        """Whether the state is kept on this tier."""
+        return state in self._states
+
+    def victim(self, evictable: Callable[[T], bool], *, probationary_only: bool = False) -> T | None:
+        """See EvictionPolicy."""
+        heap = self._probationary_heap if probationary_only else self._heap
+        passed_over = []
+        found: T | None = None
+        while heap:
+            value, _, _, number, record = heap[0]
+            state = record.state
+            is_valid = state in self._states and record.entry == number
+            if state is None or not is_valid or (probationary_only and not record.is_probationary):
+                heappop(heap)
+            elif self.value(state) > value:  # a state above it was evicted, or it grew older and likelier
+                heappop(heap)
+                self._known.rank(record)
+            elif evictable(state):
+                found = state
+                break
+            else:
+                passed_over.append(heappop(heap))
+        for entry in passed_over:
+            heappush(heap, entry)
+        return found
+
+    def value(self, state: T) -> float:
+        """The value of keeping ``state``: expected cost saved per call."""
+        known = self._known
+        cost = known.cost(known.ancestry.depth_above_blocks(state), state.depth_blocks)
+        if self.state_blocks:
+            cost /= self.state_blocks + self._ancestry.exclusive_blocks(state)
+        return cost * known.records[state].cell.rate
+
+    def clear(self) -> None:
+        """See EvictionPolicy. Keeps the rates that were learned. All tiers are cleared together."""
+        self._states.clear()
+        self._ancestry.clear()
+        self.empty_heaps()
+        self._known.clear()
+
+    def push(self, record: _Record[T], order: int) -> None:
+        """Pushes a record onto the heap, if the state is kept here."""
+        state = record.state
+        assert state is not None
+        if state in self._states:
+            entry = (self.value(state), order, record.serial, record.entry, record)
+            heappush(self._heap, entry)
+            if record.is_probationary:
+                heappush(self._probationary_heap, entry)
+
+    def empty_heaps(self) -> None:
+        """Removes all entries."""
+        self._heap.clear()
+        self._probationary_heap.clear()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_hybrid_prefix.plugins import Registry
-from megatron_hybrid_prefix.policy.base import EvictionPolicy
+from megatron_hybrid_prefix.policy.base import EvictionPolicy, KnowsTiers, SharesMemory
 from megatron_hybrid_prefix.policy.lru import LruEviction
 from megatron_hybrid_prefix.policy.recompute_cost import RecomputeCostEviction
 
@@ -67,6 +67,20 @@ def make_eviction_policy(name: str) -> EvictionPolicy[Any]:
         PluginError: A plugin cannot be imported.
     """
     return _POLICIES[name]()
+
+
+def make_policy_below(above: EvictionPolicy[Any], name: str, *, state_blocks: float | None) -> EvictionPolicy[Any]:
+    """Makes the policy of the tier below.
+
+    Args:
+        above: The policy of the tier above, which was not used yet.
+        name: Its name.
+        state_blocks: Bytes of a state in KV blocks, if states and KV share the memory of the tier below.
+    """
+    below = above.tier_below() if isinstance(above, KnowsTiers) else make_eviction_policy(name)
+    if state_blocks is not None and isinstance(below, SharesMemory):
+        below.share_memory(state_blocks=state_blocks)
+    return below
 
 
 register_eviction_policy("lru", LruEviction)

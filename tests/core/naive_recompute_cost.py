@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from megatron_hybrid_prefix.index.tree import Node
@@ -97,21 +97,8 @@ class NaiveRecomputeCost:
     def value(self, node: Node) -> float:
         cost = node.depth_blocks - self.depth_above(node)
         if self.state_blocks:
-            cost /= self.state_blocks + self.exclusive(node)
+            cost /= self.state_blocks + exclusive(node, (known.node for known in self.kept()))
         return cost * self.rate(self.of(node))
-
-    def exclusive(self, node: Node) -> int:
-        """Blocks at or above the node that are at or above no other kept state; 0 if one is below the node."""
-        needed = set()
-        for known in self.kept():
-            other = known.node
-            while known.node is not node and other is not None:
-                needed.add(other)
-                other = other.parent
-        count = 0
-        while node is not None and node not in needed:
-            node, count = node.parent, count + 1
-        return count
 
     def order(self, known: Known) -> int:
         probationary = known.origin == CheckpointReason.INTERVAL and not known.uses
@@ -185,3 +172,58 @@ class NaiveRecomputeCost:
             (kind, age) for kind, age in self.rates if self.rates.get((kind, age + 1), 0) > self.rates[kind, age]
         }
         self.next_refresh = self.now + max(recompute_cost._REFRESH_AT_LEAST, len(self.kept()))
+
+
+class NaiveTiers:
+    """Two tiers with one `NaiveRecomputeCost`, the device first.
+
+    Args:
+        state_blocks: Bytes of a state in KV blocks, for each tier; 0: states have memory of their own there.
+    """
+
+    def __init__(self, state_blocks: tuple[float, float]) -> None:
+        self.rule = NaiveRecomputeCost()
+        self.state_blocks = state_blocks
+        self.kept: tuple[list[Node], list[Node]] = ([], [])
+
+    def added(self, tier: int, node: Node) -> None:
+        known = next((known for known in self.rule.kept() if known.node is node), None)
+        self.kept[tier].append(node)
+        if known is None:
+            self.rule.added(node)
+        elif known.origin == CheckpointReason.INTERVAL and not known.uses and node.reason != CheckpointReason.INTERVAL:
+            self.rule.used(node)
+
+    def removed(self, tier: int, node: Node) -> None:
+        self.kept[tier].remove(node)
+        if node not in self.kept[1 - tier]:
+            self.rule.removed(node)
+
+    def value(self, tier: int, node: Node) -> float:
+        cost = node.depth_blocks - self.rule.depth_above(node)
+        if self.state_blocks[tier]:
+            others = self.kept[0] if tier == 0 else [*self.kept[0], *self.kept[1]]
+            cost /= self.state_blocks[tier] + exclusive(node, others)
+        return cost * self.rule.rate(self.rule.of(node))
+
+    def victim(self, tier: int, evictable: Callable[[Node], bool], *, probationary_only: bool = False) -> Node | None:
+        found = []
+        for node in filter(evictable, self.kept[tier]):
+            known = self.rule.of(node)
+            if not probationary_only or (known.origin == CheckpointReason.INTERVAL and not known.uses):
+                found.append((self.value(tier, node), self.rule.order(known), known.serial, node))
+        return min(found, key=lambda each: each[:3])[3] if found else None
+
+
+def exclusive(node: Node | None, others: Iterable[Node]) -> int:
+    """Blocks at or above the node that are at or above none of the others; 0 if one of them is below the node."""
+    needed = set()
+    for other in others:
+        above: Node | None = None if other is node else other
+        while above is not None:
+            needed.add(above)
+            above = above.parent
+    count = 0
+    while node is not None and node not in needed:
+        node, count = node.parent, count + 1
+    return count

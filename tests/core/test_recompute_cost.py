@@ -16,8 +16,8 @@ from megatron_hybrid_prefix.policy.ancestry import Ancestry
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.likelihood import Likelihood
 from megatron_hybrid_prefix.policy.recompute_cost import RecomputeCostEviction
-from megatron_hybrid_prefix.policy.registry import make_eviction_policy
-from tests.core.naive_recompute_cost import NaiveRecomputeCost
+from megatron_hybrid_prefix.policy.registry import make_eviction_policy, make_policy_below
+from tests.core.naive_recompute_cost import NaiveRecomputeCost, NaiveTiers
 from tests.harness.selection import mostly_slow
 from tests.harness.trace_helpers import KINDS, made_up, token_prompts
 
@@ -135,6 +135,70 @@ def test_a_state_that_became_the_only_one_to_need_its_kv_must_be_ranked_again(mo
 _remove = Ancestry.remove
 
 
+def compare_tiers(rng: random.Random, calls: int, state_blocks: tuple[float, float]) -> int:
+    """Two tiers and their naive twins: a state is added to either, moves, is used on the device, and is evicted."""
+    above = make_eviction_policy("recompute_cost")
+    tiers = (above, make_policy_below(above, "recompute_cost", state_blocks=state_blocks[1]))
+    if state_blocks[0]:
+        above.share_memory(state_blocks=state_blocks[0])
+    naive = NaiveTiers(state_blocks)
+    nodes: list[Node] = []
+    compared = 0
+    for number in range(calls):
+        tier = rng.randrange(2)
+        kept, other = naive.kept[tier], naive.kept[1 - tier]
+        what = rng.choice(["new", "new", "move", "copy", "use", "evict", "evict", "evict probationary"])
+        if what == "new" and len(kept) < 15:
+            node = chain(rng.randint(1, 5), rng.choice([None, *nodes[-15:]]), number)
+            nodes.append(node)
+            node.reason = rng.choice(REASONS)
+            tiers[tier].added(node)
+            naive.added(tier, node)
+        elif what in ("move", "copy") and set(other) - set(kept):
+            node = rng.choice([node for node in other if node not in kept])
+            if rng.random() < 0.3:
+                node.reason = rng.choice(REASONS)
+            tiers[tier].added(node)
+            naive.added(tier, node)
+            if what == "move":
+                tiers[1 - tier].removed(node)
+                naive.removed(1 - tier, node)
+        elif what == "use" and naive.kept[0]:
+            node = rng.choice(naive.kept[0])
+            above.used(node)
+            if node in naive.kept[1]:
+                tiers[1].used(node)  # the same use
+            naive.rule.used(node)
+        elif what.startswith("evict") and kept:
+            pinned = set(rng.sample(kept, k=rng.randint(0, min(3, len(kept)))))
+            only = what == "evict probationary"
+            victim = tiers[tier].victim(lambda node, pinned=pinned: node not in pinned, probationary_only=only)
+            expected = naive.victim(tier, lambda node, pinned=pinned: node not in pinned, probationary_only=only)
+            assert victim is expected
+            compared += victim is not None
+            if victim is not None:
+                tiers[tier].removed(victim)
+                naive.removed(tier, victim)
+        for each in (0, 1):
+            assert list(tiers[each]) == naive.kept[each]
+            assert [tiers[each].value(node) for node in tiers[each]] == [naive.value(each, n) for n in naive.kept[each]]
+    return compared
+
+
+@pytest.mark.usefixtures("fast_clock")
+@pytest.mark.parametrize("state_blocks", [(0, 2.5), (3, 2.5), (1, 1)])
+def test_two_tiers_decide_as_the_obvious_version_does(state_blocks):
+    assert sum(compare_tiers(random.Random(seed), 300, state_blocks) for seed in range(2)) > 60
+
+
+@pytest.mark.usefixtures("fast_clock")
+def test_a_use_that_both_tiers_count_is_found(monkeypatch):
+    monkeypatch.setattr(RecomputeCostEviction, "used", lambda self, state: self._known.used(state))
+    with pytest.raises(AssertionError):
+        for seed in range(5):
+            compare_tiers(random.Random(seed), 300, (3, 2.5))
+
+
 def test_it_decides_so_with_its_own_constants_too():
     assert compare(random.Random(99), calls=3000, most=60) > 300
 
@@ -182,12 +246,12 @@ def test_computing_a_lost_state_again_counts_as_a_use():
     node = publish(policy, chain(10))
     policy.removed(node)
     publish(policy, node)
-    assert policy._records[node].uses == 1
+    assert policy._known.records[node].uses == 1
     policy.removed(node)
     for number in range(recompute_cost._REMEMBERED_AT_LEAST + recompute_cost._REMEMBERED):
         policy.removed(publish(policy, chain(10, name=1 + number)))
     publish(policy, node)
-    assert policy._records[node].uses == 0, "forgotten"
+    assert policy._known.records[node].uses == 0, "forgotten"
 
 
 def test_a_guess_takes_the_place_of_a_guess_only():

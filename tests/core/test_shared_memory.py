@@ -292,18 +292,18 @@ def test_value_is_per_byte_that_is_freed():
     cache = shared(40, state_blocks=4, eviction_policy="recompute_cost")
     run(cache, "fork", 8)
     run(cache, "fork", 8)
-    cache._store.checkpoints.eviction._likelihood.refresh(0)
+    cache._store.checkpoints.eviction._known._likelihood.refresh(0)
     policy = cache._store.checkpoints.eviction
     (deep,) = cache.inspect.nodes_with_state()
     alone = policy.value(deep)
-    rate = policy._records[deep].cell.rate
+    rate = policy._known.records[deep].cell.rate
     assert alone == 8 / (4 + 8) * rate, "its own bytes and those of its KV"
     keys = [b"fork %d" % n for n in range(8)]
     extended = [*keys, b"more"]
     admission = cache.admit(-1, cache.match(KeyChain(extended, 9 * BLOCK + 1)))
     cache.publish(cache.plan(-1, admission.resume_tokens, 9 * BLOCK + 1))
     cache.release(-1)
-    rate = policy._records[deep].cell.rate
+    rate = policy._known.records[deep].cell.rate
     assert policy.value(deep) == 8 / 4 * rate, "the KV is needed by the state below, too"
 
 

@@ -6,8 +6,10 @@ import pytest
 
 from megatron_hybrid_prefix.lab.memory import Memory
 from megatron_hybrid_prefix.lab.replay import Policy, replay
+from megatron_hybrid_prefix.tiers.units import EntryKind
 from tests.harness.engine_helpers import one_budget_gb
 from tests.harness.lifecycle_helpers import EngineHarness
+from tests.harness.selection import mostly_slow
 from tests.harness.trace_helpers import as_trace, token_prompts
 
 BLOCK = 64
@@ -94,3 +96,40 @@ def test_so_it_does_with_one_memory(model, eviction, block_tokens, blocks):
     assert run.counters["evictions"] == theirs["evictions"] > 0
     assert run.counters["kv_evictions"] == theirs["kv_evictions"] > 0
     assert (use.moved_blocks > 0) == (layout.page_blocks > 1)
+
+
+@pytest.mark.parametrize("eviction", mostly_slow(["recompute_cost", "lru"], "recompute_cost"))
+@pytest.mark.parametrize("one_memory", mostly_slow([True, False], True))
+def test_so_it_does_with_a_host_tier(model, eviction, one_memory):
+    prompts = token_prompts(40, block_tokens=BLOCK, most_blocks=6, seed=7)
+    sizes = {"cache_gb": one_budget_gb(model, 12, block_tokens=BLOCK, max_requests=4), "mamba_gb": None}
+    served = EngineHarness(
+        model,
+        **(sizes if one_memory else {"slots": 3, "blocks": 12}),
+        block_size_tokens=BLOCK,
+        host_gb=0.0008,
+        eviction_policy=eviction,
+        retention_interval_tokens=None,
+        decode_checkpoints=False,
+    )
+    reused = reused_tokens(served, prompts)
+    layout, entries = served.cache.layout, served.cache.inspect.host_tier.entries
+    options = {
+        "min_computed_tokens": served.cache.min_computed_tokens,
+        "host_pages": entries.total_pages,
+        "host_kv_pages": entries.pages_of[EntryKind.KV],
+        "host_state_pages": entries.pages_of[EntryKind.STATE],
+    }
+    memory = layout and Memory(
+        cache_bytes=layout.total_blocks * layout.block_bytes,
+        block_bytes=layout.block_bytes,
+        state_bytes=layout.state_bytes,
+    )
+    counts = {"memory": memory} if one_memory else {"state_slots": 3, "kv_blocks": 12}
+    run = replay(as_trace(prompts, BLOCK), Policy(name=eviction, eviction=eviction, options=options), **counts)
+    assert list(run.reused_tokens) == reused and sum(reused) > 0
+    tier = served.context.prefix_stats().as_dict()["tiers"]["host"]
+    assert {name: run.counters["tiers"]["host"][name] for name in ("loads", "stores", "evictions")} == {
+        name: tier[name] for name in ("loads", "stores", "evictions")
+    }
+    assert min(tier["loads"], tier["stores"], tier["evictions"]) > 0, tier

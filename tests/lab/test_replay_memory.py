@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from megatron_hybrid_prefix.cli import replay as command
+from megatron_hybrid_prefix.index.host_tier import HostTier
+from megatron_hybrid_prefix.index.tree import NO_BLOCK
 from megatron_hybrid_prefix.lab import traffic
 from megatron_hybrid_prefix.lab.memory import Memory
-from megatron_hybrid_prefix.lab.replay import Policy, ceiling_tokens, replay
-from megatron_hybrid_prefix.lab.traces import read_trace
+from megatron_hybrid_prefix.lab.replay import CacheServer, Policy, ceiling_tokens, replay
+from megatron_hybrid_prefix.lab.traces import Trace, read_trace
+from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from tests.harness.steps import steps
 
 GIB = 2**30
@@ -119,3 +122,62 @@ def test_a_request_takes_no_more_steps_in_a_larger_memory_or_a_longer_trace(kind
     base = steps_of_a_request(kind, 150, 2)
     assert steps_of_a_request(kind, 150, 8) <= 1.25 * base
     assert steps_of_a_request(kind, 450, 2) <= 1.25 * base
+
+
+# -- a host tier -------------------------------------------------------------------------------------------------------
+
+TIERS = [None, 0.25]
+"""One memory on the device, and a fixed split."""
+
+
+def unreachable_states(trace: Trace, share: float | None, eviction: str = "recompute_cost") -> int:
+    """States on the host, after the trace, whose KV is neither there nor on the device."""
+    memory = with_fields(SHARED, cache_bytes=GIB, state_share=share)
+    server = CacheServer(
+        with_fields(RULE, eviction=eviction, options=memory.host_options(GIB)),
+        trace.block_tokens,
+        memory.cache_options(),
+    )
+    for request in trace.requests:
+        server.serve(request)
+    cache = server._cache
+    cache.check_integrity()
+    states = [node for node in cache.inspect.nodes() if node.host_slot != NO_SLOT]
+    assert len(states) > 3 and cache.stats().evictions > 100
+    found = 0
+    for node in states:
+        above = node
+        while above is not None and not above.block_id == above.host_block == NO_BLOCK:
+            above = above.parent
+        found += above is not None
+    return found
+
+
+@pytest.mark.parametrize("eviction", ["lru", "recompute_cost"])
+@pytest.mark.parametrize("share", TIERS)
+def test_every_state_on_the_host_has_its_kv(changing, share, eviction):
+    assert unreachable_states(changing, share, eviction) == 0
+
+
+def any_kv_is_evicted(self: HostTier) -> bool:
+    """A mutant of `HostTier._evict_spare_kv`."""
+    has_kv = (
+        node for node in self._tree if node.host_block != NO_BLOCK and not self.entries.is_pinned(node.host_block)
+    )
+    node = next(has_kv, None)
+    if node is not None:
+        self.drop_kv(node)
+    return node is not None
+
+
+def test_a_state_whose_kv_was_evicted_is_found(changing, monkeypatch):
+    monkeypatch.setattr(HostTier, "_evict_spare_kv", any_kv_is_evicted)
+    assert unreachable_states(changing, None) > 0
+
+
+@pytest.mark.parametrize(("device", "host"), [(GIB, GIB), (2 * GIB, 2 * GIB), (2 * GIB, 4 * GIB)])
+def test_a_host_tier_reuses_as_much_as_more_memory_on_the_device(changing, device, host):
+    memory = with_fields(SHARED, cache_bytes=device)
+    tiers = replay(changing, with_fields(RULE, options=memory.host_options(host)), memory=memory)
+    one = replay(changing, RULE, memory=with_fields(SHARED, cache_bytes=device + host))
+    assert sum(tiers.reused_tokens) > 0.9 * sum(one.reused_tokens)
