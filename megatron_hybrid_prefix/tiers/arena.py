@@ -406,7 +406,7 @@ class HostArena:
                 background.load(jobs)
                 jobs, group_bytes = [], 0
             group_bytes += size
-            used = ceil_div(size, self.page_bytes)
+            used = max(1, ceil_div(size, self.page_bytes))
             for at in range(0, used, step):
                 # Another stage of the pipeline may use more of the pages. The last part has all that are left.
                 pages = unit.pages[at : at + step] if at + step < used else unit.pages[at:]
@@ -420,10 +420,13 @@ class HostArena:
         return int(self._sums_seen[page]) ^ tag.digest
 
     def _views(self, pages: Sequence[int], start: int, end: int) -> list[tuple[int, memoryview]]:
-        """Bytes ``start`` to ``end`` of an entry, or as many as these pages hold: (offset in the entry, view)."""
+        """Bytes ``start`` to ``end`` of an entry, or as many as these pages hold: (offset in the entry, view).
+
+        At least one view, which is empty on a pipeline stage without such layers: all ranks wait for the same entries.
+        """
         views: list[tuple[int, memoryview]] = []
         at = 0
-        while at < len(pages) and start < end:
+        while at < len(pages) and (start < end or not views):
             first = at
             while at + 1 < len(pages) and pages[at + 1] == pages[at] + 1:  # adjacent pages are one view
                 at += 1
