@@ -235,6 +235,7 @@ class HostArena:
                         self._upload([batch])
                         gathered = self._try(partial(self._gather, batch), batch)
                         self._gathered = self.stores.mark()
+                    self.stores.use(batch.half)
                     if gathered:
                         self._try(partial(self._store, batch), batch)
                 self.stores.free(batch.half)
@@ -258,6 +259,7 @@ class HostArena:
             batches = list(chain(*rounds))
             self._upload(batches)
             for number, round_ in enumerate(rounds):
+                self.loads.use(round_[0].half)
                 for batch in round_:
                     if batch.is_here:
                         self._try(partial(self._load, batch), batch)
