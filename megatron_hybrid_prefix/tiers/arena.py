@@ -398,6 +398,7 @@ class HostArena:
         part_bytes = max(self._row_bytes.values()) if background.whole_entries else PART_BYTES
         step = max(1, part_bytes // self.page_bytes)
         entry_bytes = {kind: self._entry_bytes(kind) for kind in self._row_bytes}
+        background.forget_ended()
         jobs: list[Job] = []
         group_bytes = 0
         # States first: they are the longest.

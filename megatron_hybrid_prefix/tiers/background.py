@@ -143,18 +143,22 @@ class BackgroundMoves:
 
     def store(self, jobs: Iterable[Job]) -> None:
         """Write entries to the tier, in this order."""
+        self.forget_ended()
         self._stores = [group for group in self._stores if not group.wait(0)]
         self._stores.append(self._start(self._shared.stores, list(jobs)))
 
     def load(self, jobs: Iterable[Job]) -> None:
-        """Read entries from the tier into their pages."""
+        """Read entries from the tier into their pages. Call `forget_ended` before the first group of a load."""
         self._start(self._shared.loads, list(jobs))
 
-    def _start(self, queue: SimpleQueue[Job | None], jobs: list[Job]) -> JobGroup:
+    def forget_ended(self) -> None:
+        """Forget the jobs that are over. Takes time for each page that is in use, so not once for each group."""
         for page, of_page in list(self._of_page.items()):
             of_page[:] = [job for job in of_page if not job.is_over]
             if not of_page:
                 del self._of_page[page]
+
+    def _start(self, queue: SimpleQueue[Job | None], jobs: list[Job]) -> JobGroup:
         group = JobGroup(len(jobs))
         for job in jobs:
             job.group = group

@@ -80,7 +80,7 @@ class Launches:
         return launch
 
 
-def test_stores_wait_for_what_they_need():
+def test_stores_wait_for_what_they_need() -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         world = Launches(monkeypatch)
         before, pools = world.before, world.pools
@@ -98,7 +98,7 @@ def test_stores_wait_for_what_they_need():
         assert {f"_gather {n}" for n in range(3)} <= before["next forward"]
 
 
-def test_loads_wait_for_what_they_need():
+def test_loads_wait_for_what_they_need() -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         world = Launches(monkeypatch)
         before, pools = world.before, world.pools
