@@ -36,7 +36,7 @@ from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.ops.page_copies import WORD_BYTES, copy_pages, copy_ranges
 from megatron_hybrid_prefix.ops.slot_copies import ids_on_device
-from megatron_hybrid_prefix.tiers.background import BackgroundMoves, Batch, Job, marks
+from megatron_hybrid_prefix.tiers.background import BackgroundMoves, Job, JobGroup, marks
 from megatron_hybrid_prefix.tiers.base import Entry, SharedTier, Tier
 from megatron_hybrid_prefix.tiers.pinned import pin, unpin
 from megatron_hybrid_prefix.tiers.queue import BUFFERS, DeviceQueue, HostQueue, Mark
@@ -99,7 +99,7 @@ class _Coming:
 
     unit: BlockTransfer
     parts: tuple[Job | None, ...]  # by page; None: the page belongs to another entry by now
-    batch: Batch | None
+    group: JobGroup | None
 
 
 class HostArena:
@@ -235,6 +235,7 @@ class HostArena:
                         self._upload([batch])
                         gathered = self._try(partial(self._gather, batch), batch)
                         self._gathered = self.stores.mark()
+                    self.stores.use(batch.half)
                     if gathered:
                         self._try(partial(self._store, batch), batch)
                 self.stores.free(batch.half)
@@ -258,6 +259,7 @@ class HostArena:
             batches = list(chain(*rounds))
             self._upload(batches)
             for number, round_ in enumerate(rounds):
+                self.loads.use(round_[0].half)
                 for batch in round_:
                     if batch.is_here:
                         self._try(partial(self._load, batch), batch)
@@ -286,20 +288,20 @@ class HostArena:
             wait_s: Wait at most this long for them.
         """
         left, late = self._put_off[load_id].left, time.perf_counter() + wait_s
-        groups: dict[Batch | None, list[_Coming]] = {}
+        groups: dict[JobGroup | None, list[_Coming]] = {}
         for unit in left:
             coming = self._coming(unit)
-            groups.setdefault(coming.batch, []).append(coming)
-        for batch, group in groups.items():
+            groups.setdefault(coming.group, []).append(coming)
+        for group, entries in groups.items():
             start = time.perf_counter()
-            is_over = batch is None or batch.wait(late - start)
+            is_over = group is None or group.wait(late - start)
             self._behind_stats.seconds_waited += time.perf_counter() - start if wait_s else 0.0
             if not is_over:
                 return None
-            if not self._note_arrived([coming for coming in group if coming.parts]):
+            if not self._note_arrived([coming for coming in entries if coming.parts]):
                 return False
-            self._run_loads([coming.unit for coming in group])
-            launched = {id(coming.unit) for coming in group}
+            self._run_loads([coming.unit for coming in entries])
+            launched = {id(coming.unit) for coming in entries}
             left[:] = [unit for unit in left if id(unit) not in launched]
         return True
 
@@ -309,7 +311,7 @@ class HostArena:
         jobs = (self._fetching.get(page) for page in unit.pages)
         # A page may have gone to another entry: a load that shares this entry was late, and so it was dropped.
         parts = tuple(job if job is not None and job.tag == unit.tag else None for job in jobs)
-        return _Coming(unit, parts, next((job.batch for job in parts if job is not None), None))
+        return _Coming(unit, parts, next((job.group for job in parts if job is not None), None))
 
     def _note_arrived(self, entries: Sequence[_Coming]) -> bool:
         """Note which of these entries have arrived, now that nothing reads them any more. Returns whether all have."""
@@ -396,6 +398,7 @@ class HostArena:
         part_bytes = max(self._row_bytes.values()) if background.whole_entries else PART_BYTES
         step = max(1, part_bytes // self.page_bytes)
         entry_bytes = {kind: self._entry_bytes(kind) for kind in self._row_bytes}
+        background.forget_ended()
         jobs: list[Job] = []
         group_bytes = 0
         # States first: they are the longest.
@@ -406,7 +409,7 @@ class HostArena:
                 background.load(jobs)
                 jobs, group_bytes = [], 0
             group_bytes += size
-            used = ceil_div(size, self.page_bytes)
+            used = max(1, ceil_div(size, self.page_bytes))
             for at in range(0, used, step):
                 # Another stage of the pipeline may use more of the pages. The last part has all that are left.
                 pages = unit.pages[at : at + step] if at + step < used else unit.pages[at:]
@@ -420,10 +423,13 @@ class HostArena:
         return int(self._sums_seen[page]) ^ tag.digest
 
     def _views(self, pages: Sequence[int], start: int, end: int) -> list[tuple[int, memoryview]]:
-        """Bytes ``start`` to ``end`` of an entry, or as many as these pages hold: (offset in the entry, view)."""
+        """Bytes ``start`` to ``end`` of an entry, or as many as these pages hold: (offset in the entry, view).
+
+        At least one view, which is empty on a pipeline stage without such layers: all ranks wait for the same entries.
+        """
         views: list[tuple[int, memoryview]] = []
         at = 0
-        while at < len(pages) and start < end:
+        while at < len(pages) and (start < end or not views):
             first = at
             while at + 1 < len(pages) and pages[at + 1] == pages[at] + 1:  # adjacent pages are one view
                 at += 1

@@ -35,7 +35,7 @@ _WRITERS = 2
 _END_S = 1.0  # a thread that hangs in a read must not keep the process from ending
 
 
-class Batch:
+class JobGroup:
     """Jobs that were started together. The engine is woken once: threads that wake each other often are slow.
 
     Args:
@@ -73,7 +73,7 @@ class Job(AbstractContextManager[bool]):
         cancelled: The pages belong to another entry.
         found: Of a load that is over: whether the bytes are in the pages.
         is_over: Whether the thread is done with it.
-        batch: The jobs that were started with it; None until then.
+        group: The jobs that were started with it; None until then.
     """
 
     tag: Tag
@@ -85,7 +85,7 @@ class Job(AbstractContextManager[bool]):
     cancelled: bool = False
     found: bool = False
     is_over: bool = False
-    batch: Batch | None = None
+    group: JobGroup | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def writing(self) -> AbstractContextManager[bool]:
@@ -128,7 +128,7 @@ class BackgroundMoves:
         self.whole_entries = tier.whole_entries
         shared = self._shared = _Shared(tier)
         self._of_page: dict[int, list[Job]] = {}  # jobs that may still touch a page
-        self._stores: list[Batch] = []
+        self._stores: list[JobGroup] = []
         threads = [
             threading.Thread(target=_serve, args=(shared, work, largest_bytes), name=work.__name__, daemon=True)
             for count, work in ((_WRITERS, _write), (tier.threads, _read_whole if tier.whole_entries else _read))
@@ -143,26 +143,30 @@ class BackgroundMoves:
 
     def store(self, jobs: Iterable[Job]) -> None:
         """Write entries to the tier, in this order."""
-        self._stores = [batch for batch in self._stores if not batch.wait(0)]
+        self.forget_ended()
+        self._stores = [group for group in self._stores if not group.wait(0)]
         self._stores.append(self._start(self._shared.stores, list(jobs)))
 
     def load(self, jobs: Iterable[Job]) -> None:
-        """Read entries from the tier into their pages."""
+        """Read entries from the tier into their pages. Call `forget_ended` before the first group of a load."""
         self._start(self._shared.loads, list(jobs))
 
-    def _start(self, queue: SimpleQueue[Job | None], jobs: list[Job]) -> Batch:
+    def forget_ended(self) -> None:
+        """Forget the jobs that are over. Takes time for each page that is in use, so not once for each group."""
         for page, of_page in list(self._of_page.items()):
             of_page[:] = [job for job in of_page if not job.is_over]
             if not of_page:
                 del self._of_page[page]
-        batch = Batch(len(jobs))
+
+    def _start(self, queue: SimpleQueue[Job | None], jobs: list[Job]) -> JobGroup:
+        group = JobGroup(len(jobs))
         for job in jobs:
-            job.batch = batch
+            job.group = group
             for page in job.pages:
                 self._of_page.setdefault(page, []).append(job)
         for job in jobs:
             queue.put(job)
-        return batch
+        return group
 
     def overwrite(self, pages: Iterable[int]) -> None:
         """These pages are about to get other bytes."""
@@ -178,7 +182,7 @@ class BackgroundMoves:
     def drain(self, seconds: float) -> bool:
         """Wait until all entries are written, at most this long. Returns whether they are."""
         late = time.monotonic() + seconds
-        return all([batch.wait(late - time.monotonic()) for batch in self._stores])
+        return all([group.wait(late - time.monotonic()) for group in self._stores])
 
     def close(self) -> None:
         """End the threads, once they have written all entries."""
@@ -257,8 +261,8 @@ def _serve(shared: _Shared, work: Callable[[_Shared, Job, memoryview], None], la
         with shared.lock:
             shared.seconds += time.perf_counter() - start
         job.is_over = True
-        assert job.batch is not None
-        job.batch.end_one()
+        assert job.group is not None
+        job.group.end_one()
         del job
 
 

@@ -28,6 +28,7 @@ class DeviceQueue:
             device, priority=-1
         )  # its few programs start before a large launch of the model
         self._ahead = [torch.cuda.Stream(device, priority=-1) for _ in range(ahead)]
+        self._filled: list[Mark] = [None] * BUFFERS
         self._free: list[Mark] = [None] * BUFFERS  # when the content of each was used
         self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=4096)
         self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=4096)
@@ -54,7 +55,7 @@ class DeviceQueue:
 
     @contextlib.contextmanager
     def ahead(self, buffer: int) -> Iterator[None]:
-        """Launches inside the block fill a buffer while earlier launches of the queue run; later ones run after them.
+        """Launches inside the block fill a buffer while others of the queue run, until `use`.
 
         Call it inside `running`. They wait until the buffer was freed.
         """
@@ -65,8 +66,13 @@ class DeviceQueue:
             try:
                 yield
             finally:
-                filled = stream.record_event()
-        self._stream.wait_event(filled)
+                self._filled[buffer] = stream.record_event()
+
+    def use(self, buffer: int) -> None:
+        """The queue's later launches run after those that filled the buffer; call it inside `running`."""
+        filled = self._filled[buffer]
+        if filled is not None:
+            self._stream.wait_event(filled)
 
     def free(self, buffer: int) -> None:
         """The queue's launches until now are the last that use the buffer; call it inside `running`."""
@@ -118,6 +124,9 @@ class HostQueue:
     def ahead(self, buffer: int) -> Iterator[None]:
         """See DeviceQueue."""
         yield
+
+    def use(self, buffer: int) -> None:
+        """See DeviceQueue."""
 
     def free(self, buffer: int) -> None:
         """See DeviceQueue."""

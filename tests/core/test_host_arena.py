@@ -533,6 +533,21 @@ def test_a_stage_without_recurrent_layers_moves_nothing_of_states():
     assert not pools.arena.has_failed(1) and pools.arena.bytes_stored == pools.arena.bytes_loaded == 0
 
 
+def test_a_stage_without_recurrent_layers_waits_for_states_as_the_others_do(monkeypatch):
+    """Else its ranks would not join the others when they agree on a load. The empty entry is right when it arrives."""
+    tier = SlowTier(0)
+    monkeypatch.setattr(tier, "_dice", Never())
+    pools = Pools("cpu", mamba_layers=0, behind=tier)
+    pools.arena.carry_out([pools.unit(EntryKind.STATE, 1, 5), pools.behind_unit(EntryKind.STATE, 5, b"k", take=True)])
+    assert pools.arena.drain(HANG_S) and len(tier.entries) == 1
+    fetch = pools.behind_unit(EntryKind.STATE, 6, b"k", take=False)
+    pools.arena.carry_out([fetch, pools.unit(EntryKind.STATE, 2, 6, load_id=1)])
+    assert pools.arena.is_put_off(1) and pools.arena.fetched(1, HANG_S)
+    pools.arena.run_put_off(1)
+    assert not pools.arena.has_failed(1)
+    pools.arena.close()
+
+
 class Marks(HostQueue):
     """A queue that creates events, and records which ones are waited for. Negative: made in `ahead`."""
 

@@ -1,0 +1,121 @@
+"""Which launches of the arena wait for which, on simulated CUDA streams: what no test of the bytes can show without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_hybrid_prefix.tiers import arena as arenas
+from megatron_hybrid_prefix.tiers.queue import BUFFERS, DeviceQueue
+from megatron_hybrid_prefix.tiers.units import EntryKind
+from tests.core.test_host_arena import Pools
+
+
+class Stream:
+    """A stream, as the set of all launches that its next launch runs after."""
+
+    def __init__(self, *device: object, priority: int = 0) -> None:
+        self.known: set[str] = set()
+
+    def wait_event(self, event: Event) -> None:
+        self.known |= event.known
+
+    def record_event(self) -> Event:
+        event = Event()
+        event.known = set(self.known)
+        return event
+
+
+class Event:
+    """A point in a stream."""
+
+    def __init__(self, *, enable_timing: bool = False) -> None:
+        self.known: set[str] = set()
+
+    def record(self) -> None:
+        self.known = set(torch.cuda.current_stream().known)  # type: ignore[attr-defined]
+
+
+class Launches:
+    """An arena over simulated streams. Each launch has a name and, in `before`, all launches that it runs after."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.model = Stream()
+        self._streams = [self.model]
+        self.before: dict[str, set[str]] = {}
+        for name, value in (("Stream", Stream), ("Event", Event), ("stream", self._on)):
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: self._streams[-1])
+        monkeypatch.setattr(arenas, "ENGINE_BYTES", 1)
+        for size in ("STORE_STAGING_BYTES", "LOAD_STAGING_BYTES"):
+            monkeypatch.setattr(arenas, size, 1)  # half of a buffer holds one entry
+        self.pools = Pools("cpu")
+        self.arena = self.pools.arena
+        device = torch.device("cpu")
+        self.arena.stores, self.arena.loads = DeviceQueue(device), DeviceQueue(device, BUFFERS)
+        for name in ("_gather", "_store", "_copy_from_pages", "_load"):
+            monkeypatch.setattr(self.arena, name, self._launches(name, getattr(self.arena, name)))
+
+    @contextlib.contextmanager
+    def _on(self, stream: Stream) -> Iterator[None]:
+        self._streams.append(stream)
+        yield
+        self._streams.pop()
+
+    def launch(self, name: str) -> None:
+        stream = self._streams[-1]
+        self.before[name] = set(stream.known)
+        stream.known.add(name)
+
+    def _launches(self, what: str, run: Any) -> Any:
+        def launch(batch: Any) -> None:
+            (unit,) = batch.units
+            self.launch(f"{what} {unit.device_id}")
+            run(batch)
+
+        return launch
+
+
+def test_stores_wait_for_what_they_need() -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        world = Launches(monkeypatch)
+        before, pools = world.before, world.pools
+        world.launch("forward")
+        world.arena.carry_out([pools.unit(EntryKind.KV, n, n) for n in range(3)])
+        world.arena.wait_for_stores()
+        world.launch("next forward")
+        world.arena.carry_out([pools.unit(EntryKind.KV, n, n) for n in (3, 4)])
+        for n in range(5):
+            assert {"forward", *(f"_gather {m}" for m in range(n))} <= before[f"_gather {n}"]
+            assert f"_gather {n}" in before[f"_store {n}"]
+            # The half is free once its last entry is on its way to the host; the other half's may be in flight.
+            stored = {name for name in before[f"_gather {n}"] if name.startswith("_store")}
+            assert stored == {f"_store {m}" for m in range(n - 1)}
+        assert {f"_gather {n}" for n in range(3)} <= before["next forward"]
+
+
+def test_loads_wait_for_what_they_need() -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        world = Launches(monkeypatch)
+        before, pools = world.before, world.pools
+        world.launch("forward")
+        world.arena.carry_out([pools.unit(EntryKind.KV, n, n) for n in range(2)])
+        world.arena.carry_out([pools.unit(EntryKind.KV, 5 + n, n % 2, load_id=1) for n in range(5)])
+        world.arena.carry_out([pools.unit(EntryKind.KV, 10, 1, load_id=2)])
+        for n in range(5, 11):
+            assert {"forward", "_gather 1", "_store 1"} <= before[f"_copy_from_pages {n}"]
+            assert f"_copy_from_pages {n}" in before[f"_load {n}"]
+            # Copies to one half go on while the other half is used.
+            loaded = {name for name in before[f"_copy_from_pages {n}"] if name.startswith("_load")}
+            assert loaded == {f"_load {m}" for m in range(5, n - 1)}
+            assert f"_copy_from_pages {n + 1}" not in before[f"_load {n}"]
+        world.arena.wait_for_load(1)
+        world.launch("next forward")
+        assert {f"_load {n}" for n in range(5, 10)} <= before["next forward"]
+        # A store to a page, or from a block, that an unfinished load uses.
+        world.arena.carry_out([pools.unit(EntryKind.KV, 3, 1)])
+        assert "_load 10" in before["_gather 3"]
