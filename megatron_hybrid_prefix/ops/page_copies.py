@@ -91,11 +91,13 @@ def copy_pages(
         sums: (rows,) int64 on the device. What the copied bytes add to `checksum_rows` of all bytes in the pages is added.
 
     Raises:
-        ValueError: The pages of a row are too few.
+        ValueError: The pages of a row are too few, or hold 2 GiB or more.
     """
     row_bytes, page_bytes = len(entries) * math.prod(entries.shape[2:]) * entries.element_size(), memory.shape[1]
     if start_bytes + row_bytes > pages.shape[1] * page_bytes:
         raise ValueError(f"{start_bytes} + {row_bytes} bytes do not fit in {pages.shape[1]} pages of {page_bytes}")
+    if pages.shape[1] * page_bytes >= 2**31:
+        raise ValueError(f"{pages.shape[1]} pages of {page_bytes} bytes for one entry: the kernel counts in 31 bits")
     if not len(ids) or not row_bytes:
         return
     if not runs_kernel(entries):

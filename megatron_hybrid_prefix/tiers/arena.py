@@ -238,7 +238,7 @@ class HostArena:
                     self.stores.use(batch.half)
                     if gathered:
                         self._try(partial(self._store, batch), batch)
-                self.stores.free(batch.half)
+                    self.stores.free(batch.half)  # after each: an upload that raises ends the round
             if self._sums_seen is not self._sums:
                 self._sums_seen.copy_(self._sums, non_blocking=True)
             self._stored = self.stores.mark()

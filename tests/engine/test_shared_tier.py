@@ -303,8 +303,11 @@ def test_a_folder_that_takes_nothing_equals_no_folder(model, folder, fault, monk
     with caplog.at_level(logging.ERROR):
         served.send(PROMPT)
         written(served)
-    expected = {"write_ENOSPC": 1, "no_room": 4} if fault == "full disk" else {"write_EROFS": 5}
-    assert stats_of(served).faults == expected
+    faults = stats_of(served).faults
+    if fault == "full disk":  # writing stops at the first error, but every thread may be in the middle of a write
+        assert set(faults) == {"write_ENOSPC", "no_room"} and sum(faults.values()) == 5
+    else:
+        assert faults == {"write_EROFS": 5}
     assert stats_of(served).full == 5 == stats_of(served).stores and entries(folder) == []
     assert len(caplog.records) == 1
     assert served.send(PROMPT).num_cached_tokens == 4 * BLOCK  # on the device

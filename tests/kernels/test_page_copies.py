@@ -84,16 +84,14 @@ def test_without_sums_and_without_words(device):
     assert sums.tolist() == [1]
 
 
-def test_pages_that_are_too_few_are_refused():
+def test_pages_that_are_too_few_or_too_many_are_refused():
+    entries, ids = torch.zeros(1, 1, 62, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
+    memory = torch.zeros(4, 64, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"8 \+ 62 bytes do not fit in 1 pages of 64"):
-        copy_pages(
-            torch.zeros(1, 1, 62, dtype=torch.uint8),
-            torch.zeros(4, 64, dtype=torch.uint8),
-            torch.zeros(1, dtype=torch.int64),
-            torch.zeros(1, 1, dtype=torch.int64),
-            to_pages=True,
-            start_bytes=8,
-        )
+        copy_pages(entries, memory, ids, torch.zeros(1, 1, dtype=torch.int64), to_pages=True, start_bytes=8)
+    pages = torch.zeros(1, 1, dtype=torch.int64).expand(1, 2**25)  # 2 GiB
+    with pytest.raises(ValueError, match=r"33554432 pages of 64 bytes for one entry"):
+        copy_pages(entries, memory, ids, pages, to_pages=True)
 
 
 @pytest.mark.parametrize("device", DEVICES)
