@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from copy import copy
 from heapq import heapify, heappop, heappush
 
 from megatron_hybrid_prefix.policy.ancestry import Ancestry
@@ -298,7 +299,7 @@ class RecomputeCostEviction[T: KeptState]:
     def tier_below(self) -> RecomputeCostEviction[T]:
         """See KnowsTiers."""
         self._ancestry = Ancestry()
-        below = type(self).__new__(type(self))
+        below = copy(self)  # with what a subclass keeps
         below._join(self._known)
         return below
 
