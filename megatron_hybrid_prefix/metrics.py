@@ -40,7 +40,8 @@ class TierStats:
         loads: Entries moved one tier up, because a prompt needed them.
         stores: Entries moved here from the tier above. For the tier behind the host: entries offered to it.
         evictions: Entries evicted from here.
-        full: Entries that found no room here. For the tier behind the host: entries it refused.
+        full: Entries that found no room here, or were worth less than all that is stored. For the tier behind the host:
+            entries it refused.
         preempted: Preempted requests that were swapped out to here.
         failed: Entries that came back corrupt, or not at all, and were dropped.
         bytes_loaded: Bytes loaded, on this rank.

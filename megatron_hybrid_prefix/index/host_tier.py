@@ -159,6 +159,8 @@ class HostTier:
         A probationary state only gets free or spare pages, or pages of other probationary states.
         """
         if node.host_slot != NO_SLOT:
+            if not self._states[node] and not is_probationary(node):
+                self._eviction.used(node)  # it was a guess when it was stored
             self._count(node)
             return True
         self._eviction.added(node)  # first, so that its value is compared with the others'
@@ -198,6 +200,7 @@ class HostTier:
         saved_blocks = node.depth_blocks - (0 if before is None else before.depth_blocks)
         if saved_blocks >= self.behind.least_blocks:
             self.store_state(node)
+            self.state_also_on_device(node)
 
     def stores_published(self, reason: CheckpointReason) -> bool:
         """Whether a state that was just computed is stored at once, not only when the device evicts it.
@@ -298,6 +301,7 @@ class HostTier:
         """Marks the node's state as used, after a request resumed from it on any tier."""
         if self._early and node.host_slot == NO_SLOT and node.slot != NO_SLOT:
             self.store_state(node)  # it was a guess
+            self.state_also_on_device(node)
         if node.host_slot != NO_SLOT:
             self._eviction.used(node)
             self._count(node)
@@ -361,6 +365,8 @@ class HostTier:
         self.entries.check([*kv, *states])
         if self._kv != set(kv.values()) or set(self._states) != set(states.values()):
             raise CacheCorruptionError("the entries on the host and those that are counted differ")
+        if any(node.slot != NO_SLOT and node not in self._spare_states for node in self._states):
+            raise CacheCorruptionError("a state is on the device, too, but is not spare on the host")
         if not self._spare_kv.keys() <= self._kv or not self._spare_states.keys() <= self._states.keys():
             raise CacheCorruptionError("what is spare on the host is not there")
         users = {node: int(self._states.get(node, False)) for node in self._tree}
@@ -526,10 +532,13 @@ class HostTier:
         )
         if found is None:
             return False
+        guess = found.host_slot  # goes with its KV
         if not self._early:
             self._offer(found.host_block)
+            if guess != NO_SLOT and found.block_id == NO_BLOCK:
+                self._offer(guess)
         self.drop_kv(found)
-        self._figures.evictions += 1
+        self._figures.evictions += 1 + (guess != NO_SLOT and guess not in self.entries)
         return True
 
     def _evict_state(self, incoming: Node | None = None, *, guesses_only: bool = False) -> bool:

@@ -24,14 +24,14 @@ inherits its kind and age: a request that would have resumed from the evicted st
 Interval checkpoints are a kind like any other. They are evicted first where they were of little use. So the pool keeps
 many of them while there is room, and none when slots are scarce, without any threshold.
 
-Each method costs O(log n) amortised. Adding a state between others also costs O(states next below it). The order
-depends only on the calls.
+Methods cost O(log n) amortised; adding a state between others also O(states next below it). Only the calls set the order.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from copy import copy
 from heapq import heapify, heappop, heappush
 
 from megatron_hybrid_prefix.policy.ancestry import Ancestry
@@ -129,9 +129,8 @@ class _Known[T: KeptState]:
         self._lost: OrderedDict[bytes, _Record[T]] = OrderedDict()  # remembered, evicted longest ago first
         self._most_kept = 0
         self._calendar: list[tuple[int, int, _Record[T]]] = []  # (time when the age number grows, number, record)
-        self._now = self._numbers = self._serials = 0
+        self._now = self._numbers = self._serials = self._refreshes = 0
         self._next_refresh = _REFRESH_AT_LEAST
-        self._refreshes = 0
 
     def added(self, state: T) -> None:
         """The first tier keeps ``state``."""
@@ -298,7 +297,7 @@ class RecomputeCostEviction[T: KeptState]:
     def tier_below(self) -> RecomputeCostEviction[T]:
         """See KnowsTiers."""
         self._ancestry = Ancestry()
-        below = type(self).__new__(type(self))
+        below = copy(self)  # with what a subclass keeps
         below._join(self._known)
         return below
 

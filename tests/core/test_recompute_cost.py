@@ -199,6 +199,26 @@ def test_a_use_that_both_tiers_count_is_found(monkeypatch):
             compare_tiers(random.Random(seed), 300, (3, 2.5))
 
 
+class Counting(RecomputeCostEviction[Node]):
+    """A plugin's policy with attributes of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def added(self, state: Node) -> None:
+        self.count += 1
+        super().added(state)
+
+
+def test_a_subclass_keeps_its_attributes_on_the_tier_below():
+    above = Counting()
+    below = above.tier_below()
+    publish(below, chain(3))
+    assert (type(below), below.count, above.count) == (Counting, 1, 0)
+    assert len(below) == 1 and len(above) == 0
+
+
 def test_it_decides_so_with_its_own_constants_too():
     assert compare(random.Random(99), calls=3000, most=60) > 300
 

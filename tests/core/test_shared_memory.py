@@ -9,14 +9,18 @@ import pytest
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.errors import CacheCorruptionError
+from megatron_hybrid_prefix.index.host_tier import is_probationary
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.shared_blocks import SharedBlocks
 from megatron_hybrid_prefix.index.shared_store import SharedCheckpoints, SharedStore
+from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool import pages as pages_module
 from megatron_hybrid_prefix.pool.pages import PageLayout, Pages
-from megatron_hybrid_prefix.pool.slots import PageSlots
-from megatron_hybrid_prefix.tiers.units import BlockMove
+from megatron_hybrid_prefix.pool.slots import NO_SLOT, PageSlots
+from megatron_hybrid_prefix.tiers.base import TierBehind
+from megatron_hybrid_prefix.tiers.units import HOST, BlockMove, BlockTransfer, EntryKind
 from tests.core import test_stateful
+from tests.harness.plugins.dictionary_tier import DictionaryTier
 
 BLOCK = 4  # tokens
 
@@ -435,3 +439,52 @@ def test_waiting_loads_give_back_their_slots_too():
     assert available == use.total_blocks - use.held_blocks - 2 * use.live_slots
     assert len(cache.blocks.allocate(available)) == available and not cache.loads.has_waiting
     cache.check_integrity()
+
+
+# -- a host tier -------------------------------------------------------------------------------------------------------
+
+
+def test_the_tier_behind_is_offered_each_state_that_the_host_evicts(monkeypatch):
+    cache = HybridPrefixCache(
+        block_tokens=BLOCK,
+        min_computed_tokens=1,
+        retention_interval_tokens=BLOCK,
+        kv_blocks=8,
+        state_slots=4,
+        host_pages=12,
+        host_kv_pages=1,
+        host_state_pages=2,
+        behind=TierBehind("behind", DictionaryTier()),
+    )
+    copies: list[BlockTransfer] = []
+    take = cache.take_copies
+    monkeypatch.setattr(cache, "take_copies", lambda: copies.extend(take()))
+    for number in range(8):
+        run(cache, f"prompt {number}", 6)
+    moves = [copy for copy in copies if copy.tag.kind == EntryKind.STATE]
+    stored = {copy.tag.key for copy in moves if copy.target == HOST}
+    here = {node.key for node in cache.inspect.nodes() if node.host_slot != NO_SLOT}
+    assert len(stored - here) > 8
+    assert stored - here == {copy.tag.key for copy in moves if copy.target == "behind"}
+
+
+def test_a_guess_that_got_a_reason_is_no_guess_on_the_host():
+    cache = HybridPrefixCache(
+        block_tokens=BLOCK,
+        min_computed_tokens=1,
+        eviction_policy="lru",
+        retention_interval_tokens=BLOCK,
+        kv_blocks=20,
+        state_slots=8,
+        host_pages=40,
+        host_kv_pages=1,
+        host_state_pages=2,
+        host_write_through=True,
+    )
+    run(cache, "prompt", 6)
+    host = cache.inspect.host_tier
+    node = next(node for node in cache.inspect.nodes() if is_probationary(node) and node.host_slot != NO_SLOT)
+    cache._store.checkpoints.confirm(node.key, CheckpointReason.JUNCTION)
+    cache._store.checkpoints.evict(node)
+    assert node.host_slot != NO_SLOT
+    assert host._eviction.victim(lambda other: other is node, probationary_only=True) is None
