@@ -56,7 +56,7 @@ _HELP = {
     "tier_loads": "Entries moved one tier up because a prompt needed them",
     "tier_stores": "Entries moved to the tier from the one above",
     "tier_evictions": "Entries evicted from the tier",
-    "tier_full": "Entries that found no room in the tier",
+    "tier_full": "Entries that found no room in the tier, or were worth less than all that is stored",
     "tier_preempted": "Preempted requests that were swapped out to the tier",
     "tier_failed": "Entries that came back corrupt, or not at all, and were dropped",
     "tier_bytes_loaded": "Bytes loaded from the tier, on this rank",
