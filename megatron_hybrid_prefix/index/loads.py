@@ -233,7 +233,8 @@ class Loads:
             boundaries=(),
             computed_tokens=resume_tokens,
             planned_tokens=resume_tokens,
-            stored_tokens=resume_tokens,
+            # A request that was preempted inside a block may share the whole block.
+            stored_tokens=max(resume_tokens, len(shared) * self._block_tokens),
             read=match.read,
             pinned_slot=None,
             top_n=match.top_n,

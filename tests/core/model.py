@@ -444,7 +444,8 @@ class ModelEngine:
         assert (admission.resume_tokens, admission.source_slot) == (depth, loaded.source_slot)
         assert admission.block_ids[: admission.shared_blocks] == (*loaded.block_ids, *beyond)
         request = Request(request_id, salt, list(tokens), len(tokens), admission, write, loaded=True)
-        if beyond:
+        assert admission.stored_tokens == max(depth, (len(loaded.path) + len(beyond)) * block)
+        if admission.stored_tokens > depth:
             request.stored = self.now(salt, tokens[: admission.stored_tokens])[1]
             self.seen["shared beyond a load"] += 1
         request.history = self.now(salt, tokens[:depth])[1]

@@ -586,6 +586,19 @@ def test_after_a_block_of_its_own_that_is_not_full_a_request_shares_nothing():
     assert set(model.table(request)) & set(model.table(holder)) == {model.table(request)[0]}
 
 
+def test_a_request_that_was_preempted_inside_a_shared_block_does_not_write_to_it():
+    model = engine(state_slots=1, host_pages=20)
+    holder = run(model, tokens(1, 2, 3, rest=1), release=False)
+    request = model.admit(tokens(1, 2, 5, rest=1), first_chunk=BLOCK + 2)
+    model.settle(model.plan(request, BLOCK + 2), request, succeeds=True)
+    assert model.table(request) == model.table(holder)[:2] and model.swap_out(request)
+    again = model.admit_from_host(request.tokens, preempted=request)
+    assert again is not None and again.admission.resume_tokens == BLOCK + 2
+    assert model.table(again)[:2] == model.table(holder)[:2] and again.admission.stored_tokens == 2 * BLOCK
+    model.settle(model.plan(again, 100), again, succeeds=True)  # the model fails on a write into shared blocks
+    model.check()
+
+
 def test_who_must_not_read_shares_nothing():
     model = engine(state_slots=0)
     run(model, tokens(1, 2, 3, rest=1))
