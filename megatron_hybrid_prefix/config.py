@@ -109,7 +109,8 @@ class HybridPrefixConfig:
         default=0.0,
         metadata=_help(
             "Pinned host memory for evicted KV blocks and states, in GiB per rank. They load back when a prompt needs "
-            "them. Allocated at start, with up to 0.6 GiB of GPU memory for staging. 0: no host tier."
+            "them. Allocated at start, with 0.6 GiB of GPU memory for staging (half a GiB and two states, if that is "
+            "more). 0: no host tier."
         ),
     )
     host_state_share: float | None = field(
