@@ -397,14 +397,13 @@ class HostArena:
         after = marks((self.stores.finish, self._stored), (self.loads.finish, self._last_load))
         part_bytes = max(self._row_bytes.values()) if background.whole_entries else PART_BYTES
         step = max(1, part_bytes // self.page_bytes)
-        entry_bytes = {kind: self._entry_bytes(kind) for kind in self._row_bytes}
         background.forget_ended()
         jobs: list[Job] = []
         group_bytes = 0
         # States first: they are the longest.
         for unit in sorted(units, key=lambda unit: unit.tag.kind is EntryKind.KV):
             self._tags.pop(unit.pages[0], None)  # set again by `fetched`
-            size = entry_bytes[unit.tag.kind]
+            size = self._entry_bytes(unit.tag.kind)
             if group_bytes and group_bytes + size > GROUP_BYTES:
                 background.load(jobs)
                 jobs, group_bytes = [], 0
