@@ -60,6 +60,15 @@ def tiny(platform):
     return build_hybrid_model("tiny", seed=0, platform=platform)
 
 
+@pytest.fixture
+def model(tiny):
+    """``tiny`` for the engines of one test. Tests of other modules get it with megatron's mixers again."""
+    from megatron_hybrid_prefix.mcore import restore_mixers
+
+    yield tiny
+    restore_mixers(tiny)
+
+
 @pytest.fixture(scope="session")
 def tiny_reference(tiny):
     """``tiny`` in float64."""

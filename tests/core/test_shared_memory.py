@@ -444,18 +444,14 @@ def test_waiting_loads_give_back_their_slots_too():
 # -- a host tier -------------------------------------------------------------------------------------------------------
 
 
+def with_host(**options: Any) -> HybridPrefixCache:
+    """A fixed split with a host tier. Guesses are a block apart; a state is two pages."""
+    sizes = {"block_tokens": BLOCK, "min_computed_tokens": 1, "retention_interval_tokens": BLOCK}
+    return HybridPrefixCache(**sizes, host_kv_pages=1, host_state_pages=2, **options)
+
+
 def test_the_tier_behind_is_offered_each_state_that_the_host_evicts(monkeypatch):
-    cache = HybridPrefixCache(
-        block_tokens=BLOCK,
-        min_computed_tokens=1,
-        retention_interval_tokens=BLOCK,
-        kv_blocks=8,
-        state_slots=4,
-        host_pages=12,
-        host_kv_pages=1,
-        host_state_pages=2,
-        behind=TierBehind("behind", DictionaryTier()),
-    )
+    cache = with_host(kv_blocks=8, state_slots=4, host_pages=12, behind=TierBehind("behind", DictionaryTier()))
     copies: list[BlockTransfer] = []
     take = cache.take_copies
     monkeypatch.setattr(cache, "take_copies", lambda: copies.extend(take()))
@@ -469,18 +465,7 @@ def test_the_tier_behind_is_offered_each_state_that_the_host_evicts(monkeypatch)
 
 
 def test_a_guess_that_got_a_reason_is_no_guess_on_the_host():
-    cache = HybridPrefixCache(
-        block_tokens=BLOCK,
-        min_computed_tokens=1,
-        eviction_policy="lru",
-        retention_interval_tokens=BLOCK,
-        kv_blocks=20,
-        state_slots=8,
-        host_pages=40,
-        host_kv_pages=1,
-        host_state_pages=2,
-        host_write_through=True,
-    )
+    cache = with_host(kv_blocks=20, state_slots=8, host_pages=40, eviction_policy="lru", host_write_through=True)
     run(cache, "prompt", 6)
     host = cache.inspect.host_tier
     node = next(node for node in cache.inspect.nodes() if is_probationary(node) and node.host_slot != NO_SLOT)

@@ -80,42 +80,44 @@ class Launches:
         return launch
 
 
-def test_stores_wait_for_what_they_need() -> None:
+@pytest.fixture
+def world() -> Iterator[Launches]:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        world = Launches(monkeypatch)
-        before, pools = world.before, world.pools
-        world.launch("forward")
-        world.arena.carry_out([pools.unit(EntryKind.KV, n, n) for n in range(3)])
-        world.arena.wait_for_stores()
-        world.launch("next forward")
-        world.arena.carry_out([pools.unit(EntryKind.KV, n, n) for n in (3, 4)])
-        for n in range(5):
-            assert {"forward", *(f"_gather {m}" for m in range(n))} <= before[f"_gather {n}"]
-            assert f"_gather {n}" in before[f"_store {n}"]
-            # The half is free once its last entry is on its way to the host; the other half's may be in flight.
-            stored = {name for name in before[f"_gather {n}"] if name.startswith("_store")}
-            assert stored == {f"_store {m}" for m in range(n - 1)}
-        assert {f"_gather {n}" for n in range(3)} <= before["next forward"]
+        yield Launches(monkeypatch)
 
 
-def test_loads_wait_for_what_they_need() -> None:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        world = Launches(monkeypatch)
-        before, pools = world.before, world.pools
-        world.launch("forward")
-        world.arena.carry_out([pools.unit(EntryKind.KV, n, n) for n in range(2)])
-        world.arena.carry_out([pools.unit(EntryKind.KV, 5 + n, n % 2, load_id=1) for n in range(5)])
-        world.arena.carry_out([pools.unit(EntryKind.KV, 10, 1, load_id=2)])
-        for n in range(5, 11):
-            assert {"forward", "_gather 1", "_store 1"} <= before[f"_copy_from_pages {n}"]
-            assert f"_copy_from_pages {n}" in before[f"_load {n}"]
-            # Copies to one half go on while the other half is used.
-            loaded = {name for name in before[f"_copy_from_pages {n}"] if name.startswith("_load")}
-            assert loaded == {f"_load {m}" for m in range(5, n - 1)}
-            assert f"_copy_from_pages {n + 1}" not in before[f"_load {n}"]
-        world.arena.wait_for_load(1)
-        world.launch("next forward")
-        assert {f"_load {n}" for n in range(5, 10)} <= before["next forward"]
-        # A store to a page, or from a block, that an unfinished load uses.
-        world.arena.carry_out([pools.unit(EntryKind.KV, 3, 1)])
-        assert "_load 10" in before["_gather 3"]
+def test_stores_wait_for_what_they_need(world: Launches) -> None:
+    before, pools = world.before, world.pools
+    world.launch("forward")
+    world.arena.carry_out([pools.unit(EntryKind.KV, n, n) for n in range(3)])
+    world.arena.wait_for_stores()
+    world.launch("next forward")
+    world.arena.carry_out([pools.unit(EntryKind.KV, n, n) for n in (3, 4)])
+    for n in range(5):
+        assert {"forward", *(f"_gather {m}" for m in range(n))} <= before[f"_gather {n}"]
+        assert f"_gather {n}" in before[f"_store {n}"]
+        # The half is free once its last entry is on its way to the host; the other half's may be in flight.
+        stored = {name for name in before[f"_gather {n}"] if name.startswith("_store")}
+        assert stored == {f"_store {m}" for m in range(n - 1)}
+    assert {f"_gather {n}" for n in range(3)} <= before["next forward"]
+
+
+def test_loads_wait_for_what_they_need(world: Launches) -> None:
+    before, pools = world.before, world.pools
+    world.launch("forward")
+    world.arena.carry_out([pools.unit(EntryKind.KV, n, n) for n in range(2)])
+    world.arena.carry_out([pools.unit(EntryKind.KV, 5 + n, n % 2, load_id=1) for n in range(5)])
+    world.arena.carry_out([pools.unit(EntryKind.KV, 10, 1, load_id=2)])
+    for n in range(5, 11):
+        assert {"forward", "_gather 1", "_store 1"} <= before[f"_copy_from_pages {n}"]
+        assert f"_copy_from_pages {n}" in before[f"_load {n}"]
+        # Copies to one half go on while the other half is used.
+        loaded = {name for name in before[f"_copy_from_pages {n}"] if name.startswith("_load")}
+        assert loaded == {f"_load {m}" for m in range(5, n - 1)}
+        assert f"_copy_from_pages {n + 1}" not in before[f"_load {n}"]
+    world.arena.wait_for_load(1)
+    world.launch("next forward")
+    assert {f"_load {n}" for n in range(5, 10)} <= before["next forward"]
+    # A store to a page, or from a block, that an unfinished load uses.
+    world.arena.carry_out([pools.unit(EntryKind.KV, 3, 1)])
+    assert "_load 10" in before["_gather 3"]

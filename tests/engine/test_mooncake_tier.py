@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,14 +16,6 @@ from tests.harness.shared_tiers import check_ranks, stats_of, written
 from tests.harness.workers.launch import run_ranks
 
 PROMPT = tokens(4, 9, seed=1)
-
-
-@pytest.fixture
-def model(tiny: Any) -> Iterator[Any]:
-    from megatron_hybrid_prefix.mcore import restore_mixers
-
-    yield tiny
-    restore_mixers(tiny)
 
 
 @pytest.fixture

@@ -11,14 +11,6 @@ from tests.harness.selection import mostly_slow
 each_mode = pytest.mark.parametrize("mode", mostly_slow(MODES, "legacy"))
 
 
-@pytest.fixture
-def model(tiny):
-    from megatron_hybrid_prefix.mcore import restore_mixers
-
-    yield tiny
-    restore_mixers(tiny)
-
-
 def herd(model, mode, **fields) -> EngineHarness:
     fields = {"max_requests": 12, "max_tokens": 4096, "max_sequence_length": 2048, "buffer_size_gb": 0.05} | fields
     return EngineHarness(model, async_sched_mode=mode, **fields)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,14 +13,6 @@ from tests.harness.mutants import MUTANTS, mutated_resume
 from tests.harness.selection import mostly_slow
 
 each_mode = pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
-
-
-@pytest.fixture
-def model(tiny: Any) -> Iterator[Any]:
-    from megatron_hybrid_prefix.mcore import restore_mixers
-
-    yield tiny
-    restore_mixers(tiny)  # shared with tests of other modules
 
 
 def computed(served: EngineHarness, prompt: list[int], **attributes: Any) -> int:

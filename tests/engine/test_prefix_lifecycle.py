@@ -26,14 +26,6 @@ each_mode = pytest.mark.parametrize("mode", mostly_slow(MODES, "legacy"))
 each_management = pytest.mark.parametrize("management", (PERSIST, OFFLOAD, RECOMPUTE), ids=lambda value: value.value)
 
 
-@pytest.fixture
-def model(tiny: Any) -> Iterator[Any]:
-    from megatron_hybrid_prefix.mcore import restore_mixers
-
-    yield tiny
-    restore_mixers(tiny)  # shared with tests of other modules
-
-
 @pytest.fixture(autouse=True, scope="module")
 def collected_quickly() -> Iterator[None]:
     """Makes megatron's garbage collection on suspend fast, by excluding all imported objects."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,14 +19,6 @@ from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
 from tests.harness.selection import mostly_slow
 
 each_mode = pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
-
-
-@pytest.fixture
-def model(tiny: Any) -> Iterator[Any]:
-    from megatron_hybrid_prefix.mcore import restore_mixers
-
-    yield tiny
-    restore_mixers(tiny)  # shared with tests of other modules
 
 
 # -- log-probs of the prompt -------------------------------------------------------------------------------------------

@@ -16,14 +16,6 @@ from tests.harness.selection import mostly_slow
 each_mode = pytest.mark.parametrize("mode", mostly_slow(MODES, "legacy"))
 
 
-@pytest.fixture
-def model(tiny):
-    from megatron_hybrid_prefix.mcore import restore_mixers
-
-    yield tiny
-    restore_mixers(tiny)
-
-
 class Chat:
     """One conversation on one engine.
 

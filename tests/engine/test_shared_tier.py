@@ -8,7 +8,6 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,6 @@ from tests.harness.workers.launch import run_ranks
 
 each_mode = pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
 PROMPT = tokens(4, 9, seed=1)
-
-
-@pytest.fixture
-def model(tiny: Any) -> Iterator[Any]:
-    from megatron_hybrid_prefix.mcore import restore_mixers
-
-    yield tiny
-    restore_mixers(tiny)
 
 
 @pytest.fixture

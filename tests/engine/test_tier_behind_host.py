@@ -6,7 +6,6 @@ import argparse
 import importlib
 import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +41,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plugged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv(PLUGINS_VARIABLE, "outside_tier")
-
-
-@pytest.fixture
-def model(tiny: Any) -> Iterator[Any]:
-    from megatron_hybrid_prefix.mcore import restore_mixers
-
-    yield tiny
-    restore_mixers(tiny)
 
 
 def small(model: Any, **fields: Any) -> EngineHarness:

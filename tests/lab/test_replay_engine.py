@@ -15,14 +15,6 @@ from tests.harness.trace_helpers import as_trace, token_prompts
 BLOCK = 64
 
 
-@pytest.fixture
-def model(tiny):
-    from megatron_hybrid_prefix.mcore import restore_mixers
-
-    yield tiny
-    restore_mixers(tiny)
-
-
 def reused_tokens(served, prompts):
     """Sends the prompts one after another; returns how many tokens of each were reused."""
     reused = []

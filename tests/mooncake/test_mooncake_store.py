@@ -95,14 +95,6 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     found.close()
 
 
-@pytest.fixture
-def model(tiny: Any) -> Iterator[Any]:
-    from megatron_hybrid_prefix.mcore import restore_mixers
-
-    yield tiny
-    restore_mixers(tiny)
-
-
 def start(model: Any, cluster: Cluster, **parameters: Any) -> EngineHarness:
     """An engine as of a new process."""
     url = cluster.url(**parameters)
