@@ -92,7 +92,8 @@ class RoomTimes:
         def copied_ms() -> float:
             for _, end in events:
                 end.synchronize()
-            return copies_ms + sum(start.elapsed_time(end) for start, end in events)
+            on_gpu_ms: float = sum(start.elapsed_time(end) for start, end in events)
+            return copies_ms + on_gpu_ms
 
         return room_ms, copied_ms
 
