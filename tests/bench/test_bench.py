@@ -182,6 +182,7 @@ BAD_OPTIONS = {
     "longer than a step": (["no_reuse", "--max-tokens", "64"], "512 tokens are more than --max-tokens 64"),
     "unaligned step": (["no_reuse", "--max-tokens", "65"], "--max-tokens 65 is not a multiple of 64"),
     "tp does not divide": (["no_reuse", "--tp", "3"], "tp=3 does not divide"),
+    "exact in bf16": (["no_reuse", "--exact", "bits", "--state-dtype", "bfloat16"], "needs state_dtype='float32'"),
     "no such folder": (["no_reuse", "--json", "absent/r.json"], "cannot write absent/r.json: there is no folder"),
     "graphs on CPU": (["no_reuse", "--cuda-graphs", "2"], "needs a CUDA device"),
     "too little for upstream": (["no_reuse", "--mamba-gb", "0.0001"], "engine upstream: Mamba prefix cache budget"),
