@@ -2,8 +2,8 @@
 
 Two ways to see what it costs if memory changes between KV and states:
 
-- Directly: the time of the calls that make room, and of the copies that they cause. It has little noise. It counts more than
-  the change itself, because a fixed split evicts, too.
+- Directly: the time of the calls that make room, and of the copies that they cause. It has little noise, unless another process
+  has the processor. It counts more than the change itself, because a fixed split evicts, too.
 - By comparison with the same steps of a fixed split. That has all effects in it, and the noise of the host. Noise only adds
   time, so of each step the fastest of all repeats is compared. The steps without a change show how much noise is left.
 """
@@ -43,6 +43,11 @@ class Step(NamedTuple):
     moved_gib: float = 0.0
     room_ms: float = 0.0
     copy_ms: float = 0.0
+
+    @property
+    def cost_ms(self) -> float:
+        """What making room cost the CPU and the device, one after the other."""
+        return self.room_ms + self.copy_ms
 
     @property
     def changes(self) -> bool:
@@ -131,8 +136,9 @@ def step_metrics() -> list[Metric]:
         for which, label in shares.items()
     ]
     found += [
-        ms(name="cost_max_ms", label="both together: most, ms", goal=f"<= {GOAL_MS:g}"),
-        of_all(name="costly_steps", label=f"steps with more than {GOAL_MS:g} ms", digits=0, goal="0"),
+        ms(name="cost_max_ms", label="both together: most, ms"),
+        ms(name="cost_fastest_max_ms", label="... in the fastest repeat of a step", goal=f"<= {GOAL_MS:g}"),
+        of_all(name="costly_steps", label=f"... steps with more than {GOAL_MS:g} ms", digits=0, goal="0"),
         ms(name="cost_total_ms", label="all steps of a repeat together, ms"),
         of_all(name="changed_max_gib", label="most GiB that changed in a step", digits=3),
         of_all(name="moved_max_gib", label="most GiB of KV blocks moved in a step", digits=3),
@@ -158,18 +164,20 @@ def room_sample(repeats: Sequence[Sequence[Step]], changes: Sequence[Sequence[bo
         repeats: The steps of each repeat.
         changes: The steps that count, likewise.
     """
-    chosen = [
-        step
-        for steps, chosen_steps in zip(repeats, changes, strict=False)
-        for step, is_chosen in zip(steps, chosen_steps, strict=True)
-        if is_chosen
-    ]
-    costs = [step.room_ms + step.copy_ms for step in chosen]
+    of_number: Mapping[int, list[Step]] = defaultdict(list)
+    for steps, chosen_steps in zip(repeats, changes, strict=False):
+        for number, (step, is_chosen) in enumerate(zip(steps, chosen_steps, strict=True)):
+            if is_chosen:
+                of_number[number].append(step)
+    chosen = [step for same_step in of_number.values() for step in same_step]
+    costs = [step.cost_ms for step in chosen]
+    fastest = [min(step.cost_ms for step in same_step) for same_step in of_number.values()]
     return {
         **_spread("room", [step.room_ms for step in chosen]),
         **_spread("copy", [step.copy_ms for step in chosen]),
         "cost_max_ms": max(costs, default=None),
-        "costly_steps": sum(ms > GOAL_MS for ms in costs),
+        "cost_fastest_max_ms": max(fastest, default=None),
+        "costly_steps": sum(ms > GOAL_MS for ms in fastest),
         "cost_total_ms": sum(costs) / len(repeats) if repeats else None,
         "changed_max_gib": max((step.changed_gib for step in chosen), default=None),
         "moved_max_gib": max((step.moved_gib for step in chosen), default=None),

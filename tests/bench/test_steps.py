@@ -125,7 +125,25 @@ def test_direct_cost() -> None:
     assert (found["copy_median_ms"], found["copy_p99_ms"]) == (2.25, 4.0)
     assert (found["cost_max_ms"], found["costly_steps"], found["cost_total_ms"]) == (6.0, 1, 3.75)
     assert (found["changed_max_gib"], found["moved_max_gib"]) == (1.5, 1.0)
-    assert room_sample([], [])["cost_max_ms"] is None
+    assert found["cost_fastest_max_ms"] == 6.0
+    assert room_sample([], [])["cost_max_ms"] is room_sample([], [])["cost_fastest_max_ms"] is None
+
+
+def check_direct_cost_of_the_fastest_repeat() -> None:
+    """Each of two steps is disturbed in another repeat."""
+    repeats = [
+        [step(9, room_ms=9.0, changed_gib=0.5), step(9, room_ms=2.0, changed_gib=0.5)],
+        [step(9, room_ms=1.0, changed_gib=0.5), step(9, room_ms=8.0, changed_gib=0.5)],
+    ]
+    found = room_sample(repeats, [[True, True]] * 2)
+    assert (found["cost_max_ms"], found["cost_fastest_max_ms"], found["costly_steps"]) == (9.0, 2.0, 0)
+
+
+def test_direct_cost_of_the_fastest_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_direct_cost_of_the_fastest_repeat()
+    slowest_of_repeats(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_direct_cost_of_the_fastest_repeat()
 
 
 def test_copies_of_moves_of_the_step_before_count() -> None:
