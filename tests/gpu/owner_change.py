@@ -17,6 +17,7 @@ block has the bytes of another one.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -79,6 +80,9 @@ class Case:
         self.layout = PageLayout(
             block_bytes=sizes.block_bytes, state_bytes=size * sizes.block_bytes, total_blocks=(pages + others) * size
         )
+        gc.collect()  # the memory of the case before
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
         needed = self.layout.total_blocks * sizes.block_bytes + 2 * GIB
         fits = device.type == "cpu" or torch.cuda.mem_get_info()[0] > needed
         self.memory = self._memory(device) if fits else None
