@@ -37,6 +37,7 @@ class Contestant:
         engine: The engine; None if it could not be built.
         crash: The exception it raised, in one line; None while it runs.
         trace: The traceback of that exception.
+        kept: What a scenario keeps of each timed round for `Scenario.over_repeats`.
     """
 
     def __init__(self, name: str, fields: dict[str, Any], should_stop: Callable[[], bool]) -> None:
@@ -44,6 +45,7 @@ class Contestant:
         self.engine: Any = None
         self.crash: str | None = None
         self.trace: str | None = None
+        self.kept: list[Any] = []
 
     @contextmanager
     def attempt(self) -> Iterator[None]:

@@ -50,6 +50,7 @@ class Bench:
         self.args, self.names, self.scenario, self.config, self.platform = args, names, scenario, config, platform
         self._interrupt = interrupt
         self.samples: dict[str, list[Sample]] = {name: [] for name in names}
+        self.overall: dict[str, Sample] = {}
         self.engines: dict[str, dict[str, Any]] = {}
         self.plain_metrics: Sequence[Metric] = ()
         self.plain_samples: list[Sample] = []
@@ -76,6 +77,7 @@ class Bench:
             rooms = {contestant.name: contestant.room() for contestant in every if contestant.engine is not None}
             with progress(["rounds"], 1 + self.args.repeats) as done:
                 self._rounds(every, lambda count: done("rounds", count))
+            self.overall = self.scenario.over_repeats(every)
             for contestant in every:
                 self.engines[contestant.name] = {
                     "status": "completed" if contestant.crash is None else "crashed",
@@ -97,6 +99,9 @@ class Bench:
             if repeat >= 0:
                 for name, sample in samples.items():
                     self.samples[name].append(sample)
+            else:
+                for contestant in every:
+                    contestant.kept.clear()
             on_round(repeat + 2)
 
     def _model(self) -> Any:
@@ -164,7 +169,7 @@ def as_json(bench: Bench, command: str) -> dict[str, Any]:
         "options": options,
         "garbage": "collected before each timed round, not during it",
         "engines": bench.engines,
-        "metrics": summarise(scenario.metrics(), bench.samples, crashed_engines(bench)),
+        "metrics": summarise(scenario.metrics(), bench.samples, crashed_engines(bench), bench.overall),
         "control_plane": summarise(bench.plain_metrics, {"cache": bench.plain_samples}),
     }
 

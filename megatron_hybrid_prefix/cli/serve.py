@@ -66,7 +66,6 @@ from megatron_hybrid_prefix.console.engine_options import (
     positive_int,
     started_platform,
     stop_requested,
-    tier_fields,
     whole_number,
 )
 from megatron_hybrid_prefix.console.hf import (
@@ -187,12 +186,6 @@ def make_parser() -> ArgumentParser:
         metavar="SHARE",
         help="share of the hits, 0 to 1, to compute without the cache, too, and compare (default: %(default)s)",
     )
-    add(
-        "--exact",
-        choices=("bits",),
-        help="bits: tokens and log-probs have the same bits on hits and misses, alone and in any batch; slower "
-        "(default: the same up to rounding)",
-    )
     add("--no-cache", action="store_true", help="compute every prompt whole, and keep no state: for comparisons")
     add(
         "--prompt-log-probs",
@@ -255,10 +248,6 @@ def check_options(args: argparse.Namespace) -> Any:
     args.admin_token = args.admin_token or os.environ.get(ADMIN_TOKEN) or None
     if not _can_be_sent(args.admin_token or ""):
         raise InputError("--admin-token: only visible ASCII characters can be sent in a header")
-    with as_input_errors(ValueError):
-        HybridPrefixConfig(
-            cache_gb=1, host_gb=args.host_gb or 0.0, exact=args.exact, state_dtype=args.state_dtype, **tier_fields(args)
-        )
     return config
 
 
@@ -294,7 +283,7 @@ def cache_config(args: argparse.Namespace, device_type: str) -> HybridPrefixConf
     """
     budgets = Budgets.of(args, device_type)
     if args.no_cache:
-        settings = HybridPrefixConfig(mamba_gb=0.0)
+        settings = HybridPrefixConfig(mamba_gb=0.0, exact=args.exact)
     elif args.mamba_gb is None and args.buffer_gb is None:
         settings = budgets.one_budget
     else:
@@ -303,7 +292,6 @@ def cache_config(args: argparse.Namespace, device_type: str) -> HybridPrefixConf
         settings,
         state_dtype=args.state_dtype,
         verify_hits=args.verify_hits,
-        exact=args.exact,
         prompt_log_probs_gb=0.0 if args.no_cache else args.prompt_log_probs_gb,
     )
 

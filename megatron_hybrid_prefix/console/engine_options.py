@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron_hybrid_prefix._version import __version__
 from megatron_hybrid_prefix.arithmetic import ceil_div
-from megatron_hybrid_prefix.config import HybridPrefixConfig
+from megatron_hybrid_prefix.config import ExactName, HybridPrefixConfig
 from megatron_hybrid_prefix.console.hf import add_hf_option, choose_model
 from megatron_hybrid_prefix.console.terminal import InputError, Interrupt, Stopped, as_input_errors, split_names
 from megatron_hybrid_prefix.errors import PlatformError
@@ -49,6 +49,7 @@ class Budgets:
         cache_gb: GiB for all of these, in an engine with one budget. None: the sum of the two.
         host_gb: GiB of host memory for evicted KV and states.
         tier: Fields of `HybridPrefixConfig` that say what is behind the host tier (`tier_fields`).
+        exact: The field of `HybridPrefixConfig`, of the engines with this package's cache.
     """
 
     buffer_gb: float
@@ -56,6 +57,7 @@ class Budgets:
     cache_gb: float | None = None
     host_gb: float = 0.0
     tier: Mapping[str, Any] = field(default_factory=dict)
+    exact: ExactName | None = None
 
     @classmethod
     def of(cls, args: argparse.Namespace, device_type: str, **wanted: float) -> Budgets:
@@ -63,18 +65,18 @@ class Budgets:
         names = ("cache_gb", "buffer_gb", "mamba_gb", "host_gb")
         given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
         defaults = {"buffer_gb": DEFAULT_BUFFER_GB[device_type], "mamba_gb": DEFAULT_MAMBA_GB[device_type]}
-        return cls(**(defaults | wanted | given), tier=tier_fields(args))
+        return cls(**(defaults | wanted | given), tier=tier_fields(args), exact=args.exact)
 
     @property
     def one_budget(self) -> HybridPrefixConfig:
         """Settings of this package's cache with one budget."""
         cache_gb = self.buffer_gb + self.mamba_gb if self.cache_gb is None else self.cache_gb
-        return HybridPrefixConfig(cache_gb=cache_gb, host_gb=self.host_gb, **self.tier)
+        return HybridPrefixConfig(cache_gb=cache_gb, host_gb=self.host_gb, exact=self.exact, **self.tier)
 
     @property
     def fixed_split(self) -> HybridPrefixConfig:
         """Settings of this package's cache with a fixed split; ``buffer_size_gb`` is another argument."""
-        return HybridPrefixConfig(mamba_gb=self.mamba_gb, host_gb=self.host_gb, **self.tier)
+        return HybridPrefixConfig(mamba_gb=self.mamba_gb, host_gb=self.host_gb, exact=self.exact, **self.tier)
 
 
 # Engine name -> arguments of build_engine.
@@ -177,6 +179,12 @@ def add_engine_options(
         choices=("float32", "bfloat16"),
         help="dtype of the matrix states (default: the parameters' for Mamba2, float32 for Gated DeltaNet)",
     )
+    add(
+        "--exact",
+        choices=("bits",),
+        help=f"{'engines ours, split: ' if several_engines else ''}tokens and log-probs have the same bits on hits and misses, "
+        "alone and in any batch; slower (default: the same up to rounding)",
+    )
     add("--max-requests", type=positive_int, default=max_requests, help=f"most running requests ({max_requests_text})")
     add(
         "--max-tokens",
@@ -232,11 +240,12 @@ def check_engine_options(args: argparse.Namespace) -> Any:
     config = choose_model(args, DEFAULT_PRESET)
     with as_input_errors(ValueError):
         config.check_parallel(tp=args.tp, pp=args.pp)
-    if args.tier_behind_host is not None or args.shared is not None:
-        with as_input_errors(ValueError):
-            HybridPrefixConfig(cache_gb=1, host_gb=args.host_gb or 0.0, **tier_fields(args))
-            if args.shared is not None:
-                SharedSettings.parse(args.shared).check()
+    with as_input_errors(ValueError):
+        HybridPrefixConfig(
+            cache_gb=1, host_gb=args.host_gb or 0.0, exact=args.exact, state_dtype=args.state_dtype, **tier_fields(args)
+        )
+        if args.shared is not None:
+            SharedSettings.parse(args.shared).check()
     if args.max_requests is not None and args.max_requests % args.tp:
         raise InputError(f"--max-requests {args.max_requests} is not a multiple of --tp {args.tp}")
     if (args.max_tokens or 0) % STEP_TOKENS_MULTIPLE:

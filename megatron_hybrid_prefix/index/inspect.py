@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import wraps
 
 from megatron_hybrid_prefix.index.host_tier import HostTier
 from megatron_hybrid_prefix.index.requests import RequestBook
@@ -76,6 +78,14 @@ class Inspector:
         """Who uses the memory that KV and states share; None if they do not share one. O(blocks)."""
         return self._store.memory_use() if isinstance(self._store, SharedStore) else None
 
+    @contextmanager
+    def watched_room(self, watch: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+        """A context that enters ``watch()`` around each call that takes blocks or a slot: with what it evicts and moves."""
+        with ExitStack() as stack:
+            stack.enter_context(watched_calls(self._store, ("take_blocks",), watch))
+            stack.enter_context(watched_calls(self._store.checkpoints, ("take_slot", "take_probationary_slot"), watch))
+            yield
+
     @property
     def node_count(self) -> int:
         """Number of nodes of the prefix tree."""
@@ -111,3 +121,26 @@ class Inspector:
     def host_tier(self) -> HostTier | None:
         """The host tier; None if there is none."""
         return self._store.host
+
+
+@contextmanager
+def watched_calls(
+    owner: object, names: Sequence[str], watch: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """A context that enters ``watch()`` around each call of these methods of one object, to measure them."""
+
+    def watched[**P, R](call: Callable[P, R]) -> Callable[P, R]:
+        @wraps(call)
+        def within(*args: P.args, **kwargs: P.kwargs) -> R:
+            with watch():
+                return call(*args, **kwargs)
+
+        return within
+
+    for name in names:
+        setattr(owner, name, watched(getattr(owner, name)))
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(owner, name)

@@ -269,17 +269,22 @@ class Pages:
         page = self._unheld_by_free.emptiest(self._is_unheld)
         assert page is not None and self.can_be_emptied()
         size, free = self._size, self._free_ids[page]
-        start, moves = page * size, []
-        for block_id in sorted(set(range(start, start + size)) - set(free)):
+        start = page * size
+        used = sorted({*range(start, start + size)}.difference(free))
+        targets: list[int] = []
+        while len(targets) < len(used):
             target = self._by_free.fullest(lambda other, count: other != page and self._has_free(other, count))
             assert target is not None
-            moves.append((block_id, self._free_ids[target].pop()))
+            holes = self._free_ids[target]
+            filled = min(len(used) - len(targets), len(holes))
+            targets += holes[: -filled - 1 : -1]
+            del holes[-filled:]
             self.pages_to_kv += self._last_owner[target] == _STATE
             self._last_owner[target] = _KV
             self._list(target)
         free[:] = range(start + size - 1, start - 1, -1)
         self._list(page)
-        return page, moves
+        return page, list(zip(used, targets, strict=True))
 
     def give_to_state(self, page: int) -> None:
         """Gives an empty page to its slot."""

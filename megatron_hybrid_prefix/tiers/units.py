@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 from hashlib import blake2b
+from typing import NamedTuple
 
 DEVICE = "device"
 HOST = "host"
@@ -69,9 +70,11 @@ class BlockTransfer:
     load_id: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockMove:
-    """A copy of a KV block, in all attention layers, within the memory that KV and states share on the device."""
+class BlockMove(NamedTuple):
+    """A copy of a KV block, in all attention layers, within the memory that KV and states share on the device.
+
+    A tuple, because many may be made in one step.
+    """
 
     source_block: int
     target_block: int

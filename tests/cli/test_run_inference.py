@@ -83,6 +83,12 @@ BAD_OPTIONS = {
     "engine twice": (["x", "--compare", "off,off"], "names an engine twice"),
     "unknown option": (["x", "--fast"], "unrecognized arguments: --fast"),
     "bad number": (["x", "--tp", "0"], "argument --tp: '0' is not a whole number above 0"),
+    "unknown exactness": (["x", "--exact", "tokens"], "argument --exact: invalid choice: 'tokens'"),
+    "exact in bf16 states": (["x", "--exact", "bits", "--state-dtype", "bfloat16"], "needs state_dtype='float32'"),
+    "exact behind a shared tier": (
+        ["x", "--exact", "bits", "--host-gb", "1", "--shared", "file:///x?gb=1"],
+        "exact='bits' does not go with shared",
+    ),
     "tp does not divide": (["x", "--tp", "3"], "tp=3 does not divide mamba_num_groups=4"),
     "too many stages": (["x", "--pp", "3"], "every pipeline stage needs an attention layer"),
     "no such folder": (["x", "--json", "absent/r.json"], "cannot write absent/r.json: there is no folder absent"),
@@ -291,6 +297,31 @@ def test_options_of_the_engine(folder: Path) -> None:
         other = requests_of(run_json(folder, CONTEXT, "--num-tokens-to-generate", 4, *options))[0]
         assert other["generated"] == plain["generated"]
         assert other["log_probs"] == pytest.approx(plain["log_probs"], abs=LOG_PROB_NOISE)
+
+
+def test_exact_to_the_bit(folder: Path) -> None:
+    """The option reaches the engines with this package's cache, fixed split or not, and no other."""
+    parser = generate.make_parser()
+    for argv, exact in (([], None), (["--exact", "bits"], "bits")):
+        budgets = Budgets.of(parser.parse_intermixed_args(["x", *argv]), "cpu")
+        fields = {name: arguments(budgets) for name, arguments in ENGINES.items()}
+        assert {name: fields[name]["prefix"].exact for name in ("ours", "split")} == {"ours": exact, "split": exact}
+        assert all("prefix" not in fields[name] for name in ("off", "upstream"))
+    argv = (
+        CONTEXT,
+        CONTEXT,
+        "--compare",
+        "ours",
+        "--concurrency",
+        "sequential",
+        "--num-tokens-to-generate",
+        4,
+        "--exact",
+        "bits",
+    )
+    requests = requests_of(run_json(folder, *argv), "ours")
+    assert [request["reused_tokens"] > 0 for request in requests] == [False, True]
+    assert requests[0]["log_probs"] == requests[1]["log_probs"] and requests[0]["generated"] == requests[1]["generated"]
 
 
 def test_conversation_off_against_upstream(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,3 +20,9 @@ def test_views_give_the_bits_of_contiguous_tensors():
     found = json.loads(said.strip().splitlines()[-1])
     assert found["other_bits"] == []
     assert found["cases"] >= 14
+
+
+def test_blocks_have_their_bytes_after_many_pages_changed_their_owner_at_once():
+    said = run_script("owner_change.py", "--tiny", "--repeats", 2)
+    print(said)
+    assert json.loads(said.strip().splitlines()[-1]) == {"cases": 10, "wrong": 0}

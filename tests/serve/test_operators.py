@@ -385,7 +385,7 @@ def test_the_engine_has_that_memory(options, said, tiny):
 
 
 def test_without_the_cache_every_prompt_is_computed_whole(tiny):
-    assert config_of("--no-cache").mamba_gb == 0
+    assert config_of("--no-cache").mamba_gb == 0 and config_of("--no-cache", "--exact", "bits").exact == "bits"
     for options in (["--cache-gb", "1"], ["--mamba-gb", "1"], ["--host-gb", "1"], ["--verify-hits", "0.5"]):
         with pytest.raises(InputError, match=options[0]):
             serve.check_options(serve.make_parser().parse_args(["--no-cache", *options]))

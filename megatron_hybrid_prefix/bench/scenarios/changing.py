@@ -4,37 +4,23 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.bench.engines import Contestant, greedy, synchronize, timed_round
 from megatron_hybrid_prefix.bench.scenario import MS, Machine, Scenario, size, tokens
 from megatron_hybrid_prefix.bench.stats import Metric, Sample, median, percentile
+from megatron_hybrid_prefix.bench.steps import RoomTimes, Step, compared_sample, room_sample, step_metrics
 from megatron_hybrid_prefix.console.engine_options import step_tokens
 from megatron_hybrid_prefix.console.terminal import Stopped
 
 BASELINE = "split"
 STATE_SHARE = 0.25  # of the fixed split: the advice of the user guide
-GOAL_MS = 5.0
 _TURN_AFTER = 3  # prompts from a conversation's first turn to its second
-
-
-class _Step(NamedTuple):
-    """A step of an engine.
-
-    Attributes:
-        gap_ms: From the end of the step before to its own.
-        work: Prompt tokens that it computed, and its requests.
-        changed: Pages that changed between KV and states in it.
-    """
-
-    gap_ms: float
-    work: tuple[int, int]
-    changed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,15 +31,14 @@ class Changing(Scenario):
     it changes its owner. Each conversation has two turns, the second a few prompts later.
 
     Some requests decode all the time. The time between two of their tokens is the time of a step. Engines with and without a
-    fixed split reuse the same, so each of their steps does the same work; steps with other work are not compared. What a step
-    in which memory changed its owner takes longer than with a fixed split is the cost of that. How much longer the other steps
-    take says how noisy the host is.
+    fixed split reuse the same, so each of their steps does the same work; steps with other work are not compared.
+    ``bench/steps.py`` says how the cost of a change of owner is measured.
     """
 
     name: ClassVar[str] = "changing"
     engines: ClassVar[Sequence[str]] = ("off", BASELINE, "ours")
     crash_is_a_result: ClassVar[bool] = True
-    repeats: ClassVar[Mapping[str, int]] = {"cpu": 2, "cuda": 2}
+    repeats: ClassVar[Mapping[str, int]] = {"cpu": 3, "cuda": 4}
     chats: int = size(30, 130, "conversations of the phase of chats")
     chat_tokens: int = size(300, 300, "tokens of a chat's first prompt")
     documents: int = size(6, 42, "conversations of the phase of documents")
@@ -131,20 +116,7 @@ class Changing(Scenario):
             Metric(name="gap_median_ms", label="between two tokens: median, ms", digits=2),
             Metric(name="gap_p99_ms", label="between two tokens: p99, ms", digits=2),
             Metric(name="gap_max_ms", label="between two tokens: longest, ms", digits=2),
-            *(
-                plain(
-                    name=f"{kind}_over_split_{which}_ms",
-                    label=f"{steps}: longer than with split, {label}, ms",
-                    digits=2,
-                    goal=f"<= {GOAL_MS:g}" if (kind, which) == ("changing", "max") else "",
-                )
-                for kind, steps in (("changing", "steps that change owners"), ("other", "other steps (noise)"))
-                for which, label in (("median", "median"), ("p99", "p99"), ("max", "most"))
-            ),
-            plain(name="changing_steps", label="steps compared that change owners", digits=0),
-            plain(name="slower_changing_steps", label=f"those more than {GOAL_MS:g} ms longer", digits=0, goal="0"),
-            plain(name="other_steps", label="other steps compared", digits=0),
-            plain(name="slower_other_steps", label=f"those more than {GOAL_MS:g} ms longer (noise)", digits=0),
+            *step_metrics(),
             plain(name="failed_requests", label="failed requests", digits=0, goal="0"),
         ]
 
@@ -160,88 +132,88 @@ class Changing(Scenario):
         return [tokens(rng, vocab_size, self.block_tokens) for _ in range(self.decoding)], prompts
 
     def repeat(self, order: Sequence[Contestant], workload: Any) -> dict[str, Sample]:
-        """See Scenario; compares the steps of each engine with those of the fixed split."""
-        steps: dict[str, list[_Step]] = {}
+        """See Scenario. Keeps the steps of each engine."""
         samples: dict[str, Sample] = {}
         for contestant in order:
             with contestant.attempt(), timed_round():
                 before = _memory(contestant)
-                found, failed_requests = self._traffic(contestant, *workload)
-                gaps = [step.gap_ms for step in found]
+                steps, failed_requests = self._traffic(contestant, *workload)
+                gaps = [step.gap_ms for step in steps]
                 sample: Sample = {name: value - before[name] for name, value in _memory(contestant).items()}
                 sample |= {"gap_median_ms": median(gaps), "gap_p99_ms": percentile(gaps, 0.99), "gap_max_ms": max(gaps)}
                 samples[contestant.name] = sample | {"failed_requests": failed_requests}
-                steps[contestant.name] = found
-        for name in samples.keys() - {BASELINE} if BASELINE in samples else ():
-            samples[name] |= _compared(steps[name], steps[BASELINE])
+                contestant.kept.append(steps)
         return samples
+
+    def over_repeats(self, every: Sequence[Contestant]) -> dict[str, Sample]:
+        """See Scenario: what steps that change owners cost, and how much longer they take than with the fixed split.
+
+        The CPU's time for making room is given of the same steps with the fixed split, too.
+        """
+        steps: dict[str, list[list[Step]]] = {contestant.name: contestant.kept for contestant in every}
+        changes = [[step.changes for step in repeat] for repeat in steps.get("ours", [])]
+        found = {name: room_sample(steps[name], changes) for name in ("ours", BASELINE) if name in steps}
+        for name in steps.keys() - {BASELINE} if BASELINE in steps else ():
+            found[name] = found.get(name, {}) | compared_sample(steps[name], steps[BASELINE])
+        return found
 
     def _traffic(
         self, contestant: Contestant, background: Sequence[list[int]], prompts: Sequence[list[int]]
-    ) -> tuple[list[_Step], int]:
+    ) -> tuple[list[Step], int]:
         """Sends all prompts. Returns the steps from the first prompt to the last, and how many requests failed."""
-        engine = contestant.engine
-        found: list[_Step] = []
+        engine, times = contestant.engine, RoomTimes()
+        found: list[tuple[Step, Callable[[], float]]] = []
         failed_requests = 0
-        last_s, last_changed = 0.0, _changed_pages(contestant)
+        last_s, last_gib = 0.0, _owners(contestant)
 
         def add(prompt: list[int], generate: int) -> None:
             engine.add_request(int(next(engine.request_counter)), prompt, greedy(generate))
 
         def step() -> None:
-            nonlocal failed_requests, last_s, last_changed
+            nonlocal failed_requests, last_s, last_gib
             before_tokens = engine.context.lifetime_prefill_token_count
             done = engine.step_modern()
             gap_ms = MS * (time.perf_counter() - last_s)
+            room_ms, copied_ms = times.take()
             computed_tokens = engine.context.lifetime_prefill_token_count - before_tokens
             requests = len(done["active_request_ids"]) + len(done["finished_request_records"])
-            changed = _changed_pages(contestant)
-            found.append(_Step(gap_ms=gap_ms, work=(computed_tokens, requests), changed=changed - last_changed))
+            gib = _owners(contestant)
+            one = Step(
+                gap_ms=gap_ms,
+                work=(computed_tokens, requests),
+                changed_gib=gib[0] - last_gib[0],
+                moved_gib=gib[1] - last_gib[1],
+                room_ms=room_ms,
+            )
+            found.append((one, copied_ms))
             failed_requests += sum(record.merge().failed() for record in done["finished_request_records"])
-            last_s, last_changed = time.perf_counter(), changed  # what this function does is not in a step's time
+            last_s, last_gib = time.perf_counter(), gib  # what this function does is not in a step's time
 
-        for prompt in background:
-            add(prompt, self.generated_tokens)
-        step()
-        step()  # the first of them that only decodes
-        synchronize()
-        found.clear()
-        last_s = time.perf_counter()
-        for prompt in prompts:
-            if contestant.should_stop():
-                engine.reset()
-                raise Stopped
-            add(prompt, self.generate)
-            for _ in range(self.steps):
-                step()
-        traffic = list(found)
+        with times.watch(engine):
+            for prompt in background:
+                add(prompt, self.generated_tokens)
+            step()
+            step()  # the first of them that only decodes
+            synchronize()
+            found.clear()
+            last_s = time.perf_counter()
+            for prompt in prompts:
+                if contestant.should_stop():
+                    engine.reset()
+                    raise Stopped
+                add(prompt, self.generate)
+                for _ in range(self.steps):
+                    step()
+        traffic = [one._replace(copy_ms=copied_ms()) for one, copied_ms in found]
         while engine.has_unfinished_requests():
             step()
         return traffic, failed_requests
 
 
-def _compared(steps: Sequence[_Step], baseline: Sequence[_Step]) -> Sample:
-    """How much longer each step took than the same step of the baseline, where both did the same work."""
-    longer: dict[str, list[float]] = {"changing": [], "other": []}
-    for one, other in zip(steps, baseline, strict=True):
-        if one.work == other.work:
-            longer["changing" if one.changed else "other"].append(one.gap_ms - other.gap_ms)
-    found: Sample = {}
-    for kind, own in longer.items():
-        found |= {
-            f"{kind}_over_split_median_ms": median(own),
-            f"{kind}_over_split_p99_ms": percentile(own, 0.99),
-            f"{kind}_over_split_max_ms": max(own, default=None),
-            f"{kind}_steps": len(own),
-            f"slower_{kind}_steps": sum(ms > GOAL_MS for ms in own),
-        }
-    return found
-
-
-def _changed_pages(contestant: Contestant) -> int:
-    """Pages that changed so far between KV and states; 0 for engines that do not share memory."""
-    use = contestant.engine.context.prefix_cache.inspect.memory_use() if contestant.counters() else None
-    return use.pages_to_states + use.pages_to_kv if use is not None else 0
+def _owners(contestant: Contestant) -> tuple[float, float]:
+    """GiB that changed so far between KV and states, and that moved for it; 0 for engines that do not share memory."""
+    found = _memory(contestant)
+    return found.get("to_states_gib", 0.0) + found.get("to_kv_gib", 0.0), found.get("moved_gib", 0.0)
 
 
 def _memory(contestant: Contestant) -> dict[str, float]:

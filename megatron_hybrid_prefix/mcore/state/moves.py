@@ -80,7 +80,7 @@ class Moves:
             if are_moves:
                 memory = self._memory()
                 assert memory is not None
-                memory.move_blocks([(c.source_block, c.target_block) for c in group if isinstance(c, BlockMove)])
+                memory.move_blocks([copy for copy in group if isinstance(copy, BlockMove)])
             else:
                 self._transfer([copy for copy in group if isinstance(copy, BlockTransfer)])
 
