@@ -504,6 +504,19 @@ def test_a_wrong_bit_is_noticed(device, kind):
     assert not pools.arena.has_failed(3)
 
 
+def test_later_loads_do_not_fail_for_earlier_ones(monkeypatch):
+    """The flags of loads are used again."""
+    monkeypatch.setattr(arenas, "_LOADS", 2)
+    pools = Pools("cpu")
+    pools.write(EntryKind.KV, 1, 3.0)
+    for entry in (5, 6):
+        pools.arena.carry_out([pools.unit(EntryKind.KV, 1, entry)])
+    pools.arena.memory[pools.unit(EntryKind.KV, 1, 5).pages[-1] * pools.page_bytes] ^= 2
+    for load_id, entry in enumerate((5, 6, 6, 5)):
+        pools.arena.carry_out([pools.unit(EntryKind.KV, 2, entry, load_id=load_id)])
+        assert pools.arena.has_failed(load_id) == (entry == 5), load_id
+
+
 def test_another_tag_is_noticed():
     pools = Pools("cpu")
     pools.arena.carry_out([pools.unit(EntryKind.KV, 1, 5), pools.unit(EntryKind.KV, 2, 5, load_id=1, key=b"other")])
