@@ -180,9 +180,7 @@ def _geometry(
         layer_bytes=layer_bytes,
         layer_step_bytes=layer_step_bytes,
         entry_step_bytes=entry_step_bytes,
-        word=word_type(
-            start_bytes, page_bytes, layer_bytes, layer_step_bytes, entry_step_bytes, offset * item_bytes
-        ),
+        word=word_type(start_bytes, page_bytes, layer_bytes, layer_step_bytes, entry_step_bytes, offset * item_bytes),
         is_contiguous=all(
             size == 1 or stride == math.prod(inside[dim + 1 :])
             for dim, (size, stride) in enumerate(zip(inside, strides[2:], strict=True))

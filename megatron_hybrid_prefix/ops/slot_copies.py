@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import SupportsIndex
 
 import torch
 
@@ -74,7 +75,7 @@ def as_words(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [tensor.flatten(2).view(word) for tensor in tensors]
 
 
-def word_type(*sizes_bytes: int) -> torch.dtype:
+def word_type(*sizes_bytes: SupportsIndex) -> torch.dtype:
     """The widest integer type that divides all these sizes."""
     step = math.gcd(*sizes_bytes)
     return next(dtype for dtype in _WORDS if step % dtype.itemsize == 0)

@@ -37,7 +37,7 @@ def allocate(size: int, *, shared: bool = False, huge: bool = True) -> torch.Ten
     """Memory to `pin`, (size,) uint8, zeros. It begins on a multiple of 2 MiB, and lives as long as tensors use it.
 
     PyTorch's own begins 64 bytes after such a multiple: then every write of a warp ends inside a line of 128 bytes, and takes one
-    packet more over the host link. Huge pages are also made and pinned several times as fast.
+    packet more over the host link. Huge pages are also made three times as fast as small ones.
 
     Args:
         size: Bytes.

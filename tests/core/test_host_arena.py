@@ -19,7 +19,7 @@ from megatron_hybrid_prefix.tiers import arena as arenas
 from megatron_hybrid_prefix.tiers import background
 from megatron_hybrid_prefix.tiers.arena import HostArena
 from megatron_hybrid_prefix.tiers.base import Entry, SharedTier, Tier
-from megatron_hybrid_prefix.tiers.pinned import choose_page_bytes, pin, unpin
+from megatron_hybrid_prefix.tiers.pinned import allocate, choose_page_bytes, pin, unpin
 from megatron_hybrid_prefix.tiers.queue import HostQueue
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
 from tests.harness.limits import HANG_S
@@ -632,6 +632,24 @@ def test_a_write_right_after_a_store_does_not_spoil_it():
     ):
         for number, tensor in enumerate(pools.read(kind, index)):
             assert torch.all(tensor == first + number)
+
+
+@pytest.mark.parametrize("how", [{}, {"shared": True}, {"huge": False}], ids=str)
+def test_memory_to_pin(how):
+    """All of it can be used, as words too; it begins with a whole huge page, and lives as long as a part of it does."""
+    memory = allocate(3 * 4096 + 512, **how)
+    assert memory.shape == (3 * 4096 + 512,) and memory.data_ptr() % 2**21 == 0
+    assert not memory.any()
+    words = memory.view(-1, 512)[:, 256:].view(torch.int64)
+    words.fill_(-1)
+    del memory
+    gc.collect()
+    assert words.sum().item() == -words.numel()
+
+
+def test_memory_that_the_system_does_not_have():
+    with pytest.raises(MemoryError):
+        allocate(2**60)
 
 
 @pytest.mark.gpu
