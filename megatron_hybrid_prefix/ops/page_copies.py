@@ -12,14 +12,15 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Iterable
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any, cast
 
 import torch
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.ops.checksum import checksum_rows
-from megatron_hybrid_prefix.ops.slot_copies import as_words
+from megatron_hybrid_prefix.ops.slot_copies import word_type
 from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel, tl, triton
 
 WORD_BYTES = 8  # of a checksum
@@ -93,47 +94,97 @@ def copy_pages(
     Raises:
         ValueError: The pages of a row are too few, or hold 2 GiB or more.
     """
-    row_bytes, page_bytes = len(entries) * math.prod(entries.shape[2:]) * entries.element_size(), memory.shape[1]
-    if start_bytes + row_bytes > pages.shape[1] * page_bytes:
-        raise ValueError(f"{start_bytes} + {row_bytes} bytes do not fit in {pages.shape[1]} pages of {page_bytes}")
+    page_bytes = memory.shape[1]
+    of = _geometry(
+        entries.shape,
+        entries.stride(),
+        entries.storage_offset(),
+        entries.element_size(),
+        start_bytes=start_bytes,
+        page_bytes=page_bytes,
+    )
+    if start_bytes + of.row_bytes > pages.shape[1] * page_bytes:
+        raise ValueError(f"{start_bytes} + {of.row_bytes} bytes do not fit in {pages.shape[1]} pages of {page_bytes}")
     if pages.shape[1] * page_bytes >= 2**31:
         raise ValueError(f"{pages.shape[1]} pages of {page_bytes} bytes for one entry: the kernel counts in 31 bits")
-    if not len(ids) or not row_bytes:
+    if not len(ids) or not of.row_bytes:
         return
     if not runs_kernel(entries):
         _copy_pages_reference(entries, memory, ids, pages, to_pages, start_bytes, sums)
         return
-    assert entries[0, 0].is_contiguous() and memory.is_contiguous() and pages.stride(1) == 1
-    (words,) = as_words(entries, step_bytes=math.gcd(start_bytes, page_bytes))
-    word_bytes = words.element_size()
-    first_page = start_bytes // page_bytes
-    row_pages = ceil_div(start_bytes + row_bytes, page_bytes) - first_page
+    assert of.is_contiguous and memory.is_contiguous() and pages.stride(1) == 1
+    word_bytes = of.word.itemsize
     page_words = page_bytes // word_bytes
     blocks = ceil_div(page_words, _BLOCK)
-    chunks = len(ids) * row_pages * blocks
+    chunks = len(ids) * of.row_pages * blocks
     programs = _MOST_PROGRAMS if memory.is_cuda else _PROGRAMS
     _copy_pages_kernel[(min(programs, chunks),)](
-        words,
-        memory.view(words.dtype),
+        entries.flatten(2).view(of.word),
+        memory.view(of.word),
         ids,
         pages,
         ids if sums is None else sums,
         chunks,
         blocks,
-        row_pages,
-        first_page,
+        of.row_pages,
+        start_bytes // page_bytes,
         pages.stride(0),
         start_bytes // word_bytes,
-        row_bytes // word_bytes,
+        of.row_bytes // word_bytes,
         page_words,
-        words.shape[2],
-        words.stride(0),
-        words.stride(1),
+        of.layer_bytes // word_bytes,
+        of.layer_step_bytes // word_bytes,
+        of.entry_step_bytes // word_bytes,
         TO_PAGES=to_pages,
         SUM=sums is not None,
         WORDS_A_SUM=WORD_BYTES // word_bytes,
         BLOCK=_BLOCK,
         num_warps=8,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Geometry:
+    """How a tensor's entries lie on the device and in pages.
+
+    Attributes:
+        row_bytes: Bytes of an entry, in all layers.
+        row_pages: Pages of a row that hold some of them.
+        layer_bytes: Bytes of an entry in a layer.
+        layer_step_bytes: From a layer to the next one.
+        entry_step_bytes: From an entry to the next one.
+        word: The widest integer type that divides all sizes and steps.
+        is_contiguous: Whether an entry is, inside a layer.
+    """
+
+    row_bytes: int
+    row_pages: int
+    layer_bytes: int
+    layer_step_bytes: int
+    entry_step_bytes: int
+    word: torch.dtype
+    is_contiguous: bool
+
+
+@lru_cache(maxsize=256)  # the same few tensors again and again; each launch would take the CPU 20 us longer
+def _geometry(
+    shape: torch.Size, strides: tuple[int, ...], offset: int, item_bytes: int, *, start_bytes: int, page_bytes: int
+) -> _Geometry:
+    layers, _, *inside = shape
+    layer_bytes = math.prod(inside) * item_bytes
+    layer_step_bytes, entry_step_bytes = (stride * item_bytes for stride in strides[:2])
+    row_bytes = layers * layer_bytes
+    return _Geometry(
+        row_bytes=row_bytes,
+        row_pages=ceil_div(start_bytes + row_bytes, page_bytes) - start_bytes // page_bytes,
+        layer_bytes=layer_bytes,
+        layer_step_bytes=layer_step_bytes,
+        entry_step_bytes=entry_step_bytes,
+        word=word_type(start_bytes, page_bytes, layer_bytes, layer_step_bytes, entry_step_bytes, offset * item_bytes),
+        is_contiguous=all(
+            size == 1 or stride == math.prod(inside[dim + 1 :])
+            for dim, (size, stride) in enumerate(zip(inside, strides[2:], strict=True))
+        ),
     )
 
 

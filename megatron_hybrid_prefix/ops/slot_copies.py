@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import SupportsIndex
 
 import torch
 
@@ -65,14 +66,19 @@ def copy_slots(
     )
 
 
-def as_words(*tensors: torch.Tensor, step_bytes: int = 0) -> list[torch.Tensor]:
-    """(layers, slots, words) views, in the widest integer type that divides all sizes, strides and offsets, and a step."""
+def as_words(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """(layers, slots, words) views, in the widest integer type that divides all sizes, strides and offsets."""
     strides_bytes = [tensor.stride(dim) * tensor.element_size() for tensor in tensors for dim in (0, 1)]
     slot_bytes = math.prod(tensors[0].shape[2:]) * tensors[0].element_size()
     offsets_bytes = [tensor.storage_offset() * tensor.element_size() for tensor in tensors]
-    step = math.gcd(step_bytes, slot_bytes, *strides_bytes, *offsets_bytes)
-    word = next(dtype for dtype in _WORDS if step % dtype.itemsize == 0)
+    word = word_type(slot_bytes, *strides_bytes, *offsets_bytes)
     return [tensor.flatten(2).view(word) for tensor in tensors]
+
+
+def word_type(*sizes_bytes: SupportsIndex) -> torch.dtype:
+    """The widest integer type that divides all these sizes."""
+    step = math.gcd(*sizes_bytes)
+    return next(dtype for dtype in _WORDS if step % dtype.itemsize == 0)
 
 
 def _copy_slots_reference(

@@ -1,14 +1,14 @@
 """`HostArena`: runs transfers between the device and pinned host memory, and verifies what is loaded.
 
 On the device an entry is spread over all layers; on the host it is in pages. A store gathers entries into a staging buffer
-on the device, and a kernel copies that to the pages. The first entries are on their way while the others are gathered. A load
-does the reverse, but the copy engines fill the buffer. Pages that are too small for them are read by the kernel, straight into
-their places. (The ways over the host link: ``ops/page_copies.py``.) The halves of a buffer are used in turn. Stores and loads have
-separate streams, because the host link has two directions. What overwrites a stored block (a forward, a load) waits for the gather
-only, not for the copies to the host.
+on the device, and a kernel copies that to the pages. If no store is on its way, the kernel copies the first entries straight to their
+pages, so the host link is busy while the others are gathered. A load does the reverse, but the copy engines fill the buffer. Pages that
+are too small for them are read by the kernel, straight into their places. (The ways over the host link: ``ops/page_copies.py``.) The
+halves of a buffer are used in turn. Stores and loads have separate streams, because the host link has two directions. What overwrites
+a stored block (a forward, a load) waits until it is gathered, or was copied straight, but not for the other copies to the host.
 
-A store gives every entry a tag and a checksum over all its bytes, computed by the kernel that gathers. Expected checksums stay on
-the device.
+A store gives every entry a tag and a checksum over all its bytes, computed by the kernel that reads it first. Expected checksums stay
+on the device.
 
 The CPU copies entries to and from a tier behind the host, with their tags and checksums. It first waits until no transfer uses
 their pages. A `SharedTier` has threads for that (``background.py``). Then a load to the device that uses pages
@@ -38,7 +38,7 @@ from megatron_hybrid_prefix.ops.page_copies import WORD_BYTES, copy_pages, copy_
 from megatron_hybrid_prefix.ops.slot_copies import ids_on_device
 from megatron_hybrid_prefix.tiers.background import BackgroundMoves, Job, JobGroup, marks
 from megatron_hybrid_prefix.tiers.base import Entry, SharedTier, Tier
-from megatron_hybrid_prefix.tiers.pinned import pin, unpin
+from megatron_hybrid_prefix.tiers.pinned import allocate, pin, unpin
 from megatron_hybrid_prefix.tiers.queue import BUFFERS, DeviceQueue, HostQueue, Mark
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
 
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 STORE_STAGING_BYTES = 512 * 2**20  # this much can be evicted at once without waiting for the host link
 LOAD_STAGING_BYTES = 64 * 2**20
-FIRST_BYTES = 16 * 2**20  # the host link is idle until this much of a store is gathered
+FIRST_BYTES = 16 * 2**20  # of a store: go straight to the host; the model waits 0.3 ms for them
 ENGINE_BYTES = 2**19  # smaller pages are not loaded by the copy engines, which pause 3 us after each
 PART_BYTES = 4 * 2**20  # threads share an entry from behind in parts of this size, as far as pages allow
 GROUP_BYTES = 64 * 2**20  # entries from behind go to the device in groups of this size, while others are read
@@ -64,6 +64,7 @@ class _Batch:
     pages: torch.Tensor  # (units, pages of an entry)
     sums: torch.Tensor  # (units,) checksums of what is copied; zeros before
     is_here: bool = True  # False: it could not be copied to the staging buffer
+    is_direct: bool = False  # a store that does not use the staging buffer
 
     @property
     def kind(self) -> EntryKind:
@@ -138,7 +139,8 @@ class HostArena:
         self._verify = verify
         self._behind = behind
         on_gpu = self._device.type == "cuda"
-        self.memory = torch.empty(pages * page_bytes, dtype=torch.uint8)
+        own_bytes = pages * page_bytes
+        self.memory = allocate(own_bytes) if on_gpu else torch.empty(own_bytes, dtype=torch.uint8)
         self._unpin: weakref.finalize[[torch.Tensor, torch.device], HostArena] | None = None
         if on_gpu and pages:
             pin(self.memory, self._device)
@@ -176,7 +178,8 @@ class HostArena:
             self._bad_rows_seen = self._bad_rows_seen.pin_memory()
         self._tags: dict[int, Tag] = {}  # by first page
         self._failed: set[int] = set()  # loads
-        self._gathered: Mark = None  # end of the last gather; None once the model waits for it
+        self._sent: Mark = None  # end of the last direct copy to the host; None once the model waits for it
+        self._gathered: Mark = None  # end of the last gather; likewise
         self._stored: Mark = None  # end of the last stores
         self._last_load: Mark = None
         self._new_pages: set[int] = set()  # first pages of entries that may still be in flight to the host
@@ -228,17 +231,32 @@ class HostArena:
         if self._in_flight:
             touched = set().union(*self._in_flight.values())  # places that unfinished loads read or write
             after = self._last_load if any(not touched.isdisjoint(_places(unit)) for unit in units) else None
+        for unit in units:
+            self._tags.pop(unit.pages[0], None)  # set again by `_store`
+        is_idle = self._stored is None or self._stored.query()  # changes the way, but nothing that arrives
         with self.stores.running(after):
-            for _, round_ in groupby(self._batches(units, self._store_staging), key=attrgetter("half")):
-                for batch in round_:
-                    with self.stores.ahead(batch.half):
-                        self._upload([batch])
-                        gathered = self._try(partial(self._gather, batch), batch)
-                        self._gathered = self.stores.mark()
-                    self.stores.use(batch.half)
-                    if gathered:
-                        self._try(partial(self._store, batch), batch)
-                    self.stores.free(batch.half)  # after each: an upload that raises ends the round
+            batches = list(self._batches(units, self._store_staging, FIRST_BYTES if is_idle else None))
+            first = batches[0]
+            first.is_direct = is_idle and len(first.units) * self._row_bytes[first.kind] <= FIRST_BYTES
+            with self.stores.ahead(first.half):
+                sums, *_ = self._upload(batches)
+            self.stores.use(first.half)
+            if sums.is_cuda:
+                sums.record_stream(torch.cuda.current_stream())  # the memory of all that was uploaded
+            if first.is_direct:
+                self._try(partial(self._store, first), first)
+                self._sent = self.stores.mark()
+            for half, round_ in groupby(batches[first.is_direct :], key=attrgetter("half")):
+                try:
+                    for batch in round_:
+                        with self.stores.ahead(half):
+                            gathered = self._try(partial(self._gather, batch), batch)
+                            self._gathered = self.stores.mark()
+                        self.stores.use(half)
+                        if gathered:
+                            self._try(partial(self._store, batch), batch)
+                finally:
+                    self.stores.free(half)
             if self._sums_seen is not self._sums:
                 self._sums_seen.copy_(self._sums, non_blocking=True)
             self._stored = self.stores.mark()
@@ -248,7 +266,7 @@ class HostArena:
         if not units:
             return
         new = any(unit.pages[0] in self._new_pages for unit in units)
-        with self.loads.running(self._gathered, self._stored if new else None):
+        with self.loads.running(self._sent, self._gathered, self._stored if new else None):
             if new:
                 self._new_pages.clear()
             later = groupby(self._batches(units, self._load_staging), key=attrgetter("half"))
@@ -257,7 +275,13 @@ class HostArena:
             rounds += [list(round_) for _, round_ in later]
             self._bring(*rounds[1:BUFFERS])
             batches = list(chain(*rounds))
-            self._upload(batches)
+            loads = [load_id % _LOADS for load_id in _load_ids(units)]
+            new_loads = sorted({load_id % _LOADS for load_id in _load_ids(units) if load_id not in self._loaded})
+            sums, of_unit, of_load, first_pages = self._upload(
+                batches, loads, new_loads, [unit.pages[0] for unit in units]
+            )
+            expected = self._sums.index_select(0, first_pages)
+            self._bad_rows.index_fill_(0, of_load, 0)  # the other loads have begun with other entries
             for number, round_ in enumerate(rounds):
                 self.loads.use(round_[0].half)
                 for batch in round_:
@@ -265,7 +289,8 @@ class HostArena:
                         self._try(partial(self._load, batch), batch)
                 self.loads.free(round_[0].half)
                 self._bring(*rounds[number + BUFFERS :][:1])
-            self._compare(batches)
+            if self._verify:
+                self._bad_rows.index_add_(0, of_unit, (sums != expected).to(torch.int32))
             self._bad_rows_seen.copy_(self._bad_rows, non_blocking=True)
             self._last_load = self.loads.mark()
             for unit in units:
@@ -511,9 +536,10 @@ class HostArena:
 
     def wait_for_stores(self) -> None:
         """The model's later launches run after all stores have read their entries."""
-        if self._gathered is not None:
-            self.stores.wait(self._gathered)
-            self._gathered = None
+        for mark in (self._sent, self._gathered):
+            if mark is not None:
+                self.stores.wait(mark)
+        self._sent = self._gathered = None
 
     def wait_for_load(self, load_id: int) -> None:
         """The model's later launches run after this load."""
@@ -547,16 +573,19 @@ class HostArena:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _batches(self, units: Sequence[BlockTransfer], staging: _Staging) -> Iterator[_Batch]:
+    def _batches(
+        self, units: Sequence[BlockTransfer], staging: _Staging, first_bytes: int | None = None
+    ) -> Iterator[_Batch]:
         """Batches, in the order of the transfers. Those that follow each other in one half of the buffer fit there together.
 
-        A batch has consecutive transfers of one kind that write to different places.
+        A batch has consecutive transfers of one kind that write to different places. ``first_bytes`` limits the first one, unless
+        it is a single transfer.
         """
         batch: list[BlockTransfer] = []
         written: set[int | None] = set()
         staging.used_last = 1 - staging.used_last
         start = used = 0  # of the batch; of the half
-        most = FIRST_BYTES if staging is self._store_staging else staging.half_bytes
+        most = first_bytes or staging.half_bytes
         for unit in units:
             target = unit.device_id if unit.target == DEVICE else unit.pages[0]
             size = self._row_bytes[unit.tag.kind]
@@ -578,32 +607,34 @@ class HostArena:
             units, staging.used_last, staging.used_last * staging.half_bytes + start, nothing, nothing, nothing
         )
 
-    def _upload(self, batches: Sequence[_Batch]) -> None:
-        """Uploads the ids of these batches, in one copy."""
-        parts: list[list[int]] = []
+    def _upload(self, batches: Sequence[_Batch], *more: Sequence[int]) -> list[torch.Tensor]:
+        """Uploads the ids of these batches, in one copy with more of them. Returns the batches' sums as one tensor, and the others."""
+        parts: list[Sequence[int]] = []
+        counts = [len(batch.units) for batch in batches]
         for batch in batches:
             count = max(1, ceil_div(self._bytes[batch.kind], self.page_bytes))
             parts.append(_device_ids(batch.units))
             parts.append([page for unit in batch.units for page in unit.pages[:count]])
-        ids = iter(self._ids(*parts))
-        sums = torch.zeros(sum(len(batch.units) for batch in batches), dtype=torch.int64, device=self._device)
-        for batch, own_sums in zip(batches, sums.split([len(batch.units) for batch in batches]), strict=True):
-            batch.device_ids, batch.pages, batch.sums = next(ids), next(ids).view(len(batch.units), -1), own_sums
+        sums, *ids = self._ids([0] * sum(counts), *parts, *more)
+        of_batches = iter(ids)
+        for batch, own_sums in zip(batches, sums.split_with_sizes(counts), strict=True):
+            batch.device_ids, batch.sums = next(of_batches), own_sums
+            batch.pages = next(of_batches).view(len(batch.units), -1)
+        return [sums, *of_batches]
 
     def _gather(self, batch: _Batch) -> None:
         """Gathers entries in the staging buffer."""
-        for unit in batch.units:
-            self._tags.pop(unit.pages[0], None)  # set again by `_store`
         self._copy_parts(batch, self._rows(self._store_staging, batch), to_pages=True)
-        self._sums[batch.pages[:, 0]] = batch.sums
 
     def _store(self, batch: _Batch) -> None:
-        """Copies gathered entries to the host."""
+        """Copies entries to the host: from the staging buffer, or from their places."""
         size = self._entry_bytes(batch.kind)
-        rows = self._rows(self._store_staging, batch)[None, :, :size]
-        if batch.pages.is_cuda:
-            batch.pages.record_stream(torch.cuda.current_stream())
-        copy_pages(rows, self._memory_pages(), self._row_ids[: rows.shape[1]], batch.pages, to_pages=True)
+        if batch.is_direct:
+            self._copy_parts(batch, None, to_pages=True)
+        else:
+            rows = self._rows(self._store_staging, batch)[None, :, :size]
+            copy_pages(rows, self._memory_pages(), self._row_ids[: rows.shape[1]], batch.pages, to_pages=True)
+        self._sums.index_copy_(0, batch.pages[:, 0], batch.sums)
         self._tags |= {unit.pages[0]: unit.tag for unit in batch.units}
         self.bytes_stored += size * len(batch.units)
 
@@ -640,18 +671,6 @@ class HostArena:
         for part in self._parts(batch.kind):
             copy_pages(part, memory, batch.device_ids, pages, to_pages=to_pages, start_bytes=start, sums=sums)
             start += part.shape[0] * part.shape[2]
-
-    def _compare(self, batches: Sequence[_Batch]) -> None:
-        """Counts the wrong checksums of each load. Nothing here waits for the device."""
-        load_ids = [load_id for batch in batches for load_id in _load_ids(batch.units)]
-        new = sorted(set(load_ids).difference(self._loaded))  # the others have begun with other entries
-        of_unit, of_load = self._ids([load_id % _LOADS for load_id in load_ids], [load_id % _LOADS for load_id in new])
-        self._bad_rows.index_fill_(0, of_load, 0)
-        if self._verify:
-            sums, first_pages = (
-                torch.cat(own) for own in zip(*((b.sums, b.pages[:, 0]) for b in batches), strict=True)
-            )
-            self._bad_rows.index_add_(0, of_unit, (sums != self._sums[first_pages]).to(torch.int32))
 
     def _parts(self, kind: EntryKind) -> list[torch.Tensor]:
         """Each tensor as (layers, entries, bytes)."""
@@ -691,7 +710,7 @@ class HostArena:
     def _ids(self, *groups: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """Each group on the device, (ids,) int64; in one copy."""
         together = ids_on_device(chain(*groups), self._device)
-        return torch.split(together, [len(group) for group in groups])
+        return together.split_with_sizes([len(group) for group in groups])
 
 
 def _without_shared_pages(units: Iterable[BlockTransfer]) -> Iterator[list[BlockTransfer]]:

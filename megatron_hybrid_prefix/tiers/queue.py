@@ -41,11 +41,10 @@ class DeviceQueue:
         Args:
             *after: They also run after these marks of other queues.
         """
-        for mark in (torch.cuda.current_stream().record_event(), *after):
-            if mark is not None:
-                self._stream.wait_event(mark)
-                for stream in self._ahead:
-                    stream.wait_event(mark)
+        now = torch.cuda.current_stream().record_event()
+        for mark in (now, *(mark for mark in after if mark is not None and not mark.query())):
+            for stream in (self._stream, *self._ahead):
+                stream.wait_event(mark)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(self._stream):
             start.record()

@@ -19,7 +19,7 @@ from megatron_hybrid_prefix.tiers import arena as arenas
 from megatron_hybrid_prefix.tiers import background
 from megatron_hybrid_prefix.tiers.arena import HostArena
 from megatron_hybrid_prefix.tiers.base import Entry, SharedTier, Tier
-from megatron_hybrid_prefix.tiers.pinned import choose_page_bytes, pin, unpin
+from megatron_hybrid_prefix.tiers.pinned import allocate, choose_page_bytes, pin, unpin
 from megatron_hybrid_prefix.tiers.queue import HostQueue
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
 from tests.harness.limits import HANG_S
@@ -88,6 +88,13 @@ class Pools:
         return dataclasses.replace(unit, source=source, target=target, device_id=None)
 
 
+class OnItsWay:
+    """The mark of a store."""
+
+    def query(self) -> bool:
+        return False
+
+
 class AnyOrder:
     """Random moves and writes over slow streams, and what each place on the device must hold.
 
@@ -110,6 +117,8 @@ class AnyOrder:
 
     def carry_out(self, units: list[BlockTransfer]) -> None:
         arena = self.pools.arena
+        if isinstance(arena.stores, HostQueue):
+            arena._stored = self._delays.choice([None, OnItsWay()])
         for queue in (arena.stores, arena.loads):
             if not isinstance(queue, HostQueue) and self._delays.random() < 0.3:  # what does not wait for it shows
                 with torch.cuda.stream(queue._stream):
@@ -495,6 +504,19 @@ def test_a_wrong_bit_is_noticed(device, kind):
     assert not pools.arena.has_failed(3)
 
 
+def test_later_loads_do_not_fail_for_earlier_ones(monkeypatch):
+    """The flags of loads are used again."""
+    monkeypatch.setattr(arenas, "_LOADS", 2)
+    pools = Pools("cpu")
+    pools.write(EntryKind.KV, 1, 3.0)
+    for entry in (5, 6):
+        pools.arena.carry_out([pools.unit(EntryKind.KV, 1, entry)])
+    pools.arena.memory[pools.unit(EntryKind.KV, 1, 5).pages[-1] * pools.page_bytes] ^= 2
+    for load_id, entry in enumerate((5, 6, 6, 5)):
+        pools.arena.carry_out([pools.unit(EntryKind.KV, 2, entry, load_id=load_id)])
+        assert pools.arena.has_failed(load_id) == (entry == 5), load_id
+
+
 def test_another_tag_is_noticed():
     pools = Pools("cpu")
     pools.arena.carry_out([pools.unit(EntryKind.KV, 1, 5), pools.unit(EntryKind.KV, 2, 5, load_id=1, key=b"other")])
@@ -571,7 +593,7 @@ class Marks(HostQueue):
 
 
 def test_the_model_waits_until_its_targets_were_read(monkeypatch):
-    """It waits once, for the last gather, and not for the copies to the host."""
+    """It waits for what is copied straight to the host, and for the last gather; once, and not for other copies to the host."""
     monkeypatch.setattr(arenas, "STORE_STAGING_BYTES", 1)  # a batch each
     pools = Pools("cpu")
     pools.arena.stores = marks = Marks()
@@ -579,10 +601,11 @@ def test_the_model_waits_until_its_targets_were_read(monkeypatch):
     assert marks.waited == []
     made = []
     monkeypatch.setattr(pools.arena, "_store", lambda batch: made.append(marks.made))
-    pools.arena.carry_out([pools.unit(EntryKind.KV, 1, 5), pools.unit(EntryKind.STATE, 2, 6)])
+    units = [pools.unit(EntryKind.KV, 1, 5), pools.unit(EntryKind.KV, 2, 6), pools.unit(EntryKind.STATE, 2, 7)]
+    pools.arena.carry_out(units)
     pools.arena.wait_for_stores()
     pools.arena.wait_for_stores()
-    assert made == [1, 2] and marks.waited == [-2]
+    assert made == [0, 2, 3] and marks.waited == [1, -3]
 
 
 @pytest.mark.gpu
@@ -609,6 +632,24 @@ def test_a_write_right_after_a_store_does_not_spoil_it():
     ):
         for number, tensor in enumerate(pools.read(kind, index)):
             assert torch.all(tensor == first + number)
+
+
+@pytest.mark.parametrize("how", [{}, {"shared": True}, {"huge": False}], ids=str)
+def test_memory_to_pin(how):
+    """All of it can be used, as words too; it begins with a whole huge page, and lives as long as a part of it does."""
+    memory = allocate(3 * 4096 + 512, **how)
+    assert memory.shape == (3 * 4096 + 512,) and memory.data_ptr() % 2**21 == 0
+    assert not memory.any()
+    words = memory.view(-1, 512)[:, 256:].view(torch.int64)
+    words.fill_(-1)
+    del memory
+    gc.collect()
+    assert words.sum().item() == -words.numel()
+
+
+def test_memory_that_the_system_does_not_have():
+    with pytest.raises(MemoryError):
+        allocate(2**60)
 
 
 @pytest.mark.gpu

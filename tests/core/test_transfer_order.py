@@ -31,10 +31,14 @@ class Stream:
 
 
 class Event:
-    """A point in a stream."""
+    """A point in a stream. Nothing is over until a test says so."""
 
     def __init__(self, *, enable_timing: bool = False) -> None:
         self.known: set[str] = set()
+        self.is_over = False
+
+    def query(self) -> bool:
+        return self.is_over
 
     def record(self) -> None:
         self.known = set(torch.cuda.current_stream().known)  # type: ignore[attr-defined]
@@ -57,8 +61,18 @@ class Launches:
         self.arena = self.pools.arena
         device = torch.device("cpu")
         self.arena.stores, self.arena.loads = DeviceQueue(device), DeviceQueue(device, BUFFERS)
+        self.arena._stored = Event()  # a store that is on its way
         for name in ("_gather", "_store", "_copy_from_pages", "_load"):
             monkeypatch.setattr(self.arena, name, self._launches(name, getattr(self.arena, name)))
+        self._uploaded: list[str] = []
+        upload = self.arena._upload
+
+        def launch_upload(*args: Any) -> Any:
+            self._uploaded[:] = [f"_upload {len(self.before)}"]
+            self.launch(*self._uploaded)
+            return upload(*args)
+
+        monkeypatch.setattr(self.arena, "_upload", launch_upload)
 
     @contextlib.contextmanager
     def _on(self, stream: Stream) -> Iterator[None]:
@@ -68,12 +82,15 @@ class Launches:
 
     def launch(self, name: str) -> None:
         stream = self._streams[-1]
+        if name.startswith(("_gather", "_store", "_load")):
+            assert self._uploaded[0] in stream.known
         self.before[name] = set(stream.known)
         stream.known.add(name)
 
     def _launches(self, what: str, run: Any) -> Any:
         def launch(batch: Any) -> None:
             (unit,) = batch.units
+            assert what != "_gather" or not batch.is_direct
             self.launch(f"{what} {unit.device_id}")
             run(batch)
 
@@ -100,6 +117,39 @@ def test_stores_wait_for_what_they_need(world: Launches) -> None:
         stored = {name for name in before[f"_gather {n}"] if name.startswith("_store")}
         assert stored == {f"_store {m}" for m in range(n - 1)}
     assert {f"_gather {n}" for n in range(3)} <= before["next forward"]
+
+
+def test_the_first_entries_of_a_store_go_straight_to_the_host(world: Launches) -> None:
+    """While the others are gathered. The model and loads wait for both, but not for the other copies to the host."""
+    before, pools = world.before, world.pools
+    world.launch("forward")
+    world.arena._stored.is_over = True
+    world.arena.carry_out([pools.unit(EntryKind.KV, n, n) for n in range(2)])
+    world.arena.carry_out([pools.unit(EntryKind.KV, 9, 20, load_id=1)])
+    world.arena.wait_for_stores()
+    world.launch("next forward")
+    world.arena.carry_out([pools.unit(EntryKind.KV, 2, 2)])  # behind a store that is on its way
+    assert {name for name in before if name.startswith("_gather")} == {"_gather 1", "_gather 2"}
+    assert "_store 0" not in before["_gather 1"]
+    for launch in ("_copy_from_pages 9", "next forward"):
+        assert {"forward", "_store 0", "_gather 1"} <= before[launch]
+        assert "_store 1" not in before[launch]
+
+
+def test_an_entry_that_is_too_large_is_gathered(world: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model would wait for the host link."""
+    world.arena._stored.is_over = True
+    monkeypatch.setattr(arenas, "FIRST_BYTES", world.pools.pages_of[EntryKind.KV] * world.pools.page_bytes - 1)
+    world.arena.carry_out([world.pools.unit(EntryKind.KV, 0, 0)])
+    assert [name for name in world.before if "upload" not in name] == ["_gather 0", "_store 0"]
+
+
+def test_what_shares_a_half_of_the_buffer_is_gathered_while_the_rest_is_copied(world: Launches) -> None:
+    pools, staging = world.pools, world.arena._store_staging
+    staging.half_bytes, staging.memory = 2 * staging.half_bytes, staging.memory.repeat(2)
+    world.arena.carry_out([pools.unit(EntryKind.KV, 0, 0), pools.unit(EntryKind.STATE, 1, 1)])
+    assert {"_gather 0", "_store 0", "_gather 1"} <= world.before["_store 1"]
+    assert "_store 0" not in world.before["_gather 1"]
 
 
 def test_loads_wait_for_what_they_need(world: Launches) -> None:

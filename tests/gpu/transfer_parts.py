@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from megatron_hybrid_prefix.ops.page_copies import copy_pages, copy_ranges
 from megatron_hybrid_prefix.tiers import arena as arenas
 from megatron_hybrid_prefix.tiers.arena import HostArena
-from megatron_hybrid_prefix.tiers.pinned import choose_page_bytes, pin, unpin
+from megatron_hybrid_prefix.tiers.pinned import allocate, choose_page_bytes, pin, unpin
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
 
 REPEATS = 13
@@ -69,28 +69,36 @@ class Table:
         return over
 
 
-def shared_memory(count: int) -> torch.Tensor:
-    """Memory that processes could share: on some systems the kernel copies it faster than private memory."""
-    whole = torch.frombuffer(mmap.mmap(-1, count + (1 << 21)), dtype=torch.uint8)
-    skip = -whole.data_ptr() % (1 << 21)
-    return whole[skip : skip + count].fill_(0)
+def host_memories(size: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Kinds of host memory, (size,) uint8. They differ in where they begin, in their pages, and in whether processes could share them."""
+    yield "driver's", torch.zeros(size, dtype=torch.uint8, pin_memory=ON_GPU)
+    for name, make in {
+        "PyTorch's": lambda: torch.empty(size, dtype=torch.uint8),
+        "private": lambda: allocate(size, huge=False),
+        "private, huge pages": lambda: allocate(size),
+        "private, huge pages, 64 bytes on": lambda: allocate(size + 64)[64:],
+        "shared": lambda: allocate(size, shared=True, huge=False),
+        "shared, huge pages": lambda: allocate(size, shared=True),
+    }.items():
+        start = time.perf_counter()
+        memory = make()
+        if ON_GPU:
+            pin(memory, PLACE)
+        else:
+            memory.fill_(0)
+        print(
+            f"{name}, from byte {memory.data_ptr() % 4096} of a page: {size / 1e6:.0f} MB made and pinned in {time.perf_counter() - start:.3f} s",
+            flush=True,
+        )
+        yield name, memory
 
 
 def kernels(table: Table, count_bytes: int, page_bytes: int) -> None:
-    """Plain copies and the kernel alone, on three kinds of host memory."""
+    """Plain copies and the kernel alone, on several kinds of host memory."""
     pages_count = count_bytes // page_bytes
     count_bytes = pages_count * page_bytes
     device = torch.zeros(count_bytes, dtype=torch.uint8, device=PLACE)
-    memories = {
-        "driver's": torch.zeros(2 * count_bytes, dtype=torch.uint8),
-        "registered": torch.zeros(2 * count_bytes, dtype=torch.uint8),
-        "shared": shared_memory(2 * count_bytes),
-    }
-    if ON_GPU:
-        memories["driver's"] = memories["driver's"].pin_memory()
-        for name, memory in memories.items():
-            if name != "driver's":
-                pin(memory, PLACE)
+    memories = dict(host_memories(2 * count_bytes))
     order = list(range(2 * pages_count))
     random.Random(0).shuffle(order)
     pages = torch.tensor(order[:pages_count], device=PLACE)[:, None]
@@ -126,7 +134,7 @@ def kernels(table: Table, count_bytes: int, page_bytes: int) -> None:
                 ),
                 plain[to_host],
             )
-    small_copies(table, memories["registered"], device, rows, numbers, pages, page_bytes, order)
+    small_copies(table, memories["private, huge pages"], device, rows, numbers, pages, page_bytes, order)
     synchronize()
     if ON_GPU:
         for name, memory in memories.items():
@@ -246,7 +254,27 @@ def transfers(table: Table, scale: float, kv_blocks: int, states: int) -> None:
         phases(table, arena, own, name)
     arena.finish()
     assert not arena.has_failed(1)
+    straight(table, arena, units(True), plain[True], moved, sizes[EntryKind.KV])
     arena.close()
+
+
+def straight(
+    table: Table, arena: HostArena, own: list[BlockTransfer], plain_ms: float, moved: int, kv_bytes: int
+) -> None:
+    """How much of a store should go straight to the host. "GPU" is how long the model waits for its reads."""
+
+    def move(units: list[BlockTransfer]) -> None:
+        arena.carry_out(units)
+        arena.wait_for_stores()
+
+    usual = arenas.FIRST_BYTES
+    for mib in (0, 4, 8, 16, 24, 32):
+        arenas.FIRST_BYTES = mib * 2**20
+        table.add(f"store, at most {mib} MiB straight, the model waits", moved, partial(move, own), plain_ms)
+        for count in (1, 5):
+            row = f"  of {count} KV block{'s' * (count > 1)}"
+            table.add(row, count * kv_bytes, partial(move, own[:count]))
+    arenas.FIRST_BYTES = usual
 
 
 def phases(table: Table, arena: HostArena, own: list[BlockTransfer], name: str) -> None:
@@ -303,7 +331,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     print(torch.cuda.get_device_name() if ON_GPU else "CPU", flush=True)
-    for name in ("enabled", "defrag"):
+    for name in ("enabled", "shmem_enabled", "defrag"):
         path = Path("/sys/kernel/mm/transparent_hugepage") / name
         print(f"transparent huge pages, {name}: {path.read_text().strip() if path.exists() else '?'}", flush=True)
     header = f"{'':66} {'launch':>7} {'over':>7} {'GPU':>7} {'GB/s':>6} {'/plain':>6} {'GPU/pl':>6}"
