@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 
-from megatron_hybrid_prefix.mcore.state.moves import stores_first
-from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockMove, BlockTransfer, EntryKind, Tag
+from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockMove, BlockTransfer, EntryKind, Tag, stores_first
 
 PAGE_BLOCKS, BLOCKS, HOST_PAGES = 3, 12, 6
 

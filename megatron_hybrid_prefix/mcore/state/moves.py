@@ -32,7 +32,7 @@ from megatron_hybrid_prefix.tiers.mooncake import MooncakeTier
 from megatron_hybrid_prefix.tiers.pinned import choose_page_bytes
 from megatron_hybrid_prefix.tiers.registry import make_tier, tier_name
 from megatron_hybrid_prefix.tiers.shared import FolderSettings, MooncakeSettings, SharedSettings
-from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockMove, BlockTransfer, Copy, EntryKind
+from megatron_hybrid_prefix.tiers.units import HOST, BlockMove, BlockTransfer, EntryKind, stores_first
 
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.cache import HybridPrefixCache
@@ -97,37 +97,6 @@ class Moves:
 
     def _transfer(self, units: list[BlockTransfer]) -> None:
         raise AssertionError("a transfer is queued, but there is no host tier")
-
-
-def stores_first(copies: Sequence[Copy], page_blocks: int) -> list[Copy]:
-    """Puts stores before moves that touch nothing they read: then they are launched with the stores before the moves.
-
-    Args:
-        copies: Queued copies, in order.
-        page_blocks: KV blocks in the page of a state.
-
-    Returns:
-        The copies in an order with the same result.
-    """
-    stores: list[Copy] = []
-    others: list[Copy] = []
-    moved: set[int] = set()  # blocks that the moves read or write
-    pages: set[int] = set()
-    only_moves = True
-    for copy in copies:
-        if isinstance(copy, BlockMove):
-            blocks = {copy.source_block, copy.target_block}
-            moved |= blocks
-            pages |= {block // page_blocks for block in blocks}
-        else:
-            # Transfers keep their order: they may use the same pages on the host.
-            reads_moved = copy.device_id in (moved if copy.tag.kind == EntryKind.KV else pages)
-            only_moves = only_moves and copy.source == DEVICE and not reads_moved
-            if only_moves:
-                stores.append(copy)
-                continue
-        others.append(copy)
-    return stores + others
 
 
 class HostMoves(Moves):
