@@ -7,6 +7,7 @@ host, and at most one tier behind the host. Every transfer begins or ends on the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from hashlib import blake2b
@@ -82,3 +83,34 @@ class BlockMove(NamedTuple):
 
 type Copy = BlockTransfer | BlockMove
 """A copy that the cache decided on. Copies run in the order of their queue."""
+
+
+def stores_first(copies: Sequence[Copy], page_blocks: int) -> list[Copy]:
+    """Puts stores before moves that touch nothing they read: then they are launched with the stores before the moves.
+
+    Args:
+        copies: Queued copies, in order.
+        page_blocks: KV blocks in the page of a state.
+
+    Returns:
+        The copies in an order with the same result.
+    """
+    stores: list[Copy] = []
+    others: list[Copy] = []
+    moved: set[int] = set()  # blocks that the moves read or write
+    pages: set[int] = set()
+    only_moves = True
+    for copy in copies:
+        if isinstance(copy, BlockMove):
+            blocks = {copy.source_block, copy.target_block}
+            moved |= blocks
+            pages |= {block // page_blocks for block in blocks}
+        else:
+            # Transfers keep their order: they may use the same pages on the host.
+            reads_moved = copy.device_id in (moved if copy.tag.kind == EntryKind.KV else pages)
+            only_moves = only_moves and copy.source == DEVICE and not reads_moved
+            if only_moves:
+                stores.append(copy)
+                continue
+        others.append(copy)
+    return stores + others

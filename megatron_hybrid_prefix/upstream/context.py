@@ -217,9 +217,10 @@ class ContextSeam(DynamicInferenceContext):
         # Megatron counts all shared blocks. Here a hit skips tokens.
         self.prefix_cache_hits = hits + (chunk.skip_tokens > 0)
         self.prefix_cache_blocks_matched = matched + chunk.skip_tokens // self.block_size_tokens
-        tokens = slice(first, self.active_token_count)
-        is_stored = self.token_to_pos_ids[tokens] < chunk.stored_tokens
-        self.token_to_block_idx[tokens][is_stored] = self.kv_block_allocator.dummy_block_idx  # nobody reads this block
+        stored = chunk.stored_tokens - int(self.token_to_pos_ids[first])  # positions ascend
+        if stored > 0:  # nobody reads the dummy block
+            last = min(first + stored, self.active_token_count)
+            self.token_to_block_idx[first:last] = self.kv_block_allocator.dummy_block_idx
         if chunk.resumes:
             self._pending_mamba_zeros.pop()  # the forward reads a checkpoint: the live slot need not be zeroed
 

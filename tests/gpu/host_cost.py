@@ -1,9 +1,10 @@
 """First token of prompts that evict KV and states: without a cache, without a host tier, and with one. On an idle GPU::
 
-    python tests/gpu/host_cost.py [--preset hybrid-4b] [--tokens 8492] [--prompts 8] [--host-gb 16]
+    python tests/gpu/host_cost.py [--preset hybrid-4b] [--tokens 8492] [--prompts 8] [--host-gb 16] [--variants] [--parts]
 
 Every prompt is new. Once the device is full, each one evicts what an earlier one left. One row leaves out the copies to the host,
-to show what they cost.
+to show what they cost. ``--variants`` copies in other ways: by the copy engines, or by a kernel of fewer programs. ``--parts`` says
+how far the engine was when, in a last round of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -21,11 +23,31 @@ import torch
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, state_bytes
 from megatron_hybrid_prefix.models import build_hybrid_model
+from megatron_hybrid_prefix.ops import page_copies
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from megatron_hybrid_prefix.tiers import arena
+from tests.gpu.shared_tier import Milestones, milestones_table
 from tests.harness.engine_helpers import greedy, run_to_end
 
 WARM_UP = 6  # prompts that fill the device and compile kernels
+
+
+def store_by_engines(own, batch):
+    """`HostArena._store`, by the copy engines. Only its time counts: nothing is loaded here."""
+    size = own._entry_bytes(batch.kind)
+    ranges = (
+        (batch.start + start, page * own.page_bytes, length) for start, page, length in own._pieces(batch.units, size)
+    )
+    page_copies.copy_ranges(own._store_staging.memory, own.memory, ranges, to_host=True)
+    own._tags |= {unit.pages[0]: unit.tag for unit in batch.units}
+    own.bytes_stored += size * len(batch.units)
+
+
+def variants():
+    """Other ways of copying to the host: names and patches."""
+    yield "by the copy engines", lambda: patch.object(arena.HostArena, "_store", store_by_engines)
+    for programs in (4, 8, 16):
+        yield f"by {programs} programs", partial(patch.object, page_copies, "_PROGRAMS", programs)
 
 
 def first_token_ms(engine, tokens, synchronize):
@@ -45,6 +67,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--host-gb", type=float, default=16.0)
+    parser.add_argument("--variants", action="store_true")
+    parser.add_argument("--parts", action="store_true")
     args = parser.parse_args()
     platform = ensure_platform()
     print(platform.describe(), flush=True)
@@ -57,21 +81,28 @@ def main() -> None:
 
     found = defaultdict(list)
 
-    def measure(name, engine):
+    def measure(name, engine, milestones=None):
         moves = getattr(engine.context, "host_moves", None)
         times, before = [], 0 if moves is None else moves.arena.bytes_stored
+        parts = []
         for number in range(WARM_UP + args.prompts):
             tokens = [dice.randrange(model.hybrid_config.vocab_size) for _ in range(args.tokens)]
+            if milestones is not None:
+                milestones.start()
             own = first_token_ms(engine, tokens, synchronize)
             if number >= WARM_UP:
                 times.append(own)
+                if milestones is not None:
+                    parts.append(milestones.found())
         found[name] += times
         stored = 0 if moves is None else (moves.arena.bytes_stored - before) / 2**20 / (WARM_UP + args.prompts)
         print(
-            f"{name:32} {statistics.median(times):8.2f} ms ({min(times):.2f} to {max(times):.2f}), "
+            f"{name:40} {statistics.median(times):8.2f} ms ({min(times):.2f} to {max(times):.2f}), "
             f"{stored:.0f} MiB stored a prompt",
             flush=True,
         )
+        if milestones is not None:
+            print(*milestones_table(parts), "", sep="\n", flush=True)
 
     with torch.inference_mode():
         split = {"mamba_gb": states_gb}
@@ -90,9 +121,18 @@ def main() -> None:
                 measure(name, engine)
         with patch.object(arena.HostArena, "_store", lambda *args: None):
             measure("nothing copied to the host", engines["host tier"])
+        if args.variants:
+            for name, patched in variants():
+                with patched():
+                    measure(f"host tier, {name}", engines["host tier"])
+            measure("off", engines["off"])
+        if args.parts:
+            milestones = Milestones()
+            for name, engine in engines.items():
+                measure(f"{name}, its parts", engine, milestones)
     off = statistics.median(found["off"])
     for name, times in found.items():
-        print(f"{name:32} {statistics.median(times):8.2f} ms, {statistics.median(times) / off:.3f} of off", flush=True)
+        print(f"{name:40} {statistics.median(times):8.2f} ms, {statistics.median(times) / off:.3f} of off", flush=True)
     shut_down()
 
 

@@ -54,11 +54,13 @@ class Milestones:
     """When the parts of a step were reached, in milliseconds since `start`; on any thread."""
 
     def __init__(self):
+        from megatron_hybrid_prefix.cache import HybridPrefixCache
         from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
         from megatron_hybrid_prefix.mcore.context.loads import RequestLoads
         from megatron_hybrid_prefix.mcore.state.moves import HostMoves
         from megatron_hybrid_prefix.tiers import file
         from megatron_hybrid_prefix.tiers.arena import HostArena
+        from megatron_hybrid_prefix.upstream.context import ContextSeam
 
         self._first, self._last, self._spent = {}, {}, {}
         self.start()
@@ -69,7 +71,13 @@ class Milestones:
             (HostArena, "_run_loads", "load launch"),
             (HostArena, "_run_stores", "store launch"),
             (HostMoves, "fetch", "wait"),
+            (HybridPrefixContext, "prefix_request", "keys"),
             (HybridPrefixContext, "add_request", "admission"),
+            (HybridPrefixCache, "admit", "admission: the cache"),
+            (ContextSeam, "add_admitted", "admission: megatron"),
+            (HybridPrefixCache, "plan", "admission: the plan"),
+            (HybridPrefixContext, "initialize_attention_state", "metadata and preparation"),
+            (HybridPrefixContext, "zero_live_states", "stores and zeros"),
             (HybridPrefixContext, "transfer_bookkeeping_to_gpu", "preparation"),
             (HybridPrefixContext, "_publish", "publication"),
             (file.FileTier, "look", "look of the thread"),

@@ -32,7 +32,7 @@ from megatron_hybrid_prefix.tiers.mooncake import MooncakeTier
 from megatron_hybrid_prefix.tiers.pinned import choose_page_bytes
 from megatron_hybrid_prefix.tiers.registry import make_tier, tier_name
 from megatron_hybrid_prefix.tiers.shared import FolderSettings, MooncakeSettings, SharedSettings
-from megatron_hybrid_prefix.tiers.units import HOST, BlockMove, BlockTransfer, EntryKind
+from megatron_hybrid_prefix.tiers.units import HOST, BlockMove, BlockTransfer, EntryKind, stores_first
 
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.cache import HybridPrefixCache
@@ -76,7 +76,10 @@ class Moves:
 
     def launch(self) -> None:
         """Launch the queued copies. Call it before anything writes to a slot or block."""
-        for are_moves, group in groupby(self._cache.take_copies(), key=lambda copy: isinstance(copy, BlockMove)):
+        copies = self._cache.take_copies()
+        if self._cache.layout is not None:
+            copies = stores_first(copies, self._cache.layout.page_blocks)
+        for are_moves, group in groupby(copies, key=lambda copy: isinstance(copy, BlockMove)):
             if are_moves:
                 memory = self._memory()
                 assert memory is not None

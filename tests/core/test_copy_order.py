@@ -1,0 +1,71 @@
+"""`stores_first`: stores are launched together, and what arrives is the same."""
+
+from __future__ import annotations
+
+import random
+
+from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockMove, BlockTransfer, EntryKind, Tag, stores_first
+
+PAGE_BLOCKS, BLOCKS, HOST_PAGES = 3, 12, 6
+
+
+def transfer(kind, device_id, page, *, load=False):
+    source, target = (HOST, DEVICE) if load else (DEVICE, HOST)
+    tag = Tag(kind=kind, key=b"", depth_tokens=0, epoch=0)
+    return BlockTransfer(
+        source=source, target=target, pages=(page,), tag=tag, device_id=device_id, load_id=0 if load else None
+    )
+
+
+def carry_out(copies):
+    """What is on the device and on the host after the copies."""
+    device, host = [f"block {block}" for block in range(BLOCKS)], [("nothing",)] * HOST_PAGES
+    for copy in copies:
+        if isinstance(copy, BlockMove):
+            device[copy.target_block] = device[copy.source_block]
+            continue
+        size = 1 if copy.tag.kind == EntryKind.KV else PAGE_BLOCKS
+        place = slice(copy.device_id * size, (copy.device_id + 1) * size)
+        if copy.source == DEVICE:
+            host[copy.pages[0]] = tuple(device[place])
+        else:
+            device[place] = (host[copy.pages[0]] * size)[:size]
+    return device, host
+
+
+def test_the_result_is_the_same():
+    dice, earlier = random.Random(0), 0
+    for _ in range(4000):
+        copies = []
+        for _ in range(dice.randrange(8)):
+            what = dice.choice(("move", "move", "store", "store", "store", "load"))
+            if what == "move":
+                source, target = dice.sample(range(BLOCKS), 2)
+                copies.append(BlockMove(source_block=source, target_block=target))
+            else:
+                kind = dice.choice(list(EntryKind))
+                places = BLOCKS if kind == EntryKind.KV else BLOCKS // PAGE_BLOCKS
+                page = dice.randrange(HOST_PAGES)
+                copies.append(transfer(kind, dice.randrange(places), page, load=what == "load"))
+        ordered = stores_first(copies, PAGE_BLOCKS)
+        assert sorted(map(id, ordered)) == sorted(map(id, copies))
+        assert carry_out(ordered) == carry_out(copies)
+        earlier += ordered != copies
+    assert earlier > 200
+
+
+def test_an_eviction_after_a_move_is_launched_with_those_before():
+    moves = [BlockMove(source_block=0, target_block=4)]
+    before, after = transfer(EntryKind.KV, 7, 0), [transfer(EntryKind.STATE, page, page) for page in (2, 3)]
+    assert stores_first([before, *moves, *after], PAGE_BLOCKS) == [before, *after, *moves]
+
+
+def test_what_was_moved_is_stored_after_its_move():
+    moves = [BlockMove(source_block=0, target_block=4)]
+    for store in (transfer(EntryKind.KV, 4, 0), transfer(EntryKind.STATE, 1, 0)):
+        assert stores_first([*moves, store], PAGE_BLOCKS) == [*moves, store]
+
+
+def test_stores_stay_behind_a_load_from_the_same_page():
+    copies = [transfer(EntryKind.KV, 2, 1, load=True), transfer(EntryKind.KV, 3, 1)]
+    assert stores_first(copies, PAGE_BLOCKS) == copies
