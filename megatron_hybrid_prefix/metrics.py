@@ -104,7 +104,7 @@ class PrefixStats:
             ``host_stores`` and so on.
         fallbacks: Times the cache reused or kept less than planned, by reason: ``stale_match`` (evicted between match
             and admission), ``forward_failed``, ``epoch_changed``, ``released`` and ``reset`` (with a plan in flight),
-            ``host_load_failed`` (the copy failed, or its checksum was wrong), ``host_load_given_up`` (a waiting request
+            ``host_load_failed`` (the copy failed, or its checksum was wrong), ``host_load_given_up`` (a request
             gave up its load), ``tier_load_missing`` and ``tier_load_late`` (what the tier behind the host promised was
             gone, or took longer than a request waits).
         slots_total: Checkpoint slots.

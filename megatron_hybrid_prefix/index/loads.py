@@ -288,9 +288,17 @@ class Loads:
             host.entries.remove(entry)
 
     def fail(self, live: LiveRequest) -> None:
-        """Ends a load whose data was wrong, and drops its entries."""
+        """Ends a load whose data was wrong or did not arrive, and drops its entries."""
         load, host = live.load, self._host
         assert load is not None and host is not None
+        if load.not_fetched is not None:
+            coming = self._coming(load)
+            self._count_not_fetched(load.not_fetched, len(coming))
+            self._stats.count_fallback("host_load_given_up")
+            self.end(live, kept=False)
+            for entry in coming:
+                host.drop(entry)
+            return
         self._stats.count_fallback("host_load_failed")
         self.end(live, kept=False)
         self._stats.tiers[HOST].failed += len(load.pinned)
@@ -303,22 +311,40 @@ class Loads:
     def end_fetch(self, request_id: int, failure: str | None) -> None:
         """What the request's load waited for has arrived on the host, on all ranks. Or not: then the load is given up.
 
+        If the request is admitted by then, its forward runs, and its load fails (`not_fetched`, `fail`).
+
         Args:
-            request_id: A request that holds a load and is not admitted.
+            request_id: A request that holds a load.
             failure: Why it did not; None if it did.
         """
         live, host = self._requests[request_id], self._host
-        assert live.load is not None and host is not None and host.behind is not None
-        tags = set(live.load.fetched)
-        entries = [entry for entry in live.load.pinned if entry in host.entries and host.entries.tag(entry) in tags]
+        assert live.load is not None and host is not None
+        entries = self._coming(live.load)
         if failure is None:
             host.settle(entries)
-            return
+        elif live.load.admitted:
+            live.load.not_fetched = failure
+        else:
+            self._count_not_fetched(failure, len(entries))
+            self._give_up(live)
+            for entry in entries:
+                host.drop(entry)
+
+    def not_fetched(self, load_id: int) -> bool:
+        """Whether an admitted request needs this load, and its entries did not arrive from the tier behind."""
+        live = self._requests.loads.get(load_id)
+        return live is not None and live.load is not None and live.load.not_fetched is not None
+
+    def _coming(self, load: Load) -> list[int]:
+        """The host entries of a load that come from the tier behind."""
+        assert self._host is not None
+        entries, tags = self._host.entries, set(load.fetched)
+        return [entry for entry in load.pinned if entry in entries and entries.tag(entry) in tags]
+
+    def _count_not_fetched(self, failure: str, entries: int) -> None:
+        assert self._host is not None and self._host.behind is not None
         self._stats.count_fallback(failure)
-        self._stats.tiers[host.behind.name].failed += len(entries)
-        self._give_up(live)
-        for entry in entries:
-            host.drop(entry)
+        self._stats.tiers[self._host.behind.name].failed += entries
 
     def give_up(self) -> bool:
         """Releases all requests that hold a load and are not admitted. Returns False if there were none."""

@@ -102,6 +102,7 @@ class Load:
         payloads: Payload (routing) of each loaded KV block, or None, by block id.
         fetched: Tags of the entries that came from the tier behind the host.
         admitted: Whether the request has been admitted.
+        not_fetched: Why the entries of ``fetched`` did not arrive, although the request is admitted; None: they did, or may.
     """
 
     load_id: int
@@ -113,6 +114,7 @@ class Load:
     payloads: dict[int, Any]
     fetched: tuple[Tag, ...] = ()
     admitted: bool = False
+    not_fetched: str | None = None
 
     @property
     def private(self) -> tuple[int, ...]:

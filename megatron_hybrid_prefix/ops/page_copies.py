@@ -61,7 +61,8 @@ def copy_ranges(
 @cache
 def _driver_copy() -> Callable[[int, int, int, int], int]:
     """The CUDA driver's ``cuMemcpyAsync(target, source, bytes, stream)``."""
-    copy: Any = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
+    # Keeps the interpreter's lock: other threads would take it after each call, and the call takes a microsecond or two.
+    copy: Any = ctypes.PyDLL("libcuda.so.1").cuMemcpyAsync
     copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
     copy.restype = ctypes.c_int
     return cast(Callable[[int, int, int, int], int], copy)

@@ -95,10 +95,22 @@ class _PutOff:
 
 
 @dataclass(frozen=True, slots=True)
+class _Loading:
+    """Loads that are ready to be launched. Ids are int64, on the device."""
+
+    rounds: list[list[_Batch]]  # batches of one half of the buffer after the other
+    sums: torch.Tensor  # (units,) checksums of what is copied, of all batches
+    first_pages: torch.Tensor  # (units,)
+    load_of: torch.Tensor  # (units,) place in `_bad_rows`
+    new_loads: torch.Tensor  # (loads,) those of loads that have not begun
+
+
+@dataclass(frozen=True, slots=True)
 class _Coming:
     """An entry that a load needs, and what reads it: nothing if it is on the host."""
 
     unit: BlockTransfer
+    digest: int  # of its tag
     parts: tuple[Job | None, ...]  # by page; None: the page belongs to another entry by now
     group: JobGroup | None
 
@@ -262,26 +274,20 @@ class HostArena:
             self._stored = self.stores.mark()
         self._new_pages.update(unit.pages[0] for unit in units)
 
-    def _run_loads(self, units: Sequence[BlockTransfer]) -> None:
+    def _run_loads(self, units: Sequence[BlockTransfer], loading: _Loading | None = None) -> None:
+        """Launches loads. ``loading``: from `_prepare_loads`, if they were prepared before their entries arrived."""
         if not units:
             return
         new = any(unit.pages[0] in self._new_pages for unit in units)
         with self.loads.running(self._sent, self._gathered, self._stored if new else None):
             if new:
                 self._new_pages.clear()
-            later = groupby(self._batches(units, self._load_staging), key=attrgetter("half"))
-            rounds = [list(next(later)[1])]
-            self._bring(rounds[0])  # before anything else, so that the host link is busy
-            rounds += [list(round_) for _, round_ in later]
-            self._bring(*rounds[1:BUFFERS])
-            batches = list(chain(*rounds))
-            loads = [load_id % _LOADS for load_id in _load_ids(units)]
-            new_loads = sorted({load_id % _LOADS for load_id in _load_ids(units) if load_id not in self._loaded})
-            sums, of_unit, of_load, first_pages = self._upload(
-                batches, loads, new_loads, [unit.pages[0] for unit in units]
-            )
-            expected = self._sums.index_select(0, first_pages)
-            self._bad_rows.index_fill_(0, of_load, 0)  # the other loads have begun with other entries
+            if loading is None:
+                loading = self._prepare_loads(units, bring=True)
+            else:
+                self._bring(*loading.rounds[:BUFFERS])
+            rounds = loading.rounds
+            self._bad_rows.index_fill_(0, loading.new_loads, 0)  # the other loads have begun with other entries
             for number, round_ in enumerate(rounds):
                 self.loads.use(round_[0].half)
                 for batch in round_:
@@ -290,12 +296,36 @@ class HostArena:
                 self.loads.free(round_[0].half)
                 self._bring(*rounds[number + BUFFERS :][:1])
             if self._verify:
-                self._bad_rows.index_add_(0, of_unit, (sums != expected).to(torch.int32))
+                wrong = loading.sums != self._sums.index_select(0, loading.first_pages)
+                self._bad_rows.index_add_(0, loading.load_of, wrong.to(torch.int32))
             self._bad_rows_seen.copy_(self._bad_rows, non_blocking=True)
             self._last_load = self.loads.mark()
             for unit in units:
                 self._in_flight.setdefault(unit.load_id, set()).update(_places(unit))
             self._loaded |= dict.fromkeys(_load_ids(units), self._last_load)
+
+    def _prepare_loads(self, units: Sequence[BlockTransfer], *, bring: bool) -> _Loading:
+        """Makes batches and uploads ids; call it inside `running`.
+
+        Args:
+            units: The loads, at least one.
+            bring: Whether to begin with the copies to the staging buffer, so that the host link is busy.
+        """
+        later = groupby(self._batches(units, self._load_staging), key=attrgetter("half"))
+        rounds = [list(next(later)[1])]
+        if bring:
+            self._bring(rounds[0])
+        rounds += [list(round_) for _, round_ in later]
+        if bring:
+            self._bring(*rounds[1:BUFFERS])
+        load_ids = _load_ids(units)
+        uploaded = self._upload(
+            list(chain(*rounds)),
+            [unit.pages[0] for unit in units],
+            [load_id % _LOADS for load_id in load_ids],
+            sorted({load_id % _LOADS for load_id in load_ids if load_id not in self._loaded}),
+        )
+        return _Loading(rounds, *uploaded)
 
     # -- a tier behind the host, in the background ---------------------------------------------------------------------
 
@@ -306,7 +336,8 @@ class HostArena:
     def fetched(self, load_id: int, wait_s: float = 0.0) -> bool | None:
         """Whether all entries that this load waits for have arrived on the host; None: not all are known yet.
 
-        Entries that have arrived go to the device at once, group by group, while others are still being read.
+        Entries that have arrived go to the device at once, group by group, while others are still being read. All that
+        can be done for a group before it has arrived is done by then.
 
         Args:
             load_id: A load that is put off.
@@ -318,6 +349,11 @@ class HostArena:
             coming = self._coming(unit)
             groups.setdefault(coming.group, []).append(coming)
         for group, entries in groups.items():
+            if not wait_s and group is not None and not group.wait(0):
+                return None
+            units = [coming.unit for coming in entries]
+            with self.loads.running():
+                loading = self._prepare_loads(units, bring=False)
             start = time.perf_counter()
             is_over = group is None or group.wait(late - start)
             self._behind_stats.seconds_waited += time.perf_counter() - start if wait_s else 0.0
@@ -325,30 +361,31 @@ class HostArena:
                 return None
             if not self._note_arrived([coming for coming in entries if coming.parts]):
                 return False
-            self._run_loads([coming.unit for coming in entries])
+            self._run_loads(units, loading)
             launched = {id(coming.unit) for coming in entries}
             left[:] = [unit for unit in left if id(unit) not in launched]
         return True
 
     def _coming(self, unit: BlockTransfer) -> _Coming:
         if self._tags.get(unit.pages[0]) == unit.tag:
-            return _Coming(unit, (), None)
+            return _Coming(unit, 0, (), None)
         jobs = (self._fetching.get(page) for page in unit.pages)
         # A page may have gone to another entry: a load that shares this entry was late, and so it was dropped.
         parts = tuple(job if job is not None and job.tag == unit.tag else None for job in jobs)
-        return _Coming(unit, parts, next((job.group for job in parts if job is not None), None))
+        return _Coming(unit, unit.tag.digest, parts, next((job.group for job in parts if job is not None), None))
 
     def _note_arrived(self, entries: Sequence[_Coming]) -> bool:
         """Note which of these entries have arrived, now that nothing reads them any more. Returns whether all have."""
-        sums = {each.unit: checksum for each in entries if (checksum := _checksum_of(each.parts)) is not None}
-        if sums:
-            expected = [checksum ^ unit.tag.digest for unit, checksum in sums.items()]
-            first_pages, on_device = self._ids([unit.pages[0] for unit in sums], expected)
-            self._sums[first_pages] = on_device
-            self._given_sums |= {unit.pages[0]: checksum for unit, checksum in sums.items()}
-            self._tags |= {unit.pages[0]: unit.tag for unit in sums}
-            self._behind_stats.bytes_loaded += sum(self._entry_bytes(unit.tag.kind) for unit in sums)
-        return len(sums) == len(entries)
+        arrived = [(each, checksum) for each in entries if (checksum := _checksum_of(each.parts)) is not None]
+        if arrived:
+            units = [each.unit for each, _ in arrived]
+            firsts = [unit.pages[0] for unit in units]
+            first_pages, expected = self._ids(firsts, [checksum ^ each.digest for each, checksum in arrived])
+            self._sums.index_copy_(0, first_pages, expected)
+            self._given_sums |= {first: checksum for first, (_, checksum) in zip(firsts, arrived, strict=True)}
+            self._tags |= {first: unit.tag for first, unit in zip(firsts, units, strict=True)}
+            self._behind_stats.bytes_loaded += sum(self._entry_bytes(unit.tag.kind) for unit in units)
+        return len(arrived) == len(entries)
 
     def drain(self, seconds: float) -> bool:
         """Wait until the shared tier has been given all entries, at most this long. Returns whether it has."""

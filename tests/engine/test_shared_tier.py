@@ -340,6 +340,42 @@ def test_a_slow_disk_is_a_miss(model, folder, monkeypatch):
     served.check_drained()
 
 
+def test_a_request_is_admitted_while_its_entries_are_read(model, folder, monkeypatch):
+    """The disk answers once the step is being prepared; before that it would be late."""
+    computed(model, folder)
+    served = start(model, folder)
+    disk, context, admitted = Gate(monkeypatch), served.context, list[tuple[int, bool]]()
+    prepare = context.initialize_attention_state
+
+    def prepare_and_open(*arguments: Any, **options: Any) -> Any:
+        admitted.append((context.total_request_count, served.cache.loads.has_waiting))
+        disk.opened.set()
+        return prepare(*arguments, **options)
+
+    monkeypatch.setattr(context, "initialize_attention_state", prepare_and_open)
+    assert served.send(PROMPT).num_cached_tokens == 4 * BLOCK
+    assert admitted[0] == (1, False)
+    assert served.context.prefix_stats().fallbacks == {}
+    served.check()
+    served.check_drained()
+
+
+@each_mode
+def test_entries_of_an_admitted_request_that_do_not_arrive(model, folder, mode):
+    """Another request is in the same step; its answer is right, too."""
+    computed(model, folder, async_sched_mode=mode)
+    served = start(model, folder, {"refresh_s": 10.0**6}, async_sched_mode=mode)
+    for path in entries(folder, "state"):
+        path.unlink()
+    missed, other = served.add(PROMPT, 4), served.add(random_tokens(30, seed=7), 4)
+    served.run()
+    assert [served.finished[each].num_cached_tokens for each in (missed, other)] == [0, 0]
+    assert served.context.prefix_stats().fallbacks == {"tier_load_missing": 1, "host_load_given_up": 1}
+    served.check()
+    assert served.send(PROMPT).num_cached_tokens == 4 * BLOCK  # on the device
+    served.check_drained()
+
+
 @pytest.mark.slow
 @each_mode
 def test_others_run_while_a_load_waits_for_the_disk(model, folder, mode, monkeypatch):

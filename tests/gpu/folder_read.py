@@ -94,7 +94,7 @@ class Hit:
     def read(self, *, to_device=False):
         """By the arena, as a request waits for it."""
         self.loads += 1
-        self.arena._run_loads = self.run_loads if to_device else lambda units: None
+        self.arena._run_loads = self.run_loads if to_device else lambda units, loading=None: None
         pages = [{"pages": pages, "tag": tag} for tag, pages in self.transfers]
         places = [tag.depth_tokens // BLOCK - 1 for tag, _ in self.transfers]
         self.arena.carry_out([BlockTransfer(source="shared", target=HOST, **each) for each in pages])

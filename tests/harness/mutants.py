@@ -21,11 +21,12 @@ def mutated_resume(engine: Any, mutant: str | None) -> Iterator[None]:
     depth.
     """
     context = engine.context
-    original = context.initialize_attention_state
+    original = context.transfer_bookkeeping_to_gpu  # by its end, loaded states are there
     deepest = max(context.prefix_cache.inspect.nodes_with_state(), key=lambda n: n.depth_blocks)
     others = {name: tensor[:, deepest.slot].clone() for name, tensor in context.state_pool.tensors.items()}
 
-    def damaging(**kwargs: Any) -> Any:
+    def damaging(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
         for plan in context.step_plans():
             if plan.source_slot is None:
                 continue
@@ -35,15 +36,15 @@ def mutated_resume(engine: Any, mutant: str | None) -> Iterator[None]:
                     tensor[:, plan.source_slot] = others[name]
                 elif name in ZEROED[mutant]:
                     tensor[:, plan.source_slot] = 0
-        return original(**kwargs)
+        return result
 
     assert mutant is None or mutant in MUTANTS
     if mutant is not None:
-        context.initialize_attention_state = damaging
+        context.transfer_bookkeeping_to_gpu = damaging
     try:
         yield
     finally:
-        context.__dict__.pop("initialize_attention_state", None)
+        context.__dict__.pop("transfer_bookkeeping_to_gpu", None)
 
 
 def check_answers(served: Any, mutant: str | None) -> None:

@@ -25,7 +25,7 @@ def stats_of(served: EngineHarness) -> Any:
 def check_ranks(ranks: list[dict[str, Any]]) -> None:
     """What ranks find whose last one reads late, then misses states, then has everything."""
     expected = {
-        "late": ([0, 0], {"tier_load_late": 1, "host_load_given_up": 1}),
+        "late": ([0, 0], {"tier_load_late": 2, "host_load_given_up": 2}),
         "missing": ([0, 0], {"tier_load_missing": 2, "host_load_given_up": 2}),
         "hit": ([3 * BLOCK] * 2, {}),
     }

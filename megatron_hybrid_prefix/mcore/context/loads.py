@@ -45,7 +45,8 @@ class RequestLoads:
             others_start: Whether this round admits other requests, so that nobody needs to wait for the tier behind.
 
         Returns:
-            True: postpone admission by one round. False: admit now; the forward waits for the copy on the GPU stream.
+            True: postpone admission by one round. False: admit now; the forward waits for the copy on the GPU stream,
+            and the CPU, before it launches the forward, for what is still being read from the tier behind.
         """
         cache, known = self._cache, self._requests.of(req, self._cache)
         match = known.match(cache, req.remaining_prompt_length)
@@ -69,7 +70,9 @@ class RequestLoads:
                 )
             )
         assert match.load_id is not None
-        fetched = self._moves.fetch(req.request_id, match.load_id, wait=not (others_run or others_start))
+        if not (others_run or others_start):
+            return False
+        fetched = self._moves.fetch(req.request_id, match.load_id, wait=False)
         if fetched == Fetch.COMING:
             return True
         if fetched != Fetch.ARRIVED:
@@ -85,12 +88,16 @@ class RequestLoads:
         self._cache.loads.drop_swapped_out(request_id)
 
     def failed(self) -> set[int]:
-        """Requests of the last forward whose loads failed verification; the same set on all ranks.
+        """Requests of the last forward whose loads failed verification, or did not arrive; the same set on all ranks.
 
         All ranks call it after each forward, before publishing. The requests must be recomputed.
         """
         if self._failed is None:
             self._failed = self._moves.failed(self._requests.plans())
+            for known in self._requests.in_step() if self._failed else ():
+                load_id = None if known.plan is None else known.plan.load_id
+                if load_id is not None and self._cache.loads.not_fetched(load_id):
+                    known.last, known.gave_up_fetch = None, True
         return self._failed
 
     def take_failed(self) -> set[int]:

@@ -282,10 +282,15 @@ class HostMoves(Moves):
             self.arena.forget(load_id)
 
     def before_forward(self, plans: Iterable[StepPlan]) -> None:
-        """Make the next forward wait for the loads that it uses."""
+        """Make the next forward wait for the loads that it uses.
+
+        The CPU waits for entries that still come from the tier behind. A collective, if there are any.
+        """
         self.launch()
-        if self._launched:
+        if self._launched or self._fetching:
             for plan in plans:
+                if plan.load_id in self._fetching:
+                    self.fetch(plan.request_id, plan.load_id, wait=True)
                 if plan.load_id in self._launched:
                     self._wait_for(plan.load_id)
 
@@ -309,7 +314,7 @@ class HostMoves(Moves):
         A collective, if the load waits for entries: time passes differently on each rank, so they agree on what it means.
 
         Args:
-            request_id: A request with a load.
+            request_id: A request with a load. If it is admitted, a load that did not arrive is one of `failed`.
             load_id: Its load.
             wait: Wait for the entries, until they have arrived or are late.
         """
@@ -348,7 +353,7 @@ class HostMoves(Moves):
         del self._launched[load_id]
 
     def failed(self, plans: Iterable[StepPlan]) -> set[int]:
-        """Requests of the last forward whose loads failed verification, on any rank.
+        """Requests of the last forward whose loads failed verification on any rank, or did not arrive.
 
         A collective: all ranks call it and get the same set.
         """
@@ -358,10 +363,11 @@ class HostMoves(Moves):
         assert self.arena is not None
         flags = [int(self.arena.has_failed(load_id)) for _, load_id in loads]
         flags = max_over_model_ranks(flags, self._groups)
-        found = {request_id for (request_id, _), flag in zip(loads, flags, strict=True) if flag}
-        for request_id in sorted(found):
+        wrong = {request_id for (request_id, _), flag in zip(loads, flags, strict=True) if flag}
+        missing = {request_id for request_id, load_id in loads if self._cache.loads.not_fetched(load_id)}
+        for request_id in sorted(wrong - missing):
             logger.error("the load of request %d failed verification: the request is recomputed", request_id)
-        return found
+        return wrong | missing
 
     def finish(self) -> None:
         """See Moves."""
