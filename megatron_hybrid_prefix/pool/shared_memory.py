@@ -8,6 +8,7 @@ The last page holds KV only, because megatron's dummy block is its last block. T
 cache: rows without a request use them.
 
 KV blocks are block-major: a block of all attention layers is contiguous. So are slots: all layers, component by component.
+Behind a block there may be padding, which belongs to nobody (`padded_block_bytes`).
 All views cover the whole buffer, so their addresses never change.
 """
 
@@ -23,10 +24,7 @@ from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots, ids_on_device
 from megatron_hybrid_prefix.pool.device import StateSlots
 from megatron_hybrid_prefix.pool.layout import SlotLayout
-from megatron_hybrid_prefix.pool.pages import PageLayout
-
-ALIGNMENT_BYTES = 256
-"""Blocks and components of a slot begin at multiples of it."""
+from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +63,7 @@ class SharedMemory:
         device: Device of the buffer.
 
     Raises:
-        ValueError: A slot does not fit a page.
+        ValueError: A slot does not fit a page, or a block does not fit the distance of blocks.
 
     Attributes:
         buffer: (bytes,) uint8.
@@ -85,15 +83,17 @@ class SharedMemory:
         own_slots: int,
         device: torch.device | int | str,
     ) -> None:
-        page_bytes, own_bytes = layout.page_blocks * block.bytes, slot_bytes(slots)
+        step_bytes, page_bytes, own_bytes = layout.block_bytes, layout.page_bytes, slot_bytes(slots)
         if own_bytes > page_bytes:
             raise ValueError(f"a state of {own_bytes} bytes does not fit a page of {page_bytes}")
+        if block.bytes > step_bytes:
+            raise ValueError(f"blocks of {block.bytes} bytes do not fit a distance of {step_bytes}")
         blocks = layout.total_blocks + 1
         self.first_own_slot = ceil_div(blocks, layout.page_blocks)
         slot_count = self.first_own_slot + own_slots
         self.buffer = torch.empty(slot_count * page_bytes, dtype=torch.uint8, device=device)
-        self.kv = _view(self.buffer, block.dtype, 0, block.before, (blocks, block.bytes), block.after)
-        self.kv_rows = self.buffer.as_strided((1, blocks, block.bytes), (0, block.bytes, 1))
+        self.kv = _view(self.buffer, block.dtype, 0, block.before, (blocks, step_bytes), block.after)
+        self.kv_rows = self.buffer.as_strided((1, blocks, block.bytes), (0, step_bytes, 1))
         self.state_rows = self.buffer.as_strided((1, slot_count, own_bytes), (0, page_bytes, 1))
         tensors, offset = {}, 0
         for (of_kind, component), count_bytes in zip(slots, _component_bytes(slots), strict=True):

@@ -30,11 +30,14 @@ STATES = {
 }
 
 
-def memory(block: str = "heads", states: str = "one kind", *, pages: int = 6, own: int = 2) -> SharedMemory:
+def memory(
+    block: str = "heads", states: str = "one kind", *, pages: int = 6, own: int = 2, padding: int = 0
+) -> SharedMemory:
     shape, slots = BLOCKS[block], STATES[states]
-    page_blocks = max(1, -(-slot_bytes(slots) // shape.bytes))
-    budget = (pages + own) * page_blocks * shape.bytes + 17
-    layout = PageLayout.of_buffer(budget, block_bytes=shape.bytes, page_blocks=page_blocks, own_slots=own)
+    step = shape.bytes + padding
+    page_blocks = max(1, -(-slot_bytes(slots) // step))
+    budget = (pages + own) * page_blocks * step + 17
+    layout = PageLayout.of_buffer(budget, block_bytes=step, page_blocks=page_blocks, own_slots=own)
     made = SharedMemory(layout, block=shape, slots=slots, own_slots=own, device="cpu")
     assert layout.total_blocks == pages * page_blocks - 1 and made.buffer.numel() == budget - 17
     made.layout = layout
@@ -46,11 +49,12 @@ def block_of(made: SharedMemory, number: int) -> torch.Tensor:
     return made.kv.select(made.kv.dim() - (4 if made.kv.dim() == 6 else 3), number)
 
 
+@pytest.mark.parametrize("padding", [0, ALIGNMENT_BYTES])
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("block", BLOCKS)
-def test_no_byte_has_two_owners(block, states):
+def test_no_byte_has_two_owners(block, states, padding):
     """Each page has its blocks or its slot. All of them, the dummy block and the engine's slots are written, then read."""
-    made, dice = memory(block, states), random.Random(0)
+    made, dice = memory(block, states, padding=padding), random.Random(0)
     size, total = made.layout.page_blocks, made.layout.total_blocks
     made.buffer.fill_(0)
     owners = []
@@ -91,9 +95,10 @@ def test_shapes_are_megatrons_and_blocks_begin_aligned(block):
     assert shape.bytes % ALIGNMENT_BYTES == 0 == slot_bytes(STATES["two kinds"]) % ALIGNMENT_BYTES
 
 
+@pytest.mark.parametrize("padding", [0, 3 * ALIGNMENT_BYTES])
 @pytest.mark.parametrize("seed", range(5))
-def test_moves_are_those_made_one_after_another(seed):
-    made, dice = memory(pages=4), random.Random(seed)
+def test_moves_are_those_made_one_after_another(seed, padding):
+    made, dice = memory(pages=4, padding=padding), random.Random(seed)
     made.buffer.random_(0, 256)
     blocks = range(made.layout.total_blocks)
     moves = [tuple(dice.sample(blocks, 2)) for _ in range(30)]  # chains, and blocks that are read and written again
@@ -104,9 +109,12 @@ def test_moves_are_those_made_one_after_another(seed):
     assert torch.equal(made.kv_rows, expected)
 
 
-def test_a_state_larger_than_a_page_is_refused():
+def test_what_does_not_fit_is_refused():
     layout = PageLayout(block_bytes=BLOCKS["heads"].bytes, state_bytes=1, total_blocks=5)
     with pytest.raises(ValueError, match=r"^a state of \d+ bytes does not fit a page of \d+$"):
+        SharedMemory(layout, block=BLOCKS["heads"], slots=STATES["one kind"], own_slots=1, device="cpu")
+    layout = PageLayout(block_bytes=BLOCKS["heads"].bytes - 1, state_bytes=2**20, total_blocks=5)
+    with pytest.raises(ValueError, match=r"^blocks of \d+ bytes do not fit a distance of \d+$"):
         SharedMemory(layout, block=BLOCKS["heads"], slots=STATES["one kind"], own_slots=1, device="cpu")
 
 
