@@ -81,9 +81,7 @@ def one_budget(
     live_bytes = max_requests * sizes.live_bytes(drafts)
     own_slots = live_bytes // sizes.state_bytes if drafts else 1
     try:
-        buffer = PageLayout.of_buffer(
-            cache_bytes, block_bytes=step_bytes, page_blocks=page_blocks, own_slots=own_slots
-        )
+        buffer = PageLayout.of_buffer(cache_bytes, block_bytes=step_bytes, page_blocks=page_blocks, own_slots=own_slots)
     except ValueError as error:
         reason = f" (drafts set {own_slots} states aside: lower --max-requests)" if drafts else ""
         raise ValueError(f"{error}{reason}") from None

@@ -35,10 +35,11 @@ from heapq import heappop, heappush
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 
-
 ALIGNMENT_BYTES = 256
 """On a device, blocks and components of a slot begin at multiples of it."""
-_STATE_SHARE = 0.25  # share of the bytes that states have in a good split (docs/benchmarks.md): weighs padding against padding
+_STATE_SHARE = (
+    0.25  # share of the bytes that states have in a good split (docs/benchmarks.md): weighs padding against padding
+)
 
 
 def padded_block_bytes(block_bytes: int, state_bytes: int, *, alignment_bytes: int = 1) -> int:
@@ -99,7 +100,7 @@ class PageLayout:
     def of_buffer(cls, cache_bytes: int, *, block_bytes: int, page_blocks: int, own_slots: int) -> PageLayout:
         """The layout of an engine's buffer, of at most ``cache_bytes`` bytes.
 
-        The buffer also has megatron's dummy block, in the last page, and slots that the engine keeps for itself.
+        The buffer also has megatron's dummy block, after the others, and slots that the engine keeps for itself.
 
         Args:
             cache_bytes: Budget.
@@ -110,11 +111,10 @@ class PageLayout:
         Raises:
             ValueError: There is no room for a state and a KV block.
         """
-        pages = cache_bytes // (page_blocks * block_bytes) - own_slots
-        state_bytes = page_blocks * block_bytes
-        layout = cls(block_bytes=block_bytes, state_bytes=state_bytes, total_blocks=pages * page_blocks - 1)
-        if layout.total_blocks <= page_blocks:
-            least_bytes = (own_slots + (2 if page_blocks > 1 else 3)) * state_bytes
+        total_blocks = cache_bytes // block_bytes - own_slots * page_blocks - 1
+        layout = cls(block_bytes=block_bytes, state_bytes=page_blocks * block_bytes, total_blocks=total_blocks)
+        if total_blocks <= page_blocks:
+            least_bytes = (own_slots * page_blocks + page_blocks + 2) * block_bytes
             raise ValueError(
                 f"{max(0, cache_bytes) / 2**20:.2f} MiB have no room for a state and a KV block: they need "
                 f"{least_bytes / 2**20:.2f} MiB"

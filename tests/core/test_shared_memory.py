@@ -70,7 +70,7 @@ def test_blocks_are_padded_only_if_less_is_lost(alignment_bytes):
         ({"cache_bytes": -5, "block_bytes": 4, "state_bytes": 5}, "a state and a KV block need 12 bytes"),
         ({"cache_bytes": 11, "block_bytes": 0, "state_bytes": 5}, "must be 1 or more"),
         ({"cache_bytes": 99, "block_bytes": 4, "state_bytes": 5, "kv_blocks": 3}, "give one or the others"),
-        ({"cache_bytes": 99, "block_bytes": 4, "state_bytes": 5, "first_state_slot": 3}, "give one or the others"),
+        ({"cache_bytes": 99, "block_bytes": 4, "state_bytes": 5, "state_slots": 3}, "give one or the others"),
         ({"kv_blocks": 3}, "give kv_blocks and state_slots, or cache_bytes"),
     ],
 )

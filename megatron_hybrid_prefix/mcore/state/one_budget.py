@@ -75,10 +75,10 @@ def agree_on_layout(cache_gb: float, *, block_bytes: int, state_bytes: int, own_
     page_blocks = max_over_model_ranks(max(1, ceil_div(state_bytes, step_bytes)), groups)
     if page_blocks * block_bytes >= state_bytes:
         step_bytes = block_bytes  # another stage needs more blocks, so this one needs no padding
-    pages = min_over_model_ranks(int(cache_gb * 2**30) // (page_blocks * step_bytes), groups) or 0
+    blocks = min_over_model_ranks(int(cache_gb * 2**30) // step_bytes, groups) or 0
     try:
         return PageLayout.of_buffer(
-            pages * page_blocks * step_bytes, block_bytes=step_bytes, page_blocks=page_blocks, own_slots=own_slots
+            blocks * step_bytes, block_bytes=step_bytes, page_blocks=page_blocks, own_slots=own_slots
         )
     except ValueError as error:
         reason = "" if own_slots == 1 else f" (the drafts of all requests take {own_slots} states)"
