@@ -71,7 +71,7 @@ class HybridPrefixCache:
         state_bytes: Bytes of a state, with ``cache_bytes``.
         share_live_states: Whether the states of running requests are in that memory, too. False: the engine has memory of
             its own for them, and `Admission.live_slot` is None.
-        first_state_slot: Id of the first checkpoint slot. Lower ids are the engine's live slots.
+        first_state_slot: Id of the first checkpoint slot. Lower ids are the engine's own slots.
         epoch: Weights epoch at the start.
         secret: Secret of the block hashes, at most 64 bytes. None: random. Ranks need the same secret only if their
             keys are compared.
@@ -142,10 +142,8 @@ class HybridPrefixCache:
             raise ValueError(f"tier {behind.name!r} behind the host needs a host tier: host_pages is 0")
         self.layout = None
         if cache_bytes is not None:
-            if kv_blocks is not None or state_slots is not None or first_state_slot:
-                raise ValueError(
-                    "cache_bytes replaces kv_blocks, state_slots and first_state_slot: give one or the others"
-                )
+            if kv_blocks is not None or state_slots is not None:
+                raise ValueError("cache_bytes replaces kv_blocks and state_slots: give one or the others")
             self.layout = PageLayout.within(cache_bytes, block_bytes=block_bytes, state_bytes=state_bytes)
         elif kv_blocks is None or state_slots is None:
             raise ValueError("give kv_blocks and state_slots, or cache_bytes, block_bytes and state_bytes")
@@ -181,7 +179,13 @@ class HybridPrefixCache:
         self._store: PrefixStore
         if self.layout is not None:
             self._store = SharedStore(
-                tree, Pages(self.layout), eviction, host, self._stats, share_live_states=share_live_states
+                tree,
+                Pages(self.layout),
+                eviction,
+                host,
+                self._stats,
+                share_live_states=share_live_states,
+                first_slot=first_state_slot,
             )
         else:
             assert kv_blocks is not None and state_slots is not None

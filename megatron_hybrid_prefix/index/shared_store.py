@@ -77,6 +77,7 @@ class SharedStore(PrefixStore):
         host: Host tier for evicted KV and states; None: evicted entries are lost.
         stats: Counts evictions and published states.
         share_live_states: Whether running requests get slots from it.
+        first_slot: Id of the first page's slot.
 
     Attributes:
         pages: The memory.
@@ -96,10 +97,11 @@ class SharedStore(PrefixStore):
         stats: PrefixStats,
         *,
         share_live_states: bool = True,
+        first_slot: int = 0,
     ) -> None:
         self.pages = pages
         self.slots_per_request, self.blocks_per_slot = int(share_live_states), pages.layout.page_blocks
-        slots = PageSlots(pages)
+        slots = PageSlots(pages, first_slot)
         super().__init__(tree, SharedBlocks(pages, slots), slots, eviction, host, stats)
         self.ghosts = Ghosts(pages.layout.total_blocks)
         if isinstance(eviction, SharesMemory):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.console.terminal import InputError
+from megatron_hybrid_prefix.pool.pages import padded_block_bytes
 
 GIB = 2**30
 """Bytes."""
@@ -57,7 +58,8 @@ class Memory:
         """Arguments of `HybridPrefixCache` for a host tier of ``host_bytes`` bytes; see the function `host_options`."""
         state_bytes = self.state_bytes
         if self.state_share is None:  # a state moves with the padding of its page
-            state_bytes = ceil_div(state_bytes, self.block_bytes) * self.block_bytes
+            block_bytes = padded_block_bytes(self.block_bytes, state_bytes)
+            state_bytes = ceil_div(state_bytes, block_bytes) * block_bytes
         return host_options(host_bytes, block_bytes=self.block_bytes, state_bytes=state_bytes)
 
 

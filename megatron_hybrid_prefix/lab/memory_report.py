@@ -16,7 +16,7 @@ from megatron_hybrid_prefix.lab.capacity import Sizes
 from megatron_hybrid_prefix.lab.memory import GIB, Memory, bytes_of
 from megatron_hybrid_prefix.lab.replay import Replayed
 from megatron_hybrid_prefix.lab.traces import Trace
-from megatron_hybrid_prefix.pool.pages import PageLayout
+from megatron_hybrid_prefix.pool.pages import PageLayout, padded_block_bytes
 
 MOST_SPLITS = 19  # 95 % for states
 
@@ -44,9 +44,10 @@ def memories(budgets_gib: str, splits: int, *, block_bytes: int, state_bytes: in
         whole = Memory(
             cache_bytes=bytes_of(budget, GIB, "--cache-gb"), block_bytes=block_bytes, state_bytes=state_bytes
         )
-        page_blocks = ceil_div(state_bytes, block_bytes)
-        if whole.cache_bytes < (page_blocks + 1) * block_bytes:
-            least = f"{(page_blocks + 1) * block_bytes / GIB:.4f} GiB"
+        step_bytes = padded_block_bytes(block_bytes, state_bytes)
+        least_bytes = (ceil_div(state_bytes, step_bytes) + 1) * step_bytes
+        if whole.cache_bytes < least_bytes:
+            least = f"{least_bytes / GIB:.4f} GiB"
             raise InputError(f"--cache-gb {budget:g}: too small: a state and a KV block take {least}")
         found.append(whole)
         found += [dataclasses.replace(whole, state_share=n / 20) for n in range(1, splits + 1)]

@@ -11,7 +11,7 @@ from megatron_hybrid_prefix.lab.capacity import Sizes
 from megatron_hybrid_prefix.lab.memory import Memory, floor_gib
 from megatron_hybrid_prefix.lab.replay import Policy, replay
 from megatron_hybrid_prefix.lab.traces import Trace
-from megatron_hybrid_prefix.pool.pages import PageLayout
+from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout, padded_block_bytes
 
 # On conversations, documents, agents and mixes the best share was mostly 15 to 30 %, and 25 % near it (docs/benchmarks.md).
 ADVISED_STATE_SHARE = 0.25
@@ -25,6 +25,7 @@ class OneBudget:
 
     Attributes:
         layout: Pages and blocks, as the engine has them.
+        block_padding_bytes: Bytes of padding behind each KV block, so that a state fills its page better.
         own_bytes: Bytes that the engine keeps for itself: a state, or with drafts those of all running requests.
         conversations: Conversations that are kept.
         split_blocks: KV blocks of the advised fixed split, with the states of running requests taken off.
@@ -35,6 +36,7 @@ class OneBudget:
     """
 
     layout: PageLayout
+    block_padding_bytes: int
     own_bytes: int
     conversations: int
     split_blocks: int
@@ -74,17 +76,16 @@ def one_budget(
         ValueError: There is no room for a state and a KV block.
     """
     block_bytes = sizes.kv_block_bytes(block_tokens)
-    page_blocks = ceil_div(sizes.state_bytes, block_bytes)
+    step_bytes = padded_block_bytes(block_bytes, sizes.state_bytes, alignment_bytes=ALIGNMENT_BYTES)
+    page_blocks = ceil_div(sizes.state_bytes, step_bytes)
     live_bytes = max_requests * sizes.live_bytes(drafts)
     own_slots = live_bytes // sizes.state_bytes if drafts else 1
     try:
-        buffer = PageLayout.of_buffer(
-            cache_bytes, block_bytes=block_bytes, page_blocks=page_blocks, own_slots=own_slots
-        )
+        buffer = PageLayout.of_buffer(cache_bytes, block_bytes=step_bytes, page_blocks=page_blocks, own_slots=own_slots)
     except ValueError as error:
         reason = f" (drafts set {own_slots} states aside: lower --max-requests)" if drafts else ""
         raise ValueError(f"{error}{reason}") from None
-    layout = PageLayout(block_bytes=block_bytes, state_bytes=sizes.state_bytes, total_blocks=buffer.total_blocks)
+    layout = PageLayout(block_bytes=step_bytes, state_bytes=sizes.state_bytes, total_blocks=buffer.total_blocks)
     conversation_blocks = ceil_div(conversation_tokens, block_tokens)
     each_blocks = conversation_blocks + page_blocks
     states_bytes = int(cache_bytes * ADVISED_STATE_SHARE)
@@ -93,13 +94,14 @@ def one_budget(
     split_blocks = max(0, (cache_bytes - states_bytes - live_bytes) // block_bytes - 1)
     return OneBudget(
         layout=layout,
+        block_padding_bytes=step_bytes - block_bytes,
         own_bytes=own_slots * layout.page_bytes,
         conversations=(layout.total_blocks - page_blocks) // each_blocks,  # one page is a running request's
         split_blocks=split_blocks,
         split_states=split_states,
         split_conversations=min(split_states, split_blocks // conversation_blocks),
         host_states=host_bytes // layout.page_bytes,
-        host_conversations=host_bytes // (each_blocks * block_bytes),
+        host_conversations=host_bytes // (each_blocks * step_bytes),
     )
 
 

@@ -43,11 +43,14 @@ def print_one_budget(
     ceiling: float | None,
 ) -> None:
     """Prints what one budget holds, the advised fixed split, ``more_rows``, and with ``reuse`` what both reuse."""
-    layout, share = plan.layout, f"{ADVISED_STATE_SHARE:.0%}"
+    layout, padding, share = plan.layout, plan.block_padding_bytes, f"{ADVISED_STATE_SHARE:.0%}"
     kept = f"conversations of {conversation_tokens:,} tokens with a checkpoint each"
     rows = [
         ("one state", f"{layout.state_bytes:,} bytes"),
-        (f"one KV block of {block_tokens} tokens", f"{layout.block_bytes:,} bytes"),
+        (
+            f"one KV block of {block_tokens} tokens",
+            f"{layout.block_bytes:,} bytes" + (f", {padding:,} of them padding" if padding else ""),
+        ),
         ("a state takes", f"{layout.page_blocks} KV blocks, {layout.padding_bytes / layout.page_bytes:.1%} unused"),
         ("KV blocks, if there were no states", f"{layout.total_blocks:,}"),
         ("states, if there were no KV", f"{layout.pages:,}"),

@@ -2,13 +2,14 @@
 
 `PageLayout` (``pages.py``) says which bytes belong to which block and slot. Here they become tensors::
 
-    | page 0: block 0, 1, .. or slot 0 | page 1 | .. | last page: blocks, dummy block | engine's own slots |
+    | engine's own slots 0 .. n - 1 | page 0: block 0, 1, .. or slot n | page 1 | .. | rest: blocks, dummy block |
 
-The last page holds KV only, because megatron's dummy block is its last block. The slots after it are never given to the
-cache: rows without a request use them.
+The engine's own slots are never given to the cache: rows without a request use them. Behind the last whole page there are
+only blocks, and the last of them is megatron's dummy block. So all of the budget but less than one block is used.
 
 KV blocks are block-major: a block of all attention layers is contiguous. So are slots: all layers, component by component.
-All views cover the whole buffer, so their addresses never change.
+Behind a block there may be padding, which belongs to nobody (`padded_block_bytes`).
+The views never change, so addresses do not either.
 """
 
 from __future__ import annotations
@@ -23,10 +24,7 @@ from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots, ids_on_device
 from megatron_hybrid_prefix.pool.device import StateSlots
 from megatron_hybrid_prefix.pool.layout import SlotLayout
-from megatron_hybrid_prefix.pool.pages import PageLayout
-
-ALIGNMENT_BYTES = 256
-"""Blocks and components of a slot begin at multiples of it."""
+from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,17 +59,17 @@ class SharedMemory:
         layout: Blocks, and blocks in a page. `PageLayout.of_buffer` gives a layout whose buffer fits a budget.
         block: Shape of a block.
         slots: Content of a slot.
-        own_slots: Slots after the pages that the engine keeps for itself.
+        own_slots: Slots before the pages that the engine keeps for itself.
         device: Device of the buffer.
 
     Raises:
-        ValueError: A slot does not fit a page.
+        ValueError: A slot does not fit a page, or a block does not fit the distance of blocks.
 
     Attributes:
         buffer: (bytes,) uint8.
         kv: (*block.before, blocks with the dummy block, *block.after).
-        states: The slots of all pages, and the engine's.
-        first_own_slot: The first of the engine's slots.
+        states: The engine's slots, and those of all pages.
+        first_page_slot: Slot of the first page. Those before it are the engine's.
         kv_rows: (1, blocks with the dummy block, bytes of a block) uint8: whole blocks.
         state_rows: (1, slots, bytes of a slot) uint8: whole slots.
     """
@@ -85,15 +83,17 @@ class SharedMemory:
         own_slots: int,
         device: torch.device | int | str,
     ) -> None:
-        page_bytes, own_bytes = layout.page_blocks * block.bytes, slot_bytes(slots)
+        step_bytes, page_bytes, own_bytes = layout.block_bytes, layout.page_bytes, slot_bytes(slots)
         if own_bytes > page_bytes:
             raise ValueError(f"a state of {own_bytes} bytes does not fit a page of {page_bytes}")
+        if block.bytes > step_bytes:
+            raise ValueError(f"blocks of {block.bytes} bytes do not fit a distance of {step_bytes}")
         blocks = layout.total_blocks + 1
-        self.first_own_slot = ceil_div(blocks, layout.page_blocks)
-        slot_count = self.first_own_slot + own_slots
-        self.buffer = torch.empty(slot_count * page_bytes, dtype=torch.uint8, device=device)
-        self.kv = _view(self.buffer, block.dtype, 0, block.before, (blocks, block.bytes), block.after)
-        self.kv_rows = self.buffer.as_strided((1, blocks, block.bytes), (0, block.bytes, 1))
+        self.first_page_slot, slot_count = own_slots, own_slots + layout.pages
+        pages_bytes = own_slots * page_bytes  # where the first page begins
+        self.buffer = torch.empty(pages_bytes + blocks * step_bytes, dtype=torch.uint8, device=device)
+        self.kv = _view(self.buffer, block.dtype, pages_bytes, block.before, (blocks, step_bytes), block.after)
+        self.kv_rows = self.buffer.as_strided((1, blocks, block.bytes), (0, step_bytes, 1), pages_bytes)
         self.state_rows = self.buffer.as_strided((1, slot_count, own_bytes), (0, page_bytes, 1))
         tensors, offset = {}, 0
         for (of_kind, component), count_bytes in zip(slots, _component_bytes(slots), strict=True):

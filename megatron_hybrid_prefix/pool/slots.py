@@ -150,24 +150,25 @@ class SlotPool:
 
 
 class PageSlots(SlotPool):
-    """Slots of shared pages: slot p is page p. A free slot is a page whose KV blocks are all free.
+    """Slots of shared pages: slot ``first_slot + p`` is page p. A free slot is a page whose KV blocks are all free.
 
     Args:
         pages: The shared pages.
+        first_slot: Id of the first page's slot.
 
     Attributes:
         stuck_slots: Slots that cannot become free by eviction: reserved, live, pinned and retired ones.
     """
 
-    def __init__(self, pages: Pages) -> None:
+    def __init__(self, pages: Pages, first_slot: int = 0) -> None:
         self._pages = pages
-        super().__init__(len(pages))
+        super().__init__(len(pages), first_slot)
 
     def reset(self) -> None:
         """Frees all slots. The caller resets the pages."""
         self._state = bytearray(self.total_slots)
         self._pins = array("i", bytes(4 * self.total_slots))
-        self._free = _PagesAsSlots(self._pages)
+        self._free = _PagesAsSlots(self._pages, self.first_slot)
         self.stuck_slots = 0
 
     @property
@@ -223,8 +224,8 @@ class PageSlots(SlotPool):
 
     def check(self) -> None:
         """See SlotPool."""
-        used = [slot for slot in range(self.total_slots) if self._pages.is_state(slot)]
-        if used != [slot for slot, state in enumerate(self._state) if state != SlotState.FREE]:
+        used = [page for page in range(self.total_slots) if self._pages.is_state(page)]
+        if used != [page for page, state in enumerate(self._state) if state != SlotState.FREE]:
             raise CacheCorruptionError("the pages of states and the slots in use differ")
         self._check_pins()
         stuck = sum(
@@ -238,9 +239,9 @@ class PageSlots(SlotPool):
 class _PagesAsSlots(list[int]):
     """The free list of `PageSlots`: the empty pages."""
 
-    def __init__(self, pages: Pages) -> None:
+    def __init__(self, pages: Pages, first_slot: int) -> None:
         super().__init__()
-        self._pages = pages
+        self._pages, self._first_slot = pages, first_slot
 
     def __bool__(self) -> bool:
         return self._pages.empty_page is not None
@@ -250,8 +251,8 @@ class _PagesAsSlots(list[int]):
         page = self._pages.empty_page
         assert page is not None
         self._pages.give_to_state(page)
-        return page
+        return self._first_slot + page
 
-    def append(self, page: int) -> None:
-        """The page's slot is free."""
-        self._pages.take_from_state(page)
+    def append(self, slot: int) -> None:
+        """The slot is free, so its page is."""
+        self._pages.take_from_state(slot - self._first_slot)

@@ -26,6 +26,7 @@ class SharedModelEngine(ModelEngine):
         assert cache.layout is not None
         super().__init__(cache, cache.layout.total_blocks)
         self.page_blocks, self.pages = cache.layout.page_blocks, cache.layout.pages
+        self.first_slot = cache._store.slots.first_slot  # that of page 0
         self.computed: set[Content] = set()  # all that was ever matchable
         self.decoded: list[tuple[int, Content]] = []  # slots and states that wait for their copy
         cache.blocks.set_on_move(self.on_move)
@@ -40,15 +41,15 @@ class SharedModelEngine(ModelEngine):
         super().put_block(block_id, content)
         layout = self.cache.layout
         start = block_id * layout.block_bytes
-        for slot in range(self.pages):
-            at = slot * layout.page_bytes
+        for page in range(self.pages):
+            at = page * layout.page_bytes
             if at < start + layout.block_bytes and start < at + layout.state_bytes:
-                self.slots[slot] = GARBAGE
+                self.slots[self.first_slot + page] = GARBAGE
 
     def put_state(self, slot: int, content: Content) -> None:
         super().put_state(slot, content)
         layout = self.cache.layout
-        start = slot * layout.page_bytes
+        start = (slot - self.first_slot) * layout.page_bytes
         for block_id in range(start // layout.block_bytes, -(-(start + layout.state_bytes) // layout.block_bytes)):
             self.blocks[block_id] = GARBAGE
 
@@ -71,13 +72,14 @@ class SharedModelEngine(ModelEngine):
         """Slots that cannot be evicted."""
         slots = self.cache._store.slots
         fixed = (SlotState.RESERVED, SlotState.LIVE, SlotState.RETIRED)
-        return {slot for slot in range(self.pages) if slots.state(slot) in fixed or slots.pins(slot)}
+        ids = range(self.first_slot, self.first_slot + self.pages)
+        return {slot for slot in ids if slots.state(slot) in fixed or slots.pins(slot)}
 
     def has_room(self, own: int, shared: Sequence[int], source_slot: int | None) -> bool:
         """Counts pages one by one: a page of a stuck state is lost, and one page without held blocks is needed."""
         held = self.held_blocks() | set(shared)
         stuck = self.stuck() | ({source_slot} - {None})
-        whole = [page for page in range(self.pages) if page not in stuck]
+        whole = [page for page in range(self.pages) if self.first_slot + page not in stuck]
         empty = [
             page for page in whole if not held & set(range(page * self.page_blocks, (page + 1) * self.page_blocks))
         ]

@@ -30,13 +30,16 @@ STATES = {
 }
 
 
-def memory(block: str = "heads", states: str = "one kind", *, pages: int = 6, own: int = 2) -> SharedMemory:
+def memory(
+    block: str = "heads", states: str = "one kind", *, pages: int = 6, own: int = 2, padding: int = 0, rest: int = 0
+) -> SharedMemory:
     shape, slots = BLOCKS[block], STATES[states]
-    page_blocks = max(1, -(-slot_bytes(slots) // shape.bytes))
-    budget = (pages + own) * page_blocks * shape.bytes + 17
-    layout = PageLayout.of_buffer(budget, block_bytes=shape.bytes, page_blocks=page_blocks, own_slots=own)
+    step = shape.bytes + padding
+    page_blocks = max(1, -(-slot_bytes(slots) // step))
+    budget = ((pages + own) * page_blocks + rest) * step + 17
+    layout = PageLayout.of_buffer(budget, block_bytes=step, page_blocks=page_blocks, own_slots=own)
     made = SharedMemory(layout, block=shape, slots=slots, own_slots=own, device="cpu")
-    assert layout.total_blocks == pages * page_blocks - 1 and made.buffer.numel() == budget - 17
+    assert layout.total_blocks == pages * page_blocks + rest - 1 and made.buffer.numel() == budget - 17
     made.layout = layout
     return made
 
@@ -46,19 +49,22 @@ def block_of(made: SharedMemory, number: int) -> torch.Tensor:
     return made.kv.select(made.kv.dim() - (4 if made.kv.dim() == 6 else 3), number)
 
 
+@pytest.mark.parametrize(("padding", "rest"), [(0, 0), (0, 1), (ALIGNMENT_BYTES, 1)])
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("block", BLOCKS)
-def test_no_byte_has_two_owners(block, states):
+def test_no_byte_has_two_owners(block, states, padding, rest):
     """Each page has its blocks or its slot. All of them, the dummy block and the engine's slots are written, then read."""
-    made, dice = memory(block, states), random.Random(0)
+    made, dice = memory(block, states, padding=padding, rest=rest), random.Random(0)
     size, total = made.layout.page_blocks, made.layout.total_blocks
     made.buffer.fill_(0)
     owners = []
     for page in range(made.layout.pages):
         held = dice.random() < 0.5
-        owners += [("slot", page)] if held else [("block", page * size + at) for at in range(size)]
+        owners += (
+            [("slot", made.first_page_slot + page)] if held else [("block", page * size + at) for at in range(size)]
+        )
     owners += [("block", number) for number in range(made.layout.pages * size, total + 1)]
-    owners += [("slot", number) for number in range(made.first_own_slot, made.states.total_slots)]
+    owners += [("slot", number) for number in range(made.first_page_slot)]
     parts = {
         (what, number): [block_of(made, number)]
         if what == "block"
@@ -91,9 +97,10 @@ def test_shapes_are_megatrons_and_blocks_begin_aligned(block):
     assert shape.bytes % ALIGNMENT_BYTES == 0 == slot_bytes(STATES["two kinds"]) % ALIGNMENT_BYTES
 
 
+@pytest.mark.parametrize("padding", [0, 3 * ALIGNMENT_BYTES])
 @pytest.mark.parametrize("seed", range(5))
-def test_moves_are_those_made_one_after_another(seed):
-    made, dice = memory(pages=4), random.Random(seed)
+def test_moves_are_those_made_one_after_another(seed, padding):
+    made, dice = memory(pages=4, padding=padding), random.Random(seed)
     made.buffer.random_(0, 256)
     blocks = range(made.layout.total_blocks)
     moves = [tuple(dice.sample(blocks, 2)) for _ in range(30)]  # chains, and blocks that are read and written again
@@ -104,9 +111,12 @@ def test_moves_are_those_made_one_after_another(seed):
     assert torch.equal(made.kv_rows, expected)
 
 
-def test_a_state_larger_than_a_page_is_refused():
+def test_what_does_not_fit_is_refused():
     layout = PageLayout(block_bytes=BLOCKS["heads"].bytes, state_bytes=1, total_blocks=5)
     with pytest.raises(ValueError, match=r"^a state of \d+ bytes does not fit a page of \d+$"):
+        SharedMemory(layout, block=BLOCKS["heads"], slots=STATES["one kind"], own_slots=1, device="cpu")
+    layout = PageLayout(block_bytes=BLOCKS["heads"].bytes - 1, state_bytes=2**20, total_blocks=5)
+    with pytest.raises(ValueError, match=r"^blocks of \d+ bytes do not fit a distance of \d+$"):
         SharedMemory(layout, block=BLOCKS["heads"], slots=STATES["one kind"], own_slots=1, device="cpu")
 
 
@@ -134,7 +144,7 @@ def test_states_of_drafts_have_slots_of_their_own(platform, drafts):
     )
     shared.buffer.zero_()
     homes = [states.live.slot(index) for index in range(max_requests)]
-    assert min(homes) >= shared.first_own_slot and len(set(homes)) == (max_requests if drafts else 1)
+    assert max(homes) < shared.first_page_slot and len(set(homes)) == (max_requests if drafts else 1)
     marks = {}
     for index, home in enumerate(homes):
         marks[index, None] = states.pool.tensors["ssm"][:, home]
@@ -153,6 +163,7 @@ def test_states_of_drafts_have_slots_of_their_own(platform, drafts):
                 else torch.full_like(marks[index, None], 2 * (drafts + 2) + 1)
             )
             assert torch.equal(states.pool.tensors["ssm"][:, homes[index]], expected)
-        states.copy_decoded([0, 1], homes[:2], [drafts, 0])
-        assert torch.equal(states.pool.tensors["ssm"][:, 0], marks[0, drafts])
-        assert torch.equal(states.pool.tensors["ssm"][:, 1], marks[1, 0])
+        first, second = shared.first_page_slot, shared.first_page_slot + 1
+        states.copy_decoded([first, second], homes[:2], [drafts, 0])
+        assert torch.equal(states.pool.tensors["ssm"][:, first], marks[0, drafts])
+        assert torch.equal(states.pool.tensors["ssm"][:, second], marks[1, 0])

@@ -15,7 +15,7 @@ from megatron_hybrid_prefix.index.shared_blocks import SharedBlocks
 from megatron_hybrid_prefix.index.shared_store import SharedCheckpoints, SharedStore
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool import pages as pages_module
-from megatron_hybrid_prefix.pool.pages import PageLayout, Pages
+from megatron_hybrid_prefix.pool.pages import PageLayout, Pages, padded_block_bytes
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, PageSlots
 from megatron_hybrid_prefix.tiers.base import TierBehind
 from megatron_hybrid_prefix.tiers.units import HOST, BlockMove, BlockTransfer, EntryKind
@@ -35,12 +35,32 @@ BLOCK = 4  # tokens
         (100, 4, 17, (25, 5, 5, 3)),
         (103, 4, 3, (25, 1, 25, 1)),  # a block is larger than a state
         (22, 10, 10, (2, 1, 2, 0)),
+        (1100, 100, 401, (10, 4, 2, 3)),  # blocks of 101 bytes: 4 of them hold a state
+        (1100, 100, 450, (11, 5, 2, 50)),  # blocks of 113 would lose more than states in 5 blocks do
     ],
 )
 def test_layout(cache_bytes, block_bytes, state_bytes, expected):
     layout = PageLayout.within(cache_bytes, block_bytes=block_bytes, state_bytes=state_bytes)
     assert (layout.total_blocks, layout.page_blocks, layout.pages, layout.padding_bytes) == expected
     assert layout.pages * layout.page_bytes <= cache_bytes and layout.padding_bytes < block_bytes
+
+
+@pytest.mark.parametrize("alignment_bytes", [1, 16])
+def test_blocks_are_padded_only_if_less_is_lost(alignment_bytes):
+    """Nothing is padded where states fit whole blocks; nowhere is more lost than without padding, in a good split."""
+    padded = 0
+    for block_bytes in range(16, 400, 16):
+        for state_bytes in range(1, 2000, 7):
+            step_bytes = padded_block_bytes(block_bytes, state_bytes, alignment_bytes=alignment_bytes)
+            blocks, plain_blocks = -(-state_bytes // step_bytes), -(-state_bytes // block_bytes)
+            assert step_bytes >= block_bytes and step_bytes % alignment_bytes == 0
+            if step_bytes == block_bytes:
+                continue
+            padded += 1
+            assert blocks < plain_blocks and state_bytes % block_bytes
+            kept = 0.25 * state_bytes / (blocks * step_bytes) + 0.75 * block_bytes / step_bytes
+            assert kept > 0.25 * state_bytes / (plain_blocks * block_bytes) + 0.75
+    assert padded > 100
 
 
 @pytest.mark.parametrize(
@@ -50,7 +70,7 @@ def test_layout(cache_bytes, block_bytes, state_bytes, expected):
         ({"cache_bytes": -5, "block_bytes": 4, "state_bytes": 5}, "a state and a KV block need 12 bytes"),
         ({"cache_bytes": 11, "block_bytes": 0, "state_bytes": 5}, "must be 1 or more"),
         ({"cache_bytes": 99, "block_bytes": 4, "state_bytes": 5, "kv_blocks": 3}, "give one or the others"),
-        ({"cache_bytes": 99, "block_bytes": 4, "state_bytes": 5, "first_state_slot": 3}, "give one or the others"),
+        ({"cache_bytes": 99, "block_bytes": 4, "state_bytes": 5, "state_slots": 3}, "give one or the others"),
         ({"kv_blocks": 3}, "give kv_blocks and state_slots, or cache_bytes"),
     ],
 )

@@ -77,7 +77,7 @@ class CacheMachine(RuleBasedStateMachine):
             min_computed_tokens=min_computed_tokens,
             eviction_policy="lru" if memory is None else policy,
             retention_interval_tokens=None if interval_blocks is None else interval_blocks * block_tokens,
-            **(split if memory is None else memory),
+            **(split if memory is None else memory | {"first_state_slot": max_requests}),
             **host,
         )
         self.engine = ModelEngine(cache, kv_blocks, max_requests) if memory is None else SharedModelEngine(cache)
@@ -282,7 +282,7 @@ def run_seed(seed: int, steps: int, behind: list[str] | None = None, shared: boo
         min_computed_tokens=rng.choice([1, 1, 2]),
         eviction_policy=policy,
         retention_interval_tokens=None if interval_blocks is None else interval_blocks * block_tokens,
-        **(memory.choice(MEMORIES) if shared else sizes),
+        **(memory.choice(MEMORIES) | {"first_state_slot": first_state_slot} if shared else sizes),
         **host,
     )
     engine = SharedModelEngine(cache) if shared else ModelEngine(cache, kv_blocks, first_state_slot)

@@ -14,6 +14,7 @@ import pytest
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.metrics import OWN_STATS
+from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, padded_block_bytes
 from tests.harness.engine_helpers import LOG_PROB_NOISE
 from tests.harness.selection import mostly_slow
 from tests.harness.workers import prefix_parallel as worker
@@ -154,14 +155,17 @@ def test_one_memory(case, alone):
     (tp, pp), pattern, ranks = case
     right = alone(pattern, "async", "one_memory", cached=False)["answers"]
     config = worker.config_of(pattern)
-    most_pages = max(
-        ceil_div(worker.slot_bytes(config, stage, tp), worker.kv_block_bytes(config, stage.count("*"), tp))
+    sizes = [
+        (worker.slot_bytes(config, stage, tp), worker.kv_block_bytes(config, stage.count("*"), tp))
         for stage in worker.stages(pattern, pp)
+    ]
+    most_blocks = max(
+        ceil_div(state, padded_block_bytes(block, state, alignment_bytes=ALIGNMENT_BYTES)) for state, block in sizes
     )
     first = ranks[0]["async"]["one_memory"]
     for found in (rank["async"]["one_memory"] for rank in ranks):
         assert_same(found["answers"], right)
-        assert found["layout"] == first["layout"] and found["layout"][1] == max(1, most_pages)
+        assert found["layout"] == first["layout"] and found["layout"][1] == max(1, most_blocks)
         assert found["decisions"] == first["decisions"] and found["moved"] == first["moved"]
         assert found["stats"]["host_loads"] > 0 and found["stats"]["kv_evictions"] > 3
     assert first["moved"] > 0 or first["layout"][1] == 1

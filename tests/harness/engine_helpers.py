@@ -64,15 +64,18 @@ def one_budget_gb(
     """``cache_gb`` for at least this many KV blocks beside this many states."""
     from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config
     from megatron_hybrid_prefix.mcore.state.memory import own_slots
+    from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, padded_block_bytes
     from megatron_hybrid_prefix.pool.shared_memory import BlockShape, slot_bytes
 
     config = model.hybrid_config
     shape = (block_tokens, config.num_query_groups, config.kv_channels)
     block = BlockShape(before=(2, config.count("*")), after=shape, dtype=getattr(torch, config.dtype))
-    page_blocks = ceil_div(slot_bytes(mamba_state_config(model).states.slots), block.bytes)
+    state_bytes = slot_bytes(mamba_state_config(model).states.slots)
+    step_bytes = padded_block_bytes(block.bytes, state_bytes, alignment_bytes=ALIGNMENT_BYTES)
+    page_blocks = ceil_div(state_bytes, step_bytes)
     pages = ceil_div(blocks + 1, page_blocks) + states
     pages += own_slots(max_requests=max_requests, drafts=speculative_tokens)
-    return pages * page_blocks * block.bytes / 2**30
+    return pages * page_blocks * step_bytes / 2**30
 
 
 def run_to_end(engine: Any, finished: dict[int, Any], steps: int | None = None) -> None:

@@ -192,7 +192,9 @@ def test_these_are_the_views_of_an_engine(platform):
     )
     memory = OneMemory(pages=own + 4, page_bytes=PAGE_BLOCKS * block.bytes, device="cpu")
     ours = some_states(memory)
-    pairs = [(shared.kv, memory.kv(LAYERS, 4, 2, 8, torch.bfloat16)), (shared.kv_rows, memory.blocks())]
+    first = own * PAGE_BLOCKS  # the engine's slots come first
+    pairs = [(shared.kv, memory.kv(LAYERS, 4, 2, 8, torch.bfloat16)[:, :, first:])]
+    pairs += [(shared.kv_rows, memory.blocks()[:, first:])]
     pairs += [(engine.pool.tensors[name], ours[name]) for name in ours]
     pairs += [(engine.drafted[name], memory.drafted(ours[name], 2, DRAFTS)) for name in ours]
     for one, other in pairs:

@@ -368,10 +368,10 @@ def test_one_budget_and_the_advised_split(tmp_path, capsys):
     block, page = 256 * TOKEN_BYTES, 13 * 256 * TOKEN_BYTES
     data = plan(tmp_path, "--cache-gb", 40, "--max-requests", 8)
     said = capsys.readouterr().out
-    pages = 40 * 2**30 // page - 1  # one slot is the engine's; megatron's dummy block is in the last page
-    assert (data["kv_blocks"], data["page_blocks"], data["states"]) == (13 * pages - 1, 13, pages - 1)
+    kv_blocks = 40 * 2**30 // block - 13 - 1  # one slot is the engine's, and one block megatron's dummy
+    assert (data["kv_blocks"], data["page_blocks"], data["states"]) == (kv_blocks, 13, kv_blocks // 13)
     assert data["padding_bytes"] == page - STATE_BYTES
-    assert data["conversations"] == (13 * (pages - 1) - 1) // (32 + 13)
+    assert data["conversations"] == (kv_blocks - 13) // (32 + 13)
     assert data["expected_reuse"] is None and data["host_states"] == data["host_conversations"] == 0
     states = 10 * 2**30 // STATE_BYTES
     blocks = (30 * 2**30 - 8 * STATE_BYTES) // block - 1
@@ -380,7 +380,7 @@ def test_one_budget_and_the_advised_split(tmp_path, capsys):
     assert "--mamba-gb 10 --buffer-gb 30 (25% for states)" in said and f"{states:,}" in said
 
     drafting = plan(tmp_path, "--cache-gb", 40, "--max-requests", 8, "--speculative-tokens", 3)
-    assert drafting["states"] == 40 * 2**30 // page - 8 * 5 - 1
+    assert drafting["states"] == (40 * 2**30 // block - 1) // 13 - 8 * 5
     assert "set aside for 8 requests with 3 drafts" in capsys.readouterr().out
 
 

@@ -180,6 +180,7 @@ class HybridPrefixContext(ContextSeam):
                 "block_bytes": 1,
                 "state_bytes": page_blocks,
                 "share_live_states": not self.num_speculative_tokens,
+                "first_state_slot": own_slots(max_requests=self.max_requests, drafts=self.num_speculative_tokens),
                 "bytes_budget": total_blocks * self.layout.block_bytes,
             }
         else:

@@ -71,9 +71,9 @@ class StateMemory:
             )
             self.live = LiveSlots(range(max_requests))
         else:
-            self.pool, first = shared.states, shared.first_own_slot
+            self.pool = shared.states
             # Without drafts, all rows without a request use one slot: what they write there is never read.
-            self.live = LiveSlots([first + index if drafts else first for index in range(max_requests)])
+            self.live = LiveSlots(range(max_requests) if drafts else [0] * max_requests)
         self.step = PrefillStep(
             quanta=states.quanta,
             block_tokens=block_tokens,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.mcore.ranks.agreement import max_over_model_ranks, min_over_model_ranks
 from megatron_hybrid_prefix.mcore.state.layout import state_bytes
-from megatron_hybrid_prefix.pool.pages import PageLayout
+from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout, padded_block_bytes
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -58,11 +58,12 @@ def one_budget(config: InferenceConfig, cache_gb: float, model_config: Transform
 def agree_on_layout(cache_gb: float, *, block_bytes: int, state_bytes: int, own_slots: int, groups: Any) -> PageLayout:
     """The layout of the memory, with the same numbers of blocks on all ranks. A collective.
 
-    Pipeline stages differ in their layers: a page has as many blocks as the stage with the largest states needs.
+    Pipeline stages differ in their layers: a page has as many blocks as the stage with the largest states needs. Each stage
+    pads its own blocks, if need be.
 
     Args:
         cache_gb: Budget per rank, in GiB.
-        block_bytes: Bytes of a KV block on this rank.
+        block_bytes: Bytes of a KV block on this rank, without padding.
         state_bytes: Bytes of a state on this rank; 0 on a stage without recurrent layers.
         own_slots: Slots that the engine keeps for itself.
         groups: Megatron's process groups.
@@ -70,11 +71,14 @@ def agree_on_layout(cache_gb: float, *, block_bytes: int, state_bytes: int, own_
     Raises:
         ValueError: There is no room for a state and a KV block on some rank; raised on all ranks.
     """
-    page_blocks = max_over_model_ranks(max(1, ceil_div(state_bytes, block_bytes)), groups)
-    pages = min_over_model_ranks(int(cache_gb * 2**30) // (page_blocks * block_bytes), groups) or 0
+    step_bytes = padded_block_bytes(block_bytes, state_bytes, alignment_bytes=ALIGNMENT_BYTES)
+    page_blocks = max_over_model_ranks(max(1, ceil_div(state_bytes, step_bytes)), groups)
+    if page_blocks * block_bytes >= state_bytes:
+        step_bytes = block_bytes  # another stage needs more blocks, so this one needs no padding
+    blocks = min_over_model_ranks(int(cache_gb * 2**30) // step_bytes, groups) or 0
     try:
         return PageLayout.of_buffer(
-            pages * page_blocks * block_bytes, block_bytes=block_bytes, page_blocks=page_blocks, own_slots=own_slots
+            blocks * step_bytes, block_bytes=step_bytes, page_blocks=page_blocks, own_slots=own_slots
         )
     except ValueError as error:
         reason = "" if own_slots == 1 else f" (the drafts of all requests take {own_slots} states)"

@@ -18,6 +18,7 @@ from megatron_hybrid_prefix.errors import RankDisagreementError
 from megatron_hybrid_prefix.mcore.ranks.agreement import min_over_model_ranks
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, padded_block_bytes
 from tests.harness.engine_helpers import greedy, random_tokens, run_to_end
 from tests.harness.limits import COLLECTIVE_HANG_S
 from tests.harness.workers.launch import write_findings
@@ -82,9 +83,10 @@ def one_memory_gb(pattern, tp, pp, *, blocks, states):
     sizes = [
         (slot_bytes(config, each, tp), kv_block_bytes(config, each.count("*"), tp)) for each in stages(pattern, pp)
     ]
-    page_blocks = max(1, *(ceil_div(slot, block) for slot, block in sizes))
+    steps = [padded_block_bytes(block, slot, alignment_bytes=ALIGNMENT_BYTES) for slot, block in sizes]
+    page_blocks = max(1, *(ceil_div(slot, step) for (slot, _), step in zip(sizes, steps, strict=True)))
     pages = ceil_div(blocks + 1, page_blocks) + states + 1  # rows without a request have a slot
-    return pages * page_blocks * max(block for _, block in sizes) / 2**30
+    return pages * page_blocks * max(steps) / 2**30
 
 
 class Session:
