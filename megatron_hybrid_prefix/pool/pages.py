@@ -37,9 +37,7 @@ from megatron_hybrid_prefix.errors import CacheCorruptionError
 
 ALIGNMENT_BYTES = 256
 """On a device, blocks and components of a slot begin at multiples of it."""
-_STATE_SHARE = (
-    0.25  # share of the bytes that states have in a good split (docs/benchmarks.md): weighs padding against padding
-)
+_STATE_SHARE = 0.25  # of the bytes, in a good split (docs/benchmarks.md): weighs padding against padding
 
 
 def padded_block_bytes(block_bytes: int, state_bytes: int, *, alignment_bytes: int = 1) -> int:
