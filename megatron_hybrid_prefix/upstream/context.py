@@ -5,7 +5,8 @@ This file makes no decisions. If megatron renames something in its context, bloc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,6 +58,20 @@ class AdmittedChunk:
     skip_tokens: int
     stored_tokens: int
     resumes: bool
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """PyTorch uses one thread of the CPU. It splits the indexing of 3,000 and more elements, which takes one thread 0.05 ms.
+
+    Megatron indexes an array of a prompt's length. On a host with 32 cores that took 5 ms.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class ContextSeam(DynamicInferenceContext):
@@ -211,7 +226,8 @@ class ContextSeam(DynamicInferenceContext):
         matched = self.prefix_cache_blocks_matched  # type: ignore[has-type]
         self.admitted_chunk = chunk
         try:
-            DynamicInferenceContext.add_request(self, req, chunk_tokens)
+            with _one_thread():
+                DynamicInferenceContext.add_request(self, req, chunk_tokens)
         finally:
             self.admitted_chunk = None
         # Megatron counts all shared blocks. Here a hit skips tokens.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.inference.config import KVCacheManagementMode
+from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron.core.inference.engines import DynamicInferenceEngine
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -458,3 +460,26 @@ def test_a_forward_that_raises(model, phase, mode, monkeypatch):
     assert [first.num_cached_tokens, again.num_cached_tokens] == [0, 3 * BLOCK]
     served.check()
     served.check_drained()
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_megatron_admits_with_one_thread_and_the_others_are_back_afterwards(model, monkeypatch, raises):
+    """Indexing an array of a prompt's length with all threads takes longer than the rest of an admission."""
+    served, add, seen = EngineHarness(model), DynamicInferenceContext.add_request, []
+
+    def admitting(*args, **options):
+        seen.append(torch.get_num_threads())
+        if raises:
+            raise ValueError("this prompt is refused")
+        return add(*args, **options)
+
+    monkeypatch.setattr(DynamicInferenceContext, "add_request", admitting)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with pytest.raises(ValueError) if raises else nullcontext():
+            served.send(tokens(0, 2 * BLOCK, seed=1), count=1)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1]
