@@ -25,7 +25,10 @@ from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel, tl, triton
 
 WORD_BYTES = 8  # of a checksum
 _BLOCK = 4096  # words
-_PROGRAMS = 32  # for the host link
+_TO_HOST_PROGRAMS = (
+    3  # just too few to fill the host link: kernels beside a full one are slow (tests/gpu/beside_stores.py)
+)
+_FROM_HOST_PROGRAMS = 32
 _MOST_PROGRAMS = 4096  # on the device alone
 
 
@@ -118,7 +121,9 @@ def copy_pages(
     page_words = page_bytes // word_bytes
     blocks = ceil_div(page_words, _BLOCK)
     chunks = len(ids) * of.row_pages * blocks
-    programs = _MOST_PROGRAMS if memory.is_cuda else _PROGRAMS
+    programs = _TO_HOST_PROGRAMS if to_pages else _FROM_HOST_PROGRAMS
+    if memory.is_cuda:
+        programs = _MOST_PROGRAMS
     _copy_pages_kernel[(min(programs, chunks),)](
         entries.flatten(2).view(of.word),
         memory.view(of.word),

@@ -33,32 +33,26 @@ def choose_page_bytes(entry_bytes: Iterable[int]) -> int:
     return min(choices, key=lambda page: (max(waste(page), 1.05), -page), default=_ALIGNMENT_BYTES)
 
 
-def allocate(size: int, *, shared: bool = False, huge: bool = True) -> torch.Tensor:
+def allocate(size: int) -> torch.Tensor:
     """Memory to `pin`, (size,) uint8, zeros. It begins on a multiple of 2 MiB, and lives as long as tensors use it.
 
     PyTorch's own begins 64 bytes after such a multiple: then every write of a warp ends inside a line of 128 bytes, and takes one
-    packet more over the host link. Huge pages are also made three times as fast as small ones.
+    packet more over the host link: 0.92 of the speed. It is in huge pages, where the system has them, because these are made and pinned
+    in half the time. The child of a fork has none of it: Linux would copy pinned memory at once.
 
     Args:
         size: Bytes.
-        shared: Whether the child of a fork has the same memory. If not, it has none here: Linux would copy pinned private memory at
-            once, all of it. Shared memory has huge pages only if `/sys/kernel/mm/transparent_hugepage/shmem_enabled`
-            says so. The size of `/dev/shm` limits neither.
-        huge: Whether to ask for huge pages.
 
     Raises:
         MemoryError: The system refuses.
     """
-    kind = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
     try:
-        space = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=kind | mmap.MAP_ANONYMOUS)
+        space = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"{size} bytes: {error}") from error
-    if not shared:
-        space.madvise(mmap.MADV_DONTFORK)
-    if huge:
-        with suppress(OSError):  # a Linux without them
-            space.madvise(mmap.MADV_HUGEPAGE)
+    space.madvise(mmap.MADV_DONTFORK)
+    with suppress(OSError):  # a Linux without them
+        space.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(space, dtype=torch.uint8)  # keeps the space
     skip = -whole.data_ptr() % _HUGE_PAGE_BYTES
     return whole[skip : skip + size]

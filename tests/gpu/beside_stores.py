@@ -18,10 +18,10 @@ from unittest.mock import patch
 import torch
 
 from megatron_hybrid_prefix.ops import page_copies
-from megatron_hybrid_prefix.tiers.pinned import pin, unpin
+from megatron_hybrid_prefix.tiers.pinned import allocate, pin, unpin
 
 KERNELS, REPEATS = 100, 7
-PROGRAMS = (2, 4, 8, 12, 16, 24, 32, 64)
+PROGRAMS = (1, 2, 3, 4, 6, 8, 16, 32)
 
 
 def timed(beside: Callable[[], object], kernel: Callable[[], object]) -> tuple[float, float]:
@@ -56,7 +56,7 @@ def main() -> None:
     pages = args.mib * 2**20 // page_bytes
     device = torch.device("cuda", 0)
     staging = torch.ones(pages * page_bytes, dtype=torch.uint8, device=device)
-    memory = torch.zeros(pages * page_bytes, dtype=torch.uint8)
+    memory = allocate(pages * page_bytes)
     pin(memory, device)
     ids = torch.arange(pages, device=device)
     backwards = ids.flip(0)[:, None].contiguous()
@@ -77,7 +77,7 @@ def main() -> None:
     for name, kernel in beside.items():
         cells = [f"{timed(lambda: None, kernel)[0]:8.3f} "]
         for programs in PROGRAMS:
-            with patch.object(page_copies, "_PROGRAMS", programs):
+            with patch.object(page_copies, "_TO_HOST_PROGRAMS", programs):
                 ms, copy_ms = timed(by_kernel, kernel)
             cells.append(f"{ms:8.3f} ({staging.numel() / copy_ms / 1e6:4.1f})")
         ms, copy_ms = timed(by_engines, kernel)

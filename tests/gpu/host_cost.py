@@ -47,7 +47,7 @@ def variants():
     """Other ways of copying to the host: names and patches."""
     yield "by the copy engines", lambda: patch.object(arena.HostArena, "_store", store_by_engines)
     for programs in (4, 8, 16):
-        yield f"by {programs} programs", partial(patch.object, page_copies, "_PROGRAMS", programs)
+        yield f"by {programs} programs", partial(patch.object, page_copies, "_TO_HOST_PROGRAMS", programs)
 
 
 def first_token_ms(engine, tokens, synchronize):

@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from megatron_hybrid_prefix.ops import page_copies
 from megatron_hybrid_prefix.ops.page_copies import copy_pages, copy_ranges
 from megatron_hybrid_prefix.tiers import arena as arenas
 from megatron_hybrid_prefix.tiers.arena import HostArena
@@ -74,11 +76,8 @@ def host_memories(size: int) -> Iterator[tuple[str, torch.Tensor]]:
     yield "driver's", torch.zeros(size, dtype=torch.uint8, pin_memory=ON_GPU)
     for name, make in {
         "PyTorch's": lambda: torch.empty(size, dtype=torch.uint8),
-        "private": lambda: allocate(size, huge=False),
-        "private, huge pages": lambda: allocate(size),
-        "private, huge pages, 64 bytes on": lambda: allocate(size + 64)[64:],
-        "shared": lambda: allocate(size, shared=True, huge=False),
-        "shared, huge pages": lambda: allocate(size, shared=True),
+        "the arena's": lambda: allocate(size),
+        "the arena's, 64 bytes on": lambda: allocate(size + 64)[64:],
     }.items():
         start = time.perf_counter()
         memory = make()
@@ -134,7 +133,7 @@ def kernels(table: Table, count_bytes: int, page_bytes: int) -> None:
                 ),
                 plain[to_host],
             )
-    small_copies(table, memories["private, huge pages"], device, rows, numbers, pages, page_bytes, order)
+    small_copies(table, memories["the arena's"], device, rows, numbers, pages, page_bytes, order)
     synchronize()
     if ON_GPU:
         for name, memory in memories.items():
@@ -261,20 +260,23 @@ def transfers(table: Table, scale: float, kv_blocks: int, states: int) -> None:
 def straight(
     table: Table, arena: HostArena, own: list[BlockTransfer], plain_ms: float, moved: int, kv_bytes: int
 ) -> None:
-    """How much of a store should go straight to the host. "GPU" is how long the model waits for its reads."""
+    """How many programs copy to the host, and how much of a store goes there straight. "GPU" is how long the model waits for its reads."""
 
     def move(units: list[BlockTransfer]) -> None:
         arena.carry_out(units)
         arena.wait_for_stores()
 
-    usual = arenas.FIRST_BYTES
-    for mib in (0, 4, 8, 16, 24, 32):
-        arenas.FIRST_BYTES = mib * 2**20
-        table.add(f"store, at most {mib} MiB straight, the model waits", moved, partial(move, own), plain_ms)
-        for count in (1, 5):
-            row = f"  of {count} KV block{'s' * (count > 1)}"
-            table.add(row, count * kv_bytes, partial(move, own[:count]))
-    arenas.FIRST_BYTES = usual
+    for programs in (2, 3, 4, 8, 32):
+        for mib in (0, 16, 24):
+            with (
+                patch.object(page_copies, "_TO_HOST_PROGRAMS", programs),
+                patch.object(arenas, "FIRST_BYTES", mib * 2**20),
+            ):
+                name = f"store by {programs} programs, {mib} MiB straight, the model waits"
+                table.add(name, moved, partial(move, own), plain_ms)
+                for count in (1, 5):
+                    row = f"  of {count} KV block{'s' * (count > 1)}"
+                    table.add(row, count * kv_bytes, partial(move, own[:count]))
 
 
 def phases(table: Table, arena: HostArena, own: list[BlockTransfer], name: str) -> None:

@@ -27,7 +27,8 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
-    monkeypatch.setattr(page_copies, "_PROGRAMS", 3)  # each copies several chunks, the last ones fewer
+    for name in ("_TO_HOST_PROGRAMS", "_FROM_HOST_PROGRAMS"):
+        monkeypatch.setattr(page_copies, name, 3)  # each copies several chunks, the last ones fewer
 
 
 def random_bytes(generator, *shape):

@@ -461,12 +461,18 @@ class HybridPrefixContext(ContextSeam):
         return spans
 
     def transfer_bookkeeping_to_gpu(self, skip_token_input_ids: bool = False, record_done_event: bool = False) -> Any:
-        """See upstream; source and target slots are copied first, so upstream's event covers them, too."""
+        """See upstream; source and target slots are copied first, so upstream's event covers them, too.
+
+        The CPU waits for upstream's copies, and so for all launches before them. Loads are waited for afterwards.
+        """
         if self.moves is not None:
-            self.moves.before_forward(self._requests.plans())
+            self.moves.launch()
         if self.prefill_step is not None and self.prefill_is_pending:
             self.prefill_step.copy()
-        return super().transfer_bookkeeping_to_gpu(skip_token_input_ids, record_done_event)
+        done = super().transfer_bookkeeping_to_gpu(skip_token_input_ids, record_done_event)
+        if self.moves is not None:
+            self.moves.wait_for_loads(self._requests.plans())
+        return done
 
     def calculate_log_probs_tensors(
         self,

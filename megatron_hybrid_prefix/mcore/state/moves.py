@@ -87,9 +87,8 @@ class Moves:
             else:
                 self._transfer([copy for copy in group if isinstance(copy, BlockTransfer)])
 
-    def before_forward(self, plans: Iterable[StepPlan]) -> None:
-        """Make the next forward run after the copies that it depends on."""
-        self.launch()
+    def wait_for_loads(self, plans: Iterable[StepPlan]) -> None:
+        """Make the next forward run after the loads that it uses. What does not use them can be launched before."""
 
     def finish(self) -> None:
         """Finish all copies: the device buffers are about to be freed."""
@@ -281,12 +280,8 @@ class HostMoves(Moves):
             self._wait_for(load_id)
             self.arena.forget(load_id)
 
-    def before_forward(self, plans: Iterable[StepPlan]) -> None:
-        """Make the next forward wait for the loads that it uses.
-
-        The CPU waits for entries that still come from the tier behind. A collective, if there are any.
-        """
-        self.launch()
+    def wait_for_loads(self, plans: Iterable[StepPlan]) -> None:
+        """See Moves. The CPU waits for entries that still come from the tier behind. A collective, if there are any."""
         if self._launched or self._fetching:
             for plan in plans:
                 if plan.load_id in self._fetching:
