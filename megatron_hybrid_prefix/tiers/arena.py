@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 STORE_STAGING_BYTES = 512 * 2**20  # this much can be evicted at once without waiting for the host link
 LOAD_STAGING_BYTES = 64 * 2**20
-FIRST_BYTES = 16 * 2**20  # of a store: go straight to the host; the model waits 0.3 ms for them
+FIRST_BYTES = 24 * 2**20  # of a store: go straight to the host; the model waits 0.5 ms for them
 ENGINE_BYTES = 2**19  # smaller pages are not loaded by the copy engines, which pause 3 us after each
 PART_BYTES = 4 * 2**20  # threads share an entry from behind in parts of this size, as far as pages allow
 GROUP_BYTES = 64 * 2**20  # entries from behind go to the device in groups of this size, while others are read
@@ -247,18 +247,19 @@ class HostArena:
             self._tags.pop(unit.pages[0], None)  # set again by `_store`
         is_idle = self._stored is None or self._stored.query()  # changes the way, but nothing that arrives
         with self.stores.running(after):
-            batches = list(self._batches(units, self._store_staging, FIRST_BYTES if is_idle else None))
-            first = batches[0]
-            first.is_direct = is_idle and len(first.units) * self._row_bytes[first.kind] <= FIRST_BYTES
-            with self.stores.ahead(first.half):
-                sums, *_ = self._upload(batches)
-            self.stores.use(first.half)
+            count = self._direct_count(units) if is_idle else 0
+            direct = list(self._batches(units[:count], None))
+            batches = list(self._batches(units[count:], self._store_staging))
+            first = batches[0].half if batches else self._store_staging.used_last
+            with self.stores.ahead(first):
+                sums, *_ = self._upload([*direct, *batches])
+            self.stores.use(first)
             if sums.is_cuda:
                 sums.record_stream(torch.cuda.current_stream())  # the memory of all that was uploaded
-            if first.is_direct:
-                self._try(partial(self._store, first), first)
+            for batch in direct:
+                self._try(partial(self._store, batch), batch)
                 self._sent = self.stores.mark()
-            for half, round_ in groupby(batches[first.is_direct :], key=attrgetter("half")):
+            for half, round_ in groupby(batches, key=attrgetter("half")):
                 try:
                     for batch in round_:
                         with self.stores.ahead(half):
@@ -610,27 +611,45 @@ class HostArena:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _batches(
-        self, units: Sequence[BlockTransfer], staging: _Staging, first_bytes: int | None = None
-    ) -> Iterator[_Batch]:
+    def _direct_count(self, units: Sequence[BlockTransfer]) -> int:
+        """How many of these stores, the first ones, go straight to the host: as many as the staging buffer has no room for.
+
+        The model waits for the host link for those, and would wait longer for half of the buffer. At least those that fit in
+        `FIRST_BYTES`, so that the link is busy while the others are gathered.
+        """
+        sizes = [self._row_bytes[unit.tag.kind] for unit in units]
+        count = len(sizes)
+        for _ in range(BUFFERS):
+            used = 0
+            while count and used + sizes[count - 1] <= self._store_staging.half_bytes:
+                count -= 1
+                used += sizes[count]
+        while count < len(sizes) and sum(sizes[: count + 1]) <= FIRST_BYTES:
+            count += 1
+        return count
+
+    def _batches(self, units: Sequence[BlockTransfer], staging: _Staging | None) -> Iterator[_Batch]:
         """Batches, in the order of the transfers. Those that follow each other in one half of the buffer fit there together.
 
-        A batch has consecutive transfers of one kind that write to different places. ``first_bytes`` limits the first one, unless
-        it is a single transfer.
+        A batch has consecutive transfers of one kind that write to different places.
+
+        Args:
+            units: The transfers.
+            staging: The buffer; None for stores that go straight to the host.
         """
         batch: list[BlockTransfer] = []
         written: set[int | None] = set()
-        staging.used_last = 1 - staging.used_last
         start = used = 0  # of the batch; of the half
-        most = first_bytes or staging.half_bytes
+        if staging is not None and units:
+            staging.used_last = 1 - staging.used_last
         for unit in units:
             target = unit.device_id if unit.target == DEVICE else unit.pages[0]
             size = self._row_bytes[unit.tag.kind]
-            full = used + size > staging.half_bytes
-            if batch and (full or used + size > most or target in written or unit.tag.kind != batch[0].tag.kind):
+            full = staging is not None and used + size > staging.half_bytes
+            if batch and (full or target in written or unit.tag.kind != batch[0].tag.kind):
                 yield self._batch(batch, staging, start)
-                batch, written, start, most = [], set[int | None](), used, staging.half_bytes
-            if full:
+                batch, written, start = [], set[int | None](), used
+            if staging is not None and full:
                 staging.used_last, start, used = 1 - staging.used_last, 0, 0
             batch.append(unit)
             written.add(target)
@@ -638,11 +657,11 @@ class HostArena:
         if batch:
             yield self._batch(batch, staging, start)
 
-    def _batch(self, units: list[BlockTransfer], staging: _Staging, start: int) -> _Batch:
+    def _batch(self, units: list[BlockTransfer], staging: _Staging | None, start: int) -> _Batch:
+        half = 0 if staging is None else staging.used_last
+        place = start if staging is None else half * staging.half_bytes + start
         nothing = self._row_ids[:0]
-        return _Batch(
-            units, staging.used_last, staging.used_last * staging.half_bytes + start, nothing, nothing, nothing
-        )
+        return _Batch(units, half, place, nothing, nothing, nothing, is_direct=staging is None)
 
     def _upload(self, batches: Sequence[_Batch], *more: Sequence[int]) -> list[torch.Tensor]:
         """Uploads the ids of these batches, in one copy with more of them. Returns the batches' sums as one tensor, and the others."""

@@ -596,6 +596,7 @@ def test_the_model_waits_until_its_targets_were_read(monkeypatch):
     """It waits for what is copied straight to the host, and for the last gather; once, and not for other copies to the host."""
     monkeypatch.setattr(arenas, "STORE_STAGING_BYTES", 1)  # a batch each
     pools = Pools("cpu")
+    monkeypatch.setattr(arenas, "FIRST_BYTES", pools.pages_of[EntryKind.KV] * pools.page_bytes)
     pools.arena.stores = marks = Marks()
     pools.arena.wait_for_stores()
     assert marks.waited == []
@@ -634,10 +635,9 @@ def test_a_write_right_after_a_store_does_not_spoil_it():
             assert torch.all(tensor == first + number)
 
 
-@pytest.mark.parametrize("how", [{}, {"shared": True}, {"huge": False}], ids=str)
-def test_memory_to_pin(how):
+def test_memory_to_pin():
     """All of it can be used, as words too; it begins with a whole huge page, and lives as long as a part of it does."""
-    memory = allocate(3 * 4096 + 512, **how)
+    memory = allocate(3 * 4096 + 512)
     assert memory.shape == (3 * 4096 + 512,) and memory.data_ptr() % 2**21 == 0
     assert not memory.any()
     words = memory.view(-1, 512)[:, 256:].view(torch.int64)

@@ -58,6 +58,8 @@ class Launches:
         for size in ("STORE_STAGING_BYTES", "LOAD_STAGING_BYTES"):
             monkeypatch.setattr(arenas, size, 1)  # half of a buffer holds one entry
         self.pools = Pools("cpu")
+        self.entry_bytes = self.pools.pages_of[EntryKind.KV] * self.pools.page_bytes
+        monkeypatch.setattr(arenas, "FIRST_BYTES", self.entry_bytes)
         self.arena = self.pools.arena
         device = torch.device("cpu")
         self.arena.stores, self.arena.loads = DeviceQueue(device), DeviceQueue(device, BUFFERS)
@@ -89,9 +91,9 @@ class Launches:
 
     def _launches(self, what: str, run: Any) -> Any:
         def launch(batch: Any) -> None:
-            (unit,) = batch.units
             assert what != "_gather" or not batch.is_direct
-            self.launch(f"{what} {unit.device_id}")
+            for unit in batch.units:
+                self.launch(f"{what} {unit.device_id}")
             run(batch)
 
         return launch
@@ -139,9 +141,20 @@ def test_the_first_entries_of_a_store_go_straight_to_the_host(world: Launches) -
 def test_an_entry_that_is_too_large_is_gathered(world: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model would wait for the host link."""
     world.arena._stored.is_over = True
-    monkeypatch.setattr(arenas, "FIRST_BYTES", world.pools.pages_of[EntryKind.KV] * world.pools.page_bytes - 1)
+    monkeypatch.setattr(arenas, "FIRST_BYTES", world.entry_bytes - 1)
     world.arena.carry_out([world.pools.unit(EntryKind.KV, 0, 0)])
     assert [name for name in world.before if "upload" not in name] == ["_gather 0", "_store 0"]
+
+
+def test_what_the_buffer_has_no_room_for_goes_straight_to_the_host(world: Launches) -> None:
+    """So the model waits for these, and not until half of the buffer has been copied, too."""
+    world.arena._stored.is_over = True
+    world.arena.carry_out([world.pools.unit(EntryKind.KV, n, n) for n in range(5)])
+    world.arena.wait_for_stores()
+    world.launch("next forward")
+    assert {name for name in world.before if name.startswith("_gather")} == {"_gather 3", "_gather 4"}
+    assert {"_store 0", "_store 1", "_store 2", "_gather 3", "_gather 4"} <= world.before["next forward"]
+    assert not {"_store 3", "_store 4"} & world.before["next forward"]
 
 
 def test_what_shares_a_half_of_the_buffer_is_gathered_while_the_rest_is_copied(world: Launches) -> None:
