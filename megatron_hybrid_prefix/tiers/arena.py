@@ -45,7 +45,7 @@ from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, Entr
 logger = logging.getLogger(__name__)
 
 STORE_STAGING_BYTES = 512 * 2**20  # this much can be evicted at once without waiting for the host link
-LOAD_STAGING_BYTES = 64 * 2**20
+LOAD_STAGING_BYTES = 128 * 2**20
 FIRST_BYTES = 24 * 2**20  # of a store: go straight to the host; the model waits 0.5 ms for them
 ENGINE_BYTES = 2**19  # smaller pages are not loaded by the copy engines, which pause 3 us after each
 PART_BYTES = 4 * 2**20  # threads share an entry from behind in parts of this size, as far as pages allow

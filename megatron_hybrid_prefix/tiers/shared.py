@@ -11,7 +11,7 @@ import os
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, ClassVar
@@ -147,11 +147,6 @@ class SharedSettings(ABC):
         self.secret()
 
 
-def _reading_threads() -> int:
-    """One thread per processor of this process. More than 16 are no faster; less than 8 do not keep a disk busy."""
-    return min(16, max(8, len(os.sched_getaffinity(0))))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderSettings(SharedSettings):
     """A folder, for ``tiers/file.py``.
@@ -159,12 +154,10 @@ class FolderSettings(SharedSettings):
     Attributes:
         folder: The folder.
         budget_bytes: Most bytes in the folder, of all processes together (``gb``, GiB).
-        threads: See `SharedSettings`; by default one per processor, 8 to 16.
     """
 
     folder: Path
     budget_bytes: int
-    threads: int = field(default_factory=_reading_threads)
 
     example = "file:///var/cache/prefix?gb=200"
     parameters: ClassVar = {"gb": ("budget_bytes", _gib), **SharedSettings.parameters}
