@@ -25,7 +25,8 @@ from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel, tl, triton
 
 WORD_BYTES = 8  # of a checksum
 _BLOCK = 4096  # words
-_TO_HOST_PROGRAMS = 2  # kernels beside more are much slower (tests/gpu/beside_stores.py)
+_TO_HOST_PROGRAMS = 2  # fill the host link; kernels beside more are much slower (tests/gpu/beside_stores.py)
+_TO_HOST_PROGRAMS_WITH_SUMS = 8  # one of them reaches half the speed of one without
 _FROM_HOST_PROGRAMS = 32
 _MOST_PROGRAMS = 4096  # on the device alone
 
@@ -119,9 +120,12 @@ def copy_pages(
     page_words = page_bytes // word_bytes
     blocks = ceil_div(page_words, _BLOCK)
     chunks = len(ids) * of.row_pages * blocks
-    programs = _TO_HOST_PROGRAMS if to_pages else _FROM_HOST_PROGRAMS
     if memory.is_cuda:
         programs = _MOST_PROGRAMS
+    elif not to_pages:
+        programs = _FROM_HOST_PROGRAMS
+    else:
+        programs = _TO_HOST_PROGRAMS if sums is None else _TO_HOST_PROGRAMS_WITH_SUMS
     _copy_pages_kernel[(min(programs, chunks),)](
         entries.flatten(2).view(of.word),
         memory.view(of.word),

@@ -270,6 +270,7 @@ def straight(
         for mib in (0, 16, 24):
             with (
                 patch.object(page_copies, "_TO_HOST_PROGRAMS", programs),
+                patch.object(page_copies, "_TO_HOST_PROGRAMS_WITH_SUMS", 4 * programs),
                 patch.object(arenas, "FIRST_BYTES", mib * 2**20),
             ):
                 name = f"store by {programs} programs, {mib} MiB straight, the model waits"

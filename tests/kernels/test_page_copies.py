@@ -27,7 +27,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
-    for name in ("_TO_HOST_PROGRAMS", "_FROM_HOST_PROGRAMS"):
+    for name in ("_TO_HOST_PROGRAMS", "_TO_HOST_PROGRAMS_WITH_SUMS", "_FROM_HOST_PROGRAMS"):
         monkeypatch.setattr(page_copies, name, 3)  # each copies several chunks, the last ones fewer
 
 
