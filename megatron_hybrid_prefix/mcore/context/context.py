@@ -54,7 +54,7 @@ from megatron_hybrid_prefix.pool.pages import PageLayout
 from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory, slot_bytes
 from megatron_hybrid_prefix.tiers.units import EntryKind
 from megatron_hybrid_prefix.upstream.blocks import block_counts
-from megatron_hybrid_prefix.upstream.context import ChunkBlocks, ContextSeam
+from megatron_hybrid_prefix.upstream.context import ChunkBlocks, ContextSeam, one_thread
 from megatron_hybrid_prefix.upstream.contract import check_contract
 from megatron_hybrid_prefix.upstream.names import RequestOverflowError
 
@@ -421,7 +421,8 @@ class HybridPrefixContext(ContextSeam):
         if self._decisions is not None:
             self._note(lambda: reports.describe_forward(self))
             self._decisions.compare()
-        result = super().initialize_attention_state(*args, **kwargs)
+        with one_thread():
+            result = super().initialize_attention_state(*args, **kwargs)
         self._forward_running = True
         if self.num_prefill_requests:
             self.allow_one_token_prefills()
