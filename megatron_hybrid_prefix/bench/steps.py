@@ -14,8 +14,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_hybrid_prefix.bench.stats import Metric, Sample, median, percentile
 
@@ -25,7 +26,8 @@ _KINDS = {"prompt": "that compute a prompt", "decode": "that only decode"}
 _CHANGES = {"changing": "that change owners", "other": "that do not (noise)"}
 
 
-class Step(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
     """A step of an engine.
 
     Attributes:

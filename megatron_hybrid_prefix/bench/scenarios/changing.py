@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any, ClassVar
@@ -204,7 +204,7 @@ class Changing(Scenario):
                 add(prompt, self.generate)
                 for _ in range(self.steps):
                     step()
-        traffic = [one._replace(copy_ms=copied_ms()) for one, copied_ms in found]
+        traffic = [replace(one, copy_ms=copied_ms()) for one, copied_ms in found]
         while engine.has_unfinished_requests():
             step()
         return traffic, failed_requests
