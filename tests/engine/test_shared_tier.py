@@ -376,6 +376,27 @@ def test_entries_of_an_admitted_request_that_do_not_arrive(model, folder, mode):
     served.check_drained()
 
 
+@pytest.mark.parametrize("in_time", [True, False])
+def test_what_did_not_arrive_cannot_stop_a_step(model, folder, in_time, monkeypatch):
+    """The forward of the failed load reads its blocks: not what was there before. Nobody samples from NaN."""
+    computed(model, folder)
+    served = start(model, folder, {"refresh_s": 10.0**6} | ({} if in_time else {"wait_s": 0.05}))
+    for tensors in served.context._tier_tensors().values():
+        for tensor in tensors:
+            tensor.fill_(float("nan"))
+    if in_time:
+        for path in entries(folder, "state"):
+            path.unlink()
+    else:
+        Gate(monkeypatch)
+    sampling = {"top_k": 0, "top_p": 0.9, "temperature": 1.0}
+    missed = served.add(PROMPT, 4, params=sampling)
+    served.run()
+    assert len(served.finished[missed].generated_tokens) == 4
+    reason = "tier_load_missing" if in_time else "tier_load_late"
+    assert served.context.prefix_stats().fallbacks == {reason: 1, "host_load_given_up": 1}
+
+
 @pytest.mark.slow
 @each_mode
 def test_others_run_while_a_load_waits_for_the_disk(model, folder, mode, monkeypatch):
