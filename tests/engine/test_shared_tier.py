@@ -397,6 +397,27 @@ def test_what_did_not_arrive_cannot_stop_a_step(model, folder, in_time, monkeypa
     assert served.context.prefix_stats().fallbacks == {reason: 1, "host_load_given_up": 1}
 
 
+def test_a_step_that_raised_says_nothing_about_the_loads_of_the_next(model, folder, monkeypatch):
+    computed(model, folder)
+    served = start(model, folder, {"refresh_s": 10.0**6})
+
+    def broken(*arguments: Any, **options: Any) -> Any:
+        raise RuntimeError("broken bookkeeping")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(served.context, "update_requests", broken)
+        served.add(random_tokens(30, seed=7))
+        with pytest.raises(RuntimeError, match="broken bookkeeping"):
+            served.run()
+    served.engine.reset()
+    for path in entries(folder, "state"):
+        path.unlink()
+    missed = served.add(PROMPT)
+    served.run()
+    assert served.finished[missed].num_cached_tokens == 0
+    assert served.context.prefix_stats().fallbacks["tier_load_missing"] == 1
+
+
 @pytest.mark.slow
 @each_mode
 def test_others_run_while_a_load_waits_for_the_disk(model, folder, mode, monkeypatch):

@@ -105,6 +105,10 @@ class RequestLoads:
         failed, self._failed = self.failed(), None
         return failed
 
+    def forget_step(self) -> None:
+        """Forget `failed`: the forward is not published."""
+        self._failed = None
+
     def swap_out(self, request_id: int, computed_tokens: int, live_slot: int) -> None:
         """Swap a preempted request out to the host if there is room. Call `HostMoves.launch` afterwards."""
         self._cache.loads.swap_out(request_id, computed_tokens, live_slot)
