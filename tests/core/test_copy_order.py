@@ -58,7 +58,10 @@ def test_the_result_is_the_same():
 
 def test_an_eviction_after_a_move_is_launched_with_those_before():
     moves = [BlockMove(source_block=0, target_block=4)]
-    before, after = transfer(EntryKind.KV, 7, 0), [transfer(EntryKind.STATE, FIRST_SLOT + page, page) for page in (2, 3)]
+    before, after = (
+        transfer(EntryKind.KV, 7, 0),
+        [transfer(EntryKind.STATE, FIRST_SLOT + page, page) for page in (2, 3)],
+    )
     assert stores_first([before, *moves, *after], PAGE_BLOCKS, FIRST_SLOT) == [before, *after, *moves]
 
 
