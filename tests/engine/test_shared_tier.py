@@ -397,6 +397,25 @@ def test_what_did_not_arrive_cannot_stop_a_step(model, folder, in_time, monkeypa
     assert served.context.prefix_stats().fallbacks == {reason: 1, "host_load_given_up": 1}
 
 
+def test_a_load_that_is_late_before_its_request_is_admitted_fails_no_forward(model, folder, monkeypatch):
+    """It began while another request ran, which has ended."""
+    computed(model, folder)
+    served = start(model, folder, {"wait_s": 0.05})
+    disk = Gate(monkeypatch)
+    served.add(random_tokens(30, seed=7), 2)
+    served.step()
+    missed = served.add(PROMPT)
+    served.step()
+    assert served.cache.loads.has_waiting
+    time.sleep(0.05)  # longer than a request waits
+    monkeypatch.setattr(served.cache, "fail_load", lambda plan: pytest.fail("a forward ran without its entries"))
+    served.run()
+    assert served.finished[missed].num_cached_tokens == 0
+    assert served.context.prefix_stats().fallbacks == {"tier_load_late": 1, "host_load_given_up": 1}
+    disk.opened.set()
+    served.check()
+
+
 def test_a_step_that_raised_says_nothing_about_the_loads_of_the_next(model, folder, monkeypatch):
     computed(model, folder)
     served = start(model, folder, {"refresh_s": 10.0**6})

@@ -50,7 +50,8 @@ class RequestLoads:
         """
         cache, known = self._cache, self._requests.of(req, self._cache)
         match = known.match(cache, req.remaining_prompt_length)
-        if match.load_id is None:
+        begins = match.load_id is None
+        if begins:
             if known.gave_up_fetch:
                 return False
             if others_run and cache.loads.loads_elsewhere(match):
@@ -70,11 +71,12 @@ class RequestLoads:
                 )
             )
         assert match.load_id is not None
-        if not (others_run or others_start):
+        alone = not (others_run or others_start)
+        if alone and begins:
             return False
         fetched = self._moves.fetch(req.request_id, match.load_id, wait=False)
         if fetched == Fetch.COMING:
-            return True
+            return not alone
         if fetched != Fetch.ARRIVED:
             self._note(lambda: f"request {req.request_id} does not wait for its load: {fetched.name}")
             known.last, known.gave_up_fetch = None, True
