@@ -399,14 +399,26 @@ class HostArena:
             self._fetching.pop(page, None)
         self._run_loads(put_off.left)
 
-    def drop_put_off(self, load_id: int) -> None:
+    def drop_put_off(self, load_id: int, *, zero: bool = False) -> None:
         """The load is given up. Its entries may still arrive on the host.
 
         The model's later launches run after what was launched of it: its blocks and slots may be reused.
+
+        Args:
+            load_id: The load; nothing happens if it is not put off.
+            zero: The next forward reads its blocks and its slot all the same: they hold zeros by then. What was there before may
+                be anything, and a request cannot be sampled from NaN.
         """
-        if self._put_off.pop(load_id, None) is not None:
-            self.wait_for_load(load_id)
-            self.forget(load_id)
+        put_off = self._put_off.pop(load_id, None)
+        if put_off is None:
+            return
+        self.wait_for_load(load_id)
+        self.forget(load_id)
+        if zero:
+            for kind, tensors in self._tensors().items():
+                (ids,) = self._ids(_device_ids([unit for unit in put_off.units if unit.tag.kind == kind]))
+                for tensor in tensors:
+                    tensor.index_fill_(1, ids, 0)
 
     @property
     def behind_stats(self) -> TierStats:

@@ -85,12 +85,13 @@ type Copy = BlockTransfer | BlockMove
 """A copy that the cache decided on. Copies run in the order of their queue."""
 
 
-def stores_first(copies: Sequence[Copy], page_blocks: int) -> list[Copy]:
+def stores_first(copies: Sequence[Copy], page_blocks: int, first_page_slot: int) -> list[Copy]:
     """Puts stores before moves that touch nothing they read: then they are launched with the stores before the moves.
 
     Args:
         copies: Queued copies, in order.
         page_blocks: KV blocks in the page of a state.
+        first_page_slot: Slot of the first page.
 
     Returns:
         The copies in an order with the same result.
@@ -98,16 +99,16 @@ def stores_first(copies: Sequence[Copy], page_blocks: int) -> list[Copy]:
     stores: list[Copy] = []
     others: list[Copy] = []
     moved: set[int] = set()  # blocks that the moves read or write
-    pages: set[int] = set()
+    slots: set[int] = set()  # of their pages
     only_moves = True
     for copy in copies:
         if isinstance(copy, BlockMove):
             blocks = {copy.source_block, copy.target_block}
             moved |= blocks
-            pages |= {block // page_blocks for block in blocks}
+            slots |= {first_page_slot + block // page_blocks for block in blocks}
         else:
             # Transfers keep their order: they may use the same pages on the host.
-            reads_moved = copy.device_id in (moved if copy.tag.kind == EntryKind.KV else pages)
+            reads_moved = copy.device_id in (moved if copy.tag.kind == EntryKind.KV else slots)
             only_moves = only_moves and copy.source == DEVICE and not reads_moved
             if only_moves:
                 stores.append(copy)

@@ -7,6 +7,7 @@ import random
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockMove, BlockTransfer, EntryKind, Tag, stores_first
 
 PAGE_BLOCKS, BLOCKS, HOST_PAGES = 3, 12, 6
+FIRST_SLOT = 2  # that of the first page; those before it are the engine's
 
 
 def transfer(kind, device_id, page, *, load=False):
@@ -25,7 +26,8 @@ def carry_out(copies):
             device[copy.target_block] = device[copy.source_block]
             continue
         size = 1 if copy.tag.kind == EntryKind.KV else PAGE_BLOCKS
-        place = slice(copy.device_id * size, (copy.device_id + 1) * size)
+        first = copy.device_id if copy.tag.kind == EntryKind.KV else (copy.device_id - FIRST_SLOT) * size
+        place = slice(first, first + size)
         if copy.source == DEVICE:
             host[copy.pages[0]] = tuple(device[place])
         else:
@@ -44,10 +46,10 @@ def test_the_result_is_the_same():
                 copies.append(BlockMove(source_block=source, target_block=target))
             else:
                 kind = dice.choice(list(EntryKind))
-                places = BLOCKS if kind == EntryKind.KV else BLOCKS // PAGE_BLOCKS
+                places = (0, BLOCKS) if kind == EntryKind.KV else (FIRST_SLOT, FIRST_SLOT + BLOCKS // PAGE_BLOCKS)
                 page = dice.randrange(HOST_PAGES)
-                copies.append(transfer(kind, dice.randrange(places), page, load=what == "load"))
-        ordered = stores_first(copies, PAGE_BLOCKS)
+                copies.append(transfer(kind, dice.randrange(*places), page, load=what == "load"))
+        ordered = stores_first(copies, PAGE_BLOCKS, FIRST_SLOT)
         assert sorted(map(id, ordered)) == sorted(map(id, copies))
         assert carry_out(ordered) == carry_out(copies)
         earlier += ordered != copies
@@ -56,16 +58,19 @@ def test_the_result_is_the_same():
 
 def test_an_eviction_after_a_move_is_launched_with_those_before():
     moves = [BlockMove(source_block=0, target_block=4)]
-    before, after = transfer(EntryKind.KV, 7, 0), [transfer(EntryKind.STATE, page, page) for page in (2, 3)]
-    assert stores_first([before, *moves, *after], PAGE_BLOCKS) == [before, *after, *moves]
+    before, after = (
+        transfer(EntryKind.KV, 7, 0),
+        [transfer(EntryKind.STATE, FIRST_SLOT + page, page) for page in (2, 3)],
+    )
+    assert stores_first([before, *moves, *after], PAGE_BLOCKS, FIRST_SLOT) == [before, *after, *moves]
 
 
 def test_what_was_moved_is_stored_after_its_move():
     moves = [BlockMove(source_block=0, target_block=4)]
-    for store in (transfer(EntryKind.KV, 4, 0), transfer(EntryKind.STATE, 1, 0)):
-        assert stores_first([*moves, store], PAGE_BLOCKS) == [*moves, store]
+    for store in (transfer(EntryKind.KV, 4, 0), transfer(EntryKind.STATE, FIRST_SLOT + 1, 0)):
+        assert stores_first([*moves, store], PAGE_BLOCKS, FIRST_SLOT) == [*moves, store]
 
 
 def test_stores_stay_behind_a_load_from_the_same_page():
     copies = [transfer(EntryKind.KV, 2, 1, load=True), transfer(EntryKind.KV, 3, 1)]
-    assert stores_first(copies, PAGE_BLOCKS) == copies
+    assert stores_first(copies, PAGE_BLOCKS, FIRST_SLOT) == copies

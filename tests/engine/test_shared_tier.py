@@ -376,6 +376,67 @@ def test_entries_of_an_admitted_request_that_do_not_arrive(model, folder, mode):
     served.check_drained()
 
 
+@pytest.mark.parametrize("in_time", [True, False])
+def test_what_did_not_arrive_cannot_stop_a_step(model, folder, in_time, monkeypatch):
+    """The forward of the failed load reads its blocks: not what was there before. Nobody samples from NaN."""
+    computed(model, folder)
+    served = start(model, folder, {"refresh_s": 10.0**6} | ({} if in_time else {"wait_s": 0.05}))
+    for tensors in served.context._tier_tensors().values():
+        for tensor in tensors:
+            tensor.fill_(float("nan"))
+    if in_time:
+        for path in entries(folder, "state"):
+            path.unlink()
+    else:
+        Gate(monkeypatch)
+    sampling = {"top_k": 0, "top_p": 0.9, "temperature": 1.0}
+    missed = served.add(PROMPT, 4, params=sampling)
+    served.run()
+    assert len(served.finished[missed].generated_tokens) == 4
+    reason = "tier_load_missing" if in_time else "tier_load_late"
+    assert served.context.prefix_stats().fallbacks == {reason: 1, "host_load_given_up": 1}
+
+
+def test_a_load_that_is_late_before_its_request_is_admitted_fails_no_forward(model, folder, monkeypatch):
+    """It began while another request ran, which has ended."""
+    computed(model, folder)
+    served = start(model, folder, {"wait_s": 0.05})
+    disk = Gate(monkeypatch)
+    served.add(random_tokens(30, seed=7), 2)
+    served.step()
+    missed = served.add(PROMPT)
+    served.step()
+    assert served.cache.loads.has_waiting
+    time.sleep(0.05)  # longer than a request waits
+    monkeypatch.setattr(served.cache, "fail_load", lambda plan: pytest.fail("a forward ran without its entries"))
+    served.run()
+    assert served.finished[missed].num_cached_tokens == 0
+    assert served.context.prefix_stats().fallbacks == {"tier_load_late": 1, "host_load_given_up": 1}
+    disk.opened.set()
+    served.check()
+
+
+def test_a_step_that_raised_says_nothing_about_the_loads_of_the_next(model, folder, monkeypatch):
+    computed(model, folder)
+    served = start(model, folder, {"refresh_s": 10.0**6})
+
+    def broken(*arguments: Any, **options: Any) -> Any:
+        raise RuntimeError("broken bookkeeping")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(served.context, "update_requests", broken)
+        served.add(random_tokens(30, seed=7))
+        with pytest.raises(RuntimeError, match="broken bookkeeping"):
+            served.run()
+    served.engine.reset()
+    for path in entries(folder, "state"):
+        path.unlink()
+    missed = served.add(PROMPT)
+    served.run()
+    assert served.finished[missed].num_cached_tokens == 0
+    assert served.context.prefix_stats().fallbacks["tier_load_missing"] == 1
+
+
 @pytest.mark.slow
 @each_mode
 def test_others_run_while_a_load_waits_for_the_disk(model, folder, mode, monkeypatch):

@@ -566,6 +566,8 @@ class HybridPrefixContext(ContextSeam):
             self._abandon_plans("forward_failed")
 
     def _abandon_plans(self, reason: str) -> None:
+        if self.loads is not None:
+            self.loads.forget_step()
         if self.scored is not None:
             self.scored.forget_step()
         for _, plan in self._requests.take_plans():

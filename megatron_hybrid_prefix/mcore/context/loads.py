@@ -50,7 +50,8 @@ class RequestLoads:
         """
         cache, known = self._cache, self._requests.of(req, self._cache)
         match = known.match(cache, req.remaining_prompt_length)
-        if match.load_id is None:
+        begins = match.load_id is None
+        if begins:
             if known.gave_up_fetch:
                 return False
             if others_run and cache.loads.loads_elsewhere(match):
@@ -70,11 +71,12 @@ class RequestLoads:
                 )
             )
         assert match.load_id is not None
-        if not (others_run or others_start):
+        alone = not (others_run or others_start)
+        if alone and begins:
             return False
         fetched = self._moves.fetch(req.request_id, match.load_id, wait=False)
         if fetched == Fetch.COMING:
-            return True
+            return not alone
         if fetched != Fetch.ARRIVED:
             self._note(lambda: f"request {req.request_id} does not wait for its load: {fetched.name}")
             known.last, known.gave_up_fetch = None, True
@@ -104,6 +106,10 @@ class RequestLoads:
         """Return `failed` and reset it: the forward is about to be published."""
         failed, self._failed = self.failed(), None
         return failed
+
+    def forget_step(self) -> None:
+        """Forget `failed`: the forward is not published."""
+        self._failed = None
 
     def swap_out(self, request_id: int, computed_tokens: int, live_slot: int) -> None:
         """Swap a preempted request out to the host if there is room. Call `HostMoves.launch` afterwards."""

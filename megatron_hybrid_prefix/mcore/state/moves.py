@@ -77,11 +77,11 @@ class Moves:
     def launch(self) -> None:
         """Launch the queued copies. Call it before anything writes to a slot or block."""
         copies = self._cache.take_copies()
-        if self._cache.layout is not None:
-            copies = stores_first(copies, self._cache.layout.page_blocks)
+        layout, memory = self._cache.layout, self._memory()
+        if layout is not None and memory is not None:
+            copies = stores_first(copies, layout.page_blocks, memory.first_page_slot)
         for are_moves, group in groupby(copies, key=lambda copy: isinstance(copy, BlockMove)):
             if are_moves:
-                memory = self._memory()
                 assert memory is not None
                 memory.move_blocks([copy for copy in group if isinstance(copy, BlockMove)])
             else:
@@ -331,7 +331,7 @@ class HostMoves(Moves):
             self.arena.run_put_off(load_id)
             self._count_rounds(request_id, load_id)
         else:
-            self.arena.drop_put_off(load_id)
+            self.arena.drop_put_off(load_id, zero=not self._cache.loads.is_loading(request_id))
             self._cache.loads.end_fetch(request_id, f"tier_load_{agreed.name.lower()}")
         return agreed
 
