@@ -167,7 +167,8 @@ def room_sample(repeats: Sequence[Sequence[Step]], changes: Sequence[Sequence[bo
         changes: The steps that count, likewise.
     """
     of_number: Mapping[int, list[Step]] = defaultdict(list)
-    for steps, chosen_steps in zip(repeats, changes, strict=False):
+    pairs = list(zip(repeats, changes, strict=False))  # an engine that crashed has fewer
+    for steps, chosen_steps in pairs:
         for number, (step, is_chosen) in enumerate(zip(steps, chosen_steps, strict=True)):
             if is_chosen:
                 of_number[number].append(step)
@@ -180,7 +181,7 @@ def room_sample(repeats: Sequence[Sequence[Step]], changes: Sequence[Sequence[bo
         "cost_max_ms": max(costs, default=None),
         "cost_fastest_max_ms": max(fastest, default=None),
         "costly_steps": sum(ms > GOAL_MS for ms in fastest),
-        "cost_total_ms": sum(costs) / len(repeats) if repeats else None,
+        "cost_total_ms": sum(costs) / len(pairs) if pairs else None,
         "changed_max_gib": max((step.changed_gib for step in chosen), default=None),
         "moved_max_gib": max((step.moved_gib for step in chosen), default=None),
     }

@@ -289,7 +289,7 @@ def run_one_budget(argv: Sequence[str], args: argparse.Namespace, sizes: Sizes, 
             host_bytes=host_bytes,
         )
     layout = plan.layout
-    least_bytes = layout.page_bytes + layout.block_bytes
+    least_bytes = sizes.state_bytes + sizes.kv_block_bytes(args.block_size_tokens)  # padding stays on the device
     if 0 < host_bytes < least_bytes:
         raise InputError(f"--host-gb {args.host_gb:g}: a state and a KV block take {least_bytes / GIB:.4f} GiB")
     reuse, ceiling = None, None
@@ -306,7 +306,7 @@ def run_one_budget(argv: Sequence[str], args: argparse.Namespace, sizes: Sizes, 
                 on_request=stop_of(interrupt),
             )
     text = advice_of_split(plan, cache_bytes, reuse)
-    pays = break_even(sizes.kv_token_bytes, layout.page_bytes, args.prefill_tokens_per_s)
+    pays = break_even(sizes.kv_token_bytes, sizes.state_bytes, args.prefill_tokens_per_s)
     console = output_console()
     print_one_budget(
         console,

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.console.terminal import InputError
-from megatron_hybrid_prefix.pool.pages import padded_block_bytes
 
 GIB = 2**30
 """Bytes."""
@@ -56,11 +55,7 @@ class Memory:
 
     def host_options(self, host_bytes: int) -> dict[str, int]:
         """Arguments of `HybridPrefixCache` for a host tier of ``host_bytes`` bytes; see the function `host_options`."""
-        state_bytes = self.state_bytes
-        if self.state_share is None:  # a state moves with the padding of its page
-            block_bytes = padded_block_bytes(self.block_bytes, state_bytes)
-            state_bytes = ceil_div(state_bytes, block_bytes) * block_bytes
-        return host_options(host_bytes, block_bytes=self.block_bytes, state_bytes=state_bytes)
+        return host_options(host_bytes, block_bytes=self.block_bytes, state_bytes=self.state_bytes)
 
 
 def host_options(host_bytes: int, *, block_bytes: int, state_bytes: int) -> dict[str, int]:

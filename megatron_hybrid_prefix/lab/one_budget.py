@@ -100,8 +100,9 @@ def one_budget(
         split_blocks=split_blocks,
         split_states=split_states,
         split_conversations=min(split_states, split_blocks // conversation_blocks),
-        host_states=host_bytes // layout.page_bytes,
-        host_conversations=host_bytes // (each_blocks * step_bytes),
+        # Padding stays on the device.
+        host_states=host_bytes // sizes.state_bytes,
+        host_conversations=host_bytes // (conversation_blocks * block_bytes + sizes.state_bytes),
     )
 
 

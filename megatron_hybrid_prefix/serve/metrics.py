@@ -258,7 +258,10 @@ def engine_snapshot(engine: Any) -> dict[str, Any]:
     context = engine.context
     stats = context.prefix_stats().as_dict()
     allocator = context.kv_block_allocator
-    slot_bytes = stats["bytes_budget"] / stats["slots_total"] if stats["slots_total"] else 0
+    # With one budget, there may be blocks behind the last whole page.
+    slot_bytes = (
+        stats["bytes_budget"] / max(1, stats["slots_total"]) if context.layout is None else context.layout.page_bytes
+    )
     return {
         "prefix_stats": stats,
         "memory": memory_snapshot(context),

@@ -126,6 +126,9 @@ def test_direct_cost() -> None:
     assert (found["cost_max_ms"], found["costly_steps"], found["cost_total_ms"]) == (6.0, 1, 3.75)
     assert (found["changed_max_gib"], found["moved_max_gib"]) == (1.5, 1.0)
     assert found["cost_fastest_max_ms"] == 6.0
+    # The engine whose changes count crashed: nothing is said of the repeats that it lacks.
+    assert room_sample(repeats, changes[:1])["cost_total_ms"] == 1.5
+    assert room_sample(repeats, [])["cost_total_ms"] is None
     assert room_sample([], [])["cost_max_ms"] is room_sample([], [])["cost_fastest_max_ms"] is None
 
 

@@ -8,8 +8,8 @@ are copied. With "all but one" nearly all are: more is not possible, because pag
 
 Prints a line per case: pages and GiB that change their owner, GiB that are copied, and milliseconds, each the median and the most
 of the repeats: of the CPU (choice of pages, new places of the blocks, launching the copies) and of the GPU (upload of the
-ids, and copies; "-": the memory is too large). Sizes as of the 4.1B hybrid of the benchmarks (10 blocks of 3 MiB in a page) and of
-Nemotron-H-8B with states in float32 (26 of 4 MiB), from one page to 10 GiB. The last line is the other direction: a prompt of
+ids, and copies; "-": the memory is too large). Sizes near those of the 4.1B hybrid of the benchmarks (10 blocks of 3 MiB in a page; with
+padding it has 9) and of Nemotron-H-8B with states in float32 (26 of 4 MiB; it has 25), from one page to 10 GiB. The last line is the other direction: a prompt of
 100,000 tokens starts in a memory full of short prompts and their states, and evicts many of them. FOLDER gets ``owner_change.json``. Exit code 1 if a
 block has the bytes of another one.
 """

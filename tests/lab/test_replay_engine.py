@@ -60,8 +60,11 @@ def test_a_replay_is_the_engine_without_the_model(model, eviction, slots, blocks
 
 
 @pytest.mark.parametrize("eviction", ["lru", "recompute_cost"])
-@pytest.mark.parametrize(("block_tokens", "blocks"), [(BLOCK, 30), (16, 60)])  # a page has 1 block, and 2
-def test_so_it_does_with_one_memory(model, eviction, block_tokens, blocks):
+@pytest.mark.parametrize(
+    ("block_tokens", "blocks", "padded"),
+    [(BLOCK, 30, False), (16, 60, False), (11, 60, True)],  # a page has 1 block, 2, and 2 with padding instead of 3
+)
+def test_so_it_does_with_one_memory(model, eviction, block_tokens, blocks, padded):
     prompts = token_prompts(40, block_tokens=block_tokens, most_blocks=6, seed=blocks)
     served = EngineHarness(
         model,
@@ -73,15 +76,17 @@ def test_so_it_does_with_one_memory(model, eviction, block_tokens, blocks):
         decode_checkpoints=False,
     )
     reused = reused_tokens(served, prompts)
-    layout = served.cache.layout
+    shared = served.context.shared_memory
+    block_bytes, state_bytes = (rows.shape[-1] for rows in (shared.kv_rows, shared.state_rows))
+    layout = served.context.layout
+    assert (layout.block_bytes > block_bytes) == padded
+    memory = Memory(
+        cache_bytes=layout.total_blocks * layout.block_bytes, block_bytes=block_bytes, state_bytes=state_bytes
+    )
     run = replay(
         as_trace(prompts, block_tokens),
         Policy(name=eviction, eviction=eviction, options={"min_computed_tokens": served.cache.min_computed_tokens}),
-        memory=Memory(
-            cache_bytes=layout.total_blocks * layout.block_bytes,
-            block_bytes=layout.block_bytes,
-            state_bytes=layout.state_bytes,
-        ),
+        memory=memory,
     )
     assert list(run.reused_tokens) == reused and sum(reused) > 0
     theirs, use = served.context.prefix_stats().as_dict(), served.cache.inspect.memory_use()
@@ -112,6 +117,9 @@ def test_so_it_does_with_a_host_tier(model, eviction, one_memory):
         "host_kv_pages": entries.pages_of[EntryKind.KV],
         "host_state_pages": entries.pages_of[EntryKind.STATE],
     }
+    assert (
+        entries.pages_of[EntryKind.STATE] < entries.pages_of[EntryKind.KV]
+    )  # a state moves without the rest of its page
     memory = layout and Memory(
         cache_bytes=layout.total_blocks * layout.block_bytes,
         block_bytes=layout.block_bytes,

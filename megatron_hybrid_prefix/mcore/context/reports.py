@@ -42,6 +42,7 @@ def memory_report(context: Any, prefix: HybridPrefixConfig) -> str:
         ]
     else:
         rows = [("running requests, with their drafts", live + speculative, "set aside")] if speculative else []
+        slot_bytes = shared.page_bytes
         lines.append(
             f"  cache_gb={prefix.cache_gb:g}: {_size(context.shared_memory.buffer.numel())} for KV and states: {shared.total_blocks} "
             f"KV blocks of {_size(shared.block_bytes)}, or {shared.pages} pages of {_count(shared.page_blocks, 'block')} for a state"
