@@ -636,7 +636,9 @@ class HostArena:
             while count and used + sizes[count - 1] <= self._store_staging.half_bytes:
                 count -= 1
                 used += sizes[count]
-        while count < len(sizes) and sum(sizes[: count + 1]) <= FIRST_BYTES:
+        first_bytes = sum(sizes[:count])
+        while count < len(sizes) and first_bytes + sizes[count] <= FIRST_BYTES:
+            first_bytes += sizes[count]
             count += 1
         return count
 
