@@ -48,7 +48,6 @@ STORE_STAGING_BYTES = 512 * 2**20  # this much can be evicted at once without wa
 LOAD_STAGING_BYTES = 128 * 2**20
 FIRST_BYTES = 24 * 2**20  # of a store: go straight to the host; the model waits 0.5 ms for them
 ENGINE_BYTES = 2**19  # smaller pages are not loaded by the copy engines, which pause 3 us after each
-PART_BYTES = 4 * 2**20  # threads share an entry from behind in parts of this size, as far as pages allow
 GROUP_BYTES = 64 * 2**20  # entries from behind go to the device in groups of this size, while others are read
 _LOADS = 4096  # at most this many loads are known at a time
 
@@ -107,12 +106,16 @@ class _Loading:
 
 @dataclass(frozen=True, slots=True)
 class _Coming:
-    """An entry that a load needs, and what reads it: nothing if it is on the host."""
+    """An entry that a load needs, and what reads it."""
 
     unit: BlockTransfer
-    digest: int  # of its tag
-    parts: tuple[Job | None, ...]  # by page; None: the page belongs to another entry by now
-    group: JobGroup | None
+    is_here: bool  # on the host, and nothing reads it
+    digest: int = 0  # of its tag
+    job: Job | None = None  # None: a page belongs to another entry by now
+
+    @property
+    def group(self) -> JobGroup | None:
+        return None if self.job is None else self.job.group
 
 
 class HostArena:
@@ -220,8 +223,8 @@ class HostArena:
         for (source, target), group in groupby(units, key=attrgetter("source", "target")):
             run = list(group)
             if source == DEVICE:
-                self._overwrite(run)
-                self._run_stores(run)
+                busy = self._overwrite(run)
+                self._run_stores([unit for unit in run if busy.isdisjoint(unit.pages)] if busy else run)
             elif target == DEVICE:
                 self._run_loads(self._without_put_off(run))
             elif self._background is None:
@@ -230,8 +233,7 @@ class HostArena:
                 self._begin_stores(self._background, run)
             else:
                 for different in _without_shared_pages(run):
-                    self._overwrite(different)
-                    self._begin_fetches(self._background, different)
+                    self._begin_fetches(self._background, different, self._overwrite(different))
 
     def _run_stores(self, units: Sequence[BlockTransfer]) -> None:
         kinds = [unit.tag.kind for unit in units]
@@ -360,7 +362,7 @@ class HostArena:
             self._behind_stats.seconds_waited += time.perf_counter() - start if wait_s else 0.0
             if not is_over:
                 return None
-            if not self._note_arrived([coming for coming in entries if coming.parts]):
+            if not self._note_arrived([coming for coming in entries if not coming.is_here]):
                 return False
             self._run_loads(units, loading)
             launched = {id(coming.unit) for coming in entries}
@@ -369,15 +371,16 @@ class HostArena:
 
     def _coming(self, unit: BlockTransfer) -> _Coming:
         if self._tags.get(unit.pages[0]) == unit.tag:
-            return _Coming(unit, 0, (), None)
-        jobs = (self._fetching.get(page) for page in unit.pages)
+            return _Coming(unit, is_here=True)
         # A page may have gone to another entry: a load that shares this entry was late, and so it was dropped.
-        parts = tuple(job if job is not None and job.tag == unit.tag else None for job in jobs)
-        return _Coming(unit, unit.tag.digest, parts, next((job.group for job in parts if job is not None), None))
+        job = self._fetching.get(unit.pages[0])
+        if job is not None and (job.tag != unit.tag or any(self._fetching.get(page) is not job for page in unit.pages)):
+            job = None
+        return _Coming(unit, is_here=False, digest=unit.tag.digest, job=job)
 
     def _note_arrived(self, entries: Sequence[_Coming]) -> bool:
         """Note which of these entries have arrived, now that nothing reads them any more. Returns whether all have."""
-        arrived = [(each, checksum) for each in entries if (checksum := _checksum_of(each.parts)) is not None]
+        arrived = [(each, checksum) for each in entries if (checksum := _checksum_of(each.job)) is not None]
         if arrived:
             units = [each.unit for each, _ in arrived]
             firsts = [unit.pages[0] for unit in units]
@@ -442,14 +445,26 @@ class HostArena:
                 put_off.left.append(unit)
         return [unit for unit in units if unit.load_id not in late]
 
-    def _overwrite(self, units: Sequence[BlockTransfer]) -> None:
-        """The pages of these transfers are about to get other bytes."""
-        if self._background is not None:
-            pages = [page for unit in units for page in unit.pages]
-            self._background.overwrite(pages)
-            for page in pages:
-                self._fetching.pop(page, None)
-                self._given_sums.pop(page, None)
+    def _overwrite(self, units: Sequence[BlockTransfer]) -> set[int]:
+        """The pages of these transfers are about to get other bytes. Returns those that cannot.
+
+        These are pages that a thread is still filling, for a load that was given up. An entry that is lost so has no tag, so
+        its load fails.
+        """
+        if self._background is None:
+            return set()
+        pages = [page for unit in units for page in unit.pages]
+        busy = self._background.overwrite(pages)
+        for page in pages:
+            self._fetching.pop(page, None)
+            self._given_sums.pop(page, None)
+        if busy:
+            logger.warning("%d pages of the host are still being filled by a load that was given up", len(busy))
+            for unit in units:
+                if not busy.isdisjoint(unit.pages):
+                    self._tags.pop(unit.pages[0], None)
+                    self._behind_stats.full += 1
+        return busy
 
     def _begin_stores(self, background: BackgroundMoves, units: Sequence[BlockTransfer]) -> None:
         after = marks((self.stores.finish, self._stored))
@@ -462,16 +477,14 @@ class HostArena:
             if background.is_moving(unit.tag, first):
                 continue  # offered twice
             size = self._entry_bytes(unit.tag.kind)
-            job = Job(unit.tag, size, unit.pages, self._views(unit.pages, 0, size), after)
+            job = Job(unit.tag, size, unit.pages, self._views(unit.pages, size), after)
             given = self._given_sums.get(first)
             job.checksum = partial(self._seen_checksum, first, unit.tag) if given is None else partial(int, given)
             jobs.append(job)
         background.store(jobs)
 
-    def _begin_fetches(self, background: BackgroundMoves, units: Sequence[BlockTransfer]) -> None:
+    def _begin_fetches(self, background: BackgroundMoves, units: Sequence[BlockTransfer], busy: set[int]) -> None:
         after = marks((self.stores.finish, self._stored), (self.loads.finish, self._last_load))
-        part_bytes = max(self._row_bytes.values()) if background.whole_entries else PART_BYTES
-        step = max(1, part_bytes // self.page_bytes)
         background.forget_ended()
         jobs: list[Job] = []
         group_bytes = 0
@@ -483,32 +496,28 @@ class HostArena:
                 background.load(jobs)
                 jobs, group_bytes = [], 0
             group_bytes += size
-            used = max(1, ceil_div(size, self.page_bytes))
-            for at in range(0, used, step):
-                # Another stage of the pipeline may use more of the pages. The last part has all that are left.
-                pages = unit.pages[at : at + step] if at + step < used else unit.pages[at:]
-                job = Job(unit.tag, size, pages, self._views(pages, at * self.page_bytes, size), after)
-                for page in pages:
-                    self._fetching[page] = job
-                jobs.append(job)
+            job = Job(unit.tag, size, unit.pages, self._views(unit.pages, size), after)
+            job.cancelled = not busy.isdisjoint(unit.pages)
+            self._fetching |= dict.fromkeys(unit.pages, job)  # also then: all ranks put off the same loads
+            jobs.append(job)
         background.load(jobs)
 
     def _seen_checksum(self, page: int, tag: Tag) -> int:
         return int(self._sums_seen[page]) ^ tag.digest
 
-    def _views(self, pages: Sequence[int], start: int, end: int) -> list[tuple[int, memoryview]]:
-        """Bytes ``start`` to ``end`` of an entry, or as many as these pages hold: (offset in the entry, view).
+    def _views(self, pages: Sequence[int], size: int) -> list[tuple[int, memoryview]]:
+        """An entry's bytes in its pages: (offset in the entry, view).
 
         At least one view, which is empty on a pipeline stage without such layers: all ranks wait for the same entries.
         """
         views: list[tuple[int, memoryview]] = []
-        at = 0
-        while at < len(pages) and (start < end or not views):
+        at = start = 0
+        while at < len(pages) and (start < size or not views):
             first = at
             while at + 1 < len(pages) and pages[at + 1] == pages[at] + 1:  # adjacent pages are one view
                 at += 1
             at += 1
-            length = min((at - first) * self.page_bytes, end - start)
+            length = min((at - first) * self.page_bytes, size - start)
             begin = pages[first] * self.page_bytes
             views.append((start, self._view[begin : begin + length]))
             start += length
@@ -797,11 +806,11 @@ def _without_shared_pages(units: Iterable[BlockTransfer]) -> Iterator[list[Block
         yield run
 
 
-def _checksum_of(parts: Sequence[Job | None]) -> int | None:
-    """The checksum of an entry that threads have read in parts; None if it is not complete, or of two files."""
-    sums = {None if part is None or part.cancelled or not part.found else part.checksum for part in parts}
-    (checksum, *others) = sums
-    return checksum if isinstance(checksum, int) and not others else None
+def _checksum_of(job: Job | None) -> int | None:
+    """The checksum of an entry that a thread has read; None if it did not arrive."""
+    return (
+        job.checksum if job is not None and job.found and isinstance(job.checksum, int) and not job.cancelled else None
+    )
 
 
 def _places(unit: BlockTransfer) -> tuple[int, ...]:

@@ -1,10 +1,10 @@
 """`BackgroundMoves`: threads that move entries between the host's pages and a tier behind the host.
 
 A page may be given to another entry while a thread still reads or writes it, because no decision of the cache may depend on
-how long a thread takes. `overwrite` says so, before the page changes. A store that was not done by then is dropped. A load
-does not write to the page any more: what it has to wait for it reads into memory of its thread first, and only what is in
-memory it reads into the page. So it is the threads' memory, not the pages, that a tier of another host reads and writes
-(`SharedTier.use_memory`): such a transfer may end late, too.
+how long a thread takes. `overwrite` says so, before the page changes. A store that was not done by then is dropped, and so is a
+load that has not begun. A load straight into the page (`SharedTier.fill`) cannot be stopped: `overwrite` returns the page, and
+nothing may be put there until it is over. A tier of another host reads and writes memory of the threads instead of pages
+(`SharedTier.use_memory`).
 """
 
 from __future__ import annotations
@@ -61,17 +61,18 @@ class JobGroup:
 
 @dataclass(slots=True, eq=False)
 class Job(AbstractContextManager[bool]):
-    """An entry that is being stored, or a part of an entry that is being loaded.
+    """An entry that is being stored or loaded.
 
     Attributes:
         tag: Its name.
         entry_bytes: Bytes of the entry.
-        pages: The pages.
-        pieces: The bytes there.
+        pages: Its pages.
+        pieces: Its bytes there.
         after: The thread waits for these marks before it touches the pages.
         checksum: Of a store: returns the entry's checksum, once the marks are reached. Of a load: what came with it.
         cancelled: The pages belong to another entry.
         found: Of a load that is over: whether the bytes are in the pages.
+        is_filled: A load straight into the pages runs.
         is_over: Whether the thread is done with it.
         group: The jobs that were started with it; None until then.
     """
@@ -84,6 +85,7 @@ class Job(AbstractContextManager[bool]):
     checksum: Callable[[], int] | int = 0
     cancelled: bool = False
     found: bool = False
+    is_filled: bool = False
     is_over: bool = False
     group: JobGroup | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -91,6 +93,26 @@ class Job(AbstractContextManager[bool]):
     def writing(self) -> AbstractContextManager[bool]:
         """Whether the thread may write to the pages; if so, they are given to nobody else until the block ends."""
         return self
+
+    def begin_to_fill(self) -> bool:
+        """Whether a load may write to the pages, until `end`."""
+        with self as is_mine:
+            self.is_filled = is_mine
+        return is_mine
+
+    def give_up(self) -> bool:
+        """The pages get other bytes. Returns whether they can: nothing writes to them any more."""
+        with self.lock:
+            self.cancelled = True
+            return not self.is_filled
+
+    def end(self) -> None:
+        """The thread is done with it; called again, it does nothing."""
+        with self.lock:
+            was_over, self.is_filled, self.is_over = self.is_over, False, True
+        if not was_over:
+            assert self.group is not None
+            self.group.end_one()
 
     def __enter__(self) -> bool:
         self.lock.acquire()
@@ -106,8 +128,8 @@ class _Shared:
     def __init__(self, tier: SharedTier) -> None:
         self.tier = tier
         self.lock = threading.Lock()
-        self.stores: SimpleQueue[Job | None] = SimpleQueue()
-        self.loads: SimpleQueue[Job | None] = SimpleQueue()
+        self.stores: SimpleQueue[Sequence[Job]] = SimpleQueue()  # nothing: the thread ends
+        self.loads: SimpleQueue[Sequence[Job]] = SimpleQueue()
         self.ended = False
         self.stored_bytes = self.refused = 0
         self.seconds = 0.0
@@ -119,19 +141,16 @@ class BackgroundMoves:
     Args:
         tier: The tier.
         largest_bytes: Bytes of the largest entry.
-
-    Attributes:
-        whole_entries: See `SharedTier`.
     """
 
     def __init__(self, tier: SharedTier, largest_bytes: int) -> None:
-        self.whole_entries = tier.whole_entries
+        self._fills = tier.fills
         shared = self._shared = _Shared(tier)
         self._of_page: dict[int, list[Job]] = {}  # jobs that may still touch a page
         self._stores: list[JobGroup] = []
         threads = [
             threading.Thread(target=_serve, args=(shared, work, largest_bytes), name=work.__name__, daemon=True)
-            for count, work in ((_WRITERS, _write), (tier.threads, _read_whole if tier.whole_entries else _read))
+            for count, work in ((_WRITERS, _write), (tier.threads, _fill if tier.fills else _read))
             for _ in range(count)
         ]
         self._threads = threads
@@ -145,11 +164,11 @@ class BackgroundMoves:
         """Write entries to the tier, in this order."""
         self.forget_ended()
         self._stores = [group for group in self._stores if not group.wait(0)]
-        self._stores.append(self._start(self._shared.stores, list(jobs)))
+        self._stores.append(self._start(self._shared.stores, list(jobs), together=False))
 
     def load(self, jobs: Iterable[Job]) -> None:
         """Read entries from the tier into their pages. Call `forget_ended` before the first group of a load."""
-        self._start(self._shared.loads, list(jobs))
+        self._start(self._shared.loads, list(jobs), together=self._fills)
 
     def forget_ended(self) -> None:
         """Forget the jobs that are over. Takes time for each page that is in use, so not once for each group."""
@@ -158,22 +177,25 @@ class BackgroundMoves:
             if not of_page:
                 del self._of_page[page]
 
-    def _start(self, queue: SimpleQueue[Job | None], jobs: list[Job]) -> JobGroup:
+    def _start(self, queue: SimpleQueue[Sequence[Job]], jobs: list[Job], *, together: bool) -> JobGroup:
         group = JobGroup(len(jobs))
         for job in jobs:
             job.group = group
             for page in job.pages:
                 self._of_page.setdefault(page, []).append(job)
-        for job in jobs:
-            queue.put(job)
+        for part in [jobs] if together and jobs else ([job] for job in jobs):
+            queue.put(part)
         return group
 
-    def overwrite(self, pages: Iterable[int]) -> None:
-        """These pages are about to get other bytes."""
+    def overwrite(self, pages: Iterable[int]) -> set[int]:
+        """These pages are about to get other bytes. Returns those that cannot, because they are being filled."""
+        busy = set()
         for page in pages:
-            for job in self._of_page.pop(page, ()):
-                with job.lock:
-                    job.cancelled = True
+            left = [job for job in self._of_page.pop(page, ()) if not job.give_up()]
+            if left:
+                self._of_page[page] = left
+                busy.add(page)
+        return busy
 
     def is_moving(self, tag: Tag, page: int) -> bool:
         """Whether a job with this tag uses the page and is not over."""
@@ -228,7 +250,7 @@ def _at_exit() -> None:
 def _end_of_work(shared: _Shared, threads: int) -> None:
     for queue in (shared.stores, shared.loads):
         for _ in range(threads):
-            queue.put(None)
+            queue.put(())
 
 
 def marks(*queues: tuple[Callable[[Mark], None], Mark]) -> tuple[Callable[[], None], ...]:
@@ -240,33 +262,34 @@ def marks(*queues: tuple[Callable[[Mark], None], Mark]) -> tuple[Callable[[], No
     return tuple(partial(wait, mark) for wait, mark in queues if mark is not None and not mark.query())
 
 
-def _serve(shared: _Shared, work: Callable[[_Shared, Job, memoryview], None], largest_bytes: int) -> None:
+def _serve(shared: _Shared, work: Callable[[_Shared, Sequence[Job], memoryview], None], largest_bytes: int) -> None:
     """A thread. Its memory is made once: new memory costs as much time as the copy."""
-    memory = memoryview(torch.empty(largest_bytes, dtype=torch.uint8).numpy())
+    memory = memoryview(torch.empty(0 if work is _fill else largest_bytes, dtype=torch.uint8).numpy())
     try:
         shared.tier.use_memory(memory)
     except Exception as error:  # a tier's code may raise anything
         logger.error("the tier behind the host: use_memory failed: %r", error)
     queue, is_store = (shared.stores, True) if work is _write else (shared.loads, False)
-    while (job := queue.get()) is not None and not shared.ended:
+    while (jobs := queue.get()) and not shared.ended:
         start = time.perf_counter()
         try:
-            for wait in job.after:
+            for wait in dict.fromkeys(wait for job in jobs for wait in job.after):
                 wait()
-            work(shared, job, memory)
+            work(shared, jobs, memory)
         except Exception as error:  # a tier's code may raise anything
-            logger.error("the tier behind the host: %s of %s failed: %r", work.__name__[1:], job.tag.kind.name, error)
+            what = f"{work.__name__[1:]} of {jobs[0].tag.kind.name}"
+            logger.error("the tier behind the host: %s failed: %r", what, error)
             with shared.lock:
                 shared.refused += is_store
         with shared.lock:
             shared.seconds += time.perf_counter() - start
-        job.is_over = True
-        assert job.group is not None
-        job.group.end_one()
-        del job
+        for job in jobs:
+            job.end()
+        del jobs, job  # and with them the host's memory
 
 
-def _write(shared: _Shared, job: Job, memory: memoryview) -> None:
+def _write(shared: _Shared, jobs: Sequence[Job], memory: memoryview) -> None:
+    (job,) = jobs
     if not shared.tier.wants(job.tag):
         return
     kept, row = False, memory[: job.entry_bytes]
@@ -282,17 +305,10 @@ def _write(shared: _Shared, job: Job, memory: memoryview) -> None:
         shared.refused += not kept
 
 
-def _read(shared: _Shared, job: Job, memory: memoryview) -> None:
-    start, views = job.pieces[0][0], [view for _, view in job.pieces]
-    checksum = shared.tier.fill(job.tag, job.entry_bytes, start, views, scratch=memory, writing=job.writing)
-    if checksum is not None:
-        job.checksum, job.found = checksum, True
-
-
-def _read_whole(shared: _Shared, job: Job, memory: memoryview) -> None:
-    """As `_read`, for `SharedTier.whole_entries`."""
+def _read(shared: _Shared, jobs: Sequence[Job], memory: memoryview) -> None:
+    (job,) = jobs
     row = memory[: job.entry_bytes]
-    checksum = shared.tier.read(job.tag, job.entry_bytes, 0, row, wait=True)
+    (checksum,) = shared.tier.get([job.tag], [row])
     if checksum is None:
         return
     for start, view in job.pieces:
@@ -301,3 +317,14 @@ def _read_whole(shared: _Shared, job: Job, memory: memoryview) -> None:
                 return
             copy_bytes(row[start : start + len(view)], view)
     job.checksum, job.found = checksum, True
+
+
+def _fill(shared: _Shared, jobs: Sequence[Job], memory: memoryview) -> None:
+    """As `_read`, for all jobs and straight into their pages (`SharedTier.fills`)."""
+    mine = [job for job in jobs if job.begin_to_fill()]
+    with shared.tier.fill([job.tag for job in mine], [[view for _, view in job.pieces] for job in mine]) as sums:
+        for job, checksum in zip(mine, sums, strict=True):
+            if checksum is not None:
+                job.checksum, job.found = checksum, True
+        for job in jobs:
+            job.end()

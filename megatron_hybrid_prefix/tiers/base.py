@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
@@ -104,7 +104,7 @@ class Tier(ABC):
 
 
 class SharedTier(Tier):
-    """A tier that outlives the process. Threads call `put` and `read`, while the engine's thread calls the other methods.
+    """A tier that outlives the process. Threads call `put`, `get` and `fill`, while the engine's thread calls the other methods.
 
     It is offered states that are no guesses as soon as they are computed, after the KV before them, and nothing when the
     host evicts.
@@ -113,92 +113,34 @@ class SharedTier(Tier):
         wait_s: Requests wait for a load at most this long; one that is late on any rank is a miss on all.
         least_blocks: A load that saves fewer blocks than this is not begun, and a state less deep is not offered.
         threads: Threads that read.
-        whole_entries: `read` gets whole entries only, and always with ``wait``. By default threads share large entries.
+        fills: Entries are read by `fill`, not by `get`.
     """
 
     wait_s: float = 1.0
     least_blocks: int = 0
     threads: int = 8
-    whole_entries: bool = False
+    fills: bool = False
 
     def wants(self, tag: Tag) -> bool:
         """Whether the entry is to be put. A thread asks before it copies the bytes; False: it is here already."""
         return True
 
     def use_memory(self, memory: memoryview) -> None:
-        """What this thread passes to `put` and `read` lies in this memory, which stays as long as the tier is used."""
-
-    @abstractmethod
-    def read(self, tag: Tag, entry_bytes: int, start: int, buffer: memoryview, *, wait: bool) -> int | None:
-        """Read a part of an entry.
-
-        Args:
-            tag: Name of the entry.
-            entry_bytes: Bytes of the whole entry.
-            start: Offset of the part.
-            buffer: Receives the part.
-            wait: False: only if it is in memory.
-
-        Returns:
-            The checksum stored with the entry; None if it is not here.
-
-        Raises:
-            BlockingIOError: It is not in memory, and ``wait`` is False.
-        """
+        """What this thread passes to `put` and `get` lies in this memory, which stays as long as the tier is used."""
 
     def fill(
-        self,
-        tag: Tag,
-        entry_bytes: int,
-        start: int,
-        buffers: Sequence[memoryview],
-        *,
-        scratch: memoryview,
-        writing: Callable[[], AbstractContextManager[bool]],
-    ) -> int | None:
-        """Read a part of an entry into memory that may be given to another entry at any time.
+        self, tags: Sequence[Tag], buffers: Sequence[Sequence[memoryview]]
+    ) -> AbstractContextManager[list[int | None]]:
+        """As `get`, straight into pages of the host. Nothing writes to them any more when the block begins, or cannot.
 
         Args:
-            tag: See `read`.
-            entry_bytes: See `read`.
-            start: See `read`.
-            buffers: Receive the part, one after the other. Only to be written inside ``writing()``.
-            scratch: Memory of this thread, as large as the largest entry.
-            writing: Inside the block the memory keeps its owner, who waits: never wait for a disk there. The block
-                begins with False if the memory belongs to another entry by now.
+            tags: See `get`.
+            buffers: For each entry: receive its bytes, one after the other.
 
         Returns:
-            See `read`.
+            What `get` returns, for a block; what may be late is done at its end.
         """
-        checksums = set()
-        for buffer in buffers:
-            checksums.add(self._fill_one(tag, entry_bytes, start, buffer, scratch[: len(buffer)], writing))
-            start += len(buffer)
-        return checksums.pop() if len(checksums) == 1 else None  # two: replaced meanwhile
-
-    def _fill_one(
-        self,
-        tag: Tag,
-        entry_bytes: int,
-        start: int,
-        buffer: memoryview,
-        row: memoryview,
-        writing: Callable[[], AbstractContextManager[bool]],
-    ) -> int | None:
-        with writing() as mine:
-            if not mine:
-                return None
-            with suppress(BlockingIOError):
-                return self.read(tag, entry_bytes, start, buffer, wait=False)
-        checksum = self.read(tag, entry_bytes, start, row, wait=True)
-        with writing() as mine:
-            if mine:
-                copy_bytes(row, buffer)
-        return checksum
-
-    def get(self, tags: Sequence[Tag], buffers: Sequence[memoryview]) -> list[int | None]:
-        """See Tier."""
-        return [self.read(tag, len(each), 0, each, wait=True) for tag, each in zip(tags, buffers, strict=True)]
+        raise NotImplementedError
 
 
 def copy_bytes(source: memoryview, target: memoryview) -> None:

@@ -21,8 +21,8 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
@@ -31,7 +31,7 @@ from megatron_hybrid_prefix.tiers.base import Entry, SharedTier
 from megatron_hybrid_prefix.tiers.folder import SharedFolder
 from megatron_hybrid_prefix.tiers.header import HEADER_BYTES, checksum_in, make_header
 from megatron_hybrid_prefix.tiers.listing import FileName
-from megatron_hybrid_prefix.tiers.reads import NotMine, ReadSome, is_in_memory, read_part, scatter
+from megatron_hybrid_prefix.tiers.reads import read_files, start_threads
 from megatron_hybrid_prefix.tiers.shared import FolderSettings
 from megatron_hybrid_prefix.tiers.space import Ranking, Space
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 # A file that cannot be read today cannot be read tomorrow. While it is in the index, it hides shorter prefixes, and is not replaced.
 _LASTING = (errno.EIO, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP)
-CHUNK_BYTES = 512 * 2**10  # fits the second cache of a core
+_READERS = 4  # hand reads to other threads (reads.py), and wait for them
 
 
 class FileTier(SharedTier):
@@ -60,6 +60,8 @@ class FileTier(SharedTier):
         OSError: The folder cannot be used.
     """
 
+    fills = True
+
     def __init__(
         self,
         settings: FolderSettings,
@@ -71,7 +73,8 @@ class FileTier(SharedTier):
         self._block_tokens = block_tokens
         self.wait_s = settings.wait_s
         self.least_blocks = ceil_div(settings.min_tokens, block_tokens)
-        self.threads = settings.threads
+        self.threads = _READERS
+        start_threads(settings.threads)
         self.folder = SharedFolder(
             settings.folder,
             budget_bytes=settings.budget_bytes,
@@ -95,8 +98,6 @@ class FileTier(SharedTier):
         self._name = b""  # of the namespace, 16 bytes; empty if it is not open
         self._wanted = b""  # the namespace that is open, or is being opened
         self._wrong: dict[FileName, None] = {}  # files to be deleted
-        self._in_memory = is_in_memory(settings.folder)
-        self._tells = True  # whether the file system says what is in memory
         self._reads: dict[int, float] = {}  # reads that run: when they began (monotonic), by thread
         self._wake = threading.Event()
         self._closed = False
@@ -216,94 +217,55 @@ class FileTier(SharedTier):
             self.count("no_room")
         return written
 
-    def read(self, tag: Tag, entry_bytes: int, start: int, buffer: memoryview, *, wait: bool) -> int | None:
+    def get(self, tags: Sequence[Tag], buffers: Sequence[memoryview]) -> list[int | None]:
+        """See Tier."""
+        with self.fill(tags, [[buffer] for buffer in buffers]) as sums:
+            return sums
+
+    @contextmanager
+    def fill(self, tags: Sequence[Tag], buffers: Sequence[Sequence[memoryview]]) -> Iterator[list[int | None]]:
         """See `SharedTier`."""
-
-        def read_some(file: int, views: list[memoryview], at: int) -> int:
-            try:
-                return os.preadv(file, views, at, 0 if wait else os.RWF_NOWAIT)
-            except OSError as error:
-                if wait or error.errno != errno.EOPNOTSUPP:
-                    raise
-                raise BlockingIOError(errno.EAGAIN, "cannot tell") from None
-
-        return self._read(tag, entry_bytes, start, [buffer], read_some)
-
-    def fill(
-        self,
-        tag: Tag,
-        entry_bytes: int,
-        start: int,
-        buffers: Sequence[memoryview],
-        *,
-        scratch: memoryview,
-        writing: Callable[[], AbstractContextManager[bool]],
-    ) -> int | None:
-        """See `SharedTier`.
-
-        What is in the page cache is read straight to its place. The rest goes through a little scratch memory, which stays
-        in the processor's cache, as does everything on a file system that cannot say what is in memory.
-        """
-
-        def read_some(file: int, views: list[memoryview], at: int) -> int:
-            if self._tells or self._in_memory:
-                with writing() as is_mine:
-                    if not is_mine:
-                        raise NotMine
-                    try:
-                        return os.preadv(file, views, at, 0 if self._in_memory else os.RWF_NOWAIT)
-                    except OSError as error:
-                        if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP):
-                            raise
-                        self._tells = error.errno == errno.EAGAIN
-            chunk = scratch[: min(CHUNK_BYTES, sum(map(len, views)))]
-            chunk = chunk[: os.preadv(file, [chunk], at)]
-            with writing() as is_mine:
-                if not is_mine:
-                    raise NotMine
-                scatter(chunk, views)
-            return len(chunk)
-
-        try:
-            return self._read(tag, entry_bytes, start, buffers, read_some)
-        except NotMine:
-            return None
-
-    def _read(
-        self, tag: Tag, entry_bytes: int, start: int, buffers: Sequence[memoryview], read_some: ReadSome
-    ) -> int | None:
         with self.folder.lock:
-            space, namespace = self.folder.space, self._name
-            file = None
-            if space is not None and namespace and tag.epoch == self._epoch:
-                file = space.get(tag.kind, tag.key)
-            if file is None:
-                self.count("gone")
-                return None
-            path = self.folder.place(tag.key, file)
+            namespace = self._name
+            paths = [self._path(tag) for tag in tags]
         thread = threading.get_ident()
         self._reads[thread] = time.monotonic()
-        try:
-            header, fits = read_part(path, HEADER_BYTES, start, buffers, entry_bytes, read_some)
-        except BlockingIOError:
-            raise
-        except OSError as error:
-            if error.errno == errno.ENOENT:
-                self.count("gone")
-                self.folder.forget(self._file_name(tag))
-            else:
-                self.count("read_" + _reason(error), error)
-                if error.errno in _LASTING:
-                    self._drop(self._file_name(tag))
+        with ExitStack() as stack:
+            try:
+                found = stack.enter_context(read_files(paths, HEADER_BYTES, buffers))
+            finally:
+                del self._reads[thread]
+            yield [
+                self._judge(tag, namespace, sum(map(len, views)), header)
+                for tag, views, header in zip(tags, buffers, found, strict=True)
+            ]
+
+    def _path(self, tag: Tag) -> str | None:
+        """The file of an entry; None: there is none. Call it with the folder's lock."""
+        space = self.folder.space
+        if space is None or not self._name or tag.epoch != self._epoch:
             return None
-        finally:
-            del self._reads[thread]
-        checksum = checksum_in(header, namespace, tag, entry_bytes) if fits else None
-        if checksum is None:
+        file = space.get(tag.kind, tag.key)
+        return None if file is None else self.folder.place(tag.key, file)
+
+    def _judge(self, tag: Tag, namespace: bytes, entry_bytes: int, header: bytes | OSError | None) -> int | None:
+        """The checksum of an entry that was read; None if it is not right. See `read_files` for its header."""
+        name = self._file_name(tag)
+        checksum = checksum_in(header, namespace, tag, entry_bytes) if isinstance(header, bytes) and header else None
+        if isinstance(header, OSError) and header.errno != errno.ENOENT:
+            self.count("read_" + _reason(header), header)
+            if header.errno in _LASTING:
+                self._drop(name)
+        elif isinstance(header, OSError):
+            self.count("gone")
+            self.folder.forget(name)
+        elif header is None:
+            self.count("gone")
+        elif checksum is None:
             self.count("not_valid")
-            self._drop(self._file_name(tag))
-        elif tag.kind == EntryKind.STATE and not start:
-            self.folder.touch(self._file_name(tag))
+            self._drop(name)
+        elif tag.kind == EntryKind.STATE:
+            self.folder.touch(name)
         return checksum
 
     # -- remove --------------------------------------------------------------------------------------------------------

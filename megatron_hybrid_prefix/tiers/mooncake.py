@@ -55,8 +55,6 @@ class MooncakeTier(SharedTier):
         ValueError: The package is missing, or the master does not answer; one line says what.
     """
 
-    whole_entries = True
-
     def __init__(self, settings: MooncakeSettings, *, block_tokens: int) -> None:
         self._settings = settings
         self.wait_s = settings.wait_s
@@ -212,9 +210,11 @@ class MooncakeTier(SharedTier):
         self._remember([(name, True)])
         return True
 
-    def read(self, tag: Tag, entry_bytes: int, start: int, buffer: memoryview, *, wait: bool) -> int | None:
-        """See `SharedTier`."""
-        assert wait and not start and len(buffer) == entry_bytes, "whole entries only"
+    def get(self, tags: Sequence[Tag], buffers: Sequence[memoryview]) -> list[int | None]:
+        """See Tier."""
+        return [self._get(tag, buffer) for tag, buffer in zip(tags, buffers, strict=True)]
+
+    def _get(self, tag: Tag, buffer: memoryview) -> int | None:
         name, namespace = self._object(tag)
         if not self._can_be_used("gone" if not name else ""):
             return None
@@ -225,10 +225,10 @@ class MooncakeTier(SharedTier):
         finally:
             del self._reads[thread]
         checksum = None
-        if code == HEADER_BYTES + entry_bytes:
-            checksum = checksum_in(self._mine.header.tobytes(), namespace, tag, entry_bytes)
+        if code == HEADER_BYTES + len(buffer):
+            checksum = checksum_in(self._mine.header.tobytes(), namespace, tag, len(buffer))
         if checksum is None:
-            if code >= 0 or self._has_other_size(name, code, entry_bytes):
+            if code >= 0 or self._has_other_size(name, code, len(buffer)):
                 self.count("not_valid")
                 self._discard(name)
             else:

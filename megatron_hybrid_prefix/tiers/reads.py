@@ -1,97 +1,236 @@
-"""Reads of parts of files, into memory that may be given to another entry at any time."""
+"""Reads of many files at once, by threads of the C library.
+
+A Python thread needs the interpreter's lock before and after each call to the kernel. If eight of them open, read and close 40 files
+that are in the page cache, and the engine's thread works beside them, handing the lock over takes longer than the reads. So one thread hands all
+reads to POSIX AIO (<aio.h>): glibc's implementation has threads of its own, which know nothing of Python, and read plainly.
+Where there is no glibc, the thread reads one after the other.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from itertools import islice
+from typing import Any, NamedTuple
 
-from megatron_hybrid_prefix.tiers.base import copy_bytes
-
-type ReadSome = Callable[[int, list[memoryview], int], int]
-"""Reads from a file into views, from a position on; returns the number of bytes, 0 at the end of the file."""
-
-_MOST_VIEWS = 512  # of one call; Linux takes 1,024
-
-
-class NotMine(Exception):
-    """The memory belongs to another entry."""
+_IDLE_S = 600  # glibc's threads end if they have nothing to do for so long; making them again takes 20 us each
+_PART_BYTES = 4 * 2**20  # parts of a file that are read side by side
+_SMALL_BYTES = 2**16  # are not worth a descriptor of their own
+_LIO_READ, _LIO_NOWAIT, _SIGEV_NONE = 0, 1, 1  # <aio.h>, <signal.h>
 
 
-def read_part(
-    path: str, header_bytes: int, start: int, buffers: Sequence[memoryview], entry_bytes: int, read_some: ReadSome
-) -> tuple[bytes, bool]:
-    """Read a part of an entry, and the file's header before it.
+class Read(NamedTuple):
+    """A read.
+
+    Attributes:
+        file: File descriptor. Reads of one descriptor run one after the other, those of others side by side.
+        at: Position in the file.
+        buffer: Receives the bytes: contiguous, not empty, less than 2 GiB.
+    """
+
+    file: int
+    at: int
+    buffer: memoryview
+
+
+class _SignalEvent(ctypes.Structure):
+    """``struct sigevent``."""
+
+    _fields_ = (
+        ("value", ctypes.c_void_p),
+        ("signal", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("_reserved", ctypes.c_char * 48),
+    )
+
+
+class _ControlBlock(ctypes.Structure):
+    """``struct aiocb`` of glibc on machines with 64 bits."""
+
+    _fields_ = (
+        ("file", ctypes.c_int),
+        ("operation", ctypes.c_int),
+        ("priority", ctypes.c_int),
+        ("buffer", ctypes.c_void_p),
+        ("size", ctypes.c_size_t),
+        ("event", _SignalEvent),
+        ("_next", ctypes.c_void_p),
+        ("_absolute_priority", ctypes.c_int),
+        ("_policy", ctypes.c_int),
+        ("error", ctypes.c_int),
+        ("result", ctypes.c_ssize_t),
+        ("at", ctypes.c_int64),
+        ("_reserved", ctypes.c_char * 32),
+    )
+
+
+class _Start(ctypes.Structure):
+    """``struct aioinit``."""
+
+    _fields_ = tuple((name, ctypes.c_int) for name in ("threads", "reads", "_a", "_b", "_c", "_d", "idle_s", "_e"))
+
+
+class _Library(NamedTuple):
+    """The functions of <aio.h>."""
+
+    init: Any
+    start_list: Any
+    wait: Any  # until one of a list is over
+    state: Any
+
+
+def read_all(reads: Sequence[Read]) -> list[int | OSError]:
+    """Read all of these. Waits until nothing is written to any buffer any more.
 
     Args:
-        path: The file: a header, and the entry.
-        header_bytes: Bytes of the header.
-        start: Offset of the part in the entry.
-        buffers: Receive the part, one after the other.
-        entry_bytes: Bytes of the entry.
-        read_some: Reads.
+        reads: Different buffers.
 
     Returns:
-        The header, and whether the file has the right size (as far as the part shows it).
-
-    Raises:
-        OSError: The file cannot be read.
+        For each: the number of bytes, fewer than the buffer has only at the end of the file; or why there are none.
     """
-    header = bytearray(header_bytes)
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    library = _library()
+    if library is None or not reads:
+        return [_read_plainly(read) for read in reads]
+    blocks = (_ControlBlock * len(reads))()
+    for block, read in zip(blocks, reads, strict=True):
+        block.file, block.at, block.size = read.file, read.at, len(read.buffer)
+        block.buffer = ctypes.addressof(ctypes.c_char.from_buffer(read.buffer))
+        block.operation, block.event.notify, block.result = _LIO_READ, _SIGEV_NONE, -1
+    first, size = ctypes.addressof(blocks), ctypes.sizeof(_ControlBlock)
+    places = [ctypes.c_void_p(first + number * size) for number in range(len(reads))]
+    library.start_list(_LIO_NOWAIT, (ctypes.c_void_p * len(reads))(*places), len(reads), None)
+    for place in reversed(places):  # when the last one is over, most others are
+        while library.state(place) == errno.EINPROGRESS:
+            library.wait(ctypes.byref(place), 1, None)
+    # What was not taken up (too many at once), or ended early, is read plainly, which also says why.
+    return [
+        block.size if block.result == block.size else _read_plainly(read)
+        for block, read in zip(blocks, reads, strict=True)
+    ]
+
+
+@contextmanager
+def read_files(
+    paths: Sequence[str | None], header_bytes: int, buffers: Sequence[Sequence[memoryview]]
+) -> Iterator[list[bytes | OSError | None]]:
+    """Read files: each one's header, and what is behind it straight into buffers.
+
+    The files are closed at the end of the block, because that takes a while, too.
+
+    Args:
+        paths: The files; None for those that are left out.
+        header_bytes: Bytes of a header.
+        buffers: For each file: receive its other bytes, one after the other.
+
+    Yields:
+        For each file: its header, empty if the file is shorter or longer than header and buffers; why it could not be read;
+        None if it was left out.
+    """
+    headers, ends = bytearray(header_bytes * len(paths)), memoryview(bytearray(len(paths)))
+    files: list[int] = []
+    of_file: list[list[Read] | OSError | None] = []
     try:
-        # One call, if possible: after each, the thread waits for its turn.
-        fits = not start or _fill(file, [header], 0, header_bytes, read_some)
-        views, at, size = [*buffers], header_bytes + start, sum(map(len, buffers))
-        if start + size == entry_bytes:
-            views.append(memoryview(bytearray(1)))  # must stay empty
-        if not start:
-            views.insert(0, memoryview(header))
-            at, size = 0, header_bytes + size
-        fits = fits and _fill(file, views, at, size, read_some)
-        return bytes(header), fits
+        for number, (path, views) in enumerate(zip(paths, buffers, strict=True)):
+            if path is None:
+                of_file.append(None)
+                continue
+            header = memoryview(headers)[number * header_bytes :][:header_bytes]
+            try:
+                of_file.append(_reads_of(path, files, [header, *_parts(views), ends[number : number + 1]]))
+            except OSError as error:
+                of_file.append(error)
+        counts = iter(read_all([read for reads in of_file if isinstance(reads, list) for read in reads]))
+        found: list[bytes | OSError | None] = []
+        for number, reads in enumerate(of_file):
+            if not isinstance(reads, list):
+                found.append(reads)
+                continue
+            *full, end = own = list(islice(counts, len(reads)))
+            broken = next((count for count in own if isinstance(count, OSError)), None)
+            fits = end == 0 and full == [len(read.buffer) for read in reads[:-1]]
+            found.append(broken or bytes(headers[number * header_bytes : (number + 1) * header_bytes] if fits else b""))
+        yield found
     finally:
-        os.close(file)
+        for file in files:
+            os.close(file)
 
 
-def _fill(file: int, views: Sequence[memoryview | bytearray], at: int, size: int, read_some: ReadSome) -> bool:
-    """Read from a position until the views are full.
+def _reads_of(path: str, files: list[int], views: Sequence[memoryview]) -> list[Read]:
+    """Reads of a whole file. Large parts have descriptors of their own, which are added to ``files``."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    files.append(file)
+    reads: list[Read] = []
+    at = 0
+    for view in views:
+        if len(view) > _SMALL_BYTES and reads and len(reads[-1].buffer) > _SMALL_BYTES:
+            file = os.dup(file)
+            files.append(file)
+        reads.append(Read(file, at, view))
+        at += len(view)
+    return reads
+
+
+def _parts(views: Sequence[memoryview]) -> Iterator[memoryview]:
+    for view in views:
+        for start in range(0, len(view), _PART_BYTES):
+            yield view[start : start + _PART_BYTES]
+
+
+def start_threads(count: int) -> None:
+    """Have this many threads of the C library at most. The first call of the process counts, and only before any read.
 
     Args:
-        file: The file.
-        views: Receive the bytes. They may be longer than ``size``.
-        at: The position.
-        size: Bytes that must be there.
-        read_some: Reads.
-
-    Returns:
-        False: the file ends before, or after them.
+        count: Number of reads at a time.
     """
-    left = [memoryview(view) for view in views]
-    count = read_some(file, left[:_MOST_VIEWS], at)
-    while 0 < count < size:
-        size, at = size - count, at + count
-        while left and count >= len(left[0]):
-            count -= len(left.pop(0))
-        left[0] = left[0][count:]
-        count = read_some(file, left[:_MOST_VIEWS], at)
-    return count == size
+    library = _library()
+    if library is not None:
+        library.init(ctypes.byref(_Start(threads=count, reads=64, idle_s=_IDLE_S)))
 
 
-def scatter(source: memoryview, views: Iterable[memoryview]) -> None:
-    """Copy bytes to views, in order."""
-    for view in views:
-        copy_bytes(source[: len(view)], view[: len(source)])
-        source = source[len(view) :]
-
-
-def is_in_memory(folder: Path) -> bool:
-    """Whether the folder's file system has no disk, so that no read waits for one (unless the machine swaps)."""
-    device = os.stat(folder).st_dev
-    place = f"{os.major(device)}:{os.minor(device)}"
+def _read_plainly(read: Read) -> int | OSError:
+    left, at = read.buffer, read.at
     try:
-        mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        return False
-    kinds = {mount.partition(" - ")[2].split(" ")[0] for mount in mounts if mount.split(" ")[2] == place}
-    return bool(kinds) and kinds <= {"tmpfs", "ramfs"}
+        while len(left) and (count := os.preadv(read.file, [left], at)):
+            left, at = left[count:], at + count
+    except OSError as error:
+        return error
+    return len(read.buffer) - len(left)
+
+
+@cache
+def _library() -> _Library | None:
+    """None: this is not glibc, or it has no AIO."""
+    if sys.maxsize < 2**32 or not hasattr(os, "confstr") or "CS_GNU_LIBC_VERSION" not in os.confstr_names:
+        return None
+    if not (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc"):
+        return None
+    name = None if hasattr(ctypes.CDLL(None), "lio_listio") else "librt.so.1"  # of glibc before 2.34
+    try:
+        releasing, keeping = ctypes.CDLL(name), ctypes.PyDLL(name)  # the interpreter's lock
+        init, start_list, wait, state = (
+            releasing.aio_init,
+            releasing.lio_listio,
+            releasing.aio_suspend,
+            keeping.aio_error,
+        )
+    except (OSError, AttributeError):
+        return None
+    start_list.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+    wait.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+    state.argtypes = [ctypes.c_void_p]
+    init.argtypes = [ctypes.c_void_p]
+    return _Library(init, start_list, wait, state)
+
+
+def _forget_threads() -> None:
+    """The child of a fork has none of the threads, but glibc does not know."""
+    global _library
+    _library = cache(lambda: None)
+
+
+os.register_at_fork(after_in_child=_forget_threads)

@@ -158,6 +158,7 @@ class FolderSettings(SharedSettings):
 
     folder: Path
     budget_bytes: int
+    threads: int = 16
 
     example = "file:///var/cache/prefix?gb=200"
     parameters: ClassVar = {"gb": ("budget_bytes", _gib), **SharedSettings.parameters}

@@ -10,7 +10,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from megatron_hybrid_prefix.tiers.base import Entry, SharedTier, Tier
 from megatron_hybrid_prefix.tiers.pinned import allocate, choose_page_bytes, pin, unpin
 from megatron_hybrid_prefix.tiers.queue import HostQueue
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
-from tests.harness.limits import HANG_S
+from tests.harness.limits import HANG_S, wait_until
 from tests.harness.plugins.dictionary_tier import DictionaryTier
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -217,7 +216,8 @@ class SlowTier(SharedTier):
 
     threads = 2
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, fills: bool = False) -> None:
+        self.fills = fills
         self.entries: dict[tuple[EntryKind, bytes], tuple[bytes, int]] = {}
         self._dice = random.Random(seed)
 
@@ -230,14 +230,21 @@ class SlowTier(SharedTier):
             self.entries[tag.kind, tag.key] = bytes(data), checksum
         return [True] * len(entries)
 
-    def read(self, tag: Tag, entry_bytes: int, start: int, buffer: memoryview, *, wait: bool) -> int | None:
-        if not wait and self._dice.random() < 0.5:
-            raise BlockingIOError
-        time.sleep(self._dice.choice([0, 0.001]))
+    def get(self, tags: Sequence[Tag], buffers: Sequence[memoryview]) -> list[int | None]:
+        return [self.read(tag, [buffer]) for tag, buffer in zip(tags, buffers, strict=True)]
+
+    @contextlib.contextmanager
+    def fill(self, tags: Sequence[Tag], buffers: Sequence[Sequence[memoryview]]) -> Iterator[list[int | None]]:
+        assert self.fills
+        yield [self.read(tag, views) for tag, views in zip(tags, buffers, strict=True)]
+
+    def read(self, tag: Tag, views: Sequence[memoryview]) -> int | None:
         data, checksum = self.entries.get((tag.kind, tag.key), (b"", 0))
-        if len(data) != entry_bytes or self._dice.random() < 0.05:
+        if len(data) != sum(map(len, views)) or self._dice.random() < 0.05:
             return None
-        buffer[:] = data[start : start + len(buffer)]
+        for view in views:
+            time.sleep(self._dice.choice([0, 0.001]))
+            view[:], data = data[: len(view)], data[len(view) :]
         return checksum
 
     def remove(self, tags: Iterable[Tag]) -> None: ...
@@ -246,15 +253,18 @@ class SlowTier(SharedTier):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fills", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_any_order_of_moves_with_a_shared_tier(device, seed, monkeypatch):
+def test_any_order_of_moves_with_a_shared_tier(device, seed, fills, monkeypatch):
     """Pages are given away while threads read and write them. What arrives is what was stored, or it does not arrive."""
-    tier = SlowTier(seed)
+    tier = SlowTier(seed, fills=fills)
     world = AnyOrder(device, seed, monkeypatch, behind=tier)
-    monkeypatch.setattr(arenas, "PART_BYTES", 1)  # a part for each page
-    monkeypatch.setattr(arenas, "GROUP_BYTES", 1)  # a group for each entry
+    monkeypatch.setattr(arenas, "GROUP_BYTES", 1 if seed % 2 else 1000)  # a group for each entry, or for some
     pools, dice, places, on_device = world.pools, world.dice, world.places, world.on_device
     arena, on_host, taken, ends = pools.arena, {}, set(), Counter()
+    refused: set[int] = set()  # pages of stores that were not done, because they were being filled
+    overwrite = arena._overwrite
+    monkeypatch.setattr(arena, "_overwrite", lambda run: refused.update(busy := overwrite(run)) or busy)
     for step in range(60):
         units, loads = [], {}
         for _ in range(dice.randint(0, 12)):
@@ -280,12 +290,15 @@ def test_any_order_of_moves_with_a_shared_tier(device, seed, monkeypatch):
         if arrived and arena.is_put_off(step):
             arena.run_put_off(step)
             ends["waited"] += 1
+        failed = False
         if arrived:
             arena.wait_for_load(step)
-            assert not arena.has_failed(step)
+            failed = arena.has_failed(step)
+            assert not failed or any(not refused.isdisjoint(unit.pages) for unit in units if unit.load_id == step)
+        if arrived and not failed:
             on_device |= {place: value for place, (value, _) in loads.items()}
         else:
-            ends["late" if arrived is None else "missing"] += 1
+            ends["refused" if failed else "late" if arrived is None else "missing"] += 1
             arena.drop_put_off(step)
             for place in loads:  # part of it may have been loaded; what the model writes now comes after that
                 world._write(place, 2000 + step)
@@ -294,6 +307,7 @@ def test_any_order_of_moves_with_a_shared_tier(device, seed, monkeypatch):
         world.write_some(1000 + step)
     world.check()
     assert ends["waited"] and (ends["late"] or ends["missing"]), ends
+    assert fills or not refused
     assert arena.drain(HANG_S) and arena.behind_stats.bytes_stored > 0
     arena.close()
 
@@ -336,9 +350,9 @@ def test_what_has_arrived_is_loaded_while_the_rest_is_read(end, monkeypatch):
     may_read, read, waits = threading.Event(), tier.read, []
     slow = {b"b"} if end != "dropped before" else {b"a", b"b"}
 
-    def slow_read(tag: Tag, *args: Any, **how: Any) -> int | None:
+    def slow_read(tag: Tag, views: Sequence[memoryview]) -> int | None:
         assert tag.key not in slow or may_read.wait(HANG_S)
-        return read(tag, *args, **how)
+        return read(tag, views)
 
     monkeypatch.setattr(tier, "read", slow_read)
     monkeypatch.setattr(pools.arena.loads, "wait", waits.append)
@@ -402,18 +416,43 @@ def test_the_checksum_of_an_entry_from_behind_goes_back_with_it(monkeypatch):
     assert pools.arena.drain(HANG_S) and tier.entries == stored
 
 
-@pytest.mark.parametrize("replaced", [False, True])
-def test_pieces_of_two_files_are_no_entry(replaced):
-    """The file is replaced between the reads of two pieces; both have the right header."""
+def test_a_page_that_is_being_filled_takes_nothing_else(monkeypatch, caplog):
+    """The disk hangs, and the page's load was given up. What goes there is lost, and nothing waits for the disk."""
+    tier = SlowTier(0, fills=True)
+    monkeypatch.setattr(tier, "_dice", Never())
+    pools = Pools("cpu", behind=tier)
+    arena, read, begun, answers = pools.arena, tier.read, threading.Event(), threading.Event()
+    pools.write(EntryKind.KV, 0, 3.0)
+    arena.carry_out([pools.unit(EntryKind.KV, 0, 0, key=b"a"), pools.behind_unit(EntryKind.KV, 0, b"a", take=True)])
+    assert arena.drain(HANG_S)
 
-    class Replaced(SlowTier):
-        def read(self, tag: Tag, entry_bytes: int, start: int, buffer: memoryview, *, wait: bool) -> int | None:
-            return 2 if replaced and start else 1
+    def hangs(tag: Tag, views: Sequence[memoryview]) -> int | None:
+        begun.set()
+        assert answers.wait(HANG_S)
+        return read(tag, views)
 
-    pieces = [(start, memoryview(bytearray(8))) for start in (0, 8)]
-    job = background.Job(Tag(kind=EntryKind.KV, key=b"k", depth_tokens=1, epoch=0), 16, (0, 1), pieces, ())
-    background._read(background._Shared(Replaced(0)), job, memoryview(bytearray(16)))
-    assert job.found is not replaced
+    monkeypatch.setattr(tier, "read", hangs)
+    arena.carry_out([pools.behind_unit(EntryKind.KV, 1, b"a", take=False)])
+    arena.carry_out([pools.unit(EntryKind.KV, 3, 1, load_id=7, key=b"a")])
+    assert begun.wait(HANG_S) and arena.fetched(7, 0.01) is None
+    arena.drop_put_off(7)
+    store = pools.unit(EntryKind.KV, 0, 1, key=b"b")
+    for _ in range(2):  # the page stays taken
+        arena.carry_out([store, pools.unit(EntryKind.KV, 0, 2, key=b"c")])
+    assert "still being filled" in caplog.text and arena.behind_stats.full == 2
+    for load_id, (entry, key) in enumerate([(1, b"b"), (2, b"c")], start=8):
+        arena.carry_out([pools.unit(EntryKind.KV, 4, entry, load_id=load_id, key=key)])
+        assert arena.has_failed(load_id) == (key == b"b")
+    arena.carry_out([pools.behind_unit(EntryKind.KV, 1, b"a", take=False)])  # put off as on ranks where nothing hangs
+    arena.carry_out([pools.unit(EntryKind.KV, 3, 1, load_id=10, key=b"a")])
+    assert arena.is_put_off(10)
+    answers.set()
+    assert arena.fetched(10, HANG_S) is False
+    arena.drop_put_off(10)
+    wait_until(lambda: not arena._background.overwrite(store.pages), "the disk answers")
+    arena.carry_out([store, pools.unit(EntryKind.KV, 5, 1, load_id=11, key=b"b")])
+    assert not arena.has_failed(11) and pools.read(EntryKind.KV, 5)[0].unique().tolist() == [3.0]
+    arena.close()
 
 
 class Never(random.Random):

@@ -7,11 +7,14 @@ import fcntl
 import logging
 import os
 import random
+import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +37,6 @@ from tests.harness.selection import mostly_slow
 BLOCK, SIZE = 4, {EntryKind.KV: 1000, EntryKind.STATE: 3000}
 KV, STATE = EntryKind.KV, EntryKind.STATE
 NAME = b"n" * 16
-PREADV = os.preadv
 
 
 def tier_on(folder: Path, *, budget_bytes: int = 10**9, name: bytes = NAME, **settings: Any) -> FileTier:
@@ -124,109 +126,110 @@ def test_what_one_process_puts_the_next_one_gets(tmp_path):
     check(tmp_path, first, second)
 
 
-def test_parts_of_an_entry(tmp_path):
+@pytest.fixture(params=["native", "plain"])
+def reads_by(request, monkeypatch):
+    """Reads by threads of the C library, and as where it has none."""
+    if request.param == "plain":
+        monkeypatch.setattr(reads, "_library", lambda: None)
+    elif reads._library() is None:
+        pytest.skip("this C library has no AIO that we know")
+    return request.param
+
+
+def pieces(memory: bytearray, *ends: int) -> list[memoryview]:
+    """Memory in pieces that end at these places."""
+    view = memoryview(memory)
+    return [view[start:end] for start, end in pairwise((0, *ends, len(memory)))]
+
+
+@pytest.mark.parametrize("ends", [(), (500,), (500, 500, 2999)])
+def test_entries_are_read_together_into_pieces(tmp_path, monkeypatch, reads_by, ends):
+    """Of four entries one is not there; parts of one file are read side by side."""
+    monkeypatch.setattr(reads, "_PART_BYTES", 700)
+    monkeypatch.setattr(reads, "_SMALL_BYTES", 50)
     tier = tier_on(tmp_path)
-    of = tag(STATE, 1, 1)
-    put(tier, tag(KV, 1, 1), of)
-    buffer = bytearray(500)
-    for wait in (True, False):
-        assert tier.read(of, SIZE[STATE], 700, memoryview(buffer), wait=wait) is not None
-        assert bytes(buffer) == data(of)[700:1200]
-    assert tier.read(of, SIZE[STATE] + 1, 0, memoryview(buffer), wait=True) is None
-    assert tier.counts == {"not_valid": 1}
+    tags = [*prompt_tags(1, 2), tag(KV, 9, 9)]
+    put(tier, *tags[:-1])
+    memory = [bytearray(SIZE[each.kind]) for each in tags]
+    views = [pieces(one, *(end for end in ends if end < len(one))) for one in memory]
+    with tier.fill(tags, views) as sums:
+        assert sums == [*(hash(data(each)) % 2**60 for each in tags[:-1]), None]
+    assert memory == [*(data(each) for each in tags[:-1]), bytes(SIZE[KV])]
+    assert tier.counts == {"gone": 1}
 
 
-class Page:
-    """Memory of an entry that is read: who owns it, and how often it is asked for."""
-
-    def __init__(self, size: int, mine: Sequence[bool] = ()) -> None:
-        self.memory, self._mine, self.asked, self.is_held = bytearray(size), list(mine), 0, False
-
-    @contextmanager
-    def writing(self) -> Iterator[bool]:
-        self.asked += 1
-        self.is_held = True
-        try:
-            yield self._mine.pop(0) if self._mine else True
-        finally:
-            self.is_held = False
-
-    def fill(self, tier: FileTier, of: Tag, start: int = 0) -> int | None:
-        buffer, scratch = memoryview(self.memory), memoryview(bytearray(SIZE[of.kind] + HEADER_BYTES))
-        return tier.fill(of, SIZE[of.kind], start, [buffer[:500], buffer[500:]], scratch=scratch, writing=self.writing)
-
-
-class Disk:
-    """What is in the page cache, by bytes of each file; None: the file system cannot tell."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, page: Page, cached: int | None) -> None:
-        self.page, self.cached, self.waits = page, cached, 0
-        monkeypatch.setattr(os, "preadv", self.preadv)
-
-    def preadv(self, file: int, views: list[memoryview], at: int, flags: int = 0) -> int:
-        if not flags & os.RWF_NOWAIT:
-            assert not self.page.is_held, "waits for the disk while the owner of the memory waits"
-            self.waits += 1
-            return PREADV(file, views, at)
-        if self.cached is None or at >= self.cached:
-            raise OSError(errno.EOPNOTSUPP if self.cached is None else errno.EAGAIN, "")
-        content = memoryview(bytearray(self.cached - at))
-        count = left = PREADV(file, [content], at)
-        for view in views:
-            part = content[count - left :][: min(left, len(view))]
-            view[: len(part)] = part
-            left -= len(part)
-        return count - left
+@pytest.mark.parametrize(
+    "wrong", ["shorter", "much shorter", "without a header", "empty", "longer", "a folder", "no file"]
+)
+def test_a_file_that_is_not_right_is_a_miss_and_others_are_not(tmp_path, reads_by, wrong):
+    tier, tags = tier_on(tmp_path), prompt_tags(1, 2)
+    put(tier, *tags)
+    path = tier.folder.path(tier._file_name(tags[1]))
+    content = path.read_bytes()
+    path.unlink()
+    if wrong == "a folder":
+        path.mkdir()
+    elif wrong != "no file":
+        kept = {"shorter": -1, "much shorter": -900, "without a header": HEADER_BYTES - 1, "empty": 0, "longer": None}
+        path.write_bytes(content[: kept[wrong]] + b"x" * (wrong == "longer"))
+    assert [holds(tier, each) for each in tags] == [True, False, True]
+    why = {"a folder": "read_EISDIR", "no file": "gone"}.get(wrong, "not_valid")
+    assert tier.counts[why] == 1 and not tier.contains(KV, tags[1].key)
 
 
-@pytest.mark.parametrize("cached", [10**6, HEADER_BYTES + 700, HEADER_BYTES - 5, 0, None])
-@pytest.mark.parametrize("start", [0, 700])
-def test_memory_is_held_only_while_nothing_waits_for_the_disk(tmp_path, monkeypatch, cached, start):
-    tier, of = tier_on(tmp_path), tag(STATE, 1, 1)
-    put(tier, tag(KV, 1, 1), of)
-    monkeypatch.setattr(file_tier, "CHUNK_BYTES", 1000)
-    monkeypatch.setattr(tier, "_in_memory", False)
-    page = Page(SIZE[STATE] - start)
-    disk = Disk(monkeypatch, page, cached)
-    assert page.fill(tier, of, start) == hash(data(of)) % 2**60
-    assert page.memory == data(of)[start:]
-    assert (disk.waits == 0) == (cached == 10**6), "what is in memory is read without a copy"
-    asked, waits = page.asked, disk.waits
-    assert page.fill(tier, of, start) is not None
-    if cached is None:
-        assert page.asked - asked == disk.waits - waits, "the file system is asked once whether it can tell"
-    path = tier.folder.path(tier._file_name(of))
-    for content in (path.read_bytes()[:-1], path.read_bytes() + b"x"):
-        path.write_bytes(content)
-        tier.folder.space.add(tier._file_name(of), len(content), 0)
-        assert page.fill(tier, of, start) is None
-    assert tier.counts == {"not_valid": 2}
+def test_no_file_stays_open(tmp_path, monkeypatch, reads_by):
+    tier, tags = tier_on(tmp_path), prompt_tags(1, 3)
+    monkeypatch.setattr(reads, "_PART_BYTES", 100)
+    monkeypatch.setattr(reads, "_SMALL_BYTES", 50)
+    put(tier, *tags)
+    before = os.listdir("/proc/self/fd")
+    tier.folder.path(tier._file_name(tags[0])).unlink()
+    assert [holds(tier, each) for each in tags] == [False, True, True, True]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(before) + 8, limits[1]))
+    try:
+        memory = [bytearray(SIZE[each.kind]) for each in tags]
+        with tier.fill(tags, [[memoryview(one)] for one in memory]) as found:
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert found[0] is None and tier.counts == {"gone": 2, "read_EMFILE": found.count(None) - 1} and found[-1] is None
+    assert os.listdir("/proc/self/fd") == before
+    assert holds(tier, tags[-1])
 
 
-@pytest.mark.parametrize("cached", [10**6, 0])
-def test_memory_of_another_entry_is_not_written(tmp_path, monkeypatch, cached):
-    tier, of = tier_on(tmp_path), tag(STATE, 1, 1)
-    put(tier, tag(KV, 1, 1), of)
-    monkeypatch.setattr(tier, "_in_memory", False)
-    for mine in ([False], [True, False])[: 1 if cached else 2]:
-        page = Page(SIZE[STATE], mine)
-        Disk(monkeypatch, page, cached)
-        assert page.fill(tier, of) is None and not any(page.memory)
-    assert tier.contains(STATE, of.key) and not tier.counts
+def test_more_reads_than_the_library_takes_at_once(tmp_path):
+    content = random.Random(1).randbytes(3000)
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    file = os.open(path, os.O_RDONLY)
+    memory = bytearray(3000)
+    found = reads.read_all([reads.Read(file, at, memoryview(memory)[at : at + 1]) for at in range(3000)])
+    beyond = memoryview(bytearray(10))
+    assert reads.read_all([reads.Read(file, 2995, beyond)]) == [5] and beyond[:5] == content[2995:]
+    os.close(file)
+    assert found == [1] * 3000 and memory == content
+    (error,) = reads.read_all([reads.Read(file, 0, beyond)])
+    assert isinstance(error, OSError) and error.errno == errno.EBADF
+    assert reads.read_all([]) == []
 
 
-def test_a_file_system_in_memory_is_read_without_a_copy(tmp_path, monkeypatch):
-    tier, of = tier_on(tmp_path), tag(STATE, 1, 1)
-    put(tier, tag(KV, 1, 1), of)
-    monkeypatch.setattr(tier, "_in_memory", True)
-    page = Page(SIZE[STATE])
-    assert page.fill(tier, of) is not None and page.memory == data(of) and page.asked == 1
-    mounts = "30 25 {} / /there rw - {} none rw"
-    for kind in ("tmpfs", "ext4"):
-        device = os.stat(tmp_path).st_dev
-        text = mounts.format(f"{os.major(device)}:{os.minor(device)}", kind)
-        monkeypatch.setattr(Path, "read_text", lambda self, text=text, **options: text)
-        assert reads.is_in_memory(tmp_path) == (kind == "tmpfs")
+def test_the_child_of_a_fork_reads_without_the_threads(tmp_path):
+    """They are its parent's, but its C library does not know, and would wait for them forever."""
+    script = """
+import os, sys, tempfile
+from megatron_hybrid_prefix.tiers import reads
+held = tempfile.TemporaryFile()
+file = held.fileno()
+os.truncate(file, 40 * 4096)
+read = lambda: reads.read_all([reads.Read(os.dup(file), 4096 * at, memoryview(bytearray(4096))) for at in range(40)])
+assert read() == [4096] * 40
+child = os.fork()
+if not child:
+    os._exit(read() != [4096] * 40)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=HANG_S)
 
 
 @pytest.mark.parametrize("other", ["namespace", "epoch", "key", "depth", "kind"])
@@ -482,7 +485,7 @@ def test_a_file_that_cannot_be_read_is_written_again(tmp_path, monkeypatch, code
     tier, tags = tier_on(tmp_path), prompt_tags(1, 1)
     put(tier, *tags)
     with monkeypatch.context() as broken:
-        broken.setattr(file_tier, "read_part", lambda *arguments: raises(OSError(code, "broken")))
+        broken.setattr(file_tier, "read_files", lambda paths, *_: nullcontext([OSError(code, "broken") for _ in paths]))
         assert not holds(tier, tags[-1])
     assert not tier.contains(STATE, tags[-1].key)
     assert tier.counts == {f"read_{errno.errorcode[code]}": 1}

@@ -310,14 +310,14 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.asked = threading.Event(), threading.Event()
-        read_part = file_tier.read_part
+        read_files = file_tier.read_files
 
         def slow(*arguments: Any) -> Any:
             self.asked.set()
             assert self.opened.wait(HANG_S)
-            return read_part(*arguments)
+            return read_files(*arguments)
 
-        monkeypatch.setattr(file_tier, "read_part", slow)
+        monkeypatch.setattr(file_tier, "read_files", slow)
 
 
 def test_a_slow_disk_is_a_miss(model, folder, monkeypatch):

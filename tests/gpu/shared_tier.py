@@ -26,7 +26,6 @@ import time
 from pathlib import Path
 
 from megatron_hybrid_prefix.tiers.arena import GROUP_BYTES
-from megatron_hybrid_prefix.tiers.reads import is_in_memory
 from megatron_hybrid_prefix.tiers.shared import FolderSettings
 
 BLOCK, OWN_TOKENS, SPARE = 256, 300, 3  # SPARE prompts of each kind warm up
@@ -58,7 +57,7 @@ class Milestones:
         from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
         from megatron_hybrid_prefix.mcore.context.loads import RequestLoads
         from megatron_hybrid_prefix.mcore.state.moves import HostMoves
-        from megatron_hybrid_prefix.tiers import file
+        from megatron_hybrid_prefix.tiers import file, reads
         from megatron_hybrid_prefix.tiers.arena import HostArena
         from megatron_hybrid_prefix.upstream.context import ContextSeam
 
@@ -67,7 +66,7 @@ class Milestones:
         for owner, name, label in (
             (RequestLoads, "load_back", "lookup"),
             (HostMoves, "start_load", "start"),
-            (file, "read_part", "read"),
+            (reads, "read_all", "read"),
             (HostArena, "_run_loads", "load launch"),
             (HostArena, "_run_stores", "store launch"),
             (HostMoves, "fetch", "wait"),
@@ -134,7 +133,7 @@ class Run:
         self.next_id = 0
         self.milestones = Milestones()
         args.folder.mkdir(parents=True, exist_ok=True)
-        self.in_memory = is_in_memory(args.folder)
+        self.in_memory = args.folder.resolve().is_relative_to("/dev/shm")
         self.prompts = args.prompts * len(args.groups) * (1 if self.in_memory else 2)
 
     def engine(self, *, cached=True, host=False, shared=False):

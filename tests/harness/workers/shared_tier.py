@@ -23,15 +23,15 @@ PROMPTS = [random_tokens(3 * BLOCK_TOKENS + 9, seed=70 + number) for number in r
 @contextmanager
 def slow(tier):
     """No read of this rank's disk comes back in time."""
-    read_part = file_tier.read_part
+    read_files = file_tier.read_files
 
     def late(*arguments):
         time.sleep(3 * tier.wait_s)
-        return read_part(*arguments)
+        return read_files(*arguments)
 
-    file_tier.read_part = late
+    file_tier.read_files = late
     yield
-    file_tier.read_part = read_part
+    file_tier.read_files = read_files
 
 
 def main(out, layout, folder):
