@@ -14,8 +14,8 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -130,6 +130,7 @@ class _Shared:
         self.lock = threading.Lock()
         self.stores: SimpleQueue[Sequence[Job]] = SimpleQueue()  # nothing: the thread ends
         self.loads: SimpleQueue[Sequence[Job]] = SimpleQueue()
+        self.order = threading.Lock()  # loads begin in the order of the queue
         self.ended = False
         self.stored_bytes = self.refused = 0
         self.seconds = 0.0
@@ -148,11 +149,12 @@ class BackgroundMoves:
         shared = self._shared = _Shared(tier)
         self._of_page: dict[int, list[Job]] = {}  # jobs that may still touch a page
         self._stores: list[JobGroup] = []
-        threads = [
-            threading.Thread(target=_serve, args=(shared, work, largest_bytes), name=work.__name__, daemon=True)
-            for count, work in ((_WRITERS, _write), (tier.threads, _fill if tier.fills else _read))
-            for _ in range(count)
-        ]
+        work: list[tuple[str, Callable[[], None]]] = [
+            ("_write", partial(_serve, shared, _write, largest_bytes))
+        ] * _WRITERS
+        read = partial(_serve_fills, shared) if tier.fills else partial(_serve, shared, _read, largest_bytes)
+        work += [("_read", read)] * tier.threads
+        threads = [threading.Thread(target=serve, name=name, daemon=True) for name, serve in work]
         self._threads = threads
         self._close = weakref.finalize(self, _end_of_work, shared, len(threads))
         self._close.atexit = False  # see `_at_exit`
@@ -263,29 +265,59 @@ def marks(*queues: tuple[Callable[[Mark], None], Mark]) -> tuple[Callable[[], No
 
 
 def _serve(shared: _Shared, work: Callable[[_Shared, Sequence[Job], memoryview], None], largest_bytes: int) -> None:
-    """A thread. Its memory is made once: new memory costs as much time as the copy."""
-    memory = memoryview(torch.empty(0 if work is _fill else largest_bytes, dtype=torch.uint8).numpy())
+    """A thread that writes or reads. Its memory is made once: new memory costs as much time as the copy."""
+    memory = memoryview(torch.empty(largest_bytes, dtype=torch.uint8).numpy())
     try:
         shared.tier.use_memory(memory)
     except Exception as error:  # a tier's code may raise anything
         logger.error("the tier behind the host: use_memory failed: %r", error)
-    queue, is_store = (shared.stores, True) if work is _write else (shared.loads, False)
+    queue = shared.stores if work is _write else shared.loads
     while (jobs := queue.get()) and not shared.ended:
-        start = time.perf_counter()
-        try:
-            for wait in dict.fromkeys(wait for job in jobs for wait in job.after):
-                wait()
+        with _working(shared, jobs, work):
             work(shared, jobs, memory)
-        except Exception as error:  # a tier's code may raise anything
-            what = f"{work.__name__[1:]} of {jobs[0].tag.kind.name}"
-            logger.error("the tier behind the host: %s failed: %r", what, error)
-            with shared.lock:
-                shared.refused += is_store
+        del jobs  # and with them the host's memory
+
+
+def _serve_fills(shared: _Shared) -> None:
+    """A thread that reads for a tier which `fills`."""
+    while _fill_next(shared):
+        pass
+
+
+def _fill_next(shared: _Shared) -> bool:
+    """Reads what is next in the queue. While one thread begins, the others wait: so the first to begin is the first to arrive.
+
+    Returns:
+        False: the thread is to end.
+    """
+    with ExitStack() as stack:
+        with shared.order:
+            if not (jobs := shared.loads.get()) or shared.ended:
+                return False
+            stack.enter_context(_working(shared, jobs, _fill))
+            finish = stack.enter_context(_fill(shared, jobs))
+        finish()
+    return True
+
+
+@contextmanager
+def _working(shared: _Shared, jobs: Sequence[Job], work: Callable[..., object]) -> Iterator[None]:
+    """Waits until the pages may be used. At the end the jobs are over, whatever happened."""
+    start = time.perf_counter()
+    try:
+        for wait in jobs[0].after:  # the same for all
+            wait()
+        yield
+    except Exception as error:  # a tier's code may raise anything
+        what = f"{work.__name__[1:]} of {jobs[0].tag.kind.name}"
+        logger.error("the tier behind the host: %s failed: %r", what, error)
+        with shared.lock:
+            shared.refused += work is _write
+    finally:
         with shared.lock:
             shared.seconds += time.perf_counter() - start
         for job in jobs:
             job.end()
-        del jobs, job  # and with them the host's memory
 
 
 def _write(shared: _Shared, jobs: Sequence[Job], memory: memoryview) -> None:
@@ -319,12 +351,18 @@ def _read(shared: _Shared, jobs: Sequence[Job], memory: memoryview) -> None:
     job.checksum, job.found = checksum, True
 
 
-def _fill(shared: _Shared, jobs: Sequence[Job], memory: memoryview) -> None:
-    """As `_read`, for all jobs and straight into their pages (`SharedTier.fills`)."""
+@contextmanager
+def _fill(shared: _Shared, jobs: Sequence[Job]) -> Iterator[Callable[[], None]]:
+    """As `_read`, for all jobs and straight into their pages. Yields what waits for them."""
     mine = [job for job in jobs if job.begin_to_fill()]
-    with shared.tier.fill([job.tag for job in mine], [[view for _, view in job.pieces] for job in mine]) as sums:
-        for job, checksum in zip(mine, sums, strict=True):
-            if checksum is not None:
-                job.checksum, job.found = checksum, True
-        for job in jobs:
-            job.end()
+    views = [[view for _, view in job.pieces] for job in mine]
+    with shared.tier.fill([job.tag for job in mine], views) as wait:
+
+        def finish() -> None:
+            for job, checksum in zip(mine, wait(), strict=True):
+                if checksum is not None:
+                    job.checksum, job.found = checksum, True
+            for job in jobs:
+                job.end()
+
+        yield finish

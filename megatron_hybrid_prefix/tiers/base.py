@@ -130,15 +130,16 @@ class SharedTier(Tier):
 
     def fill(
         self, tags: Sequence[Tag], buffers: Sequence[Sequence[memoryview]]
-    ) -> AbstractContextManager[list[int | None]]:
-        """As `get`, straight into pages of the host. Nothing writes to them any more when the block begins, or cannot.
+    ) -> AbstractContextManager[Callable[[], list[int | None]]]:
+        """As `get`, straight into pages of the host, while the block runs.
 
         Args:
             tags: See `get`.
             buffers: For each entry: receive its bytes, one after the other.
 
         Returns:
-            What `get` returns, for a block; what may be late is done at its end.
+            For the block: what waits until nothing writes to the pages any more, and returns what `get` does. What else takes
+            time is done at the end of the block.
         """
         raise NotImplementedError
 

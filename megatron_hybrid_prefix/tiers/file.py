@@ -22,7 +22,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
@@ -219,26 +219,33 @@ class FileTier(SharedTier):
 
     def get(self, tags: Sequence[Tag], buffers: Sequence[memoryview]) -> list[int | None]:
         """See Tier."""
-        with self.fill(tags, [[buffer] for buffer in buffers]) as sums:
-            return sums
+        with self.fill(tags, [[buffer] for buffer in buffers]) as wait:
+            return wait()
 
     @contextmanager
-    def fill(self, tags: Sequence[Tag], buffers: Sequence[Sequence[memoryview]]) -> Iterator[list[int | None]]:
+    def fill(
+        self, tags: Sequence[Tag], buffers: Sequence[Sequence[memoryview]]
+    ) -> Iterator[Callable[[], list[int | None]]]:
         """See `SharedTier`."""
         with self.folder.lock:
             namespace = self._name
             paths = [self._path(tag) for tag in tags]
         thread = threading.get_ident()
         self._reads[thread] = time.monotonic()
-        with ExitStack() as stack:
-            try:
-                found = stack.enter_context(read_files(paths, HEADER_BYTES, buffers))
-            finally:
-                del self._reads[thread]
-            yield [
-                self._judge(tag, namespace, sum(map(len, views)), header)
-                for tag, views, header in zip(tags, buffers, found, strict=True)
-            ]
+        try:
+            with read_files(paths, HEADER_BYTES, buffers) as wait_for_headers:
+
+                def wait() -> list[int | None]:
+                    headers = wait_for_headers()
+                    self._reads.pop(thread, None)
+                    return [
+                        self._judge(tag, namespace, sum(map(len, views)), header)
+                        for tag, views, header in zip(tags, buffers, headers, strict=True)
+                    ]
+
+                yield wait
+        finally:
+            self._reads.pop(thread, None)
 
     def _path(self, tag: Tag) -> str | None:
         """The file of an entry; None: there is none. Call it with the folder's lock."""

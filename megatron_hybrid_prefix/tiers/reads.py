@@ -12,7 +12,7 @@ import ctypes
 import errno
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import islice
@@ -84,43 +84,58 @@ class _Library(NamedTuple):
     state: Any
 
 
-def read_all(reads: Sequence[Read]) -> list[int | OSError]:
-    """Read all of these. Waits until nothing is written to any buffer any more.
+class RunningReads:
+    """Reads that have begun. Call `wait` before the buffers are freed or used, and the files closed.
 
     Args:
-        reads: Different buffers.
-
-    Returns:
-        For each: the number of bytes, fewer than the buffer has only at the end of the file; or why there are none.
+        reads: The reads, with different buffers.
     """
-    library = _library()
-    if library is None or not reads:
-        return [_read_plainly(read) for read in reads]
-    blocks = (_ControlBlock * len(reads))()
-    for block, read in zip(blocks, reads, strict=True):
-        block.file, block.at, block.size = read.file, read.at, len(read.buffer)
-        block.buffer = ctypes.addressof(ctypes.c_char.from_buffer(read.buffer))
-        block.operation, block.event.notify, block.result = _LIO_READ, _SIGEV_NONE, -1
-    first, size = ctypes.addressof(blocks), ctypes.sizeof(_ControlBlock)
-    places = [ctypes.c_void_p(first + number * size) for number in range(len(reads))]
-    library.start_list(_LIO_NOWAIT, (ctypes.c_void_p * len(reads))(*places), len(reads), None)
-    for place in reversed(places):  # when the last one is over, most others are
-        while library.state(place) == errno.EINPROGRESS:
-            library.wait(ctypes.byref(place), 1, None)
-    # What was not taken up (too many at once), or ended early, is read plainly, which also says why.
-    return [
-        block.size if block.result == block.size else _read_plainly(read)
-        for block, read in zip(blocks, reads, strict=True)
-    ]
+
+    def __init__(self, reads: Sequence[Read]) -> None:
+        self._reads = reads
+        self._found: list[int | OSError] | None = None
+        self._library = _library() if reads else None
+        if self._library is None:
+            return
+        self._blocks = (_ControlBlock * len(reads))()
+        for block, read in zip(self._blocks, reads, strict=True):
+            block.file, block.at, block.size = read.file, read.at, len(read.buffer)
+            block.buffer = ctypes.addressof(ctypes.c_char.from_buffer(read.buffer))
+            block.operation, block.event.notify, block.result = _LIO_READ, _SIGEV_NONE, -1
+        first, size = ctypes.addressof(self._blocks), ctypes.sizeof(_ControlBlock)
+        self._places = (ctypes.c_void_p * len(reads))(*range(first, first + size * len(reads), size))
+        self._library.start_list(_LIO_NOWAIT, self._places, len(reads), None)
+
+    def wait(self) -> list[int | OSError]:
+        """Wait until nothing is written to any buffer any more.
+
+        Returns:
+            For each read: the number of bytes, fewer than the buffer has only at the end of the file; or why there are none.
+        """
+        if self._found is not None:
+            return self._found
+        library = self._library
+        if library is None:
+            self._found = [_read_plainly(read) for read in self._reads]
+            return self._found
+        for place in reversed(self._places):  # when the last one is over, most others are
+            while library.state(place) == errno.EINPROGRESS:
+                library.wait(ctypes.byref(ctypes.c_void_p(place)), 1, None)
+        # What was not taken up (too many at once), or ended early, is read plainly, which also says why.
+        self._found = [
+            block.size if block.result == block.size else _read_plainly(read)
+            for block, read in zip(self._blocks, self._reads, strict=True)
+        ]
+        return self._found
 
 
 @contextmanager
 def read_files(
     paths: Sequence[str | None], header_bytes: int, buffers: Sequence[Sequence[memoryview]]
-) -> Iterator[list[bytes | OSError | None]]:
+) -> Iterator[Callable[[], list[bytes | OSError | None]]]:
     """Read files: each one's header, and what is behind it straight into buffers.
 
-    The files are closed at the end of the block, because that takes a while, too.
+    The reads run while the block does. Files are closed at its end, because that takes a while, too.
 
     Args:
         paths: The files; None for those that are left out.
@@ -128,12 +143,25 @@ def read_files(
         buffers: For each file: receive its other bytes, one after the other.
 
     Yields:
-        For each file: its header, empty if the file is shorter or longer than header and buffers; why it could not be read;
+        What waits for the reads, and returns for each file: its header, empty if the file is shorter or longer than header and buffers; why it could not be read;
         None if it was left out.
     """
     headers, ends = bytearray(header_bytes * len(paths)), memoryview(bytearray(len(paths)))
     files: list[int] = []
     of_file: list[list[Read] | OSError | None] = []
+
+    def wait() -> list[bytes | OSError | None]:
+        counts, found = iter(running.wait()), list[bytes | OSError | None]()
+        for number, reads in enumerate(of_file):
+            if not isinstance(reads, list):
+                found.append(reads)
+                continue
+            *full, end = own = list(islice(counts, len(reads)))
+            broken = next((count for count in own if isinstance(count, OSError)), None)
+            fits = end == 0 and full == [len(read.buffer) for read in reads[:-1]]
+            found.append(broken or bytes(headers[number * header_bytes : (number + 1) * header_bytes] if fits else b""))
+        return found
+
     try:
         for number, (path, views) in enumerate(zip(paths, buffers, strict=True)):
             if path is None:
@@ -144,17 +172,11 @@ def read_files(
                 of_file.append(_reads_of(path, files, [header, *_parts(views), ends[number : number + 1]]))
             except OSError as error:
                 of_file.append(error)
-        counts = iter(read_all([read for reads in of_file if isinstance(reads, list) for read in reads]))
-        found: list[bytes | OSError | None] = []
-        for number, reads in enumerate(of_file):
-            if not isinstance(reads, list):
-                found.append(reads)
-                continue
-            *full, end = own = list(islice(counts, len(reads)))
-            broken = next((count for count in own if isinstance(count, OSError)), None)
-            fits = end == 0 and full == [len(read.buffer) for read in reads[:-1]]
-            found.append(broken or bytes(headers[number * header_bytes : (number + 1) * header_bytes] if fits else b""))
-        yield found
+        running = RunningReads([read for reads in of_file if isinstance(reads, list) for read in reads])
+        try:
+            yield wait
+        finally:
+            running.wait()
     finally:
         for file in files:
             os.close(file)

@@ -152,8 +152,8 @@ def test_entries_are_read_together_into_pieces(tmp_path, monkeypatch, reads_by, 
     put(tier, *tags[:-1])
     memory = [bytearray(SIZE[each.kind]) for each in tags]
     views = [pieces(one, *(end for end in ends if end < len(one))) for one in memory]
-    with tier.fill(tags, views) as sums:
-        assert sums == [*(hash(data(each)) % 2**60 for each in tags[:-1]), None]
+    with tier.fill(tags, views) as wait:
+        assert wait() == [*(hash(data(each)) % 2**60 for each in tags[:-1]), None]
     assert memory == [*(data(each) for each in tags[:-1]), bytes(SIZE[KV])]
     assert tier.counts == {"gone": 1}
 
@@ -189,8 +189,8 @@ def test_no_file_stays_open(tmp_path, monkeypatch, reads_by):
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(before) + 8, limits[1]))
     try:
         memory = [bytearray(SIZE[each.kind]) for each in tags]
-        with tier.fill(tags, [[memoryview(one)] for one in memory]) as found:
-            pass
+        with tier.fill(tags, [[memoryview(one)] for one in memory]) as wait:
+            found = wait()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert found[0] is None and tier.counts == {"gone": 2, "read_EMFILE": found.count(None) - 1} and found[-1] is None
@@ -204,14 +204,14 @@ def test_more_reads_than_the_library_takes_at_once(tmp_path):
     path.write_bytes(content)
     file = os.open(path, os.O_RDONLY)
     memory = bytearray(3000)
-    found = reads.read_all([reads.Read(file, at, memoryview(memory)[at : at + 1]) for at in range(3000)])
+    found = reads.RunningReads([reads.Read(file, at, memoryview(memory)[at : at + 1]) for at in range(3000)]).wait()
     beyond = memoryview(bytearray(10))
-    assert reads.read_all([reads.Read(file, 2995, beyond)]) == [5] and beyond[:5] == content[2995:]
+    assert reads.RunningReads([reads.Read(file, 2995, beyond)]).wait() == [5] and beyond[:5] == content[2995:]
     os.close(file)
     assert found == [1] * 3000 and memory == content
-    (error,) = reads.read_all([reads.Read(file, 0, beyond)])
+    (error,) = reads.RunningReads([reads.Read(file, 0, beyond)]).wait()
     assert isinstance(error, OSError) and error.errno == errno.EBADF
-    assert reads.read_all([]) == []
+    assert reads.RunningReads([]).wait() == []
 
 
 def test_the_child_of_a_fork_reads_without_the_threads(tmp_path):
@@ -222,7 +222,7 @@ from megatron_hybrid_prefix.tiers import reads
 held = tempfile.TemporaryFile()
 file = held.fileno()
 os.truncate(file, 40 * 4096)
-read = lambda: reads.read_all([reads.Read(os.dup(file), 4096 * at, memoryview(bytearray(4096))) for at in range(40)])
+read = lambda: reads.RunningReads([reads.Read(os.dup(file), 4096 * at, memoryview(bytearray(4096))) for at in range(40)]).wait()
 assert read() == [4096] * 40
 child = os.fork()
 if not child:
@@ -485,7 +485,9 @@ def test_a_file_that_cannot_be_read_is_written_again(tmp_path, monkeypatch, code
     tier, tags = tier_on(tmp_path), prompt_tags(1, 1)
     put(tier, *tags)
     with monkeypatch.context() as broken:
-        broken.setattr(file_tier, "read_files", lambda paths, *_: nullcontext([OSError(code, "broken") for _ in paths]))
+        broken.setattr(
+            file_tier, "read_files", lambda paths, *_: nullcontext(lambda: [OSError(code, "broken") for _ in paths])
+        )
         assert not holds(tier, tags[-1])
     assert not tier.contains(STATE, tags[-1].key)
     assert tier.counts == {f"read_{errno.errorcode[code]}": 1}

@@ -82,7 +82,7 @@ class Hit:
         self.arena = HostArena(
             lambda: tensors, pages=pages, page_bytes=page, pages_of=pages_of, device=device, behind=self.tier
         )
-        self.run_loads = self.arena._run_loads
+        self.run_loads = self.arena.loads.run
         self.arena.memory.fill_(1)  # touch the pages
         self.whole = folder / "whole"
         self.whole.write_bytes(bytes(self.bytes))
@@ -98,7 +98,7 @@ class Hit:
     def read(self, *, to_device=False):
         """By the arena, as a request waits for it."""
         self.loads += 1
-        self.arena._run_loads = self.run_loads if to_device else lambda units, loading=None: None
+        self.arena.loads.run = self.run_loads if to_device else lambda units, prepared=None: None
         pages = [{"pages": pages, "tag": tag} for tag, pages in self.transfers]
         places = [tag.depth_tokens // BLOCK - 1 for tag, _ in self.transfers]
         self.arena.carry_out([BlockTransfer(source="shared", target=HOST, **each) for each in pages])
@@ -113,7 +113,7 @@ class Hit:
             self.arena.wait_for_load(self.loads)
             torch.cuda.synchronize()
             assert not self.arena.has_failed(self.loads)
-        self.arena._fetching.clear()
+        self.arena._shared._fetching.clear()
 
     def read_one_file(self, threads):
         """All bytes from one file, a share for each thread."""
