@@ -58,7 +58,8 @@ class Milestones:
         from megatron_hybrid_prefix.mcore.context.loads import RequestLoads
         from megatron_hybrid_prefix.mcore.state.moves import HostMoves
         from megatron_hybrid_prefix.tiers import file, reads
-        from megatron_hybrid_prefix.tiers.arena import HostArena
+        from megatron_hybrid_prefix.tiers.loads import Loads
+        from megatron_hybrid_prefix.tiers.stores import Stores
         from megatron_hybrid_prefix.upstream.context import ContextSeam
 
         self._first, self._last, self._spent = {}, {}, {}
@@ -67,8 +68,8 @@ class Milestones:
             (RequestLoads, "load_back", "lookup"),
             (HostMoves, "start_load", "start"),
             (reads.RunningReads, "wait", "read"),
-            (HostArena, "_run_loads", "load launch"),
-            (HostArena, "_run_stores", "store launch"),
+            (Loads, "run", "load launch"),
+            (Stores, "run", "store launch"),
             (HostMoves, "fetch", "wait"),
             (HybridPrefixContext, "prefix_request", "keys"),
             (HybridPrefixContext, "add_request", "admission"),
