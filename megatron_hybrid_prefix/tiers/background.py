@@ -43,16 +43,27 @@ class JobGroup:
     """
 
     def __init__(self, jobs: int) -> None:
-        self._left, self._lock, self._over = jobs, threading.Lock(), threading.Event()
+        self._left, self._lock = jobs, threading.Lock()
+        self._begun, self._over = threading.Event(), threading.Event()
         if not jobs:
+            self._begun.set()
             self._over.set()
+
+    def begin(self) -> None:
+        """All are under way, and need no thread of Python for a while."""
+        self._begun.set()
 
     def end_one(self) -> None:
         """A job is over."""
         with self._lock:
             self._left -= 1
             if not self._left:
+                self._begun.set()
                 self._over.set()
+
+    def wait_for_begin(self, seconds: float) -> None:
+        """Wait until all are under way or over, at most this long."""
+        self._begun.wait(max(0.0, seconds))
 
     def wait(self, seconds: float) -> bool:
         """Wait until all are over, at most this long. Returns whether they are."""
@@ -168,9 +179,9 @@ class BackgroundMoves:
         self._stores = [group for group in self._stores if not group.wait(0)]
         self._stores.append(self._start(self._shared.stores, list(jobs), together=False))
 
-    def load(self, jobs: Iterable[Job]) -> None:
+    def load(self, jobs: Iterable[Job]) -> JobGroup:
         """Read entries from the tier into their pages. Call `forget_ended` before the first group of a load."""
-        self._start(self._shared.loads, list(jobs), together=self._fills)
+        return self._start(self._shared.loads, list(jobs), together=self._fills)
 
     def forget_ended(self) -> None:
         """Forget the jobs that are over. Takes time for each page that is in use, so not once for each group."""
@@ -185,6 +196,8 @@ class BackgroundMoves:
             job.group = group
             for page in job.pages:
                 self._of_page.setdefault(page, []).append(job)
+        if not together:
+            group.begin()
         for part in [jobs] if together and jobs else ([job] for job in jobs):
             queue.put(part)
         return group
@@ -296,6 +309,8 @@ def _fill_next(shared: _Shared) -> bool:
                 return False
             stack.enter_context(_working(shared, jobs, _fill))
             finish = stack.enter_context(_fill(shared, jobs))
+            if jobs[0].group is not None:
+                jobs[0].group.begin()
         finish()
     return True
 

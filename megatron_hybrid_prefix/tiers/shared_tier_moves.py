@@ -74,6 +74,7 @@ class SharedTierMoves:
         self._given_sums: dict[int, int] = {}  # by first page: checksums of entries that came from behind
         self._fetching: dict[int, Job] = {}  # by page: entries from behind that nobody has settled since
         self._put_off: dict[int, _PutOff] = {}  # loads that wait for them
+        self._last_groups: list[JobGroup] = []  # of the last load
         self._stats = TierStats()
 
     def close(self) -> None:
@@ -135,6 +136,7 @@ class SharedTierMoves:
 
     def load(self, units: Sequence[BlockTransfer]) -> None:
         """Begin to read entries from the tier into these pages."""
+        self._last_groups = []
         for different in _without_shared_pages(units):
             self._begin_fetches(different, {unit.pages for unit in self.overwrite(different)})
 
@@ -143,20 +145,26 @@ class SharedTierMoves:
         after = marks((self._stores.queue.finish, self._stores.stored), (self._loads.queue.finish, self._loads.last))
         background.forget_ended()
         self._contents.drop(units)  # until `fetched`
-        jobs: list[Job] = []
+        groups: list[list[Job]] = [[]]
         group_bytes = 0
         # States first: they are the longest.
         for unit in sorted(units, key=lambda unit: unit.tag.kind is EntryKind.KV):
             size = self._copies.entry_bytes(unit.tag.kind)
             if group_bytes and group_bytes + size > GROUP_BYTES:
-                background.load(jobs)
-                jobs, group_bytes = [], 0
+                groups.append([])
+                group_bytes = 0
             group_bytes += size
             job = Job(unit.tag, size, unit.pages, self._pages.views(unit.pages, size), after)
             job.cancelled = unit.pages not in free
             self._fetching |= dict.fromkeys(unit.pages, job)  # also then: all ranks put off the same loads
-            jobs.append(job)
-        background.load(jobs)
+            groups[-1].append(job)
+        self._last_groups += [background.load(jobs) for jobs in groups]
+
+    def wait_for_begin(self, seconds: float) -> None:
+        """See `HostArena`."""
+        late = time.perf_counter() + seconds
+        for group in self._last_groups:
+            group.wait_for_begin(late - time.perf_counter())
 
     # -- loads that wait for entries from the tier ---------------------------------------------------------------------
 

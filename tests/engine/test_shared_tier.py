@@ -457,7 +457,7 @@ def test_others_run_while_a_load_waits_for_the_disk(model, folder, mode, monkeyp
 
 @pytest.mark.parametrize("end", mostly_slow(["abort", "invalidate", "reset", "pages are needed"], "pages are needed"))
 def test_a_load_that_ends_while_the_disk_is_read(model, folder, end, monkeypatch):
-    """What the disk returns later is written nowhere."""
+    """What the disk returns later is used by nobody."""
     computed(model, folder)
     served = start(model, folder, host_gb=0.0005)
     disk = Gate(monkeypatch)
@@ -465,7 +465,7 @@ def test_a_load_that_ends_while_the_disk_is_read(model, folder, end, monkeypatch
     served.step(2)
     waiting = served.add(PROMPT, 4)
     served.step(2)
-    assert served.cache.loads.is_loading(waiting) and disk.asked.is_set()
+    assert served.cache.loads.is_loading(waiting) and disk.asked.wait(HANG_S)
     if end == "invalidate":
         served.engine.invalidate()
     elif end == "reset":
