@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_hybrid_prefix.tiers import arena as arenas
-from megatron_hybrid_prefix.tiers import background
+from megatron_hybrid_prefix.tiers import background, loads, shared_tier_moves, stores
 from megatron_hybrid_prefix.tiers.arena import HostArena
 from megatron_hybrid_prefix.tiers.base import Entry, SharedTier, Tier
 from megatron_hybrid_prefix.tiers.pinned import allocate, choose_page_bytes, pin, unpin
@@ -103,11 +102,11 @@ class AnyOrder:
 
     def __init__(self, device: str, seed: int, monkeypatch: pytest.MonkeyPatch, behind: Tier | None = None) -> None:
         scale = 1 if device == "cpu" else 20_000
-        monkeypatch.setattr(arenas, "FIRST_BYTES", 30 * scale * 8)
+        monkeypatch.setattr(stores, "FIRST_BYTES", 30 * scale * 8)
         if seed % 2:  # loads by the copy engines
-            monkeypatch.setattr(arenas, "ENGINE_BYTES", 1)
-        monkeypatch.setattr(arenas, "STORE_STAGING_BYTES", 3 * 30 * scale * 8)
-        monkeypatch.setattr(arenas, "LOAD_STAGING_BYTES", 2 * 30 * scale * 8)
+            monkeypatch.setattr(loads, "ENGINE_BYTES", 1)
+        monkeypatch.setattr(stores, "STAGING_BYTES", 3 * 30 * scale * 8)
+        monkeypatch.setattr(loads, "STAGING_BYTES", 2 * 30 * scale * 8)
         self.pools = Pools(device, scale, behind=behind)
         self.dice, self._delays = random.Random(seed), random.Random(seed)
         self.places = [(EntryKind.KV, i) for i in range(BLOCKS)] + [(EntryKind.STATE, i) for i in range(SLOTS)]
@@ -117,9 +116,9 @@ class AnyOrder:
 
     def carry_out(self, units: list[BlockTransfer]) -> None:
         arena = self.pools.arena
-        if isinstance(arena.stores, HostQueue):
-            arena._stored = self._delays.choice([None, OnItsWay()])
-        for queue in (arena.stores, arena.loads):
+        if isinstance(arena.stores.queue, HostQueue):
+            arena.stores.stored = self._delays.choice([None, OnItsWay()])
+        for queue in (arena.stores.queue, arena.loads.queue):
             if not isinstance(queue, HostQueue) and self._delays.random() < 0.3:  # what does not wait for it shows
                 with torch.cuda.stream(queue._stream):
                     torch.cuda._sleep(2_000_000)
@@ -251,8 +250,8 @@ def test_any_order_of_moves_with_a_shared_tier(device, seed, monkeypatch):
     """Pages are given away while threads read and write them. What arrives is what was stored, or it does not arrive."""
     tier = SlowTier(seed)
     world = AnyOrder(device, seed, monkeypatch, behind=tier)
-    monkeypatch.setattr(arenas, "PART_BYTES", 1)  # a part for each page
-    monkeypatch.setattr(arenas, "GROUP_BYTES", 1)  # a group for each entry
+    monkeypatch.setattr(shared_tier_moves, "PART_BYTES", 1)  # a part for each page
+    monkeypatch.setattr(shared_tier_moves, "GROUP_BYTES", 1)  # a group for each entry
     pools, dice, places, on_device = world.pools, world.dice, world.places, world.on_device
     arena, on_host, taken, ends = pools.arena, {}, set(), Counter()
     for step in range(60):
@@ -321,7 +320,7 @@ def test_a_load_whose_page_went_to_another_entry_is_a_miss(monkeypatch):
 @pytest.mark.parametrize("end", ["arrives", "dropped", "dropped before"])
 def test_what_has_arrived_is_loaded_while_the_rest_is_read(end, monkeypatch):
     """If the load is given up, the model waits for what was launched of it."""
-    monkeypatch.setattr(arenas, "GROUP_BYTES", 1)
+    monkeypatch.setattr(shared_tier_moves, "GROUP_BYTES", 1)
     tier = SlowTier(0)
     monkeypatch.setattr(tier, "_dice", Never())
     pools = Pools("cpu", behind=tier)
@@ -341,7 +340,7 @@ def test_what_has_arrived_is_loaded_while_the_rest_is_read(end, monkeypatch):
         return read(tag, *args, **how)
 
     monkeypatch.setattr(tier, "read", slow_read)
-    monkeypatch.setattr(pools.arena.loads, "wait", waits.append)
+    monkeypatch.setattr(pools.arena.loads.queue, "wait", waits.append)
     fetch = [pools.behind_unit(EntryKind.KV, 2 + index, key, take=False) for index, key in enumerate((b"a", b"b"))]
     load = [pools.unit(EntryKind.KV, 5 + index, 2 + index, 7, key=key) for index, key in enumerate((b"a", b"b"))]
     pools.arena.carry_out([*fetch, *load])
@@ -361,7 +360,7 @@ def test_what_has_arrived_is_loaded_while_the_rest_is_read(end, monkeypatch):
 
 
 def test_a_wrong_entry_of_any_group_fails_the_load(monkeypatch):
-    monkeypatch.setattr(arenas, "GROUP_BYTES", 1)
+    monkeypatch.setattr(shared_tier_moves, "GROUP_BYTES", 1)
     tier = SlowTier(0)
     monkeypatch.setattr(tier, "_dice", Never())
     pools = Pools("cpu", behind=tier)
@@ -396,7 +395,9 @@ def test_the_checksum_of_an_entry_from_behind_goes_back_with_it(monkeypatch):
     pools.arena.carry_out([pools.unit(EntryKind.KV, 3, 1, load_id=7)])
     assert pools.arena.fetched(7, HANG_S)
     pools.arena.run_put_off(7)
-    monkeypatch.setattr(pools.arena, "_sums_seen", torch.zeros_like(pools.arena._sums))  # as of before it arrived
+    monkeypatch.setattr(
+        pools.arena.contents, "sums_seen", torch.zeros_like(pools.arena.contents.sums)
+    )  # as of before it arrived
     tier.entries.clear()
     pools.arena.carry_out([pools.behind_unit(EntryKind.KV, 1, b"k", take=True)])
     assert pools.arena.drain(HANG_S) and tier.entries == stored
@@ -437,9 +438,9 @@ def test_a_process_that_ends_writes_what_is_left(monkeypatch):
         )
     threading.Timer(0.05, may_write.set).start()
     monkeypatch.setattr(tier, "wait_s", HANG_S, raising=False)
-    pools.arena._background.finish()
+    pools.arena._shared._background.finish()
     assert len(tier.entries) == 4
-    assert not any(thread.is_alive() for thread in pools.arena._background._threads)
+    assert not any(thread.is_alive() for thread in pools.arena._shared._background._threads)
 
 
 def test_a_process_that_ends_does_not_wait_for_a_disk_that_hangs(monkeypatch):
@@ -450,7 +451,7 @@ def test_a_process_that_ends_does_not_wait_for_a_disk_that_hangs(monkeypatch):
     monkeypatch.setattr(background, "_END_S", 0.01)
     units = [pools.unit(EntryKind.KV, 1, 1, key=b"k"), pools.behind_unit(EntryKind.KV, 1, b"k", take=True)]
     pools.arena.carry_out(units)
-    pools.arena._background.finish()
+    pools.arena._shared._background.finish()
     assert tier.entries == {}
     never.set()
 
@@ -506,7 +507,7 @@ def test_a_wrong_bit_is_noticed(device, kind):
 
 def test_later_loads_do_not_fail_for_earlier_ones(monkeypatch):
     """The flags of loads are used again."""
-    monkeypatch.setattr(arenas, "_LOADS", 2)
+    monkeypatch.setattr(loads, "_LOADS", 2)
     pools = Pools("cpu")
     pools.write(EntryKind.KV, 1, 3.0)
     for entry in (5, 6):
@@ -537,7 +538,7 @@ def test_without_verification_nothing_is_compared():
 
 def test_neighbouring_pages_of_two_entries_are_no_neighbours_in_the_buffer(monkeypatch):
     """Entries that fill one of their two pages, as on a rank with fewer layers than others."""
-    monkeypatch.setattr(arenas, "ENGINE_BYTES", 1)
+    monkeypatch.setattr(loads, "ENGINE_BYTES", 1)
     kv = torch.arange(4 * 512).view(1, 4, 512).to(torch.uint8)
     kv += torch.arange(4, dtype=torch.uint8)[None, :, None]
     arena = HostArena(lambda: {EntryKind.KV: [kv]}, pages=8, page_bytes=512, pages_of={EntryKind.KV: 2}, device="cpu")
@@ -594,14 +595,14 @@ class Marks(HostQueue):
 
 def test_the_model_waits_until_its_targets_were_read(monkeypatch):
     """It waits for what is copied straight to the host, and for the last gather; once, and not for other copies to the host."""
-    monkeypatch.setattr(arenas, "STORE_STAGING_BYTES", 1)  # a batch each
+    monkeypatch.setattr(stores, "STAGING_BYTES", 1)  # a batch each
     pools = Pools("cpu")
-    monkeypatch.setattr(arenas, "FIRST_BYTES", pools.pages_of[EntryKind.KV] * pools.page_bytes)
-    pools.arena.stores = marks = Marks()
+    monkeypatch.setattr(stores, "FIRST_BYTES", pools.pages_of[EntryKind.KV] * pools.page_bytes)
+    pools.arena.stores.queue = marks = Marks()
     pools.arena.wait_for_stores()
     assert marks.waited == []
     made = []
-    monkeypatch.setattr(pools.arena, "_store", lambda batch: made.append(marks.made))
+    monkeypatch.setattr(pools.arena.stores, "_store", lambda batch: made.append(marks.made))
     units = [pools.unit(EntryKind.KV, 1, 5), pools.unit(EntryKind.KV, 2, 6), pools.unit(EntryKind.STATE, 2, 7)]
     pools.arena.carry_out(units)
     pools.arena.wait_for_stores()
@@ -616,7 +617,7 @@ def test_a_write_right_after_a_store_does_not_spoil_it():
     for kind, index in ((EntryKind.KV, 1), (EntryKind.STATE, 2)):
         pools.write(kind, index, 3.0)
     torch.cuda.synchronize()
-    with torch.cuda.stream(pools.arena.stores._stream):
+    with torch.cuda.stream(pools.arena.stores.queue._stream):
         torch.cuda._sleep(200_000_000)
     pools.arena.carry_out([pools.unit(EntryKind.KV, 1, 5), pools.unit(EntryKind.STATE, 2, 6)])
     pools.arena.wait_for_stores()

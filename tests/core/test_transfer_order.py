@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_hybrid_prefix.tiers import arena as arenas
+from megatron_hybrid_prefix.tiers import loads, stores
 from megatron_hybrid_prefix.tiers.queue import BUFFERS, DeviceQueue
 from megatron_hybrid_prefix.tiers.units import EntryKind
 from tests.core.test_host_arena import Pools
@@ -54,27 +54,31 @@ class Launches:
         for name, value in (("Stream", Stream), ("Event", Event), ("stream", self._on)):
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: self._streams[-1])
-        monkeypatch.setattr(arenas, "ENGINE_BYTES", 1)
-        for size in ("STORE_STAGING_BYTES", "LOAD_STAGING_BYTES"):
-            monkeypatch.setattr(arenas, size, 1)  # half of a buffer holds one entry
+        monkeypatch.setattr(loads, "ENGINE_BYTES", 1)
+        for module in (stores, loads):
+            monkeypatch.setattr(module, "STAGING_BYTES", 1)  # half of a buffer holds one entry
         self.pools = Pools("cpu")
         self.entry_bytes = self.pools.pages_of[EntryKind.KV] * self.pools.page_bytes
-        monkeypatch.setattr(arenas, "FIRST_BYTES", self.entry_bytes)
+        monkeypatch.setattr(stores, "FIRST_BYTES", self.entry_bytes)
         self.arena = self.pools.arena
         device = torch.device("cpu")
-        self.arena.stores, self.arena.loads = DeviceQueue(device), DeviceQueue(device, BUFFERS)
-        self.arena._stored = Event()  # a store that is on its way
-        for name in ("_gather", "_store", "_copy_from_pages", "_load"):
-            monkeypatch.setattr(self.arena, name, self._launches(name, getattr(self.arena, name)))
+        self.arena.stores.queue, self.arena.loads.queue = DeviceQueue(device), DeviceQueue(device, BUFFERS)
+        self.arena.stores.stored = Event()  # a store that is on its way
+        for owner, names in (
+            (self.arena.stores, ("_gather", "_store")),
+            (self.arena.loads, ("_copy_from_pages", "_load")),
+        ):
+            for name in names:
+                monkeypatch.setattr(owner, name, self._launches(name, getattr(owner, name)))
         self._uploaded: list[str] = []
-        upload = self.arena._upload
+        upload = self.arena._copies.upload
 
         def launch_upload(*args: Any) -> Any:
             self._uploaded[:] = [f"_upload {len(self.before)}"]
             self.launch(*self._uploaded)
             return upload(*args)
 
-        monkeypatch.setattr(self.arena, "_upload", launch_upload)
+        monkeypatch.setattr(self.arena._copies, "upload", launch_upload)
 
     @contextlib.contextmanager
     def _on(self, stream: Stream) -> Iterator[None]:
@@ -125,7 +129,7 @@ def test_the_first_entries_of_a_store_go_straight_to_the_host(world: Launches) -
     """While the others are gathered. The model and loads wait for both, but not for the other copies to the host."""
     before, pools = world.before, world.pools
     world.launch("forward")
-    world.arena._stored.is_over = True
+    world.arena.stores.stored.is_over = True
     world.arena.carry_out([pools.unit(EntryKind.KV, n, n) for n in range(2)])
     world.arena.carry_out([pools.unit(EntryKind.KV, 9, 20, load_id=1)])
     world.arena.wait_for_stores()
@@ -140,15 +144,15 @@ def test_the_first_entries_of_a_store_go_straight_to_the_host(world: Launches) -
 
 def test_an_entry_that_is_too_large_is_gathered(world: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model would wait for the host link."""
-    world.arena._stored.is_over = True
-    monkeypatch.setattr(arenas, "FIRST_BYTES", world.entry_bytes - 1)
+    world.arena.stores.stored.is_over = True
+    monkeypatch.setattr(stores, "FIRST_BYTES", world.entry_bytes - 1)
     world.arena.carry_out([world.pools.unit(EntryKind.KV, 0, 0)])
     assert [name for name in world.before if "upload" not in name] == ["_gather 0", "_store 0"]
 
 
 def test_what_the_buffer_has_no_room_for_goes_straight_to_the_host(world: Launches) -> None:
     """So the model waits for these, and not until half of the buffer has been copied, too."""
-    world.arena._stored.is_over = True
+    world.arena.stores.stored.is_over = True
     world.arena.carry_out([world.pools.unit(EntryKind.KV, n, n) for n in range(5)])
     world.arena.wait_for_stores()
     world.launch("next forward")
@@ -158,7 +162,7 @@ def test_what_the_buffer_has_no_room_for_goes_straight_to_the_host(world: Launch
 
 
 def test_what_shares_a_half_of_the_buffer_is_gathered_while_the_rest_is_copied(world: Launches) -> None:
-    pools, staging = world.pools, world.arena._store_staging
+    pools, staging = world.pools, world.arena.stores._staging
     staging.half_bytes, staging.memory = 2 * staging.half_bytes, staging.memory.repeat(2)
     world.arena.carry_out([pools.unit(EntryKind.KV, 0, 0), pools.unit(EntryKind.STATE, 1, 1)])
     assert {"_gather 0", "_store 0", "_gather 1"} <= world.before["_store 1"]

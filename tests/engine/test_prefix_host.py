@@ -10,7 +10,7 @@ import torch
 
 from megatron_hybrid_prefix.index.tree import NO_BLOCK
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
-from megatron_hybrid_prefix.tiers.units import EntryKind
+from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 from tests.harness.engine_helpers import random_tokens
 from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
 from tests.harness.mutants import MUTANTS, check_answers, mutated_resume
@@ -217,8 +217,6 @@ def spoil(served: EngineHarness, prompt: list[int], what: EntryKind) -> None:
     "fault", mostly_slow(["kv bit", "state bit", "tag", "load raises", "store raises"], "state bit", "load raises")
 )
 def test_a_fault_costs_time_only(model, case, fault, caplog, monkeypatch):
-    from megatron_hybrid_prefix.tiers import arena as arenas
-
     mode, chunk = case
     chunked = {} if chunk is None else {"enable_chunked_prefill": True, "max_tokens": chunk}
     served = small(model, async_sched_mode=mode, blocks=16, **chunked)
@@ -230,7 +228,7 @@ def test_a_fault_costs_time_only(model, case, fault, caplog, monkeypatch):
         raise RuntimeError("the copy engine is on fire")
 
     if fault == "store raises":
-        monkeypatch.setattr(arena, "_store", fails)
+        monkeypatch.setattr(arena.stores, "_store", fails)
     push_out(served, count=5)
     monkeypatch.undo()
     assert on_device(served, prompt) == 0
@@ -241,9 +239,9 @@ def test_a_fault_costs_time_only(model, case, fault, caplog, monkeypatch):
     elif fault == "tag":
         node = served.cache.inspect.node(served.cache.chain(prompt).keys[-1])
         page = served.cache.inspect.host_tier.entries.pages(node.host_slot)[0]
-        arena._tags[page] = arenas.Tag(kind=EntryKind.STATE, key=node.key, depth_tokens=3 * BLOCK, epoch=0)
+        arena.contents.tags[page] = Tag(kind=EntryKind.STATE, key=node.key, depth_tokens=3 * BLOCK, epoch=0)
     elif fault == "load raises":
-        monkeypatch.setattr(arena, "_load", fails)
+        monkeypatch.setattr(arena.loads, "_load", fails)
     running = served.add(random_tokens(30, seed=7), 30)
     served.step(2)
     with caplog.at_level(logging.ERROR):

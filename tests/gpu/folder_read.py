@@ -23,11 +23,12 @@ import torch
 from megatron_hybrid_prefix.ops.checksum import checksum_rows
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy
-from megatron_hybrid_prefix.tiers.arena import PART_BYTES, HostArena
+from megatron_hybrid_prefix.tiers.arena import HostArena
 from megatron_hybrid_prefix.tiers.base import Entry
 from megatron_hybrid_prefix.tiers.file import HEADER_BYTES, FileTier
 from megatron_hybrid_prefix.tiers.pinned import choose_page_bytes
 from megatron_hybrid_prefix.tiers.shared import FolderSettings
+from megatron_hybrid_prefix.tiers.shared_tier_moves import PART_BYTES
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
 
 BLOCK, BLOCKS = 256, 33
@@ -78,7 +79,7 @@ class Hit:
         self.arena = HostArena(
             lambda: tensors, pages=pages, page_bytes=page, pages_of=pages_of, device=device, behind=self.tier
         )
-        self.run_loads = self.arena._run_loads
+        self.run_loads = self.arena.loads.run
         self.arena.memory.fill_(1)  # touch the pages
         self.whole = folder / "whole"
         self.whole.write_bytes(bytes(self.bytes))
@@ -94,7 +95,7 @@ class Hit:
     def read(self, *, to_device=False):
         """By the arena, as a request waits for it."""
         self.loads += 1
-        self.arena._run_loads = self.run_loads if to_device else lambda units, loading=None: None
+        self.arena.loads.run = self.run_loads if to_device else lambda units, prepared=None: None
         pages = [{"pages": pages, "tag": tag} for tag, pages in self.transfers]
         places = [tag.depth_tokens // BLOCK - 1 for tag, _ in self.transfers]
         self.arena.carry_out([BlockTransfer(source="shared", target=HOST, **each) for each in pages])
@@ -109,7 +110,7 @@ class Hit:
             self.arena.wait_for_load(self.loads)
             torch.cuda.synchronize()
             assert not self.arena.has_failed(self.loads)
-        self.arena._fetching.clear()
+        self.arena._shared._fetching.clear()
 
     def read_one_file(self, threads):
         """All bytes from one file, a share for each thread."""

@@ -25,7 +25,7 @@ from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, state_
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.ops import page_copies
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from megatron_hybrid_prefix.tiers import arena
+from megatron_hybrid_prefix.tiers import stores
 from tests.gpu.shared_tier import Milestones, milestones_table
 from tests.harness.engine_helpers import greedy, run_to_end
 
@@ -33,19 +33,20 @@ WARM_UP = 6  # prompts that fill the device and compile kernels
 
 
 def store_by_engines(own, batch):
-    """`HostArena._store`, by the copy engines. Only its time counts: nothing is loaded here."""
-    size = own._entry_bytes(batch.kind)
+    """`Stores._store`, by the copy engines. Only its time counts: nothing is loaded here."""
+    copies, size = own._copies, own._copies.entry_bytes(batch.kind)
     ranges = (
-        (batch.start + start, page * own.page_bytes, length) for start, page, length in own._pieces(batch.units, size)
+        (batch.start + start, page * copies._pages.page_bytes, length)
+        for start, page, length in copies.pieces(batch.units, size)
     )
-    page_copies.copy_ranges(own._store_staging.memory, own.memory, ranges, to_host=True)
-    own._tags |= {unit.pages[0]: unit.tag for unit in batch.units}
-    own.bytes_stored += size * len(batch.units)
+    page_copies.copy_ranges(own._staging.memory, copies._pages.memory, ranges, to_host=True)
+    own._contents.tags |= {unit.pages[0]: unit.tag for unit in batch.units}
+    own.bytes += size * len(batch.units)
 
 
 def variants():
     """Other ways of copying to the host: names and patches."""
-    yield "by the copy engines", lambda: patch.object(arena.HostArena, "_store", store_by_engines)
+    yield "by the copy engines", lambda: patch.object(stores.Stores, "_store", store_by_engines)
     for programs in (4, 8, 16):
         yield f"by {programs} programs", partial(patch.object, page_copies, "_TO_HOST_PROGRAMS", programs)
 
@@ -119,7 +120,7 @@ def main() -> None:
         for _ in range(args.rounds):
             for name, engine in engines.items():
                 measure(name, engine)
-        with patch.object(arena.HostArena, "_store", lambda *args: None):
+        with patch.object(stores.Stores, "_store", lambda *args: None):
             measure("nothing copied to the host", engines["host tier"])
         if args.variants:
             for name, patched in variants():

@@ -6,7 +6,8 @@ Usage: ``python -m tests.gpu.shared_tier [--preset hybrid-4b] [--tokens 8192] [-
 The first process sends cold prompts to an engine without caching, to one with the cache, to one with a host tier, and to one with
 the host tier and the folder, in turns. The next one is the restart: each prompt goes on where the first process stopped. Its
 entries are in the page cache for half of the prompts (all files are read before), and were dropped from it (posix_fadvise) for the
-others; a folder in memory has no others. There is one restart for each of ``--threads``; ``--groups`` (MiB, `GROUP_BYTES` of ``tiers/arena.py``) take turns.
+others; a folder in memory has no others. There is one restart for each of ``--threads``; ``--groups`` (MiB, `GROUP_BYTES` of
+``tiers/shared_tier_moves.py``) take turns.
 
 A first token's time is that of its step, on the host, with the device synchronised. The milestones say how far the engine was when:
 milliseconds since the request was sent, medians.
@@ -25,9 +26,9 @@ import threading
 import time
 from pathlib import Path
 
-from megatron_hybrid_prefix.tiers.arena import GROUP_BYTES
 from megatron_hybrid_prefix.tiers.reads import is_in_memory
 from megatron_hybrid_prefix.tiers.shared import FolderSettings
+from megatron_hybrid_prefix.tiers.shared_tier_moves import GROUP_BYTES
 
 BLOCK, OWN_TOKENS, SPARE = 256, 300, 3  # SPARE prompts of each kind warm up
 SECRET = "a secret of this measurement only"
@@ -293,18 +294,18 @@ def rates(folder):
 
 def restart(args):
     """Hits on what the first process computed."""
-    from megatron_hybrid_prefix.tiers import arena
+    from megatron_hybrid_prefix.tiers import shared_tier_moves
 
     run = Run(args)
     engine, off = run.engine(shared=True), run.engine(cached=False)
     print("engines are built", flush=True)
     times, milestones, differences, waited = {}, {}, [], {}
-    arena_loads = engine.context.host_moves.arena.loads
+    arena_loads = engine.context.host_moves.arena.loads.queue
     for number in range(SPARE + run.prompts):
         from_disk = number >= SPARE and number % 2 and not run.in_memory
         group_mib = args.groups[number // (2 - run.in_memory) % len(args.groups)]
         kind = f"from {'disk' if from_disk else 'memory'}, groups of {group_mib} MiB"
-        arena.GROUP_BYTES = group_mib * 2**20
+        shared_tier_moves.GROUP_BYTES = group_mib * 2**20
         assert engine.context.host_moves.drain(60), "the entries were not written"  # no file comes or goes
         (drop_from_memory if from_disk else bring_to_memory)(args.folder)
         prompt = run.prompt(number, goes_on=True)

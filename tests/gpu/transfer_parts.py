@@ -23,7 +23,7 @@ import torch
 
 from megatron_hybrid_prefix.ops import page_copies
 from megatron_hybrid_prefix.ops.page_copies import copy_pages, copy_ranges
-from megatron_hybrid_prefix.tiers import arena as arenas
+from megatron_hybrid_prefix.tiers import entry_copies, stores
 from megatron_hybrid_prefix.tiers.arena import HostArena
 from megatron_hybrid_prefix.tiers.pinned import allocate, choose_page_bytes, pin, unpin
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
@@ -246,8 +246,8 @@ def transfers(table: Table, scale: float, kv_blocks: int, states: int) -> None:
         def move(own: list[BlockTransfer] = own) -> None:
             arena.carry_out(own)
             if ON_GPU:
-                torch.cuda.current_stream().wait_stream(arena.stores._stream)  # always after its other stream
-                torch.cuda.current_stream().wait_stream(arena.loads._stream)
+                torch.cuda.current_stream().wait_stream(arena.stores.queue._stream)  # always after its other stream
+                torch.cuda.current_stream().wait_stream(arena.loads.queue._stream)
 
         table.add(f"{name}", moved, move, plain[to_host])
         phases(table, arena, own, name)
@@ -271,7 +271,7 @@ def straight(
             with (
                 patch.object(page_copies, "_TO_HOST_PROGRAMS", programs),
                 patch.object(page_copies, "_TO_HOST_PROGRAMS_WITH_SUMS", 4 * programs),
-                patch.object(arenas, "FIRST_BYTES", mib * 2**20),
+                patch.object(stores, "FIRST_BYTES", mib * 2**20),
             ):
                 name = f"store by {programs} programs, {mib} MiB straight, the model waits"
                 table.add(name, moved, partial(move, own), plain_ms)
@@ -284,7 +284,7 @@ def phases(table: Table, arena: HostArena, own: list[BlockTransfer], name: str) 
     """Calls of the kernels in a transfer: when the CPU launches them, when the GPU begins and ends."""
     found: list[dict[str, list[float]]] = []
     names = ["copy_pages", "copy_ranges", "ids_on_device"]
-    originals = {each: getattr(arenas, each) for each in names}
+    originals = {each: getattr(entry_copies, each) for each in names}
     for _ in range(REPEATS):
         synchronize()
         calls: list[tuple[str, float, float, Any, Any]] = []
@@ -304,14 +304,14 @@ def phases(table: Table, arena: HostArena, own: list[BlockTransfer], name: str) 
             return run
 
         for each in names:
-            setattr(arenas, each, wrap(each))
+            setattr(entry_copies, each, wrap(each))
         first = torch.cuda.Event(enable_timing=True) if ON_GPU else None
         start = time.perf_counter()
         if first is not None:
             first.record()
         arena.carry_out(own)
         for each in names:
-            setattr(arenas, each, originals[each])
+            setattr(entry_copies, each, originals[each])
         synchronize()
         times: dict[str, list[float]] = {}
         for number, (each, before, after, begin, end) in enumerate(calls):

@@ -126,11 +126,11 @@ def main() -> None:
         torch.tensor(pages, device=device)[: staged.shape[1], None],
     )
     for name, way, plain in (("to the host", True, to_host), ("to the device", False, to_device)):
-        move = partial(page_copies.copy_pages, staged, arena._memory_pages(), numbers, whole_pages, to_pages=way)
+        move = partial(page_copies.copy_pages, staged, arena.pages.rows(), numbers, whole_pages, to_pages=way)
         row(f"kernel alone {name}", move, plain, staged.nbytes)
     row("store", lambda: arena.carry_out(stores), to_host)
     for by_engine in (True, False):
-        arena._load_by_engine = by_engine
+        arena.loads.by_engine = by_engine
         for own in tensors.values():
             for tensor in own:
                 tensor.zero_()

@@ -376,7 +376,7 @@ class HostMoves(Moves):
             host = stats.tiers[HOST]
             host.bytes_budget = self.arena.memory.numel()
             host.bytes_stored, host.bytes_loaded = self.arena.bytes_stored, self.arena.bytes_loaded
-            times = [queue.seconds() for queue in (self.arena.stores, self.arena.loads)]
+            times = [each.queue.seconds() for each in (self.arena.stores, self.arena.loads)]
             host.seconds, host.seconds_waited = (sum(part) for part in zip(*times, strict=True))
             if self._behind is not None and self._behind.name in stats.tiers:
                 moved, behind = self.arena.behind_stats, stats.tiers[self._behind.name]

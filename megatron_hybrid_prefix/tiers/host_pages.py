@@ -1,0 +1,123 @@
+"""`HostPages`: host memory in pages, pinned if there is a GPU. `PageContents`: the tags and checksums of the entries there."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from megatron_hybrid_prefix.tiers.pinned import allocate, pin, unpin
+from megatron_hybrid_prefix.tiers.units import BlockTransfer, Tag
+
+
+class HostPages:
+    """Memory in pages of one size.
+
+    Args:
+        count: Number of pages.
+        page_bytes: Bytes per page.
+        device: Device that copies to and from the pages.
+
+    Attributes:
+        memory: (bytes of all pages,) uint8.
+        page_bytes: Bytes per page.
+
+    Raises:
+        RuntimeError, MemoryError: The host lacks the memory, or the driver refuses to pin it.
+    """
+
+    def __init__(self, count: int, page_bytes: int, device: torch.device) -> None:
+        self.page_bytes = page_bytes
+        size, on_gpu = count * page_bytes, device.type == "cuda"
+        self.memory = allocate(size) if on_gpu else torch.empty(size, dtype=torch.uint8)
+        self._unpin: weakref.finalize[[torch.Tensor, torch.device], HostPages] | None = None
+        if on_gpu and count:
+            pin(self.memory, device)
+            # Unpin before freeing: else the next memory at this address cannot be pinned.
+            self._unpin = weakref.finalize(self, unpin, self.memory, device)
+            self._unpin.atexit = False
+        self._view = memoryview(self.memory.numpy())
+
+    def close(self) -> None:
+        """Free the memory; garbage collection does so, too."""
+        if self._unpin is not None:
+            self._unpin()
+        self.memory, self._view = torch.empty(0, dtype=torch.uint8), memoryview(b"")
+
+    def rows(self) -> torch.Tensor:
+        """All pages, (pages, bytes)."""
+        return self.memory.view(-1, self.page_bytes)
+
+    def part(self, page: int, length: int) -> torch.Tensor:
+        """Bytes from the beginning of a page on, (length,); they may end in a later page."""
+        return self.memory[page * self.page_bytes : page * self.page_bytes + length]
+
+    def views(self, pages: Sequence[int], start: int, end: int) -> list[tuple[int, memoryview]]:
+        """Bytes ``start`` to ``end`` of an entry, or as many as these pages hold: (offset in the entry, view).
+
+        At least one view, which is empty on a pipeline stage without such layers: all ranks wait for the same entries.
+        """
+        views: list[tuple[int, memoryview]] = []
+        at = 0
+        while at < len(pages) and (start < end or not views):
+            first = at
+            while at + 1 < len(pages) and pages[at + 1] == pages[at] + 1:  # adjacent pages are one view
+                at += 1
+            at += 1
+            length = min((at - first) * self.page_bytes, end - start)
+            begin = pages[first] * self.page_bytes
+            views.append((start, self._view[begin : begin + length]))
+            start += length
+        return views
+
+
+class PageContents:
+    """Which entries are in the pages. All is by an entry's first page.
+
+    Args:
+        pages: Number of pages.
+        device: Device of the checksums.
+        for_threads: Whether threads read checksums.
+
+    Attributes:
+        tags: Tags of the entries that were copied there. What is lost or overwritten has none.
+        sums: (pages,) int64 on the device: checksums of what was copied there, without the tag.
+        sums_seen: (pages,) int64 on the host: `sums` as of the last store from the device; only kept for threads.
+    """
+
+    def __init__(self, pages: int, device: torch.device, *, for_threads: bool) -> None:
+        self.tags: dict[int, Tag] = {}
+        self.sums = torch.zeros(max(1, pages), dtype=torch.int64, device=device)
+        self.sums_seen = self.sums
+        if for_threads and device.type == "cuda":
+            self.sums_seen = torch.zeros(max(1, pages), dtype=torch.int64).pin_memory()
+
+    def holds(self, unit: BlockTransfer) -> bool:
+        """Whether the entry of this transfer is in its pages."""
+        return self.tags.get(unit.pages[0]) == unit.tag
+
+    def put(self, units: Iterable[BlockTransfer], first_pages: torch.Tensor, sums: torch.Tensor) -> None:
+        """The entries of these transfers are in their pages, once the current stream gets here.
+
+        Args:
+            units: The transfers.
+            first_pages: (units,) int64 on the device.
+            sums: (units,) int64 on the device: the entries' checksums.
+        """
+        self.sums.index_copy_(0, first_pages, sums)
+        self.tags |= {unit.pages[0]: unit.tag for unit in units}
+
+    def drop(self, units: Iterable[BlockTransfer]) -> None:
+        """Nothing is known of the pages of these transfers."""
+        for unit in units:
+            self.tags.pop(unit.pages[0], None)
+
+    def show_sums(self) -> None:
+        """The current stream copies all checksums to `sums_seen`."""
+        if self.sums_seen is not self.sums:
+            self.sums_seen.copy_(self.sums, non_blocking=True)
+
+    def seen_checksum(self, page: int, tag: Tag) -> int:
+        """The checksum of an entry over its tag and bytes; `show_sums` has run after it was stored."""
+        return int(self.sums_seen[page]) ^ tag.digest
