@@ -68,7 +68,7 @@ class RoomTimes:
     """
 
     def __init__(self) -> None:
-        self._room_s = self._copies_s = 0.0
+        self._seconds = {"room": 0.0, "copies": 0.0}
         self._events: list[tuple[Any, Any]] = []
 
     @contextmanager
@@ -79,21 +79,22 @@ class RoomTimes:
         context = engine.context
         cache, moves = getattr(context, "prefix_cache", None), getattr(context, "moves", None)
         memory = getattr(context, "shared_memory", None)
+        making_room = partial(self._timed, "room")
         with ExitStack() as stack:
             if cache is not None:
-                stack.enter_context(cache.inspect.watched_room(self._making_room))
+                stack.enter_context(cache.inspect.watched_room(making_room))
             if moves is not None:
-                stack.enter_context(watched_calls(moves, ("launch",), self._making_room))
+                stack.enter_context(watched_calls(moves, ("launch",), making_room))
             if memory is not None:
-                copying = self._copying_on_gpu if memory.buffer.is_cuda else self._copying
+                copying = self._copying_on_gpu if memory.buffer.is_cuda else partial(self._timed, "copies")
                 stack.enter_context(watched_calls(memory, ("move_blocks",), copying))
             yield
 
     def take(self) -> tuple[float, Callable[[], float]]:
         """What was measured since the last call: the CPU's ms, and a function that waits for the copies and returns theirs."""
-        events, copies_ms = self._events, _MS * self._copies_s
-        room_ms = _MS * (self._room_s - self._copies_s)
-        self._room_s = self._copies_s = 0.0
+        events, copies_ms = self._events, _MS * self._seconds["copies"]
+        room_ms = _MS * (self._seconds["room"] - self._seconds["copies"])
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
         self._events = []
 
         def copied_ms() -> float:
@@ -105,16 +106,10 @@ class RoomTimes:
         return room_ms, copied_ms
 
     @contextmanager
-    def _making_room(self) -> Iterator[None]:
+    def _timed(self, part: str) -> Iterator[None]:
         start_s = time.perf_counter()
         yield
-        self._room_s += time.perf_counter() - start_s
-
-    @contextmanager
-    def _copying(self) -> Iterator[None]:
-        start_s = time.perf_counter()
-        yield
-        self._copies_s += time.perf_counter() - start_s
+        self._seconds[part] += time.perf_counter() - start_s
 
     @contextmanager
     def _copying_on_gpu(self) -> Iterator[None]:

@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.console.engine_options import positive_float
 from megatron_hybrid_prefix.console.terminal import InputError, as_input_errors, printable
 from megatron_hybrid_prefix.lab.capacity import Sizes
 from megatron_hybrid_prefix.lab.memory import GIB, Memory, bytes_of
 from megatron_hybrid_prefix.lab.replay import Replayed
 from megatron_hybrid_prefix.lab.traces import Trace
-from megatron_hybrid_prefix.pool.pages import PageLayout, padded_block_bytes
+from megatron_hybrid_prefix.pool.pages import PageLayout
 
 MOST_SPLITS = 19  # 95 % for states
 
@@ -44,8 +43,7 @@ def memories(budgets_gib: str, splits: int, *, block_bytes: int, state_bytes: in
         whole = Memory(
             cache_bytes=bytes_of(budget, GIB, "--cache-gb"), block_bytes=block_bytes, state_bytes=state_bytes
         )
-        step_bytes = padded_block_bytes(block_bytes, state_bytes)
-        least_bytes = (ceil_div(state_bytes, step_bytes) + 1) * step_bytes
+        least_bytes = PageLayout.least_bytes(block_bytes=block_bytes, state_bytes=state_bytes)
         if whole.cache_bytes < least_bytes:
             least = f"{least_bytes / GIB:.4f} GiB"
             raise InputError(f"--cache-gb {budget:g}: too small: a state and a KV block take {least}")

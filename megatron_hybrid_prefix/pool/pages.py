@@ -86,13 +86,17 @@ class PageLayout:
         """
         if block_bytes < 1 or state_bytes < 1:
             raise ValueError(f"block_bytes={block_bytes}, state_bytes={state_bytes}: must be 1 or more")
-        block_bytes = padded_block_bytes(block_bytes, state_bytes)
-        layout = cls(block_bytes=block_bytes, state_bytes=state_bytes, total_blocks=max(0, cache_bytes) // block_bytes)
-        if layout.total_blocks <= layout.page_blocks:
-            raise ValueError(
-                f"cache_bytes={cache_bytes}: a state and a KV block need {layout.page_bytes + block_bytes} bytes"
-            )
-        return layout
+        least_bytes = cls.least_bytes(block_bytes=block_bytes, state_bytes=state_bytes)
+        if cache_bytes < least_bytes:
+            raise ValueError(f"cache_bytes={cache_bytes}: a state and a KV block need {least_bytes} bytes")
+        step_bytes = padded_block_bytes(block_bytes, state_bytes)
+        return cls(block_bytes=step_bytes, state_bytes=state_bytes, total_blocks=cache_bytes // step_bytes)
+
+    @staticmethod
+    def least_bytes(*, block_bytes: int, state_bytes: int) -> int:
+        """What a page and a KV block take, for KV blocks of ``block_bytes`` bytes without padding."""
+        step_bytes = padded_block_bytes(block_bytes, state_bytes)
+        return (ceil_div(state_bytes, step_bytes) + 1) * step_bytes
 
     @classmethod
     def of_buffer(cls, cache_bytes: int, *, block_bytes: int, page_blocks: int, own_slots: int) -> PageLayout:

@@ -16,6 +16,7 @@ import torch
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.ops.page_copies import WORD_BYTES, copy_pages, copy_ranges
 from megatron_hybrid_prefix.ops.slot_copies import ids_on_device
+from megatron_hybrid_prefix.ops.wrong_entries import zero_wrong
 from megatron_hybrid_prefix.tiers.host_pages import HostPages
 from megatron_hybrid_prefix.tiers.units import DEVICE, BlockTransfer, EntryKind
 
@@ -209,6 +210,11 @@ class EntryCopies:
                 length += min(page_bytes, valid_bytes - index * page_bytes)
         if length:
             yield start, first, length
+
+    def zero_wrong(self, batch: Batch, sums: torch.Tensor) -> None:
+        """Fills the places of the batch's entries with zeros if they have other checksums than ``sums``, by first page."""
+        for part in self._parts(batch.kind):
+            zero_wrong(part, batch.device_ids, batch.sums, sums, batch.pages[:, 0])
 
     def zero(self, units: Sequence[BlockTransfer]) -> None:
         """Fills the places of these transfers with zeros."""

@@ -2,6 +2,9 @@
 
 The copy engines copy entries to a staging buffer on the device, and a kernel copies them from there to their places. Pages that are
 too small for the engines are read by the kernel, straight into their places.
+
+The CPU learns that a load failed after the forward that used it. What is wrong or missing is zeros by then: other bytes may be NaN, and
+to sample from NaN is an error, on a GPU one that ends the process.
 """
 
 from __future__ import annotations
@@ -103,7 +106,7 @@ class Loads:
             for number, round_ in enumerate(rounds):
                 self.queue.use(round_[0].half)
                 for batch in round_:
-                    if batch.is_here and not succeeds(self._load, batch):
+                    if not (batch.is_here and succeeds(self._load, batch)):
                         self._fail(batch)
                 self.queue.free(round_[0].half)
                 self._bring(*rounds[number + BUFFERS :][:1])
@@ -186,26 +189,32 @@ class Loads:
             with self.queue.ahead(round_[0].half):
                 for batch in round_:
                     batch.is_here = succeeds(self._copy_from_pages, batch)
-                    if not batch.is_here:
-                        self._fail(batch)
 
     def _copy_from_pages(self, batch: Batch) -> None:
         self._copies.to_staging(batch, self._staging)
 
     def _load(self, batch: Batch) -> None:
         """Copies entries to their places."""
-        for unit in batch.units:
-            if not self._contents.holds(unit):
-                page = unit.pages[0]
-                logger.error("host entry in page %d is %s, expected %s", page, self._contents.tags.get(page), unit.tag)
-                self._failed.update(_load_ids([unit]))
         self._copies.to_places(batch, self._staging if self.by_engine else None)
+        if self._verify:
+            self._copies.zero_wrong(batch, self._contents.sums)
+        missing = [unit for unit in batch.units if not self._contents.holds(unit)]
+        for unit in missing:
+            page = unit.pages[0]
+            logger.error("host entry in page %d is %s, expected %s", page, self._contents.tags.get(page), unit.tag)
+        self._failed.update(_load_ids(missing))
+        if missing:
+            self._copies.zero(missing)
         self.bytes += self._copies.entry_bytes(batch.kind) * len(batch.units)
 
     def _fail(self, batch: Batch) -> None:
         """The batch could not be copied."""
         self._contents.drop(batch.units)
         self._failed.update(_load_ids(batch.units))
+        succeeds(self._zero, batch)
+
+    def _zero(self, batch: Batch) -> None:
+        self._copies.zero(batch.units)
 
 
 def _load_ids(units: Sequence[BlockTransfer]) -> list[int]:

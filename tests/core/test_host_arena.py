@@ -553,6 +553,58 @@ def test_a_wrong_bit_is_noticed(device, kind):
     assert not pools.arena.has_failed(3)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", list(EntryKind))
+@pytest.mark.parametrize("fault", ["bit", "tag", "copy", "copy engine"])
+def test_what_is_wrong_or_missing_is_zeros(device, kind, fault, monkeypatch):
+    """Not what it was before, nor what was loaded: both may be NaN. The other entries of the load are right."""
+    if fault == "copy engine":
+        monkeypatch.setattr(loads, "ENGINE_BYTES", 1)
+    pools = Pools(device)
+    for index in range(SLOTS):
+        pools.write(kind, index, 3.0 + index)
+    pools.arena.carry_out([pools.unit(kind, index, index) for index in (1, 2)])
+    pools.arena.finish()
+    if fault == "bit":
+        pools.arena.memory[pools.unit(kind, 1, 1).pages[-1] * pools.page_bytes] ^= 2
+    wrong = pools.unit(kind, 5, 1, load_id=1, key=b"other" if fault == "tag" else b"k")
+    copies, name = pools.arena._copies, "to_staging" if fault == "copy engine" else "to_places"
+    original = getattr(copies, name)
+
+    def fails(batch, staging):
+        if wrong in batch.units:
+            raise RuntimeError("the copy engine is on fire")
+        original(batch, staging)
+
+    if fault.startswith("copy"):
+        monkeypatch.setattr(copies, name, fails)
+    # Before it another wrong entry goes to the place of a right one, which is loaded later.
+    pools.arena.carry_out([dataclasses.replace(wrong, device_id=6), wrong])
+    pools.arena.carry_out([pools.unit(kind, 6, 2, load_id=2)])
+    for load_id in (1, 2):
+        pools.arena.wait_for_load(load_id)
+    assert [pools.arena.has_failed(load_id) for load_id in (1, 2)] == [True, False]
+    values = [{float(value) for value in tensor.unique()} for index in (5, 6) for tensor in pools.read(kind, index)]
+    parts = len(pools.tensors[kind])
+    assert values == [{0.0}] * parts + [{5.0 + number} for number in range(parts)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_zeros_for_a_wrong_entry_do_not_hit_a_later_one_in_its_place(device):
+    """Both in one launch: the block went to another request, whose load is right."""
+    pools = Pools(device)
+    for index in (1, 2):
+        pools.write(EntryKind.KV, index, index)
+    pools.arena.carry_out([pools.unit(EntryKind.KV, index, index) for index in (1, 2)])
+    pools.arena.finish()
+    pools.arena.memory[pools.unit(EntryKind.KV, 1, 1).pages[0] * pools.page_bytes] ^= 2
+    pools.arena.carry_out([pools.unit(EntryKind.KV, 6, index, load_id=index) for index in (1, 2)])
+    for load_id in (1, 2):
+        pools.arena.wait_for_load(load_id)
+    assert [pools.arena.has_failed(load_id) for load_id in (1, 2)] == [True, False]
+    assert [float(tensor.unique()) for tensor in pools.read(EntryKind.KV, 6)] == [2.0]
+
+
 def test_later_loads_do_not_fail_for_earlier_ones(monkeypatch):
     """The flags of loads are used again."""
     monkeypatch.setattr(loads, "_LOADS", 2)

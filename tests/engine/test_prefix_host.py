@@ -265,6 +265,34 @@ def test_a_fault_costs_time_only(model, case, fault, caplog, monkeypatch):
     served.check()
 
 
+@each_mode
+@pytest.mark.parametrize("fault", ["kv", "state", "load raises"])
+def test_nobody_samples_from_a_wrong_load(model, mode, fault, monkeypatch):
+    """A forward runs on the entries of a load before it is known that they are wrong. With NaN there, sampling raised."""
+    served = small(model, async_sched_mode=mode, blocks=16)
+    arena, prompt = served.context.host_moves.arena, tokens(4, 9, seed=1)
+    served.send(prompt)
+    push_out(served, count=5)
+    if fault == "load raises":
+        for tensors in served.context._tier_tensors().values():
+            for tensor in tensors:
+                tensor.fill_(float("nan"))
+
+        def fails(*args: Any) -> None:
+            raise RuntimeError("the copy engine is on fire")
+
+        monkeypatch.setattr(arena.loads, "_load", fails)
+    else:
+        node = served.cache.inspect.node(served.cache.chain(prompt).keys[-1])
+        for page in served.cache.inspect.host_tier.entries.pages(node.host_block if fault == "kv" else node.host_slot):
+            arena.pages.part(page, arena.page_bytes).fill_(255)  # NaN in any floating type
+    hit = served.add(prompt, 4, params={"top_k": 0, "top_p": 0.9, "temperature": 1.0})
+    served.run()
+    assert len(served.finished[hit].generated_tokens) == 4
+    assert served.context.prefix_stats().fallbacks == {"host_load_failed": 1}
+    served.check_drained()
+
+
 def test_a_full_arena_keeps_what_it_has_room_for(model):
     served = small(model, host_gb=0.0004)
     tier = served.cache.inspect.host_tier

@@ -5,8 +5,9 @@ Usage: ``python -m tests.gpu.shared_tier [--preset hybrid-4b] [--tokens 8192] [-
 
 The first process sends cold prompts to an engine without caching, to one with the cache, to one with a host tier, and to one with
 the host tier and the folder, in turns. The next one is the restart: each prompt goes on where the first process stopped. Its
-entries are in the page cache for half of the prompts, and were dropped from it (posix_fadvise) for the others; a folder in memory
-has no others. There is one restart for each of ``--threads``; ``--groups`` (MiB, `GROUP_BYTES` of ``tiers/shared_tier_moves.py``) take turns.
+entries are in the page cache for half of the prompts (all files are read before), and were dropped from it (posix_fadvise) for the
+others; a folder in memory has no others. There is one restart for each of ``--threads``; ``--groups`` (MiB, `GROUP_BYTES` of
+``tiers/shared_tier_moves.py``) take turns.
 
 A first token's time is that of its step, on the host, with the device synchronised. The milestones say how far the engine was when:
 milliseconds since the request was sent, medians.
@@ -244,6 +245,13 @@ def drop_from_memory(folder):
             os.close(file)
 
 
+def bring_to_memory(folder):
+    """Read the folder's files: the page cache has them afterwards, whatever was dropped before."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.read_bytes()
+
+
 def rates(folder):
     """Gigabytes per second of this machine: a copy in memory, and reads of the folder's files from the page cache."""
     import torch
@@ -298,8 +306,8 @@ def restart(args):
         group_mib = args.groups[number // (2 - run.in_memory) % len(args.groups)]
         kind = f"from {'disk' if from_disk else 'memory'}, groups of {group_mib} MiB"
         shared_tier_moves.GROUP_BYTES = group_mib * 2**20
-        if from_disk:
-            drop_from_memory(args.folder)
+        assert engine.context.host_moves.drain(60), "the entries were not written"  # no file comes or goes
+        (drop_from_memory if from_disk else bring_to_memory)(args.folder)
         prompt = run.prompt(number, goes_on=True)
         before, moved = engine.context.prefix_stats(), arena_loads.seconds()
         found = {kind: run.send(engine, prompt)}

@@ -5,10 +5,23 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import torch
+
 from tests.harness.engine_helpers import random_tokens
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness
 
 SPANS = (1, 2, 63, 64, 65, 127, 128, 129)  # tokens of a prompt after a prefix that others share
+LARGE = 2.0**16
+
+
+def by_rows(sums: torch.Tensor) -> torch.Tensor:
+    """Sums in an order that depends on the number of rows, as BLAS may choose one. For controls.
+
+    From 64 rows to 127, from 192 to 255, and so on, a large term is added first and taken away last: float32 sums are then
+    rounded to multiples of 1/128, on every processor. (Steps of an engine have 64 rows, 128, and so on, or few.)
+    """
+    rows = sums.numel() // sums.shape[-1]
+    return sums + LARGE - LARGE if rows // 64 % 2 else sums
 
 
 def exact_harness(model: Any, **fields: Any) -> EngineHarness:

@@ -31,6 +31,7 @@ def test_the_kernels_do_what_the_loops_do():
             "test_paged_attention.py",
             "test_checksum.py",
             "test_page_copies.py",
+            "test_wrong_entries.py",
             "test_gated_norm.py",
             "test_invariant_triton.py",
             "test_one_memory.py",

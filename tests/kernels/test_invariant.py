@@ -18,6 +18,7 @@ from megatron_hybrid_prefix.ops.invariant.linear import TILE_ROWS, linear
 from megatron_hybrid_prefix.ops.invariant.log_softmax import log_softmax
 from megatron_hybrid_prefix.ops.invariant.norm import rms_norm
 from megatron_hybrid_prefix.platform.kernels.norm import rmsnorm_fn
+from tests.harness.bits import LARGE, by_rows
 from tests.harness.selection import mostly_slow
 from tests.kernels import naive, rounding
 
@@ -52,12 +53,11 @@ def test_a_product_does_not_depend_on_other_rows(shape):
 
 def test_a_place_that_matters_is_found(monkeypatch):
     """As with MKL's AVX2 kernels and two threads: rows in the second half of a tile are summed in another order."""
-    weight = draw(64, 100, seed=2)
+    weight, mm = draw(64, 100, seed=2), torch.mm
 
     def halves(tile, transposed):
-        at = len(tile) // 2
-        reversed_sum = tile[at:].flip(1) @ transposed.flip(0)
-        return torch.cat([tile[:at] @ transposed, reversed_sum])
+        sums, at = mm(tile, transposed), len(tile) // 2
+        return torch.cat([sums[:at], sums[at:] + LARGE - LARGE])
 
     monkeypatch.setattr(torch, "mm", halves)
     assert invariant_linear._depends_on_place(weight)
@@ -66,12 +66,7 @@ def test_a_place_that_matters_is_found(monkeypatch):
 def test_a_product_that_depends_on_other_rows_is_noticed():
     """As products of BLAS do, for sizes and processors that differ."""
     weight = draw(330, 64, seed=2)
-
-    def product(x):
-        cut = len(x) % x.shape[1]  # where the sum is cut in two
-        return x[:, :cut] @ weight[:, :cut].t() + x[:, cut:] @ weight[:, cut:].t()
-
-    assert depends_on_other_rows(product, draw(ROWS, 64))
+    assert depends_on_other_rows(lambda x: by_rows(linear(x, weight)), draw(ROWS, 64))
 
 
 ROW_BY_ROW = {

@@ -5,20 +5,19 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
-import torch.distributed as dist
 
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from tests.harness.engine_helpers import random_tokens
 from tests.harness.fake_mooncake import FakeCluster, use_fake_mooncake
 from tests.harness.limits import COLLECTIVE_HANG_S, HANG_S
 from tests.harness.workers.launch import write_findings
-from tests.harness.workers.prefix_parallel import BLOCK_TOKENS, Session, build
+from tests.harness.workers.prefix_parallel import build
+from tests.harness.workers.shared_sessions import run_sessions
 
-PROMPTS = [random_tokens(3 * BLOCK_TOKENS + 9, seed=70 + number) for number in range(2)]
 
-
+@contextmanager
 def slow(tier):
     """No read of this rank comes back in time."""
     call = tier._client.call
@@ -29,8 +28,10 @@ def slow(tier):
         return call(method, *arguments)
 
     tier._client.call = late
+    yield
 
 
+@contextmanager
 def lose(tier):
     """States of this rank are lost between the question and the read."""
     call = tier._client.call
@@ -41,6 +42,7 @@ def lose(tier):
         return call(method, *arguments)
 
     tier._client.call = without
+    yield
 
 
 def main(out, master):
@@ -49,25 +51,14 @@ def main(out, master):
         use_fake_mooncake(pytest.MonkeyPatch(), FakeCluster())
         master = "127.0.0.1:50051"
     platform = ensure_platform(tp=ranks, device="cpu", timeout_s=COLLECTIVE_HANG_S["cpu"])
-    model = build("M*-M*-", ranks, 1, platform)
-    last = dist.get_rank() == ranks - 1
-    found, decisions = {}, []
-    for name, wait_s in {"off": 0, "write": HANG_S, "late": 0.1, "missing": HANG_S, "hit": HANG_S}.items():
-        url = f"mooncake://{master}?min_tokens=0&wait_s={wait_s}&ask_s={HANG_S}&refresh_s=1e-9"
-        fields = {"host_gb": 0.01, "shared": url, "check_ranks": True} if name != "off" else {}
-        session = Session(model, "M*-M*-", ranks, 1, mode="legacy", slots=8, cached=name != "off", **fields)
-        if last and name in ("late", "missing"):
-            tier = session.engine.context.prefix_cache.inspect.host_tier.behind.tier
-            {"late": slow, "missing": lose}[name](tier)
-        session.send(*PROMPTS)
-        found[name] = {"answers": session.found()["answers"]}
-        if name != "off":
-            stats = session.engine.context.prefix_stats()
-            found[name] |= {"fallbacks": stats.fallbacks, "faults": stats.tiers["shared"].faults}
-            decisions.append(session.decisions)
-            assert session.engine.context.host_moves.drain(HANG_S)
-        dist.barrier()
-    write_findings(out, found | {"decisions": decisions})
+    pattern = "M*-M*-"
+    found = run_sessions(
+        build(pattern, ranks, 1, platform),
+        (pattern, ranks, 1),
+        url_of=lambda wait_s: f"mooncake://{master}?min_tokens=0&wait_s={wait_s}&ask_s={HANG_S}&refresh_s=1e-9",
+        faults={"late": slow, "missing": lose},
+    )
+    write_findings(out, found)
     shut_down()
 
 
