@@ -251,3 +251,18 @@ def device_ids(units: Sequence[BlockTransfer]) -> list[int]:
     ids = [unit.device_id for unit in units if unit.device_id is not None]
     assert len(ids) == len(units)
     return ids
+
+
+def without_shared_pages(units: Sequence[BlockTransfer]) -> Iterator[Sequence[BlockTransfer]]:
+    """Consecutive transfers that use different pages."""
+    pages = [page for unit in units for page in unit.pages]
+    if len(set(pages)) == len(pages):
+        yield units
+        return
+    first, used = 0, set[int]()
+    for number, unit in enumerate(units):
+        if not used.isdisjoint(unit.pages):
+            yield units[first:number]
+            first, used = number, set()
+        used.update(unit.pages)
+    yield units[first:]

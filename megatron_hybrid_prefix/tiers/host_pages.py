@@ -97,16 +97,18 @@ class PageContents:
         """Whether the entry of this transfer is in its pages."""
         return self.tags.get(unit.pages[0]) == unit.tag
 
-    def put(self, units: Iterable[BlockTransfer], first_pages: torch.Tensor, sums: torch.Tensor) -> None:
-        """The entries of these transfers are in their pages, once the current stream gets here.
+    def put_tags(self, units: Iterable[BlockTransfer]) -> None:
+        """The entries of these transfers are in their pages, once the current stream gets here."""
+        self.tags |= {unit.pages[0]: unit.tag for unit in units}
+
+    def put_sums(self, first_pages: torch.Tensor, sums: torch.Tensor) -> None:
+        """Note the checksums of entries, once the current stream gets here.
 
         Args:
-            units: The transfers.
-            first_pages: (units,) int64 on the device.
-            sums: (units,) int64 on the device: the entries' checksums.
+            first_pages: (entries,) int64 on the device; all differ.
+            sums: (entries,) int64 on the device.
         """
         self.sums.index_copy_(0, first_pages, sums)
-        self.tags |= {unit.pages[0]: unit.tag for unit in units}
 
     def drop(self, units: Iterable[BlockTransfer]) -> None:
         """Nothing is known of the pages of these transfers."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,7 +16,7 @@ from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.tiers.background import BackgroundMoves, Job, JobGroup, marks
 from megatron_hybrid_prefix.tiers.base import SharedTier
-from megatron_hybrid_prefix.tiers.entry_copies import EntryCopies
+from megatron_hybrid_prefix.tiers.entry_copies import EntryCopies, without_shared_pages
 from megatron_hybrid_prefix.tiers.host_pages import HostPages, PageContents
 from megatron_hybrid_prefix.tiers.loads import Loads
 from megatron_hybrid_prefix.tiers.stores import Stores
@@ -120,7 +120,7 @@ class SharedTierMoves:
 
     def load(self, units: Sequence[BlockTransfer]) -> None:
         """Begin to read entries from the tier into these pages."""
-        for different in _without_shared_pages(units):
+        for different in without_shared_pages(units):
             self.overwrite(different)
             self._begin_fetches(different)
 
@@ -211,7 +211,8 @@ class SharedTierMoves:
             units = [each.unit for each, _ in arrived]
             firsts = [unit.pages[0] for unit in units]
             first_pages, expected = self._copies.ids(firsts, [checksum ^ each.digest for each, checksum in arrived])
-            self._contents.put(units, first_pages, expected)
+            self._contents.put_sums(first_pages, expected)
+            self._contents.put_tags(units)
             self._given_sums |= {first: checksum for first, (_, checksum) in zip(firsts, arrived, strict=True)}
             self._stats.bytes_loaded += sum(self._copies.entry_bytes(unit.tag.kind) for unit in units)
         return len(arrived) == len(entries)
@@ -232,20 +233,6 @@ class SharedTierMoves:
         self._loads.forget(load_id)
         if zero:
             self._copies.zero(put_off.units)
-
-
-def _without_shared_pages(units: Iterable[BlockTransfer]) -> Iterator[list[BlockTransfer]]:
-    """Consecutive transfers that use different pages."""
-    run: list[BlockTransfer] = []
-    used: set[int] = set()
-    for unit in units:
-        if used.intersection(unit.pages):
-            yield run
-            run, used = [], set()
-        run.append(unit)
-        used.update(unit.pages)
-    if run:
-        yield run
 
 
 def _checksum_of(parts: Sequence[Job | None]) -> int | None:

@@ -92,7 +92,7 @@ class TierMoves:
         self._stats.bytes_stored += size * kept
 
     def _load(self, units: list[BlockTransfer]) -> None:
-        self._contents.drop(units)  # until `put`
+        self._contents.drop(units)  # until `put_tags`
         size = self._copies.entry_bytes(units[0].tag.kind)
         rows = [torch.empty(size, dtype=torch.uint8) for _ in units]
         sums = self._tier.get([unit.tag for unit in units], [memoryview(row.numpy()) for row in rows])
@@ -103,5 +103,6 @@ class TierMoves:
         first_pages, expected = self._copies.ids(
             [unit.pages[0] for unit, *_ in given], [found ^ unit.tag.digest for unit, _, found in given]
         )
-        self._contents.put([unit for unit, *_ in given], first_pages, expected)
+        self._contents.put_sums(first_pages, expected)
+        self._contents.put_tags(unit for unit, *_ in given)
         self._stats.bytes_loaded += size * len(given)
