@@ -21,6 +21,7 @@ class HostPages:
 
     Attributes:
         memory: (bytes of all pages,) uint8.
+        rows: The same, (pages, bytes).
         page_bytes: Bytes per page.
 
     Raises:
@@ -31,6 +32,7 @@ class HostPages:
         self.page_bytes = page_bytes
         size, on_gpu = count * page_bytes, device.type == "cuda"
         self.memory = allocate(size) if on_gpu else torch.empty(size, dtype=torch.uint8)
+        self.rows = self.memory.view(count, page_bytes)
         self._unpin: weakref.finalize[[torch.Tensor, torch.device], HostPages] | None = None
         if on_gpu and count:
             pin(self.memory, device)
@@ -44,10 +46,7 @@ class HostPages:
         if self._unpin is not None:
             self._unpin()
         self.memory, self._view = torch.empty(0, dtype=torch.uint8), memoryview(b"")
-
-    def rows(self) -> torch.Tensor:
-        """All pages, (pages, bytes)."""
-        return self.memory.view(-1, self.page_bytes)
+        self.rows = self.memory.view(0, self.page_bytes)
 
     def part(self, page: int, length: int) -> torch.Tensor:
         """Bytes from the beginning of a page on, (length,); they may end in a later page."""

@@ -58,27 +58,41 @@ class Stores:
         """
         is_idle = self.stored is None or self.stored.query()  # changes the way, but nothing that arrives
         with self.queue.running(after):
-            for different in without_shared_pages(units):  # their order does not matter: sort for fewer batches
-                own = sorted(different, key=lambda unit: unit.tag.kind)
-                self._contents.drop(own)  # until `_store`
-                count = self._direct_count(own) if is_idle else 0
-                if count:
-                    self._run_direct(own[:count])
-                if count < len(own):
-                    self._run_staged(own[count:])
-                is_idle = False
-            self._contents.show_sums()
-            self.stored = self.queue.mark()
-        self._new_pages.update(_first_pages(units))
+            try:
+                for different in without_shared_pages(units):
+                    self._run_different(different, is_idle=is_idle)
+                    is_idle = False
+            finally:
+                self._contents.show_sums()
+                self.stored = self.queue.mark()
+                self._new_pages.update(_first_pages(units))
 
-    def _run_direct(self, units: Sequence[BlockTransfer]) -> None:
-        """Copies entries straight to the host. The queue is idle: nothing else is done before the first launch."""
-        batches = list(self._copies.batches(units, None))
-        sums, first_pages = self._copies.upload(batches, _first_pages(units))
-        for batch in batches:
-            succeeds(self._store, batch)
-        self._sent = self.queue.mark()
-        self._contents.put_sums(first_pages, sums)
+    def _run_different(self, units: Sequence[BlockTransfer], *, is_idle: bool) -> None:
+        """Launches stores to different pages.
+
+        Args:
+            units: The stores.
+            is_idle: Whether no store is on its way. Then nothing that can wait is done before the first launch.
+        """
+        left: Sequence[BlockTransfer] = sorted(units, key=lambda unit: unit.tag.kind)  # for fewer batches
+        self._contents.drop(left)  # until `_store`
+        if is_idle:
+            left = self._run_direct(left, self._first_count(left))
+            # The model would wait longer for half of the buffer than it waits for the host link for these.
+            left = self._run_direct(left, self._without_room(left))
+        if left:
+            self._run_staged(left)
+
+    def _run_direct(self, units: Sequence[BlockTransfer], count: int) -> Sequence[BlockTransfer]:
+        """Copies the first ``count`` entries straight to the host; returns the other stores."""
+        if count:
+            batches = list(self._copies.batches(units[:count], None))
+            sums, first_pages = self._copies.upload(batches, _first_pages(units[:count]))
+            for batch in batches:
+                succeeds(self._store, batch)
+            self._sent = self.queue.mark()
+            self._contents.put_sums(first_pages, sums)
+        return units[count:]
 
     def _run_staged(self, units: Sequence[BlockTransfer]) -> None:
         """Copies entries to the host through the staging buffer."""
@@ -124,12 +138,17 @@ class Stores:
         self._contents.put_tags(batch.units)
         self.bytes += self._copies.entry_bytes(batch.kind) * len(batch.units)
 
-    def _direct_count(self, units: Sequence[BlockTransfer]) -> int:
-        """How many of these stores, the first ones, go straight to the host: as many as the staging buffer has no room for.
+    def _first_count(self, units: Sequence[BlockTransfer]) -> int:
+        """How many of these stores, the first ones, fit in `FIRST_BYTES`."""
+        left = FIRST_BYTES
+        for count, unit in enumerate(units):
+            left -= self._copies.row_bytes[unit.tag.kind]
+            if left < 0:
+                return count
+        return len(units)
 
-        The model waits for the host link for those, and would wait longer for half of the buffer. At least those that fit in
-        `FIRST_BYTES`, so that the link is busy while the others are gathered.
-        """
+    def _without_room(self, units: Sequence[BlockTransfer]) -> int:
+        """How many of these stores, the first ones, the staging buffer has no room for."""
         sizes = [self._copies.row_bytes[unit.tag.kind] for unit in units]
         count = len(sizes)
         for _ in range(BUFFERS):
@@ -137,10 +156,6 @@ class Stores:
             while count and used + sizes[count - 1] <= self._staging.half_bytes:
                 count -= 1
                 used += sizes[count]
-        first_bytes = sum(sizes[:count])
-        while count < len(sizes) and first_bytes + sizes[count] <= FIRST_BYTES:
-            first_bytes += sizes[count]
-            count += 1
         return count
 
 

@@ -12,7 +12,7 @@ import torch
 
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.tiers.base import Entry, Tier
-from megatron_hybrid_prefix.tiers.entry_copies import EntryCopies, kinds
+from megatron_hybrid_prefix.tiers.entry_copies import EntryCopies, kinds, without_shared_pages
 from megatron_hybrid_prefix.tiers.host_pages import HostPages, PageContents
 from megatron_hybrid_prefix.tiers.loads import Loads
 from megatron_hybrid_prefix.tiers.stores import Stores
@@ -52,7 +52,8 @@ class TierMoves:
 
     def load(self, units: Sequence[BlockTransfer]) -> None:
         """Read entries from the tier into these pages. An error is logged. A missing entry fails its load, by its tag."""
-        self._run(units, self._load)
+        for different in without_shared_pages(units):
+            self._run(different, self._load)
 
     def _run(
         self, units: Sequence[BlockTransfer], move: Callable[[list[BlockTransfer]], None]
