@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable
 from typing import SupportsIndex
 
@@ -17,8 +18,11 @@ _STAGED_IDS = 8192  # 64 KiB: so much pageable memory the driver reads at once, 
 
 def ids_on_device(ids: Iterable[int], device: torch.device) -> torch.Tensor:
     """Ids for a kernel, (ids,) int64 on ``device``; does not synchronise with it."""
-    tensor = torch.tensor(list(ids), dtype=torch.int64)
-    if device.type == "cuda" and len(tensor) > _STAGED_IDS:  # pinning takes the CPU longer than a small copy
+    numbers = array("q", ids)  # made and read in less than half the time of a list
+    if not numbers:
+        return torch.empty(0, dtype=torch.int64, device=device)
+    tensor = torch.frombuffer(numbers, dtype=torch.int64)
+    if device.type == "cuda" and len(numbers) > _STAGED_IDS:  # pinning takes the CPU longer than a small copy
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 

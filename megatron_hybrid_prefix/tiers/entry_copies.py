@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 
@@ -88,7 +88,11 @@ class EntryCopies:
     ) -> None:
         self._tensors, self._pages, self._device, self._verify = tensors, pages, device, verify
         self.row_bytes = {kind: count * pages.page_bytes for kind, count in pages_of.items()}
-        self.bytes = {kind: sum(each[:, 0].nbytes for each in own) for kind, own in tensors().items()}
+        sizes = {kind: [each[:, 0].nbytes for each in own] for kind, own in tensors().items()}
+        self.bytes = {kind: sum(own) for kind, own in sizes.items()}
+        self._starts = {
+            kind: list(accumulate(own[:-1], initial=0)) for kind, own in sizes.items()
+        }  # of each tensor, in a row
         self._nothing = torch.zeros(0, dtype=torch.int64, device=device)
 
     def entry_bytes(self, kind: EntryKind) -> int:
@@ -132,18 +136,17 @@ class EntryCopies:
 
     def upload(self, batches: Sequence[Batch], *more: Sequence[int]) -> list[torch.Tensor]:
         """Uploads the ids of these batches, in one copy with more of them. Returns the batches' sums as one tensor, and the others."""
-        parts: list[Sequence[int]] = []
-        counts = [len(batch.units) for batch in batches]
+        groups: list[Sequence[int]] = []
         for batch in batches:
             count = max(1, ceil_div(self.bytes[batch.kind], self._pages.page_bytes))
-            parts.append(device_ids(batch.units))
-            parts.append([page for unit in batch.units for page in unit.pages[:count]])
-        sums, *ids = self.ids([0] * sum(counts), *parts, *more)
-        of_batches = iter(ids)
-        for batch, own_sums in zip(batches, sums.split_with_sizes(counts), strict=True):
-            batch.device_ids, batch.sums = next(of_batches), own_sums
-            batch.pages = next(of_batches).view(len(batch.units), -1)
-        return [sums, *of_batches]
+            groups.append(device_ids(batch.units))
+            groups.append([page for unit in batch.units for page in unit.pages[:count]])
+        counts = [len(batch.units) for batch in batches]
+        sums, *ids = self.ids([0] * sum(counts), *groups, *more)
+        ids_of_batches, own_sums = iter(ids), sums.split_with_sizes(counts) if len(counts) > 1 else (sums,)
+        for batch, batch.sums in zip(batches, own_sums, strict=True):
+            batch.device_ids, batch.pages = next(ids_of_batches), next(ids_of_batches).view(len(batch.units), -1)
+        return [sums, *ids_of_batches]
 
     def ids(self, *groups: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """Each group on the device, (ids,) int64; in one copy."""
@@ -160,7 +163,7 @@ class EntryCopies:
             self._copy_parts(batch, None, None, to_pages=True)
         else:
             rows = _rows(staging, batch, self.row_bytes[batch.kind])[None, :, : self.entry_bytes(batch.kind)]
-            copy_pages(rows, self._pages.rows(), staging.row_ids[: rows.shape[1]], batch.pages, to_pages=True)
+            copy_pages(rows, self._pages.rows, staging.row_ids[: rows.shape[1]], batch.pages, to_pages=True)
 
     def to_staging(self, batch: Batch, staging: Staging) -> None:
         """From the pages to the staging buffer, by the copy engines."""
@@ -179,17 +182,12 @@ class EntryCopies:
         self, batch: Batch, rows: torch.Tensor | None, row_ids: torch.Tensor | None, *, to_pages: bool
     ) -> None:
         """Copies the tensors of entries to or from rows of a staging buffer, or None: the pages. Sums what is copied."""
-        memory, pages = self._pages.rows(), batch.pages
+        memory, pages = self._pages.rows, batch.pages
         if rows is not None and row_ids is not None:
             memory, pages = rows, row_ids[: len(rows), None]
-        start, sums = 0, batch.sums if self._verify else None
-        for part in self._parts(batch.kind):
-            copy_pages(part, memory, batch.device_ids, pages, to_pages=to_pages, start_bytes=start, sums=sums)
-            start += part.shape[0] * part.shape[2]
-
-    def _parts(self, kind: EntryKind) -> list[torch.Tensor]:
-        """Each tensor as (layers, entries, bytes)."""
-        return [tensor.flatten(2).view(torch.uint8) for tensor in self._tensors()[kind]]
+        sums = batch.sums if self._verify else None
+        for tensor, start in zip(self._tensors()[batch.kind], self._starts[batch.kind], strict=True):
+            copy_pages(tensor, memory, batch.device_ids, pages, to_pages=to_pages, start_bytes=start, sums=sums)
 
     def pieces(self, units: Sequence[BlockTransfer], valid_bytes: int) -> Iterator[tuple[int, int, int]]:
         """The copies for these rows: (start in the rows, first page, bytes). Adjacent pieces are one copy.
@@ -213,8 +211,8 @@ class EntryCopies:
 
     def zero_wrong(self, batch: Batch, sums: torch.Tensor) -> None:
         """Fills the places of the batch's entries with zeros if they have other checksums than ``sums``, by first page."""
-        for part in self._parts(batch.kind):
-            zero_wrong(part, batch.device_ids, batch.sums, sums, batch.pages[:, 0])
+        for tensor in self._tensors()[batch.kind]:
+            zero_wrong(tensor, batch.device_ids, batch.sums, sums, batch.pages[:, 0])
 
     def zero(self, units: Sequence[BlockTransfer]) -> None:
         """Fills the places of these transfers with zeros."""
@@ -257,3 +255,18 @@ def device_ids(units: Sequence[BlockTransfer]) -> list[int]:
     ids = [unit.device_id for unit in units if unit.device_id is not None]
     assert len(ids) == len(units)
     return ids
+
+
+def without_shared_pages(units: Sequence[BlockTransfer]) -> Iterator[Sequence[BlockTransfer]]:
+    """Consecutive transfers that use different pages."""
+    pages = [page for unit in units for page in unit.pages]
+    if len(set(pages)) == len(pages):
+        yield units
+        return
+    first, used = 0, set[int]()
+    for number, unit in enumerate(units):
+        if not used.isdisjoint(unit.pages):
+            yield units[first:number]
+            first, used = number, set()
+        used.update(unit.pages)
+    yield units[first:]

@@ -21,6 +21,7 @@ class HostPages:
 
     Attributes:
         memory: (bytes of all pages,) uint8.
+        rows: The same, (pages, bytes).
         page_bytes: Bytes per page.
 
     Raises:
@@ -31,6 +32,7 @@ class HostPages:
         self.page_bytes = page_bytes
         size, on_gpu = count * page_bytes, device.type == "cuda"
         self.memory = allocate(size) if on_gpu else torch.empty(size, dtype=torch.uint8)
+        self.rows = self.memory.view(count, page_bytes)
         self._unpin: weakref.finalize[[torch.Tensor, torch.device], HostPages] | None = None
         if on_gpu and count:
             pin(self.memory, device)
@@ -44,10 +46,7 @@ class HostPages:
         if self._unpin is not None:
             self._unpin()
         self.memory, self._view = torch.empty(0, dtype=torch.uint8), memoryview(b"")
-
-    def rows(self) -> torch.Tensor:
-        """All pages, (pages, bytes)."""
-        return self.memory.view(-1, self.page_bytes)
+        self.rows = self.memory.view(0, self.page_bytes)
 
     def part(self, page: int, length: int) -> torch.Tensor:
         """Bytes from the beginning of a page on, (length,); they may end in a later page."""
@@ -97,16 +96,18 @@ class PageContents:
         """Whether the entry of this transfer is in its pages."""
         return self.tags.get(unit.pages[0]) == unit.tag
 
-    def put(self, units: Iterable[BlockTransfer], first_pages: torch.Tensor, sums: torch.Tensor) -> None:
-        """The entries of these transfers are in their pages, once the current stream gets here.
+    def put_tags(self, units: Iterable[BlockTransfer]) -> None:
+        """The entries of these transfers are in their pages, once the current stream gets here."""
+        self.tags |= {unit.pages[0]: unit.tag for unit in units}
+
+    def put_sums(self, first_pages: torch.Tensor, sums: torch.Tensor) -> None:
+        """Note the checksums of entries, once the current stream gets here.
 
         Args:
-            units: The transfers.
-            first_pages: (units,) int64 on the device.
-            sums: (units,) int64 on the device: the entries' checksums.
+            first_pages: (entries,) int64 on the device; all differ.
+            sums: (entries,) int64 on the device.
         """
         self.sums.index_copy_(0, first_pages, sums)
-        self.tags |= {unit.pages[0]: unit.tag for unit in units}
 
     def drop(self, units: Iterable[BlockTransfer]) -> None:
         """Nothing is known of the pages of these transfers."""

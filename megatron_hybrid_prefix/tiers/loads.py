@@ -75,8 +75,8 @@ class Loads:
     ) -> None:
         self._copies, self._contents, self._stores, self.queue = copies, contents, stores, queue
         self._staging, self.by_engine, self._verify = staging, by_engine, verify
-        self._bad_rows = torch.zeros(_LOADS, dtype=torch.int32, device=device)  # by load
-        self._bad_rows_seen = torch.zeros(_LOADS, dtype=torch.int32)
+        self._bad_rows = torch.zeros(_LOADS, dtype=torch.int64, device=device)  # by load
+        self._bad_rows_seen = torch.zeros(_LOADS, dtype=torch.int64)
         if device.type == "cuda":
             self._bad_rows_seen = self._bad_rows_seen.pin_memory()
         self._failed: set[int] = set()  # loads
@@ -103,6 +103,7 @@ class Loads:
                 self._bring(*prepared.rounds[:BUFFERS])
             rounds = prepared.rounds
             self._bad_rows.index_fill_(0, prepared.new_loads, 0)  # the other loads have begun with other entries
+            expected = self._contents.sums.index_select(0, prepared.first_pages)
             for number, round_ in enumerate(rounds):
                 self.queue.use(round_[0].half)
                 for batch in round_:
@@ -111,8 +112,7 @@ class Loads:
                 self.queue.free(round_[0].half)
                 self._bring(*rounds[number + BUFFERS :][:1])
             if self._verify:
-                wrong = prepared.sums != self._contents.sums.index_select(0, prepared.first_pages)
-                self._bad_rows.index_add_(0, prepared.load_of, wrong.to(torch.int32))
+                self._bad_rows.index_add_(0, prepared.load_of, prepared.sums.ne_(expected))
             self._bad_rows_seen.copy_(self._bad_rows, non_blocking=True)
             self.last = self.queue.mark()
             for unit in units:

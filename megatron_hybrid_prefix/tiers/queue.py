@@ -45,11 +45,12 @@ class DeviceQueue:
         for mark in (now, *(mark for mark in after if mark is not None and not mark.query())):
             for stream in (self._stream, *self._ahead):
                 stream.wait_event(mark)
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
+        start.record(self._stream)
         with torch.cuda.stream(self._stream):
-            start.record()
             yield
-            end.record()
+        end = torch.cuda.Event(enable_timing=True)
+        end.record(self._stream)
         self._timed.append((start, end))
 
     @contextlib.contextmanager

@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.tiers.background import BackgroundMoves, Job, JobGroup, marks
 from megatron_hybrid_prefix.tiers.base import SharedTier
-from megatron_hybrid_prefix.tiers.entry_copies import EntryCopies
+from megatron_hybrid_prefix.tiers.entry_copies import EntryCopies, without_shared_pages
 from megatron_hybrid_prefix.tiers.host_pages import HostPages, PageContents
 from megatron_hybrid_prefix.tiers.loads import Loads, PreparedLoads
 from megatron_hybrid_prefix.tiers.stores import Stores
@@ -137,7 +137,7 @@ class SharedTierMoves:
     def load(self, units: Sequence[BlockTransfer]) -> None:
         """Begin to read entries from the tier into these pages."""
         self._last_groups = []
-        for different in _without_shared_pages(units):
+        for different in without_shared_pages(units):
             self._begin_fetches(different, {unit.pages for unit in self.overwrite(different)})
 
     def _begin_fetches(self, units: Sequence[BlockTransfer], free: set[tuple[int, ...]]) -> None:
@@ -227,7 +227,8 @@ class SharedTierMoves:
             units = [unit for unit, _ in arrived]
             firsts = [unit.pages[0] for unit in units]
             first_pages, expected = self._copies.ids(firsts, [checksum ^ unit.tag.digest for unit, checksum in arrived])
-            self._contents.put(units, first_pages, expected)
+            self._contents.put_sums(first_pages, expected)
+            self._contents.put_tags(units)
             self._given_sums |= {first: checksum for first, (_, checksum) in zip(firsts, arrived, strict=True)}
             self._stats.bytes_loaded += sum(self._copies.entry_bytes(unit.tag.kind) for unit in units)
         return len(arrived) == len(entries)
@@ -248,20 +249,6 @@ class SharedTierMoves:
         self._loads.forget(load_id)
         if zero:
             self._copies.zero(put_off.units)
-
-
-def _without_shared_pages(units: Iterable[BlockTransfer]) -> Iterator[list[BlockTransfer]]:
-    """Consecutive transfers that use different pages."""
-    run: list[BlockTransfer] = []
-    used: set[int] = set()
-    for unit in units:
-        if used.intersection(unit.pages):
-            yield run
-            run, used = [], set()
-        run.append(unit)
-        used.update(unit.pages)
-    if run:
-        yield run
 
 
 def _checksum_of(job: Job | None) -> int | None:

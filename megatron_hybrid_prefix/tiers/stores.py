@@ -1,8 +1,8 @@
 """`Stores`: runs transfers from the device to host memory.
 
 A store gathers entries into a staging buffer on the device, and a kernel copies that to the pages. If no store is on its way, the
-kernel copies the first entries straight to their pages, so the host link is busy while the others are gathered. What overwrites a
-stored block (a forward, a load) waits until it is gathered, or was copied straight, but not for the other copies to the host.
+kernel copies the first entries straight to their pages: the host link is busy while the others are prepared and gathered. What
+overwrites a stored block (a forward, a load) waits until it is gathered, or was copied straight, but not for the other copies to the host.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from operator import attrgetter
 
 import torch
 
-from megatron_hybrid_prefix.tiers.entry_copies import Batch, EntryCopies, Staging, places, succeeds
+from megatron_hybrid_prefix.tiers.entry_copies import Batch, EntryCopies, Staging, succeeds, without_shared_pages
 from megatron_hybrid_prefix.tiers.host_pages import PageContents
 from megatron_hybrid_prefix.tiers.queue import BUFFERS, DeviceQueue, HostQueue, Mark
 from megatron_hybrid_prefix.tiers.units import BlockTransfer
@@ -56,41 +56,63 @@ class Stores:
             units: The stores.
             after: They run after this mark of another queue.
         """
-        kinds = [unit.tag.kind for unit in units]
-        if kinds != sorted(kinds):
-            used = [place for unit in units for place in places(unit)]
-            if len(set(used)) == len(used):  # their order does not matter: sort for fewer batches
-                units = sorted(units, key=lambda unit: unit.tag.kind)
-        self._contents.drop(units)  # until `_store`
         is_idle = self.stored is None or self.stored.query()  # changes the way, but nothing that arrives
         with self.queue.running(after):
-            count = self._direct_count(units) if is_idle else 0
-            direct = list(self._copies.batches(units[:count], None))
-            batches = list(self._copies.batches(units[count:], self._staging))
-            first = batches[0].half if batches else self._staging.used_last
-            with self.queue.ahead(first):
-                sums, *_ = self._copies.upload([*direct, *batches])
-            self.queue.use(first)
-            if sums.is_cuda:
-                sums.record_stream(torch.cuda.current_stream())  # the memory of all that was uploaded
-            for batch in direct:
-                if not succeeds(self._store, batch):
-                    self._contents.drop(batch.units)
-                self._sent = self.queue.mark()
-            for half, round_ in groupby(batches, key=attrgetter("half")):
-                try:
-                    for batch in round_:
-                        with self.queue.ahead(half):
-                            copied = succeeds(self._gather, batch)
-                            self._gathered = self.queue.mark()
-                        self.queue.use(half)
-                        if not (copied and succeeds(self._store, batch)):
-                            self._contents.drop(batch.units)
-                finally:
-                    self.queue.free(half)
-            self._contents.show_sums()
-            self.stored = self.queue.mark()
-        self._new_pages.update(unit.pages[0] for unit in units)
+            try:
+                for different in without_shared_pages(units):
+                    self._run_different(different, is_idle=is_idle)
+                    is_idle = False
+            finally:
+                self._contents.show_sums()
+                self.stored = self.queue.mark()
+                self._new_pages.update(_first_pages(units))
+
+    def _run_different(self, units: Sequence[BlockTransfer], *, is_idle: bool) -> None:
+        """Launches stores to different pages.
+
+        Args:
+            units: The stores.
+            is_idle: Whether no store is on its way. Then nothing that can wait is done before the first launch.
+        """
+        left: Sequence[BlockTransfer] = sorted(units, key=lambda unit: unit.tag.kind)  # for fewer batches
+        self._contents.drop(left)  # until `_store`
+        if is_idle:
+            left = self._run_direct(left, self._first_count(left))
+            # The model would wait longer for half of the buffer than it waits for the host link for these.
+            left = self._run_direct(left, self._without_room(left))
+        if left:
+            self._run_staged(left)
+
+    def _run_direct(self, units: Sequence[BlockTransfer], count: int) -> Sequence[BlockTransfer]:
+        """Copies the first ``count`` entries straight to the host; returns the other stores."""
+        if count:
+            batches = list(self._copies.batches(units[:count], None))
+            sums, first_pages = self._copies.upload(batches, _first_pages(units[:count]))
+            for batch in batches:
+                succeeds(self._store, batch)
+            self._sent = self.queue.mark()
+            self._contents.put_sums(first_pages, sums)
+        return units[count:]
+
+    def _run_staged(self, units: Sequence[BlockTransfer]) -> None:
+        """Copies entries to the host through the staging buffer."""
+        batches = list(self._copies.batches(units, self._staging))
+        with self.queue.ahead(batches[0].half):  # the queue may be busy for long
+            sums, first_pages = self._copies.upload(batches, _first_pages(units))
+        if sums.is_cuda:
+            sums.record_stream(torch.cuda.current_stream())  # the memory of all that was uploaded
+        for half, round_ in groupby(batches, key=attrgetter("half")):
+            try:
+                for batch in round_:
+                    with self.queue.ahead(half):
+                        is_here = succeeds(self._gather, batch)
+                        self._gathered = self.queue.mark()
+                    self.queue.use(half)
+                    if is_here:
+                        succeeds(self._store, batch)
+            finally:
+                self.queue.free(half)
+        self._contents.put_sums(first_pages, sums)
 
     def wait(self) -> None:
         """The model's later launches run after all stores have read their entries."""
@@ -113,15 +135,20 @@ class Stores:
     def _store(self, batch: Batch) -> None:
         """Copies entries to the host: from the staging buffer, or from their places."""
         self._copies.to_pages(batch, self._staging)
-        self._contents.put(batch.units, batch.pages[:, 0], batch.sums)
+        self._contents.put_tags(batch.units)
         self.bytes += self._copies.entry_bytes(batch.kind) * len(batch.units)
 
-    def _direct_count(self, units: Sequence[BlockTransfer]) -> int:
-        """How many of these stores, the first ones, go straight to the host: as many as the staging buffer has no room for.
+    def _first_count(self, units: Sequence[BlockTransfer]) -> int:
+        """How many of these stores, the first ones, fit in `FIRST_BYTES`."""
+        left = FIRST_BYTES
+        for count, unit in enumerate(units):
+            left -= self._copies.row_bytes[unit.tag.kind]
+            if left < 0:
+                return count
+        return len(units)
 
-        The model waits for the host link for those, and would wait longer for half of the buffer. At least those that fit in
-        `FIRST_BYTES`, so that the link is busy while the others are gathered.
-        """
+    def _without_room(self, units: Sequence[BlockTransfer]) -> int:
+        """How many of these stores, the first ones, the staging buffer has no room for."""
         sizes = [self._copies.row_bytes[unit.tag.kind] for unit in units]
         count = len(sizes)
         for _ in range(BUFFERS):
@@ -129,8 +156,8 @@ class Stores:
             while count and used + sizes[count - 1] <= self._staging.half_bytes:
                 count -= 1
                 used += sizes[count]
-        first_bytes = sum(sizes[:count])
-        while count < len(sizes) and first_bytes + sizes[count] <= FIRST_BYTES:
-            first_bytes += sizes[count]
-            count += 1
         return count
+
+
+def _first_pages(units: Sequence[BlockTransfer]) -> list[int]:
+    return [unit.pages[0] for unit in units]

@@ -12,7 +12,7 @@ import torch
 
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.tiers.base import Entry, Tier
-from megatron_hybrid_prefix.tiers.entry_copies import EntryCopies, kinds
+from megatron_hybrid_prefix.tiers.entry_copies import EntryCopies, kinds, without_shared_pages
 from megatron_hybrid_prefix.tiers.host_pages import HostPages, PageContents
 from megatron_hybrid_prefix.tiers.loads import Loads
 from megatron_hybrid_prefix.tiers.stores import Stores
@@ -52,7 +52,8 @@ class TierMoves:
 
     def load(self, units: Sequence[BlockTransfer]) -> None:
         """Read entries from the tier into these pages. An error is logged. A missing entry fails its load, by its tag."""
-        self._run(units, self._load)
+        for different in without_shared_pages(units):
+            self._run(different, self._load)
 
     def _run(
         self, units: Sequence[BlockTransfer], move: Callable[[list[BlockTransfer]], None]
@@ -92,7 +93,7 @@ class TierMoves:
         self._stats.bytes_stored += size * kept
 
     def _load(self, units: list[BlockTransfer]) -> None:
-        self._contents.drop(units)  # until `put`
+        self._contents.drop(units)  # until `put_tags`
         size = self._copies.entry_bytes(units[0].tag.kind)
         rows = [torch.empty(size, dtype=torch.uint8) for _ in units]
         sums = self._tier.get([unit.tag for unit in units], [memoryview(row.numpy()) for row in rows])
@@ -103,5 +104,6 @@ class TierMoves:
         first_pages, expected = self._copies.ids(
             [unit.pages[0] for unit, *_ in given], [found ^ unit.tag.digest for unit, _, found in given]
         )
-        self._contents.put([unit for unit, *_ in given], first_pages, expected)
+        self._contents.put_sums(first_pages, expected)
+        self._contents.put_tags(unit for unit, *_ in given)
         self._stats.bytes_loaded += size * len(given)

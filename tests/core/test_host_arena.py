@@ -618,6 +618,23 @@ def test_later_loads_do_not_fail_for_earlier_ones(monkeypatch):
         assert pools.arena.has_failed(load_id) == (entry == 5), load_id
 
 
+@pytest.mark.parametrize("copy", ["_gather", "_store"])
+def test_a_store_that_fails_leaves_nothing_in_its_pages(copy, monkeypatch):
+    """Some of the earlier entry there may be overwritten."""
+
+    def fails(batch: Any) -> None:
+        raise RuntimeError("the kernel is on fire")
+
+    pools = Pools("cpu")
+    pools.arena.carry_out([pools.unit(EntryKind.KV, 1, 5, key=b"old")])
+    pools.arena.stores.stored = OnItsWay()
+    monkeypatch.setattr(pools.arena.stores, copy, fails)
+    pools.arena.carry_out([pools.unit(EntryKind.KV, 2, 5, key=b"new")])
+    for load_id, key in enumerate((b"old", b"new")):
+        pools.arena.carry_out([pools.unit(EntryKind.KV, 3, 5, load_id, key=key)])
+        assert pools.arena.has_failed(load_id), key
+
+
 def test_another_tag_is_noticed():
     pools = Pools("cpu")
     pools.arena.carry_out([pools.unit(EntryKind.KV, 1, 5), pools.unit(EntryKind.KV, 2, 5, load_id=1, key=b"other")])

@@ -40,8 +40,11 @@ class Event:
     def query(self) -> bool:
         return self.is_over
 
-    def record(self) -> None:
-        self.known = set(torch.cuda.current_stream().known)  # type: ignore[attr-defined]
+    def record(self, stream: Stream | None = None) -> None:
+        self.known = set((stream or torch.cuda.current_stream()).known)  # type: ignore[union-attr]
+
+    def synchronize(self) -> None:
+        """What is launched has run at once, on the CPU."""
 
 
 class Launches:
@@ -79,19 +82,33 @@ class Launches:
             return upload(*args)
 
         monkeypatch.setattr(self.arena._copies, "upload", launch_upload)
+        put_sums = self.arena.contents.put_sums
+
+        def launch_put_sums(first_pages: torch.Tensor, sums: torch.Tensor) -> None:
+            self.launch(*(f"put_sums {page}" for page in first_pages.tolist()))
+            put_sums(first_pages, sums)
+
+        monkeypatch.setattr(self.arena.contents, "put_sums", launch_put_sums)
 
     @contextlib.contextmanager
     def _on(self, stream: Stream) -> Iterator[None]:
         self._streams.append(stream)
-        yield
-        self._streams.pop()
+        try:
+            yield
+        finally:
+            self._streams.pop()
 
-    def launch(self, name: str) -> None:
+    def launch(self, *names: str) -> None:
+        """One launch, which does several things at a time."""
         stream = self._streams[-1]
-        if name.startswith(("_gather", "_store", "_load")):
-            assert self._uploaded[0] in stream.known
-        self.before[name] = set(stream.known)
-        stream.known.add(name)
+        for name in names:
+            if name.startswith(("_gather", "_store", "_load")):
+                assert self._uploaded[0] in stream.known
+            self.before[name] = set(stream.known)
+        stream.known.update(names)
+
+    def first_page(self, entry: int) -> int:
+        return self.pools.unit(EntryKind.KV, 0, entry).pages[0]
 
     def _launches(self, what: str, run: Any) -> Any:
         def launch(batch: Any) -> None:
@@ -142,12 +159,71 @@ def test_the_first_entries_of_a_store_go_straight_to_the_host(world: Launches) -
         assert "_store 1" not in before[launch]
 
 
+def test_the_first_entries_of_a_store_are_launched_before_the_others_are_prepared(world: Launches) -> None:
+    """The host link is busy while the CPU prepares the others."""
+    world.arena.stores.stored.is_over = True
+    world.arena.carry_out([world.pools.unit(EntryKind.KV, n, n) for n in range(3)])
+    launches = [name.split()[0] for name in world.before]
+    assert launches[:4] == ["_upload", "_store", "put_sums", "_upload"]
+    assert "_store 0" in world.before and "_store 0" not in world.before["_gather 1"]
+
+
+def test_checksums_are_noted_after_they_are_computed_and_before_they_are_compared(world: Launches) -> None:
+    """By the gather, or by a copy straight to the host."""
+    world.arena.stores.stored.is_over = True
+    world.arena.carry_out([world.pools.unit(EntryKind.KV, n, n) for n in range(3)])
+    world.arena.carry_out([world.pools.unit(EntryKind.KV, 5 + n, n, load_id=1) for n in range(3)])
+    for n, computed in enumerate(("_store 0", "_gather 1", "_gather 2")):
+        noted = f"put_sums {world.first_page(n)}"
+        assert computed in world.before[noted]
+        assert noted in world.before["_load 5"]
+    assert not world.arena.has_failed(1)
+
+
+def test_stores_to_the_same_pages_run_one_after_the_other(world: Launches) -> None:
+    """Also their checksums are noted in this order: no order is defined within one launch."""
+    world.arena.stores.stored.is_over = True
+    noted: list[list[int]] = []
+    put_sums = world.arena.contents.put_sums
+    world.arena.contents.put_sums = lambda pages, sums: (noted.append(pages.tolist()), put_sums(pages, sums))  # type: ignore[assignment]
+    for device_id in range(3):
+        world.pools.write(EntryKind.KV, device_id, 1.0 + device_id)
+    world.arena.carry_out([world.pools.unit(EntryKind.KV, n, 5) for n in range(3)])
+    assert noted == [[world.first_page(5)]] * 3
+    assert "_store 0" in world.before["_store 1"] and "_store 1" in world.before["_store 2"]
+    assert {"_gather 1", "_gather 2"} <= world.before.keys()  # the model does not wait until they are on the host
+    world.arena.carry_out([world.pools.unit(EntryKind.KV, 7, 5, load_id=1)])
+    assert not world.arena.has_failed(1) and world.pools.read(EntryKind.KV, 7)[0].unique().tolist() == [3.0]
+
+
+def test_what_was_launched_before_an_error_is_waited_for(world: Launches) -> None:
+    """An error that is not of one copy goes to the caller. Loads still wait for the entries that are on their way."""
+    world.arena.stores.stored.is_over = True
+    upload, calls = world.arena._copies.upload, []
+
+    def fails(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        return upload(*args)
+
+    world.arena._copies.upload = fails  # type: ignore[method-assign]
+    units = [world.pools.unit(EntryKind.KV, n, n) for n in range(2)]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        world.arena.carry_out(units)
+    assert [world.arena.contents.holds(unit) for unit in units] == [True, False]
+    for n in range(2):
+        world.arena.carry_out([world.pools.unit(EntryKind.KV, 5 + n, n, load_id=n)])
+        assert world.arena.has_failed(n) == (n == 1)
+    assert {"_store 0", f"put_sums {world.first_page(0)}"} <= world.before["_load 5"]
+
+
 def test_an_entry_that_is_too_large_is_gathered(world: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model would wait for the host link."""
     world.arena.stores.stored.is_over = True
     monkeypatch.setattr(stores, "FIRST_BYTES", world.entry_bytes - 1)
     world.arena.carry_out([world.pools.unit(EntryKind.KV, 0, 0)])
-    assert [name for name in world.before if "upload" not in name] == ["_gather 0", "_store 0"]
+    assert [name for name in world.before if name.startswith(("_gather", "_store"))] == ["_gather 0", "_store 0"]
 
 
 def test_what_the_buffer_has_no_room_for_goes_straight_to_the_host(world: Launches) -> None:

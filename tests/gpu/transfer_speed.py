@@ -126,7 +126,7 @@ def main() -> None:
         torch.tensor(pages, device=device)[: staged.shape[1], None],
     )
     for name, way, plain in (("to the host", True, to_host), ("to the device", False, to_device)):
-        move = partial(page_copies.copy_pages, staged, arena.pages.rows(), numbers, whole_pages, to_pages=way)
+        move = partial(page_copies.copy_pages, staged, arena.pages.rows, numbers, whole_pages, to_pages=way)
         row(f"kernel alone {name}", move, plain, staged.nbytes)
     row("store", lambda: arena.carry_out(stores), to_host)
     for by_engine in (True, False):
