@@ -39,11 +39,15 @@ class JobGroup:
     """Jobs that were started together. The engine is woken once: threads that wake each other often are slow.
 
     Args:
-        jobs: Number of jobs.
+        jobs: The jobs.
+
+    Attributes:
+        jobs: The jobs, until all are over.
     """
 
-    def __init__(self, jobs: int) -> None:
-        self._left, self._lock = jobs, threading.Lock()
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self.jobs: Sequence[Job] = jobs
+        self._left, self._lock = len(jobs), threading.Lock()
         self._begun, self._over = threading.Event(), threading.Event()
         if not jobs:
             self._begun.set()
@@ -58,6 +62,7 @@ class JobGroup:
         with self._lock:
             self._left -= 1
             if not self._left:
+                self.jobs = ()  # which know this group
                 self._begun.set()
                 self._over.set()
 
@@ -139,9 +144,9 @@ class _Shared:
     def __init__(self, tier: SharedTier) -> None:
         self.tier = tier
         self.lock = threading.Lock()
-        self.stores: SimpleQueue[Sequence[Job]] = SimpleQueue()  # nothing: the thread ends
-        self.loads: SimpleQueue[Sequence[Job]] = SimpleQueue()
-        self.order = threading.Lock()  # loads begin in the order of the queue
+        self.stores: SimpleQueue[Job | None] = SimpleQueue()  # None: the thread ends
+        self.loads: SimpleQueue[Job | None] = SimpleQueue()
+        self.fills: SimpleQueue[Sequence[JobGroup]] = SimpleQueue()  # whole loads; no group: the thread ends
         self.ended = False
         self.stored_bytes = self.refused = 0
         self.seconds = 0.0
@@ -177,29 +182,36 @@ class BackgroundMoves:
         """Write entries to the tier, in this order."""
         self.forget_ended()
         self._stores = [group for group in self._stores if not group.wait(0)]
-        self._stores.append(self._start(self._shared.stores, list(jobs), together=False))
+        self._stores.append(self._group(jobs))
+        for job in self._stores[-1].jobs:
+            self._shared.stores.put(job)
 
-    def load(self, jobs: Iterable[Job]) -> JobGroup:
-        """Read entries from the tier into their pages. Call `forget_ended` before the first group of a load."""
-        return self._start(self._shared.loads, list(jobs), together=self._fills)
+    def load(self, groups: Iterable[Sequence[Job]]) -> list[JobGroup]:
+        """Read entries from the tier into their pages, group after group."""
+        self.forget_ended()
+        started = [self._group(jobs) for jobs in groups if jobs]
+        if self._fills and started:
+            self._shared.fills.put(started)
+            return started
+        for group in started:
+            group.begin()
+            for job in group.jobs:
+                self._shared.loads.put(job)
+        return started
 
     def forget_ended(self) -> None:
-        """Forget the jobs that are over. Takes time for each page that is in use, so not once for each group."""
+        """Forget the jobs that are over."""
         for page, of_page in list(self._of_page.items()):
             of_page[:] = [job for job in of_page if not job.is_over]
             if not of_page:
                 del self._of_page[page]
 
-    def _start(self, queue: SimpleQueue[Sequence[Job]], jobs: list[Job], *, together: bool) -> JobGroup:
-        group = JobGroup(len(jobs))
-        for job in jobs:
+    def _group(self, jobs: Iterable[Job]) -> JobGroup:
+        group = JobGroup(list(jobs))
+        for job in group.jobs:
             job.group = group
             for page in job.pages:
                 self._of_page.setdefault(page, []).append(job)
-        if not together:
-            group.begin()
-        for part in [jobs] if together and jobs else ([job] for job in jobs):
-            queue.put(part)
         return group
 
     def overwrite(self, pages: Iterable[int]) -> set[int]:
@@ -263,9 +275,10 @@ def _at_exit() -> None:
 
 
 def _end_of_work(shared: _Shared, threads: int) -> None:
-    for queue in (shared.stores, shared.loads):
-        for _ in range(threads):
-            queue.put(())
+    for _ in range(threads):
+        shared.stores.put(None)
+        shared.loads.put(None)
+        shared.fills.put(())
 
 
 def marks(*queues: tuple[Callable[[Mark], None], Mark]) -> tuple[Callable[[], None], ...]:
@@ -277,7 +290,7 @@ def marks(*queues: tuple[Callable[[Mark], None], Mark]) -> tuple[Callable[[], No
     return tuple(partial(wait, mark) for wait, mark in queues if mark is not None and not mark.query())
 
 
-def _serve(shared: _Shared, work: Callable[[_Shared, Sequence[Job], memoryview], None], largest_bytes: int) -> None:
+def _serve(shared: _Shared, work: Callable[[_Shared, Job, memoryview], None], largest_bytes: int) -> None:
     """A thread that writes or reads. Its memory is made once: new memory costs as much time as the copy."""
     memory = memoryview(torch.empty(largest_bytes, dtype=torch.uint8).numpy())
     try:
@@ -285,34 +298,27 @@ def _serve(shared: _Shared, work: Callable[[_Shared, Sequence[Job], memoryview],
     except Exception as error:  # a tier's code may raise anything
         logger.error("the tier behind the host: use_memory failed: %r", error)
     queue = shared.stores if work is _write else shared.loads
-    while (jobs := queue.get()) and not shared.ended:
-        with _working(shared, jobs, work):
-            work(shared, jobs, memory)
-        del jobs  # and with them the host's memory
+    while (job := queue.get()) is not None and not shared.ended:
+        with _working(shared, [job], work):
+            work(shared, job, memory)
+        del job  # and with it the host's memory
 
 
 def _serve_fills(shared: _Shared) -> None:
-    """A thread that reads for a tier which `fills`."""
-    while _fill_next(shared):
-        pass
+    """A thread that reads for a tier which `fills`: a whole load, so that its groups begin and arrive in order."""
+    while (groups := shared.fills.get()) and not shared.ended:
+        _fill_groups(shared, groups)
+        del groups
 
 
-def _fill_next(shared: _Shared) -> bool:
-    """Reads what is next in the queue. While one thread begins, the others wait: so the first to begin is the first to arrive.
-
-    Returns:
-        False: the thread is to end.
-    """
+def _fill_groups(shared: _Shared, groups: Sequence[JobGroup]) -> None:
     with ExitStack() as stack:
-        with shared.order:
-            if not (jobs := shared.loads.get()) or shared.ended:
-                return False
-            stack.enter_context(_working(shared, jobs, _fill))
-            finish = stack.enter_context(_fill(shared, jobs))
-            if jobs[0].group is not None:
-                jobs[0].group.begin()
-        finish()
-    return True
+        stack.enter_context(_working(shared, [job for group in groups for job in group.jobs], _fill))
+        finishes = [stack.enter_context(_fill(shared, group.jobs)) for group in groups]
+        for group in groups:
+            group.begin()
+        for finish in finishes:
+            finish()
 
 
 @contextmanager
@@ -335,8 +341,7 @@ def _working(shared: _Shared, jobs: Sequence[Job], work: Callable[..., object]) 
             job.end()
 
 
-def _write(shared: _Shared, jobs: Sequence[Job], memory: memoryview) -> None:
-    (job,) = jobs
+def _write(shared: _Shared, job: Job, memory: memoryview) -> None:
     if not shared.tier.wants(job.tag):
         return
     kept, row = False, memory[: job.entry_bytes]
@@ -352,8 +357,7 @@ def _write(shared: _Shared, jobs: Sequence[Job], memory: memoryview) -> None:
         shared.refused += not kept
 
 
-def _read(shared: _Shared, jobs: Sequence[Job], memory: memoryview) -> None:
-    (job,) = jobs
+def _read(shared: _Shared, job: Job, memory: memoryview) -> None:
     row = memory[: job.entry_bytes]
     (checksum,) = shared.tier.get([job.tag], [row])
     if checksum is None:

@@ -143,7 +143,6 @@ class SharedTierMoves:
     def _begin_fetches(self, units: Sequence[BlockTransfer], free: set[tuple[int, ...]]) -> None:
         background = self._background
         after = marks((self._stores.queue.finish, self._stores.stored), (self._loads.queue.finish, self._loads.last))
-        background.forget_ended()
         self._contents.drop(units)  # until `fetched`
         groups: list[list[Job]] = [[]]
         group_bytes = 0
@@ -158,12 +157,12 @@ class SharedTierMoves:
             job.cancelled = unit.pages not in free
             self._fetching |= dict.fromkeys(unit.pages, job)  # also then: all ranks put off the same loads
             groups[-1].append(job)
-        self._last_groups += [background.load(jobs) for jobs in groups]
+        self._last_groups += background.load(groups)
 
     def wait_for_begin(self, seconds: float) -> None:
         """See `HostArena`."""
         late = time.perf_counter() + seconds
-        for group in self._last_groups:
+        for group in reversed(self._last_groups):  # when the last one has begun, so have the others
             group.wait_for_begin(late - time.perf_counter())
 
     # -- loads that wait for entries from the tier ---------------------------------------------------------------------
