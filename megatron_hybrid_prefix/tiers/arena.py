@@ -178,14 +178,6 @@ class HostArena:
         """Whether the load waits for entries from behind. The same on all ranks."""
         return self._shared is not None and self._shared.is_put_off(load_id)
 
-    def wait_for_begin(self, seconds: float) -> None:
-        """Wait until all entries of the last load that is put off are being read, at most this long.
-
-        Until then, threads open files, and take turns with this one for the interpreter's lock. That takes longer than to wait.
-        """
-        assert self._shared is not None
-        self._shared.wait_for_begin(seconds)
-
     def fetched(self, load_id: int, wait_s: float = 0.0) -> bool | None:
         """Whether all entries that this load waits for have arrived on the host; None: not all are known yet.
 

@@ -48,14 +48,9 @@ class JobGroup:
     def __init__(self, jobs: Sequence[Job]) -> None:
         self.jobs: Sequence[Job] = jobs
         self._left, self._lock = len(jobs), threading.Lock()
-        self._begun, self._over = threading.Event(), threading.Event()
+        self._over = threading.Event()
         if not jobs:
-            self._begun.set()
             self._over.set()
-
-    def begin(self) -> None:
-        """All are under way, and need no thread of Python for a while."""
-        self._begun.set()
 
     def end_one(self) -> None:
         """A job is over."""
@@ -63,12 +58,7 @@ class JobGroup:
             self._left -= 1
             if not self._left:
                 self.jobs = ()  # which know this group
-                self._begun.set()
                 self._over.set()
-
-    def wait_for_begin(self, seconds: float) -> None:
-        """Wait until all are under way or over, at most this long."""
-        self._begun.wait(max(0.0, seconds))
 
     def wait(self, seconds: float) -> bool:
         """Wait until all are over, at most this long. Returns whether they are."""
@@ -186,18 +176,15 @@ class BackgroundMoves:
         for job in self._stores[-1].jobs:
             self._shared.stores.put(job)
 
-    def load(self, groups: Iterable[Sequence[Job]]) -> list[JobGroup]:
+    def load(self, groups: Iterable[Sequence[Job]]) -> None:
         """Read entries from the tier into their pages, group after group."""
         self.forget_ended()
         started = [self._group(jobs) for jobs in groups if jobs]
         if self._fills and started:
             self._shared.fills.put(started)
-            return started
-        for group in started:
-            group.begin()
-            for job in group.jobs:
+        elif not self._fills:
+            for job in [job for group in started for job in group.jobs]:
                 self._shared.loads.put(job)
-        return started
 
     def forget_ended(self) -> None:
         """Forget the jobs that are over."""
@@ -315,8 +302,6 @@ def _fill_groups(shared: _Shared, groups: Sequence[JobGroup]) -> None:
     with ExitStack() as stack:
         stack.enter_context(_working(shared, [job for group in groups for job in group.jobs], _fill))
         finishes = [stack.enter_context(_fill(shared, group.jobs)) for group in groups]
-        for group in groups:
-            group.begin()
         for finish in finishes:
             finish()
 

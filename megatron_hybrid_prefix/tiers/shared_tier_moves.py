@@ -74,7 +74,6 @@ class SharedTierMoves:
         self._given_sums: dict[int, int] = {}  # by first page: checksums of entries that came from behind
         self._fetching: dict[int, Job] = {}  # by page: entries from behind that nobody has settled since
         self._put_off: dict[int, _PutOff] = {}  # loads that wait for them
-        self._last_groups: list[JobGroup] = []  # of the last load
         self._stats = TierStats()
 
     def close(self) -> None:
@@ -136,7 +135,6 @@ class SharedTierMoves:
 
     def load(self, units: Sequence[BlockTransfer]) -> None:
         """Begin to read entries from the tier into these pages."""
-        self._last_groups = []
         for different in without_shared_pages(units):
             self._begin_fetches(different, {unit.pages for unit in self.overwrite(different)})
 
@@ -157,13 +155,7 @@ class SharedTierMoves:
             job.cancelled = unit.pages not in free
             self._fetching |= dict.fromkeys(unit.pages, job)  # also then: all ranks put off the same loads
             groups[-1].append(job)
-        self._last_groups += background.load(groups)
-
-    def wait_for_begin(self, seconds: float) -> None:
-        """See `HostArena`."""
-        late = time.perf_counter() + seconds
-        for group in reversed(self._last_groups):  # when the last one has begun, so have the others
-            group.wait_for_begin(late - time.perf_counter())
+        background.load(groups)
 
     # -- loads that wait for entries from the tier ---------------------------------------------------------------------
 
@@ -186,28 +178,42 @@ class SharedTierMoves:
     def fetched(self, load_id: int, wait_s: float = 0.0) -> bool | None:
         """See `HostArena`.
 
-        Entries that have arrived go to the device at once, group by group, while others are still being read. All that
+        Entries that have arrived go to the device at once, the others group by group, while more are being read. All that
         can be done for a group before it has arrived is done by then.
         """
         left, late = self._put_off[load_id].left, time.perf_counter() + wait_s
-        groups: dict[JobGroup | None, list[_Coming]] = {}
+        arrived: list[_Coming] = []
+        groups: dict[JobGroup, list[_Coming]] = {}
         for unit in left:
             coming = self._coming(unit)
-            groups.setdefault(coming.group, []).append(coming)
-        prepared: dict[JobGroup | None, PreparedLoads] = {}
-        for group, entries in groups.items() if wait_s else ():  # while all are being read
+            if coming.group is None or coming.group.wait(0):
+                arrived.append(coming)
+            else:
+                groups.setdefault(coming.group, []).append(coming)
+        if arrived and not self._launch(left, arrived):
+            return False
+        prepared: dict[JobGroup, PreparedLoads] = {}
+        for group, entries in groups.items() if wait_s else ():
             prepared[group] = self._loads.prepare([coming.unit for coming in entries], begun=bool(prepared))
         for group, entries in groups.items():
             start = time.perf_counter()
-            is_over = group is None or group.wait(late - start)
+            is_over = group.wait(late - start)
             self._stats.seconds_waited += time.perf_counter() - start if wait_s else 0.0
             if not is_over:
                 return None
-            if not self._note_arrived([coming for coming in entries if not coming.is_here]):
+            if not self._launch(left, entries, prepared.get(group)):
                 return False
-            self._loads.run([coming.unit for coming in entries], prepared.get(group))
-            launched = {id(coming.unit) for coming in entries}
-            left[:] = [unit for unit in left if id(unit) not in launched]
+        return True
+
+    def _launch(
+        self, left: list[BlockTransfer], entries: Sequence[_Coming], prepared: PreparedLoads | None = None
+    ) -> bool:
+        """Launch transfers whose entries nothing reads any more, and take them out of ``left``. Returns whether all have arrived."""
+        if not self._note_arrived([coming for coming in entries if not coming.is_here]):
+            return False
+        self._loads.run([coming.unit for coming in entries], prepared)
+        launched = {id(coming.unit) for coming in entries}
+        left[:] = [unit for unit in left if id(unit) not in launched]
         return True
 
     def _coming(self, unit: BlockTransfer) -> _Coming:

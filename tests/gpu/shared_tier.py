@@ -59,7 +59,6 @@ class Milestones:
         from megatron_hybrid_prefix.mcore.context.loads import RequestLoads
         from megatron_hybrid_prefix.mcore.state.moves import HostMoves
         from megatron_hybrid_prefix.tiers import file, reads
-        from megatron_hybrid_prefix.tiers.arena import HostArena
         from megatron_hybrid_prefix.tiers.loads import Loads
         from megatron_hybrid_prefix.tiers.stores import Stores
         from megatron_hybrid_prefix.upstream.context import ContextSeam
@@ -69,7 +68,6 @@ class Milestones:
         for owner, name, label in (
             (RequestLoads, "load_back", "lookup"),
             (HostMoves, "start_load", "start"),
-            (HostArena, "wait_for_begin", "wait until they begin"),
             (reads.RunningReads, "__init__", "begin to read"),
             (reads.RunningReads, "wait", "read"),
             (Loads, "run", "load launch"),

@@ -50,7 +50,7 @@ class RequestLoads:
         """
         cache, known = self._cache, self._requests.of(req, self._cache)
         match = known.match(cache, req.remaining_prompt_length)
-        begins, alone = match.load_id is None, not (others_run or others_start)
+        begins = match.load_id is None
         if begins:
             if known.gave_up_fetch:
                 return False
@@ -63,7 +63,7 @@ class RequestLoads:
             if loading is None:
                 return False
             match = known.last = loading
-            self._moves.start_load(req.request_id, match, alone=alone)
+            self._moves.start_load(req.request_id, match)
             self._note(
                 lambda: (
                     f"request {req.request_id} loads up to {loading.resume_tokens} into KV blocks "
@@ -71,6 +71,7 @@ class RequestLoads:
                 )
             )
         assert match.load_id is not None
+        alone = not (others_run or others_start)
         if alone and begins:
             return False
         fetched = self._moves.fetch(req.request_id, match.load_id, wait=False)

@@ -45,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 # While other requests run, a request waits one round per this many bytes of its load: about the transfer of one step.
 BYTES_A_ROUND = 256 * 2**20
-_BEGIN_S = 0.002  # opening some 40 files takes a third of that, if the disk need not be asked
 
 SHARED = "shared"  # name of the shared tier
 
@@ -290,21 +289,13 @@ class HostMoves(Moves):
                 if plan.load_id in self._launched:
                     self._wait_for(plan.load_id)
 
-    def start_load(self, request_id: int, match: Any, *, alone: bool) -> None:
-        """Launch the load that was prepared for the request. It is put off if its entries come from the tier behind.
-
-        Args:
-            request_id: The request.
-            match: What it resumes from.
-            alone: Whether nobody else runs.
-        """
+    def start_load(self, request_id: int, match: Any) -> None:
+        """Launch the load that was prepared for the request. It is put off if its entries come from the tier behind."""
         self.launch()
         assert self.arena is not None
         if self.arena.is_put_off(match.load_id):
             assert self._behind is not None and isinstance(self._behind.tier, SharedTier)
             self._fetching[match.load_id] = time.monotonic() + self._behind.tier.wait_s
-            if alone:
-                self.arena.wait_for_begin(_BEGIN_S)
         else:
             self._count_rounds(request_id, match.load_id)
 
