@@ -180,7 +180,7 @@ class NaiveHybridModel:
         return (y.reshape(len(x), -1) * w["norm.weight"]) @ w["out_proj.weight"].T
 
     def _delta_net(self, x, prefix, zero_state_at, zero_conv_at):
-        """One token after another: S <- a S (I - b k k^T) + b v k^T, here with S of (V, K), as the paper writes it."""
+        """One token after another: S <- a S (I - b k k^T) + b v k^T = a S + (v - a S k) b k^T, here with S of (V, K)."""
         c = self.config
         w = {name.removeprefix(prefix): value for name, value in self.weights.items() if name.startswith(prefix)}
         key_heads, heads, key_dim, value_dim = (
@@ -198,13 +198,17 @@ class NaiveHybridModel:
         q, k = (part.repeat_interleave(heads // key_heads, 1) for part in (q, k))
         v = v.unflatten(-1, (heads, value_dim))
         state, rows = torch.zeros(heads, value_dim, key_dim, dtype=x.dtype, device=x.device), []
-        erased = rate[..., None] * k
-        for t in range(len(x)):
-            state = torch.zeros_like(state) if t == zero_state_at else decay[t, :, None, None] * state
-            left = state - (state @ k[t][..., None]) @ erased[t][:, None]
-            state = left + v[t][..., None] @ erased[t][:, None]
-            rows.append((state @ q[t][..., None])[..., 0])
-        y = torch.stack(rows) * key_dim**-0.5
+        written, decay = rate[..., None, None] * k[:, :, None], decay[..., None, None]
+        for at in range(0, len(x), PIECE):
+            some, states = slice(at, at + PIECE), state.new_empty(len(x[at : at + PIECE]), *state.shape)
+            pieces = zip(
+                *(part[some].unbind() for part in (decay, k[..., None], v[..., None], written)), states, strict=True
+            )
+            for t, (kept, key, value, row, new) in enumerate(pieces, start=at):
+                old = torch.zeros_like(state) if t == zero_state_at else torch.mul(state, kept, out=new)
+                state = torch.baddbmm(old, torch.baddbmm(value, old, key, alpha=-1), row, out=new)
+            rows.append((states @ q[some][..., None])[..., 0])
+        y = torch.cat(rows) * key_dim**-0.5
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + c.layernorm_epsilon) * w["out_norm.weight"]
         return (y * F.silu(z.view_as(y))).flatten(1) @ w["out_proj.weight"].T
 
