@@ -49,20 +49,21 @@ class Alone:
 
     def __init__(self, model: Any, **fields: Any) -> None:
         self._harness = exact_harness(model, slots=0, **fields)
+        self._answers: dict[str, tuple[list[int], list[float], list[float] | None]] = {}
 
     def answer(self, request: Any) -> tuple[list[int], list[float], list[float] | None]:
-        """Bits of a finished request's answer, computed again."""
+        """Bits of a finished request's answer, computed again; once for equal requests."""
         wanted, harness = request.sampling_params, self._harness
         params = {"skip_prompt_log_probs": wanted.skip_prompt_log_probs}
         options = getattr(wanted, "sampling_options", None)
-        found = harness.send(
-            request.prompt_tokens.tolist(),
-            count=wanted.num_tokens_to_generate,
-            params=params,
-            **({} if options is None else {"sampling_options": options}),
-        )
-        assert found.num_cached_tokens == 0
-        return bits(found)
+        sent = {"prompt": request.prompt_tokens.tolist(), "count": wanted.num_tokens_to_generate, "params": params}
+        key = repr((sent, options))
+        if key not in self._answers:
+            attributes = {} if options is None else {"sampling_options": options}
+            found = harness.send(sent.pop("prompt"), **sent, **attributes)
+            assert found.num_cached_tokens == 0
+            self._answers[key] = bits(found)
+        return self._answers[key]
 
 
 def differing(harness: EngineHarness, alone: Alone) -> list[int]:
@@ -117,9 +118,13 @@ class BitsTraffic:
         params = {"skip_prompt_log_probs": dice.random() < 0.6}
         harness.add(prompt[: self.longest - count], count, params=params, **attributes)
 
-    def differing(self) -> list[int]:
-        """Ids of requests whose bits are others than alone."""
-        return differing(self.harness, Alone(self.harness.model, block_size_tokens=self.block))
+    def alone(self) -> Alone:
+        """Answers to requests of this traffic, each alone."""
+        return Alone(self.harness.model, block_size_tokens=self.block)
+
+    def differing(self, alone: Alone | None = None) -> list[int]:
+        """Ids of requests whose bits are others than ``alone`` (default: `alone`, for this call)."""
+        return differing(self.harness, self.alone() if alone is None else alone)
 
     def run(self) -> None:
         """Sends all, and runs them to the end."""

@@ -34,12 +34,13 @@ def main() -> None:
     model = build_hybrid_model(get_preset(preset, layer_pattern=stages), seed=0, platform=platform)
     traffic = BitsTraffic(model, 0, REQUESTS, blocks=None, host_gb=0.0, check_ranks=True)
     traffic.run()
-    found = {"differing": traffic.differing(), "finished": len(traffic.harness.finished)}
+    alone = traffic.alone()
+    found = {"differing": traffic.differing(alone), "finished": len(traffic.harness.finished)}
     in_order, invariant.sum_over_ranks = invariant.sum_over_ranks, sum_by_rows
     traffic = BitsTraffic(model, 0, REQUESTS, blocks=None, host_gb=0.0)
     traffic.run()
     invariant.sum_over_ranks = in_order
-    found["differing_by_rows"] = traffic.differing()
+    found["differing_by_rows"] = traffic.differing(alone)
     write_findings(out, found)
     shut_down()
 
