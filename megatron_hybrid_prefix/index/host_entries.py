@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -29,7 +30,8 @@ class HostEntries:
 
     def reset(self) -> None:
         """Drops all entries, even pinned ones."""
-        self._free = list(range(self.total_pages - 1, -1, -1))  # a stack, lowest page on top
+        # Freed pages are used last: a load that was given up may still be read into them.
+        self._free = deque(range(self.total_pages))
         self._pages: dict[int, tuple[int, ...]] = {}  # by entry
         self._next_entry = 0
         self._used_pages = {EntryKind.KV: 0, EntryKind.STATE: 0}
@@ -61,8 +63,7 @@ class HostEntries:
     def add(self, tag: Tag) -> int:
         """Allocates an entry. The caller checks `has_room`."""
         count = self.pages_of[tag.kind]
-        pages = tuple(self._free[: -count - 1 : -1])
-        del self._free[-count:]
+        pages = tuple(self._free.popleft() for _ in range(count))
         entry, self._next_entry = self._next_entry, self._next_entry + 1
         self._pages[entry], self._tags[entry] = pages, tag
         self._used_pages[tag.kind] += count
@@ -72,7 +73,7 @@ class HostEntries:
         """Frees the entry, even if it is pinned."""
         pages = self._pages.pop(entry)
         self._used_pages[self._tags.pop(entry).kind] -= len(pages)
-        self._free += reversed(pages)
+        self._free.extend(pages)
         self._payloads.pop(entry, None)
         self._pins.pop(entry, None)
         self._private.discard(entry)

@@ -14,8 +14,9 @@ import logging
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -32,6 +33,7 @@ type Pieces = Sequence[tuple[int, memoryview]]
 """Bytes of an entry: (offset in the entry, view of pages), without gaps."""
 
 _WRITERS = 2
+_GROUPS_AHEAD = 2  # of a load, that are read at a time
 _END_S = 1.0  # a thread that hangs in a read must not keep the process from ending
 
 
@@ -299,11 +301,41 @@ def _serve_fills(shared: _Shared) -> None:
 
 
 def _fill_groups(shared: _Shared, groups: Sequence[JobGroup]) -> None:
-    with ExitStack() as stack:
-        stack.enter_context(_working(shared, [job for group in groups for job in group.jobs], _fill))
-        finishes = [stack.enter_context(_fill(shared, group.jobs)) for group in groups]
-        for finish in finishes:
-            finish()
+    """Few groups are read at a time: files are open, and what has begun cannot be given up."""
+    begun: deque[_Fill] = deque()
+    with _working(shared, [job for group in groups for job in group.jobs], _fill_groups), ExitStack() as stack:
+        for group in groups:
+            if len(begun) == _GROUPS_AHEAD:
+                begun.popleft().finish()
+            begun.append(stack.enter_context(closing(_Fill(shared.tier, group.jobs))))
+        for fill in begun:
+            fill.finish()
+
+
+class _Fill:
+    """A group that is being read straight into its pages."""
+
+    def __init__(self, tier: SharedTier, jobs: Sequence[Job]) -> None:
+        self._jobs = jobs
+        self._mine = [job for job in jobs if job.begin_to_fill()]
+        views = [[view for _, view in job.pieces] for job in self._mine]
+        self._filling = tier.fill([job.tag for job in self._mine], views) if self._mine else None
+
+    def finish(self) -> None:
+        """Waits for it, and says what has arrived."""
+        if self._filling is not None:
+            for job, checksum in zip(self._mine, self._filling.wait(), strict=True):
+                if checksum is not None:
+                    job.checksum, job.found = checksum, True
+        for job in self._jobs:
+            job.end()
+        self.close()
+
+    def close(self) -> None:
+        """Tidies up, once nothing writes to the pages any more."""
+        if self._filling is not None:
+            self._filling.close()
+            self._filling = None
 
 
 @contextmanager
@@ -353,20 +385,3 @@ def _read(shared: _Shared, job: Job, memory: memoryview) -> None:
                 return
             copy_bytes(row[start : start + len(view)], view)
     job.checksum, job.found = checksum, True
-
-
-@contextmanager
-def _fill(shared: _Shared, jobs: Sequence[Job]) -> Iterator[Callable[[], None]]:
-    """As `_read`, for all jobs and straight into their pages. Yields what waits for them."""
-    mine = [job for job in jobs if job.begin_to_fill()]
-    views = [[view for _, view in job.pieces] for job in mine]
-    with shared.tier.fill([job.tag for job in mine], views) as wait:
-
-        def finish() -> None:
-            for job, checksum in zip(mine, wait(), strict=True):
-                if checksum is not None:
-                    job.checksum, job.found = checksum, True
-            for job in jobs:
-                job.end()
-
-        yield finish

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
@@ -103,6 +102,16 @@ class Tier(ABC):
         return max(after, limit)
 
 
+class Filling(Protocol):
+    """Entries that are being read into pages of the host."""
+
+    def wait(self) -> Sequence[int | None]:
+        """Wait until nothing writes to the pages any more. Returns what `Tier.get` does."""
+
+    def close(self) -> None:
+        """Tidy up, after `wait`; waits itself if need be. Called in any case."""
+
+
 class SharedTier(Tier):
     """A tier that outlives the process. Threads call `put`, `get` and `fill`, while the engine's thread calls the other methods.
 
@@ -128,18 +137,12 @@ class SharedTier(Tier):
     def use_memory(self, memory: memoryview) -> None:
         """What this thread passes to `put` and `get` lies in this memory, which stays as long as the tier is used."""
 
-    def fill(
-        self, tags: Sequence[Tag], buffers: Sequence[Sequence[memoryview]]
-    ) -> AbstractContextManager[Callable[[], list[int | None]]]:
-        """As `get`, straight into pages of the host, while the block runs.
+    def fill(self, tags: Sequence[Tag], buffers: Sequence[Sequence[memoryview]]) -> Filling:
+        """Begin to read entries, as `get` does, but straight into pages of the host.
 
         Args:
             tags: See `get`.
             buffers: For each entry: receive its bytes, one after the other.
-
-        Returns:
-            For the block: what waits until nothing writes to the pages any more, and returns what `get` does. What else takes
-            time is done at the end of the block.
         """
         raise NotImplementedError
 

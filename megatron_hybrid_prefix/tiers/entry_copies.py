@@ -15,7 +15,7 @@ import torch
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.ops.page_copies import WORD_BYTES, copy_pages, copy_ranges
-from megatron_hybrid_prefix.ops.slot_copies import ids_on_device
+from megatron_hybrid_prefix.ops.slot_copies import as_words, ids_on_device
 from megatron_hybrid_prefix.ops.wrong_entries import zero_wrong
 from megatron_hybrid_prefix.tiers.host_pages import HostPages
 from megatron_hybrid_prefix.tiers.units import DEVICE, BlockTransfer, EntryKind
@@ -219,7 +219,8 @@ class EntryCopies:
         for kind, tensors in self._tensors().items():
             (ids,) = self.ids(device_ids([unit for unit in units if unit.tag.kind == kind]))
             for tensor in tensors:
-                tensor.index_fill_(1, ids, 0)
+                (words,) = as_words(tensor)  # not every type can be filled
+                words.index_fill_(1, ids, 0)
 
 
 def _rows(staging: Staging, batch: Batch, row_bytes: int) -> torch.Tensor:

@@ -21,8 +21,8 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from typing import Any
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
@@ -31,7 +31,7 @@ from megatron_hybrid_prefix.tiers.base import Entry, SharedTier
 from megatron_hybrid_prefix.tiers.folder import SharedFolder
 from megatron_hybrid_prefix.tiers.header import HEADER_BYTES, checksum_in, make_header
 from megatron_hybrid_prefix.tiers.listing import FileName
-from megatron_hybrid_prefix.tiers.reads import read_files, start_threads
+from megatron_hybrid_prefix.tiers.reads import FileReads, start_threads
 from megatron_hybrid_prefix.tiers.shared import FolderSettings
 from megatron_hybrid_prefix.tiers.space import Ranking, Space
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
@@ -98,7 +98,7 @@ class FileTier(SharedTier):
         self._name = b""  # of the namespace, 16 bytes; empty if it is not open
         self._wanted = b""  # the namespace that is open, or is being opened
         self._wrong: dict[FileName, None] = {}  # files to be deleted
-        self._reads: dict[int, float] = {}  # reads that run: when they began (monotonic), by thread
+        self._reads: dict[FileFilling, float] = {}  # that run: when they began (monotonic)
         self._wake = threading.Event()
         self._closed = False
         watch = threading.Thread(
@@ -219,33 +219,12 @@ class FileTier(SharedTier):
 
     def get(self, tags: Sequence[Tag], buffers: Sequence[memoryview]) -> list[int | None]:
         """See Tier."""
-        with self.fill(tags, [[buffer] for buffer in buffers]) as wait:
-            return wait()
+        with closing(self.fill(tags, [[buffer] for buffer in buffers])) as filling:
+            return filling.wait()
 
-    @contextmanager
-    def fill(
-        self, tags: Sequence[Tag], buffers: Sequence[Sequence[memoryview]]
-    ) -> Iterator[Callable[[], list[int | None]]]:
+    def fill(self, tags: Sequence[Tag], buffers: Sequence[Sequence[memoryview]]) -> FileFilling:
         """See `SharedTier`."""
-        with self.folder.lock:
-            namespace = self._name
-            paths = [self._path(tag) for tag in tags]
-        thread = threading.get_ident()
-        self._reads[thread] = time.monotonic()
-        try:
-            with read_files(paths, HEADER_BYTES, buffers) as wait_for_headers:
-
-                def wait() -> list[int | None]:
-                    headers = wait_for_headers()
-                    self._reads.pop(thread, None)
-                    return [
-                        self._judge(tag, namespace, sum(map(len, views)), header)
-                        for tag, views, header in zip(tags, buffers, headers, strict=True)
-                    ]
-
-                yield wait
-        finally:
-            self._reads.pop(thread, None)
+        return FileFilling(self, tags, buffers)
 
     def _path(self, tag: Tag) -> str | None:
         """The file of an entry; None: there is none. Call it with the folder's lock."""
@@ -323,6 +302,42 @@ class FileTier(SharedTier):
         except OSError as error:
             self.folder.forget(name)
             self.count("delete_" + _reason(error), error)
+
+
+class FileFilling:
+    """Entries of a folder that are being read; see `Filling`.
+
+    Args:
+        tier: The folder's tier.
+        tags: See `Tier.get`.
+        buffers: See `SharedTier.fill`.
+    """
+
+    def __init__(self, tier: FileTier, tags: Sequence[Tag], buffers: Sequence[Sequence[memoryview]]) -> None:
+        self._tier, self._tags, self._sizes = tier, tags, [sum(map(len, views)) for views in buffers]
+        with tier.folder.lock:
+            self._namespace = tier._name
+            paths = [tier._path(tag) for tag in tags]
+        tier._reads[self] = time.monotonic()
+        try:
+            self._files = FileReads(paths, HEADER_BYTES, buffers)
+        except BaseException:
+            del tier._reads[self]
+            raise
+
+    def wait(self) -> list[int | None]:
+        """See `Filling`."""
+        headers = self._files.wait()
+        self._tier._reads.pop(self, None)
+        return [
+            self._tier._judge(tag, self._namespace, size, header)
+            for tag, size, header in zip(self._tags, self._sizes, headers, strict=True)
+        ]
+
+    def close(self) -> None:
+        """See `Filling`."""
+        self._files.close()
+        self._tier._reads.pop(self, None)
 
 
 def _watch(tier_of: Callable[[], FileTier | None], wake: threading.Event, refresh_s: float) -> None:

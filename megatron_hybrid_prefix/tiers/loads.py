@@ -3,8 +3,8 @@
 The copy engines copy entries to a staging buffer on the device, and a kernel copies them from there to their places. Pages that are
 too small for the engines are read by the kernel, straight into their places.
 
-The CPU learns that a load failed after the forward that used it. What is wrong or missing is zeros by then: other bytes may be NaN, and
-to sample from NaN is an error, on a GPU one that ends the process.
+The CPU learns that a load failed after the forward that used it. What is wrong (if checksums are compared) or missing is zeros by
+then: other bytes may be NaN, and to sample from NaN is an error, on a GPU one that ends the process.
 """
 
 from __future__ import annotations
@@ -103,21 +103,23 @@ class Loads:
                 self._bring(*prepared.rounds[:BUFFERS])
             rounds = prepared.rounds
             self._bad_rows.index_fill_(0, prepared.new_loads, 0)  # the other loads have begun with other entries
-            expected = self._contents.sums.index_select(0, prepared.first_pages)
-            for number, round_ in enumerate(rounds):
-                self.queue.use(round_[0].half)
-                for batch in round_:
-                    if not (batch.is_here and succeeds(self._load, batch)):
-                        self._fail(batch)
-                self.queue.free(round_[0].half)
-                self._bring(*rounds[number + BUFFERS :][:1])
-            if self._verify:
-                self._bad_rows.index_add_(0, prepared.load_of, prepared.sums.ne_(expected))
-            self._bad_rows_seen.copy_(self._bad_rows, non_blocking=True)
-            self.last = self.queue.mark()
-            for unit in units:
-                self._in_flight.setdefault(unit.load_id, set()).update(places(unit))
-            self._ends |= dict.fromkeys(_load_ids(units), self.last)
+            expected = self._contents.sums.index_select(0, prepared.first_pages) if self._verify else None
+            try:
+                for number, round_ in enumerate(rounds):
+                    self.queue.use(round_[0].half)
+                    for batch in round_:
+                        if not (batch.is_here and succeeds(self._load, batch)):
+                            self._fail(batch)
+                    self.queue.free(round_[0].half)
+                    self._bring(*rounds[number + BUFFERS :][:1])
+                if expected is not None:
+                    self._bad_rows.index_add_(0, prepared.load_of, prepared.sums.ne_(expected))
+                self._bad_rows_seen.copy_(self._bad_rows, non_blocking=True)
+            finally:
+                self.last = self.queue.mark()
+                for unit in units:
+                    self._in_flight.setdefault(unit.load_id, set()).update(places(unit))
+                self._ends |= dict.fromkeys(_load_ids(units), self.last)
 
     def prepare(self, units: Sequence[BlockTransfer], *, begun: bool) -> PreparedLoads:
         """Do all that can be done before the entries of these loads (at least one) are on the host.

@@ -12,8 +12,7 @@ import ctypes
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import groupby, islice
 from typing import Any, NamedTuple
@@ -81,7 +80,6 @@ class _Library(NamedTuple):
     init: Any
     start_list: Any
     wait: Any  # until one of a list is over
-    state: Any
 
 
 class RunningReads:
@@ -114,71 +112,74 @@ class RunningReads:
         """
         if self._found is not None:
             return self._found
-        library = self._library
-        if library is None:
+        if self._library is None:
             self._found = [_read_plainly(read) for read in self._reads]
             return self._found
-        for place in reversed(self._places):  # when the last one is over, most others are
-            while library.state(place) == errno.EINPROGRESS:
-                library.wait(ctypes.byref(ctypes.c_void_p(place)), 1, None)
+        for block, place in zip(reversed(self._blocks), reversed(self._places), strict=True):
+            while block.error == errno.EINPROGRESS:  # when the last one is over, most others are
+                self._library.wait(ctypes.byref(ctypes.c_void_p(place)), 1, None)
+        # Takes the library's lock: what its threads have written is seen from here on.
+        self._library.wait(ctypes.byref(ctypes.c_void_p(self._places[0])), 1, None)
         # What was not taken up (too many at once), or ended early, is read plainly, which also says why.
         self._found = [
-            block.size if block.result == block.size else _read_plainly(read)
+            block.result if not block.error and block.result in (0, block.size) else _read_plainly(read)
             for block, read in zip(self._blocks, self._reads, strict=True)
         ]
         return self._found
 
 
-@contextmanager
-def read_files(
-    paths: Sequence[str | None], header_bytes: int, buffers: Sequence[Sequence[memoryview]]
-) -> Iterator[Callable[[], list[bytes | OSError | None]]]:
-    """Read files: each one's header, and what is behind it straight into buffers.
-
-    The reads run while the block does. Files are closed at its end, because that takes a while, too.
+class FileReads:
+    """Files that are being read: each one's header, and what is behind it straight into buffers. Call `close` at the end.
 
     Args:
         paths: The files; None for those that are left out.
         header_bytes: Bytes of a header.
         buffers: For each file: receive its other bytes, one after the other.
-
-    Yields:
-        What waits for the reads, and returns for each file: its header, empty if the file is shorter or longer than header and buffers; why it could not be read;
-        None if it was left out.
     """
-    headers, ends = bytearray(header_bytes * len(paths)), memoryview(bytearray(len(paths)))
-    files: list[int] = []
-    of_file: list[list[Read] | OSError | None] = []
 
-    def wait() -> list[bytes | OSError | None]:
-        counts, found = iter(running.wait()), list[bytes | OSError | None]()
-        for number, reads in enumerate(of_file):
-            if not isinstance(reads, list):
-                found.append(reads)
-                continue
-            *full, end = own = list(islice(counts, len(reads)))
-            broken = next((count for count in own if isinstance(count, OSError)), None)
-            fits = end == 0 and full == [len(read.buffer) for read in reads[:-1]]
-            found.append(broken or bytes(headers[number * header_bytes : (number + 1) * header_bytes] if fits else b""))
-        return found
-
-    try:
+    def __init__(self, paths: Sequence[str | None], header_bytes: int, buffers: Sequence[Sequence[memoryview]]) -> None:
+        headers, ends = memoryview(bytearray(header_bytes * len(paths))), memoryview(bytearray(len(paths)))
+        self._headers = [headers[number * header_bytes :][:header_bytes] for number in range(len(paths))]
+        self._files: list[int] = []
+        self._of_file: list[list[Read] | OSError | None] = []
         for number, (path, views) in enumerate(zip(paths, buffers, strict=True)):
             if path is None:
-                of_file.append(None)
+                self._of_file.append(None)
                 continue
-            header = memoryview(headers)[number * header_bytes :][:header_bytes]
             try:
-                of_file.append(_reads_of(path, files, [header, *_parts(views), ends[number : number + 1]]))
+                parts = [self._headers[number], *_parts(views), ends[number : number + 1]]
+                self._of_file.append(_reads_of(path, self._files, parts))
             except OSError as error:
-                of_file.append(error)
-        running = RunningReads([read for reads in of_file if isinstance(reads, list) for read in reads])
-        try:
-            yield wait
-        finally:
-            running.wait()
-    finally:
-        _close_all(files)
+                self._of_file.append(error)
+        self._running = RunningReads([read for reads in self._of_file if isinstance(reads, list) for read in reads])
+
+    def wait(self) -> list[bytes | OSError | None]:
+        """Wait until nothing is written to the buffers any more.
+
+        Returns:
+            For each file: its header, empty if the file is shorter or longer than header and buffers; why it could not be read;
+            None if it was left out.
+        """
+        counts = iter(self._running.wait())
+        return [
+            _header_of(reads, list(islice(counts, len(reads))), header) if isinstance(reads, list) else reads
+            for reads, header in zip(self._of_file, self._headers, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Close the files, once nothing reads them any more. Takes a while, too."""
+        self._running.wait()
+        _close_all(self._files)
+        self._files = []
+
+
+def _header_of(reads: Sequence[Read], counts: Sequence[int | OSError], header: memoryview) -> bytes | OSError:
+    """See `FileReads.wait`."""
+    for count in counts:
+        if isinstance(count, OSError):
+            return count
+    *full, end = counts
+    return bytes(header) if end == 0 and full == [len(read.buffer) for read in reads[:-1]] else b""
 
 
 def _close_all(files: Sequence[int]) -> None:
@@ -239,20 +240,14 @@ def _library() -> _Library | None:
         return None
     name = None if hasattr(ctypes.CDLL(None), "lio_listio") else "librt.so.1"  # of glibc before 2.34
     try:
-        releasing, keeping = ctypes.CDLL(name), ctypes.PyDLL(name)  # the interpreter's lock
-        init, start_list, wait, state = (
-            releasing.aio_init,
-            releasing.lio_listio,
-            releasing.aio_suspend,
-            keeping.aio_error,
-        )
+        library = ctypes.CDLL(name)
+        init, start_list, wait = library.aio_init, library.lio_listio, library.aio_suspend
     except (OSError, AttributeError):
         return None
     start_list.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
     wait.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
-    state.argtypes = [ctypes.c_void_p]
     init.argtypes = [ctypes.c_void_p]
-    return _Library(init, start_list, wait, state)
+    return _Library(init, start_list, wait)
 
 
 def _forget_threads() -> None:

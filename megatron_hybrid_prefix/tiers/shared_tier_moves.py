@@ -24,6 +24,7 @@ from megatron_hybrid_prefix.tiers.units import BlockTransfer, EntryKind
 
 logger = logging.getLogger(__name__)
 
+_GROUP_ENTRIES = 32  # at most: each is an open file
 GROUP_BYTES = 64 * 2**20  # entries from behind go to the device in groups of this size, while others are read
 
 
@@ -109,7 +110,6 @@ class SharedTierMoves:
         refused = [unit for unit in units if not busy.isdisjoint(unit.pages)]
         logger.warning("%d entries have no place: a load that was given up is still being read there", len(refused))
         self._contents.drop(refused)
-        self._stats.full += len(refused)
         return [unit for unit in units if busy.isdisjoint(unit.pages)]
 
     # -- to and from the tier ------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class SharedTierMoves:
         # States first: they are the longest.
         for unit in sorted(units, key=lambda unit: unit.tag.kind is EntryKind.KV):
             size = self._copies.entry_bytes(unit.tag.kind)
-            if group_bytes and group_bytes + size > GROUP_BYTES:
+            if group_bytes and (group_bytes + size > GROUP_BYTES or len(groups[-1]) == _GROUP_ENTRIES):
                 groups.append([])
                 group_bytes = 0
             group_bytes += size

@@ -88,9 +88,11 @@ class Stores:
         if count:
             batches = list(self._copies.batches(units[:count], None))
             sums, first_pages = self._copies.upload(batches, _first_pages(units[:count]))
-            for batch in batches:
-                succeeds(self._store, batch)
-            self._sent = self.queue.mark()
+            try:
+                for batch in batches:
+                    succeeds(self._store, batch)
+            finally:
+                self._sent = self.queue.mark()
             self._contents.put_sums(first_pages, sums)
         return units[count:]
 

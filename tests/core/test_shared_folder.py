@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -128,12 +128,22 @@ def test_what_one_process_puts_the_next_one_gets(tmp_path):
 
 @pytest.fixture(params=["native", "plain"])
 def reads_by(request, monkeypatch):
-    """Reads by threads of the C library, and as where it has none."""
+    """Reads by threads of the C library, and as where it has none. Whole reads by the library are not repeated plainly."""
     if request.param == "plain":
         monkeypatch.setattr(reads, "_library", lambda: None)
-    elif reads._library() is None:
+        yield
+        return
+    if reads._library() is None:
         pytest.skip("this C library has no AIO that we know")
-    return request.param
+    plainly, repeated = reads._read_plainly, []
+
+    def read_plainly(read: reads.Read) -> int | OSError:
+        repeated.append(read.buffer.nbytes == plainly(read))
+        return plainly(read)
+
+    monkeypatch.setattr(reads, "_read_plainly", read_plainly)
+    yield
+    assert not any(repeated), "the C library did not read what is there"
 
 
 def pieces(memory: bytearray, *ends: int) -> list[memoryview]:
@@ -152,8 +162,8 @@ def test_entries_are_read_together_into_pieces(tmp_path, monkeypatch, reads_by, 
     put(tier, *tags[:-1])
     memory = [bytearray(SIZE[each.kind]) for each in tags]
     views = [pieces(one, *(end for end in ends if end < len(one))) for one in memory]
-    with tier.fill(tags, views) as wait:
-        assert wait() == [*(hash(data(each)) % 2**60 for each in tags[:-1]), None]
+    with closing(tier.fill(tags, views)) as filling:
+        assert filling.wait() == [*(hash(data(each)) % 2**60 for each in tags[:-1]), None]
     assert memory == [*(data(each) for each in tags[:-1]), bytes(SIZE[KV])]
     assert tier.counts == {"gone": 1}
 
@@ -189,13 +199,27 @@ def test_no_file_stays_open(tmp_path, monkeypatch, reads_by):
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(before) + 8, limits[1]))
     try:
         memory = [bytearray(SIZE[each.kind]) for each in tags]
-        with tier.fill(tags, [[memoryview(one)] for one in memory]) as wait:
-            found = wait()
+        with closing(tier.fill(tags, [[memoryview(one)] for one in memory])) as filling:
+            found = filling.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert found[0] is None and tier.counts == {"gone": 2, "read_EMFILE": found.count(None) - 1} and found[-1] is None
     assert os.listdir("/proc/self/fd") == before
     assert holds(tier, tags[-1])
+
+
+def test_a_read_that_hangs_is_known_while_any_runs(tmp_path):
+    """A thread begins several groups, and waits for them one after the other."""
+    tier, tags = tier_on(tmp_path, wait_s=1e-9), prompt_tags(1, 2)
+    put(tier, *tags)
+    memory = [bytearray(SIZE[each.kind]) for each in tags]
+    first, second = (tier.fill([each], [[memoryview(one)]]) for each, one in zip(tags[1:], memory[1:], strict=True))
+    assert tier._is_stuck() and first.wait() != [None]
+    assert tier._is_stuck() and second.wait() != [None]
+    assert not tier._is_stuck()
+    first.close()
+    second.close()
+    assert not tier._is_stuck() and not tier._reads
 
 
 def test_more_reads_than_the_library_takes_at_once(tmp_path):
@@ -449,16 +473,17 @@ def test_a_reader_keeps_the_file_that_it_opened(tmp_path, monkeypatch):
     one, other = tier_on(tmp_path), tier_on(tmp_path)
     of = tag(KV, 1, 1)
     put(one, of)
-    read, changes = os.preadv, []
+    opened, changes = reads._reads_of, []
 
-    def replaced_first(*arguments: Any) -> int:
+    def replaced_first(*arguments: Any) -> list[reads.Read]:
+        found = opened(*arguments)
         if not changes:
             changes.append(put(other, of, writer=1))
             other.remove([of])
             other.look()
-        return read(*arguments)
+        return found
 
-    monkeypatch.setattr(os, "preadv", replaced_first)
+    monkeypatch.setattr(reads, "_reads_of", replaced_first)
     assert holds(one, of) and changes == [[True]]
     assert not holds(one, of) and one.counts == {"gone": 1}
 
@@ -485,9 +510,7 @@ def test_a_file_that_cannot_be_read_is_written_again(tmp_path, monkeypatch, code
     tier, tags = tier_on(tmp_path), prompt_tags(1, 1)
     put(tier, *tags)
     with monkeypatch.context() as broken:
-        broken.setattr(
-            file_tier, "read_files", lambda paths, *_: nullcontext(lambda: [OSError(code, "broken") for _ in paths])
-        )
+        broken.setattr(file_tier.FileReads, "wait", lambda self: [OSError(code, "broken") for _ in self._of_file])
         assert not holds(tier, tags[-1])
     assert not tier.contains(STATE, tags[-1].key)
     assert tier.counts == {f"read_{errno.errorcode[code]}": 1}

@@ -89,6 +89,7 @@ class Launches:
             put_sums(first_pages, sums)
 
         monkeypatch.setattr(self.arena.contents, "put_sums", launch_put_sums)
+        monkeypatch.setattr(self.arena.contents, "show_sums", lambda: self.launch("show_sums"))
 
     @contextlib.contextmanager
     def _on(self, stream: Stream) -> Iterator[None]:
@@ -178,6 +179,8 @@ def test_checksums_are_noted_after_they_are_computed_and_before_they_are_compare
         assert computed in world.before[noted]
         assert noted in world.before["_load 5"]
     assert not world.arena.has_failed(1)
+    noted = {name for name in world.before if name.startswith("put_sums")}
+    assert len(noted) == 3 and noted <= world.before["show_sums"], "threads see the checksums of this store"
 
 
 def test_stores_to_the_same_pages_run_one_after_the_other(world: Launches) -> None:

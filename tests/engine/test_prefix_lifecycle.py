@@ -462,7 +462,7 @@ def test_a_forward_that_raises(model, phase, mode, monkeypatch):
     served.check_drained()
 
 
-@pytest.mark.parametrize("name", ["add_request", "initialize_attention_state", "transfer_bookkeeping_to_gpu"])
+@pytest.mark.parametrize("name", ["add_request", "initialize_attention_state"])
 @pytest.mark.parametrize("raises", [False, True])
 def test_megatron_does_the_bookkeeping_of_a_step_with_one_thread(model, monkeypatch, name, raises):
     """To split an array of a prompt's length among all threads takes longer than the rest of it. They are back afterwards."""
@@ -484,27 +484,3 @@ def test_megatron_does_the_bookkeeping_of_a_step_with_one_thread(model, monkeypa
     finally:
         torch.set_num_threads(before)
     assert set(seen) == {1}
-
-
-@pytest.mark.parametrize("scheduling", ["legacy", "async"])
-def test_loads_are_waited_for_with_all_threads(model, monkeypatch, scheduling):
-    """What has arrived from a tier behind the host is copied then."""
-    served, seen = EngineHarness(model, slots=2, blocks=8, host_gb=0.05, async_sched_mode=scheduling), []
-    moves = served.context.moves
-    assert moves is not None
-    original = moves.wait_for_loads
-
-    def observed(plans):
-        seen.append(torch.get_num_threads())
-        return original(plans)
-
-    monkeypatch.setattr(moves, "wait_for_loads", observed)
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        for seed in (1, 2, 3, 1):
-            served.send(tokens(2, 9, seed=seed), count=1)
-    finally:
-        torch.set_num_threads(before)
-    assert served.context.prefix_stats().reused_tokens_host > 0
-    assert set(seen) == {3}

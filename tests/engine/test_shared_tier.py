@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import shutil
 import threading
 import time
@@ -18,6 +17,7 @@ from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.mcore.entrypoints import arguments
 from megatron_hybrid_prefix.tiers import file as file_tier
 from megatron_hybrid_prefix.tiers import folder as folders
+from megatron_hybrid_prefix.tiers import reads
 from megatron_hybrid_prefix.tiers.file import HEADER_BYTES
 from tests.harness.engine_helpers import random_tokens
 from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
@@ -242,10 +242,10 @@ def spoil(folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
         shutil.rmtree(folder)
     elif "unreadable" in fault:
 
-        def fails(*arguments: Any) -> int:
-            raise OSError(5, "Input/output error")
+        def fails(running: reads.RunningReads) -> list[OSError]:
+            return [OSError(5, "Input/output error") for _ in running._reads]
 
-        monkeypatch.setattr(os, "preadv", fails)
+        monkeypatch.setattr(reads.RunningReads, "wait", fails)
 
 
 # Reasons of the folder, and of the cache.
@@ -310,14 +310,14 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.asked = threading.Event(), threading.Event()
-        read_files = file_tier.read_files
+        file_reads = file_tier.FileReads
 
         def slow(*arguments: Any) -> Any:
             self.asked.set()
             assert self.opened.wait(HANG_S)
-            return read_files(*arguments)
+            return file_reads(*arguments)
 
-        monkeypatch.setattr(file_tier, "read_files", slow)
+        monkeypatch.setattr(file_tier, "FileReads", slow)
 
 
 def test_a_slow_disk_is_a_miss(model, folder, monkeypatch):
@@ -336,6 +336,24 @@ def test_a_slow_disk_is_a_miss(model, folder, monkeypatch):
     served.engine.reset()
     monkeypatch.setattr(tier_of(served), "wait_s", HANG_S)
     assert served.send(PROMPT).num_cached_tokens == 4 * BLOCK
+    served.check()
+    served.check_drained()
+
+
+def test_a_late_load_costs_nothing_of_what_its_request_stores(model, folder, monkeypatch):
+    """The pages of the late load are still being filled: the request's own entries go elsewhere, and come back."""
+    computed(model, folder)
+    served = start(model, folder, {"wait_s": 0.05})
+    disk = Gate(monkeypatch)
+    served.send(PROMPT)
+    assert served.context.prefix_stats().fallbacks == {"tier_load_late": 1, "host_load_given_up": 1}
+    for seed in range(6):  # the prompt has to leave the device
+        served.send(tokens(4, 5, seed=800 + seed))
+    disk.opened.set()
+    wait_until(lambda: not tier_of(served)._reads, "the disk answers")
+    monkeypatch.setattr(tier_of(served), "wait_s", HANG_S)
+    assert served.send(PROMPT).num_cached_tokens == 4 * BLOCK
+    assert served.context.prefix_stats().fallbacks == {"tier_load_late": 1, "host_load_given_up": 1}
     served.check()
     served.check_drained()
 

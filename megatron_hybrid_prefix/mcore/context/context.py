@@ -410,13 +410,7 @@ class HybridPrefixContext(ContextSeam):
 
     # -- run -----------------------------------------------------------------------------------------------------------
 
-    def initialize_attention_state(
-        self,
-        *args: Any,
-        transfer_bookkeeping_to_gpu: bool = True,
-        record_bookkeeping_done_event: bool = False,
-        **kwargs: Any,
-    ) -> Any:
+    def initialize_attention_state(self, *args: Any, **kwargs: Any) -> Any:
         """See upstream.
 
         Raises:
@@ -428,14 +422,11 @@ class HybridPrefixContext(ContextSeam):
             self._note(lambda: reports.describe_forward(self))
             self._decisions.compare()
         with one_thread():
-            super().initialize_attention_state(*args, transfer_bookkeeping_to_gpu=False, **kwargs)
-        done = None
-        if transfer_bookkeeping_to_gpu:  # here, not in upstream's method: loads are waited for with all threads
-            done = self.transfer_bookkeeping_to_gpu(record_done_event=record_bookkeeping_done_event)
+            result = super().initialize_attention_state(*args, **kwargs)
         self._forward_running = True
         if self.num_prefill_requests:
             self.allow_one_token_prefills()
-        return done
+        return result
 
     def step_plans(self) -> list[StepPlan]:
         """Plans of the cache for the next or running forward."""
@@ -479,8 +470,7 @@ class HybridPrefixContext(ContextSeam):
             self.moves.launch()
         if self.prefill_step is not None and self.prefill_is_pending:
             self.prefill_step.copy()
-        with one_thread():
-            done = super().transfer_bookkeeping_to_gpu(skip_token_input_ids, record_done_event)
+        done = super().transfer_bookkeeping_to_gpu(skip_token_input_ids, record_done_event)
         if self.moves is not None:
             self.moves.wait_for_loads(self._requests.plans())
         return done

@@ -20,15 +20,15 @@ from tests.harness.workers.shared_sessions import run_sessions
 @contextmanager
 def slow(tier):
     """No read of this rank's disk comes back in time."""
-    read_files = file_tier.read_files
+    file_reads = file_tier.FileReads
 
     def late(*arguments):
         time.sleep(3 * tier.wait_s)
-        return read_files(*arguments)
+        return file_reads(*arguments)
 
-    file_tier.read_files = late
+    file_tier.FileReads = late
     yield
-    file_tier.read_files = read_files
+    file_tier.FileReads = file_reads
 
 
 @contextmanager
