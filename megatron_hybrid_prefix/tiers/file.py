@@ -235,7 +235,7 @@ class FileTier(SharedTier):
         return None if file is None else self.folder.place(tag.key, file)
 
     def _judge(self, tag: Tag, namespace: bytes, entry_bytes: int, header: bytes | OSError | None) -> int | None:
-        """The checksum of an entry that was read; None if it is not right. See `read_files` for its header."""
+        """The checksum of an entry that was read; None if it is not right. See `FileReads.wait` for its header."""
         name = self._file_name(tag)
         checksum = checksum_in(header, namespace, tag, entry_bytes) if isinstance(header, bytes) and header else None
         if isinstance(header, OSError) and header.errno != errno.ENOENT:
