@@ -6,7 +6,6 @@ while others are read (`fetched`); the model uses them after all ranks have agre
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from megatron_hybrid_prefix.tiers.entry_copies import EntryCopies, without_share
 from megatron_hybrid_prefix.tiers.host_pages import HostPages, PageContents
 from megatron_hybrid_prefix.tiers.loads import Loads, PreparedLoads
 from megatron_hybrid_prefix.tiers.stores import Stores
+from megatron_hybrid_prefix.tiers.tier_moves import MovesBehind
 from megatron_hybrid_prefix.tiers.units import BlockTransfer, EntryKind
 
 logger = logging.getLogger(__name__)
@@ -49,33 +49,20 @@ class _Coming:
         return None if self.job is None else self.job.group
 
 
-class SharedTierMoves:
+class SharedTierMoves(MovesBehind):
     """See the top of this file.
 
     Args:
         tier: The tier.
-        copies: How entries are copied.
-        pages: The pages on the host.
-        contents: What they hold.
-        stores: The stores, which write to the pages.
-        loads: The loads, which read the pages.
+        *parts: See `MovesBehind`.
     """
 
-    def __init__(
-        self,
-        tier: SharedTier,
-        copies: EntryCopies,
-        pages: HostPages,
-        contents: PageContents,
-        stores: Stores,
-        loads: Loads,
-    ) -> None:
-        self._copies, self._pages, self._contents, self._stores, self._loads = copies, pages, contents, stores, loads
-        self._background = BackgroundMoves(tier, max(copies.row_bytes.values(), default=0))
+    def __init__(self, tier: SharedTier, *parts: *tuple[EntryCopies, HostPages, PageContents, Stores, Loads]) -> None:
+        super().__init__(*parts)
+        self._background = BackgroundMoves(tier, max(self._copies.row_bytes.values(), default=0))
         self._given_sums: dict[int, int] = {}  # by first page: checksums of entries that came from behind
         self._fetching: dict[int, Job] = {}  # by page: entries from behind that nobody has settled since
         self._put_off: dict[int, _PutOff] = {}  # loads that wait for them
-        self._stats = TierStats()
 
     def close(self) -> None:
         """End the threads, once they have written all entries."""
@@ -84,7 +71,7 @@ class SharedTierMoves:
     @property
     def stats(self) -> TierStats:
         """Transfers to and from the tier."""
-        stats = dataclasses.replace(self._stats)
+        stats = super().stats
         stats.full += self._background.refused
         stats.bytes_stored += self._background.stored_bytes
         stats.seconds = self._background.seconds
@@ -209,10 +196,14 @@ class SharedTierMoves:
         self, left: list[BlockTransfer], entries: Sequence[_Coming], prepared: PreparedLoads | None = None
     ) -> bool:
         """Launch transfers whose entries nothing reads any more, and take them out of ``left``. Returns whether all have arrived."""
-        if not self._note_arrived([coming for coming in entries if not coming.is_here]):
+        coming = [each for each in entries if not each.is_here]
+        arrived = [(each.unit, checksum) for each in coming if (checksum := _checksum_of(each.job)) is not None]
+        self._note_arrived(arrived)
+        self._given_sums |= {unit.pages[0]: checksum for unit, checksum in arrived}
+        if len(arrived) < len(coming):
             return False
-        self._loads.run([coming.unit for coming in entries], prepared)
-        launched = {id(coming.unit) for coming in entries}
+        self._loads.run([each.unit for each in entries], prepared)
+        launched = {id(each.unit) for each in entries}
         left[:] = [unit for unit in left if id(unit) not in launched]
         return True
 
@@ -224,19 +215,6 @@ class SharedTierMoves:
         if job is not None and (job.tag != unit.tag or any(self._fetching.get(page) is not job for page in unit.pages)):
             job = None
         return _Coming(unit, is_here=False, job=job)
-
-    def _note_arrived(self, entries: Sequence[_Coming]) -> bool:
-        """Note which of these entries have arrived, now that nothing reads them any more. Returns whether all have."""
-        arrived = [(each.unit, checksum) for each in entries if (checksum := _checksum_of(each.job)) is not None]
-        if arrived:
-            units = [unit for unit, _ in arrived]
-            firsts = [unit.pages[0] for unit in units]
-            first_pages, expected = self._copies.ids(firsts, [checksum ^ unit.tag.digest for unit, checksum in arrived])
-            self._contents.put_sums(first_pages, expected)
-            self._contents.put_tags(units)
-            self._given_sums |= {first: checksum for first, (_, checksum) in zip(firsts, arrived, strict=True)}
-            self._stats.bytes_loaded += sum(self._copies.entry_bytes(unit.tag.kind) for unit in units)
-        return len(arrived) == len(entries)
 
     def run_put_off(self, load_id: int) -> None:
         """See `HostArena`."""

@@ -21,11 +21,10 @@ from megatron_hybrid_prefix.tiers.units import BlockTransfer
 logger = logging.getLogger(__name__)
 
 
-class TierMoves:
-    """See the top of this file.
+class MovesBehind:
+    """What moves between host memory and any tier behind it share.
 
     Args:
-        tier: The tier.
         copies: How entries are copied.
         pages: The pages on the host.
         contents: What they hold.
@@ -34,16 +33,40 @@ class TierMoves:
     """
 
     def __init__(
-        self, tier: Tier, copies: EntryCopies, pages: HostPages, contents: PageContents, stores: Stores, loads: Loads
+        self, copies: EntryCopies, pages: HostPages, contents: PageContents, stores: Stores, loads: Loads
     ) -> None:
-        self._tier, self._copies, self._pages, self._contents = tier, copies, pages, contents
-        self._stores, self._loads = stores, loads
+        self._copies, self._pages, self._contents, self._stores, self._loads = copies, pages, contents, stores, loads
         self._stats = TierStats()
 
     @property
     def stats(self) -> TierStats:
         """Transfers to and from the tier."""
         return dataclasses.replace(self._stats)
+
+    def _note_arrived(self, arrived: Sequence[tuple[BlockTransfer, int]]) -> None:
+        """These entries have arrived in their pages; with the checksum that came with each."""
+        if not arrived:
+            return
+        units = [unit for unit, _ in arrived]
+        first_pages, expected = self._copies.ids(
+            [unit.pages[0] for unit in units], [checksum ^ unit.tag.digest for unit, checksum in arrived]
+        )
+        self._contents.put_sums(first_pages, expected)
+        self._contents.put_tags(units)
+        self._stats.bytes_loaded += sum(self._copies.entry_bytes(unit.tag.kind) for unit in units)
+
+
+class TierMoves(MovesBehind):
+    """See the top of this file.
+
+    Args:
+        tier: The tier.
+        *parts: See `MovesBehind`.
+    """
+
+    def __init__(self, tier: Tier, *parts: *tuple[EntryCopies, HostPages, PageContents, Stores, Loads]) -> None:
+        super().__init__(*parts)
+        self._tier = tier
 
     def store(self, units: Sequence[BlockTransfer]) -> None:
         """Offer the entries in these pages to the tier. An error is logged; the entries are not stored then."""
@@ -101,9 +124,4 @@ class TierMoves:
         for unit, row, _ in given:
             for start, page, length in self._copies.pieces([unit], size):
                 self._pages.part(page, length).copy_(row[start : start + length])
-        first_pages, expected = self._copies.ids(
-            [unit.pages[0] for unit, *_ in given], [found ^ unit.tag.digest for unit, _, found in given]
-        )
-        self._contents.put_sums(first_pages, expected)
-        self._contents.put_tags(unit for unit, *_ in given)
-        self._stats.bytes_loaded += size * len(given)
+        self._note_arrived([(unit, found) for unit, _, found in given])
