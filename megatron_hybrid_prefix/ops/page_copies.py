@@ -1,73 +1,26 @@
 """Copies of entries to and from pages, which may be in pinned host memory, with the checksums of what was copied.
 
-Between the device and the host there are two ways. A kernel (`copy_pages`) reads and writes pinned memory itself. Two programs fill
-the host link; more would slow the model's kernels down. The copy engines (`copy_ranges`) are faster if pages are large: the kernel reaches
-0.92 of a plain copy to the device, they 0.95. But other copies to the host wait in line behind theirs, until all are done: on
-an H200 a copy of 4 KiB took 6.6 ms beside 373 MB, and 0.2 ms beside the kernel. Copies to the device do not wait for each other.
-(``tests/gpu/transfer_parts.py``)
+Between the device and the host there are two ways. A kernel reads and writes pinned memory itself. Two programs fill the host link;
+more would slow the model's kernels down. The copy engines (``engine_copies.py``) are faster if pages are large: the kernel reaches 0.92
+of a plain copy to the device, they 0.95. They also begin sooner, because the device needs no ids. But other copies to the host
+wait in line behind theirs, until all are done: on an H200 a copy of 4 KiB took 6.6 ms beside 373 MB, and 0.2 ms beside the
+kernel. Copies to the device do not wait for each other. (``tests/gpu/transfer_parts.py``)
 """
 
 from __future__ import annotations
-
-import ctypes
-import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import Any, cast
 
 import torch
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.ops.checksum import checksum_rows
-from megatron_hybrid_prefix.ops.slot_copies import word_type
+from megatron_hybrid_prefix.ops.entry_geometry import geometry_of
 from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel, tl, triton
 
 WORD_BYTES = 8  # of a checksum
 _BLOCK = 4096  # words
 _TO_HOST_PROGRAMS = 2  # fill the host link; kernels beside more are much slower (tests/gpu/beside_stores.py)
-_TO_HOST_PROGRAMS_WITH_SUMS = 8  # one of them reaches half the speed of one without
 _FROM_HOST_PROGRAMS = 32
 _MOST_PROGRAMS = 4096  # on the device alone
-
-
-def copy_ranges(
-    device_memory: torch.Tensor, memory: torch.Tensor, ranges: Iterable[tuple[int, int, int]], *, to_host: bool
-) -> None:
-    """Copies ranges of bytes between the device and the host by the copy engines, on the current stream.
-
-    Args:
-        device_memory: (bytes,) uint8, contiguous.
-        memory: (bytes,) uint8 on the host, contiguous; pinned if ``device_memory`` is on a GPU.
-        ranges: First byte on the device, first byte on the host, and bytes of each copy.
-        to_host: From the device to the host, or back.
-
-    Raises:
-        RuntimeError: The driver refuses a copy.
-    """
-    first, host_first = device_memory.data_ptr(), memory.data_ptr()
-    most, host_most = device_memory.numel(), memory.numel()
-    if device_memory.is_cuda:  # PyTorch's ``copy_`` takes the CPU several times as long as the driver's call
-        driver_copy, stream = _driver_copy(), torch.cuda.current_stream(device_memory.device).cuda_stream
-    for start, host_start, size in ranges:
-        # The driver does not know these bounds.
-        assert 0 <= start <= most - size and 0 <= host_start <= host_most - size
-        here, there = first + start, host_first + host_start
-        target, source = (there, here) if to_host else (here, there)
-        if not device_memory.is_cuda:
-            ctypes.memmove(target, source, size)
-        elif error := driver_copy(target, source, size, stream):
-            raise RuntimeError(f"cuMemcpyAsync returned error {error}")
-
-
-@cache
-def _driver_copy() -> Callable[[int, int, int, int], int]:
-    """The CUDA driver's ``cuMemcpyAsync(target, source, bytes, stream)``."""
-    # Keeps the interpreter's lock: other threads would take it after each call, and the call takes a microsecond or two.
-    copy: Any = ctypes.PyDLL("libcuda.so.1").cuMemcpyAsync
-    copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
-    copy.restype = ctypes.c_int
-    return cast(Callable[[int, int, int, int], int], copy)
 
 
 def copy_pages(
@@ -98,14 +51,7 @@ def copy_pages(
         ValueError: The pages of a row are too few, or hold 2 GiB or more.
     """
     page_bytes = memory.shape[1]
-    of = _geometry(
-        entries.shape,
-        entries.stride(),
-        entries.storage_offset(),
-        entries.element_size(),
-        start_bytes=start_bytes,
-        page_bytes=page_bytes,
-    )
+    of = geometry_of(entries, start_bytes, page_bytes)
     if start_bytes + of.row_bytes > pages.shape[1] * page_bytes:
         raise ValueError(f"{start_bytes} + {of.row_bytes} bytes do not fit in {pages.shape[1]} pages of {page_bytes}")
     if pages.shape[1] * page_bytes >= 2**31:
@@ -125,7 +71,7 @@ def copy_pages(
     elif not to_pages:
         programs = _FROM_HOST_PROGRAMS
     else:
-        programs = _TO_HOST_PROGRAMS if sums is None else _TO_HOST_PROGRAMS_WITH_SUMS
+        programs = _TO_HOST_PROGRAMS
     _copy_pages_kernel[(min(programs, chunks),)](
         entries.flatten(2).view(of.word),
         memory.view(of.word),
@@ -151,48 +97,38 @@ def copy_pages(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Geometry:
-    """How a tensor's entries lie on the device and in pages.
+def sum_entries(entries: torch.Tensor, ids: torch.Tensor, sums: torch.Tensor, *, start_bytes: int = 0) -> None:
+    """Sums entries as `copy_pages` sums what it copies: one launch.
 
-    Attributes:
-        row_bytes: Bytes of an entry, in all layers.
-        row_pages: Pages of a row that hold some of them.
-        layer_bytes: Bytes of an entry in a layer.
-        layer_step_bytes: From a layer to the next one.
-        entry_step_bytes: From an entry to the next one.
-        word: The widest integer type that divides all sizes and steps.
-        is_contiguous: Whether an entry is, inside a layer.
+    Args:
+        entries: (layers, all entries, *shape), strided over layers and entries, contiguous inside an entry.
+        ids: (rows,) int64 on the device: entries.
+        sums: (rows,) int64 on the device. What an entry's bytes add to `checksum_rows` of its pages is added.
+        start_bytes: Bytes in the pages of a row before this tensor's.
     """
-
-    row_bytes: int
-    row_pages: int
-    layer_bytes: int
-    layer_step_bytes: int
-    entry_step_bytes: int
-    word: torch.dtype
-    is_contiguous: bool
-
-
-@lru_cache(maxsize=256)  # the same few tensors again and again; each launch would take the CPU 20 us longer
-def _geometry(
-    shape: torch.Size, strides: tuple[int, ...], offset: int, item_bytes: int, *, start_bytes: int, page_bytes: int
-) -> _Geometry:
-    layers, _, *inside = shape
-    layer_bytes = math.prod(inside) * item_bytes
-    layer_step_bytes, entry_step_bytes = (stride * item_bytes for stride in strides[:2])
-    row_bytes = layers * layer_bytes
-    return _Geometry(
-        row_bytes=row_bytes,
-        row_pages=ceil_div(start_bytes + row_bytes, page_bytes) - start_bytes // page_bytes,
-        layer_bytes=layer_bytes,
-        layer_step_bytes=layer_step_bytes,
-        entry_step_bytes=entry_step_bytes,
-        word=word_type(start_bytes, page_bytes, layer_bytes, layer_step_bytes, entry_step_bytes, offset * item_bytes),
-        is_contiguous=all(
-            size == 1 or stride == math.prod(inside[dim + 1 :])
-            for dim, (size, stride) in enumerate(zip(inside, strides[2:], strict=True))
-        ),
+    of = geometry_of(entries, start_bytes, WORD_BYTES)
+    if not len(ids) or not of.row_bytes:
+        return
+    if not runs_kernel(entries):
+        for row, entry in enumerate(ids.tolist()):
+            sums[row] += _sum_of(entries[:, entry].reshape(-1).view(torch.uint8), start_bytes)
+        return
+    assert of.is_contiguous
+    word_bytes = of.word.itemsize
+    words = of.row_bytes // word_bytes
+    blocks = ceil_div(words, _BLOCK)
+    _sum_entries_kernel[(blocks, len(ids))](
+        entries.flatten(2).view(of.word),
+        ids,
+        sums,
+        start_bytes // word_bytes,
+        words,
+        of.layer_bytes // word_bytes,
+        of.layer_step_bytes // word_bytes,
+        of.entry_step_bytes // word_bytes,
+        WORDS_A_SUM=WORD_BYTES // word_bytes,
+        BLOCK=_BLOCK,
+        num_warps=8,
     )
 
 
@@ -209,9 +145,9 @@ def _copy_pages_reference(
     own = entries.flatten(2).view(torch.uint8)  # (layers, entries, bytes)
     for row, (entry, row_pages) in enumerate(zip(ids.tolist(), pages.tolist(), strict=True)):
         end = start_bytes + own[:, entry].numel()
-        whole = torch.zeros(ceil_div(end, WORD_BYTES) * WORD_BYTES, dtype=torch.uint8)
+        whole = torch.zeros(end, dtype=torch.uint8)
         if to_pages:
-            whole[start_bytes:end] = own[:, entry].flatten()
+            whole[start_bytes:] = own[:, entry].flatten()
         for number, page in enumerate(row_pages):
             first = number * memory.shape[1]
             at, to = max(first, start_bytes), min(first + memory.shape[1], end)
@@ -220,9 +156,16 @@ def _copy_pages_reference(
                 source, target = (here, there) if to_pages else (there, here)
                 target.copy_(source)
         if not to_pages:
-            own[:, entry] = whole[start_bytes:end].view(len(own), -1)
+            own[:, entry] = whole[start_bytes:].view(len(own), -1)
         if sums is not None:
-            sums[row] += checksum_rows(whole.view(torch.int64)[None])[0]
+            sums[row] += _sum_of(whole[start_bytes:], start_bytes)
+
+
+def _sum_of(part: torch.Tensor, start_bytes: int) -> torch.Tensor:
+    """What these bytes, (bytes,) uint8, add to the checksum of a row in which they begin at ``start_bytes``."""
+    whole = part.new_zeros(ceil_div(start_bytes + len(part), WORD_BYTES) * WORD_BYTES)
+    whole[start_bytes : start_bytes + len(part)] = part
+    return checksum_rows(whole.view(torch.int64)[None])[0]
 
 
 if triton is not None:
@@ -273,9 +216,35 @@ if triton is not None:
                 values = tl.load(in_page, mask=mask, other=0)
                 tl.store(in_entry, values, mask=mask)
             if SUM:
-                parts = values.to(tl.int64)
-                weights = 2 * (there // WORDS_A_SUM).to(tl.int64) + 1
-                if WORDS_A_SUM > 1:
-                    bits: tl.constexpr = 64 // WORDS_A_SUM
-                    parts = (parts & ((1 << bits) - 1)) << (there % WORDS_A_SUM * bits).to(tl.int64)
-                tl.atomic_add(sums_ptr + row, tl.sum(parts * weights, axis=0))
+                tl.atomic_add(sums_ptr + row, _sum_of_words(values, there, WORDS_A_SUM))
+
+    @triton.jit(do_not_specialize_on_alignment=["ids_ptr", "sums_ptr"])
+    def _sum_entries_kernel(
+        entries_ptr: tl.tensor,  # (layers, all entries, layer_words), strided over layers and entries
+        ids_ptr: tl.tensor,  # (rows,)
+        sums_ptr: tl.tensor,  # (rows,)
+        start: tl.tensor,  # words in the pages before this tensor's
+        words: tl.tensor,  # of a row
+        layer_words: tl.tensor,
+        stride_layer: tl.int64,
+        stride_entry: tl.int64,
+        WORDS_A_SUM: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ) -> None:
+        """One program: BLOCK words of one entry."""
+        row = tl.program_id(1)
+        word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        entry = tl.load(ids_ptr + row).to(tl.int64)
+        in_entry = entries_ptr + entry * stride_entry + (word // layer_words).to(tl.int64) * stride_layer
+        values = tl.load(in_entry + word % layer_words, mask=word < words, other=0)
+        tl.atomic_add(sums_ptr + row, _sum_of_words(values, start + word, WORDS_A_SUM))
+
+    @triton.jit
+    def _sum_of_words(values: tl.tensor, at: tl.tensor, WORDS_A_SUM: tl.constexpr) -> tl.tensor:
+        """What words at these places of a row add to its checksum."""
+        parts = values.to(tl.int64)
+        weights = 2 * (at // WORDS_A_SUM).to(tl.int64) + 1
+        if WORDS_A_SUM > 1:
+            bits: tl.constexpr = 64 // WORDS_A_SUM
+            parts = (parts & ((1 << bits) - 1)) << (at % WORDS_A_SUM * bits).to(tl.int64)
+        return tl.sum(parts * weights, axis=0)

@@ -14,7 +14,8 @@ from itertools import accumulate, chain
 import torch
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
-from megatron_hybrid_prefix.ops.page_copies import WORD_BYTES, copy_pages, copy_ranges
+from megatron_hybrid_prefix.ops.engine_copies import copy_ranges, copy_to_host
+from megatron_hybrid_prefix.ops.page_copies import WORD_BYTES, copy_pages, sum_entries
 from megatron_hybrid_prefix.ops.slot_copies import as_words, ids_on_device
 from megatron_hybrid_prefix.ops.wrong_entries import zero_wrong
 from megatron_hybrid_prefix.tiers.host_pages import HostPages
@@ -37,7 +38,6 @@ class Batch:
     pages: torch.Tensor  # (units, pages of an entry)
     sums: torch.Tensor  # (units,) checksums of what is copied; zeros before
     is_here: bool = True  # False: it could not be copied to the staging buffer
-    is_direct: bool = False  # a store that does not use the staging buffer
 
     @property
     def kind(self) -> EntryKind:
@@ -106,7 +106,7 @@ class EntryCopies:
 
         Args:
             units: The transfers.
-            staging: The buffer; None for stores that go straight to the host.
+            staging: The buffer; None for those that do not use it.
         """
         batch: list[BlockTransfer] = []
         written: set[int | None] = set()
@@ -129,10 +129,9 @@ class EntryCopies:
             yield self._batch(batch, staging, start)
 
     def _batch(self, units: list[BlockTransfer], staging: Staging | None, start: int) -> Batch:
-        half = 0 if staging is None else staging.used_last
+        half, nothing = 0 if staging is None else staging.used_last, self._nothing
         place = start if staging is None else half * staging.half_bytes + start
-        nothing = self._nothing
-        return Batch(units, half, place, nothing, nothing, nothing, is_direct=staging is None)
+        return Batch(units, half, place, nothing, nothing, nothing)
 
     def upload(self, batches: Sequence[Batch], *more: Sequence[int]) -> list[torch.Tensor]:
         """Uploads the ids of these batches, in one copy with more of them. Returns the batches' sums as one tensor, and the others."""
@@ -158,12 +157,21 @@ class EntryCopies:
         self._copy_parts(batch, _rows(staging, batch, self.row_bytes[batch.kind]), staging.row_ids, to_pages=True)
 
     def to_pages(self, batch: Batch, staging: Staging) -> None:
-        """From the staging buffer to the pages; of a direct batch: from their places, and sums what is copied."""
-        if batch.is_direct:
-            self._copy_parts(batch, None, None, to_pages=True)
-        else:
-            rows = _rows(staging, batch, self.row_bytes[batch.kind])[None, :, : self.entry_bytes(batch.kind)]
-            copy_pages(rows, self._pages.rows, staging.row_ids[: rows.shape[1]], batch.pages, to_pages=True)
+        """From the staging buffer to the pages."""
+        rows = _rows(staging, batch, self.row_bytes[batch.kind])[None, :, : self.entry_bytes(batch.kind)]
+        copy_pages(rows, self._pages.rows, staging.row_ids[: rows.shape[1]], batch.pages, to_pages=True)
+
+    def straight_to_pages(self, batch: Batch) -> None:
+        """From their places to the pages, by the copy engines. The batch need not be uploaded yet."""
+        moves = [(unit.device_id, unit.pages) for unit in batch.units if unit.device_id is not None]
+        for tensor, start in zip(self._tensors()[batch.kind], self._starts[batch.kind], strict=True):
+            copy_to_host(tensor, self._pages.rows, moves, start_bytes=start)
+
+    def sum(self, batch: Batch) -> None:
+        """Sums the entries in their places, if there are checksums."""
+        if self._verify:
+            for tensor, start in zip(self._tensors()[batch.kind], self._starts[batch.kind], strict=True):
+                sum_entries(tensor, batch.device_ids, batch.sums, start_bytes=start)
 
     def to_staging(self, batch: Batch, staging: Staging) -> None:
         """From the pages to the staging buffer, by the copy engines."""

@@ -41,7 +41,7 @@ class DeviceQueue:
         Args:
             *after: They also run after these marks of other queues.
         """
-        now = torch.cuda.current_stream().record_event()
+        now = self._current().record_event()
         for mark in (now, *(mark for mark in after if mark is not None and not mark.query())):
             for stream in (self._stream, *self._ahead):
                 stream.wait_event(mark)
@@ -68,6 +68,16 @@ class DeviceQueue:
             finally:
                 self._filled[buffer] = stream.record_event()
 
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Launches inside the block run while others of the queue run. Its later ones wait for them; call it inside `running`."""
+        stream = self._ahead[0]
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            self._stream.wait_event(stream.record_event())
+
     def use(self, buffer: int) -> None:
         """The queue's later launches run after those that filled the buffer; call it inside `running`."""
         filled = self._filled[buffer]
@@ -81,17 +91,21 @@ class DeviceQueue:
     def mark(self) -> Mark:
         """Mark the current point of the queue, for `wait` and `finish`; call it inside `running` or `ahead`."""
         event = torch.cuda.Event()
-        event.record()
+        event.record(self._current())
         return event
 
     def wait(self, mark: Mark) -> None:
         """The model's later launches run after the mark."""
         assert mark is not None
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record()
-        torch.cuda.current_stream().wait_event(mark)
-        after.record()
+        stream = self._current()
+        before.record(stream)
+        stream.wait_event(mark)
+        after.record(stream)
         self._waits.append((before, after))
+
+    def _current(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._stream.device)  # without a device it takes the CPU 4 us
 
     def finish(self, mark: Mark) -> None:
         """The CPU waits for the mark."""
@@ -122,6 +136,11 @@ class HostQueue:
 
     @contextlib.contextmanager
     def ahead(self, buffer: int) -> Iterator[None]:
+        """See DeviceQueue."""
+        yield
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
         """See DeviceQueue."""
         yield
 

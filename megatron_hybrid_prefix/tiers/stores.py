@@ -1,14 +1,15 @@
 """`Stores`: runs transfers from the device to host memory.
 
 A store gathers entries into a staging buffer on the device, and a kernel copies that to the pages. If no store is on its way, the
-kernel copies the first entries straight to their pages: the host link is busy while the others are prepared and gathered. What
+copy engines copy the first entries straight to their pages: the host link is busy while the others are prepared and gathered. What
 overwrites a stored block (a forward, a load) waits until it is gathered, or was copied straight, but not for the other copies to the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import accumulate, groupby, takewhile
 from operator import attrgetter
 
 import torch
@@ -19,7 +20,7 @@ from megatron_hybrid_prefix.tiers.queue import BUFFERS, DeviceQueue, HostQueue, 
 from megatron_hybrid_prefix.tiers.units import BlockTransfer
 
 STAGING_BYTES = 512 * 2**20  # this much can be evicted at once without waiting for the host link
-FIRST_BYTES = 24 * 2**20  # of a store: go straight to the host; the model waits 0.5 ms for them
+FIRST_BYTES = 24 * 2**20  # of a store: go straight to the host; the model waits 0.45 ms for them
 
 
 class Stores:
@@ -41,8 +42,8 @@ class Stores:
         self, copies: EntryCopies, contents: PageContents, queue: DeviceQueue | HostQueue, staging: Staging
     ) -> None:
         self._copies, self._contents, self.queue, self._staging = copies, contents, queue, staging
-        self._sent: Mark = None  # end of the last direct copy to the host; None once the model waits for it
-        self._gathered: Mark = None  # end of the last gather; likewise
+        self._sent: Mark = None  # end of the last copy straight to the host; None once the model waits for it
+        self._gathered: Mark = None  # end of the last gather or sum; likewise
         self._new_pages: set[int] = set()  # first pages of entries that may still be in flight to the host
         self.stored: Mark = None
         self.bytes = 0
@@ -56,6 +57,8 @@ class Stores:
             units: The stores.
             after: They run after this mark of another queue.
         """
+        if not units:
+            return
         is_idle = self.stored is None or self.stored.query()  # changes the way, but nothing that arrives
         with self.queue.running(after):
             try:
@@ -74,47 +77,55 @@ class Stores:
             units: The stores.
             is_idle: Whether no store is on its way. Then nothing that can wait is done before the first launch.
         """
-        left: Sequence[BlockTransfer] = sorted(units, key=lambda unit: unit.tag.kind)  # for fewer batches
-        self._contents.drop(left)  # until `_store`
-        if is_idle:
-            left = self._run_direct(left, self._first_count(left))
-            # The model would wait longer for half of the buffer than it waits for the host link for these.
-            left = self._run_direct(left, self._without_room(left))
-        if left:
-            self._run_staged(left)
-
-    def _run_direct(self, units: Sequence[BlockTransfer], count: int) -> Sequence[BlockTransfer]:
-        """Copies the first ``count`` entries straight to the host; returns the other stores."""
-        if count:
-            batches = list(self._copies.batches(units[:count], None))
-            sums, first_pages = self._copies.upload(batches, _first_pages(units[:count]))
-            try:
-                for batch in batches:
-                    succeeds(self._store, batch)
-            finally:
-                self._sent = self.queue.mark()
-            self._contents.put_sums(first_pages, sums)
-        return units[count:]
-
-    def _run_staged(self, units: Sequence[BlockTransfer]) -> None:
-        """Copies entries to the host through the staging buffer."""
-        batches = list(self._copies.batches(units, self._staging))
-        with self.queue.ahead(batches[0].half):  # the queue may be busy for long
-            sums, first_pages = self._copies.upload(batches, _first_pages(units))
+        units = sorted(units, key=lambda unit: unit.tag.kind)  # for fewer batches
+        self._contents.drop(units)  # until they are copied
+        straight = self._run_straight(units[: self._straight_count(units)]) if is_idle else []
+        count = sum(len(batch.units) for batch in straight)
+        staged = list(self._copies.batches(units[count:], self._staging))
+        with self.queue.beside():  # the queue may be busy for long
+            sums, first_pages = self._copies.upload([*straight, *staged], _first_pages(units))
         if sums.is_cuda:
             sums.record_stream(torch.cuda.current_stream())  # the memory of all that was uploaded
-        for half, round_ in groupby(batches, key=attrgetter("half")):
-            try:
-                for batch in round_:
-                    with self.queue.ahead(half):
-                        is_here = succeeds(self._gather, batch)
-                        self._gathered = self.queue.mark()
-                    self.queue.use(half)
-                    if is_here:
-                        succeeds(self._store, batch)
-            finally:
-                self.queue.free(half)
+        for half, round_ in groupby(staged, key=attrgetter("half")):
+            self._run_staged(half, round_)
+        if straight:  # last: meanwhile the host link is busy
+            self._sum(straight)
         self._contents.put_sums(first_pages, sums)
+
+    def _run_straight(self, units: Sequence[BlockTransfer]) -> list[Batch]:
+        """Copies entries straight to the host, by the copy engines, until that fails. Returns those on their way."""
+        batches = list(self._copies.batches(units, None))
+        try:
+            return list(takewhile(partial(succeeds, self._copies.straight_to_pages), batches))
+        finally:
+            if batches:
+                self._sent = self.queue.mark()
+
+    def _run_staged(self, half: int, batches: Iterable[Batch]) -> None:
+        """Copies entries to the host through a half of the staging buffer."""
+        try:
+            for batch in batches:
+                with self.queue.ahead(half):
+                    is_here = succeeds(self._gather, batch)
+                    self._gathered = self.queue.mark()
+                self.queue.use(half)
+                if is_here and succeeds(self._store, batch):
+                    self._note(batch)
+        finally:
+            self.queue.free(half)
+
+    def _sum(self, batches: Sequence[Batch]) -> None:
+        """Sums entries that go straight to the host."""
+        with self.queue.beside():
+            for batch in batches:
+                if succeeds(self._copies.sum, batch):
+                    self._note(batch)
+            self._gathered = self.queue.mark()
+
+    def _note(self, batch: Batch) -> None:
+        """The entries are on the host, once the queue gets here."""
+        self._contents.put_tags(batch.units)
+        self.bytes += self._copies.entry_bytes(batch.kind) * len(batch.units)
 
     def wait(self) -> None:
         """The model's later launches run after all stores have read their entries."""
@@ -135,19 +146,18 @@ class Stores:
         self._copies.gather(batch, self._staging)
 
     def _store(self, batch: Batch) -> None:
-        """Copies entries to the host: from the staging buffer, or from their places."""
+        """Copies entries from the staging buffer to the host."""
         self._copies.to_pages(batch, self._staging)
-        self._contents.put_tags(batch.units)
-        self.bytes += self._copies.entry_bytes(batch.kind) * len(batch.units)
 
-    def _first_count(self, units: Sequence[BlockTransfer]) -> int:
-        """How many of these stores, the first ones, fit in `FIRST_BYTES`."""
-        left = FIRST_BYTES
-        for count, unit in enumerate(units):
-            left -= self._copies.row_bytes[unit.tag.kind]
-            if left < 0:
-                return count
-        return len(units)
+    def _straight_count(self, units: Sequence[BlockTransfer]) -> int:
+        """How many of these stores, the first ones, go straight to the host.
+
+        Those that fit in `FIRST_BYTES`. Also those that the staging buffer has no room for: the model would wait longer for half
+        of the buffer than it waits for the host link for these.
+        """
+        sizes = (self._copies.row_bytes[unit.tag.kind] for unit in units)
+        first = sum(total <= FIRST_BYTES for total in accumulate(sizes))
+        return max(first, self._without_room(units))
 
     def _without_room(self, units: Sequence[BlockTransfer]) -> int:
         """How many of these stores, the first ones, the staging buffer has no room for."""

@@ -18,8 +18,9 @@ from tests.core.test_host_arena import Pools
 class Stream:
     """A stream, as the set of all launches that its next launch runs after."""
 
-    def __init__(self, *device: object, priority: int = 0) -> None:
+    def __init__(self, device: object = None, priority: int = 0) -> None:
         self.known: set[str] = set()
+        self.device = device
 
     def wait_event(self, event: Event) -> None:
         self.known |= event.known
@@ -69,6 +70,7 @@ class Launches:
         self.arena.stores.stored = Event()  # a store that is on its way
         for owner, names in (
             (self.arena.stores, ("_gather", "_store")),
+            (self.arena._copies, ("straight_to_pages", "sum")),
             (self.arena.loads, ("_copy_from_pages", "_load")),
         ):
             for name in names:
@@ -103,7 +105,7 @@ class Launches:
         """One launch, which does several things at a time."""
         stream = self._streams[-1]
         for name in names:
-            if name.startswith(("_gather", "_store", "_load")):
+            if name.startswith(("_gather", "_store", "sum", "_load")):  # `straight_to_pages` needs no ids
                 assert self._uploaded[0] in stream.known
             self.before[name] = set(stream.known)
         stream.known.update(names)
@@ -113,7 +115,6 @@ class Launches:
 
     def _launches(self, what: str, run: Any) -> Any:
         def launch(batch: Any) -> None:
-            assert what != "_gather" or not batch.is_direct
             for unit in batch.units:
                 self.launch(f"{what} {unit.device_id}")
             run(batch)
@@ -153,10 +154,13 @@ def test_the_first_entries_of_a_store_go_straight_to_the_host(world: Launches) -
     world.arena.wait_for_stores()
     world.launch("next forward")
     world.arena.carry_out([pools.unit(EntryKind.KV, 2, 2)])  # behind a store that is on its way
+    assert [name for name in before if name.startswith("straight")] == ["straight_to_pages 0"]
     assert {name for name in before if name.startswith("_gather")} == {"_gather 1", "_gather 2"}
-    assert "_store 0" not in before["_gather 1"]
+    assert "forward" in before["straight_to_pages 0"]
+    for launch in ("_gather 1", "sum 0"):
+        assert not {"straight_to_pages 0", "_store 1"} & before[launch]
     for launch in ("_copy_from_pages 9", "next forward"):
-        assert {"forward", "_store 0", "_gather 1"} <= before[launch]
+        assert {"forward", "straight_to_pages 0", "sum 0", "_gather 1"} <= before[launch]
         assert "_store 1" not in before[launch]
 
 
@@ -165,16 +169,22 @@ def test_the_first_entries_of_a_store_are_launched_before_the_others_are_prepare
     world.arena.stores.stored.is_over = True
     world.arena.carry_out([world.pools.unit(EntryKind.KV, n, n) for n in range(3)])
     launches = [name.split()[0] for name in world.before]
-    assert launches[:4] == ["_upload", "_store", "put_sums", "_upload"]
-    assert "_store 0" in world.before and "_store 0" not in world.before["_gather 1"]
+    assert launches == [
+        "straight_to_pages",
+        "_upload",
+        *2 * ["_gather", "_store"],
+        "sum",
+        *3 * ["put_sums"],
+        "show_sums",
+    ]
 
 
 def test_checksums_are_noted_after_they_are_computed_and_before_they_are_compared(world: Launches) -> None:
-    """By the gather, or by a copy straight to the host."""
+    """By the gather, or where an entry is, if it goes straight to the host."""
     world.arena.stores.stored.is_over = True
     world.arena.carry_out([world.pools.unit(EntryKind.KV, n, n) for n in range(3)])
     world.arena.carry_out([world.pools.unit(EntryKind.KV, 5 + n, n, load_id=1) for n in range(3)])
-    for n, computed in enumerate(("_store 0", "_gather 1", "_gather 2")):
+    for n, computed in enumerate(("sum 0", "_gather 1", "_gather 2")):
         noted = f"put_sums {world.first_page(n)}"
         assert computed in world.before[noted]
         assert noted in world.before["_load 5"]
@@ -193,32 +203,31 @@ def test_stores_to_the_same_pages_run_one_after_the_other(world: Launches) -> No
         world.pools.write(EntryKind.KV, device_id, 1.0 + device_id)
     world.arena.carry_out([world.pools.unit(EntryKind.KV, n, 5) for n in range(3)])
     assert noted == [[world.first_page(5)]] * 3
-    assert "_store 0" in world.before["_store 1"] and "_store 1" in world.before["_store 2"]
-    assert {"_gather 1", "_gather 2"} <= world.before.keys()  # the model does not wait until they are on the host
+    assert "straight_to_pages 0" in world.before["_store 1"] and "_store 1" in world.before["_store 2"]
+    assert {"_store 1", "_store 2"} <= world.before.keys()  # the model does not wait until they are on the host
     world.arena.carry_out([world.pools.unit(EntryKind.KV, 7, 5, load_id=1)])
     assert not world.arena.has_failed(1) and world.pools.read(EntryKind.KV, 7)[0].unique().tolist() == [3.0]
 
 
 def test_what_was_launched_before_an_error_is_waited_for(world: Launches) -> None:
-    """An error that is not of one copy goes to the caller. Loads still wait for the entries that are on their way."""
+    """An error that is not of one copy goes to the caller. The model and loads wait for the entries that are on their way."""
     world.arena.stores.stored.is_over = True
-    upload, calls = world.arena._copies.upload, []
 
     def fails(*args: Any) -> Any:
-        calls.append(args)
-        if len(calls) == 2:
-            raise RuntimeError("out of memory")
-        return upload(*args)
+        raise RuntimeError("out of memory")
 
-    world.arena._copies.upload = fails  # type: ignore[method-assign]
-    units = [world.pools.unit(EntryKind.KV, n, n) for n in range(2)]
-    with pytest.raises(RuntimeError, match="out of memory"):
-        world.arena.carry_out(units)
-    assert [world.arena.contents.holds(unit) for unit in units] == [True, False]
-    for n in range(2):
-        world.arena.carry_out([world.pools.unit(EntryKind.KV, 5 + n, n, load_id=n)])
-        assert world.arena.has_failed(n) == (n == 1)
-    assert {"_store 0", f"put_sums {world.first_page(0)}"} <= world.before["_load 5"]
+    with pytest.MonkeyPatch.context() as broken:
+        broken.setattr(world.arena._copies, "upload", fails)
+        units = [world.pools.unit(EntryKind.KV, n, n) for n in range(2)]
+        with pytest.raises(RuntimeError, match="out of memory"):
+            world.arena.carry_out(units)
+    assert not any(world.arena.contents.holds(unit) for unit in units), "no checksum was computed"
+    world.arena.carry_out([world.pools.unit(EntryKind.KV, 5, 0, load_id=1)])
+    world.arena.wait_for_stores()
+    world.launch("next forward")
+    assert world.arena.has_failed(1)
+    for launch in ("_copy_from_pages 5", "next forward"):
+        assert "straight_to_pages 0" in world.before[launch]
 
 
 def test_an_entry_that_is_too_large_is_gathered(world: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,9 +244,12 @@ def test_what_the_buffer_has_no_room_for_goes_straight_to_the_host(world: Launch
     world.arena.carry_out([world.pools.unit(EntryKind.KV, n, n) for n in range(5)])
     world.arena.wait_for_stores()
     world.launch("next forward")
-    assert {name for name in world.before if name.startswith("_gather")} == {"_gather 3", "_gather 4"}
-    assert {"_store 0", "_store 1", "_store 2", "_gather 3", "_gather 4"} <= world.before["next forward"]
+    assert {name for name in world.before if name.startswith("_store")} == {"_store 3", "_store 4"}
+    straight = {f"straight_to_pages {n}" for n in range(3)}
+    reads = ["sum 0", "sum 1", "sum 2", "_gather 3", "_gather 4"]
+    assert straight | set(reads) <= world.before["next forward"]
     assert not {"_store 3", "_store 4"} & world.before["next forward"]
+    assert not any(straight & world.before[read] for read in reads), "these do not wait for the host link"
 
 
 def test_what_shares_a_half_of_the_buffer_is_gathered_while_the_rest_is_copied(world: Launches) -> None:

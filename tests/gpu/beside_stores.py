@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 
-from megatron_hybrid_prefix.ops import page_copies
+from megatron_hybrid_prefix.ops import engine_copies, page_copies
 from megatron_hybrid_prefix.tiers.pinned import allocate, pin, unpin
 
 KERNELS, REPEATS = 100, 7
@@ -63,7 +63,7 @@ def main() -> None:
     rows, on_host = staging.view(1, pages, page_bytes), memory.view(pages, page_bytes)
     by_kernel = partial(page_copies.copy_pages, rows, on_host, ids, backwards, to_pages=True)
     ranges = [(page * page_bytes, (pages - 1 - page) * page_bytes, page_bytes) for page in range(pages)]
-    by_engines = partial(page_copies.copy_ranges, staging, memory, ranges, to_host=True)
+    by_engines = partial(engine_copies.copy_ranges, staging, memory, ranges, to_host=True)
 
     small = torch.ones(2**16, dtype=torch.bfloat16, device=device)
     medium, wide = (torch.ones(2**13, n, dtype=torch.bfloat16, device=device) for n in (2**11, 2**12))

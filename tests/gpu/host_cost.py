@@ -23,7 +23,7 @@ import torch
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, state_bytes
 from megatron_hybrid_prefix.models import build_hybrid_model
-from megatron_hybrid_prefix.ops import page_copies
+from megatron_hybrid_prefix.ops import engine_copies, page_copies
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from megatron_hybrid_prefix.tiers import stores
 from tests.gpu.shared_tier import Milestones, milestones_table
@@ -39,7 +39,7 @@ def store_by_engines(own, batch):
         (batch.start + start, page * copies._pages.page_bytes, length)
         for start, page, length in copies.pieces(batch.units, size)
     )
-    page_copies.copy_ranges(own._staging.memory, copies._pages.memory, ranges, to_host=True)
+    engine_copies.copy_ranges(own._staging.memory, copies._pages.memory, ranges, to_host=True)
     own._contents.tags |= {unit.pages[0]: unit.tag for unit in batch.units}
     own.bytes += size * len(batch.units)
 

@@ -22,7 +22,8 @@ from unittest.mock import patch
 import torch
 
 from megatron_hybrid_prefix.ops import page_copies
-from megatron_hybrid_prefix.ops.page_copies import copy_pages, copy_ranges
+from megatron_hybrid_prefix.ops.engine_copies import copy_ranges
+from megatron_hybrid_prefix.ops.page_copies import copy_pages
 from megatron_hybrid_prefix.tiers import entry_copies, stores
 from megatron_hybrid_prefix.tiers.arena import HostArena
 from megatron_hybrid_prefix.tiers.pinned import allocate, choose_page_bytes, pin, unpin
@@ -270,7 +271,6 @@ def straight(
         for mib in (0, 16, 24):
             with (
                 patch.object(page_copies, "_TO_HOST_PROGRAMS", programs),
-                patch.object(page_copies, "_TO_HOST_PROGRAMS_WITH_SUMS", 4 * programs),
                 patch.object(stores, "FIRST_BYTES", mib * 2**20),
             ):
                 name = f"store by {programs} programs, {mib} MiB straight, the model waits"
@@ -283,7 +283,7 @@ def straight(
 def phases(table: Table, arena: HostArena, own: list[BlockTransfer], name: str) -> None:
     """Calls of the kernels in a transfer: when the CPU launches them, when the GPU begins and ends."""
     found: list[dict[str, list[float]]] = []
-    names = ["copy_pages", "copy_ranges", "ids_on_device"]
+    names = ["copy_pages", "copy_ranges", "copy_to_host", "ids_on_device"]
     originals = {each: getattr(entry_copies, each) for each in names}
     for _ in range(REPEATS):
         synchronize()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
+from functools import partial
 
 import pytest
 import torch
 
-from megatron_hybrid_prefix.ops import page_copies
-from megatron_hybrid_prefix.ops.page_copies import copy_pages, copy_ranges
+from megatron_hybrid_prefix.ops import engine_copies, page_copies
+from megatron_hybrid_prefix.ops.engine_copies import copy_ranges, copy_to_host
+from megatron_hybrid_prefix.ops.page_copies import copy_pages, sum_entries
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 PAGES, ENTRIES, UNTOUCHED = 40, 5, -7
@@ -27,7 +30,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
-    for name in ("_TO_HOST_PROGRAMS", "_TO_HOST_PROGRAMS_WITH_SUMS", "_FROM_HOST_PROGRAMS"):
+    for name in ("_TO_HOST_PROGRAMS", "_FROM_HOST_PROGRAMS"):
         monkeypatch.setattr(page_copies, name, 3)  # each copies several chunks, the last ones fewer
 
 
@@ -35,19 +38,23 @@ def random_bytes(generator, *shape):
     return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
 
 
+def case(layers, shape, dtype, page_bytes, start):
+    """Bytes of entries (layers, entries, 2, bytes) and of pages, two entries, and the pages of each."""
+    generator, dice = torch.Generator().manual_seed(start), random.Random(start)
+    words = random_bytes(generator, layers, ENTRIES, 2, torch.Size(shape).numel() * dtype.itemsize)
+    row_pages = -(-(start + layers * words.shape[-1]) // page_bytes)
+    memory = random_bytes(generator, PAGES, page_bytes)
+    ids, pages = dice.sample(range(ENTRIES), 2), dice.sample(range(PAGES), 2 * row_pages)
+    return words, memory, ids, [pages[:row_pages], pages[row_pages:]]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("layers", "shape", "dtype", "page_bytes", "start"), CASES)
 @pytest.mark.parametrize("pages_on", ["host", "device"])
 @pytest.mark.parametrize("to_pages", [True, False], ids=["to_pages", "to_entries"])
 def test_each_byte_is_copied_and_summed(device, layers, shape, dtype, page_bytes, start, pages_on, to_pages):
-    generator, dice = torch.Generator().manual_seed(start), random.Random(start)
-    words = random_bytes(generator, layers, ENTRIES, 2, torch.Size(shape).numel() * dtype.itemsize)
+    words, memory, ids, of_row = case(layers, shape, dtype, page_bytes, start)
     layer_bytes = words.shape[-1]
-    row_pages = -(-(start + layers * layer_bytes) // page_bytes)
-    memory = random_bytes(generator, PAGES, page_bytes)
-    ids, pages = dice.sample(range(ENTRIES), 2), dice.sample(range(PAGES), 2 * row_pages)
-    of_row = [pages[:row_pages], pages[row_pages:]]
-
     after_memory, after_words, sums = memory.tolist(), words.tolist(), [UNTOUCHED] * 2
     for row, entry in enumerate(ids):
         for at in range(layers * layer_bytes):
@@ -71,6 +78,67 @@ def test_each_byte_is_copied_and_summed(device, layers, shape, dtype, page_bytes
     assert memory.tolist() == after_memory
     assert words.tolist() == after_words
     assert [value % 2**64 for value in found.tolist()] == [value % 2**64 for value in sums]
+    found.fill_(UNTOUCHED)
+    sum_entries(entries, torch.tensor(ids, device=device), found, start_bytes=start)
+    assert [value % 2**64 for value in found.tolist()] == [value % 2**64 for value in sums], (
+        "of what is in the entries now"
+    )
+
+
+class Driver:
+    """What the driver's copy of boxes does, on the CPU. It takes no pitch above ``most_pitch``."""
+
+    def __init__(self, most_pitch):
+        self.most_pitch, self.calls = most_pitch, 0
+
+    def __call__(self, reference, stream):
+        it, self.calls = reference._obj, self.calls + 1
+        assert (it.source_type, it.target_type, stream) == (2, 1, 7)
+        assert it.width <= it.source_pitch <= self.most_pitch and it.width <= it.target_pitch
+        assert it.height <= min(it.source_height, it.target_height)
+        for plane in range(it.depth):
+            for line in range(it.height):
+                source = it.source_device + (plane * it.source_height + line) * it.source_pitch
+                target = it.target_host + (plane * it.target_height + line) * it.target_pitch
+                ctypes.memmove(target, source, it.width)
+        return 0
+
+
+@pytest.mark.parametrize("device", ["simulated driver", *DEVICES])
+@pytest.mark.parametrize("is_far", [False, True], ids=["near", "far"])
+@pytest.mark.parametrize(("layers", "shape", "dtype", "page_bytes", "start"), CASES)
+def test_copies_to_the_host_by_the_engines(device, is_far, layers, shape, dtype, page_bytes, start, monkeypatch):
+    """Also from layers that are further apart than the driver's pitch."""
+    words, memory, ids, of_row = case(layers, shape, dtype, page_bytes, start)
+    after, layer_bytes = memory.tolist(), words.shape[-1]
+    for entry, pages in zip(ids, of_row, strict=True):
+        for at in range(layers * layer_bytes):
+            page, inside = divmod(start + at, page_bytes)
+            after[pages[page]][inside] = words[at // layer_bytes, entry, 1, at % layer_bytes].item()
+    if is_far:
+        monkeypatch.setattr(engine_copies, "_MOST_PITCH", words.stride(0) - 1)
+    driver = Driver(engine_copies._MOST_PITCH)
+    if device == "simulated driver":
+        monkeypatch.setattr(engine_copies, "_driver_box_copy", lambda: driver)
+        monkeypatch.setattr(engine_copies, "_by_host", partial(engine_copies._by_engine, stream=7))
+    elif device == "cuda":
+        words, memory = words.cuda(), memory.pin_memory()
+    entries = words[:, :, 1].view(dtype).unflatten(2, shape)
+    copy_to_host(entries, memory, zip(ids, of_row, strict=True), start_bytes=start)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    assert memory.tolist() == after
+    if device == "simulated driver" and start + layers * layer_bytes <= page_bytes:
+        assert driver.calls == len(ids), "one call for what is in one page"
+
+
+def test_places_outside_are_not_copied_to_the_host():
+    entries, memory = torch.zeros(1, 2, 62, dtype=torch.uint8), torch.zeros(4, 64, dtype=torch.uint8)
+    for entry, pages in ((2, (0,)), (-1, (0,)), (0, (4,)), (0, (-1,))):
+        with pytest.raises(AssertionError):
+            copy_to_host(entries, memory, [(entry, pages)])
+    with pytest.raises(ValueError, match=r"8 \+ 62 bytes do not fit in 1 pages of 64"):
+        copy_to_host(entries, memory, [(0, (1,))], start_bytes=8)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -118,6 +186,9 @@ def test_ranges(device, to_host):
 
 @pytest.mark.gpu
 def test_a_refused_copy_is_an_error(monkeypatch):
-    monkeypatch.setattr(page_copies, "_driver_copy", lambda: lambda *args: 700)
+    monkeypatch.setattr(engine_copies, "_driver_box_copy", lambda: lambda *args: 700)
+    with pytest.raises(RuntimeError, match="cuMemcpy3DAsync returned error 700"):
+        copy_to_host(torch.zeros(1, 1, 8, device="cuda"), torch.zeros(1, 64, dtype=torch.uint8), [(0, (0,))])
+    monkeypatch.setattr(engine_copies, "_driver_copy", lambda: lambda *args: 700)
     with pytest.raises(RuntimeError, match="cuMemcpyAsync returned error 700"):
         copy_ranges(torch.zeros(8, dtype=torch.uint8, device="cuda"), torch.zeros(8), [(0, 0, 8)], to_host=True)
