@@ -64,7 +64,7 @@ class Case:
 
 
 CASES = {
-    "tp2": Case(kind="layout", ranks=2, tp=2),
+    "tp2": Case(kind="layout", ranks=2, tp=2, forked=True),
     "pp2": Case(kind="layout", ranks=2, pp=2, forked=True),
     "tp2-pp2": Case(kind="layout", ranks=4, tp=2, pp=2, forked=True),
     "ep2": Case(kind="experts", ranks=2, ep=2, forked=True),
