@@ -21,7 +21,7 @@ from megatron_hybrid_prefix.console.sessions import least_tokens
 from megatron_hybrid_prefix.tokenizer import common_tokens
 from tests.harness.engine_helpers import LOG_PROB_NOISE
 from tests.harness.limits import HANG_S
-from tests.harness.workers.launch import torchrun
+from tests.harness.workers.launch import environments_of, run_prepared, torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "run_inference.py"
@@ -622,10 +622,10 @@ def test_two_ranks_say_what_one_says(tmp_path: Path, capfd: pytest.CaptureFixtur
     prompts = ("hi", CONTEXT, "--num-tokens-to-generate", "8", "--compare", "off,upstream")
     alone = run_json(tmp_path, *prompts)
     path = tmp_path / "two.json"
-    command = [*torchrun(2), str(TOOL), *prompts, "--tp", "2", "--json", str(path)]
-    run = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=HANG_S)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("platform: ") == 1 and "tp=2" in run.stdout
+    ranks = run_prepared(TOOL, *prompts, "--tp", 2, "--json", path, environments=environments_of(2))
+    assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].stderr + ranks[1].stderr
+    said = "".join(rank.stdout for rank in ranks)
+    assert said.count("platform: ") == 1 and "tp=2" in said
     two = json.loads(path.read_text())
     for engine in ("off", "upstream"):
         for a, b in zip(requests_of(alone, engine), requests_of(two, engine), strict=True):

@@ -68,7 +68,10 @@ def launch(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(platform):
-    """Findings of one process, by pattern, mode, scenario, and with or without the cache. Stages do not matter to it."""
+    """Findings of one process, by pattern, mode, scenario, and with or without the cache. Stages do not matter to it.
+
+    Without the cache, both modes are compared with the answers of one: they must be the same.
+    """
 
     @cache
     def model(pattern: str) -> Any:
@@ -78,7 +81,10 @@ def alone(platform):
     def findings(pattern: str, mode: str, name: str, cached: bool) -> dict[str, Any]:
         return worker.run_scenario(name, model(pattern), pattern, 1, 1, mode, cached=cached)
 
-    return lambda pattern, *what, cached: findings(worker.one_rank(pattern), *what, cached)
+    def found(pattern: str, mode: str, name: str, *, cached: bool) -> dict[str, Any]:
+        return findings(worker.one_rank(pattern), mode if cached else worker.MODES[0], name, cached)
+
+    return found
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{name_of(case[0])}-{case[1]}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -78,12 +79,15 @@ class BitsTraffic:
         model: The model.
         seed: Seed of everything random.
         requests: How many to send.
+        counts: How many tokens the answers may have.
         **fields: Of the engine, in place of random ones.
     """
 
-    def __init__(self, model: Any, seed: int, requests: int, **fields: Any) -> None:
+    def __init__(
+        self, model: Any, seed: int, requests: int, *, counts: Sequence[int] = (1, 2, 5, 20, 60), **fields: Any
+    ) -> None:
         self.dice = dice = random.Random(seed)
-        self.seed, self.requests = seed, requests
+        self.seed, self.requests, self.counts = seed, requests, counts
         block = self.block = dice.choice((64, 128) if "G" in model.hybrid_config.layer_pattern else (64, 96, 128))
         self.longest = 7 * BLOCK
         settings: dict[str, Any] = {
@@ -106,7 +110,7 @@ class BitsTraffic:
     def send(self) -> None:
         """Queues a request."""
         dice, harness = self.dice, self.harness
-        count = dice.choice((1, 2, 5, 20, 60))
+        count = dice.choice(self.counts)
         own = random_tokens(dice.choice(SPANS), seed=777 * self.seed + harness.next_id)
         prompt = dice.choice(self.trunks)[: dice.choice((0, 1, 2, 3)) * self.block + dice.choice((0, 0, 1, 31))] + own
         if harness.finished and dice.random() < 0.35:  # the next turn of a conversation

@@ -1,7 +1,7 @@
 """One rank of a functional test. Usage: ``torchrun ranks.py OUT.json CASE DEVICE LAYERS``.
 
 Writes a list with the findings of each rank to ``OUT.json``, which `run.py` judges. Everything also runs with caching
-off on the same ranks. The data-parallel coordinator is a process that imports this file, hence the main guard.
+off on the same ranks, in one scheduling mode: both modes must give its answers. The data-parallel coordinator is a process that imports this file, hence the main guard.
 """
 
 from __future__ import annotations
@@ -61,9 +61,11 @@ def layout(case: Case, platform: Any, models: Models) -> dict[str, Any]:
     pattern = models.patterns[case.pp]
     model = prefix_parallel.build(pattern, case.tp, case.pp, platform)
 
-    def session(mode: str, name: str, cached: bool) -> Any:
+    scenarios = {"tails": prefix_parallel.tails, "host": prefix_parallel.host}
+
+    def play(mode: str, name: str, *, cached: bool = True, damaged: bool = False) -> dict[str, Any]:
         fields = {"blocks": 9, "host_gb": 0.05} if name == "host" else {}
-        return prefix_parallel.Session(
+        session = prefix_parallel.Session(
             model,
             pattern,
             case.tp,
@@ -74,20 +76,18 @@ def layout(case: Case, platform: Any, models: Models) -> dict[str, Any]:
             check_ranks=cached,
             **fields,
         )
+        if damaged:
+            prefix_parallel.damage_sources(session.engine.context)
+        scenarios[name](session)
+        return session.found()
 
-    found: dict[str, Any] = {"runs": {}}
-    scenarios = {"tails": prefix_parallel.tails, "host": prefix_parallel.host}
-    for mode in prefix_parallel.MODES:
-        for name, play in scenarios.items():
-            run = found["runs"][f"{name}, {mode}"] = {}
-            for engine in ("off", "on"):
-                started = session(mode, name, engine == "on")
-                play(started)
-                run[engine] = started.found()
-    damaged = session("legacy", "tails", True)
-    prefix_parallel.damage_sources(damaged.engine.context)
-    prefix_parallel.tails(damaged)
-    return found | {"damaged": damaged.found()}
+    off = {name: play("legacy", name, cached=False) for name in scenarios}
+    runs = {
+        f"{name}, {mode}": {"off": off[name], "on": play(mode, name)}
+        for mode in prefix_parallel.MODES
+        for name in scenarios
+    }
+    return {"runs": runs, "damaged": play("legacy", "tails", damaged=True)}
 
 
 # --- Expert parallel -------------------------------------------------------------------------------------------------
@@ -96,16 +96,12 @@ def layout(case: Case, platform: Any, models: Models) -> dict[str, Any]:
 def experts(case: Case, platform: Any, models: Models) -> dict[str, Any]:
     """Findings of a model with experts. Each data-parallel rank has different requests, and decides alone."""
     model = build_hybrid_model(named(models.experts), seed=0, platform=platform)
-    settings = {"off": None, "on": HybridPrefixConfig(mamba_gb=0.002, check_ranks=True)}
-    return {
-        "runs": {
-            mode: {
-                engine: expert_parallel.answers(model, dist.get_rank() // case.tp, mode, prefix, ranks=case.ranks)
-                for engine, prefix in settings.items()
-            }
-            for mode in expert_parallel.MODES
-        }
-    }
+
+    def answers(mode: str, prefix: HybridPrefixConfig | None) -> dict[str, Any]:
+        return expert_parallel.answers(model, dist.get_rank() // case.tp, mode, prefix, ranks=case.ranks)
+
+    off, cache = answers("legacy", None), HybridPrefixConfig(mamba_gb=0.002, check_ranks=True)
+    return {"runs": {mode: {"off": off, "on": answers(mode, cache)} for mode in expert_parallel.MODES}}
 
 
 # --- Data parallel, behind megatron's coordinator --------------------------------------------------------------------

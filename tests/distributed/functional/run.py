@@ -47,8 +47,7 @@ class Case:
     Attributes:
         kind: What `ranks.py` runs, and how it is judged.
         ranks: Number of processes.
-        torchrun: True: torchrun starts them. False: each is started alone, with the same environment.
-        forked: Whether they are forked on a CPU from a process that has imported torch and megatron, which is faster.
+        torchrun: True: torchrun starts them, unless they are forked. False: each is started alone, with the same environment.
         tp: Tensor-parallel size.
         pp: Pipeline stages, each with an attention layer.
         ep: Expert-parallel size.
@@ -57,7 +56,6 @@ class Case:
     kind: str
     ranks: int
     torchrun: bool = True
-    forked: bool = False
     tp: int = 1
     pp: int = 1
     ep: int = 1
@@ -65,11 +63,11 @@ class Case:
 
 CASES = {
     "tp2": Case(kind="layout", ranks=2, tp=2),
-    "pp2": Case(kind="layout", ranks=2, pp=2, forked=True),
-    "tp2-pp2": Case(kind="layout", ranks=4, tp=2, pp=2, forked=True),
-    "ep2": Case(kind="experts", ranks=2, ep=2, forked=True),
-    "tp2-ep2": Case(kind="experts", ranks=4, tp=2, ep=2, forked=True),
-    "dp2": Case(kind="replicas", ranks=2, forked=True),
+    "pp2": Case(kind="layout", ranks=2, pp=2),
+    "tp2-pp2": Case(kind="layout", ranks=4, tp=2, pp=2),
+    "ep2": Case(kind="experts", ranks=2, ep=2),
+    "tp2-ep2": Case(kind="experts", ranks=4, tp=2, ep=2),
+    "dp2": Case(kind="replicas", ranks=2),
     "killed": Case(kind="killed", ranks=2, tp=2),
     "killed-alone": Case(kind="killed", ranks=2, tp=2, torchrun=False),
 }
@@ -201,7 +199,7 @@ def run_case(name: str, device: str, layers: str = "mamba2") -> str:
             return (run_killed if case.torchrun else run_killed_alone)(name, case, device, out, layers)
         timeout_s = CASE_TIMEOUT_S[device]
         try:
-            if device == "cpu" and case.forked:
+            if device == "cpu":
                 ranks = run_ranks(WORKER, out, name, device, layers, ranks=case.ranks, timeout_s=timeout_s)
             else:
                 ranks = run_torchrun(

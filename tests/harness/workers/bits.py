@@ -19,6 +19,7 @@ from tests.harness.bits import BitsTraffic, by_rows
 from tests.harness.workers.launch import write_findings
 
 REQUESTS = 8
+COUNTS = (1, 2, 4, 6, 10)
 
 
 def sum_by_rows(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -32,12 +33,12 @@ def main() -> None:
     platform = ensure_platform(tp=tp, pp=pp, device="cpu")
     stages = "|".join([get_preset(preset).layer_pattern] * pp)
     model = build_hybrid_model(get_preset(preset, layer_pattern=stages), seed=0, platform=platform)
-    traffic = BitsTraffic(model, 0, REQUESTS, blocks=None, host_gb=0.0, check_ranks=True)
+    traffic = BitsTraffic(model, 0, REQUESTS, blocks=None, host_gb=0.0, check_ranks=True, counts=COUNTS)
     traffic.run()
     alone = traffic.alone()
     found = {"differing": traffic.differing(alone), "finished": len(traffic.harness.finished)}
     in_order, invariant.sum_over_ranks = invariant.sum_over_ranks, sum_by_rows
-    traffic = BitsTraffic(model, 0, REQUESTS, blocks=None, host_gb=0.0)
+    traffic = BitsTraffic(model, 0, REQUESTS, blocks=None, host_gb=0.0, counts=COUNTS)
     traffic.run()
     invariant.sum_over_ranks = in_order
     found["differing_by_rows"] = traffic.differing(alone)

@@ -19,6 +19,7 @@ from tests.harness.workers.launch import write_findings
 from tests.harness.workers.prefix_parallel import damage_sources
 
 BLOCK_TOKENS = 64
+NEW_TOKENS = 3
 MODES = ("legacy", "async")
 # A gate, several experts a token, a width of their own, a shared expert with its gate: as Qwen3-Next, and smaller.
 SHARED = {
@@ -56,8 +57,11 @@ def herd(rank):
     return [prefix + random_tokens(9 + number, seed=80 + number) for number in range(3)] if rank == 0 else []
 
 
-def answers(model, rank, mode, prefix, ranks=1, damaged=False):
-    """What the requests of a data-parallel rank say, sent one by one and all at once; ``ranks`` is the world's size."""
+def answers(model, rank, mode, prefix, ranks=1, damaged=False, only_first=False):
+    """What the requests of a data-parallel rank say, sent one by one (``only_first``: no others), then all at once, then a herd.
+
+    ``ranks`` is the world's size.
+    """
     engine = build_engine(
         model, prefix, max_sequence_length=512, max_requests=8, block_size_tokens=BLOCK_TOKENS, async_sched_mode=mode
     )
@@ -65,10 +69,11 @@ def answers(model, rank, mode, prefix, ranks=1, damaged=False):
         damage_sources(engine.context)
     finished: dict = {}
     idle_forwards = 0
-    for batches in ([prompt] for prompt in prompts(rank)), [prompts(rank)], [herd(rank)]:
+    parts = [[[prompt] for prompt in prompts(rank)], [prompts(rank)], [herd(rank)]]
+    for batches in parts[:1] if only_first else parts:
         for batch in batches:
             for prompt in batch:
-                engine.add_request(len(finished) + len(engine.requests), prompt, greedy(6))
+                engine.add_request(len(finished) + len(engine.requests), prompt, greedy(NEW_TOKENS))
             while engine.has_unfinished_requests():
                 together(True, ranks)
                 run_to_end(engine, finished, steps=1)
@@ -103,10 +108,13 @@ def together(working, ranks):
 
 
 def mutants(model, rank, ranks, tp, ep):
-    """Answers with something wrong: the states of the last rank alone, the sum of experts, the exchange of rows."""
+    """Answers with something wrong: the states of the last rank alone, the sum of experts, the exchange of rows.
+
+    Only those to requests that are sent one by one.
+    """
     cache = HybridPrefixConfig(mamba_gb=0.002)
     last = dist.get_rank() == ranks - 1
-    found = {"states": answers(model, rank, "legacy", cache, ranks, damaged=last)}
+    found = {"states": answers(model, rank, "legacy", cache, ranks, damaged=last, only_first=True)}
     for name, applies, owner, attribute, wrong in (
         ("sum", tp > 1, experts.moe, "reduce_from_tensor_model_parallel_region", lambda sums, group: sums),
         ("exchange", ep > 1, experts.ExpertDispatcher, "combine_preprocess", lambda self, hidden_states: hidden_states),
@@ -114,7 +122,7 @@ def mutants(model, rank, ranks, tp, ep):
         if applies:
             right = getattr(owner, attribute)
             setattr(owner, attribute, wrong)
-            found[name] = answers(model, rank, "legacy", cache, ranks)
+            found[name] = answers(model, rank, "legacy", cache, ranks, only_first=True)
             setattr(owner, attribute, right)
     return found
 

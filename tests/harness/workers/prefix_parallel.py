@@ -227,10 +227,10 @@ def chunked(session):
 
 def preempted(session):
     """Few KV blocks: cached blocks are evicted and decodes are preempted. They resume from what is still cached."""
-    prompts = [random_tokens(BLOCK_TOKENS + 44 + number, seed=50 + number) for number in range(6)]
+    prompts = [random_tokens(BLOCK_TOKENS + 54 + number, seed=50 + number) for number in range(6)]
     session.send(prompts[0][: BLOCK_TOKENS + 1], prompts[1][: BLOCK_TOKENS + 2])
-    session.send(*prompts[:4], new_tokens=30)
-    session.send(*([*prompt, number] for number, prompt in enumerate(prompts)), new_tokens=30)
+    session.send(*prompts[:4], new_tokens=12)
+    session.send(*([*prompt, number] for number, prompt in enumerate(prompts)), new_tokens=12)
 
 
 def host(session):
@@ -245,19 +245,19 @@ def host(session):
         keys = context.prefix_cache.chain(prompts[0]).keys
         entry = next(node.host_block for node in context.prefix_cache.inspect.nodes() if node.key == keys[-1])
         arena.memory[tier.entries.pages(entry)[0] * arena.page_bytes + 5] ^= 1
-    session.send(*prompts[:2], new_tokens=40)
+    session.send(*prompts[:2], new_tokens=8)
 
 
 def one_memory(session):
     """Prompts that come back from the host, beside decodes that need more blocks than there are."""
     shared = random_tokens(2 * BLOCK_TOKENS, seed=70)
     prompts = [
-        (shared if number % 2 else []) + random_tokens(BLOCK_TOKENS + 9 * number, seed=71 + number)
+        (shared if number % 2 else []) + random_tokens(BLOCK_TOKENS + 5 + 9 * number, seed=71 + number)
         for number in range(6)
     ]
     for turn in range(3):
         for number, prompt in enumerate(prompts):
-            session.add(prompt, new_tokens=3 + 20 * (number % 3))
+            session.add(prompt, new_tokens=3 + 6 * (number % 3))
             session.run(steps=(number + turn) % 3)
     session.run()
 

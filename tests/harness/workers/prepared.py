@@ -8,6 +8,8 @@ stderr), "timeout_s", "cwd" (or null). It answers with one line of JSON on stdou
 
 from __future__ import annotations
 
+import faulthandler
+import importlib
 import json
 import os
 import runpy
@@ -23,10 +25,26 @@ GRACE_S = 10.0  # from SIGTERM to SIGKILL
 
 
 def import_everything() -> None:
-    """Imports what every rank needs, with the CPU replacements. They are undone, because each process makes them again."""
+    """Imports what every rank needs, with the CPU replacements. They are undone, because each process makes them again.
+
+    Megatron is compared with the contract, too, which every process does before its first engine.
+    """
     from megatron_hybrid_prefix.platform import start
 
     start.replace_what_is_missing(use_cuda=False)
+    for name in (
+        "mcore.engine.engine",
+        "mcore.engine.controller",
+        "mcore.context.context",
+        "models.build",
+        "layers.kinds",
+    ):
+        importlib.import_module(f"megatron_hybrid_prefix.{name}")
+    from megatron_hybrid_prefix.upstream.contract import check_contract
+
+    check_contract()
+    for number in (signal.SIGINT, signal.SIGTERM):  # megatron's engine registers dumps of the stack when it is imported
+        faulthandler.unregister(number)
     start.undo_platform()
 
 
