@@ -158,7 +158,6 @@ def _by_engine(step_bytes: int, stream: int) -> _CopyBox:
     lines = next(lines for lines in count(1) if step_bytes % lines == 0 and step_bytes // lines <= _MOST_PITCH)
     arguments = _CopyArguments(
         source_type=_DEVICE_MEMORY,
-        source_pitch=step_bytes // lines,
         source_height=lines,
         target_type=_HOST_MEMORY,
         target_height=1,
@@ -170,6 +169,7 @@ def _by_engine(step_bytes: int, stream: int) -> _CopyBox:
     def copy(target: int, source: int, rows: int, row_bytes: int) -> None:
         arguments.source_device, arguments.target_host = source, target
         arguments.width = arguments.target_pitch = row_bytes
+        arguments.source_pitch = step_bytes // lines if rows > 1 else row_bytes  # a single layer may have any step
         if are_planes:
             arguments.depth = rows
         else:
