@@ -71,8 +71,9 @@ class KeyMaker:
         for start in range(0, end, step):
             digest = self._empty.copy()
             digest.update(key)
-            for part in range(start, start + step, _PART_BYTES):
-                digest.update(data[part : min(part + _PART_BYTES, start + step)])
+            block = data[start : start + step]
+            for part in range(0, step, _PART_BYTES):
+                digest.update(block[part : part + _PART_BYTES])
             key = digest.digest()
             keys.append(key)
         return end

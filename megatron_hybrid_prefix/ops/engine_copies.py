@@ -83,16 +83,6 @@ def copy_to_host(
             copy(target, source + box.start, box.rows, box.row_bytes)
 
 
-@cache
-def _driver_copy() -> Callable[[int, int, int, int], int]:
-    """The CUDA driver's ``cuMemcpyAsync(target, source, bytes, stream)``."""
-    # Keeps the interpreter's lock: other threads would take it after each call, and the call takes a microsecond or two.
-    copy: Any = ctypes.PyDLL("libcuda.so.1").cuMemcpyAsync
-    copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
-    copy.restype = ctypes.c_int
-    return cast(Callable[[int, int, int, int], int], copy)
-
-
 class _Box(NamedTuple):
     """A part of an entry that one copy takes: bytes of one layer, or whole layers.
 
@@ -181,9 +171,20 @@ def _by_engine(step_bytes: int, stream: int) -> _CopyBox:
 
 
 @cache
+def _driver_copy() -> Callable[[int, int, int, int], int]:
+    """The CUDA driver's ``cuMemcpyAsync(target, source, bytes, stream)``."""
+    return _driver_function("cuMemcpyAsync", ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+
+
+@cache
 def _driver_box_copy() -> Callable[[Any, int], int]:
     """The CUDA driver's ``cuMemcpy3DAsync(arguments, stream)``. It reads the arguments before it returns."""
-    copy: Any = ctypes.PyDLL("libcuda.so.1").cuMemcpy3DAsync_v2  # see `_driver_copy`
-    copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    copy.restype = ctypes.c_int
-    return cast(Callable[[Any, int], int], copy)
+    return _driver_function("cuMemcpy3DAsync_v2", ctypes.c_void_p, ctypes.c_void_p)
+
+
+def _driver_function(name: str, *argument_types: Any) -> Callable[..., int]:
+    """A function of the CUDA driver, which returns 0 or its error."""
+    # Keeps the interpreter's lock: other threads would take it after each call, and the call takes a microsecond or two.
+    function: Any = getattr(ctypes.PyDLL("libcuda.so.1"), name)
+    function.argtypes, function.restype = argument_types, ctypes.c_int
+    return cast(Callable[..., int], function)

@@ -4,8 +4,8 @@ On the device an entry is spread over all layers; on the host it is in pages. St
 device, whose halves are used in turn (``stores.py``, ``loads.py``; the ways over the host link: ``ops/page_copies.py``). They have
 separate streams, because the host link has two directions.
 
-A store gives every entry a tag and a checksum over all its bytes, computed by the kernel that reads it first. Expected checksums stay
-on the device (``host_pages.py``).
+A store gives every entry a tag and a checksum over all its bytes, computed by the kernel that gathers it, or by one of its own
+where the copy engines copy it. Expected checksums stay on the device (``host_pages.py``).
 
 The CPU copies entries to and from a tier behind the host, with their tags and checksums. It first waits until no transfer uses
 their pages (``tier_moves.py``). A `SharedTier` has threads for that (``shared_tier_moves.py``).

@@ -163,14 +163,14 @@ class EntryCopies:
 
     def straight_to_pages(self, batch: Batch) -> None:
         """From their places to the pages, by the copy engines. The batch need not be uploaded yet."""
-        moves = [(unit.device_id, unit.pages) for unit in batch.units if unit.device_id is not None]
-        for tensor, start in zip(self._tensors()[batch.kind], self._starts[batch.kind], strict=True):
+        moves = list(zip(device_ids(batch.units), (unit.pages for unit in batch.units), strict=True))
+        for tensor, start in self._parts(batch.kind):
             copy_to_host(tensor, self._pages.rows, moves, start_bytes=start)
 
     def sum(self, batch: Batch) -> None:
         """Sums the entries in their places, if there are checksums."""
         if self._verify:
-            for tensor, start in zip(self._tensors()[batch.kind], self._starts[batch.kind], strict=True):
+            for tensor, start in self._parts(batch.kind):
                 sum_entries(tensor, batch.device_ids, batch.sums, start_bytes=start)
 
     def to_staging(self, batch: Batch, staging: Staging) -> None:
@@ -194,8 +194,12 @@ class EntryCopies:
         if rows is not None and row_ids is not None:
             memory, pages = rows, row_ids[: len(rows), None]
         sums = batch.sums if self._verify else None
-        for tensor, start in zip(self._tensors()[batch.kind], self._starts[batch.kind], strict=True):
+        for tensor, start in self._parts(batch.kind):
             copy_pages(tensor, memory, batch.device_ids, pages, to_pages=to_pages, start_bytes=start, sums=sums)
+
+    def _parts(self, kind: EntryKind) -> Iterator[tuple[torch.Tensor, int]]:
+        """The tensors of a kind, and the byte of an entry's pages from which each lies there."""
+        return zip(self._tensors()[kind], self._starts[kind], strict=True)
 
     def pieces(self, units: Sequence[BlockTransfer], valid_bytes: int) -> Iterator[tuple[int, int, int]]:
         """The copies for these rows: (start in the rows, first page, bytes). Adjacent pieces are one copy.
