@@ -1,7 +1,8 @@
 """One rank of a functional test. Usage: ``torchrun ranks.py OUT.json CASE DEVICE LAYERS``.
 
 Writes a list with the findings of each rank to ``OUT.json``, which `run.py` judges. Everything also runs with caching
-off on the same ranks, in one scheduling mode: both modes must give its answers. The data-parallel coordinator is a process that imports this file, hence the main guard.
+off on the same ranks, in one scheduling mode: both modes must give its answers. The data-parallel coordinator is a process that
+imports this file, hence the main guard.
 """
 
 from __future__ import annotations
