@@ -66,6 +66,8 @@ def copy_to_host(
     page_bytes = memory.shape[1]
     of = geometry_of(entries, start_bytes, page_bytes)
     assert of.is_contiguous and memory.is_contiguous()
+    if not of.row_bytes:
+        return
     boxes, own_pages = _boxes(of, start_bytes, page_bytes), ceil_div(start_bytes + of.row_bytes, page_bytes)
     if entries.is_cuda:
         copy = _by_engine(of.layer_step_bytes, torch.cuda.current_stream(entries.device).cuda_stream)

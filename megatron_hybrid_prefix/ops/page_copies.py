@@ -117,10 +117,11 @@ def sum_entries(entries: torch.Tensor, ids: torch.Tensor, sums: torch.Tensor, *,
     word_bytes = of.word.itemsize
     words = of.row_bytes // word_bytes
     blocks = ceil_div(words, _BLOCK)
-    _sum_entries_kernel[(blocks, len(ids))](
+    _sum_entries_kernel[(len(ids) * blocks,)](
         entries.flatten(2).view(of.word),
         ids,
         sums,
+        blocks,
         start_bytes // word_bytes,
         words,
         of.layer_bytes // word_bytes,
@@ -218,11 +219,12 @@ if triton is not None:
             if SUM:
                 tl.atomic_add(sums_ptr + row, _sum_of_words(values, there, WORDS_A_SUM))
 
-    @triton.jit(do_not_specialize_on_alignment=["ids_ptr", "sums_ptr"])
+    @triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["ids_ptr", "sums_ptr"])
     def _sum_entries_kernel(
         entries_ptr: tl.tensor,  # (layers, all entries, layer_words), strided over layers and entries
         ids_ptr: tl.tensor,  # (rows,)
         sums_ptr: tl.tensor,  # (rows,)
+        blocks: tl.tensor,  # of an entry
         start: tl.tensor,  # words in the pages before this tensor's
         words: tl.tensor,  # of a row
         layer_words: tl.tensor,
@@ -232,8 +234,8 @@ if triton is not None:
         BLOCK: tl.constexpr,
     ) -> None:
         """One program: BLOCK words of one entry."""
-        row = tl.program_id(1)
-        word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        row = tl.program_id(0) // blocks
+        word = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
         entry = tl.load(ids_ptr + row).to(tl.int64)
         in_entry = entries_ptr + entry * stride_entry + (word // layer_words).to(tl.int64) * stride_layer
         values = tl.load(in_entry + word % layer_words, mask=word < words, other=0)

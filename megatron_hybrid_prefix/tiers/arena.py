@@ -85,7 +85,6 @@ class HostArena:
             self.stores,
             load_queue,
             load_staging,
-            by_engine=page_bytes >= loads.ENGINE_BYTES,
             verify=verify,
             device=device,
         )

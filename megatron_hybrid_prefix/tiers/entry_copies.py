@@ -23,6 +23,8 @@ from megatron_hybrid_prefix.tiers.units import DEVICE, BlockTransfer, EntryKind
 
 logger = logging.getLogger(__name__)
 
+ENGINE_BYTES = 2**19  # the copy engines, which pause 3 us after each copy, do not copy smaller pages
+
 type Tensors = Mapping[EntryKind, Sequence[torch.Tensor]]
 """The device tensors of each kind, (layers, KV blocks or slots, *shape), contiguous inside a block or slot."""
 
@@ -75,6 +77,7 @@ class EntryCopies:
     Attributes:
         bytes: Bytes of an entry on this rank, by kind.
         row_bytes: Bytes of the pages of an entry, by kind.
+        by_engine: Whether pages are large enough for the copy engines.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class EntryCopies:
         verify: bool,
     ) -> None:
         self._tensors, self._pages, self._device, self._verify = tensors, pages, device, verify
+        self.by_engine = pages.page_bytes >= ENGINE_BYTES
         self.row_bytes = {kind: count * pages.page_bytes for kind, count in pages_of.items()}
         sizes = {kind: [each[:, 0].nbytes for each in own] for kind, own in tensors().items()}
         self.bytes = {kind: sum(own) for kind, own in sizes.items()}

@@ -26,7 +26,6 @@ from megatron_hybrid_prefix.tiers.units import BlockTransfer
 logger = logging.getLogger(__name__)
 
 STAGING_BYTES = 128 * 2**20
-ENGINE_BYTES = 2**19  # smaller pages are not loaded by the copy engines, which pause 3 us after each
 _LOADS = 4096  # at most this many loads are known at a time
 
 
@@ -50,7 +49,6 @@ class Loads:
         stores: The stores, whose entries are loaded, and which read from where loads write to.
         queue: Where the copies run.
         staging: The buffer on the device.
-        by_engine: Whether the copy engines fill the buffer.
         verify: Whether to compare checksums.
         device: The device.
 
@@ -69,12 +67,11 @@ class Loads:
         queue: DeviceQueue | HostQueue,
         staging: Staging,
         *,
-        by_engine: bool,
         verify: bool,
         device: torch.device,
     ) -> None:
         self._copies, self._contents, self._stores, self.queue = copies, contents, stores, queue
-        self._staging, self.by_engine, self._verify = staging, by_engine, verify
+        self._staging, self.by_engine, self._verify = staging, copies.by_engine, verify
         self._bad_rows = torch.zeros(_LOADS, dtype=torch.int64, device=device)  # by load
         self._bad_rows_seen = torch.zeros(_LOADS, dtype=torch.int64)
         if device.type == "cuda":

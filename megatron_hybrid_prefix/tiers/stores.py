@@ -117,10 +117,12 @@ class Stores:
     def _sum(self, batches: Sequence[Batch]) -> None:
         """Sums entries that go straight to the host."""
         with self.queue.beside():
-            for batch in batches:
-                if succeeds(self._copies.sum, batch):
-                    self._note(batch)
-            self._gathered = self.queue.mark()
+            try:
+                for batch in batches:
+                    if succeeds(self._copies.sum, batch):
+                        self._note(batch)
+            finally:
+                self._gathered = self.queue.mark()
 
     def _note(self, batch: Batch) -> None:
         """The entries are on the host, once the queue gets here."""
@@ -152,9 +154,11 @@ class Stores:
     def _straight_count(self, units: Sequence[BlockTransfer]) -> int:
         """How many of these stores, the first ones, go straight to the host.
 
-        Those that fit in `FIRST_BYTES`. Also those that the staging buffer has no room for: the model would wait longer for half
-        of the buffer than it waits for the host link for these.
+        None if pages are small. Else those that fit in `FIRST_BYTES`, and those that the staging buffer has no room for: the
+        model would wait longer for half of the buffer than it waits for the host link for these.
         """
+        if not self._copies.by_engine:
+            return 0
         sizes = (self._copies.row_bytes[unit.tag.kind] for unit in units)
         first = sum(total <= FIRST_BYTES for total in accumulate(sizes))
         return max(first, self._without_room(units))

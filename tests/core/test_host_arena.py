@@ -103,8 +103,8 @@ class AnyOrder:
     def __init__(self, device: str, seed: int, monkeypatch: pytest.MonkeyPatch, behind: Tier | None = None) -> None:
         scale = 1 if device == "cpu" else 20_000
         monkeypatch.setattr(stores, "FIRST_BYTES", 30 * scale * 8)
-        if seed % 2:  # loads by the copy engines
-            monkeypatch.setattr(loads, "ENGINE_BYTES", 1)
+        if seed % 2:  # by the copy engines
+            monkeypatch.setattr(entry_copies, "ENGINE_BYTES", 1)
         monkeypatch.setattr(stores, "STAGING_BYTES", 3 * 30 * scale * 8)
         monkeypatch.setattr(loads, "STAGING_BYTES", 2 * 30 * scale * 8)
         self.pools = Pools(device, scale, behind=behind)
@@ -588,7 +588,7 @@ def test_a_wrong_bit_is_noticed(device, kind):
 def test_what_is_wrong_or_missing_is_zeros(device, kind, fault, monkeypatch):
     """Not what it was before, nor what was loaded: both may be NaN. The other entries of the load are right."""
     if fault == "copy engine":
-        monkeypatch.setattr(loads, "ENGINE_BYTES", 1)
+        monkeypatch.setattr(entry_copies, "ENGINE_BYTES", 1)
     pools = Pools(device)
     for index in range(SLOTS):
         pools.write(kind, index, 3.0 + index)
@@ -636,7 +636,7 @@ def test_zeros_for_a_wrong_entry_do_not_hit_a_later_one_in_its_place(device):
 
 def test_what_could_not_be_brought_is_not_loaded(monkeypatch):
     """Without checksums, the bytes that the staging buffer had before would be taken for the entry."""
-    monkeypatch.setattr(loads, "ENGINE_BYTES", 1)
+    monkeypatch.setattr(entry_copies, "ENGINE_BYTES", 1)
     pools = Pools("cpu", verify=False)
     for index in range(2):
         pools.write(EntryKind.KV, index, 1.0 + index)
@@ -690,6 +690,7 @@ def test_a_store_that_fails_leaves_nothing_in_its_pages(copy, monkeypatch):
 @pytest.mark.parametrize("verify", [True, False])
 def test_what_goes_straight_to_the_host_arrives_or_is_not_there(device, fails, verify, monkeypatch):
     """What the engines refuse is copied as the others are. A checksum that could not be computed is not taken for one."""
+    monkeypatch.setattr(entry_copies, "ENGINE_BYTES", 1)
     pools = Pools(device, verify=verify)
     entries = [(kind, index) for kind in EntryKind for index in (1, 2)]
     for kind, index in entries:
@@ -752,7 +753,7 @@ def test_without_verification_nothing_is_compared():
 
 def test_neighbouring_pages_of_two_entries_are_no_neighbours_in_the_buffer(monkeypatch):
     """Entries that fill one of their two pages, as on a rank with fewer layers than others."""
-    monkeypatch.setattr(loads, "ENGINE_BYTES", 1)
+    monkeypatch.setattr(entry_copies, "ENGINE_BYTES", 1)
     kv = torch.arange(4 * 512).view(1, 4, 512).to(torch.uint8)
     kv += torch.arange(4, dtype=torch.uint8)[None, :, None]
     arena = HostArena(lambda: {EntryKind.KV: [kv]}, pages=8, page_bytes=512, pages_of={EntryKind.KV: 2}, device="cpu")
@@ -812,6 +813,7 @@ class Marks(HostQueue):
 
 def test_the_model_waits_until_its_targets_were_read(monkeypatch):
     """It waits for what is copied straight to the host, and for the last gather or sum; once, and not for other copies to the host."""
+    monkeypatch.setattr(entry_copies, "ENGINE_BYTES", 1)
     monkeypatch.setattr(stores, "STAGING_BYTES", 1)  # a batch each
     pools = Pools("cpu")
     monkeypatch.setattr(stores, "FIRST_BYTES", pools.pages_of[EntryKind.KV] * pools.page_bytes)

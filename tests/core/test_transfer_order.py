@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_hybrid_prefix.tiers import loads, stores
+from megatron_hybrid_prefix.tiers import entry_copies, loads, stores
 from megatron_hybrid_prefix.tiers.queue import BUFFERS, DeviceQueue
 from megatron_hybrid_prefix.tiers.units import EntryKind
 from tests.core.test_host_arena import Pools
@@ -58,7 +58,7 @@ class Launches:
         for name, value in (("Stream", Stream), ("Event", Event), ("stream", self._on)):
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: self._streams[-1])
-        monkeypatch.setattr(loads, "ENGINE_BYTES", 1)
+        monkeypatch.setattr(entry_copies, "ENGINE_BYTES", 1)
         for module in (stores, loads):
             monkeypatch.setattr(module, "STAGING_BYTES", 1)  # half of a buffer holds one entry
         self.pools = Pools("cpu")
@@ -236,6 +236,41 @@ def test_an_entry_that_is_too_large_is_gathered(world: Launches, monkeypatch: py
     monkeypatch.setattr(stores, "FIRST_BYTES", world.entry_bytes - 1)
     world.arena.carry_out([world.pools.unit(EntryKind.KV, 0, 0)])
     assert [name for name in world.before if name.startswith(("_gather", "_store"))] == ["_gather 0", "_store 0"]
+
+
+def test_small_pages_are_gathered(world: Launches) -> None:
+    """The engines pause after each copy."""
+    world.arena.stores.stored.is_over = True
+    world.arena._copies.by_engine = False
+    world.arena.carry_out([world.pools.unit(EntryKind.KV, n, n) for n in range(5)])
+    world.arena.wait_for_stores()
+    world.launch("next forward")
+    assert {name for name in world.before if name.startswith(("_store", "straight"))} == {
+        f"_store {n}" for n in range(5)
+    }
+    assert {f"_gather {n}" for n in range(5)} <= world.before["next forward"]
+
+
+def test_what_cannot_be_summed_is_not_overwritten_while_others_are(
+    world: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error that is not logged must not end the wait for sums that were launched."""
+    world.arena.stores.stored.is_over = True
+    monkeypatch.setattr(stores, "FIRST_BYTES", 3 * world.entry_bytes)
+    run = world.arena._copies.sum
+
+    def second_fails(batch: Any) -> None:
+        if batch.units[0].device_id == 1:
+            raise TypeError("not a tensor")
+        run(batch)
+
+    monkeypatch.setattr(world.arena._copies, "sum", second_fails)
+    units = [world.pools.unit(EntryKind.KV, 0, 0), world.pools.unit(EntryKind.STATE, 1, 1)]
+    with pytest.raises(TypeError, match="not a tensor"):
+        world.arena.carry_out(units)
+    world.arena.wait_for_stores()
+    world.launch("next forward")
+    assert {"straight_to_pages 0", "straight_to_pages 1", "sum 0"} <= world.before["next forward"]
 
 
 def test_what_the_buffer_has_no_room_for_goes_straight_to_the_host(world: Launches) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from megatron_hybrid_prefix.index.tree import NO_BLOCK
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
+from megatron_hybrid_prefix.tiers import entry_copies
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 from tests.harness.engine_helpers import random_tokens
 from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
@@ -219,6 +220,8 @@ def spoil(served: EngineHarness, prompt: list[int], what: EntryKind) -> None:
 def test_a_fault_costs_time_only(model, case, fault, caplog, monkeypatch):
     mode, chunk = case
     chunked = {} if chunk is None else {"enable_chunked_prefill": True, "max_tokens": chunk}
+    if fault == "store raises":  # by the copy engines, too
+        monkeypatch.setattr(entry_copies, "ENGINE_BYTES", 1)
     served = small(model, async_sched_mode=mode, blocks=16, **chunked)
     arena = served.context.host_moves.arena
     prompt = tokens(4, 9, seed=1)
