@@ -14,9 +14,11 @@ import torch
 
 from megatron_hybrid_prefix.ops.elementwise import compute_dtype, silu
 
+from .rows import rows_and_slots
+
 
 def _add_taps(taps: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Returns bias + sum_j taps[j] * weight[:, j], shape (rows, dim), adding from the oldest tap to the newest.
+    """Returns bias + sum_j taps[j] * weight[:, j], shape (..., dim), adding from the oldest tap to the newest.
 
     Products and sums are separate operations on purpose: a fused operation may round vector and tail lanes differently.
     """
@@ -136,30 +138,26 @@ def causal_conv1d_update(
     if state_len < d_conv - 1:
         raise ValueError(f"a state of {state_len} inputs is too short for d_conv {d_conv}")
     steps_x = x.unsqueeze(1) if x.dim() == 2 else x
-    batch, steps, dim = steps_x.shape
+    steps, dim = steps_x.shape[1:]
     dtype = compute_dtype(x)
-    if conv_state_indices is None:
-        slots = rows = torch.arange(batch, device=x.device)
-    else:
-        rows = torch.nonzero(conv_state_indices >= 0).squeeze(1)
-        slots = conv_state_indices[rows].long()
+    rows, slots = rows_and_slots(conv_state_indices, x)
     weight = weight.to(dtype)
     bias = torch.zeros(dim, dtype=dtype, device=x.device) if bias is None else bias.to(dtype)
 
     out = torch.zeros_like(steps_x)
-    state = conv_state[slots]  # (rows, dim, state_len)
-    for step in range(steps):
-        x_step = steps_x[rows, step]  # (rows, dim)
-        window = state[..., state_len - d_conv + 1 :].to(dtype)
-        taps = [*window.unbind(-1), x_step.to(dtype)]
-        y = _add_taps(taps, weight, bias)
-        if silu_activation == "silu":
-            y = silu(y)
-        out[rows, step] = y.to(out.dtype)
-        state = torch.cat([state[..., 1:], x_step.to(state.dtype).unsqueeze(-1)], dim=-1)
-        if intermediate_conv_states is not None:
-            intermediate_conv_states[slots, step] = state.to(intermediate_conv_states.dtype)
-    conv_state[slots] = state
+    new = steps_x[rows]  # (rows, steps, dim)
+    inputs = torch.cat([conv_state[slots], new.transpose(1, 2).to(conv_state.dtype)], dim=-1)
+    earlier = inputs.transpose(1, 2).to(dtype)  # (rows, state_len + steps, dim)
+    first = state_len - d_conv + 1
+    taps = [*(earlier[:, first + j : first + j + steps] for j in range(d_conv - 1)), new.to(dtype)]
+    y = _add_taps(taps, weight, bias)
+    if silu_activation == "silu":
+        y = silu(y)
+    out[rows] = y.to(out.dtype)
+    conv_state[slots] = inputs[..., steps:]
+    if intermediate_conv_states is not None:
+        after = inputs.unfold(-1, state_len, 1)[:, :, 1:].transpose(1, 2)  # (rows, steps, dim, state_len)
+        intermediate_conv_states[slots, :steps] = after.to(intermediate_conv_states.dtype)
     return out.squeeze(1) if x.dim() == 2 else out
 
 

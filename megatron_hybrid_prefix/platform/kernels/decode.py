@@ -7,6 +7,8 @@ import torch
 
 from megatron_hybrid_prefix.ops.elementwise import compute_dtype, silu, softplus
 
+from .rows import rows_and_slots
+
 
 def _with_steps_and_heads(tensor: torch.Tensor, has_heads: bool, is_single_step: bool) -> torch.Tensor:
     """Views x, dt, z, B or C as (batch, steps, heads or groups, features)."""
@@ -21,6 +23,11 @@ def _untie(tensor: torch.Tensor, last_dims: int) -> torch.Tensor:
         for dim in range(-last_dims, 0):
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
+
+
+def _by_head(tensor: torch.Tensor, heads_per_group: int) -> torch.Tensor:
+    """(rows, steps, ngroups, dstate) as (rows, steps, nheads, dstate); a view if there is one group."""
+    return tensor.unsqueeze(3).expand(-1, -1, -1, heads_per_group, -1).flatten(2, 3)
 
 
 @torch.no_grad()
@@ -78,35 +85,34 @@ def selective_state_update(
     D = None if D is None else D.to(dtype)
     dt_bias = None if dt_bias is None else _untie(dt_bias, 1).to(dtype)
 
-    batch, steps, nheads, _ = x_steps.shape
+    steps, nheads = x_steps.shape[1:3]
     heads_per_group = nheads // B.shape[-2]
-    if state_batch_indices is None:
-        slots = rows = torch.arange(batch, device=x.device)
-    else:
-        rows = torch.nonzero(state_batch_indices >= 0).squeeze(1)
-        slots = state_batch_indices[rows].long()
+    rows, slots = rows_and_slots(state_batch_indices, x_steps)
 
     out = torch.zeros_like(x_steps)
+    x_steps, dt, B, C = (tensor[rows].to(dtype) for tensor in (x_steps, dt, B, C))
+    B, C = _by_head(B, heads_per_group), _by_head(C, heads_per_group)  # (rows, steps, nheads, dstate)
+    if dt_bias is not None:
+        dt = dt + dt_bias
+    if dt_softplus:
+        dt = softplus(dt)
+    decay = torch.exp(A * dt[..., None])
+    added = (B[..., None, :] * dt[..., None]) * x_steps[..., None]  # (rows, steps, nheads, dim, dstate)
     h = state[slots].to(dtype)  # (rows, nheads, dim, dstate)
+    after = []
     for step in range(steps):
-        x_t = x_steps[rows, step].to(dtype)  # (rows, nheads, dim)
-        dt_t = dt[rows, step].to(dtype)  # (rows, nheads, dim or 1)
-        B_t = B[rows, step].to(dtype).repeat_interleave(heads_per_group, dim=1)  # (rows, nheads, dstate)
-        C_t = C[rows, step].to(dtype).repeat_interleave(heads_per_group, dim=1)
-        if dt_bias is not None:
-            dt_t = dt_t + dt_bias
-        if dt_softplus:
-            dt_t = softplus(dt_t)
-        h = h * torch.exp(A * dt_t[..., None]) + (B_t[:, :, None, :] * dt_t[..., None]) * x_t[..., None]
-        if intermediate_ssm_states is not None:
-            intermediate_ssm_states[slots, step] = h.to(intermediate_ssm_states.dtype)
-        y = (h * C_t[:, :, None, :]).sum(-1)  # (rows, nheads, dim)
-        if D is not None:
-            y = y + x_t * D
-        if z is not None:
-            y = y * silu(z[rows, step].to(dtype))
-        out[rows, step] = y.to(out.dtype)
+        h = h * decay[:, step] + added[:, step]
+        after.append(h)
     state[slots] = h.to(state.dtype)
+    states = torch.stack(after, dim=1) if steps > 1 else h.unsqueeze(1)
+    if intermediate_ssm_states is not None:
+        intermediate_ssm_states[slots, :steps] = states.to(intermediate_ssm_states.dtype)
+    y = (states * C[..., None, :]).sum(-1)  # (rows, steps, nheads, dim)
+    if D is not None:
+        y = y + x_steps * D
+    if z is not None:
+        y = y * silu(z[rows].to(dtype))
+    out[rows] = y.to(out.dtype)
 
     if not has_heads:
         out = out.squeeze(2)

@@ -44,7 +44,9 @@ def triton_append_key_value_cache(
         return
     block = token_to_block_idx[:tokens].long()
     position = token_to_local_position_within_kv_block[:tokens].long()
-    rows = torch.nonzero(block >= 0).squeeze(1)
-    block, position = block[rows], position[rows]
+    key, value = key[:tokens, 0], value[:tokens, 0]
+    if int(block.min()) < 0:
+        rows = torch.nonzero(block >= 0).squeeze(1)
+        block, position, key, value = block[rows], position[rows], key[rows], value[rows]
     for which, new in enumerate((key, value)):
-        memory_buffer[which, layer_number, block, position] = new.squeeze(1)[rows].to(memory_buffer.dtype)
+        memory_buffer[which, layer_number, block, position] = new.to(memory_buffer.dtype)

@@ -21,6 +21,26 @@ def _check_rows(pos: int, limit: int, *tensors: torch.Tensor) -> None:
         raise ValueError(f"position {pos} is not in [0, {limit}]")
 
 
+def rows_and_slots(indices: torch.Tensor | None, batch: torch.Tensor) -> tuple[slice | torch.Tensor, torch.Tensor]:
+    """Returns the rows of a decode step that are not padding, and their slots.
+
+    Args:
+        indices: (batch,), integer: slot of each row, negative for padding; None means slot = row.
+        batch: any tensor of the step, rows first.
+
+    Returns:
+        (rows, slots): rows indexes the first dimension, with a slice if there is no padding, so that nothing is copied;
+        slots is (rows,), int64.
+    """
+    if indices is None:
+        return slice(None), torch.arange(batch.shape[0], device=batch.device)
+    indices = indices.long()
+    if min(indices.tolist(), default=0) >= 0:
+        return slice(None), indices
+    rows = torch.nonzero(indices >= 0).squeeze(1)
+    return rows, indices[rows]
+
+
 @torch.no_grad()
 def tensor_get_slice_after(
     input_tensor: torch.Tensor, output_tensor: torch.Tensor, pos_on_device: torch.Tensor, check_bounds: bool = False
