@@ -19,6 +19,8 @@ from hashlib import blake2b
 KEY_BYTES = 16
 TOKEN_BYTES = 8
 _PART_BYTES = 1024  # for 2,048 and more hashlib lets other threads run: a third of a block's time
+_REMEMBERED_BYTES = 2**24  # of each generation of `_RecentBlocks`
+_REMEMBERED_OVERHEAD_BYTES = 320  # of a block: the objects of Python
 
 type Tokens = Buffer | Sequence[int]
 """Token ids: a sequence of ints, or a buffer of native int64 (``bytes``, ``array('q')``, a NumPy array)."""
@@ -42,6 +44,7 @@ class KeyMaker:
         self.block_tokens = block_tokens
         self._adapter_secret = adapter_secret
         self._empty = blake2b(digest_size=KEY_BYTES, key=os.urandom(32) if secret is None else secret)
+        self._recent = _RecentBlocks(block_tokens * TOKEN_BYTES)
 
     def seed(self, *, salt: str | None = None, adapter: str | None = None, epoch: int = 0) -> bytes:
         """The hash that the first key is chained to. Each field is hashed with its length, so fields cannot mix."""
@@ -67,16 +70,58 @@ class KeyMaker:
         """Appends the keys of the full blocks in ``data`` (bytes of int64). Returns the number of bytes used."""
         step = self.block_tokens * TOKEN_BYTES
         end = len(data) // step * step
-        key = keys[-1] if keys else seed
+        before = keys[-1] if keys else seed
+        blocks, recent = data[:end].tobytes(), self._recent
         for start in range(0, end, step):
-            digest = self._empty.copy()
-            digest.update(key)
-            block = data[start : start + step]
-            for part in range(0, step, _PART_BYTES):
-                digest.update(block[part : part + _PART_BYTES])
-            key = digest.digest()
+            block = blocks[start : start + step]
+            key = recent.key_after(before, block)
+            if key is None:
+                digest = self._empty.copy()
+                digest.update(before)
+                for part in range(0, step, _PART_BYTES):
+                    digest.update(block[part : part + _PART_BYTES])
+                key = digest.digest()
+                recent.add(before, block, key)
             keys.append(key)
+            before = key
         return end
+
+
+class _RecentBlocks:
+    """Keys of blocks that were hashed lately: prompts repeat what others begin with, and comparing is faster than hashing.
+
+    For each key it knows the block that followed last, and the key of that. There are two generations. When the newer one
+    is full it becomes the older one, which is forgotten.
+
+    Args:
+        block_bytes: Bytes of a block.
+    """
+
+    def __init__(self, block_bytes: int) -> None:
+        self._most = max(1, _REMEMBERED_BYTES // (block_bytes + _REMEMBERED_OVERHEAD_BYTES))
+        self._newer: dict[bytes, tuple[bytes, bytes]] = {}
+        self._older: dict[bytes, tuple[bytes, bytes]] = {}
+
+    def __len__(self) -> int:
+        """Number of blocks."""
+        return len(self._newer) + len(self._older)
+
+    def key_after(self, before: bytes, block: bytes) -> bytes | None:
+        """The key of this block after the key ``before``; None if it is not known."""
+        known = self._newer.get(before)
+        if known is not None:
+            return known[1] if known[0] == block else None
+        known = self._older.get(before)
+        if known is None or known[0] != block:
+            return None
+        self.add(before, *known)
+        return known[1]
+
+    def add(self, before: bytes, block: bytes, key: bytes) -> None:
+        """Remember this."""
+        if len(self._newer) >= self._most:
+            self._older, self._newer = self._newer, {}
+        self._newer[before] = block, key
 
 
 class KeyChain:

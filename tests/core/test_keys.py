@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from hashlib import blake2b
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_hybrid_prefix.index import keys
 from megatron_hybrid_prefix.index.keys import KeyChain, KeyMaker
 
 SECRET = b"of the tests"
@@ -16,8 +19,7 @@ tokens_st = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=40)
 
 @given(tokens_st, st.integers(1, 7), st.data())
 def test_growing_gives_the_same_keys(tokens, block_tokens, data):
-    maker = KeyMaker(block_tokens, SECRET)
-    whole = maker.chain(tokens)
+    maker, whole = KeyMaker(block_tokens, SECRET), KeyMaker(block_tokens, SECRET).chain(tokens)
     assert len(whole.keys) == len(tokens) // block_tokens and whole.tokens == len(tokens)
     chain, start = maker.chain(), 0
     while start < len(tokens):
@@ -25,6 +27,46 @@ def test_growing_gives_the_same_keys(tokens, block_tokens, data):
         chain.extend(tokens[start:end])
         start = end
     assert chain.keys == whole.keys and chain.tokens == whole.tokens
+
+
+@given(st.integers(1, 3), st.integers(1, 6), st.data())
+def test_what_was_hashed_before_changes_no_key(block_tokens, remembered, data):
+    """Prompts that share beginnings, some of which were forgotten; of two salts; grown in parts."""
+    with patch.object(keys, "_REMEMBERED_BYTES", remembered * (8 * block_tokens + keys._REMEMBERED_OVERHEAD_BYTES)):
+        maker = KeyMaker(block_tokens, SECRET)
+    for _ in range(data.draw(st.integers(1, 12))):
+        tokens = data.draw(st.lists(st.integers(0, 1), max_size=8 * block_tokens))
+        salt, parts = data.draw(st.sampled_from([None, "a"])), data.draw(st.integers(0, len(tokens)))
+        chain = maker.chain(tokens[:parts], salt=salt)
+        chain.extend(tokens[parts:])
+        before, expected = maker.seed(salt=salt), []
+        for start in range(0, len(tokens) // block_tokens * block_tokens, block_tokens):
+            block = array("q", tokens[start : start + block_tokens]).tobytes()
+            before = blake2b(before + block, key=SECRET, digest_size=16).digest()
+            expected.append(before)
+        assert chain.keys == expected
+        assert len(maker._recent) <= 2 * remembered
+
+
+def test_what_was_hashed_lately_is_not_hashed_again():
+    """What each prompt begins with is not forgotten, however many others come."""
+    with patch.object(keys, "_REMEMBERED_BYTES", 4 * (8 + keys._REMEMBERED_OVERHEAD_BYTES)):
+        maker = KeyMaker(1, SECRET)
+    maker._empty = hashed = Hashed(maker._empty)
+    for number in range(20):
+        maker.chain([1, 2, 100 + number, 200 + number])
+    assert hashed.times == 20 + 2 + 20 * 2, "seeds, what they share, and their own"
+
+
+class Hashed:
+    """A hash that counts its copies."""
+
+    def __init__(self, digest):
+        self.digest, self.times = digest, 0
+
+    def copy(self):
+        self.times += 1
+        return self.digest.copy()
 
 
 @given(tokens_st, tokens_st, st.integers(1, 5))
