@@ -46,7 +46,7 @@ class AdmittedChunk:
 
     Attributes:
         shared: KV blocks that it shares with other requests, in order.
-        own: New KV blocks; megatron's one allocation returns them.
+        own: New KV blocks.
         skip_tokens: Number of leading tokens that are not computed.
         stored_tokens: The KV of computed tokens before this position is in shared blocks: it is read there and not
             written again.
@@ -58,6 +58,14 @@ class AdmittedChunk:
     skip_tokens: int
     stored_tokens: int
     resumes: bool
+
+    @property
+    def block_ids(self) -> list[int]:
+        """All its KV blocks, in order; megatron's one allocation returns them.
+
+        Megatron need not know which ones are shared: it would copy the counts of all blocks, to count up those of the shared ones.
+        """
+        return self.shared + self.own
 
 
 @contextmanager
@@ -152,7 +160,7 @@ class ContextSeam(DynamicInferenceContext):
     ) -> tuple[list[int], int, int, int, int, int]:
         """Shared block ids, new blocks, blocks held, blocks required, tokens to skip, tokens to compute."""
         if self.admitted_chunk is not None:
-            found: ChunkBlocks | None = ChunkBlocks(self.admitted_chunk.shared, self.admitted_chunk.skip_tokens)
+            found: ChunkBlocks | None = ChunkBlocks([], self.admitted_chunk.skip_tokens)  # see `block_ids`
         else:
             found = self.blocks_of_chunk(req, prefill_chunk_length)
         if found is None:
@@ -231,7 +239,7 @@ class ContextSeam(DynamicInferenceContext):
                 DynamicInferenceContext.add_request(self, req, chunk_tokens)
         finally:
             self.admitted_chunk = None
-        # Megatron counts all shared blocks. Here a hit skips tokens.
+        # Megatron would count all shared blocks. Here a hit skips tokens.
         self.prefix_cache_hits = hits + (chunk.skip_tokens > 0)
         self.prefix_cache_blocks_matched = matched + chunk.skip_tokens // self.block_size_tokens
         stored = chunk.stored_tokens - int(self.token_to_pos_ids[first])  # positions ascend

@@ -97,14 +97,15 @@ class HybridPrefixBlockAllocator(BlockAllocatorSeam):
         """
         chunk = getattr(self.context, "admitted_chunk", None)
         if isinstance(chunk, AdmittedChunk):
-            block_ids = chunk.own
+            block_ids = chunk.block_ids
             assert len(block_ids) == num_blocks, (len(block_ids), num_blocks)
+            self._forget_routing(chunk.own)
         else:
             found = self.cache.blocks.allocate(num_blocks)
             if found is None:
                 return None
             block_ids = found
-        self._forget_routing(block_ids)
+            self._forget_routing(block_ids)
         return torch.tensor(block_ids, dtype=torch.int32)
 
     def release_memory_blocks(self, blocks: torch.Tensor) -> None:
