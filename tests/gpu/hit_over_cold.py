@@ -61,7 +61,8 @@ def main() -> None:
         milestones.start()
         start = time.perf_counter()
         with torch.inference_mode():
-            engine.add_request(sent, tokens, greedy(1))
+            # The second token: at the end megatron turns the whole prompt into text, after the first token.
+            engine.add_request(sent, tokens, greedy(2))
             accepted = (time.perf_counter() - start) * 1e3
             run_to_end(engine, {}, steps=1)
             if on_gpu:
