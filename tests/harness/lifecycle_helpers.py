@@ -147,7 +147,9 @@ class EngineHarness:
     def check(self, *ids: int, tolerance: float = 1e-5) -> None:
         """Checks that finished requests (default: all) are complete, with the answers of the current weights."""
         reference = self.reference
-        for request in [self.finished[number] for number in ids] or self.finished.values():
+        requests = [self.finished[number] for number in ids] or self.finished.values()
+        # The longest first: the reference of what begins it is known then.
+        for request in sorted(requests, key=lambda request: -request.prompt_tokens.numel()):
             assert len(request.generated_tokens) == request.sampling_params.num_tokens_to_generate
             assert_matches(reference, request, tolerance)
 

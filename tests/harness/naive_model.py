@@ -61,14 +61,20 @@ class NaiveHybridModel:
         return digest.digest()
 
     def log_probs(self, tokens: list[int], zero_ssm_at: int | None = None, zero_conv_at: int | None = None):
-        """Log-probs after every token: (tokens, vocabulary), float64. The arguments are those of `logits`."""
-        key = self.digest, self.weights["output_layer.weight"].device, tuple(tokens), zero_ssm_at, zero_conv_at
-        if key not in KNOWN:
+        """Log-probs after every token: (tokens, vocabulary), float64. The arguments are those of `logits`.
+
+        No later token changes them, so those of a longer sequence are taken if they are known.
+        """
+        asked = tuple(tokens)
+        rest = self.digest, self.weights["output_layer.weight"].device, zero_ssm_at, zero_conv_at
+        key = next((key for key in KNOWN if key[1] == rest and key[0][: len(asked)] == asked), None)
+        if key is None:
+            key = asked, rest
             KNOWN[key] = torch.log_softmax(self.logits(tokens, zero_ssm_at, zero_conv_at), dim=-1)
             if len(KNOWN) > MOST_KNOWN:
                 KNOWN.popitem(last=False)
         KNOWN.move_to_end(key)
-        return KNOWN[key].clone()
+        return KNOWN[key][: len(asked)].clone()
 
     def logits(self, tokens: list[int], zero_ssm_at: int | None = None, zero_conv_at: int | None = None):
         """Logits after every token: (tokens, vocabulary), float64.

@@ -18,6 +18,18 @@ from tests.harness.engine_helpers import LOG_PROB_NOISE, NOISES, greedy, random_
 from tests.harness.naive_model import NaiveHybridModel, local_weights
 
 
+@pytest.mark.parametrize("model_name", ["tiny", "tiny_mixed", "tiny_qwen3_next"])
+def test_no_later_token_changes_what_the_reference_says(request, model_name):
+    """`NaiveHybridModel.log_probs` takes what it knows of a longer sequence."""
+    model = request.getfixturevalue(model_name)
+    reference, tokens = NaiveHybridModel(model, model.hybrid_config), random_tokens(100, seed=5)
+    whole = reference.logits(tokens)
+    torch.testing.assert_close(reference.logits(tokens[:70]), whole[:70], rtol=0, atol=1e-10)
+    known = reference.log_probs(tokens)
+    assert reference.log_probs(tokens[:70]).equal(known[:70])
+    assert not reference.log_probs([*tokens[:69], 511 - tokens[69]]).equal(known[:70])
+
+
 @pytest.mark.parametrize("boundary", [128, 256])
 def test_tiny_has_long_memory_in_both_state_components(tiny, boundary):
     reference = NaiveHybridModel(tiny, get_preset("tiny"))
