@@ -39,6 +39,7 @@ class CheckpointTable:
         self.slots = slots
         self.eviction = eviction
         self._tree, self._host, self._stats = tree, host, stats
+        self._unwritten: set[int] = set()  # published slots whose states are copied there later
 
     def bind(self, node: Node, slot: int, reason: CheckpointReason) -> None:
         """Gives the node the state in the reserved ``slot``. The node must have no state on the device."""
@@ -79,7 +80,12 @@ class CheckpointTable:
         return self._slot_of(self._guess_elsewhere(path)) if slot is None else slot
 
     def protect(self, slot: int) -> None:
-        """The state in the published ``slot`` will be copied there later. Matters only if slots share memory with KV."""
+        """The state in the published ``slot`` is copied there later, after the queued copies. Until then it must not be stored."""
+        self._unwritten.add(slot)
+
+    def end_protection(self) -> None:
+        """The engine makes all copies now."""
+        self._unwritten.clear()
 
     def publish(self, node: Node, slot: int, reason: CheckpointReason) -> None:
         """Makes the state in the reserved ``slot`` matchable. The node must have no state on the device."""
@@ -119,8 +125,8 @@ class CheckpointTable:
             self._host.use_state(node)
 
     def evict(self, node: Node) -> None:
-        """Evicts the node's state, to the host tier if it has room."""
-        if self._host is not None:
+        """Evicts the node's state, to the host tier if it has room and the state is in its slot already."""
+        if self._host is not None and node.slot not in self._unwritten:
             self._host.store_state(node)
         self.unbind(node)
         self._stats.evictions += 1
@@ -144,6 +150,7 @@ class CheckpointTable:
 
     def reset(self) -> None:
         """Frees all slots, even pinned ones. The caller empties the tree."""
+        self._unwritten.clear()
         self.eviction.clear()
         self.slots.reset()
 

@@ -158,10 +158,6 @@ class SharedStore(PrefixStore):
             self.ghosts.discard(key)
         super().register(live, full_blocks)
 
-    def copies_taken(self) -> None:
-        """See PrefixStore."""
-        self.checkpoints.end_protection()
-
     def forget(self, epoch: int) -> None:
         """See PrefixStore."""
         super().forget(epoch)

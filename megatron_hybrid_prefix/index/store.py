@@ -75,6 +75,7 @@ class PrefixStore:
 
     def copies_taken(self) -> None:
         """The engine carries out all queued copies now."""
+        self.checkpoints.end_protection()
 
     def take_blocks(self, count: int) -> list[int]:
         """Takes ``count`` of the available blocks. If too few are free, evicts the cached ones released longest ago."""

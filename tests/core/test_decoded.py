@@ -6,6 +6,7 @@ import pytest
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
+from megatron_hybrid_prefix.tiers.units import EntryKind
 
 BLOCK = 4
 
@@ -120,3 +121,24 @@ def test_a_boundary_that_others_want():
     assert cache.inspect.prefilling() == []
     cache.publish(plan)
     cache.check_integrity()
+
+
+def test_a_state_whose_slot_another_gets_in_the_same_step_is_not_stored():
+    """It is not in the slot yet: the queued copies run before. What was there before is stored."""
+    cache = HybridPrefixCache(block_tokens=BLOCK, kv_blocks=40, state_slots=1, host_pages=20, eviction_policy="lru")
+    for request in (1, 2, 3):
+        chain = cache.chain([10 * request])
+        assert cache.admit(request, cache.match(chain), length_tokens=2 * BLOCK) is not None
+        cache.publish(cache.plan(request, 0, 1))
+    given = []
+    for request in (1, 2, 3):
+        if request == 2:  # the state of the first one is copied to its slot
+            assert not [copy for copy in cache.take_copies() if copy.tag.kind == EntryKind.STATE]
+        cache.append(request, range(10 * request + 1, 10 * request + BLOCK), computed_tokens=BLOCK)
+        given.append(cache.checkpoint_decoded(request, BLOCK))
+        cache.check_integrity()
+    assert given == [0, 0, 0]
+    stored = [copy.tag for copy in cache.take_copies() if copy.tag.kind == EntryKind.STATE]
+    assert [tag.key for tag in stored] == cache.chain(range(10, 10 + BLOCK)).keys, "of the first one only"
+    chains = [cache.chain([*range(10 * request, 10 * request + BLOCK), 1]) for request in (1, 2, 3)]
+    assert [cache.match(chain).resume_tokens for chain in chains] == [0, 0, BLOCK]
