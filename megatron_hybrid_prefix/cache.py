@@ -213,18 +213,22 @@ class HybridPrefixCache:
 
     # -- 1. chain, 2. match (read-only) --------------------------------------------------------------------------------
 
-    def chain(self, tokens: Tokens = (), *, salt: str | None = None, adapter: str | None = None) -> KeyChain:
+    def chain(
+        self, tokens: Tokens = (), *, salt: str | None = None, adapter: str | None = None, remember: bool = True
+    ) -> KeyChain:
         """Hashes the prompt's full blocks under the current weights. Call it once, when the request arrives.
 
         Args:
             tokens: The prompt: a buffer of int64, or ints.
             salt: Requests with different salts share nothing (``cache_salt``).
             adapter: Name of the request's adapter. Requests with different adapters share nothing.
+            remember: Whether the blocks' tokens may be kept for a while: later prompts that begin alike are compared with them
+                and not hashed, which is faster. `invalidate` and `reset` forget them.
 
         Returns:
             The chain of block keys.
         """
-        return self._keys.chain(tokens, salt=salt, adapter=adapter, epoch=self.epoch)
+        return self._keys.chain(tokens, salt=salt, adapter=adapter, epoch=self.epoch, remember=remember)
 
     def match(
         self,
@@ -586,11 +590,13 @@ class HybridPrefixCache:
             live.path.clear()  # it keeps its blocks, which have no keys any more
         self.loads.invalidate()
         self._planner.writing.clear()
+        self._keys.forget()
         self._store.forget(self.epoch + 1 if epoch is None else epoch)
 
     def reset(self) -> None:
         """Drops all requests, plans, blocks and states. Keeps the counters."""
         self._requests.clear()
+        self._keys.forget()
         self._planner.writing.clear()
         self.blocks.forget_unattached()
         self._store.reset()

@@ -14,7 +14,7 @@ from time import perf_counter
 
 from megatron_hybrid_prefix.bench.stats import Metric, Sample
 from megatron_hybrid_prefix.cache import HybridPrefixCache
-from megatron_hybrid_prefix.index.keys import KeyChain
+from megatron_hybrid_prefix.index.keys import KeyChain, KeyMaker
 
 BLOCK_TOKENS = 256
 STATE_SLOTS = 4096
@@ -106,8 +106,10 @@ def long_prompt_seconds(cache: HybridPrefixCache, tokens: int = 100_000, repeats
     found: dict[str, list[float]] = {name: [] for name in names}
     for repeat in range(repeats):
         longer = array("q", [*prompt[:-1], repeat])
+        # A new maker hashes all blocks. The cache's compares them with those of the last round.
+        chain, maker = cache.chain(longer), KeyMaker(BLOCK_TOKENS)
         times = [perf_counter()]
-        chain = cache.chain(longer)
+        maker.chain(longer)
         times.append(perf_counter())
         match = cache.match(chain)
         times.append(perf_counter())

@@ -58,15 +58,25 @@ class KeyMaker:
         return digest.digest()
 
     def chain(
-        self, tokens: Tokens = (), *, salt: str | None = None, adapter: str | None = None, epoch: int = 0
+        self,
+        tokens: Tokens = (),
+        *,
+        salt: str | None = None,
+        adapter: str | None = None,
+        epoch: int = 0,
+        remember: bool = True,
     ) -> KeyChain:
-        """The key chain of ``tokens``."""
+        """The key chain of ``tokens``. ``remember``: whether to keep their blocks for a while, to compare others with them."""
         seed = self.seed(salt=salt, adapter=adapter, epoch=epoch)
-        chain = KeyChain([], 0, epoch=epoch, maker=self, seed=seed, private=adapter is not None)
+        chain = KeyChain([], 0, epoch=epoch, maker=self, seed=seed, private=adapter is not None, remember=remember)
         chain.extend(tokens)
         return chain
 
-    def extend(self, keys: list[bytes], seed: bytes, data: memoryview) -> int:
+    def forget(self) -> None:
+        """Keep no blocks any more."""
+        self._recent.clear()
+
+    def extend(self, keys: list[bytes], seed: bytes, data: memoryview, *, remember: bool) -> int:
         """Appends the keys of the full blocks in ``data`` (bytes of int64). Returns the number of bytes used."""
         step = self.block_tokens * TOKEN_BYTES
         end = len(data) // step * step
@@ -81,7 +91,8 @@ class KeyMaker:
                 for part in range(0, step, _PART_BYTES):
                     digest.update(block[part : part + _PART_BYTES])
                 key = digest.digest()
-                recent.add(before, block, key)
+                if remember:
+                    recent.add(before, block, key)
             keys.append(key)
             before = key
         return end
@@ -99,6 +110,10 @@ class _RecentBlocks:
 
     def __init__(self, block_bytes: int) -> None:
         self._most = max(1, _REMEMBERED_BYTES // (block_bytes + _REMEMBERED_OVERHEAD_BYTES))
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all blocks."""
         self._newer: dict[bytes, tuple[bytes, bytes]] = {}
         self._older: dict[bytes, tuple[bytes, bytes]] = {}
 
@@ -140,9 +155,10 @@ class KeyChain:
         maker: Computes the keys of appended tokens. None: the chain cannot grow.
         seed: The hash that the first key is chained to.
         private: See above.
+        remember: See `KeyMaker.chain`.
     """
 
-    __slots__ = ("_maker", "_seed", "_tail", "epoch", "keys", "private", "tokens")
+    __slots__ = ("_maker", "_remember", "_seed", "_tail", "epoch", "keys", "private", "tokens")
 
     def __init__(
         self,
@@ -153,6 +169,7 @@ class KeyChain:
         maker: KeyMaker | None = None,
         seed: bytes = b"",
         private: bool = False,
+        remember: bool = True,
     ) -> None:
         self.keys = keys
         self.tokens = tokens
@@ -160,6 +177,7 @@ class KeyChain:
         self.private = private
         self._maker = maker
         self._seed = seed
+        self._remember = remember
         self._tail = b""  # bytes of the tokens after the last full block
 
     def extend(self, tokens: Tokens) -> None:
@@ -174,13 +192,19 @@ class KeyChain:
         self.tokens += len(data) // TOKEN_BYTES
         if self._tail:
             data = memoryview(self._tail + data)
-        used = self._maker.extend(self.keys, self._seed, data)
+        used = self._maker.extend(self.keys, self._seed, data, remember=self._remember)
         self._tail = bytes(data[used:])
 
     def copy(self) -> KeyChain:
         """An independent copy."""
         twin = KeyChain(
-            self.keys.copy(), self.tokens, epoch=self.epoch, maker=self._maker, seed=self._seed, private=self.private
+            self.keys.copy(),
+            self.tokens,
+            epoch=self.epoch,
+            maker=self._maker,
+            seed=self._seed,
+            private=self.private,
+            remember=self._remember,
         )
         twin._tail = self._tail
         return twin

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index import keys
 from megatron_hybrid_prefix.index.keys import KeyChain, KeyMaker
 
@@ -56,6 +57,28 @@ def test_what_was_hashed_lately_is_not_hashed_again():
     for number in range(20):
         maker.chain([1, 2, 100 + number, 200 + number])
     assert hashed.times == 20 + 2 + 20 * 2, "seeds, what they share, and their own"
+
+
+def test_what_must_not_be_kept_is_not_remembered():
+    """Nor what a copy of its chain adds."""
+    maker = KeyMaker(2, SECRET)
+    chain = maker.chain([1, 2, 5], remember=False)
+    chain.extend([6])
+    twin = chain.copy()
+    twin.extend([7, 8])
+    assert not len(maker._recent) and maker.chain([1, 2, 5, 6, 7, 8]).keys == twin.keys
+    assert len(maker._recent) == 3
+    maker.forget()
+    assert not len(maker._recent)
+
+
+def test_new_weights_and_a_reset_forget_them():
+    cache = HybridPrefixCache(block_tokens=2, kv_blocks=9, state_slots=1)
+    for forget in (cache.invalidate, cache.reset):
+        cache.chain([1, 2, 3, 4])
+        assert len(cache._keys._recent) == 2
+        forget()
+        assert not len(cache._keys._recent)
 
 
 class Hashed:

@@ -146,13 +146,14 @@ def test_the_two_latest_states_of_an_answer_are_kept_and_one_that_was_used(model
     served, prompt = EngineHarness(model, async_sched_mode=mode), tokens(0, 30, seed=1)
     answer = prompt + known_answer(EngineHarness(model, slots=None), prompt, 5 * BLOCK)
     served.add(prompt, 5 * BLOCK)
-    other = None
+    other, most = None, 0
     while served.engine.has_unfinished_requests():
         served.step()
+        most = max(most, decoded_states(served))
         if other is None and decoded_states(served) == 2:
             # Another request goes on from the second block's end while the answer is still generated: that state stays.
             other = served.add(answer[: 2 * BLOCK + 1], LAST)
-    assert served.finished[other].num_cached_tokens == 2 * BLOCK
+    assert served.finished[other].num_cached_tokens == 2 * BLOCK and most == 3
     assert served.context.prefix_stats().checkpoints_by_reason["decode"] == 5
     assert sorted(node.depth_blocks for node in served.cache.inspect.nodes_with_state()) == [2, 4, 5]
     served.check()
@@ -190,6 +191,7 @@ def test_few_slots(model, mode, slots):
 def test_what_must_not_be_kept(model, mode):
     served = EngineHarness(model, async_sched_mode=mode)
     served.send(tokens(0, 30, seed=1), count=BLOCK + 40, cache_write=False)
+    assert not len(served.cache._keys._recent), "token ids of its blocks"
     number = served.add(tokens(0, 30, seed=2), BLOCK + 40)
     served.step(5)
     served.engine.invalidate()

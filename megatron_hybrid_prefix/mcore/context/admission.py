@@ -89,7 +89,7 @@ class Admissions:
             if first:
                 cache.release(request_id)
             raise
-        req.num_cached_tokens = skipped  # megatron counts shared blocks
+        req.num_cached_tokens = skipped
         start = int(context.request_kv_length_offsets[row])
         plan = cache.plan(request_id, start, start + int(context.request_query_lengths[row]))
         self._requests.put_in_step(known, plan)

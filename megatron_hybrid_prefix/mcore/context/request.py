@@ -160,14 +160,16 @@ def _read_request(req: Any, cache: HybridPrefixCache) -> PrefixRequest:
     # Log-probs of the prompt need the logits of every position. Only what has them in the cache can be skipped.
     wants_prompt = getattr(params, "return_log_probs", False) and not getattr(params, "skip_prompt_log_probs", False)
     keeps_scores = cache.scores.is_on
+    write = bool(getattr(params, "cache_write", True))
     return PrefixRequest(
         chain=cache.chain(
             req.prompt_tokens.detach().to("cpu", torch.int64).contiguous().numpy(),
             salt=None if salt is None else str(salt),
             adapter=None if adapter is None else str(adapter),
+            remember=write,
         ),
         read=bool(getattr(params, "cache_read", True)) and (keeps_scores or not wants_prompt),
-        write=bool(getattr(params, "cache_write", True)),
+        write=write,
         top_n=int(getattr(params, "top_n_logprobs", 0) or 0) if wants_prompt and keeps_scores else None,
         breakpoints=_breakpoints(req.request_id, getattr(params, "cache_breakpoints", None)),
     )

@@ -35,7 +35,7 @@ def rows_and_slots(indices: torch.Tensor | None, batch: torch.Tensor) -> tuple[s
     if indices is None:
         return slice(None), torch.arange(batch.shape[0], device=batch.device)
     indices = indices.long()
-    if min(indices.tolist(), default=0) >= 0:
+    if len(indices) == len(batch) and min(indices.tolist(), default=0) >= 0:
         return slice(None), indices
     rows = torch.nonzero(indices >= 0).squeeze(1)
     return rows, indices[rows]
