@@ -231,17 +231,16 @@ class ContextSeam(DynamicInferenceContext):
 
     def add_admitted(self, req: DynamicInferenceRequest, chunk_tokens: int, chunk: AdmittedChunk) -> None:
         """Megatron's ``add_request``, with what the cache gave to the chunk."""
-        first, hits = self.active_token_count, self.prefix_cache_hits  # type: ignore[has-type]
-        matched = self.prefix_cache_blocks_matched  # type: ignore[has-type]
+        first = self.active_token_count
         self.admitted_chunk = chunk
         try:
             with one_thread():
                 DynamicInferenceContext.add_request(self, req, chunk_tokens)
         finally:
             self.admitted_chunk = None
-        # Megatron would count all shared blocks. Here a hit skips tokens.
-        self.prefix_cache_hits = hits + (chunk.skip_tokens > 0)
-        self.prefix_cache_blocks_matched = matched + chunk.skip_tokens // self.block_size_tokens
+        # Megatron counts shared blocks, and saw none. Here a hit skips tokens.
+        self.prefix_cache_hits += chunk.skip_tokens > 0
+        self.prefix_cache_blocks_matched += chunk.skip_tokens // self.block_size_tokens
         stored = chunk.stored_tokens - int(self.token_to_pos_ids[first])  # positions ascend
         if stored > 0:  # nobody reads the dummy block
             last = min(first + stored, self.active_token_count)

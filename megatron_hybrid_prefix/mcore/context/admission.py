@@ -79,7 +79,7 @@ class Admissions:
         context, cache, request_id, known = self._context, self._cache, req.request_id, self._known(req)
         first = not req.finished_chunk_token_count
         chunk = self._admit_first(req, known, length) if first else self._grow(req, length)
-        row, skipped = context.total_request_count, chunk.skip_tokens if first else req.num_cached_tokens
+        row = context.total_request_count
         try:
             context.add_admitted(req, length, chunk)
             if first:
@@ -89,7 +89,8 @@ class Admissions:
             if first:
                 cache.release(request_id)
             raise
-        req.num_cached_tokens = skipped
+        if first:
+            req.num_cached_tokens = chunk.skip_tokens
         start = int(context.request_kv_length_offsets[row])
         plan = cache.plan(request_id, start, start + int(context.request_query_lengths[row]))
         self._requests.put_in_step(known, plan)

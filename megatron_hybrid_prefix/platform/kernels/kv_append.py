@@ -6,6 +6,8 @@ Replaces `megatron.core.inference.contexts.fused_kv_append_kernel.triton_append_
 import torch
 from torch import Tensor
 
+from .rows import rows_and_slots
+
 
 @torch.no_grad()
 def triton_append_key_value_cache(
@@ -42,11 +44,7 @@ def triton_append_key_value_cache(
     tokens = padded_active_token_count
     if tokens == 0:
         return
-    block = token_to_block_idx[:tokens].long()
-    position = token_to_local_position_within_kv_block[:tokens].long()
-    key, value = key[:tokens, 0], value[:tokens, 0]
-    if int(block.min()) < 0:
-        rows = torch.nonzero(block >= 0).squeeze(1)
-        block, position, key, value = block[rows], position[rows], key[rows], value[rows]
+    rows, block = rows_and_slots(token_to_block_idx[:tokens], key[:tokens])
+    position = token_to_local_position_within_kv_block[:tokens].long()[rows]
     for which, new in enumerate((key, value)):
-        memory_buffer[which, layer_number, block, position] = new.to(memory_buffer.dtype)
+        memory_buffer[which, layer_number, block, position] = new[:tokens, 0][rows].to(memory_buffer.dtype)

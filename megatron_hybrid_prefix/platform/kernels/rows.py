@@ -22,7 +22,7 @@ def _check_rows(pos: int, limit: int, *tensors: torch.Tensor) -> None:
 
 
 def rows_and_slots(indices: torch.Tensor | None, batch: torch.Tensor) -> tuple[slice | torch.Tensor, torch.Tensor]:
-    """Returns the rows of a decode step that are not padding, and their slots.
+    """Returns the rows of a step that are not padding, and their slots (or KV blocks).
 
     Args:
         indices: (batch,), integer: slot of each row, negative for padding; None means slot = row.
@@ -35,7 +35,7 @@ def rows_and_slots(indices: torch.Tensor | None, batch: torch.Tensor) -> tuple[s
     if indices is None:
         return slice(None), torch.arange(batch.shape[0], device=batch.device)
     indices = indices.long()
-    if len(indices) == len(batch) and min(indices.tolist(), default=0) >= 0:
+    if len(indices) == len(batch) and (not len(indices) or int(indices.min()) >= 0):
         return slice(None), indices
     rows = torch.nonzero(indices >= 0).squeeze(1)
     return rows, indices[rows]
