@@ -1,10 +1,8 @@
 """Copies of entries to and from pages, which may be in pinned host memory, with the checksums of what was copied.
 
 Between the device and the host there are two ways. A kernel reads and writes pinned memory itself. Two programs fill the host link;
-more would slow the model's kernels down. The copy engines (``engine_copies.py``) are faster if pages are large: the kernel reaches 0.92
-of a plain copy to the device, they 0.95. They also begin sooner, because the device needs no ids. But other copies to the host
-wait in line behind theirs, until all are done: on an H200 a copy of 4 KiB took 6.6 ms beside 373 MB, and 0.2 ms beside the
-kernel. Copies to the device do not wait for each other. (``tests/gpu/transfer_parts.py``)
+more would slow the model's kernels down. The copy engines (``engine_copies.py``) are faster if pages are large, begin sooner, because
+the device needs no ids, and slow no kernel down. (``tests/gpu/transfer_parts.py``, ``tests/gpu/beside_stores.py``)
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 
 import torch
 
@@ -23,7 +23,8 @@ from megatron_hybrid_prefix.tiers.units import DEVICE, BlockTransfer, EntryKind
 
 logger = logging.getLogger(__name__)
 
-ENGINE_BYTES = 2**19  # the copy engines, which pause 3 us after each copy, do not copy smaller pages
+FIRST_RANGES = 4  # of a batch to the device: launched before the others
+ENGINE_BYTES = 2**19  # the copy engines, which pause 1 to 3 us after each copy, do not copy smaller pages
 
 type Tensors = Mapping[EntryKind, Sequence[torch.Tensor]]
 """The device tensors of each kind, (layers, KV blocks or slots, *shape), contiguous inside a block or slot."""
@@ -161,7 +162,13 @@ class EntryCopies:
         self._copy_parts(batch, _rows(staging, batch, self.row_bytes[batch.kind]), staging.row_ids, to_pages=True)
 
     def to_pages(self, batch: Batch, staging: Staging) -> None:
-        """From the staging buffer to the pages."""
+        """From the staging buffer to the pages; by the copy engines, if pages are large enough."""
+        (self._to_pages_by_engine if self.by_engine else self._to_pages_by_kernel)(batch, staging)
+
+    def _to_pages_by_engine(self, batch: Batch, staging: Staging) -> None:
+        copy_ranges(staging.memory, self._pages.memory, self._ranges(batch), to_host=True)
+
+    def _to_pages_by_kernel(self, batch: Batch, staging: Staging) -> None:
         rows = _rows(staging, batch, self.row_bytes[batch.kind])[None, :, : self.entry_bytes(batch.kind)]
         copy_pages(rows, self._pages.rows, staging.row_ids[: rows.shape[1]], batch.pages, to_pages=True)
 
@@ -179,11 +186,14 @@ class EntryCopies:
 
     def to_staging(self, batch: Batch, staging: Staging) -> None:
         """From the pages to the staging buffer, by the copy engines."""
-        ranges = (
-            (batch.start + start, page * self._pages.page_bytes, length)
-            for start, page, length in self.pieces(batch.units, self.entry_bytes(batch.kind))
-        )
-        copy_ranges(staging.memory, self._pages.memory, ranges, to_host=False)
+        ranges = self._ranges(batch)
+        for few in (islice(ranges, FIRST_RANGES), ranges):  # the host link is busy while the others are prepared
+            copy_ranges(staging.memory, self._pages.memory, few, to_host=False)
+
+    def _ranges(self, batch: Batch) -> Iterator[tuple[int, int, int]]:
+        """The bytes of a batch: (first in the staging buffer, first in the pages, count)."""
+        for start, page, length in self.pieces(batch.units, self.entry_bytes(batch.kind)):
+            yield batch.start + start, page * self._pages.page_bytes, length
 
     def to_places(self, batch: Batch, staging: Staging | None) -> None:
         """From the staging buffer to their places, or from the pages if it is None. Sums what is copied."""

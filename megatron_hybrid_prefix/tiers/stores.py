@@ -1,8 +1,9 @@
 """`Stores`: runs transfers from the device to host memory.
 
-A store gathers entries into a staging buffer on the device, and a kernel copies that to the pages. If no store is on its way, the
-copy engines copy the first entries straight to their pages: the host link is busy while the others are prepared and gathered. What
-overwrites a stored block (a forward, a load) waits until it is gathered, or was copied straight, but not for the other copies to the host.
+A store gathers entries into a staging buffer on the device, and copies that to the pages: by the copy engines, or by a kernel if pages
+are small. If no store is on its way, the engines copy the first entries straight to their pages: the host link is busy while the others
+are prepared and gathered. What overwrites a stored block (a forward, a load) waits until it is gathered, or was copied straight, but
+not for the other copies to the host.
 """
 
 from __future__ import annotations

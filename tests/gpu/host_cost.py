@@ -3,7 +3,7 @@
     python tests/gpu/host_cost.py [--preset hybrid-4b] [--tokens 8492] [--prompts 8] [--host-gb 16] [--variants] [--parts]
 
 Every prompt is new. Once the device is full, each one evicts what an earlier one left. One row leaves out the copies to the host,
-to show what they cost. ``--variants`` copies in other ways: by the copy engines, or by a kernel of fewer programs. ``--parts`` says
+to show what they cost. ``--variants`` copies what was gathered by a kernel of some programs, not by the copy engines. ``--parts`` says
 how far the engine was when, in a last round of its own.
 """
 
@@ -15,7 +15,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
+from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
@@ -23,7 +23,7 @@ import torch
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, state_bytes
 from megatron_hybrid_prefix.models import build_hybrid_model
-from megatron_hybrid_prefix.ops import engine_copies, page_copies
+from megatron_hybrid_prefix.ops import page_copies
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from megatron_hybrid_prefix.tiers import entry_copies, stores
 from tests.gpu.shared_tier import Milestones, milestones_table
@@ -32,21 +32,15 @@ from tests.harness.engine_helpers import greedy, run_to_end
 WARM_UP = 6  # prompts that fill the device and compile kernels
 
 
-def store_by_engines(own, batch):
-    """`Stores._store`, by the copy engines. Only its time counts: nothing is loaded here."""
-    copies, size = own._copies, own._copies.entry_bytes(batch.kind)
-    ranges = (
-        (batch.start + start, page * copies._pages.page_bytes, length)
-        for start, page, length in copies.pieces(batch.units, size)
-    )
-    engine_copies.copy_ranges(own._staging.memory, copies._pages.memory, ranges, to_host=True)
-
-
-def variants():
-    """Other ways of copying to the host: names and patches."""
-    yield "by the copy engines", lambda: patch.object(stores.Stores, "_store", store_by_engines)
-    for programs in (4, 8, 16):
-        yield f"by {programs} programs", partial(patch.object, page_copies, "_TO_HOST_PROGRAMS", programs)
+@contextmanager
+def by_kernel(programs):
+    """What was gathered is copied to the host by a kernel of so many programs."""
+    copies = entry_copies.EntryCopies
+    with (
+        patch.object(page_copies, "_TO_HOST_PROGRAMS", programs),
+        patch.object(copies, "_to_pages_by_engine", copies._to_pages_by_kernel),
+    ):
+        yield
 
 
 def first_token_ms(engine, tokens, synchronize):
@@ -128,9 +122,10 @@ def main() -> None:
         ):
             measure("nothing copied to the host", engines["host tier"])
         if args.variants:
-            for name, patched in variants():
-                with patched():
-                    measure(f"host tier, {name}", engines["host tier"])
+            for programs in (2, 4, 8):
+                for name in ("host tier", "one memory, host tier"):
+                    with by_kernel(programs):
+                        measure(f"{name}, by {programs} programs", engines[name])
             measure("off", engines["off"])
         if args.parts:
             milestones = Milestones()

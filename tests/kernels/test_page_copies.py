@@ -94,6 +94,27 @@ def test_each_byte_is_copied_and_summed(device, layers, shape, dtype, page_bytes
     )
 
 
+class Stream:
+    """A stream of the simulated driver."""
+
+    cuda_stream, device_index = 7, 0
+
+
+class BatchDriver:
+    """What the driver's copy of many ranges does, on the CPU. Returns ``error`` if it is not 0."""
+
+    def __init__(self, error=0):
+        self.error, self.calls = error, []
+
+    def __call__(self, targets, sources, sizes, stream):
+        assert stream == 7
+        if not self.error:
+            self.calls.append(list(sizes))
+            for each in zip(targets, sources, sizes, strict=True):
+                ctypes.memmove(*each)
+        return self.error
+
+
 class Driver:
     """What the driver's copy of boxes does, on the CPU. It takes no pitch above ``most_pitch``."""
 
@@ -139,18 +160,21 @@ def test_copies_to_the_host_by_the_engines(way, layers, shape, dtype, page_bytes
             after[pages[page]][inside] = words[at // layer_bytes, entry, 1, at % layer_bytes].item()
     if "far" in way:
         monkeypatch.setattr(engine_copies, "_MOST_PITCH", words.stride(0) - 1)
-    driver = Driver(engine_copies._MOST_PITCH)
+    driver, passed = Driver(engine_copies._MOST_PITCH), []
     if "cuda" in way:
         words, memory = words.cuda(), memory.pin_memory()
     elif way != "host":
         monkeypatch.setattr(engine_copies, "_driver_box_copy", lambda: driver)
-        monkeypatch.setattr(engine_copies, "_by_host", partial(engine_copies._by_engine, stream=7))
+        monkeypatch.setattr(engine_copies, "_by_host", partial(engine_copies._by_engine, stream=Stream()))
+        monkeypatch.setattr(engine_copies, "_let_others_pass", passed.append)
+        monkeypatch.setattr(engine_copies, "TURN_BYTES", 1)
     copy_to_host(entries_of(words, dtype, shape), memory, zip(ids, of_row, strict=True), start_bytes=start)
     if "cuda" in way:
         torch.cuda.synchronize()
     assert memory.tolist() == after
     if way in ("simulated driver", "far"):
         assert driver.calls == len(ids) * boxes_of(layers * layer_bytes, layer_bytes, page_bytes, start)
+        assert len(passed) == driver.calls
 
 
 def test_places_outside_are_not_copied_to_the_host():
@@ -205,11 +229,77 @@ def test_ranges(device, to_host):
             copy_ranges(here, there, [outside], to_host=to_host)
 
 
+@pytest.mark.parametrize("way", ["together", "not supported", "old driver", "default stream"])
+@pytest.mark.parametrize("to_host", [True, False])
+def test_ranges_by_the_simulated_driver(way, to_host, monkeypatch):
+    """One call for all ranges, or for each turn to the host; one for each range if the driver cannot."""
+    here, there = torch.arange(200, dtype=torch.uint8), torch.zeros(200, dtype=torch.uint8)
+    ranges = [(0, 100, 5), (20, 30, 64), (90, 0, 27), (199, 199, 1)]
+    if not to_host:
+        here, there = there, here
+    expected = [here.clone(), there.clone()]
+    for start, host_start, size in ranges:
+        mine, its = slice(start, start + size), slice(host_start, host_start + size)
+        if to_host:
+            expected[1][its] = here[mine]
+        else:
+            expected[0][mine] = there[its]
+    batch, stream, passed, single = BatchDriver(801 * (way == "not supported")), Stream(), [], []
+
+    def copy(target, source, size, handle):
+        assert handle == stream.cuda_stream
+        single.append(size)
+        ctypes.memmove(target, source, size)
+        return 0
+
+    if way == "default stream":
+        stream.cuda_stream = 0
+    monkeypatch.setattr(engine_copies, "_driver_batch_copy", lambda: None if way == "old driver" else batch)
+    monkeypatch.setattr(engine_copies, "_driver_copy", lambda: copy)
+    monkeypatch.setattr(engine_copies, "_let_others_pass", passed.append)
+    monkeypatch.setattr(engine_copies, "TURN_BYTES", 32)
+    engine_copies._copy_by_engines(engine_copies._addresses(here, there, ranges, to_host), stream, to_host=to_host)
+    assert torch.equal(here, expected[0]) and torch.equal(there, expected[1])
+    turns = [[5, 27], [32], [5, 27], [1]] if to_host else [[5, 64, 27, 1]]
+    assert batch.calls == (turns if way == "together" else [])
+    assert single == ([] if way == "together" else [size for turn in turns for size in turn])
+    assert len(passed) == (len(turns) if to_host else 0)
+    batch.error = 700
+    if way in ("together", "not supported"):
+        with pytest.raises(RuntimeError, match="cuMemcpyBatchAsync returned error 700"):
+            engine_copies._copy_by_engines([(1, 2, 3)], stream, to_host=to_host)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("to_host", [True, False])
+def test_many_ranges_beside_other_streams(to_host, batched, monkeypatch):
+    """More than a turn, in random places, on a stream of its own."""
+    if not batched:
+        monkeypatch.setattr(engine_copies, "_driver_batch_copy", lambda: None)
+    size, count = 3 * 2**19 + 24, 23
+    dice = random.Random(0)
+    here = torch.randint(0, 256, (count * size,), dtype=torch.uint8, device="cuda")
+    there = torch.randint(0, 256, (2 * count * size,), dtype=torch.uint8).pin_memory()
+    places = dice.sample(range(2 * count), count)
+    before, on_device = there.clone(), here.cpu()
+    stream = torch.cuda.Stream()
+    with stream:
+        copy_ranges(here, there, [(at * size, to * size, size) for at, to in enumerate(places)], to_host=to_host)
+    stream.synchronize()
+    if to_host:
+        before.view(2 * count, size)[places] = on_device.view(count, size)
+        assert torch.equal(there, before)
+    else:
+        assert torch.equal(here.cpu(), before.view(2 * count, size)[places].flatten())
+
+
 @pytest.mark.gpu
 def test_a_refused_copy_is_an_error(monkeypatch):
     monkeypatch.setattr(engine_copies, "_driver_box_copy", lambda: lambda *args: 700)
     with pytest.raises(RuntimeError, match="cuMemcpy3DAsync returned error 700"):
         copy_to_host(torch.zeros(1, 1, 8, device="cuda"), torch.zeros(1, 64, dtype=torch.uint8), [(0, (0,))])
+    monkeypatch.setattr(engine_copies, "_driver_batch_copy", lambda: None)
     monkeypatch.setattr(engine_copies, "_driver_copy", lambda: lambda *args: 700)
     with pytest.raises(RuntimeError, match="cuMemcpyAsync returned error 700"):
         copy_ranges(torch.zeros(8, dtype=torch.uint8, device="cuda"), torch.zeros(8), [(0, 0, 8)], to_host=True)
