@@ -384,7 +384,7 @@ class HybridPrefixCache:
         )
 
     def take_copies(self) -> list[Copy]:
-        """Takes the copies queued since the last call: to and from other tiers, and of blocks that moved.
+        """Takes the copies queued since the last call: to and from other tiers, of blocks that moved, and zeros (`PageClear`).
 
         Carry them out in this order, before anything is written to a block or slot that the cache gave out since: before
         the next forward, and before the states of `checkpoint_decoded` are copied to their slots.

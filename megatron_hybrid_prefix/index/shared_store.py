@@ -30,7 +30,7 @@ from megatron_hybrid_prefix.policy.base import EvictionPolicy, SharesMemory
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.pages import Pages
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, PageSlots, SlotState
-from megatron_hybrid_prefix.tiers.units import BlockMove
+from megatron_hybrid_prefix.tiers.units import BlockMove, PageClear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +133,9 @@ class SharedStore(PrefixStore):
         while self.blocks.free_blocks < count:
             if not self._evict_next():
                 raise CacheCorruptionError("more blocks taken than available")
-        return self.blocks.take(count)
+        block_ids = self.blocks.take(count)
+        self._clear_pages()
+        return block_ids
 
     def take_live_slot(self) -> int | None:
         """See PrefixStore."""
@@ -165,7 +167,9 @@ class SharedStore(PrefixStore):
 
     def reset(self) -> None:
         """See PrefixStore."""
+        clears = [copy for copy in self.copies if isinstance(copy, PageClear)]
         super().reset()
+        self.copies += clears
         self.ghosts.clear()
 
     # -- who gets the next bytes ---------------------------------------------------------------------------------------
@@ -192,12 +196,18 @@ class SharedStore(PrefixStore):
 
     def _compact(self) -> None:
         _, moves = self.pages.empty()
+        self._clear_pages()
         self.blocks.move(moves)
         for source, target in moves:
             self.copies.append(BlockMove(source_block=source, target_block=target))
             self.on_move(source, target)
         self._moved_blocks += len(moves)
         self.tree.version += 1
+
+    def _clear_pages(self) -> None:
+        """What states left in pages is cleared before KV is written there."""
+        self.copies.extend(map(PageClear, self.pages.with_old_state))
+        self.pages.with_old_state.clear()
 
     def _evict_next(self, *, states_only: bool = False) -> bool:
         """Evicts one entry: see the top of this file. False: nothing can be evicted."""

@@ -205,23 +205,25 @@ class Pages:
     Attributes:
         pages_to_states: Pages given to a state so far, of those that last held KV.
         pages_to_kv: Pages given to KV blocks so far, of those that last held a state.
+        with_old_state: Pages given to KV blocks that hold the bytes of a state. The caller has them cleared, and empties the list.
     """
 
     def __init__(self, layout: PageLayout) -> None:
         self.layout = layout
         self._size, self._whole = layout.page_blocks, layout.pages
         self.pages_to_states = self.pages_to_kv = 0
+        self.with_old_state: list[int] = []
+        self._last_owner = bytearray(ceil_div(layout.total_blocks, self._size))
         self.reset()
 
     def reset(self) -> None:
-        """Frees everything."""
+        """Frees everything. What is in the memory stays there."""
         layout, size = self.layout, self._size
         starts = range(0, layout.total_blocks, size)
         # Stacks with the lowest id on top.
         self._free_ids = [list(range(min(start + size, layout.total_blocks) - 1, start - 1, -1)) for start in starts]
         self._held = array("i", bytes(4 * len(self._free_ids)))
         self._is_state = bytearray(len(self._free_ids))
-        self._last_owner = bytearray(len(self._free_ids))
         self._by_free = _Buckets(len(self._free_ids), size)
         self._unheld_by_free = _Buckets(len(self._free_ids), size)  # whole pages without a held block
         self.free_blocks = layout.total_blocks
@@ -260,8 +262,7 @@ class Pages:
             del free[-taken:]
             self.free_blocks -= taken
             self._hold(page, taken)
-            self.pages_to_kv += self._last_owner[page] == _STATE
-            self._last_owner[page] = _KV
+            self._give_to_kv(page)
             self._list(page)
         return block_ids
 
@@ -313,8 +314,7 @@ class Pages:
             filled = min(len(used) - len(targets), len(holes))
             targets += holes[: -filled - 1 : -1]
             del holes[-filled:]
-            self.pages_to_kv += self._last_owner[target] == _STATE
-            self._last_owner[target] = _KV
+            self._give_to_kv(target)
             self._list(target)
         free[:] = range(start + size - 1, start - 1, -1)
         self._list(page)
@@ -371,6 +371,12 @@ class Pages:
         found = (len(self.free_ids()), sum(held), sum(self._is_state), unheld)
         if held != self._held or counted != found:
             raise CacheCorruptionError(f"free, held blocks, states and unheld pages: counted {counted}, are {found}")
+
+    def _give_to_kv(self, page: int) -> None:
+        if self._last_owner[page] == _STATE:
+            self.pages_to_kv += 1
+            self.with_old_state.append(page)
+        self._last_owner[page] = _KV
 
     def _hold(self, page: int, count: int) -> None:
         before = self._held[page]

@@ -53,7 +53,7 @@ def slot_bytes(layout: SlotLayout) -> int:
 
 
 class SharedMemory:
-    """See the module. The memory is not initialised.
+    """See the module. The memory is zeros at first: see `PageClear`.
 
     Args:
         layout: Blocks, and blocks in a page. `PageLayout.of_buffer` gives a layout whose buffer fits a budget.
@@ -91,7 +91,7 @@ class SharedMemory:
         blocks = layout.total_blocks + 1
         self.first_page_slot, slot_count = own_slots, own_slots + layout.pages
         pages_bytes = own_slots * page_bytes  # where the first page begins
-        self.buffer = torch.empty(pages_bytes + blocks * step_bytes, dtype=torch.uint8, device=device)
+        self.buffer = torch.zeros(pages_bytes + blocks * step_bytes, dtype=torch.uint8, device=device)
         self.kv = _view(self.buffer, block.dtype, pages_bytes, block.before, (blocks, step_bytes), block.after)
         self.kv_rows = self.buffer.as_strided((1, blocks, block.bytes), (0, step_bytes, 1), pages_bytes)
         self.state_rows = self.buffer.as_strided((1, slot_count, own_bytes), (0, page_bytes, 1))
@@ -103,6 +103,13 @@ class SharedMemory:
             )
             offset += count_bytes
         self.states = StateSlots(slots, tensors)
+
+    def clear_pages(self, pages: Sequence[int]) -> None:
+        """Fill whole pages with zeros."""
+        page_bytes = self.state_rows.stride(1)
+        for page in pages:
+            start = (self.first_page_slot + page) * page_bytes
+            self.buffer[start : start + page_bytes].zero_()
 
     def move_blocks(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, one after another: (from block, to block)."""

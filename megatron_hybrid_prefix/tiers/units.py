@@ -81,12 +81,21 @@ class BlockMove(NamedTuple):
     target_block: int
 
 
-type Copy = BlockTransfer | BlockMove
-"""A copy that the cache decided on. Copies run in the order of their queue."""
+class PageClear(NamedTuple):
+    """Zeros in a page that held a state, before it gets KV.
+
+    Attention may read a KV block to its end, and multiply what is behind the last token by zero: that has to be a number.
+    """
+
+    page: int
+
+
+type Copy = BlockTransfer | BlockMove | PageClear
+"""What the cache decided to write on the device or to another tier. Copies run in the order of their queue."""
 
 
 def stores_first(copies: Sequence[Copy], page_blocks: int, first_page_slot: int) -> list[Copy]:
-    """Puts stores before moves that touch nothing they read: then they are launched with the stores before the moves.
+    """Puts stores before moves and clears that touch nothing they read: they are launched with the stores before those then.
 
     Args:
         copies: Queued copies, in order.
@@ -98,12 +107,15 @@ def stores_first(copies: Sequence[Copy], page_blocks: int, first_page_slot: int)
     """
     stores: list[Copy] = []
     others: list[Copy] = []
-    moved: set[int] = set()  # blocks that the moves read or write
+    moved: set[int] = set()  # blocks that the moves and clears read or write
     slots: set[int] = set()  # of their pages
     only_moves = True
     for copy in copies:
-        if isinstance(copy, BlockMove):
-            blocks = {copy.source_block, copy.target_block}
+        if isinstance(copy, BlockMove | PageClear):
+            if isinstance(copy, BlockMove):
+                blocks = {copy.source_block, copy.target_block}
+            else:
+                blocks = set(range(copy.page * page_blocks, (copy.page + 1) * page_blocks))
             moved |= blocks
             slots |= {first_page_slot + block // page_blocks for block in blocks}
         else:

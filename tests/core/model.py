@@ -20,7 +20,7 @@ from megatron_hybrid_prefix.index.tree import NO_BLOCK
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers.base import Entry
-from megatron_hybrid_prefix.tiers.units import DEVICE, BlockMove, EntryKind
+from megatron_hybrid_prefix.tiers.units import DEVICE, BlockMove, EntryKind, PageClear
 
 Salt = tuple[str | None, str | None]  # cache_salt, adapter
 History = tuple[tuple[int, int], ...]  # (token, weights epoch it was computed under), from position 0
@@ -107,6 +107,10 @@ class ModelEngine:
                 self.seen["moved"] += 1
                 self.put_block(unit.target_block, self.blocks[unit.source_block])
                 continue
+            if isinstance(unit, PageClear):
+                self.seen["cleared"] += 1
+                self.clear_page(unit.page)
+                continue
             device = self.blocks if unit.tag.kind == EntryKind.KV else self.slots
             if unit.source == DEVICE:
                 self.seen["stored"] += 1
@@ -128,6 +132,9 @@ class ModelEngine:
                 put(unit.device_id, self.host[unit.pages])
                 if self.host[unit.pages] == GARBAGE:
                     self.bad_loads.add(unit.load_id)
+
+    def clear_page(self, page: int) -> None:
+        raise AssertionError("KV and states share no memory")
 
     def put_block(self, block_id: int, content: Content) -> None:
         self.blocks[block_id] = content

@@ -29,6 +29,8 @@ class SharedModelEngine(ModelEngine):
         self.first_slot = cache._store.slots.first_slot  # that of page 0
         self.computed: set[Content] = set()  # all that was ever matchable
         self.decoded: list[tuple[int, Content]] = []  # slots and states that wait for their copy
+        self.with_old_state: set[int] = set()  # blocks that hold bytes of a state
+        self.is_copying = False
         cache.blocks.set_on_move(self.on_move)
 
     def on_move(self, source: int, target: int) -> None:
@@ -37,8 +39,21 @@ class SharedModelEngine(ModelEngine):
 
     # -- one memory ----------------------------------------------------------------------------------------------------
 
+    def carry_out(self) -> None:
+        self.is_copying = True
+        super().carry_out()
+        self.is_copying = False
+
+    def clear_page(self, page: int) -> None:
+        blocks = range(page * self.page_blocks, (page + 1) * self.page_blocks)
+        for block_id in blocks:
+            self.put_block(block_id, GARBAGE)
+
     def put_block(self, block_id: int, content: Content) -> None:
         super().put_block(block_id, content)
+        # A copy is of a whole block. A forward leaves what is behind its last token.
+        assert self.is_copying or block_id not in self.with_old_state, "KV is written beside what a state left"
+        self.with_old_state.discard(block_id)
         layout = self.cache.layout
         start = block_id * layout.block_bytes
         for page in range(self.pages):
@@ -52,6 +67,7 @@ class SharedModelEngine(ModelEngine):
         start = (slot - self.first_slot) * layout.page_bytes
         for block_id in range(start // layout.block_bytes, -(-(start + layout.state_bytes) // layout.block_bytes)):
             self.blocks[block_id] = GARBAGE
+            self.with_old_state.add(block_id)
 
     def put_live(self, request: Request, content: Content) -> None:
         super().put_live(request, content)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import random
 
-from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockMove, BlockTransfer, EntryKind, Tag, stores_first
+from megatron_hybrid_prefix.tiers.units import (
+    DEVICE,
+    HOST,
+    BlockMove,
+    BlockTransfer,
+    EntryKind,
+    PageClear,
+    Tag,
+    stores_first,
+)
 
 PAGE_BLOCKS, BLOCKS, HOST_PAGES = 3, 12, 6
 FIRST_SLOT = 2  # that of the first page; those before it are the engine's
@@ -25,6 +34,9 @@ def carry_out(copies):
         if isinstance(copy, BlockMove):
             device[copy.target_block] = device[copy.source_block]
             continue
+        if isinstance(copy, PageClear):
+            device[copy.page * PAGE_BLOCKS : (copy.page + 1) * PAGE_BLOCKS] = ["zeros"] * PAGE_BLOCKS
+            continue
         size = 1 if copy.tag.kind == EntryKind.KV else PAGE_BLOCKS
         first = copy.device_id if copy.tag.kind == EntryKind.KV else (copy.device_id - FIRST_SLOT) * size
         place = slice(first, first + size)
@@ -40,8 +52,10 @@ def test_the_result_is_the_same():
     for _ in range(4000):
         copies = []
         for _ in range(dice.randrange(8)):
-            what = dice.choice(("move", "move", "store", "store", "store", "load"))
-            if what == "move":
+            what = dice.choice(("move", "move", "clear", "store", "store", "store", "load"))
+            if what == "clear":
+                copies.append(PageClear(dice.randrange(BLOCKS // PAGE_BLOCKS)))
+            elif what == "move":
                 source, target = dice.sample(range(BLOCKS), 2)
                 copies.append(BlockMove(source_block=source, target_block=target))
             else:
@@ -69,6 +83,12 @@ def test_what_was_moved_is_stored_after_its_move():
     moves = [BlockMove(source_block=0, target_block=4)]
     for store in (transfer(EntryKind.KV, 4, 0), transfer(EntryKind.STATE, FIRST_SLOT + 1, 0)):
         assert stores_first([*moves, store], PAGE_BLOCKS, FIRST_SLOT) == [*moves, store]
+
+
+def test_a_state_is_stored_before_its_page_is_cleared():
+    clear, other = PageClear(1), transfer(EntryKind.KV, 7, 1)
+    before, after = transfer(EntryKind.STATE, FIRST_SLOT + 1, 0), transfer(EntryKind.KV, 4, 2)
+    assert stores_first([before, clear, other, after], PAGE_BLOCKS, FIRST_SLOT) == [before, other, clear, after]
 
 
 def test_stores_stay_behind_a_load_from_the_same_page():

@@ -111,6 +111,19 @@ def test_moves_are_those_made_one_after_another(seed, padding):
     assert torch.equal(made.kv_rows, expected)
 
 
+def test_a_page_is_cleared_and_no_byte_beside_it():
+    made = memory(pages=4, padding=3 * ALIGNMENT_BYTES, rest=1)
+    assert not made.buffer.any(), "zeros at first"
+    made.buffer.fill_(7)
+    made.clear_pages([1, 3])
+    states, step = made.state_rows[0], made.layout.page_bytes
+    assert [bool(states[made.first_page_slot + page].any()) for page in range(4)] == [True, False, True, False]
+    size = made.layout.page_blocks
+    kept = [block for block in range(made.layout.total_blocks + 1) if made.kv_rows[0, block].all()]
+    assert kept == [*range(size), *range(2 * size, 3 * size), 4 * size]
+    assert int((made.buffer == 0).sum()) == 2 * step
+
+
 def test_what_does_not_fit_is_refused():
     layout = PageLayout(block_bytes=BLOCKS["heads"].bytes, state_bytes=1, total_blocks=5)
     with pytest.raises(ValueError, match=r"^a state of \d+ bytes does not fit a page of \d+$"):

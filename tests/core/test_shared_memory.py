@@ -18,7 +18,7 @@ from megatron_hybrid_prefix.pool import pages as pages_module
 from megatron_hybrid_prefix.pool.pages import PageLayout, Pages, padded_block_bytes
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, PageSlots
 from megatron_hybrid_prefix.tiers.base import TierBehind
-from megatron_hybrid_prefix.tiers.units import HOST, BlockMove, BlockTransfer, EntryKind
+from megatron_hybrid_prefix.tiers.units import HOST, BlockMove, BlockTransfer, EntryKind, PageClear
 from tests.core import test_stateful
 from tests.harness.plugins.dictionary_tier import DictionaryTier
 
@@ -128,6 +128,26 @@ def test_pages_that_change_their_owner_are_counted():
     pages.take_from_state(0)
     pages.take_blocks(7)  # of all pages, of which two last held a state
     assert changed() == (1, 2)
+
+
+def test_a_page_with_an_old_state_is_cleared_before_it_gets_kv():
+    """Also after a reset, with the memory as it was, and if the copies before it were not made."""
+    cache = shared(12, 3)
+
+    def fill() -> list[Any]:
+        assert len(cache.blocks.allocate(12)) == 12
+        return cache.take_copies()
+
+    assert fill() == [], "nothing was there"
+    cache.reset()
+    assert cache._store.slots.reserve() is not None
+    cache.reset()
+    cache.blocks.allocate(12)
+    cache.reset()
+    (clear,) = fill()
+    assert isinstance(clear, PageClear) and cache.layout.pages > clear.page >= 0
+    cache.reset()
+    assert fill() == [], "it has been cleared"
 
 
 def test_pages_with_a_held_block_cannot_be_emptied():
@@ -402,6 +422,10 @@ def a_live_slot_that_is_evicted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PageSlots, "make_live", PageSlots.abandon)
 
 
+def a_page_that_is_not_cleared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SharedStore, "_clear_pages", lambda self: self.pages.with_old_state.clear())
+
+
 def useful_kv_is_evicted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SharedStore, "gain_state", lambda self, node: None)
     patch.setattr(SharedStore, "lose_state", lambda self, node: None)
@@ -415,6 +439,7 @@ MUTANTS = [
     a_held_block_moves,
     a_decoded_state_without_protection,
     a_live_slot_that_is_evicted,
+    a_page_that_is_not_cleared,
     useful_kv_is_evicted,
 ]
 

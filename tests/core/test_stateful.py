@@ -392,7 +392,7 @@ def test_random_traffic_in_shared_memory(seeds):
         run_seed(seed, 150, shared=True)
     print(dict(STEPS))
     common = ("hits", "misses", "refused", "preempted", "aborted in flight", "evictions", "kv evictions", "lost")
-    own = ("moved", "told of a move", "ghosts", "decoded states", "shared beyond")
+    own = ("moved", "told of a move", "cleared", "ghosts", "decoded states", "shared beyond")
     for what in (*common, *own, "junctions", "intervals", "readmitted", "stored", "loaded", "swapped out"):
         assert STEPS[what] >= len(seeds) / 10, f"{what}: only {STEPS[what]} times"
 
@@ -424,6 +424,7 @@ def test_any_order_of_everything():
     )
     print(dict(STEPS))
     assert STEPS["steps"] >= 2000 and STEPS["machines"] >= 50
-    # How often depends on what else is imported: hypothesis draws constants that it finds in the project's sources.
-    for what in ("hits", "misses", "refused", "preempted", "aborted in flight", "evictions", "kv evictions", "lost"):
+    # How often depends on what else is imported: hypothesis draws constants that it finds in the project's sources. Rarer events, such
+    # as preemptions, are counted in the random traffic above.
+    for what in ("hits", "misses", "refused", "evictions", "kv evictions", "lost"):
         assert STEPS[what] > 0, f"{what}: never"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -16,10 +17,12 @@ from megatron_hybrid_prefix.index.shared_store import SharedStore
 from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
 from megatron_hybrid_prefix.mcore.entrypoints.build import build_engine
 from megatron_hybrid_prefix.mcore.state.moves import Moves
+from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.pool.pages import Pages
 from megatron_hybrid_prefix.pool.shared_memory import SharedMemory
 from tests.harness.engine_helpers import one_budget_gb
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
+from tests.harness.named_models import named
 from tests.harness.selection import mostly_slow
 
 
@@ -155,6 +158,30 @@ def test_mutants_are_found(tiny_large_states, mutant, monkeypatch):
     monkeypatch.setattr(EngineHarness, "check_integrity", lambda self: None)
     with pytest.raises((AssertionError, CacheCorruptionError)):
         test_blocks_that_move_keep_their_kv_and_their_routing(tiny_large_states)
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_blocks_of_requests_hold_numbers(platform, clears, monkeypatch):
+    """Half of a float32 state, read as bfloat16, may be NaN. Some attention kernels multiply all of a block, its unused end by zero."""
+    model = build_hybrid_model(
+        dataclasses.replace(named("tiny-large-states"), dtype="bfloat16"), seed=0, platform=platform
+    )
+    served = harness(model, 12, states=8, state_dtype="float32")
+    show, found = HybridPrefixContext.transfer_bookkeeping_to_gpu, []
+
+    def then_look(self: Any, *args: Any, **fields: Any) -> Any:
+        result = show(self, *args, **fields)  # the forward is next
+        rows = self.request_to_kv_block_ids[: self.total_request_count]
+        blocks = sorted(set(rows[rows >= 0].tolist()))
+        found.append(bool(self.memory_buffer[:, :, blocks].isfinite().all()))
+        return result
+
+    monkeypatch.setattr(HybridPrefixContext, "transfer_bookkeeping_to_gpu", then_look)
+    if not clears:
+        monkeypatch.setattr(SharedMemory, "clear_pages", lambda self, pages: None)
+    conversations(served)
+    assert served.cache.inspect.memory_use().pages_to_kv > 2 and len(found) > 10
+    assert all(found) == clears
 
 
 # -- who waits ---------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from tests.harness.bits import SPANS, bits
 from tests.harness.engine_helpers import greedy, one_budget_gb, random_tokens
 from tests.harness.named_models import named
 
-BLOCK_TOKENS, MAX_REQUESTS, MAX_TOKENS = 256, 16, 1024
+MAX_REQUESTS, MAX_TOKENS = 16, 1024
 LONGEST_TOKENS = 1200  # of a shared prefix: longer than a step's MAX_TOKENS
 WAITS = (0, 0, 1, 2, 5)  # requests that arrive before a step
 
@@ -113,6 +113,7 @@ def main():
     parser.add_argument("preset")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--block-tokens", type=int, default=256)
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--engines", nargs="+", help="some of: eager async graphs tight control")
     parser.add_argument("--out", type=Path, required=True)
@@ -127,7 +128,7 @@ def main():
         "max_sequence_length": 4096,
         "max_requests": MAX_REQUESTS,
         "max_tokens": MAX_TOKENS if cuda else 272,
-        "block_size_tokens": BLOCK_TOKENS,
+        "block_size_tokens": options.block_tokens,
         "buffer_size_gb": 4 if cuda else 0.25,
         "enable_chunked_prefill": True,
         "materialize_only_last_token_logits": False,
@@ -136,7 +137,9 @@ def main():
     report["requests"] = options.requests
     model = build_hybrid_model(config, seed=0)
     plenty, tight = {"mamba_gb": 2.0 if cuda else 0.02}, {"host_gb": 2.0 if cuda else 0.05}
-    tight["cache_gb"] = 3.5 * one_budget_gb(model, 24, states=4, block_tokens=BLOCK_TOKENS, max_requests=MAX_REQUESTS)
+    tight["cache_gb"] = 3.5 * one_budget_gb(
+        model, 24, states=4, block_tokens=options.block_tokens, max_requests=MAX_REQUESTS
+    )
     engines = {
         "eager": (plenty, {}),
         "async": (plenty, {"async_sched_mode": "async"}),

@@ -2,7 +2,7 @@
 
 The cache queues copies (`cache.take_copies`). They are launched, in their order, before anything can overwrite what they read:
 
-- KV blocks that move in shared memory are copied on the model's stream.
+- KV blocks that move in shared memory are copied on the model's stream, and pages are cleared there.
 - Transfers to the host and back run on separate streams (``tiers/arena.py``). A forward waits for the loads that it uses.
   Afterwards all ranks agree on which loads were right.
 """
@@ -32,7 +32,7 @@ from megatron_hybrid_prefix.tiers.mooncake import MooncakeTier
 from megatron_hybrid_prefix.tiers.pinned import choose_page_bytes
 from megatron_hybrid_prefix.tiers.registry import make_tier, tier_name
 from megatron_hybrid_prefix.tiers.shared import FolderSettings, MooncakeSettings, SharedSettings
-from megatron_hybrid_prefix.tiers.units import HOST, BlockMove, BlockTransfer, EntryKind, stores_first
+from megatron_hybrid_prefix.tiers.units import HOST, BlockMove, BlockTransfer, EntryKind, PageClear, stores_first
 
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.cache import HybridPrefixCache
@@ -80,12 +80,15 @@ class Moves:
         layout, memory = self._cache.layout, self._memory()
         if layout is not None and memory is not None:
             copies = stores_first(copies, layout.page_blocks, memory.first_page_slot)
-        for are_moves, group in groupby(copies, key=lambda copy: isinstance(copy, BlockMove)):
-            if are_moves:
-                assert memory is not None
+        for kind, group in groupby(copies, key=type):
+            if kind is BlockTransfer:
+                self._transfer([copy for copy in group if isinstance(copy, BlockTransfer)])
+                continue
+            assert memory is not None
+            if kind is BlockMove:
                 memory.move_blocks([copy for copy in group if isinstance(copy, BlockMove)])
             else:
-                self._transfer([copy for copy in group if isinstance(copy, BlockTransfer)])
+                memory.clear_pages([copy.page for copy in group if isinstance(copy, PageClear)])
 
     def wait_for_loads(self, plans: Iterable[StepPlan]) -> None:
         """Make the next forward run after the loads that it uses. What does not use them can be launched before."""
