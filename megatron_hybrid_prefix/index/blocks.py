@@ -157,8 +157,7 @@ class KVBlocks:
         if self._ref_counts[block_id]:
             self._duplicates.pop(node, None)
         else:
-            self._dequeue(node)
-            self._free.append(block_id)
+            self._evict(node)
         node.block_id = NO_BLOCK
 
     def queue(self) -> Iterator[Node]:
@@ -241,16 +240,31 @@ class KVBlocks:
             del self._duplicates[node]
 
     def _enqueue(self, node: Node) -> None:
+        """No request holds the node's block any more."""
+        self._cached_blocks += 1
+        self._link(node)
+
+    def _dequeue(self, node: Node) -> None:
+        """A request holds the node's cached block."""
+        self._cached_blocks -= 1
+        self._unlink(node)
+
+    def _evict(self, node: Node) -> None:
+        """Frees the node's cached block."""
+        self._cached_blocks -= 1
+        self._unlink(node)
+        self._free.append(node.block_id)
+
+    def _link(self, node: Node) -> None:
+        """Puts the node at the end of the queue."""
         queue = self._queue
         newest = queue.older
         assert newest is not None
         node.older, node.newer = newest, queue
         newest.newer = queue.older = node
-        self._cached_blocks += 1
 
-    def _dequeue(self, node: Node) -> None:
+    def _unlink(self, node: Node) -> None:
         older, newer = node.older, node.newer
         assert older is not None and newer is not None, node
         older.newer, newer.older = newer, older
         node.older = node.newer = None
-        self._cached_blocks -= 1

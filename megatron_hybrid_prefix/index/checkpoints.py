@@ -51,8 +51,7 @@ class CheckpointTable:
 
     def unbind(self, node: Node) -> None:
         """Takes the node's state off the device. The slot becomes free, at once or with its last unpin."""
-        self.eviction.removed(node)
-        self.slots.retire(self._tree.drop_state(node))
+        self.slots.retire(self._take_off(node))
 
     def has(self, key: bytes) -> bool:
         """Whether the device has the state at the end of the block with this key."""
@@ -126,10 +125,7 @@ class CheckpointTable:
 
     def evict(self, node: Node) -> None:
         """Evicts the node's state, to the host tier if it has room and the state is in its slot already."""
-        if self._host is not None and node.slot not in self._unwritten:
-            self._host.store_state(node)
-        self.unbind(node)
-        self._stats.evictions += 1
+        self.slots.retire(self._evicted(node))
 
     def drop_decoded(self, node: Node, slot: int) -> None:
         """Drops an older decode state of a request, unless it is gone already or another request used it."""
@@ -163,10 +159,19 @@ class CheckpointTable:
         return self.eviction.victim(is_elsewhere, probationary_only=True)
 
     def _slot_of(self, victim: Node | None) -> int | None:
-        if victim is None:
-            return None
-        self.evict(victim)
-        return self.slots.reserve()
+        return None if victim is None else self.slots.reserve_again(self._evicted(victim))
+
+    def _evicted(self, node: Node) -> int:
+        """Evicts the node's state. Returns its slot, which no node has now."""
+        if self._host is not None and node.slot not in self._unwritten:
+            self._host.store_state(node)
+        self._stats.evictions += 1
+        return self._take_off(node)
+
+    def _take_off(self, node: Node) -> int:
+        """Takes the node's state off the device. Returns its slot, which no node has now."""
+        self.eviction.removed(node)
+        return self._tree.drop_state(node)
 
     def _is_evictable(self, node: Node) -> bool:
         return self.slots.pins(node.slot) == 0

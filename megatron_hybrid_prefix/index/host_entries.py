@@ -62,11 +62,13 @@ class HostEntries:
 
     def add(self, tag: Tag) -> int:
         """Allocates an entry. The caller checks `has_room`."""
-        count = self.pages_of[tag.kind]
-        pages = tuple(self._free.popleft() for _ in range(count))
-        entry, self._next_entry = self._next_entry, self._next_entry + 1
-        self._pages[entry], self._tags[entry] = pages, tag
-        self._used_pages[tag.kind] += count
+        kind, take = tag.kind, self._free.popleft
+        count = self.pages_of[kind]
+        entry = self._next_entry
+        self._next_entry += 1
+        self._pages[entry] = tuple([take() for _ in range(count)])
+        self._tags[entry] = tag
+        self._used_pages[kind] += count
         return entry
 
     def remove(self, entry: int) -> None:

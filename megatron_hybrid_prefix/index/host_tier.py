@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
@@ -37,6 +38,14 @@ from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, Copy
 def is_probationary(node: Node) -> bool:
     """Whether the node's state is an interval checkpoint that no request has resumed from."""
     return node.reason == CheckpointReason.INTERVAL and not node.used
+
+
+def _kv_is_spare(node: Node) -> bool:
+    return not node.host_users or node.block_id != NO_BLOCK
+
+
+def _state_is_spare(node: Node) -> bool:
+    return node.slot != NO_SLOT
 
 
 class HostTier:
@@ -84,6 +93,8 @@ class HostTier:
         self.write_through = write_through
         self.behind = behind
         self._early = behind is not None and behind.shared
+        # The tier behind is offered what is evicted here.
+        self._stores_everything = behind is not None and not behind.shared
         # Entries that are being read from behind. All ranks agree on which arrived, see `settle`.
         self._fetching: set[int] = set()
         self.transfers: list[Copy] = []
@@ -96,7 +107,7 @@ class HostTier:
         Queued copies stay: live requests may need what moves on the device. Only offers to the tier behind are dropped.
         """
         self.entries.reset()
-        self._kv: set[Node] = set()  # never iterated: its order differs between ranks
+        self._kv_entries = 0
         self._states: dict[Node, bool] = {}  # whether the state counts as a user of its KV: a guess does not
         # Perhaps spare, spare for longest first. What is not spare any more is removed when it comes to the front.
         self._spare_kv: OrderedDict[Node, None] = OrderedDict()
@@ -144,13 +155,16 @@ class HostTier:
             False if there is no room, or not for KV that no state needs.
         """
         if node.host_block == NO_BLOCK:
-            tag = self._tag(EntryKind.KV, node)
-            if not self._make_room_for_kv(node, forced=forced or self._stores_everything):
+            if not self.entries.has_room(EntryKind.KV) and not self._make_room_for_kv(
+                node, forced=forced or self._stores_everything
+            ):
                 if node.host_slot != NO_SLOT and not forced and not self.entries.is_pinned(node.host_slot):
                     self.drop_state(node)  # a guess: it cannot be reached without its KV
                 return False
-            self._put_kv(node, self._store(node.block_id, tag))
-        self.entries.keep_payload(node.host_block, self.routing_of(node.block_id))
+            self._put_kv(node, self._store(node.block_id, self._tag(EntryKind.KV, node)))
+        payload = self.routing_of(node.block_id)
+        if payload is not None:
+            self.entries.keep_payload(node.host_block, payload)
         return True
 
     def store_state(self, node: Node) -> bool:
@@ -166,7 +180,7 @@ class HostTier:
         self._eviction.added(node)  # first, so that its value is compared with the others'
         if node.used:
             self._eviction.used(node)
-        if not self._make_room_for_state(node):
+        if not self.entries.has_room(EntryKind.STATE) and not self._make_room_for_state(node):
             self._eviction.removed(node)
             return False
         node.host_slot = self._store(node.slot, self._tag(EntryKind.STATE, node))
@@ -311,7 +325,7 @@ class HostTier:
     def drop_kv(self, node: Node) -> None:
         """Drops the node's KV from the host, and with it a state at its end that no request can reach then."""
         entry, node.host_block = node.host_block, NO_BLOCK
-        self._kv.remove(node)
+        self._kv_entries -= 1
         self._spare_kv.pop(node, None)
         self.entries.remove(entry)
         if node.host_slot != NO_SLOT and node.block_id == NO_BLOCK and not self.entries.is_pinned(node.host_slot):
@@ -347,7 +361,7 @@ class HostTier:
     @property
     def kv_entries(self) -> int:
         """Number of KV blocks on the host."""
-        return len(self._kv)
+        return self._kv_entries
 
     @property
     def state_entries(self) -> int:
@@ -363,11 +377,11 @@ class HostTier:
         kv = {node.host_block: node for node in self._tree if node.host_block != NO_BLOCK}
         states = {node.host_slot: node for node in self._tree if node.host_slot != NO_SLOT}
         self.entries.check([*kv, *states])
-        if self._kv != set(kv.values()) or set(self._states) != set(states.values()):
+        if self._kv_entries != len(kv) or set(self._states) != set(states.values()):
             raise CacheCorruptionError("the entries on the host and those that are counted differ")
         if any(node.slot != NO_SLOT and node not in self._spare_states for node in self._states):
             raise CacheCorruptionError("a state is on the device, too, but is not spare on the host")
-        if not self._spare_kv.keys() <= self._kv or not self._spare_states.keys() <= self._states.keys():
+        if not self._spare_kv.keys() <= set(kv.values()) or not self._spare_states.keys() <= self._states.keys():
             raise CacheCorruptionError("what is spare on the host is not there")
         users = {node: int(self._states.get(node, False)) for node in self._tree}
         for node in sorted(self._tree, key=lambda node: -node.depth_blocks):
@@ -375,7 +389,7 @@ class HostTier:
                 raise CacheCorruptionError(f"{node} counts {node.host_users} users on the host, has {users[node]}")
             if node.host_users and node.parent is not None:
                 users[node.parent] += 1
-            if node in self._kv and not node.host_users and node not in self._spare_kv:
+            if node.host_block != NO_BLOCK and not node.host_users and node not in self._spare_kv:
                 raise CacheCorruptionError(f"{node}: no state needs its KV on the host, but it is not spare")
         if set(self._eviction) != set(states.values()):
             raise CacheCorruptionError("the eviction policy and the states on the host differ")
@@ -388,30 +402,19 @@ class HostTier:
     # -- internal ------------------------------------------------------------------------------------------------------
 
     def _tag(self, kind: EntryKind, node: Node) -> Tag:
-        return Tag(
-            kind=kind,
-            key=node.key,
-            depth_tokens=node.depth_blocks * self._block_tokens,
-            epoch=self._tree.epoch,
-            parent=b"" if node.parent is None else node.parent.key,
-        )
-
-    @property
-    def _stores_everything(self) -> bool:
-        """Whether the tier behind is offered what is evicted here."""
-        return self.behind is not None and not self._early
+        parent = b"" if node.parent is None else node.parent.key
+        return Tag(kind, node.key, node.depth_blocks * self._block_tokens, self._tree.epoch, parent)
 
     def _put_kv(self, node: Node, entry: int) -> None:
         node.host_block = entry
-        self._kv.add(node)
+        self._kv_entries += 1
         if not node.host_users:
-            self._make_spare(self._spare_kv, node)
+            self._spare_kv[node] = None
         self._tree.version += 1
 
     def _store(self, device_id: int, tag: Tag) -> int:
         entry = self.entries.add(tag)
-        pages = self.entries.pages(entry)
-        self.transfers.append(BlockTransfer(source=DEVICE, target=HOST, device_id=device_id, pages=pages, tag=tag))
+        self.transfers.append(BlockTransfer(DEVICE, HOST, self.entries.pages(entry), tag, device_id))
         self._figures.stores += 1
         return entry
 
@@ -455,8 +458,10 @@ class HostTier:
 
         A KV block with a payload is not offered, because the payload cannot go with it.
         """
+        if self.behind is None or self.entries.payload(entry) is not None:
+            return
         tag = self.entries.tag(entry)
-        if self.behind is None or self.entries.payload(entry) is not None or self.behind.contains(tag.kind, tag.key):
+        if self.behind.contains(tag.kind, tag.key):
             return
         pages = self.entries.pages(entry)
         self.transfers.append(BlockTransfer(source=HOST, target=self.behind.name, pages=pages, tag=tag))
@@ -525,15 +530,11 @@ class HostTier:
 
     def _evict_spare_kv(self) -> bool:
         """Evicts a KV block that is no loss. False: there is none."""
-        found = self._take_spare(
-            self._spare_kv,
-            lambda node: not node.host_users or node.block_id != NO_BLOCK,
-            lambda node: node.host_block,
-        )
+        found = self._take_spare(self._spare_kv, _kv_is_spare, attrgetter("host_block"))
         if found is None:
             return False
         guess = found.host_slot  # goes with its KV
-        if not self._early:
+        if self._stores_everything:
             self._offer(found.host_block)
             if guess != NO_SLOT and found.block_id == NO_BLOCK:
                 self._offer(guess)
@@ -558,11 +559,11 @@ class HostTier:
         state = self._eviction.victim(evictable, probationary_only=True)
         if state is None and not guesses_only:
             state = self._take_spare(
-                self._spare_states, lambda node: node.slot != NO_SLOT, lambda node: node.host_slot
+                self._spare_states, _state_is_spare, attrgetter("host_slot")
             ) or self._eviction.victim(evictable)
         if state is None or state is incoming:
             return False
-        if not self._early:
+        if self._stores_everything:
             self._offer(state.host_slot)
         self.drop_state(state)
         self._figures.evictions += 1

@@ -178,11 +178,13 @@ class StepPlanner:
                 checkpoints.confirm(keys[position_tokens // self._block_tokens - 1], reason)
         room_for_intervals = True
         for position_tokens, reason in wanted:
+            if reason == CheckpointReason.INTERVAL and not room_for_intervals:
+                continue
             key = keys[position_tokens // self._block_tokens - 1]
             if key in self.writing or (reason != CheckpointReason.VERIFY and checkpoints.has(key)):
                 continue  # another forward writes this state, or it is kept already
             if reason == CheckpointReason.INTERVAL:
-                slot = checkpoints.take_probationary_slot(live.path) if room_for_intervals else None
+                slot = checkpoints.take_probationary_slot(live.path)
                 room_for_intervals = slot is not None
             else:
                 slot = checkpoints.take_slot()

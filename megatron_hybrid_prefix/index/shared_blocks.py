@@ -56,14 +56,12 @@ class SharedBlocks(KVBlocks):
     def now_worthless(self, node: Node) -> None:
         """No state is kept at the node or below any more."""
         if node.block_id != NO_BLOCK and not self._ref_counts[node.block_id]:
-            self._cached_blocks -= 1
-            super()._enqueue(node)
+            self._link(node)
 
     def now_useful(self, node: Node) -> None:
         """A state is kept at the node or below now."""
         if node.older is not None:
-            super()._dequeue(node)
-            self._cached_blocks += 1
+            self._unlink(node)
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Moves cached blocks, as `Pages.empty` decided.
@@ -107,17 +105,21 @@ class SharedBlocks(KVBlocks):
 
     def _enqueue(self, node: Node) -> None:
         self._pages.let_go(node.block_id)
-        if node.users:
-            self._cached_blocks += 1
-        else:
-            super()._enqueue(node)
+        self._cached_blocks += 1
+        if not node.users:
+            self._link(node)
 
     def _dequeue(self, node: Node) -> None:
         self._pages.hold(node.block_id)
-        if node.older is None:
-            self._cached_blocks -= 1
-        else:
-            super()._dequeue(node)
+        self._cached_blocks -= 1
+        if node.older is not None:
+            self._unlink(node)
+
+    def _evict(self, node: Node) -> None:
+        self._pages.evict(node.block_id)
+        self._cached_blocks -= 1
+        if node.older is not None:
+            self._unlink(node)
 
 
 class _PagesAsBlocks(list[int]):

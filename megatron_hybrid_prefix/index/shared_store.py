@@ -130,7 +130,7 @@ class SharedStore(PrefixStore):
 
     def take_blocks(self, count: int) -> list[int]:
         """See PrefixStore; evicts what is worth least per byte, KV or states."""
-        while self.blocks.free_blocks < count:
+        while self.pages.free_blocks < count:
             if not self._evict_next():
                 raise CacheCorruptionError("more blocks taken than available")
         block_ids = self.blocks.take(count)
@@ -190,9 +190,12 @@ class SharedStore(PrefixStore):
 
     def make_free_page(self) -> bool:
         """Empties a page for a guess: by moves only, without eviction."""
-        if self.pages.empty_page is None and self.pages.can_be_emptied():
-            self._compact()
-        return self.pages.empty_page is not None
+        if self.pages.empty_page is not None:
+            return True
+        if not self.pages.can_be_emptied():
+            return False
+        self._compact()
+        return True
 
     def _compact(self) -> None:
         _, moves = self.pages.empty()
@@ -314,12 +317,12 @@ class SharedCheckpoints(CheckpointTable):
         if not is_probationary(node):
             self._store.gain_state(node)
 
-    def unbind(self, node: Node) -> None:
-        """See CheckpointTable."""
+    def _take_off(self, node: Node) -> int:
         counted = not is_probationary(node)
-        super().unbind(node)
+        slot = super()._take_off(node)
         if counted:
             self._store.lose_state(node)
+        return slot
 
     def take_slot(self) -> int | None:
         """See CheckpointTable; evicts what is worth least per byte, KV or states."""

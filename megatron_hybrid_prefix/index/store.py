@@ -80,7 +80,7 @@ class PrefixStore:
     def take_blocks(self, count: int) -> list[int]:
         """Takes ``count`` of the available blocks. If too few are free, evicts the cached ones released longest ago."""
         blocks, host = self.blocks, self.host
-        while blocks.free_blocks < count:
+        for _ in range(count - blocks.free_blocks):
             node = blocks.oldest()
             assert node is not None, "more blocks taken than available"
             if node.slot != NO_SLOT:

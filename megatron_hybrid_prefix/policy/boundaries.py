@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
+from itertools import starmap
 from typing import NamedTuple
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
@@ -109,7 +110,7 @@ def prompt_boundaries(
     for position in guesses:
         if position > resume_tokens:
             found.setdefault(position, CheckpointReason.INTERVAL)
-    return tuple(Boundary(position, found[position]) for position in sorted(found))
+    return tuple(starmap(Boundary, sorted(found.items())))
 
 
 def with_verification(boundaries: tuple[Boundary, ...], position_tokens: int) -> tuple[Boundary, ...]:

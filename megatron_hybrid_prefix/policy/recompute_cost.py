@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from copy import copy
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 
 from megatron_hybrid_prefix.policy.ancestry import Ancestry
 from megatron_hybrid_prefix.policy.base import KeptState
@@ -59,7 +59,7 @@ class _Record[T]:
         touched: Time of its last use (or publication), or that of the state it inherited from.
         kind, age: Kind and age number of its cell.
         cell: The cell it is a member of.
-        entry: Number of its valid entry in the heap.
+        entry: Number of its valid entry on each tier.
         due: Number of its valid entry in the calendar.
     """
 
@@ -101,6 +101,31 @@ class _Record[T]:
     def is_probationary(self) -> bool:
         """Whether the state is an interval checkpoint that was never used."""
         return self.origin == CheckpointReason.INTERVAL and not self.uses
+
+
+type _Entry[T] = tuple[float, int, int, int, _Record[T]]
+"""Value, order of age, serial, number, record. Valid if the number is that of the record, and its state is kept. A record has
+an entry whose value is at most its current one; others do no harm."""
+
+
+class _Ranking[T]:
+    """Records of one tier, the least value first. They are ranked when somebody asks, as most change more often.
+
+    Attributes:
+        heap: Entries, some of them not valid.
+        changed: Records to rank before the heap is read, and the numbers of their entries.
+    """
+
+    __slots__ = ("changed", "heap")
+
+    def __init__(self) -> None:
+        self.heap: list[_Entry[T]] = []
+        self.changed: dict[_Record[T], int] = {}
+
+    def clear(self) -> None:
+        """Removes all entries."""
+        self.heap.clear()
+        self.changed.clear()
 
 
 def count_blocks(start_blocks: int, end_blocks: int) -> float:
@@ -172,7 +197,7 @@ class _Known[T: KeptState]:
         record = self.records.pop(state)
         longer = self.ancestry.remove(state)
         if longer is not None:
-            self.rank_again(longer)
+            self.tiers[-1].frees_more(longer)
         record.state = None
         record.entry = -1
         if above is not None:
@@ -194,21 +219,10 @@ class _Known[T: KeptState]:
         self._calendar.clear()
 
     def rank(self, record: _Record[T]) -> None:
-        """Pushes a kept record onto the heaps of the tiers that keep it, with its current value."""
-        assert record.state is not None
+        """The value of a kept record fell, or others go before it now. The tiers that keep it rank it again."""
         record.entry = self._number()
-        # Ties: evict the older state. If the older one will be used sooner, evict the younger one, or no state would
-        # live long enough to be used. Of probationary states always evict the older one, so that each prompt gets a
-        # chance.
-        newest_first = record.cell.is_rising and not record.is_probationary
-        order = -record.touched if newest_first else record.touched
         for tier in self.tiers:
-            tier.push(record, order)
-
-    def rank_again(self, state: T) -> None:
-        """More KV depends on the state, so it is worth less per byte."""
-        if any(tier.state_blocks for tier in self.tiers):
-            self.rank(self.records[state])
+            tier.rank(record)
 
     def forget(self, record: _Record[T]) -> None:
         """Counts the time of a record that is neither kept nor remembered any more."""
@@ -262,11 +276,9 @@ class _Known[T: KeptState]:
             self._likelihood.fade(self._now)
         self._likelihood.refresh(self._now)
         self._next_refresh = self._now + max(_REFRESH_AT_LEAST, len(self.records))
-        # All values changed. Rebuild the heaps, which also removes invalid entries.
+        # All values changed. This also removes invalid entries.
         for tier in self.tiers:
-            tier.empty_heaps()
-        for record in self.records.values():
-            self.rank(record)
+            tier.rank_all()
         self._calendar = [entry for entry in self._calendar if entry[2].due == entry[1]]
         heapify(self._calendar)
 
@@ -289,10 +301,8 @@ class RecomputeCostEviction[T: KeptState]:
         # Decides which KV is useful here. Below the device: the states of all tiers, as what the device has is spare.
         self._ancestry = known.ancestry
         self.state_blocks = 0.0  # bytes of a state in KV blocks; 0: states have memory of their own
-        # Entries (value, order of age, serial, number, record). An entry is valid if the state is kept here and it is
-        # its record's latest. Its value is at most the record's current value.
-        self._heap: list[tuple[float, int, int, int, _Record[T]]] = []
-        self._probationary_heap: list[tuple[float, int, int, int, _Record[T]]] = []  # probationary states only
+        self._probationary: _Ranking[T] = _Ranking()
+        self._others: _Ranking[T] = _Ranking()
 
     def tier_below(self) -> RecomputeCostEviction[T]:
         """See KnowsTiers."""
@@ -323,7 +333,7 @@ class RecomputeCostEviction[T: KeptState]:
         elif record.is_probationary and state.reason != CheckpointReason.INTERVAL:
             known.used(state)  # the other tier has it as a guess
         else:
-            known.rank(record)
+            self.rank(record)
 
     def used(self, state: T) -> None:
         """See EvictionPolicy."""
@@ -338,9 +348,11 @@ class RecomputeCostEviction[T: KeptState]:
         if self._ancestry is not known.ancestry:
             longer = self._ancestry.remove(state)
             if longer is not None:
-                known.rank_again(longer)
-        if not any(state in tier for tier in known.tiers):
-            known.removed(state)
+                self.frees_more(longer)
+        for tier in known.tiers:
+            if state in tier._states:
+                return
+        known.removed(state)
 
     def __contains__(self, state: T) -> bool:
         """Whether the state is kept on this tier."""
@@ -348,26 +360,11 @@ class RecomputeCostEviction[T: KeptState]:
 
     def victim(self, evictable: Callable[[T], bool], *, probationary_only: bool = False) -> T | None:
         """See EvictionPolicy."""
-        heap = self._probationary_heap if probationary_only else self._heap
-        passed_over = []
-        found: T | None = None
-        while heap:
-            value, _, _, number, record = heap[0]
-            state = record.state
-            is_valid = state in self._states and record.entry == number
-            if state is None or not is_valid or (probationary_only and not record.is_probationary):
-                heappop(heap)
-            elif self.value(state) > value:  # a state above it was evicted, or it grew older and likelier
-                heappop(heap)
-                self._known.rank(record)
-            elif evictable(state):
-                found = state
-                break
-            else:
-                passed_over.append(heappop(heap))
-        for entry in passed_over:
-            heappush(heap, entry)
-        return found
+        first = self._first(self._probationary, evictable)
+        if not probationary_only:
+            other = self._first(self._others, evictable)
+            first = other if first is None else first if other is None else min(first, other)
+        return None if first is None else first[-1].state
 
     def value(self, state: T) -> float:
         """The value of keeping ``state``: expected cost saved per call."""
@@ -381,20 +378,72 @@ class RecomputeCostEviction[T: KeptState]:
         """See EvictionPolicy. Keeps the rates that were learned. All tiers are cleared together."""
         self._states.clear()
         self._ancestry.clear()
-        self.empty_heaps()
+        self._probationary.clear()
+        self._others.clear()
         self._known.clear()
 
-    def push(self, record: _Record[T], order: int) -> None:
-        """Pushes a record onto the heap, if the state is kept here."""
-        state = record.state
-        assert state is not None
-        if state in self._states:
-            entry = (self.value(state), order, record.serial, record.entry, record)
-            heappush(self._heap, entry)
-            if record.is_probationary:
-                heappush(self._probationary_heap, entry)
+    def rank(self, record: _Record[T]) -> None:
+        """Ranks a record again, if the state is kept here."""
+        if record.state in self._states:
+            ranking = self._probationary if record.is_probationary else self._others
+            ranking.changed[record] = record.entry
 
-    def empty_heaps(self) -> None:
-        """Removes all entries."""
-        self._heap.clear()
-        self._probationary_heap.clear()
+    def frees_more(self, state: T) -> None:
+        """More KV here depends on the state, so it is worth less per byte."""
+        if self.state_blocks:
+            self.rank(self._known.records[state])
+
+    def rank_all(self) -> None:
+        """Ranks all records again."""
+        self._probationary.clear()
+        self._others.clear()
+        for state in self._states:
+            record = self._known.records.get(state)
+            if record is not None:  # else it is being added
+                self.rank(record)
+
+    def _first(self, ranking: _Ranking[T], evictable: Callable[[T], bool]) -> _Entry[T] | None:
+        """The entry with the least value of a state that is ``evictable``."""
+        self._rank_changed(ranking)
+        heap, kept = ranking.heap, self._states
+        passed_over = []
+        found = None
+        while heap:
+            entry = heap[0]
+            value, _, _, number, record = entry
+            state = record.state
+            if state is None or state not in kept or record.entry != number:
+                heappop(heap)
+            elif self.value(state) > value:  # a state above it was evicted, or it grew older and likelier
+                heapreplace(heap, self._entry(state, record))
+            elif evictable(state):
+                found = entry
+                break
+            else:
+                passed_over.append(heappop(heap))
+        for entry in passed_over:
+            heappush(heap, entry)
+        return found
+
+    def _rank_changed(self, ranking: _Ranking[T]) -> None:
+        heap, kept = ranking.heap, self._states
+        entries = [
+            self._entry(state, record)
+            for record, number in ranking.changed.items()
+            if record.entry == number and (state := record.state) is not None and state in kept
+        ]
+        ranking.changed.clear()
+        if len(entries) > len(heap):
+            heap += entries
+            heapify(heap)
+        else:
+            for entry in entries:
+                heappush(heap, entry)
+
+    def _entry(self, state: T, record: _Record[T]) -> _Entry[T]:
+        # Ties: evict the older state. If the older one will be used sooner, evict the younger one, or no state would
+        # live long enough to be used. Of probationary states always evict the older one, so that each prompt gets a
+        # chance.
+        newest_first = record.cell.is_rising and not record.is_probationary
+        order = -record.touched if newest_first else record.touched
+        return self.value(state), order, record.serial, record.entry, record

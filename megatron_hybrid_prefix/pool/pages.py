@@ -184,6 +184,10 @@ class _Buckets:
             left ^= 1 << free
         return None
 
+    def first(self, free: int, is_listed: Callable[[int, int], bool]) -> int | None:
+        """The first page with ``free`` free blocks."""
+        return self._top(free, is_listed) if self._filled >> free & 1 else None
+
     def _top(self, free: int, is_listed: Callable[[int, int], bool]) -> int | None:
         heap, listed = self._heaps[free], self._listed[free]
         while heap:
@@ -226,12 +230,11 @@ class Pages:
         self._is_state = bytearray(len(self._free_ids))
         self._by_free = _Buckets(len(self._free_ids), size)
         self._unheld_by_free = _Buckets(len(self._free_ids), size)  # whole pages without a held block
+        self._changed = set(range(len(self._free_ids)))  # to be listed before a page is looked for
         self.free_blocks = layout.total_blocks
         self.held_blocks = 0
         self.state_pages = 0
         self.unheld_pages = layout.pages
-        for page in range(len(self._free_ids)):
-            self._list(page)
 
     def __len__(self) -> int:
         return self._whole
@@ -253,8 +256,9 @@ class Pages:
     def take_blocks(self, count: int) -> list[int]:
         """Takes free blocks, which are held from now on. The caller checks that there are enough."""
         block_ids: list[int] = []
+        by_free = self._listed(self._by_free)  # once: only the last page has free blocks left
         while len(block_ids) < count:
-            page = self._by_free.fullest(self._has_free)
+            page = by_free.fullest(self._has_free)
             assert page is not None, "taken more blocks than are free"
             free = self._free_ids[page]
             taken = min(count - len(block_ids), len(free))
@@ -263,7 +267,7 @@ class Pages:
             self.free_blocks -= taken
             self._hold(page, taken)
             self._give_to_kv(page)
-            self._list(page)
+            self._changed.add(page)
         return block_ids
 
     def hold(self, block_id: int) -> None:
@@ -280,15 +284,23 @@ class Pages:
         self._free_ids[page].append(block_id)
         self.free_blocks += 1
         self._hold(page, -1)
-        self._list(page)
+        self._changed.add(page)
+
+    def evict(self, block_id: int) -> None:
+        """Frees a cached block."""
+        page = block_id // self._size
+        self._free_ids[page].append(block_id)
+        self.free_blocks += 1
+        self._changed.add(page)
 
     # -- slots ---------------------------------------------------------------------------------------------------------
 
     @property
     def empty_page(self) -> int | None:
         """A page whose blocks are all free; None if there is none."""
-        page = self._unheld_by_free.emptiest(self._is_unheld)
-        return page if page is not None and len(self._free_ids[page]) == self._size else None
+        if self.free_blocks < self._size:
+            return None
+        return self._listed(self._unheld_by_free).first(self._size, self._is_unheld)
 
     def can_be_emptied(self) -> bool:
         """Whether there is a page without a held block, and room for its blocks elsewhere."""
@@ -301,23 +313,24 @@ class Pages:
             The page, and its moves: (from block, to block). From now on the blocks it moves to are cached and the page's
             blocks are free.
         """
-        page = self._unheld_by_free.emptiest(self._is_unheld)
+        page = self._listed(self._unheld_by_free).emptiest(self._is_unheld)
         assert page is not None and self.can_be_emptied()
         size, free = self._size, self._free_ids[page]
         start = page * size
         used = sorted({*range(start, start + size)}.difference(free))
         targets: list[int] = []
+        by_free = self._listed(self._by_free)  # once, as in `take_blocks`
         while len(targets) < len(used):
-            target = self._by_free.fullest(lambda other, count: other != page and self._has_free(other, count))
+            target = by_free.fullest(lambda other, count: other != page and self._has_free(other, count))
             assert target is not None
             holes = self._free_ids[target]
             filled = min(len(used) - len(targets), len(holes))
             targets += holes[: -filled - 1 : -1]
             del holes[-filled:]
             self._give_to_kv(target)
-            self._list(target)
+            self._changed.add(target)
         free[:] = range(start + size - 1, start - 1, -1)
-        self._list(page)
+        self._changed.add(page)
         return page, list(zip(used, targets, strict=True))
 
     def give_to_state(self, page: int) -> None:
@@ -339,7 +352,7 @@ class Pages:
         self.state_pages -= 1
         self.unheld_pages += 1
         self.free_blocks += self._size
-        self._list(page)
+        self._changed.add(page)
 
     def is_state(self, page: int) -> bool:
         """Whether the page holds a state."""
@@ -385,7 +398,15 @@ class Pages:
         if page < self._whole and (before == 0) != (before + count == 0):
             self.unheld_pages += 1 if before else -1
             if before:
-                self._unheld_by_free.push(page, len(self._free_ids[page]))
+                self._changed.add(page)
+
+    def _listed(self, buckets: _Buckets) -> _Buckets:
+        """The buckets, with all pages that changed since the last look. Many blocks of a page change between two looks."""
+        if self._changed:
+            for page in self._changed:
+                self._list(page)
+            self._changed.clear()
+        return buckets
 
     def _list(self, page: int) -> None:
         free = len(self._free_ids[page])
@@ -398,4 +419,4 @@ class Pages:
         return len(self._free_ids[page]) == free and not self._is_state[page]
 
     def _is_unheld(self, page: int, free: int) -> bool:
-        return self._has_free(page, free) and not self._held[page]
+        return len(self._free_ids[page]) == free and not self._held[page] and not self._is_state[page]

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from array import array
 from enum import IntEnum
-from typing import SupportsIndex
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.pool.pages import Pages
@@ -78,10 +77,9 @@ class SlotPool:
 
     def reserve(self) -> int | None:
         """Reserve a slot for the next forward to write; None if no slot is free."""
-        if not self._free:
-            return None
-        slot = self._free.pop()
-        self._state[slot - self.first_slot] = SlotState.RESERVED
+        slot = self._take()
+        if slot is not None:
+            self._state[slot - self.first_slot] = SlotState.RESERVED
         return slot
 
     def publish(self, slot: int) -> None:
@@ -91,7 +89,7 @@ class SlotPool:
     def abandon(self, slot: int) -> None:
         """Free the reserved ``slot``: it was not written, or is no longer needed."""
         self._move(slot, SlotState.RESERVED, SlotState.FREE)
-        self._free.append(slot)
+        self._put_back(slot)
 
     def pin(self, slot: int) -> None:
         """Pin the published ``slot``: an admitted request reads it in its first forward."""
@@ -108,7 +106,7 @@ class SlotPool:
         self._pins[index] -= 1
         if self._pins[index] == 0 and self._state[index] == SlotState.RETIRED:
             self._move(slot, SlotState.RETIRED, SlotState.FREE)
-            self._free.append(slot)
+            self._put_back(slot)
 
     def retire(self, slot: int) -> None:
         """Free the published ``slot``, which left the prefix tree; a pinned slot becomes free with its last unpin."""
@@ -116,7 +114,15 @@ class SlotPool:
             self._move(slot, SlotState.PUBLISHED, SlotState.RETIRED)
         else:
             self._move(slot, SlotState.PUBLISHED, SlotState.FREE)
-            self._free.append(slot)
+            self._put_back(slot)
+
+    def reserve_again(self, slot: int) -> int | None:
+        """Retire the published ``slot``, and reserve it at once. None if it is pinned. No other slot is free."""
+        if self._pins[self._index(slot)]:
+            self.retire(slot)
+            return None
+        self._move(slot, SlotState.PUBLISHED, SlotState.RESERVED)
+        return slot
 
     def slots_in(self, state: SlotState) -> list[int]:
         """Ids of the slots in ``state``, ascending; O(slots)."""
@@ -135,6 +141,14 @@ class SlotPool:
                 raise CacheCorruptionError(f"slot {self.first_slot + index}: {pins} pins while {SlotState(state).name}")
             if not pins and state == SlotState.RETIRED:
                 raise CacheCorruptionError(f"slot {self.first_slot + index} leaked: it is retired and has no pin")
+
+    def _take(self) -> int | None:
+        """Takes a free slot; None if there is none."""
+        return self._free.pop() if self._free else None
+
+    def _put_back(self, slot: int) -> None:
+        """The slot is free."""
+        self._free.append(slot)
 
     def _index(self, slot: int) -> int:
         index = slot - self.first_slot
@@ -168,7 +182,6 @@ class PageSlots(SlotPool):
         """Frees all slots. The caller resets the pages."""
         self._state = bytearray(self.total_slots)
         self._pins = array("i", bytes(4 * self.total_slots))
-        self._free = _PagesAsSlots(self._pages, self.first_slot)
         self.stuck_slots = 0
 
     @property
@@ -191,6 +204,12 @@ class PageSlots(SlotPool):
         slot = super().reserve()
         self.stuck_slots += slot is not None
         return slot
+
+    def reserve_again(self, slot: int) -> int | None:
+        """See SlotPool."""
+        reserved = super().reserve_again(slot)
+        self.stuck_slots += reserved is not None
+        return reserved
 
     def publish(self, slot: int) -> None:
         """See SlotPool."""
@@ -219,7 +238,7 @@ class PageSlots(SlotPool):
     def end_live(self, slot: int) -> None:
         """Frees the slot of a request that ended."""
         self._move(slot, SlotState.LIVE, SlotState.FREE)
-        self._free.append(slot)
+        self._put_back(slot)
         self.stuck_slots -= 1
 
     def check(self) -> None:
@@ -235,24 +254,12 @@ class PageSlots(SlotPool):
         if stuck != self.stuck_slots:
             raise CacheCorruptionError(f"{stuck} slots cannot be evicted, counted {self.stuck_slots}")
 
-
-class _PagesAsSlots(list[int]):
-    """The free list of `PageSlots`: the empty pages."""
-
-    def __init__(self, pages: Pages, first_slot: int) -> None:
-        super().__init__()
-        self._pages, self._first_slot = pages, first_slot
-
-    def __bool__(self) -> bool:
-        return self._pages.empty_page is not None
-
-    def pop(self, index: SupportsIndex = -1) -> int:
-        """Gives an empty page to its slot."""
+    def _take(self) -> int | None:
         page = self._pages.empty_page
-        assert page is not None
+        if page is None:
+            return None
         self._pages.give_to_state(page)
-        return self._first_slot + page
+        return self.first_slot + page
 
-    def append(self, slot: int) -> None:
-        """The slot is free, so its page is."""
-        self._pages.take_from_state(slot - self._first_slot)
+    def _put_back(self, slot: int) -> None:
+        self._pages.take_from_state(slot - self.first_slot)
