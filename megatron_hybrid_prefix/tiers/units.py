@@ -24,8 +24,9 @@ class EntryKind(IntEnum):
     STATE = 1  # one recurrent state, in all recurrent layers
 
 
-# `Tag` and `BlockTransfer` are not frozen: each eviction makes one of both, and a frozen one takes three times as long.
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(
+    slots=True, unsafe_hash=True
+)  # not frozen: each eviction makes one, and a frozen one takes three times as long
 class Tag:
     """Name of an entry's content; compared when the entry is loaded. Never changed.
 
@@ -51,9 +52,8 @@ class Tag:
         return int.from_bytes(blake2b(text, digest_size=8).digest(), signed=True)
 
 
-@dataclass(slots=True, unsafe_hash=True)
-class BlockTransfer:
-    """One move of an entry. Never changed.
+class BlockTransfer(NamedTuple):
+    """One move of an entry. A tuple, because each eviction makes one.
 
     Attributes:
         source: Name of a tier: `DEVICE`, `HOST`, or the name of the tier behind the host.

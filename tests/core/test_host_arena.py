@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import random
 import threading
@@ -84,7 +83,7 @@ class Pools:
         """A transfer from the host to the tier behind it, or back."""
         unit = self.unit(kind, 0, entry, key=key)
         source, target = (HOST, "behind") if take else ("behind", HOST)
-        return dataclasses.replace(unit, source=source, target=target, device_id=None)
+        return unit._replace(source=source, target=target, device_id=None)
 
 
 class OnItsWay:
@@ -608,7 +607,7 @@ def test_what_is_wrong_or_missing_is_zeros(device, kind, fault, monkeypatch):
     if fault.startswith("copy"):
         monkeypatch.setattr(copies, name, fails)
     # Before it another wrong entry goes to the place of a right one, which is loaded later.
-    pools.arena.carry_out([dataclasses.replace(wrong, device_id=6), wrong])
+    pools.arena.carry_out([wrong._replace(device_id=6), wrong])
     pools.arena.carry_out([pools.unit(kind, 6, 2, load_id=2)])
     for load_id in (1, 2):
         pools.arena.wait_for_load(load_id)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,9 +17,17 @@ from tests.core.test_host_arena import Pools
 class Stream:
     """A stream, as the set of all launches that its next launch runs after."""
 
+    current: ClassVar[list[Stream]] = []  # the last one is
+    device_index = 0
+
     def __init__(self, device: object = None, priority: int = 0) -> None:
         self.known: set[str] = set()
-        self.device = device
+
+    def __enter__(self) -> None:
+        self.current.append(self)
+
+    def __exit__(self, *error: object) -> None:
+        assert self.current.pop() is self
 
     def wait_event(self, event: Event) -> None:
         self.known |= event.known
@@ -53,11 +60,11 @@ class Launches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.model = Stream()
-        self._streams = [self.model]
+        Stream.current[:] = [self.model]
         self.before: dict[str, set[str]] = {}
-        for name, value in (("Stream", Stream), ("Event", Event), ("stream", self._on)):
+        for name, value in (("Stream", Stream), ("Event", Event)):
             monkeypatch.setattr(torch.cuda, name, value)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: self._streams[-1])
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Stream.current[-1])
         monkeypatch.setattr(entry_copies, "ENGINE_BYTES", 1)
         for module in (stores, loads):
             monkeypatch.setattr(module, "STAGING_BYTES", 1)  # half of a buffer holds one entry
@@ -93,17 +100,9 @@ class Launches:
         monkeypatch.setattr(self.arena.contents, "put_sums", launch_put_sums)
         monkeypatch.setattr(self.arena.contents, "show_sums", lambda: self.launch("show_sums"))
 
-    @contextlib.contextmanager
-    def _on(self, stream: Stream) -> Iterator[None]:
-        self._streams.append(stream)
-        try:
-            yield
-        finally:
-            self._streams.pop()
-
     def launch(self, *names: str) -> None:
         """One launch, which does several things at a time."""
-        stream = self._streams[-1]
+        stream = Stream.current[-1]
         for name in names:
             if name.startswith(("_gather", "_store", "sum", "_load")):  # `straight_to_pages` needs no ids
                 assert self._uploaded[0] in stream.known
