@@ -16,8 +16,8 @@ from tests.harness.limits import THREADS
 
 os.environ["OMP_NUM_THREADS"] = str(THREADS)
 if not torch.cuda.is_available():
-    # megatron decorates functions with torch.compile, which imports the whole of inductor: 1.5 of the 5.4 s that a process
-    # takes to start. On the CPU no test calls a compiled function.
+    # megatron decorates functions with torch.compile, which imports the whole of inductor where megatron is imported before the
+    # platform, as in modules of tests: 1.5 of 5.4 s. On the CPU no test calls a compiled function.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 settings.register_profile("no time limit", deadline=None)  # no test judges speed
 settings.load_profile("no time limit")
