@@ -6,6 +6,7 @@ tests start. Rounding depends on it: see ``scripts/instruction_sets.sh``.
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -49,7 +50,9 @@ def platform():
     from megatron_hybrid_prefix.platform import ensure_platform
 
     torch.set_num_threads(THREADS)
-    return ensure_platform(device="cpu")
+    started = ensure_platform(device="cpu")
+    gc.freeze()  # megatron collects at each suspension, and would look at all modules and tests: 0.15 s
+    return started
 
 
 @pytest.fixture(scope="session")
