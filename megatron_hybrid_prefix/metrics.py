@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from copy import deepcopy
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
@@ -150,8 +149,13 @@ class PrefixStats:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def copy(self) -> PrefixStats:
-        """A deep copy."""
-        return deepcopy(self)
+        """A deep copy. Written out, because ``deepcopy`` takes ten times as long."""
+        return replace(
+            self,
+            checkpoints_by_reason=ReasonCounts(self.checkpoints_by_reason),
+            tiers={name: replace(tier, faults=dict(tier.faults)) for name, tier in self.tiers.items()},
+            fallbacks=dict(self.fallbacks),
+        )
 
     def count_fallback(self, reason: str) -> None:
         """Counts one fallback for ``reason``."""

@@ -40,6 +40,8 @@ if ((without)) || [[ -n $megatron ]]; then
   python=$("$python" scripts/variant_env.py "$folder" "${variant[@]}")
   export PATH="${python%/*}:$PATH"
 fi
+# Tests start a hundred processes, and each would compile all of our sources again: half a second of 4.
+unset PYTHONDONTWRITEBYTECODE
 arguments=(-n 2 --dist loadfile --no-loadscope-reorder) # in the order that tests/conftest.py gives
 ((all)) || arguments+=(-m "not slow")
 exec "$python" -m pytest -q "${arguments[@]}" "$@"

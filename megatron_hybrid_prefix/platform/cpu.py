@@ -84,6 +84,11 @@ def do_nothing(*args: Any, **kwargs: Any) -> None:
     """For calls that only a GPU needs."""
 
 
+def compile_nothing(model: Any = None, **options: Any) -> Any:
+    """``torch.compile`` and, with options alone, its decorator: what it gets stays as it is."""
+    return (lambda function: function) if model is None else model
+
+
 def current_stream(*args: Any, **kwargs: Any) -> HostStream:
     """The one stream."""
     return _STREAM

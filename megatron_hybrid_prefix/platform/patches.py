@@ -2,6 +2,7 @@
 
 Each group but the last applies only if the part is missing:
   * `HOST_*`                  no CUDA device: ``torch.cuda`` describes the CPU, pinning is skipped, kernels are PyTorch.
+  * `HOST_IMPORT`             likewise, only while megatron is imported.
   * `MAMBA_PARTS`             mamba-ssm or causal-conv1d missing or too old: the parts that dynamic inference uses.
   * `MAMBA_TRAINING`          mamba-ssm, causal-conv1d or their compiled extensions missing: the mixer trains, and predicts drafts,
                               with PyTorch.
@@ -88,6 +89,15 @@ HOST_TORCH = (
     ),
     _cuda("range_push", host.do_nothing, "a CPU build of torch has no NVTX", owner="torch.cuda.nvtx"),
     _cuda("range_pop", host.do_nothing, "a CPU build of torch has no NVTX", owner="torch.cuda.nvtx"),
+)
+
+HOST_IMPORT = (
+    Rebinding(
+        owner="torch",
+        name="compile",
+        make=_replace_by(host.compile_nothing),
+        why="megatron's fused functions: decorating imports all of inductor; the first call takes 20 s and a C++ compiler",
+    ),
 )
 
 

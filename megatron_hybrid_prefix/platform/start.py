@@ -176,10 +176,13 @@ def shut_down() -> None:
 
 def replace_what_is_missing(use_cuda: bool) -> tuple[str, str, str]:
     """Apply the replacements that this machine needs; returns names of (attention, mamba kernels, layers)."""
+    while_importing = Applied()
     if not use_cuda:
         apply(patches.HOST_TORCH, _applied)
     imported_before = MAMBA_MIXER in sys.modules
     try:
+        if not use_cuda:
+            apply(patches.HOST_IMPORT, while_importing)
         with warnings.catch_warnings():
             # Silences a dozen warnings that Transformer Engine, Apex, absl or a GPU are missing. `Platform.describe` reports
             # what is used instead.
@@ -190,6 +193,8 @@ def replace_what_is_missing(use_cuda: bool) -> tuple[str, str, str]:
     except BaseException:
         _applied.undo()
         raise
+    finally:
+        while_importing.undo()
     has_mamba_ssm = use_cuda and packages.has_mamba_ssm()
     has_parts = has_mamba_ssm and packages.has_mamba_parts()
     rebindings: tuple[Rebinding, ...] = ()

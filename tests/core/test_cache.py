@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
+from dataclasses import fields
 
 import pytest
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.keys import KeyChain
+from megatron_hybrid_prefix.metrics import PrefixStats, TierStats
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from tests.core.model import ModelEngine, Request
 
@@ -682,3 +685,16 @@ def test_check_integrity_finds_what_is_wrong(break_it):
     break_it(model.cache)
     with pytest.raises(CacheCorruptionError):
         model.cache.check_integrity()
+
+
+def test_a_copy_of_the_statistics_shares_nothing_that_changes():
+    stats = PrefixStats(
+        tiers={"host": TierStats(loads=3, faults={"late": 1}), "file": TierStats()}, fallbacks={"reset": 2}
+    )
+    copy = stats.copy()
+    assert copy == stats == deepcopy(stats) and type(copy.checkpoints_by_reason) is type(stats.checkpoints_by_reason)
+    pairs = [(stats, copy), *((tier, copy.tiers[name]) for name, tier in stats.tiers.items())]
+    for mine, other in pairs:
+        for field in fields(mine):
+            value = getattr(mine, field.name)
+            assert isinstance(value, int | float) or value is not getattr(other, field.name), field.name

@@ -18,7 +18,7 @@ from megatron_hybrid_prefix import HybridPrefixConfig, add_hybrid_prefix_args, h
 from megatron_hybrid_prefix.mcore.entrypoints import arguments
 from tests.harness.engine_helpers import LOG_PROB_NOISE, random_tokens
 from tests.harness.limits import HANG_S
-from tests.harness.workers.launch import WORKERS, run_prepared, torchrun
+from tests.harness.workers.launch import WORKERS, environments_of, run_prepared
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "run_megatron_checkpoint.py"
@@ -251,11 +251,10 @@ def test_an_engine_from_arguments(tiny, megatron_parser):
     assert getattr(engine.context, "prefix_cache", None) is None and not engine.enable_chunked_prefill
 
 
-def run_process(*argv: object, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    """Runs the tool as a user does, under torchrun for several ranks."""
-    launcher = torchrun(ranks) if ranks > 1 else [sys.executable]
+def run_process(*argv: object) -> subprocess.CompletedProcess[str]:
+    """Runs the tool as a user does."""
     return subprocess.run(
-        [*launcher, str(TOOL), *map(str, argv)],
+        [sys.executable, str(TOOL), *map(str, argv)],
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
@@ -294,8 +293,9 @@ def test_a_checkpoint_with_gated_delta_net(tmp_path):
 def check_checkpoint(folder, expected, tmp_path, tp, more):
     flags = ["--load", folder, "--use-checkpoint-args", *more, *INFERENCE, *prompt_arguments(), SWITCH]
     flags += ["--tensor-model-parallel-size", tp, "--json", tmp_path / "out.json"]
-    result = run_prepared(TOOL, *flags)[0] if tp == 1 else run_process(*flags, ranks=tp)
+    result, *others = run_prepared(TOOL, *flags, environments=({},) if tp == 1 else environments_of(tp))
     assert result.returncode == 0, result.stderr[-4000:]
+    assert [(other.returncode, other.stdout) for other in others] == [(0, "")] * (tp - 1)
     data = json.loads((tmp_path / "out.json").read_text())
     assert [request["reused_tokens"] for request in data["requests"]] == [0, 192]
     assert data["prefix_stats"]["reused_tokens"] == 192

@@ -187,8 +187,8 @@ def test_a_working_set_four_times_the_device(model):
         history = {session: tokens(2, 9, seed=50 + session) for session in range(sessions)}
         for turn in range(turns):
             for session in range(sessions):
-                answer = served.send(history[session], count=6)
-                history[session] += [*answer.generated_tokens, *random_tokens(44, seed=1000 + 10 * session + turn)]
+                answer = served.send(history[session], count=2)
+                history[session] += [*answer.generated_tokens, *random_tokens(48, seed=1000 + 10 * session + turn)]
         stats = served.context.prefix_stats()
         reused[name] = stats.reused_tokens
         served.check()

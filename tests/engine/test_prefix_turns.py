@@ -14,6 +14,7 @@ from tests.harness.mutants import MUTANTS, mutated_resume
 from tests.harness.selection import mostly_slow
 
 LAST = 4  # tokens of an answer that nothing goes on from
+SHORT = 32  # tokens of a block where answers pass many
 each_mode = pytest.mark.parametrize("mode", mostly_slow(MODES, "legacy"))
 
 
@@ -54,20 +55,13 @@ def decoded_states(served) -> int:
 
 @pytest.mark.slow
 @each_mode
-def test_turns_of_600_generated_and_50_new_tokens(model, mode):
-    served = EngineHarness(
-        model,
-        block_size_tokens=256,
-        max_sequence_length=4096,
-        buffer_size_gb=0.05,
-        async_sched_mode=mode,
-        max_tokens=4096,
-    )
+def test_turns_of_300_generated_and_50_new_tokens(model, mode):
+    served = EngineHarness(model, block_size_tokens=128, async_sched_mode=mode)
     chat = Chat(served)
     # After each answer comes a turn; the last answer is short, because no turn follows it.
-    for number, count in enumerate((600, 600, LAST) if mode == "legacy" else (600, LAST)):
+    for number, count in enumerate((300, 300, LAST) if mode == "legacy" else (300, LAST)):
         chat.turn(random_tokens(50, seed=number), count)
-    assert max(chat.computed) <= 306, chat.computed
+    assert max(chat.computed) <= 50 + 128, chat.computed
     served.check()
     served.check_drained()
 
@@ -83,19 +77,19 @@ def test_answers_of_gated_delta_net(request, model_name):
     served.check()
 
 
-ENDS = [("legacy", count) for count in (BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 7)]
-ENDS += [("async", count) for count in (BLOCK, 2 * BLOCK + 7)]
+ENDS = [("legacy", count) for count in (SHORT - 1, SHORT, SHORT + 1, 2 * SHORT + 7)]
+ENDS += [("async", count) for count in (SHORT, 2 * SHORT + 7)]
 
 
-@pytest.mark.parametrize("case", mostly_slow(ENDS, ("legacy", BLOCK)), ids=lambda case: f"{case[0]}-{case[1]}")
+@pytest.mark.parametrize("case", mostly_slow(ENDS, ("legacy", SHORT)), ids=lambda case: f"{case[0]}-{case[1]}")
 def test_answers_that_end_around_a_blocks_end(model, case):
     mode, count = case
-    served = EngineHarness(model, async_sched_mode=mode)
+    served = EngineHarness(model, async_sched_mode=mode, block_size_tokens=SHORT)
     chat = Chat(served)
-    for number, own in enumerate((BLOCK, 1, 3, BLOCK - 1, 17)):
+    for number, own in enumerate((SHORT, 1, 3, SHORT - 1, 17)):
         chat.turn(random_tokens(own, seed=number), count if number < 4 else LAST)
         # All but the new tokens, the last token of the answer, and what is behind the last block's end.
-        assert chat.computed[-1] <= own + BLOCK
+        assert chat.computed[-1] <= own + SHORT
     served.check()
 
 
@@ -104,12 +98,12 @@ def test_answers_that_end_around_a_blocks_end(model, case):
 @pytest.mark.parametrize("case", mostly_slow(["all-3", "mixed-3", "mixed-1"], "mixed-3"))
 def test_drafts_that_pass_a_blocks_end(tiny_mtp, mode, case):
     accepted, drafts = case.split("-")[0], int(case[-1])
-    served = EngineHarness(tiny_mtp, async_sched_mode=mode, num_speculative_tokens=drafts, max_sequence_length=2048)
+    served = EngineHarness(tiny_mtp, async_sched_mode=mode, num_speculative_tokens=drafts, block_size_tokens=SHORT)
     right = {"all": lambda request_id, position: 3, "mixed": lambda request_id, position: (request_id + position) % 4}
     chat = Chat(served, right[accepted])
     for number in range(4):
-        chat.turn(random_tokens(9 + number, seed=number), 2 * BLOCK + number if number < 3 else LAST)
-        assert chat.computed[-1] <= 9 + number + BLOCK
+        chat.turn(random_tokens(9 + number, seed=number), 2 * SHORT + number if number < 3 else LAST)
+        assert chat.computed[-1] <= 9 + number + SHORT
     assert served.context.prefix_stats().checkpoints_by_reason["decode"] >= 6
     served.check()
     served.check_drained()
@@ -143,17 +137,17 @@ def check_wrong_state(model, mode, drafts, mutant):
 @pytest.mark.slow
 @each_mode
 def test_the_two_latest_states_of_an_answer_are_kept_and_one_that_was_used(model, mode):
-    served, prompt = EngineHarness(model, async_sched_mode=mode), tokens(0, 30, seed=1)
-    answer = prompt + known_answer(EngineHarness(model, slots=None), prompt, 5 * BLOCK)
-    served.add(prompt, 5 * BLOCK)
+    served, prompt = EngineHarness(model, async_sched_mode=mode, block_size_tokens=SHORT), tokens(0, 30, seed=1)
+    answer = prompt + known_answer(EngineHarness(model, slots=None), prompt, 5 * SHORT)
+    served.add(prompt, 5 * SHORT)
     other, most = None, 0
     while served.engine.has_unfinished_requests():
         served.step()
         most = max(most, decoded_states(served))
         if other is None and decoded_states(served) == 2:
             # Another request goes on from the second block's end while the answer is still generated: that state stays.
-            other = served.add(answer[: 2 * BLOCK + 1], LAST)
-    assert served.finished[other].num_cached_tokens == 2 * BLOCK and most == 3
+            other = served.add(answer[: 2 * SHORT + 1], LAST)
+    assert served.finished[other].num_cached_tokens == 2 * SHORT and most == 3
     assert served.context.prefix_stats().checkpoints_by_reason["decode"] == 5
     assert sorted(node.depth_blocks for node in served.cache.inspect.nodes_with_state()) == [2, 4, 5]
     served.check()

@@ -50,9 +50,16 @@ def test_everything_is_put_back_and_can_be_replaced_again():
     code = """
 import sys, torch
 before = {name: getattr(torch.cuda, name) for name in dir(torch.cuda)}
+compile_before = torch.compile
 from megatron_hybrid_prefix.platform import ensure_platform, undo_platform, shut_down, active_rebindings
 ensure_platform()
+assert torch.compile is compile_before
+from megatron_hybrid_prefix import build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
+build_engine(build_hybrid_model('tiny'))
+assert 'torch._dynamo' not in sys.modules and 'torch._inductor' not in sys.modules, 'seconds of every start'
+from megatron.core.fusions.fused_bias_swiglu import swiglu
+assert swiglu.__module__ == 'megatron.core.fusions.fused_bias_swiglu' and not hasattr(swiglu, '_torchdynamo_orig_callable')
 listed = active_rebindings()
 assert len(listed) > 40
 assert torch.cuda.current_device is not before['current_device']
@@ -72,7 +79,7 @@ assert not torch.distributed.is_initialized()
 ensure_platform()
 build_hybrid_model('tiny')
 """
-    result = run_python(code)
+    result = run_python(code, TORCHDYNAMO_DISABLE="0")
     assert result.returncode == 0, result.stderr
 
 
