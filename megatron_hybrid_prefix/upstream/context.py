@@ -135,6 +135,7 @@ class ContextSeam(DynamicInferenceContext):
     def _allocate_memory_buffer(self) -> None:
         if not self.allocate_kv():
             super()._allocate_memory_buffer()
+            self.memory_buffer.zero_()  # training may have left NaN there: see `PageClear` in tiers/units.py
 
     def _allocate_mamba_states(self) -> None:
         if self.is_hybrid_model:

@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig
 from megatron_hybrid_prefix.errors import CacheCorruptionError
@@ -182,6 +183,22 @@ def test_blocks_of_requests_hold_numbers(platform, clears, monkeypatch):
     conversations(served)
     assert served.cache.inspect.memory_use().pages_to_kv > 2 and len(found) > 10
     assert all(found) == clears
+
+
+@pytest.mark.parametrize("memory", [{"cache_gb": 0.01}, {"mamba_gb": 0.001}, {"slots": None}])
+def test_kv_memory_begins_with_zeros(tiny, memory, monkeypatch):
+    """Whatever the allocator gives: between two rollouts it was the training's."""
+    empty = torch.empty
+
+    def used(*args: Any, **fields: Any) -> Any:
+        tensor = empty(*args, **fields)
+        return tensor.fill_(float("nan") if tensor.is_floating_point() else 127)
+
+    monkeypatch.setattr(torch, "empty", used)
+    served = EngineHarness(tiny, **memory)
+    assert not served.context.memory_buffer.any()
+    served.send(tokens(1, 3, seed=1), count=2)
+    served.check()
 
 
 # -- who waits ---------------------------------------------------------------------------------------------------------

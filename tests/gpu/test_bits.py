@@ -28,6 +28,13 @@ def test_a_request_has_the_same_bits_alone_and_in_random_schedules(preset, tmp_p
     check(json.loads((tmp_path / f"bits_{preset}_tp1.json").read_text()))
 
 
+def test_likewise_in_one_memory_with_blocks_as_long_as_the_attentions_tile(tmp_path):
+    """FlashAttention 4 loads such blocks whole."""
+    print(run_script("bits.py", "small", "--engines", "tight", "--block-tokens", 128, "--out", tmp_path))
+    found = json.loads((tmp_path / "bits_small_tp1.json").read_text())["tight"]
+    assert found["hits"] and found["evictions"] and not any(found["different"].values()), found
+
+
 @pytest.mark.parametrize("preset", ["small", "small-gdn"])
 def test_likewise_on_two_gpus(preset, tmp_path):
     if torch.cuda.device_count() < 2:
