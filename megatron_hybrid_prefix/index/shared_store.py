@@ -199,7 +199,6 @@ class SharedStore(PrefixStore):
 
     def _compact(self) -> None:
         _, moves = self.pages.empty()
-        self._clear_pages()
         self.blocks.move(moves)
         for source, target in moves:
             self.copies.append(BlockMove(source_block=source, target_block=target))

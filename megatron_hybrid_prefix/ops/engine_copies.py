@@ -1,7 +1,7 @@
 """Copies between the device and pinned host memory by the copy engines. See ``page_copies.py`` for the other way, a kernel.
 
-A copy to the host waits in line behind all those that other streams launched before it, up to something else than a copy. So a number
-is written after each 8 MiB: a copy of 4 KiB waits 0.2 ms at most then (tests/gpu/transfer_parts.py). Events do not help.
+Copies to the host run in the order of their launch, whatever their stream, until a stream does something else. So a number is written
+after each 8 MiB: a copy of 4 KiB on another stream waits 0.2 ms at most then (tests/gpu/beside_stores.py). An event is not enough.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ def _driver_copy() -> Callable[[int, int, int, int], int]:
 
 @cache
 def _driver_batch_copy() -> Callable[[array[int], array[int], array[int], int], int] | None:
-    """The CUDA driver's ``cuMemcpyBatchAsync(targets, sources, sizes, stream)``; None if it is older than CUDA 12.8."""
+    """The CUDA driver's ``cuMemcpyBatchAsync(targets, sources, sizes, stream)``; None if the driver is older than CUDA 12.8."""
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     types = (pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
     try:

@@ -2,7 +2,7 @@
 
 Between the device and the host there are two ways. A kernel reads and writes pinned memory itself. Two programs fill the host link;
 more would slow the model's kernels down. The copy engines (``engine_copies.py``) are faster if pages are large, begin sooner, because
-the device needs no ids, and slow no kernel down. (``tests/gpu/transfer_parts.py``, ``tests/gpu/beside_stores.py``)
+the device needs no ids, and hardly slow kernels down. (``tests/gpu/transfer_parts.py``, ``tests/gpu/beside_stores.py``)
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Each group but the last applies only if the part is missing:
   * `HOST_*`                  no CUDA device: ``torch.cuda`` describes the CPU, pinning is skipped, kernels are PyTorch.
-  * `HOST_IMPORT`             likewise, only while megatron is imported.
+  * `HOST_IMPORT`             likewise, only while megatron is imported. What it decorated then stays as it is.
   * `MAMBA_PARTS`             mamba-ssm or causal-conv1d missing or too old: the parts that dynamic inference uses.
   * `MAMBA_TRAINING`          mamba-ssm, causal-conv1d or their compiled extensions missing: the mixer trains, and predicts drafts,
                               with PyTorch.

@@ -104,12 +104,12 @@ class _Record[T]:
 
 
 type _Entry[T] = tuple[float, int, int, int, _Record[T]]
-"""Value, order of age, serial, number, record. Valid if the number is that of the record, and its state is kept. A record has
-an entry whose value is at most its current one; others do no harm."""
+"""Value, order of age, serial, number, record. Valid if the number is that of the record, and its state is kept. One entry of a
+record has at most its current value; more of them only come later."""
 
 
 class _Ranking[T]:
-    """Records of one tier, the least value first. They are ranked when somebody asks, as most change more often.
+    """Records of one tier, the least value first. They are ranked when somebody asks: most change several times in between.
 
     Attributes:
         heap: Entries, some of them not valid.

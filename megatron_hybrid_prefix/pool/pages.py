@@ -209,7 +209,8 @@ class Pages:
     Attributes:
         pages_to_states: Pages given to a state so far, of those that last held KV.
         pages_to_kv: Pages given to KV blocks so far, of those that last held a state.
-        with_old_state: Pages given to KV blocks that hold the bytes of a state. The caller has them cleared, and empties the list.
+        with_old_state: Pages that were given to KV blocks and still hold the bytes of a state. The caller has them cleared, and
+            empties the list.
     """
 
     def __init__(self, layout: PageLayout) -> None:
@@ -327,7 +328,8 @@ class Pages:
             filled = min(len(used) - len(targets), len(holes))
             targets += holes[: -filled - 1 : -1]
             del holes[-filled:]
-            self._give_to_kv(target)
+            assert self._last_owner[target] != _STATE, "such a page is empty, and would have been taken"
+            self._last_owner[target] = _KV
             self._changed.add(target)
         free[:] = range(start + size - 1, start - 1, -1)
         self._changed.add(page)

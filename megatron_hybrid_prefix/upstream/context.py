@@ -137,6 +137,14 @@ class ContextSeam(DynamicInferenceContext):
             super()._allocate_memory_buffer()
             self.memory_buffer.zero_()  # training may have left NaN there: see `PageClear` in tiers/units.py
 
+    def reinitialize_inference_state_buffers(self) -> None:
+        """See megatron. What torch_memory_saver brings back is other memory, and nothing is allocated."""
+        is_here = self.is_tensor_state_allocated
+        super().reinitialize_inference_state_buffers()
+        recomputes = self.kv_cache_management_mode == KVCacheManagementMode.RECOMPUTE
+        if self._uses_torch_memory_saver and recomputes and not is_here:
+            self.memory_buffer.zero_()
+
     def _allocate_mamba_states(self) -> None:
         if self.is_hybrid_model:
             self.allocate_states()

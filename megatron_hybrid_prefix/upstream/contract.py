@@ -50,6 +50,7 @@ CONTEXT = rows_of(
         "the cache is made after it",
     ),
     overrides("_allocate_memory_buffer", "(self)", "upstream/context", "KV in the memory that it shares with states"),
+    overrides("reinitialize_inference_state_buffers", "(self)", "upstream/context", "KV memory begins with zeros"),
     overrides(
         "_allocate_mamba_states",
         "(self)",

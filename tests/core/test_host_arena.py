@@ -750,6 +750,26 @@ def test_without_verification_nothing_is_compared():
     assert not pools.arena.has_failed(1)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_many_entries_of_one_batch_arrive(device, monkeypatch):
+    """More than are launched at first, in pages that are apart."""
+    monkeypatch.setattr(entry_copies, "ENGINE_BYTES", 1)
+    pools, count = Pools(device), 9
+    for index in range(count):
+        pools.write(EntryKind.KV, index, 5 + index)
+    entries = random.Random(0).sample(range(0, PAGES, 2), count)
+    pools.arena.carry_out([pools.unit(EntryKind.KV, index, entry) for index, entry in enumerate(entries)])
+    pools.arena.wait_for_stores()
+    for index in range(count):
+        pools.write(EntryKind.KV, index, 0)
+    (batch,) = pools.arena._copies.batches([pools.unit(EntryKind.KV, n, e, 1) for n, e in enumerate(entries)], None)
+    assert len(batch.units) == count > entry_copies.FIRST_RANGES
+    pools.arena.carry_out(batch.units)
+    pools.arena.wait_for_load(1)
+    assert not pools.arena.has_failed(1)
+    assert [float(pools.read(EntryKind.KV, index)[0].unique()) for index in range(count)] == [*range(5, 5 + count)]
+
+
 def test_neighbouring_pages_of_two_entries_are_no_neighbours_in_the_buffer(monkeypatch):
     """Entries that fill one of their two pages, as on a rank with fewer layers than others."""
     monkeypatch.setattr(entry_copies, "ENGINE_BYTES", 1)

@@ -24,6 +24,7 @@ class Stream:
         self.known: set[str] = set()
 
     def __enter__(self) -> None:
+        assert self not in self.current[1:], "a stream is entered twice"
         self.current.append(self)
 
     def __exit__(self, *error: object) -> None:

@@ -5,11 +5,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.inference.config import KVCacheManagementMode
+from megatron.core.inference.contexts import dynamic_context
+from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 
 from megatron_hybrid_prefix import HybridPrefixConfig
 from megatron_hybrid_prefix.errors import CacheCorruptionError
@@ -187,17 +192,33 @@ def test_blocks_of_requests_hold_numbers(platform, clears, monkeypatch):
 
 @pytest.mark.parametrize("memory", [{"cache_gb": 0.01}, {"mamba_gb": 0.001}, {"slots": None}])
 def test_kv_memory_begins_with_zeros(tiny, memory, monkeypatch):
-    """Whatever the allocator gives: between two rollouts it was the training's."""
-    empty = torch.empty
+    """Whatever the allocator gives, or torch_memory_saver after a suspension: between two rollouts it was the training's."""
+    allocate, empty = DynamicInferenceContext._allocate_memory_buffer, torch.empty
 
-    def used(*args: Any, **fields: Any) -> Any:
-        tensor = empty(*args, **fields)
-        return tensor.fill_(float("nan") if tensor.is_floating_point() else 127)
+    def used(self: Any) -> None:
+        allocate(self)
+        self.memory_buffer.fill_(float("nan"))
 
-    monkeypatch.setattr(torch, "empty", used)
-    served = EngineHarness(tiny, **memory)
-    assert not served.context.memory_buffer.any()
-    served.send(tokens(1, 3, seed=1), count=2)
+    monkeypatch.setattr(DynamicInferenceContext, "_allocate_memory_buffer", used)
+    monkeypatch.setattr("torch.empty", lambda *args, **fields: empty(*args, **fields).fill_(127))
+    saver = SimpleNamespace(region=lambda *_, **__: contextlib.nullcontext(), pause=lambda tag: None)
+    for name, value in (
+        ("HAVE_TORCH_MEMORY_SAVER", True),
+        ("torch_memory_saver", saver),
+        ("device_memory_summary", str),
+    ):
+        monkeypatch.setattr(dynamic_context, name, value, raising=False)
+    fields = {"kv_cache_management_mode": KVCacheManagementMode.RECOMPUTE, "static_kv_memory_pointers": True}
+    served = EngineHarness(tiny, **fields, **memory)
+    buffer = served.context.memory_buffer
+    assert not buffer.any()
+    saver.resume = lambda tag: buffer.fill_(float("nan"))
+    prompt = tokens(1, 3, seed=1)
+    served.send(prompt, count=2)
+    served.engine.suspend()
+    served.engine.resume()
+    assert served.context.memory_buffer is buffer and not buffer.any()
+    served.send(prompt, count=2)
     served.check()
 
 

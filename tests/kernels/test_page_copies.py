@@ -160,21 +160,23 @@ def test_copies_to_the_host_by_the_engines(way, layers, shape, dtype, page_bytes
             after[pages[page]][inside] = words[at // layer_bytes, entry, 1, at % layer_bytes].item()
     if "far" in way:
         monkeypatch.setattr(engine_copies, "_MOST_PITCH", words.stride(0) - 1)
-    driver, passed = Driver(engine_copies._MOST_PITCH), []
+    driver, passed, turn_bytes = Driver(engine_copies._MOST_PITCH), [], 50
     if "cuda" in way:
         words, memory = words.cuda(), memory.pin_memory()
     elif way != "host":
         monkeypatch.setattr(engine_copies, "_driver_box_copy", lambda: driver)
         monkeypatch.setattr(engine_copies, "_by_host", partial(engine_copies._by_engine, stream=Stream()))
         monkeypatch.setattr(engine_copies, "_let_others_pass", passed.append)
-        monkeypatch.setattr(engine_copies, "TURN_BYTES", 1)
+        monkeypatch.setattr(engine_copies, "TURN_BYTES", turn_bytes)
     copy_to_host(entries_of(words, dtype, shape), memory, zip(ids, of_row, strict=True), start_bytes=start)
     if "cuda" in way:
         torch.cuda.synchronize()
     assert memory.tolist() == after
     if way in ("simulated driver", "far"):
         assert driver.calls == len(ids) * boxes_of(layers * layer_bytes, layer_bytes, page_bytes, start)
-        assert len(passed) == driver.calls
+        # Each turn has `turn_bytes` at least, and ends with a box, which is in one page.
+        copied = len(ids) * layers * layer_bytes
+        assert copied // (turn_bytes + page_bytes) <= len(passed) <= copied // turn_bytes
 
 
 def test_places_outside_are_not_copied_to_the_host():
@@ -270,11 +272,27 @@ def test_ranges_by_the_simulated_driver(way, to_host, monkeypatch):
             engine_copies._copy_by_engines([(1, 2, 3)], stream, to_host=to_host)
 
 
+def test_others_may_pass_after_a_number_is_written(monkeypatch):
+    written, word, errors = [], torch.zeros(1, dtype=torch.int32), iter((0, 801, 700))
+
+    def write(*arguments):
+        written.append(arguments)
+        return next(errors)
+
+    monkeypatch.setattr(engine_copies, "_driver_write", lambda: write)
+    monkeypatch.setattr(engine_copies, "_word", lambda device: word)
+    for _ in range(2):  # 801: not supported; they wait longer then
+        engine_copies._let_others_pass(Stream())
+    with pytest.raises(RuntimeError, match="cuStreamWriteValue32 returned error 700"):
+        engine_copies._let_others_pass(Stream())
+    assert written == [(7, word.data_ptr(), 0, 0)] * 3
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("to_host", [True, False])
-def test_many_ranges_beside_other_streams(to_host, batched, monkeypatch):
-    """More than a turn, in random places, on a stream of its own."""
+def test_many_ranges_on_a_stream_of_their_own(to_host, batched, monkeypatch):
+    """More than a turn, in random places."""
     if not batched:
         monkeypatch.setattr(engine_copies, "_driver_batch_copy", lambda: None)
     size, count = 3 * 2**19 + 24, 23
