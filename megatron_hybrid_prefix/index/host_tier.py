@@ -155,9 +155,7 @@ class HostTier:
             False if there is no room, or not for KV that no state needs.
         """
         if node.host_block == NO_BLOCK:
-            if not self.entries.has_room(EntryKind.KV) and not self._make_room_for_kv(
-                node, forced=forced or self._stores_everything
-            ):
+            if not self._make_room_for_kv(node, forced=forced or self._stores_everything):
                 if node.host_slot != NO_SLOT and not forced and not self.entries.is_pinned(node.host_slot):
                     self.drop_state(node)  # a guess: it cannot be reached without its KV
                 return False
@@ -180,7 +178,7 @@ class HostTier:
         self._eviction.added(node)  # first, so that its value is compared with the others'
         if node.used:
             self._eviction.used(node)
-        if not self.entries.has_room(EntryKind.STATE) and not self._make_room_for_state(node):
+        if not self._make_room_for_state(node):
             self._eviction.removed(node)
             return False
         node.host_slot = self._store(node.slot, self._tag(EntryKind.STATE, node))

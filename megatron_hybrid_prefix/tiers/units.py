@@ -110,7 +110,7 @@ def stores_first(copies: Sequence[Copy], page_blocks: int, first_page_slot: int)
     others: list[Copy] = []
     moved: set[int] = set()  # blocks that the moves and clears read or write
     slots: set[int] = set()  # of their pages
-    no_load_yet = True
+    no_transfer_yet = True
     for copy in copies:
         if isinstance(copy, BlockMove | PageClear):
             if isinstance(copy, BlockMove):
@@ -122,8 +122,8 @@ def stores_first(copies: Sequence[Copy], page_blocks: int, first_page_slot: int)
         else:
             # Transfers keep their order: they may use the same pages on the host.
             reads_moved = copy.device_id in (moved if copy.tag.kind == EntryKind.KV else slots)
-            no_load_yet = no_load_yet and copy.source == DEVICE and not reads_moved
-            if no_load_yet:
+            no_transfer_yet = no_transfer_yet and copy.source == DEVICE and not reads_moved
+            if no_transfer_yet:
                 stores.append(copy)
                 continue
         others.append(copy)

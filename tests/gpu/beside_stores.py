@@ -28,9 +28,9 @@ from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, state_
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.ops import engine_copies, page_copies
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from megatron_hybrid_prefix.tiers import entry_copies
 from megatron_hybrid_prefix.tiers.pinned import allocate, pin, unpin
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
+from tests.gpu.host_cost import by_kernel
 from tests.harness.engine_helpers import greedy, run_to_end
 
 KERNELS, REPEATS = 100, 7
@@ -165,9 +165,12 @@ def decodes(requests: int = 8, rounds: int = 12) -> None:
         tokens = [dice.randrange(model.hybrid_config.vocab_size) for _ in range(120)]
         engine.add_request(number, tokens, greedy(3000))
     run_to_end(engine, {}, 12)
-    copies, nothing = entry_copies.EntryCopies, contextlib.nullcontext
-    kernel = partial(patch.object, copies, "_to_pages_by_engine", copies._to_pages_by_kernel)
-    ways = {"alone": (0, nothing), "beside a store by the kernel": (150, kernel), "by the copy engines": (150, nothing)}
+    nothing = contextlib.nullcontext
+    ways = {
+        "alone": (0, nothing),
+        "beside a store by the kernel": (150, partial(by_kernel, 2)),
+        "by the copy engines": (150, nothing),
+    }
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, (blocks, way) in ways.items():

@@ -46,6 +46,29 @@ def test_matches_the_loops(dtype):
         assert (out[start:] == 0).all()
 
 
+def flash_attention_4(q, k, v, table, q_lens, k_lens):
+    """As megatron calls it; q, k and v on the GPU."""
+    cute = pytest.importorskip("flash_attn.cute")
+    from megatron_hybrid_prefix.platform.kernels.attention_cuda import flash_attn4_varlen_func
+
+    call = flash_attn4_varlen_func(cute.flash_attn_varlen_func, torch.cuda.get_device_capability()[0] == 9)
+    out, _ = call(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cumulative(q_lens).cuda(),
+        max_seqlen_q=max(q_lens),
+        max_seqlen_k=max(k_lens),
+        seqused_k=torch.tensor(k_lens, dtype=torch.int32).cuda(),
+        page_table=table.cuda(),
+        softmax_scale=q.shape[-1] ** -0.5,
+        causal=True,
+        window_size=(-1, -1),
+        num_splits=0,
+    )
+    return out
+
+
 @pytest.mark.skipif(INTERPRETED, reason="for a GPU")
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 64), (32, 8, 128), (16, 2, 256), (8, 1, 256)])
 @pytest.mark.parametrize(
@@ -54,33 +77,17 @@ def test_matches_the_loops(dtype):
     ids=["tail of a hit", "decode", "mixed", "drafts"],
 )
 def test_flash_attention_4(heads, kv_heads, dim, q_lens, k_lens):
-    """As megatron calls it: at most twice as far off as the gathering attention in bfloat16, by root mean square."""
-    cute = pytest.importorskip("flash_attn.cute")
-    from megatron_hybrid_prefix.platform.kernels.attention_cuda import (
-        flash_attn4_varlen_func,
-        paged_varlen_attention_cuda,
-    )
+    """At most twice as far off as the gathering attention in bfloat16, by root mean square."""
+    from megatron_hybrid_prefix.platform.kernels.attention_cuda import paged_varlen_attention_cuda
 
     q, k, v, table = make(0, q_lens, k_lens, heads, kv_heads, dtype=torch.bfloat16, dim=dim, page=256)
     k, v = k.nan_to_num(30.0), v.nan_to_num(30.0)  # both compute with all of a page, and mask what it holds of nobody
     table = table.clamp(min=0)
-    call = flash_attn4_varlen_func(cute.flash_attn_varlen_func, torch.cuda.get_device_capability()[0] == 9)
-    lengths, starts = torch.tensor(k_lens, dtype=torch.int32), cumulative(q_lens)
+    lengths, starts = torch.tensor(k_lens), cumulative(q_lens)
     on_gpu = [t.cuda() for t in (q, k, v)]
-    found, _ = call(
-        *on_gpu,
-        cu_seqlens_q=starts.cuda(),
-        max_seqlen_q=max(q_lens),
-        max_seqlen_k=max(k_lens),
-        seqused_k=lengths.cuda(),
-        page_table=table.cuda(),
-        softmax_scale=dim**-0.5,
-        causal=True,
-        window_size=(-1, -1),
-        num_splits=0,
-    )
+    found = flash_attention_4(*on_gpu, table, q_lens, k_lens)
     gathered, _ = paged_varlen_attention_cuda(
-        *on_gpu, starts.cuda(), lengths.long().cuda(), max(q_lens), None, (-1, 0), table.cuda()
+        *on_gpu, starts.cuda(), lengths.cuda(), max(q_lens), None, (-1, 0), table.cuda()
     )
     errors = {"FA4": 0.0, "gathered": 0.0}
     for i, (rows, keys) in enumerate(zip(q_lens, k_lens, strict=True)):
@@ -101,26 +108,10 @@ def test_flash_attention_4(heads, kv_heads, dim, q_lens, k_lens):
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 64), (32, 8, 128), (16, 2, 256)])
 def test_numbers_behind_the_last_token_change_no_bit(heads, kv_heads, dim, page):
     """Hopper's copy unit loads pages as long as FA4's tile whole: NaN there would spread. (No block of a request holds NaN.)"""
-    cute = pytest.importorskip("flash_attn.cute")
-    from megatron_hybrid_prefix.platform.kernels.attention_cuda import flash_attn4_varlen_func
-
     q_lens, k_lens = [300, 1, 70], [300, 700, 4690]
     q, k, v, table = make(0, q_lens, k_lens, heads, kv_heads, dtype=torch.bfloat16, dim=dim, page=page)
-    call = flash_attn4_varlen_func(cute.flash_attn_varlen_func, torch.cuda.get_device_capability()[0] == 9)
     found = []
     for behind in (0.0, 30.0, -5000.0):
         rows = (each.nan_to_num(behind).cuda() for each in (q, k, v))
-        out, _ = call(
-            *rows,
-            cu_seqlens_q=cumulative(q_lens).cuda(),
-            max_seqlen_q=max(q_lens),
-            max_seqlen_k=max(k_lens),
-            seqused_k=torch.tensor(k_lens, dtype=torch.int32, device="cuda"),
-            page_table=table.clamp(min=0).cuda(),
-            softmax_scale=dim**-0.5,
-            causal=True,
-            window_size=(-1, -1),
-            num_splits=0,
-        )
-        found.append(out)
+        found.append(flash_attention_4(*rows, table.clamp(min=0), q_lens, k_lens))
     assert found[0].isfinite().all() and torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
