@@ -127,10 +127,14 @@ class HostArena:
         """Bytes of one entry on this rank."""
         return self._copies.bytes[kind]
 
-    def carry_out(self, units: Sequence[BlockTransfer]) -> None:
+    def carry_out(self, units: Sequence[BlockTransfer], *, send: bool = True) -> None:
         """Launch transfers in order. The model may overwrite stored entries after `wait_for_stores`.
 
         A transfer that fails is logged. Its load counts as failed, on this rank.
+
+        Args:
+            units: The transfers.
+            send: False: gather what is stored, and leave its copies to the host to `send`. What needs them launches them, too.
         """
         behind = self._behind or self._shared
         for (source, target), group in groupby(units, key=attrgetter("source", "target")):
@@ -138,12 +142,17 @@ class HostArena:
             if source == DEVICE:
                 if self._shared is not None:
                     run = self._shared.overwrite(run)
-                self.stores.run(run, self.loads.mark_before_stores(run))
+                self.stores.run(run, self.loads.mark_before_stores(run), send=send)
             elif target == DEVICE:
                 self.loads.run(run if self._shared is None else self._shared.without_put_off(run))
             else:
                 assert behind is not None
+                self.send()
                 (behind.store if source == HOST else behind.load)(run)
+
+    def send(self) -> None:
+        """Launch the copies to the host that `carry_out` left. They do not wait for what the model launched since."""
+        self.stores.send()
 
     def wait_for_stores(self) -> None:
         """The model's later launches run after all stores have read their entries."""
@@ -166,6 +175,7 @@ class HostArena:
 
     def finish(self) -> None:
         """The CPU waits for all transfers between the device and the host."""
+        self.send()
         for queue in (self.stores.queue, self.loads.queue):
             with queue.running():
                 mark = queue.mark()
@@ -187,6 +197,7 @@ class HostArena:
             wait_s: Wait at most this long for them.
         """
         assert self._shared is not None
+        self.send()
         return self._shared.fetched(load_id, wait_s)
 
     def run_put_off(self, load_id: int) -> None:

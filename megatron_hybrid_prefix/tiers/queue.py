@@ -35,14 +35,17 @@ class DeviceQueue:
         self._seconds = self._waited = 0.0
 
     @contextlib.contextmanager
-    def running(self, *after: Mark) -> Iterator[None]:
+    def running(self, *after: Mark, after_model: bool = True) -> Iterator[None]:
         """Launches inside the block run after the model's earlier launches, and in parallel with its later ones.
 
         Args:
             *after: They also run after these marks of other queues.
+            after_model: False: they need not run after the model's launches.
         """
-        now = self._current().record_event()
-        for mark in (now, *(mark for mark in after if mark is not None and not mark.query())):
+        marks = [mark for mark in after if mark is not None and not mark.query()]
+        if after_model:
+            marks.append(self._current().record_event())
+        for mark in marks:
             for stream in (self._stream, *self._ahead):
                 stream.wait_event(mark)
         start = torch.cuda.Event(enable_timing=True)
@@ -128,7 +131,7 @@ class HostQueue:
         self._seconds = 0.0
 
     @contextlib.contextmanager
-    def running(self, *after: Mark) -> Iterator[None]:
+    def running(self, *after: Mark, after_model: bool = True) -> Iterator[None]:
         """See DeviceQueue."""
         start = time.perf_counter()
         yield

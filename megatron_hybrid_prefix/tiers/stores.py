@@ -4,11 +4,15 @@ A store gathers entries into a staging buffer on the device, and copies that to 
 are small. If no store is on its way, the engines copy the first entries straight to their pages: the host link is busy while the others
 are prepared and gathered. What overwrites a stored block (a forward, a load) waits until it is gathered, or was copied straight, but
 not for the other copies to the host.
+
+These copies can also be launched later (`Stores.send`): a forward that needs the room, and the GPU with it, would wait while the CPU
+launches them. Then nothing goes straight to the host, because a forward would wait for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, groupby, takewhile
 from operator import attrgetter
@@ -46,10 +50,12 @@ class Stores:
         self._sent: Mark = None  # end of the last copy straight to the host; None once the model waits for it
         self._gathered: Mark = None  # end of the last gather or sum; likewise
         self._new_pages: set[int] = set()  # first pages of entries that may still be in flight to the host
+        self._waiting: dict[int, list[Batch]] = {}  # by half of the buffer: gathered, and not on the way to the host
+        self._summed: list[tuple[torch.Tensor, torch.Tensor]] = []  # first pages and checksums that are not noted yet
         self.stored: Mark = None
         self.bytes = 0
 
-    def run(self, units: Sequence[BlockTransfer], after: Mark) -> None:
+    def run(self, units: Sequence[BlockTransfer], after: Mark, *, send: bool = True) -> None:
         """Launch stores, in order. The model may overwrite the entries after `wait`.
 
         A copy that fails is logged. Its entries are not on the host then.
@@ -57,30 +63,46 @@ class Stores:
         Args:
             units: The stores.
             after: They run after this mark of another queue.
+            send: False: leave the copies of what is gathered to `send`.
         """
         if not units:
             return
+        self.send()
         is_idle = self.stored is None or self.stored.query()  # changes the way, but nothing that arrives
-        with self.queue.running(after):
+        self._new_pages.update(_first_pages(units))
+        with self._storing(after):
+            for different in without_shared_pages(units):
+                self._send()  # to the same pages
+                self._run_different(different, is_idle=is_idle, send=send)
+                is_idle = False
+
+    def send(self) -> None:
+        """Launch the copies that `run` left. They need not run after what the model launched since."""
+        if self._waiting or self._summed:
+            with self._storing(after_model=False):
+                self._send()
+
+    @contextmanager
+    def _storing(self, *after: Mark, after_model: bool = True) -> Iterator[None]:
+        """Copies to the host are launched inside the block. Afterwards `stored` is their end."""
+        with self.queue.running(*after, after_model=after_model):
             try:
-                for different in without_shared_pages(units):
-                    self._run_different(different, is_idle=is_idle)
-                    is_idle = False
+                yield
             finally:
                 self._contents.show_sums()
                 self.stored = self.queue.mark()
-                self._new_pages.update(_first_pages(units))
 
-    def _run_different(self, units: Sequence[BlockTransfer], *, is_idle: bool) -> None:
+    def _run_different(self, units: Sequence[BlockTransfer], *, is_idle: bool, send: bool) -> None:
         """Launches stores to different pages.
 
         Args:
             units: The stores.
             is_idle: Whether no store is on its way. Then nothing that can wait is done before the first launch.
+            send: See `run`.
         """
         units = sorted(units, key=lambda unit: unit.tag.kind)  # for fewer batches
         self._contents.drop(units)  # until they are copied
-        straight = self._run_straight(units[: self._straight_count(units)]) if is_idle else []
+        straight = self._run_straight(units[: self._straight_count(units, send=send)]) if is_idle else []
         count = sum(len(batch.units) for batch in straight)
         staged = list(self._copies.batches(units[count:], self._staging))
         with self.queue.beside():  # the queue may be busy for long
@@ -88,10 +110,12 @@ class Stores:
         if sums.is_cuda:
             sums.record_stream(torch.cuda.current_stream())  # the memory of all that was uploaded
         for half, round_ in groupby(staged, key=attrgetter("half")):
-            self._run_staged(half, round_)
+            self._run_staged(half, round_, send=send)
         if straight:  # last: meanwhile the host link is busy
             self._sum(straight)
-        self._contents.put_sums(first_pages, sums)
+        self._summed.append((first_pages, sums))
+        if send:
+            self._send()
 
     def _run_straight(self, units: Sequence[BlockTransfer]) -> list[Batch]:
         """Copies entries straight to the host, by the copy engines, until that fails. Returns those on their way."""
@@ -102,18 +126,43 @@ class Stores:
             if batches:
                 self._sent = self.queue.mark()
 
-    def _run_staged(self, half: int, batches: Iterable[Batch]) -> None:
+    def _run_staged(self, half: int, batches: Iterable[Batch], *, send: bool) -> None:
         """Copies entries to the host through a half of the staging buffer."""
-        try:
-            for batch in batches:
-                with self.queue.ahead(half):
-                    is_here = succeeds(self._gather, batch)
-                    self._gathered = self.queue.mark()
-                self.queue.use(half)
-                if is_here and succeeds(self._store, batch):
-                    self._note(batch)
-        finally:
-            self.queue.free(half)
+        self._send_half(half)  # what is still there
+        self._waiting[half] = []
+        for batch in batches:
+            with self.queue.ahead(half):
+                is_here = succeeds(self._gather, batch)
+                self._gathered = self.queue.mark()
+            if is_here:
+                self._waiting[half].append(batch)
+            if send:
+                self._store_waiting(half)
+        if send:
+            self._send_half(half)
+
+    def _send(self) -> None:
+        """Copies what is gathered to the host, and notes its checksums."""
+        for half in list(self._waiting):
+            self._send_half(half)
+        while self._summed:
+            self._contents.put_sums(*self._summed.pop(0))
+
+    def _send_half(self, half: int) -> None:
+        """Copies a half of the staging buffer to the host, and frees it."""
+        if half in self._waiting:
+            try:
+                self._store_waiting(half)
+            finally:
+                del self._waiting[half]
+                self.queue.free(half)
+
+    def _store_waiting(self, half: int) -> None:
+        self.queue.use(half)
+        while self._waiting[half]:
+            batch = self._waiting[half].pop(0)
+            if succeeds(self._store, batch):
+                self._note(batch)
 
     def _sum(self, batches: Sequence[Batch]) -> None:
         """Sums entries that go straight to the host."""
@@ -141,6 +190,7 @@ class Stores:
         """The marks after which these loads may write to the device and read their pages."""
         is_new = any(unit.pages[0] in self._new_pages for unit in units)
         if is_new:
+            self.send()
             self._new_pages.clear()  # these loads wait for all of them, and others run after these
         return self._sent, self._gathered, self.stored if is_new else None
 
@@ -152,16 +202,17 @@ class Stores:
         """Copies entries from the staging buffer to the host."""
         self._copies.to_pages(batch, self._staging)
 
-    def _straight_count(self, units: Sequence[BlockTransfer]) -> int:
+    def _straight_count(self, units: Sequence[BlockTransfer], *, send: bool) -> int:
         """How many of these stores, the first ones, go straight to the host.
 
-        None if pages are small. Else those that fit in `FIRST_BYTES`, and those that the staging buffer has no room for: the
-        model would wait longer for half of the buffer than it waits for the host link for these.
+        None if pages are small. Else those that fit in `FIRST_BYTES`, unless the others are sent later, and those that the
+        staging buffer has no room for: the model would wait longer for half of the buffer than it waits for the host link for
+        these.
         """
         if not self._copies.by_engine:
             return 0
         sizes = (self._copies.row_bytes[unit.tag.kind] for unit in units)
-        first = sum(total <= FIRST_BYTES for total in accumulate(sizes))
+        first = sum(total <= FIRST_BYTES for total in accumulate(sizes)) if send else 0
         return max(first, self._without_room(units))
 
     def _without_room(self, units: Sequence[BlockTransfer]) -> int:

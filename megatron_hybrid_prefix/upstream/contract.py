@@ -571,6 +571,12 @@ CONTROLLER = (
             "a prompt between two chunks may have no row in a step",
         ),
         overrides(
+            "_dynamic_step_forward_logits",
+            "(self, input_ids, position_ids)",
+            "upstream/controller",
+            "copies to the host are launched after a forward",
+        ),
+        overrides(
             "_dynamic_step_sample_logits",
             "(self)",
             "upstream/controller",

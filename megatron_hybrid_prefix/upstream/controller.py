@@ -99,6 +99,10 @@ class ControllerSeam(TextGenerationController):
         super()._init_dynamic_sampling_tensors()
         self._sampling = self.sampling_around(self._sampling)
 
+    def _dynamic_step_forward_logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
+        super()._dynamic_step_forward_logits(input_ids, position_ids)
+        self.forward_launched()
+
     def _dynamic_step_sample_logits(self) -> None:
         super()._dynamic_step_sample_logits()
         self.tokens_sampled()
@@ -142,6 +146,9 @@ class ControllerSeam(TextGenerationController):
     def sampling_around(self, backend: Sampling) -> Sampling:
         """The sampling backend to use in place of megatron's."""
         return backend
+
+    def forward_launched(self) -> None:
+        """Called after a forward was launched, and its logits copied; the device may still run it."""
 
     def tokens_sampled(self) -> None:
         """Called after sampling and verifying drafts, before log-probs are computed."""

@@ -121,12 +121,14 @@ class AnyOrder:
             if not isinstance(queue, HostQueue) and self._delays.random() < 0.3:  # what does not wait for it shows
                 with torch.cuda.stream(queue._stream):
                     torch.cuda._sleep(2_000_000)
-        arena.carry_out(units)
+        arena.carry_out(units, send=self._delays.random() < 0.5)
         arena.wait_for_stores()
 
     def write_some(self, value: float) -> None:
         for _ in range(self.dice.randint(0, 4)):
             self._write(self.dice.choice(self.places), value)
+        if self._delays.random() < 0.5:  # else what needs the copies launches them
+            self.pools.arena.send()
 
     def check(self) -> None:
         for place, value in self.on_device.items():
@@ -366,6 +368,24 @@ def test_a_load_whose_page_went_to_another_entry_is_a_miss(monkeypatch):
     assert pools.arena.fetched(8, HANG_S) is True
     pools.arena.run_put_off(8)
     assert not pools.arena.has_failed(8)
+
+
+def test_a_load_that_is_put_off_also_needs_what_was_just_stored(monkeypatch):
+    """Its copy to the host need not be launched yet."""
+    tier = SlowTier(0)
+    monkeypatch.setattr(tier, "_dice", Never())
+    pools = Pools("cpu", behind=tier)
+    for index in range(2):
+        pools.write(EntryKind.KV, index, 1.0 + index)
+    pools.arena.carry_out([pools.unit(EntryKind.KV, 0, 0), pools.behind_unit(EntryKind.KV, 0, b"k", take=True)])
+    assert pools.arena.drain(HANG_S)
+    pools.arena.carry_out([pools.behind_unit(EntryKind.KV, 1, b"k", take=False)])
+    load = [pools.unit(EntryKind.KV, 3, 1, load_id=7), pools.unit(EntryKind.KV, 4, 2, load_id=7, key=b"new")]
+    pools.arena.carry_out([pools.unit(EntryKind.KV, 1, 2, key=b"new"), *load], send=False)
+    assert pools.arena.is_put_off(7) and pools.arena.fetched(7, HANG_S)
+    pools.arena.run_put_off(7)
+    assert not pools.arena.has_failed(7)
+    assert [pools.read(EntryKind.KV, index)[0].unique().tolist() for index in (3, 4)] == [[1.0], [2.0]]
 
 
 @pytest.mark.parametrize("end", ["arrives", "dropped", "dropped before"])

@@ -83,13 +83,14 @@ class Launches:
         ):
             for name in names:
                 monkeypatch.setattr(owner, name, self._launches(name, getattr(owner, name)))
-        self._uploaded: list[str] = []
+        self._uploaded: dict[str, str] = {}  # by place on the device: the upload of its ids
         upload = self.arena._copies.upload
 
-        def launch_upload(*args: Any) -> Any:
-            self._uploaded[:] = [f"_upload {len(self.before)}"]
-            self.launch(*self._uploaded)
-            return upload(*args)
+        def launch_upload(batches: Any, *more: Any) -> Any:
+            name = f"_upload {len(self.before)}"
+            self.launch(name)
+            self._uploaded |= {str(unit.device_id): name for batch in batches for unit in batch.units}
+            return upload(batches, *more)
 
         monkeypatch.setattr(self.arena._copies, "upload", launch_upload)
         put_sums = self.arena.contents.put_sums
@@ -106,7 +107,7 @@ class Launches:
         stream = Stream.current[-1]
         for name in names:
             if name.startswith(("_gather", "_store", "sum", "_load")):  # `straight_to_pages` needs no ids
-                assert self._uploaded[0] in stream.known
+                assert self._uploaded[name.split()[1]] in stream.known
             self.before[name] = set(stream.known)
         stream.known.update(names)
 
@@ -293,6 +294,64 @@ def test_what_shares_a_half_of_the_buffer_is_gathered_while_the_rest_is_copied(w
     world.arena.carry_out([pools.unit(EntryKind.KV, 0, 0), pools.unit(EntryKind.STATE, 1, 1)])
     assert {"_gather 0", "_store 0", "_gather 1"} <= world.before["_store 1"]
     assert "_store 0" not in world.before["_gather 1"]
+
+
+def test_copies_that_are_sent_later_do_not_wait_for_the_forward(world: Launches) -> None:
+    """Nor does the forward wait for them: nothing goes straight to the host, though no store is on its way."""
+    before, pools = world.before, world.pools
+    world.arena.stores.stored.is_over = True
+    world.launch("forward")
+    world.arena.carry_out([pools.unit(EntryKind.KV, n, n) for n in range(2)], send=False)
+    world.arena.wait_for_stores()
+    world.launch("next forward")
+    assert {name.split()[0] for name in before} == {"forward", "_upload", "_gather", "show_sums", "next"}
+    assert {"forward", "_gather 0", "_gather 1"} <= before["next forward"]
+    world.arena.send()
+    for n in range(2):
+        assert f"_gather {n}" in before[f"_store {n}"]
+        assert "next forward" not in before[f"_store {n}"]
+        assert f"_gather {n}" in before[f"put_sums {world.first_page(n)}"]
+    assert {"_store 0", "_store 1"} <= world.arena.stores.stored.known
+    launches = len(before)
+    world.arena.send()
+    assert len(before) == launches, "they are sent once"
+
+
+def test_what_needs_the_copies_to_the_host_sends_them(world: Launches) -> None:
+    before, pools = world.before, world.pools
+
+    def carry_out(*units: Any) -> None:
+        world.arena.carry_out(units, send=False)
+
+    world.arena.stores.stored.is_over = True
+    carry_out(pools.unit(EntryKind.KV, 0, 0), pools.unit(EntryKind.KV, 1, 1))
+    carry_out(pools.unit(EntryKind.KV, 9, 20, load_id=1))
+    assert {"_gather 0", "_gather 1"} <= before["_copy_from_pages 9"], "it may write there"
+    assert "_store 0" not in before, "a load of another entry"
+    carry_out(pools.unit(EntryKind.KV, 10, 1, load_id=2))
+    assert {"_store 0", "_store 1"} <= before["_copy_from_pages 10"]
+    assert not world.arena.has_failed(2)
+    carry_out(pools.unit(EntryKind.KV, 2, 2), pools.unit(EntryKind.KV, 3, 3))
+    world.launch("forward")
+    carry_out(pools.unit(EntryKind.KV, 4, 2))
+    assert "_store 2" in before["_gather 4"], "it takes its half of the buffer"
+    assert not any("forward" in before[name] for name in ("_store 2", "_store 3")) and "_store 4" not in before
+    world.arena.finish()
+    assert "_store 4" in before
+
+
+def test_copies_are_sent_where_the_buffer_or_a_page_is_needed_again(world: Launches) -> None:
+    """Behind a store that is on its way, so that nothing goes straight to the host."""
+    before, pools = world.before, world.pools
+    for n in range(6):
+        pools.write(EntryKind.KV, n, 1.0 + n)
+    world.arena.carry_out([pools.unit(EntryKind.KV, n, n) for n in range(3)], send=False)
+    assert "_store 0" in before["_gather 2"] and not {"_store 1", "_store 2"} & before.keys()
+    world.arena.carry_out([pools.unit(EntryKind.KV, n, 5) for n in (3, 4, 5)], send=False)
+    assert {"_store 2", "_store 3"} <= before["_store 4"] and "_store 5" not in before
+    world.arena.carry_out([pools.unit(EntryKind.KV, 7, 5, load_id=1)], send=False)
+    assert "_store 5" in before["_copy_from_pages 7"]
+    assert not world.arena.has_failed(1) and pools.read(EntryKind.KV, 7)[0].unique().tolist() == [6.0]
 
 
 def test_loads_wait_for_what_they_need(world: Launches) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from megatron_hybrid_prefix.index.tree import NO_BLOCK
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
-from megatron_hybrid_prefix.tiers import entry_copies
+from megatron_hybrid_prefix.tiers import entry_copies, loads, stores
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 from tests.harness.engine_helpers import random_tokens
 from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
@@ -74,6 +74,52 @@ def test_cold_device_hit_and_host_hit_are_the_same(model, mode):
     assert torch.equal(kv_of(served, prompt), kv)
     served.check()
     served.check_drained()
+
+
+def noted_launches(served: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is launched from now on: forwards, gathers, copies to the host, loads."""
+    order: list[str] = []
+    model = served.engine.controller.inference_wrapped_model
+    for owner, name in (
+        (stores.Stores, "_gather"),
+        (stores.Stores, "_store"),
+        (loads.Loads, "run"),
+        (model, "run_one_forward_step"),
+    ):
+        run = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *args, run=run, name=name: (order.append(name.split("_")[-1]), run(*args))[1]
+        )
+    return order
+
+
+@pytest.mark.usefixtures("memory")
+@each_mode
+def test_a_forward_does_not_wait_until_copies_to_the_host_are_launched(model, mode, monkeypatch):
+    """Entries are gathered before the forward that needs their room, and copied to the host after its launch."""
+    served = small(model, async_sched_mode=mode)
+    push_out(served)
+    order = noted_launches(served, monkeypatch)
+    served.send(tokens(6, 7, seed=990), count=1)
+    gathers = order.count("gather")
+    assert gathers and order.count("store") == gathers
+    assert order[: gathers + 1] == [*gathers * ["gather"], "step"]
+    served.check()
+
+
+@pytest.mark.usefixtures("memory")
+@each_mode
+def test_a_load_does_not_wait_until_copies_to_the_host_are_launched(model, mode, monkeypatch):
+    """Those of what it evicts."""
+    served = small(model, async_sched_mode=mode)
+    prompt = tokens(4, 0, seed=1) + random_tokens(9, seed=2)
+    served.send(prompt, count=1)
+    push_out(served)
+    order = noted_launches(served, monkeypatch)
+    served.send(prompt, count=1)
+    assert order.count("gather") == order.count("store")
+    assert order.index("gather") < order.index("run") < order.index("store")
+    served.check()
 
 
 @pytest.mark.parametrize("mutant", [None, *MUTANTS])

@@ -303,7 +303,7 @@ class HybridPrefixContext(ContextSeam):
         """See ContextSeam."""
         assert self.states is not None
         if self.moves is not None:
-            self.moves.launch()  # what was in these slots goes elsewhere first
+            self.moves.launch(send=False)  # what was in these slots goes elsewhere first
         self.states.pool.zero(sorted({self.states.live.slot(index) for index in live_indices}))
 
     def live_slots(self, live_indices: torch.Tensor) -> torch.Tensor:
@@ -467,13 +467,18 @@ class HybridPrefixContext(ContextSeam):
         The CPU waits for upstream's copies, and so for all launches before them. Loads are waited for afterwards.
         """
         if self.moves is not None:
-            self.moves.launch()
+            self.moves.launch(send=False)
         if self.prefill_step is not None and self.prefill_is_pending:
             self.prefill_step.copy()
         done = super().transfer_bookkeeping_to_gpu(skip_token_input_ids, record_done_event)
         if self.moves is not None:
             self.moves.wait_for_loads(self._requests.plans())
         return done
+
+    def forward_launched(self) -> None:
+        """Launch what need not be launched before a forward: copies to the host."""
+        if self.moves is not None:
+            self.moves.send()
 
     def calculate_log_probs_tensors(
         self,

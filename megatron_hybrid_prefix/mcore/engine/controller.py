@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
 from megatron_hybrid_prefix.mcore.engine.sampling import RowSampling
 from megatron_hybrid_prefix.sampling import SamplingOptions
 from megatron_hybrid_prefix.upstream.controller import ControllerSeam
@@ -30,6 +31,12 @@ class HybridPrefixController(ControllerSeam):
     def sampling_around(self, backend: Any) -> Any:
         """See the seam."""
         return RowSampling(backend, self.sampling_rng, self)
+
+    def forward_launched(self) -> None:
+        """See the seam."""
+        context = self.inference_wrapped_model.inference_context
+        if isinstance(context, HybridPrefixContext):
+            context.forward_launched()
 
     def tokens_sampled(self) -> None:
         """See the seam. After a chunk that does not finish its prompt, sets the prompt's next token as the sampled token.

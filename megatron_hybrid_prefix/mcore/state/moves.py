@@ -74,21 +74,28 @@ class Moves:
         """Use this cache."""
         self._cache = cache
 
-    def launch(self) -> None:
-        """Launch the queued copies. Call it before anything writes to a slot or block."""
+    def launch(self, *, send: bool = True) -> None:
+        """Launch the queued copies. Call it before anything writes to a slot or block.
+
+        Args:
+            send: False: leave what nothing on the device waits for to `send`, after the launch of a forward.
+        """
         copies = self._cache.take_copies()
         layout, memory = self._cache.layout, self._memory()
         if layout is not None and memory is not None:
             copies = stores_first(copies, layout.page_blocks, memory.first_page_slot)
         for kind, group in groupby(copies, key=type):
             if kind is BlockTransfer:
-                self._transfer([copy for copy in group if isinstance(copy, BlockTransfer)])
+                self._transfer([copy for copy in group if isinstance(copy, BlockTransfer)], send=send)
                 continue
             assert memory is not None
             if kind is BlockMove:
                 memory.move_blocks([copy for copy in group if isinstance(copy, BlockMove)])
             else:
                 memory.clear_pages([copy.page for copy in group if isinstance(copy, PageClear)])
+
+    def send(self) -> None:
+        """Launch what `launch` left: copies to the host."""
 
     def wait_for_loads(self, plans: Iterable[StepPlan]) -> None:
         """Make the next forward run after the loads that it uses. What does not use them can be launched before."""
@@ -97,7 +104,7 @@ class Moves:
         """Finish all copies: the device buffers are about to be freed."""
         self.launch()
 
-    def _transfer(self, units: list[BlockTransfer]) -> None:
+    def _transfer(self, units: list[BlockTransfer], *, send: bool) -> None:
         raise AssertionError("a transfer is queued, but there is no host tier")
 
 
@@ -257,21 +264,28 @@ class HostMoves(Moves):
 
     # -- moves ---------------------------------------------------------------------------------------------------------
 
-    def launch(self) -> None:
+    def launch(self, *, send: bool = True) -> None:
         """See Moves. The model's later launches run after stores have read their entries.
 
         They also run after cancelled loads, whose blocks and slots may be reused.
         """
         if self.arena is None:
-            super().launch()
+            super().launch(send=send)
             return
         self._wait_for_cancelled()  # a block may move to where such a load writes
-        super().launch()
+        super().launch(send=send)
+        if send:
+            self.send()
         self._wait_for_cancelled()
 
-    def _transfer(self, units: list[BlockTransfer]) -> None:
+    def send(self) -> None:
+        """See Moves."""
+        if self.arena is not None:
+            self.arena.send()
+
+    def _transfer(self, units: list[BlockTransfer], *, send: bool) -> None:
         assert self.arena is not None
-        self.arena.carry_out(units)
+        self.arena.carry_out(units, send=send)
         self.arena.wait_for_stores()
 
     def _wait_for_cancelled(self) -> None:
@@ -294,7 +308,7 @@ class HostMoves(Moves):
 
     def start_load(self, request_id: int, match: Any) -> None:
         """Launch the load that was prepared for the request. It is put off if its entries come from the tier behind."""
-        self.launch()
+        self.launch(send=False)
         assert self.arena is not None
         if self.arena.is_put_off(match.load_id):
             assert self._behind is not None and isinstance(self._behind.tier, SharedTier)
