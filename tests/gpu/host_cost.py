@@ -1,10 +1,11 @@
 """First token of prompts that evict KV and states: without a cache, without a host tier, and with one. On an idle GPU::
 
-    python tests/gpu/host_cost.py [--preset hybrid-4b] [--tokens 8492] [--prompts 8] [--host-gb 16] [--variants] [--parts]
+    python tests/gpu/host_cost.py [--preset hybrid-4b] [--tokens 8492] [--prompts 32] [--host-gb 16] [--variants] [--parts]
 
-Every prompt is new. Once the device is full, each one evicts what an earlier one left. One row leaves out the copies to the host,
-to show what they cost. ``--variants`` copies what was gathered by a kernel of some programs, not by the copy engines. ``--parts`` says
-how far the engine was when, in a last round of its own.
+Every prompt is new. Once the device is full, each one evicts what an earlier one left. The engines take turns, prompt by prompt, in
+one order and then in the other, and each prompt's time is divided by that of the prompt without a cache beside it. Rows with "at once"
+launch the copies to the host before the forward; one leaves them out, to show what they cost. ``--variants`` copies what was gathered
+by a kernel of some programs, not by the copy engines. ``--parts`` says how far the engine was when, in a last round of its own.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from unittest.mock import patch
 
 import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, state_bytes
+from megatron_hybrid_prefix.mcore.state.moves import HostMoves
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.ops import page_copies
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
@@ -43,6 +46,28 @@ def by_kernel(programs):
         yield
 
 
+@contextmanager
+def nothing_copied():
+    """What is gathered is not copied to the host."""
+
+    def nothing(*args):
+        """In place of a copy."""
+
+    with (
+        patch.object(stores.Stores, "_store", nothing),
+        patch.object(entry_copies.EntryCopies, "straight_to_pages", nothing),
+    ):
+        yield
+
+
+@contextmanager
+def at_once():
+    """Copies to the host are launched before the forward that needs the room."""
+    launch = HostMoves.launch
+    with patch.object(HostMoves, "launch", lambda self, **options: launch(self)):
+        yield
+
+
 def first_token_ms(engine, tokens, synchronize):
     """Milliseconds to the only token of a request."""
     synchronize()
@@ -57,8 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="hybrid-4b")
     parser.add_argument("--tokens", type=int, default=8492)
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--prompts", type=int, default=32, help="of each engine")
     parser.add_argument("--host-gb", type=float, default=16.0)
     parser.add_argument("--variants", action="store_true")
     parser.add_argument("--parts", action="store_true")
@@ -72,30 +96,20 @@ def main() -> None:
     dice = random.Random(0)
     common = {"max_requests": 4, "max_tokens": 64 * (args.tokens // 64 + 1), "max_sequence_length": args.tokens + 64}
 
-    found = defaultdict(list)
+    found, stored = defaultdict(list), defaultdict(float)
+    milestones = Milestones() if args.parts else None
+    parts = defaultdict(list)
 
-    def measure(name, engine, milestones=None):
+    def send(name, engine):
         moves = getattr(engine.context, "host_moves", None)
-        times, before = [], 0 if moves is None else moves.arena.bytes_stored
-        parts = []
-        for number in range(WARM_UP + args.prompts):
-            tokens = [dice.randrange(model.hybrid_config.vocab_size) for _ in range(args.tokens)]
-            if milestones is not None:
-                milestones.start()
-            own = first_token_ms(engine, tokens, synchronize)
-            if number >= WARM_UP:
-                times.append(own)
-                if milestones is not None:
-                    parts.append(milestones.found())
-        found[name] += times
-        stored = 0 if moves is None else (moves.arena.bytes_stored - before) / 2**20 / (WARM_UP + args.prompts)
-        print(
-            f"{name:40} {statistics.median(times):8.2f} ms ({min(times):.2f} to {max(times):.2f}), "
-            f"{stored:.0f} MiB stored a prompt",
-            flush=True,
-        )
+        before = 0 if moves is None else moves.arena.bytes_stored
+        tokens = [dice.randrange(model.hybrid_config.vocab_size) for _ in range(args.tokens)]
         if milestones is not None:
-            print(*milestones_table(parts), "", sep="\n", flush=True)
+            milestones.start()
+        found[name].append(first_token_ms(engine, tokens, synchronize))
+        if milestones is not None:
+            parts[name].append(milestones.found())
+        stored[name] += 0 if moves is None else (moves.arena.bytes_stored - before) / 2**20
 
     with torch.inference_mode():
         split = {"mamba_gb": states_gb}
@@ -109,31 +123,34 @@ def main() -> None:
                 model, HybridPrefixConfig(cache_gb=kv_gb + states_gb, host_gb=args.host_gb), **common
             ),
         }
-        for _ in range(args.rounds):
-            for name, engine in engines.items():
-                measure(name, engine)
-
-        def nothing(*args):
-            """In place of a copy."""
-
-        with (
-            patch.object(stores.Stores, "_store", nothing),
-            patch.object(entry_copies.EntryCopies, "straight_to_pages", nothing),
-        ):
-            measure("nothing copied to the host", engines["host tier"])
+        rows = {name: (name, nullcontext) for name in engines}
+        for name in ("host tier", "one memory, host tier"):
+            rows[f"{name}, at once"] = name, at_once
+        rows["nothing copied to the host"] = "host tier", nothing_copied
         if args.variants:
             for programs in (2, 4, 8):
                 for name in ("host tier", "one memory, host tier"):
-                    with by_kernel(programs):
-                        measure(f"{name}, by {programs} programs", engines[name])
-            measure("off", engines["off"])
-        if args.parts:
-            milestones = Milestones()
-            for name, engine in engines.items():
-                measure(f"{name}, its parts", engine, milestones)
-    off = statistics.median(found["off"])
-    for name, times in found.items():
-        print(f"{name:40} {statistics.median(times):8.2f} ms, {statistics.median(times) / off:.3f} of off", flush=True)
+                    rows[f"{name}, by {programs} programs"] = name, partial(by_kernel, programs)
+        order = list(rows)
+        for number in range(WARM_UP + args.prompts):
+            if number == WARM_UP:
+                for each in (found, stored, parts):
+                    each.clear()
+            for row in order if number % 2 else reversed(order):
+                name, variant = rows[row]
+                with variant():
+                    send(row, engines[name])
+    for row in order:
+        times = found[row]
+        ratios = sorted(own / off for own, off in zip(times, found["off"], strict=True))
+        quarter = len(ratios) // 4
+        print(
+            f"{row:40} {statistics.median(times):8.2f} ms, {statistics.median(ratios):.3f} of off "
+            f"({ratios[quarter]:.3f} to {ratios[-1 - quarter]:.3f}), {stored[row] / args.prompts:.0f} MiB stored a prompt",
+            flush=True,
+        )
+        if milestones is not None:
+            print(*milestones_table(parts[row]), "", sep="\n", flush=True)
     shut_down()
 
 
