@@ -24,7 +24,7 @@ from megatron_hybrid_prefix.tiers.host_pages import PageContents
 from megatron_hybrid_prefix.tiers.queue import BUFFERS, DeviceQueue, HostQueue, Mark
 from megatron_hybrid_prefix.tiers.units import BlockTransfer
 
-STAGING_BYTES = 512 * 2**20  # this much can be evicted at once without waiting for the host link
+STAGING_BYTES = 640 * 2**20  # this much can be evicted at once without waiting for the host link
 FIRST_BYTES = 24 * 2**20  # of a store: go straight to the host; the model waits 0.45 ms for them
 
 

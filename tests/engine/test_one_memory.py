@@ -98,7 +98,7 @@ def copied_after_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
         launch(self.moves)
         return update(self, *args, **fields)
 
-    monkeypatch.setattr(Moves, "launch", lambda self: None)
+    monkeypatch.setattr(Moves, "launch", lambda self, **options: None)
     monkeypatch.setattr(HybridPrefixContext, "update_requests", update_requests)
 
 
