@@ -109,7 +109,7 @@ class HybridPrefixConfig:
         default=0.0,
         metadata=_help(
             "Pinned host memory for evicted KV blocks and states, in GiB per rank. They load back when a prompt needs "
-            "them. Allocated at start, with 0.6 GiB of GPU memory for staging (half a GiB and two states, if that is "
+            "them. Allocated at start, with 0.75 GiB of GPU memory for staging (0.63 GiB and two states, if that is "
             "more). 0: no host tier."
         ),
     )
