@@ -6,7 +6,7 @@ are prepared and gathered. What overwrites a stored block (a forward, a load) wa
 not for the other copies to the host.
 
 These copies can also be launched later (`Stores.send`): a forward that needs the room, and the GPU with it, would wait while the CPU
-launches them. Then nothing goes straight to the host, because a forward would wait for it.
+launches them. Then only what the buffer has no room for goes straight to the host, because a forward waits for it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Stores:
     Attributes:
         queue: Where the copies run.
         bytes: Bytes stored.
-        stored: End of the last stores.
+        stored: End of the copies to the host that are launched.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Stores:
         self._gathered: Mark = None  # end of the last gather or sum; likewise
         self._new_pages: set[int] = set()  # first pages of entries that may still be in flight to the host
         self._waiting: dict[int, list[Batch]] = {}  # by half of the buffer: gathered, and not on the way to the host
+        self._waiting_pages: set[int] = set()  # where these go to
         self._summed: list[tuple[torch.Tensor, torch.Tensor]] = []  # first pages and checksums that are not noted yet
         self.stored: Mark = None
         self.bytes = 0
@@ -67,29 +68,29 @@ class Stores:
         """
         if not units:
             return
-        self.send()
+        if send or any(not self._waiting_pages.isdisjoint(unit.pages) for unit in units):
+            self.send()
         is_idle = self.stored is None or self.stored.query()  # changes the way, but nothing that arrives
         self._new_pages.update(_first_pages(units))
         with self._storing(after):
-            for different in without_shared_pages(units):
-                self._send()  # to the same pages
-                self._run_different(different, is_idle=is_idle, send=send)
-                is_idle = False
+            for number, different in enumerate(without_shared_pages(units)):
+                if number:
+                    self._send()  # to the same pages
+                self._run_different(different, is_idle=is_idle and not number, send=send)
 
     def send(self) -> None:
         """Launch the copies that `run` left. They need not run after what the model launched since."""
-        if self._waiting or self._summed:
+        if self._waiting:
             with self._storing(after_model=False):
                 self._send()
 
     @contextmanager
     def _storing(self, *after: Mark, after_model: bool = True) -> Iterator[None]:
-        """Copies to the host are launched inside the block. Afterwards `stored` is their end."""
+        """Copies to the host may be launched inside the block. `stored` is the end of all that are, then."""
         with self.queue.running(*after, after_model=after_model):
             try:
                 yield
             finally:
-                self._contents.show_sums()
                 self.stored = self.queue.mark()
 
     def _run_different(self, units: Sequence[BlockTransfer], *, is_idle: bool, send: bool) -> None:
@@ -102,6 +103,7 @@ class Stores:
         """
         units = sorted(units, key=lambda unit: unit.tag.kind)  # for fewer batches
         self._contents.drop(units)  # until they are copied
+        self._waiting_pages.update(page for unit in units for page in unit.pages)
         straight = self._run_straight(units[: self._straight_count(units, send=send)]) if is_idle else []
         count = sum(len(batch.units) for batch in straight)
         staged = list(self._copies.batches(units[count:], self._staging))
@@ -147,6 +149,8 @@ class Stores:
             self._send_half(half)
         while self._summed:
             self._contents.put_sums(*self._summed.pop(0))
+        self._contents.show_sums()
+        self._waiting_pages.clear()
 
     def _send_half(self, half: int) -> None:
         """Copies a half of the staging buffer to the host, and frees it."""
@@ -188,10 +192,13 @@ class Stores:
 
     def marks_before_loads(self, units: Sequence[BlockTransfer]) -> tuple[Mark, ...]:
         """The marks after which these loads may write to the device and read their pages."""
-        is_new = any(unit.pages[0] in self._new_pages for unit in units)
-        if is_new:
+        pages = set(_first_pages(units))
+        if not pages.isdisjoint(self._waiting_pages):
             self.send()
-            self._new_pages.clear()  # these loads wait for all of them, and others run after these
+        is_new = not pages.isdisjoint(self._new_pages)
+        if is_new:
+            # These loads wait for all copies that are launched, and other loads run after these.
+            self._new_pages &= self._waiting_pages
         return self._sent, self._gathered, self.stored if is_new else None
 
     def _gather(self, batch: Batch) -> None:

@@ -304,7 +304,7 @@ def test_copies_that_are_sent_later_do_not_wait_for_the_forward(world: Launches)
     world.arena.carry_out([pools.unit(EntryKind.KV, n, n) for n in range(2)], send=False)
     world.arena.wait_for_stores()
     world.launch("next forward")
-    assert {name.split()[0] for name in before} == {"forward", "_upload", "_gather", "show_sums", "next"}
+    assert {name.split()[0] for name in before} == {"forward", "_upload", "_gather", "next"}
     assert {"forward", "_gather 0", "_gather 1"} <= before["next forward"]
     world.arena.send()
     for n in range(2):
@@ -334,10 +334,17 @@ def test_what_needs_the_copies_to_the_host_sends_them(world: Launches) -> None:
     carry_out(pools.unit(EntryKind.KV, 2, 2), pools.unit(EntryKind.KV, 3, 3))
     world.launch("forward")
     carry_out(pools.unit(EntryKind.KV, 4, 2))
-    assert "_store 2" in before["_gather 4"], "it takes its half of the buffer"
+    assert "_store 2" in before["_gather 4"], "it takes its half of the buffer, and its pages"
     assert not any("forward" in before[name] for name in ("_store 2", "_store 3")) and "_store 4" not in before
+    carry_out(pools.unit(EntryKind.KV, 5, 6))
+    assert "_gather 5" in before and "_store 4" not in before, "there is room beside it"
+    carry_out(pools.unit(EntryKind.KV, 11, 0, load_id=3))
+    assert "_store 1" in before["_copy_from_pages 11"] and "_store 4" not in before, "a load of what was sent"
+    carry_out(pools.unit(EntryKind.KV, 8, 2, load_id=4))
+    assert {"_store 4", "_store 5"} <= before["_copy_from_pages 8"]
+    carry_out(pools.unit(EntryKind.KV, 6, 7))
     world.arena.finish()
-    assert "_store 4" in before
+    assert "_store 6" in before
 
 
 def test_copies_are_sent_where_the_buffer_or_a_page_is_needed_again(world: Launches) -> None:

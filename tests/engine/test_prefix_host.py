@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -108,6 +109,17 @@ def test_a_forward_does_not_wait_until_copies_to_the_host_are_launched(model, mo
 
 
 @pytest.mark.usefixtures("memory")
+def test_copies_to_the_host_are_launched_at_once_if_nobody_says_when_a_forward_is(model, monkeypatch):
+    """With a controller of somebody else."""
+    served = small(model)
+    served.context.host_moves.sends_later = False
+    push_out(served)
+    order = noted_launches(served, monkeypatch)
+    served.send(tokens(6, 7, seed=990), count=1)
+    assert order.index("gather") < order.index("store") < order.index("step")
+
+
+@pytest.mark.usefixtures("memory")
 @each_mode
 def test_a_load_does_not_wait_until_copies_to_the_host_are_launched(model, mode, monkeypatch):
     """Those of what it evicts."""
@@ -118,7 +130,7 @@ def test_a_load_does_not_wait_until_copies_to_the_host_are_launched(model, mode,
     order = noted_launches(served, monkeypatch)
     served.send(prompt, count=1)
     assert order.count("gather") == order.count("store")
-    assert order.index("gather") < order.index("run") < order.index("store")
+    assert order.index("gather") < order.index("run") < order.index("step") < order.index("store")
     served.check()
 
 
@@ -389,9 +401,9 @@ def test_without_host_memory_there_is_nothing(model, monkeypatch):
 # -- preemption --------------------------------------------------------------------------------------------------------
 
 
-def four_at_once(model: Any, **fields: Any) -> tuple[EngineHarness, list[int]]:
+def four_at_once(model: Any, *, slots: int = 8, **fields: Any) -> tuple[EngineHarness, list[int]]:
     """Requests that need twelve blocks in the end, with only ten blocks."""
-    served = EngineHarness(model, slots=8, blocks=10, **fields)
+    served = EngineHarness(model, slots=slots, blocks=10, **fields)
     return served, [served.add(tokens(1, 20 + number, seed=60 + number), BLOCK) for number in range(4)]
 
 
@@ -420,6 +432,26 @@ def test_a_preempted_request_goes_on_where_it_was(model, mode, decode_checkpoint
     assert computed[0.0] > computed[HOST_GB]
 
 
+@each_mode
+@pytest.mark.parametrize("decode_checkpoints", [True, False])
+def test_states_of_answers_and_preempted_requests_are_sent_after_the_next_forward(
+    model, mode, decode_checkpoints, monkeypatch
+):
+    served, _ = four_at_once(
+        model, host_gb=HOST_GB, slots=2, async_sched_mode=mode, decode_checkpoints=decode_checkpoints
+    )
+    order = noted_launches(served, monkeypatch)
+    served.run()
+    served.check()
+    assert served.engine.evicted_request_count > 0
+    between = [list(launches) for is_step, launches in groupby(order, lambda name: name == "step") if not is_step]
+    sent = [launches for launches in between[:-1] if "store" in launches]  # the last one is over: nothing waits
+    assert sent
+    for launches in sent:
+        last = len(launches) - launches[::-1].index("store")
+        assert set(launches[:last]) == {"store"}, "what was gathered before the forward; the next waits"
+
+
 def test_swapped_out_data_is_private_to_its_request(model):
     served, ids = four_at_once(model, host_gb=HOST_GB)
     while not served.context.prefix_stats().host_preempted:
@@ -438,6 +470,7 @@ def test_a_preempted_request_that_cannot_go_on_starts_over(model):
     while not served.context.prefix_stats().host_preempted:
         served.step()
     arena, tier = served.context.host_moves.arena, served.cache.inspect.host_tier
+    arena.send()
     for entry in tier.entries.private():
         arena.memory[tier.entries.pages(entry)[0] * arena.page_bytes] ^= 1
     served.run()

@@ -5,7 +5,7 @@
 Every prompt is new. Once the device is full, each one evicts what an earlier one left. The engines take turns, prompt by prompt, in
 one order and then in the other, and each prompt's time is divided by that of the prompt without a cache beside it. Rows with "at once"
 launch the copies to the host before the forward; one leaves them out, to show what they cost. ``--variants`` copies what was gathered
-by a kernel of some programs, not by the copy engines. ``--parts`` says how far the engine was when, in a last round of its own.
+by a kernel of some programs, not by the copy engines. ``--parts`` says how far the engine was when; noting that takes some time, too.
 """
 
 from __future__ import annotations

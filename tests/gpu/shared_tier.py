@@ -72,6 +72,7 @@ class Milestones:
             (reads.RunningReads, "wait", "read"),
             (Loads, "run", "load launch"),
             (Stores, "run", "store launch"),
+            (Stores, "send", "store launch: copies after the forward"),
             (HostMoves, "fetch", "wait"),
             (HybridPrefixContext, "prefix_request", "keys"),
             (HybridPrefixContext, "add_request", "admission"),

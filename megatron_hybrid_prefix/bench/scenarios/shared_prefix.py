@@ -44,7 +44,7 @@ class SharedPrefix(Scenario):
         sightings = range(1, self.requests + 1)
         return [
             *(Metric(name=f"first_token_{n}_ms", label=f"sighting {n}: first token, ms", digits=2) for n in sightings),
-            Metric(name="cold_first_token_ms", label="short cold prompt: first token, ms", digits=2),
+            Metric(name="cold_first_token_ms", label="short cold prompt: first token, ms", digits=2, ratios=False),
             Metric(name="cold_tokens", label="short cold prompt: tokens", digits=0, ratios=False),
             Metric(
                 name="hit_first_token_ms", label="hits in turns with these: first token, ms", digits=2, ratios=False
@@ -74,14 +74,17 @@ class SharedPrefix(Scenario):
             return contestant.send([prompt], self.generate)[0][0]
 
         results = [send(prompt) for prompt in sharing]
-        reuses = any(result.reused_tokens for result in results)
-        cold_tokens = results[-1].computed_tokens if reuses else self.own_tokens
+        hits = [result for result in results if result.reused_tokens]
+        cold_tokens = hits[-1].computed_tokens if hits else self.own_tokens
         times_ms: dict[str, list[float]] = {"cold": [], "hit": []}
         for number, (short, long) in enumerate(zip(cold, more, strict=True)):
             pair = [("cold", short[:cold_tokens]), ("hit", long)]
             for kind, prompt in pair[:: -1 if number % 2 else 1]:
-                if kind == "cold" or reuses:
-                    times_ms[kind].append(MS * send(prompt).time_to_first_token_s)
+                if kind == "hit" and not hits:
+                    continue
+                result = send(prompt)
+                if kind == "cold" or result.reused_tokens:
+                    times_ms[kind].append(MS * result.time_to_first_token_s)
         cold_ms, hit_ms = (median(times_ms[kind]) for kind in ("cold", "hit"))
         sample: Sample = {"cold_first_token_ms": cold_ms, "cold_tokens": cold_tokens}
         for number, result in enumerate(results, 1):

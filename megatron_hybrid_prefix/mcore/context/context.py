@@ -624,7 +624,7 @@ class HybridPrefixContext(ContextSeam):
             slots = self.live_slots(live_indices).tolist()
             for request_id, live_index, slot in zip(request_ids, live_indices.tolist(), slots, strict=True):
                 self.loads.swap_out(request_id, self._decodes.computed_tokens(live_index), slot)
-            self.host_moves.launch()
+            self.host_moves.launch(send=False)
         for request_id in request_ids:
             plan = self._requests.take_plan(request_id)
             if plan is not None:

@@ -78,7 +78,7 @@ class Moves:
         """Launch the queued copies. Call it before anything writes to a slot or block.
 
         Args:
-            send: False: leave what nothing on the device waits for to `send`, after the launch of a forward.
+            send: False: leave the copies to the host to `send`, which is called after a forward was launched.
         """
         copies = self._cache.take_copies()
         layout, memory = self._cache.layout, self._memory()
@@ -125,6 +125,7 @@ class HostMoves(Moves):
     Attributes:
         arena: The host memory and its transfers; None if the memory could not be allocated.
         cache_fields: Arguments for the cache. ``host_pages`` is 0 if the memory could not be allocated.
+        sends_later: Whether `send` is called after forwards. The engine sets it if its controller does that.
     """
 
     def __init__(
@@ -138,6 +139,7 @@ class HostMoves(Moves):
         components: object = None,
     ) -> None:
         super().__init__(memory)
+        self.sends_later = False
         self._groups = groups
         own_bytes = {
             kind: sum(tensor[:, 0].numel() * tensor.element_size() for tensor in of_kind)
@@ -273,6 +275,7 @@ class HostMoves(Moves):
             super().launch(send=send)
             return
         self._wait_for_cancelled()  # a block may move to where such a load writes
+        send = send or not self.sends_later
         super().launch(send=send)
         if send:
             self.send()
