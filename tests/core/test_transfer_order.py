@@ -338,8 +338,8 @@ def test_what_needs_the_copies_to_the_host_sends_them(world: Launches) -> None:
     assert not any("forward" in before[name] for name in ("_store 2", "_store 3")) and "_store 4" not in before
     carry_out(pools.unit(EntryKind.KV, 5, 6))
     assert "_gather 5" in before and "_store 4" not in before, "there is room beside it"
-    carry_out(pools.unit(EntryKind.KV, 11, 0, load_id=3))
-    assert "_store 1" in before["_copy_from_pages 11"] and "_store 4" not in before, "a load of what was sent"
+    carry_out(pools.unit(EntryKind.KV, 11, 3, load_id=3))
+    assert "_store 3" in before["_copy_from_pages 11"] and "_store 4" not in before, "a load of what was sent"
     carry_out(pools.unit(EntryKind.KV, 8, 2, load_id=4))
     assert {"_store 4", "_store 5"} <= before["_copy_from_pages 8"]
     carry_out(pools.unit(EntryKind.KV, 6, 7))
