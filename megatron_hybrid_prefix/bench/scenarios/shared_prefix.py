@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from megatron_hybrid_prefix.bench.engines import Contestant
 from megatron_hybrid_prefix.bench.scenario import MS, Scenario, size, tokens
-from megatron_hybrid_prefix.bench.stats import Metric, Sample, median, ratio
+from megatron_hybrid_prefix.bench.stats import Metric, Sample, median, ratio, rotated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +78,9 @@ class SharedPrefix(Scenario):
         cold_tokens = hits[-1].computed_tokens if hits else self.own_tokens
         times_ms: dict[str, list[float]] = {"cold": [], "hit": []}
         for number, (short, long) in enumerate(zip(cold, more, strict=True)):
-            pair = [("cold", short[:cold_tokens]), ("hit", long)]
-            for kind, prompt in pair[:: -1 if number % 2 else 1]:
-                if kind == "hit" and not hits:
-                    continue
-                result = send(prompt)
+            prompts = {"cold": short[:cold_tokens]} | ({"hit": long} if hits else {})
+            for kind in rotated(list(prompts), number):
+                result = send(prompts[kind])
                 if kind == "cold" or result.reused_tokens:
                     times_ms[kind].append(MS * result.time_to_first_token_s)
         cold_ms, hit_ms = (median(times_ms[kind]) for kind in ("cold", "hit"))

@@ -83,10 +83,9 @@ class HybridPrefixEngine(EngineSeam):
         if isinstance(controller, HybridPrefixController):
             controller.row_options, controller.replays = self._row_options, self._replays.answers
             controller.record_of = lambda request_id: self.requests[request_id].record
-            if self._has_cache and context.host_moves is not None:
-                context.host_moves.sends_later = True
         super().__init__(controller, context)
         if self._has_cache and context.host_moves is not None:
+            context.host_moves.sends_later = isinstance(controller, HybridPrefixController)
             context.host_moves.name_entries(controller.inference_wrapped_model.model)
 
     def reset(self) -> None:
