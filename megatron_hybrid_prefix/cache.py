@@ -31,7 +31,7 @@ This file is longer than 400 lines because it has every step of the pipeline, in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.index.blocks import KVBlocks
@@ -48,6 +48,7 @@ from megatron_hybrid_prefix.index.requests import Admission, Grown, LiveRequest,
 from megatron_hybrid_prefix.index.scores import ScoreTable
 from megatron_hybrid_prefix.index.shared_store import SharedStore
 from megatron_hybrid_prefix.index.store import PrefixStore
+from megatron_hybrid_prefix.index.store_ahead import StoreAhead
 from megatron_hybrid_prefix.index.tree import Node, PrefixTree
 from megatron_hybrid_prefix.metrics import PrefixStats, TierStats
 from megatron_hybrid_prefix.policy.boundaries import Boundary, prompt_boundaries, with_verification
@@ -201,6 +202,7 @@ class HybridPrefixCache:
             interval_tokens=retention_interval_tokens,
             rule=boundary_rule,
         )
+        self._ahead = StoreAhead(self._store, self._stats)
         self.loads = Loads(self._store, self._requests, self._matcher, self._stats, block_tokens=block_tokens)
         self.scores = PromptScores(tree, self._planner.writing, block_tokens=block_tokens)
         self.blocks = BlocksById(self._store, self._requests, self.loads)
@@ -393,6 +395,25 @@ class HybridPrefixCache:
         self._store.copies.clear()
         self._store.copies_taken()
         return copies
+
+    def store_ahead(self, plans: Iterable[StepPlan]) -> tuple[list[Copy], list[Copy]]:
+        """Stores on the host what will be evicted next, as much as was evicted since the last call.
+
+        Call it after a forward was launched, while the device is busy. No later forward waits until these entries are copied.
+
+        Args:
+            plans: Plans of that forward.
+
+        Returns:
+            Copies to be carried out at once: of what the forward does not write, and of what it writes.
+        """
+        planned = (
+            (checkpoint, live.chain.keys[: checkpoint.position_tokens // self.block_tokens])
+            for plan in plans
+            if (live := self._requests.owner(plan)) is not None and live.write
+            for checkpoint in plan.checkpoints
+        )
+        return self._ahead.run(planned)
 
     def grow(self, request_id: int, length_tokens: int) -> Grown | None:
         """Gives the request the blocks that its KV needs up to position ``length_tokens``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_hybrid_prefix.index.host_tier import HostTier
+from megatron_hybrid_prefix.index.host_tier import HostTier, is_probationary
 from megatron_hybrid_prefix.index.tree import Node, PrefixTree
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
@@ -24,6 +24,7 @@ class CheckpointTable:
 
     Attributes:
         protected: Slots that `protect` pinned.
+        evicted_guesses: Number of evicted probationary states.
     """
 
     protected: Sequence[int] = ()
@@ -39,6 +40,7 @@ class CheckpointTable:
         self.slots = slots
         self.eviction = eviction
         self._tree, self._host, self._stats = tree, host, stats
+        self.evicted_guesses = 0
         self._unwritten: set[int] = set()  # published slots whose states are copied there later
 
     def bind(self, node: Node, slot: int, reason: CheckpointReason) -> None:
@@ -91,9 +93,17 @@ class CheckpointTable:
         self.bind(node, slot, reason)
         self._stats.checkpoints_published += 1
         self._stats.checkpoints_by_reason[reason.name.lower()] += 1
-        if self._host is not None and self._host.stores_published(reason):
-            self._host.store_state(node)
-            self._host.state_also_on_device(node)
+        if self._host is not None:
+            self._host.end_planned(slot, node)
+            if self._host.stores_published(reason):
+                self._host.store_state(node)
+                self._host.state_also_on_device(node)
+
+    def abandon(self, slot: int) -> None:
+        """Frees the reserved ``slot``: it was not written, or is no longer needed."""
+        if self._host is not None:
+            self._host.end_planned(slot, None)
+        self.slots.abandon(slot)
 
     def restore(self, node: Node, slot: int) -> None:
         """The node's state was loaded into the reserved ``slot``, and a request resumed from it."""
@@ -126,6 +136,31 @@ class CheckpointTable:
     def evict(self, node: Node) -> None:
         """Evicts the node's state, to the host tier if it has room and the state is in its slot already."""
         self.slots.retire(self._evicted(node))
+
+    def next_evicted(self, *, guesses: int, others: int) -> list[Node]:
+        """The nodes whose states will be evicted next, as far as one can tell now.
+
+        Args:
+            guesses: At most so many probationary states.
+            others: At most so many other states. They come last.
+        """
+        found: dict[Node, None] = {}
+
+        def is_next(node: Node) -> bool:
+            return node not in found and node.slot not in self._unwritten and self._is_evictable(node)
+
+        def is_next_other(node: Node) -> bool:
+            return not is_probationary(node) and is_next(node)
+
+        for _ in range(guesses):
+            if (node := self.eviction.victim(is_next, probationary_only=True)) is None:
+                break
+            found[node] = None
+        for _ in range(others):
+            if (node := self.eviction.victim(is_next_other)) is None:
+                break
+            found[node] = None
+        return list(found)
 
     def drop_decoded(self, node: Node, slot: int) -> None:
         """Drops an older decode state of a request, unless it is gone already or another request used it."""
@@ -166,6 +201,7 @@ class CheckpointTable:
         if self._host is not None and node.slot not in self._unwritten:
             self._host.store_state(node)
         self._stats.evictions += 1
+        self.evicted_guesses += is_probationary(node)
         return self._take_off(node)
 
     def _take_off(self, node: Node) -> int:

@@ -66,6 +66,7 @@ class HostTier:
     Attributes:
         entries: Pages and pins of all entries.
         transfers: Queued copies, to be carried out in this order.
+        planned: Entries of states that a forward in flight writes, by slot.
         routing_of: Returns the routing of a KV block on the device, which is stored with the block; None if it has
             none.
     """
@@ -97,6 +98,7 @@ class HostTier:
         self._stores_everything = behind is not None and not behind.shared
         # Entries that are being read from behind. All ranks agree on which arrived, see `settle`.
         self._fetching: set[int] = set()
+        self.planned: dict[int, int] = {}
         self.transfers: list[Copy] = []
         self.routing_of: Callable[[int], Any] = lambda block_id: None
         self.reset()
@@ -113,6 +115,7 @@ class HostTier:
         self._spare_kv: OrderedDict[Node, None] = OrderedDict()
         self._spare_states: OrderedDict[Node, None] = OrderedDict()
         self._fetching.clear()
+        self.planned.clear()
         self._eviction.clear()
         if self.behind is not None:
             name = self.behind.name
@@ -144,19 +147,21 @@ class HostTier:
 
     # -- to the host ---------------------------------------------------------------------------------------------------
 
-    def store_kv(self, node: Node, *, forced: bool = False) -> bool:
+    def store_kv(self, node: Node, *, forced: bool = False, stays: bool = False) -> bool:
         """Stores the node's KV block, before it leaves the device.
 
         Args:
             node: Its KV is on the device.
             forced: Store it even if no state on the host needs it.
+            stays: It does not leave the device now.
 
         Returns:
             False if there is no room, or not for KV that no state needs.
         """
         if node.host_block == NO_BLOCK:
             if not self._make_room_for_kv(node, forced=forced or self._stores_everything):
-                if node.host_slot != NO_SLOT and not forced and not self.entries.is_pinned(node.host_slot):
+                is_lost = not (forced or stays)
+                if is_lost and node.host_slot != NO_SLOT and not self.entries.is_pinned(node.host_slot):
                     self.drop_state(node)  # a guess: it cannot be reached without its KV
                 return False
             self._put_kv(node, self._store(node.block_id, self._tag(EntryKind.KV, node)))
@@ -172,13 +177,13 @@ class HostTier:
         """
         if node.host_slot != NO_SLOT:
             if not self._states[node] and not is_probationary(node):
-                self._eviction.used(node)  # it was a guess when it was stored
-            self._count(node)
+                self._eviction.used(node)
+                self._no_guess(node)
             return True
         self._eviction.added(node)  # first, so that its value is compared with the others'
         if node.used:
             self._eviction.used(node)
-        if not self._make_room_for_state(node):
+        if not self._make_room_for_state(node, guess=is_probationary(node)):
             self._eviction.removed(node)
             return False
         node.host_slot = self._store(node.slot, self._tag(EntryKind.STATE, node))
@@ -187,6 +192,45 @@ class HostTier:
         self._tree.version += 1
         self._write_down(node)
         return True
+
+    def store_planned(self, slot: int, keys: Sequence[bytes]) -> bool:
+        """Stores a state that a forward in flight writes. `end_planned` follows.
+
+        It only gets pages as a guess does, because nothing is known of its value yet. Returns False if there are none.
+
+        Args:
+            slot: The reserved slot.
+            keys: Keys of all blocks before the state.
+        """
+        node = self._tree.get(keys[-1])
+        if slot in self.planned or (node is not None and node.host_slot != NO_SLOT):
+            return True
+        if not self._make_room_for_state(None, guess=True):
+            return False
+        depth_tokens = len(keys) * self._block_tokens
+        tag = Tag(EntryKind.STATE, keys[-1], depth_tokens, self._tree.epoch, keys[-2] if len(keys) > 1 else b"")
+        self.planned[slot] = self._store(slot, tag)
+        return True
+
+    def end_planned(self, slot: int, node: Node | None) -> None:
+        """That forward is over. Does nothing if the state was not stored.
+
+        Args:
+            slot: The slot.
+            node: The node whose state it is now. None: the state is not used.
+        """
+        entry = self.planned.pop(slot, None)
+        if entry is None:
+            return
+        if node is None or node.host_slot != NO_SLOT:
+            self.entries.remove(entry)
+            return
+        node.host_slot = entry
+        self._eviction.added(node)
+        self._states[node] = False
+        self._count(node)
+        self.state_also_on_device(node)
+        self._tree.version += 1
 
     def also_on_device(self, path: Sequence[Node]) -> None:
         """The device has the KV of this path now: what the host has of it is spare. The deepest block goes first."""
@@ -316,7 +360,7 @@ class HostTier:
             self.state_also_on_device(node)
         if node.host_slot != NO_SLOT:
             self._eviction.used(node)
-            self._count(node)
+            self._no_guess(node)
 
     # -- drop ----------------------------------------------------------------------------------------------------------
 
@@ -374,7 +418,7 @@ class HostTier:
         """
         kv = {node.host_block: node for node in self._tree if node.host_block != NO_BLOCK}
         states = {node.host_slot: node for node in self._tree if node.host_slot != NO_SLOT}
-        self.entries.check([*kv, *states])
+        self.entries.check([*kv, *states, *self.planned.values()])
         if self._kv_entries != len(kv) or set(self._states) != set(states.values()):
             raise CacheCorruptionError("the entries on the host and those that are counted differ")
         if any(node.slot != NO_SLOT and node not in self._spare_states for node in self._states):
@@ -451,6 +495,12 @@ class HostTier:
         if node.host_slot != NO_SLOT:  # the KV may have taken its place
             self._offer(node.host_slot)
 
+    def _no_guess(self, node: Node) -> None:
+        """The node's state is no guess any more, if it was one when it was stored."""
+        if not self._states[node]:
+            self._count(node)
+            self._write_down(node)
+
     def _offer(self, entry: int) -> None:
         """Offers an entry to the tier behind.
 
@@ -505,10 +555,14 @@ class HostTier:
                 return False
         return True
 
-    def _make_room_for_state(self, node: Node) -> bool:
-        """Evicts until the node's state fits. False: it is worth no more than what is stored."""
+    def _make_room_for_state(self, node: Node | None, *, guess: bool) -> bool:
+        """Evicts until a state fits. False: it is worth no more than what is stored.
+
+        Args:
+            node: Its node, if it has one already.
+            guess: Whether it is probationary.
+        """
         incoming = None if self._stores_everything else node
-        guess = is_probationary(node)
         while not self.entries.has_room(EntryKind.STATE):
             if not self.entries.are_divided and self._evict_spare_kv():
                 continue

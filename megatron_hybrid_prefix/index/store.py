@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 from megatron_hybrid_prefix.index.blocks import KVBlocks
 from megatron_hybrid_prefix.index.checkpoints import CheckpointTable
@@ -91,6 +91,14 @@ class PrefixStore:
             self.tree.prune(node)
             self._stats.kv_evictions += 1
         return blocks.take(count)
+
+    def next_evicted_kv(self, states: Iterable[Node]) -> Iterator[Node]:
+        """The nodes whose KV will be evicted next, the next one first, as far as one can tell now.
+
+        Args:
+            states: The nodes whose states will be evicted next.
+        """
+        return self.blocks.queue()
 
     def register(self, live: LiveRequest, full_blocks: int) -> None:
         """Makes the request's first ``full_blocks`` blocks matchable. Finished forwards computed them."""

@@ -142,11 +142,14 @@ class CacheServer:
         if match.loadable_blocks:
             match = cache.loads.begin_load_back(self._next_id, match) or match
         admission = cache.admit(self._next_id, match)
-        cache.take_copies()  # a replay has no data to copy
         if admission is None:
+            cache.take_copies()
             cache.release(self._next_id)
             return None
-        cache.publish(cache.plan(self._next_id, admission.resume_tokens, request.prompt_tokens))
+        plan = cache.plan(self._next_id, admission.resume_tokens, request.prompt_tokens)
+        cache.take_copies()  # a replay has no data to copy
+        cache.store_ahead([plan])
+        cache.publish(plan)
         cache.release(self._next_id)
         return admission.resume_tokens
 

@@ -44,7 +44,7 @@ class DeviceQueue:
         """
         marks = [mark for mark in after if mark is not None and not mark.query()]
         if after_model:
-            marks.append(self._current().record_event())
+            marks.append(self.mark_model())
         for mark in marks:
             for stream in (self._stream, *self._ahead):
                 stream.wait_event(mark)
@@ -95,6 +95,11 @@ class DeviceQueue:
         """Mark the current point of the queue, for `wait` and `finish`; call it inside `running` or `ahead`."""
         event = torch.cuda.Event()
         event.record(self._current())
+        return event
+
+    def mark_model(self) -> torch.cuda.Event:
+        """Mark the model's launches until now, for `running`."""
+        event: torch.cuda.Event = self._current().record_event()
         return event
 
     def wait(self, mark: Mark) -> None:
@@ -154,6 +159,10 @@ class HostQueue:
         """See DeviceQueue."""
 
     def mark(self) -> Mark:
+        """See DeviceQueue."""
+        return None
+
+    def mark_model(self) -> Mark:
         """See DeviceQueue."""
         return None
 

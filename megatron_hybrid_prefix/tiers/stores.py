@@ -56,7 +56,7 @@ class Stores:
         self.stored: Mark = None
         self.bytes = 0
 
-    def run(self, units: Sequence[BlockTransfer], after: Mark, *, send: bool = True) -> None:
+    def run(self, units: Sequence[BlockTransfer], after: Mark, *, send: bool = True, written: Mark = None) -> None:
         """Launch stores, in order. The model may overwrite the entries after `wait`.
 
         A copy that fails is logged. Its entries are not on the host then.
@@ -65,6 +65,7 @@ class Stores:
             units: The stores.
             after: They run after this mark of another queue.
             send: False: leave the copies of what is gathered to `send`.
+            written: A mark of the model's launches: those before it wrote the entries. None: all until now.
         """
         if not units:
             return
@@ -72,7 +73,7 @@ class Stores:
             self.send()
         is_idle = self.stored is None or self.stored.query()  # changes the way, but nothing that arrives
         self._new_pages.update(_first_pages(units))
-        with self._storing(after):
+        with self._storing(after, written, after_model=written is None):
             for number, different in enumerate(without_shared_pages(units)):
                 if number:
                     self._send()  # to the same pages

@@ -88,6 +88,7 @@ class ModelEngine:
         self.seen: Counter[str] = Counter()
         self.expected: dict[bytes, Content] = {}  # what the keys of entries on the host name
         self.next_id = 0
+        self.stores_ahead = False  # whether forwards are told to the cache once they are launched
         self.expected_prompt = self.expected_reused = self.expected_computed = 0
 
     # -- what should be there ------------------------------------------------------------------------------------------
@@ -102,7 +103,10 @@ class ModelEngine:
 
     def carry_out(self) -> None:
         """Carries out the queued copies, as late as allowed: just before anything else is written."""
-        for unit in self.cache.take_copies():
+        self.carry_out_units(self.cache.take_copies())
+
+    def carry_out_units(self, units: list[Any]) -> None:
+        for unit in units:
             if isinstance(unit, BlockMove):
                 self.seen["moved"] += 1
                 self.put_block(unit.target_block, self.blocks[unit.source_block])
@@ -538,7 +542,18 @@ class ModelEngine:
         if not request.broken:
             self.check_reads(request, plan)
         self.carry_out()
+        cached, written = self.cache.store_ahead([plan]) if self.stores_ahead else ([], [])
+        self.carry_out_units(cached)
         self.write(request, plan, succeeds)
+        for unit in written:
+            if unit.source == DEVICE:
+                assert unit.device_id in {checkpoint.slot for checkpoint in plan.checkpoints}
+                self.seen["stored when written"] += 1
+            if unit.source == DEVICE and not succeeds:
+                self.host[unit.pages] = GARBAGE
+            else:
+                self.carry_out_units([unit])
+        self.seen["stored ahead"] += sum(unit.source == DEVICE for unit in cached)
         load = self.live(request).load
         if succeeds and load is not None and load.load_id in self.bad_loads:
             self.forget_lost()

@@ -317,6 +317,28 @@ def test_copies_that_are_sent_later_do_not_wait_for_the_forward(world: Launches)
     assert len(before) == launches, "they are sent once"
 
 
+def test_what_is_stored_ahead_does_not_wait_for_the_forward(world: Launches) -> None:
+    """Unless the forward writes it. The next forward waits until both are gathered."""
+    before, pools = world.before, world.pools
+    world.arena.stores.stored.is_over = True
+    world.launch("earlier forward")
+    mark = world.arena.mark_model()
+    world.launch("forward")
+    world.arena.carry_out([pools.unit(EntryKind.KV, 0, 0)], send=False, written=mark)
+    world.arena.send()
+    world.arena.carry_out([pools.unit(EntryKind.KV, 1, 1)], send=False)
+    world.arena.send()
+    for name in ("_gather 0", "_store 0"):
+        assert "earlier forward" in before[name] and "forward" not in before[name]
+    assert "forward" in before["_gather 1"] and "_gather 1" in before["_store 1"]
+    world.launch("sampling")
+    assert not {"_gather 0", "_gather 1"} & before["sampling"]
+    world.arena.wait_for_stores()
+    world.launch("next forward")
+    assert {"_gather 0", "_gather 1"} <= before["next forward"]
+    assert not {"_store 0", "_store 1"} & before["next forward"]
+
+
 def test_what_needs_the_copies_to_the_host_sends_them(world: Launches) -> None:
     before, pools = world.before, world.pools
 

@@ -94,11 +94,41 @@ def noted_launches(served: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> li
     return order
 
 
+def store_nothing_ahead(served: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a forward evicts is stored just before it, as if nobody had known."""
+    monkeypatch.setattr(served.cache, "store_ahead", lambda plans: ([], []))
+
+
+@pytest.mark.usefixtures("memory")
+@each_mode
+def test_what_a_forward_evicts_was_stored_while_the_one_before_it_ran(model, mode, monkeypatch):
+    """Each prompt evicts the states that the one before it wrote."""
+    served = small(model, async_sched_mode=mode, blocks=24, host_gb=4 * HOST_GB)
+    push_out(served, count=8)
+    prompt = tokens(6, 7, seed=990)
+    order = noted_launches(served, monkeypatch)
+    cold = served.send(prompt, count=1)
+    state, kv = state_of(served, prompt), kv_of(served, prompt)
+    launches = len(order)
+    assert order[0] == "step" and order.count("gather") == order.count("store") > 0
+    push_out(served, seed=950, count=8)
+    assert on_device(served, prompt) == 0
+    assert "gather" not in order[launches:][: order[launches:].index("step")]
+    loaded = served.send(prompt, count=1)
+    assert loaded.num_cached_tokens == 6 * BLOCK and loaded.generated_tokens == cold.generated_tokens
+    assert torch.equal(kv_of(served, prompt), kv)
+    for name, tensor in state_of(served, prompt).items():
+        assert torch.equal(tensor, state[name])
+    served.check()
+    served.check_drained()
+
+
 @pytest.mark.usefixtures("memory")
 @each_mode
 def test_a_forward_does_not_wait_until_copies_to_the_host_are_launched(model, mode, monkeypatch):
     """Entries are gathered before the forward that needs their room, and copied to the host after its launch."""
     served = small(model, async_sched_mode=mode)
+    store_nothing_ahead(served, monkeypatch)
     push_out(served)
     order = noted_launches(served, monkeypatch)
     served.send(tokens(6, 7, seed=990), count=1)
@@ -124,6 +154,7 @@ def test_copies_to_the_host_are_launched_at_once_if_nobody_says_when_a_forward_i
 def test_a_load_does_not_wait_until_copies_to_the_host_are_launched(model, mode, monkeypatch):
     """Those of what it evicts."""
     served = small(model, async_sched_mode=mode)
+    store_nothing_ahead(served, monkeypatch)
     prompt = tokens(4, 0, seed=1) + random_tokens(9, seed=2)
     served.send(prompt, count=1)
     push_out(served)
@@ -440,6 +471,7 @@ def test_states_of_answers_and_preempted_requests_are_sent_after_the_next_forwar
     served, _ = four_at_once(
         model, host_gb=HOST_GB, slots=2, async_sched_mode=mode, decode_checkpoints=decode_checkpoints
     )
+    store_nothing_ahead(served, monkeypatch)
     order = noted_launches(served, monkeypatch)
     served.run()
     served.check()

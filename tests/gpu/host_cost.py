@@ -1,11 +1,13 @@
 """First token of prompts that evict KV and states: without a cache, without a host tier, and with one. On an idle GPU::
 
-    python tests/gpu/host_cost.py [--preset hybrid-4b] [--tokens 8492] [--prompts 32] [--host-gb 16] [--variants] [--parts]
+    python tests/gpu/host_cost.py [--preset hybrid-4b] [--tokens 8492] [--prompts 32] [--row 4] [--host-gb 16] [--variants] [--parts]
 
 Every prompt is new. Once the device is full, each one evicts what an earlier one left. The engines take turns, prompt by prompt, in
 one order and then in the other, and each prompt's time is divided by that of the prompt without a cache beside it. Rows with "at once"
-launch the copies to the host before the forward; one leaves them out, to show what they cost. ``--variants`` copies what was gathered
-by a kernel of some programs, not by the copy engines. ``--parts`` says how far the engine was when; noting that takes some time, too.
+store what is evicted before the forward that evicts it, and nothing while a forward runs. A prompt begins when the GPU is idle. What
+still goes to the host after its token is shown beside it, and costs the next prompt: so prompts are also sent ``--row`` at a time,
+one right after the other, and that time is divided likewise (0: they are not). ``--variants`` copies what was gathered by
+a kernel of some programs, not by the copy engines. ``--parts`` says how far the engine was when; noting that takes some time, too.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, state_
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.ops import page_copies
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from megatron_hybrid_prefix.tiers import entry_copies, stores
+from megatron_hybrid_prefix.tiers import entry_copies
 from tests.gpu.shared_tier import Milestones, milestones_table
 from tests.harness.engine_helpers import greedy, run_to_end
 
@@ -45,28 +47,26 @@ def by_kernel(programs):
         yield
 
 
-@contextmanager
-def nothing_copied():
-    """What is gathered is not copied to the host."""
-
-    def nothing(*args):
-        """In place of a copy."""
-
-    with (
-        patch.object(stores.Stores, "_store", nothing),
-        patch.object(entry_copies.EntryCopies, "straight_to_pages", nothing),
-    ):
-        yield
-
-
-def first_token_ms(engine, tokens, synchronize):
-    """Milliseconds to the only token of a request."""
+def tokens_ms(engine, prompts, synchronize):
+    """Milliseconds until each of these prompts has its only token, and until the GPU is idle."""
     synchronize()
     start = time.perf_counter()
-    engine.add_request(0, tokens, greedy(1))
+    for number, tokens in enumerate(prompts):
+        engine.add_request(number, tokens, greedy(1))
     run_to_end(engine, {})
+    told = time.perf_counter()
     synchronize()
-    return (time.perf_counter() - start) * 1e3
+    return (told - start) * 1e3, (time.perf_counter() - start) * 1e3
+
+
+def paired(times, off):
+    """Median time, and the median of its ratios to ``off`` with the middle half of them, as text."""
+    ratios = sorted(own / other for own, other in zip(times, off, strict=True))
+    quarter = len(ratios) // 4
+    return (
+        f"{statistics.median(times):8.2f} ms, {statistics.median(ratios):.3f} of off ({ratios[quarter]:.3f} to "
+        f"{ratios[-1 - quarter]:.3f})"
+    )
 
 
 def main() -> None:
@@ -74,6 +74,7 @@ def main() -> None:
     parser.add_argument("--preset", default="hybrid-4b")
     parser.add_argument("--tokens", type=int, default=8492)
     parser.add_argument("--prompts", type=int, default=32, help="of each engine")
+    parser.add_argument("--row", type=int, default=4, help="prompts one right after the other")
     parser.add_argument("--host-gb", type=float, default=16.0)
     parser.add_argument("--variants", action="store_true")
     parser.add_argument("--parts", action="store_true")
@@ -87,60 +88,67 @@ def main() -> None:
     dice = random.Random(0)
     common = {"max_requests": 4, "max_tokens": 64 * (args.tokens // 64 + 1), "max_sequence_length": args.tokens + 64}
 
-    found, stored = defaultdict(list), defaultdict(float)
+    found, idle, rowed, stored = (defaultdict(list) for _ in range(4))
     milestones = Milestones() if args.parts else None
     parts = defaultdict(list)
+
+    def new_prompts(count):
+        return [[dice.randrange(model.hybrid_config.vocab_size) for _ in range(args.tokens)] for _ in range(count)]
 
     def send(name, engine):
         moves = getattr(engine.context, "host_moves", None)
         before = 0 if moves is None else moves.arena.bytes_stored
-        tokens = [dice.randrange(model.hybrid_config.vocab_size) for _ in range(args.tokens)]
         if milestones is not None:
             milestones.start()
-        found[name].append(first_token_ms(engine, tokens, synchronize))
+        told, over = tokens_ms(engine, new_prompts(1), synchronize)
         if milestones is not None:
             parts[name].append(milestones.found())
-        stored[name] += 0 if moves is None else (moves.arena.bytes_stored - before) / 2**20
+        found[name].append(told)
+        idle[name].append(over)
+        stored[name].append(0 if moves is None else (moves.arena.bytes_stored - before) / 2**20)
 
     with torch.inference_mode():
         split = {"mamba_gb": states_gb}
+        one, host = {"cache_gb": kv_gb + states_gb}, {"host_gb": args.host_gb}
         engines = {
             "off": build_engine(model, buffer_size_gb=kv_gb, **common),
             "no host tier": build_engine(model, HybridPrefixConfig(**split), buffer_size_gb=kv_gb, **common),
-            "host tier": build_engine(
-                model, HybridPrefixConfig(**split, host_gb=args.host_gb), buffer_size_gb=kv_gb, **common
-            ),
-            "one memory, host tier": build_engine(
-                model, HybridPrefixConfig(cache_gb=kv_gb + states_gb, host_gb=args.host_gb), **common
-            ),
+            "one memory, no host tier": build_engine(model, HybridPrefixConfig(**one), **common),
         }
+        for when in ("", ", at once"):
+            engines |= {
+                f"host tier{when}": build_engine(
+                    model, HybridPrefixConfig(**split, **host), buffer_size_gb=kv_gb, **common
+                ),
+                f"one memory, host tier{when}": build_engine(model, HybridPrefixConfig(**one, **host), **common),
+            }
         rows = {name: (name, nullcontext) for name in engines}
         for name in ("host tier", "one memory, host tier"):
-            moves = engines[name].context.host_moves
-            rows[f"{name}, at once"] = name, partial(patch.object, moves, "sends_later", False)
-        rows["nothing copied to the host"] = "host tier", nothing_copied
-        if args.variants:
-            for programs in (2, 4, 8):
-                for name in ("host tier", "one memory, host tier"):
-                    rows[f"{name}, by {programs} programs"] = name, partial(by_kernel, programs)
+            engines[f"{name}, at once"].context.host_moves.sends_later = False
+            for programs in (2, 4, 8) if args.variants else ():
+                rows[f"{name}, by {programs} programs"] = name, partial(by_kernel, programs)
         order = list(rows)
         for number in range(WARM_UP + args.prompts):
             if number == WARM_UP:
-                for each in (found, stored, parts):
+                for each in (found, idle, stored, parts):
                     each.clear()
             for row in order if number % 2 else reversed(order):
                 name, variant = rows[row]
                 with variant():
                     send(row, engines[name])
+        for number in range(args.prompts // args.row if args.row else 0):
+            for row in order if number % 2 else reversed(order):
+                name, variant = rows[row]
+                with variant():
+                    rowed[row].append(tokens_ms(engines[name], new_prompts(args.row), synchronize)[0] / args.row)
     for row in order:
-        times = found[row]
-        ratios = sorted(own / off for own, off in zip(times, found["off"], strict=True))
-        quarter = len(ratios) // 4
         print(
-            f"{row:40} {statistics.median(times):8.2f} ms, {statistics.median(ratios):.3f} of off "
-            f"({ratios[quarter]:.3f} to {ratios[-1 - quarter]:.3f}), {stored[row] / args.prompts:.0f} MiB stored a prompt",
+            f"{row:40} {paired(found[row], found['off'])}, GPU idle after {statistics.median(idle[row]):.2f} ms, "
+            f"{statistics.fmean(stored[row]):.0f} MiB stored a prompt",
             flush=True,
         )
+        if args.row:
+            print(f"{'':20} {args.row} in a row, each {paired(rowed[row], rowed['off'])}", flush=True)
         if milestones is not None:
             print(*milestones_table(parts[row]), "", sep="\n", flush=True)
     shut_down()

@@ -476,9 +476,9 @@ class HybridPrefixContext(ContextSeam):
         return done
 
     def forward_launched(self) -> None:
-        """Launch what need not be launched before a forward: copies to the host."""
+        """Launch what need not precede a forward: copies to the host."""
         if self.moves is not None:
-            self.moves.send()
+            self.moves.forward_launched(self._requests.plans())
 
     def calculate_log_probs_tensors(
         self,

@@ -30,6 +30,7 @@ from megatron_hybrid_prefix.tiers.base import SharedTier, TierBehind
 from megatron_hybrid_prefix.tiers.file import FileTier
 from megatron_hybrid_prefix.tiers.mooncake import MooncakeTier
 from megatron_hybrid_prefix.tiers.pinned import choose_page_bytes
+from megatron_hybrid_prefix.tiers.queue import Mark
 from megatron_hybrid_prefix.tiers.registry import make_tier, tier_name
 from megatron_hybrid_prefix.tiers.shared import FolderSettings, MooncakeSettings, SharedSettings
 from megatron_hybrid_prefix.tiers.units import HOST, BlockMove, BlockTransfer, EntryKind, PageClear, stores_first
@@ -78,7 +79,7 @@ class Moves:
         """Launch the queued copies. Call it before anything writes to a slot or block.
 
         Args:
-            send: False: leave the copies to the host to `send`, which is called after a forward was launched.
+            send: False: leave the copies to the host to `forward_launched`.
         """
         copies = self._cache.take_copies()
         layout, memory = self._cache.layout, self._memory()
@@ -94,8 +95,12 @@ class Moves:
             else:
                 memory.clear_pages([copy.page for copy in group if isinstance(copy, PageClear)])
 
-    def send(self) -> None:
-        """Launch what `launch` left: copies to the host."""
+    def forward_launched(self, plans: Iterable[StepPlan]) -> None:
+        """Launch what need not precede a forward: copies to the host that `launch` left, and of what will be evicted next.
+
+        Args:
+            plans: Plans of the forward.
+        """
 
     def wait_for_loads(self, plans: Iterable[StepPlan]) -> None:
         """Make the next forward run after the loads that it uses. What does not use them can be launched before."""
@@ -125,7 +130,7 @@ class HostMoves(Moves):
     Attributes:
         arena: The host memory and its transfers; None if the memory could not be allocated.
         cache_fields: Arguments for the cache. ``host_pages`` is 0 if the memory could not be allocated.
-        sends_later: Whether `send` is called after forwards. The engine sets it if its controller does that.
+        sends_later: Whether `forward_launched` is called. The engine sets it if its controller does that.
     """
 
     def __init__(
@@ -140,6 +145,7 @@ class HostMoves(Moves):
     ) -> None:
         super().__init__(memory)
         self.sends_later = False
+        self._before_forward: Mark = None  # the model's launches before its last forward
         self._groups = groups
         own_bytes = {
             kind: sum(tensor[:, 0].numel() * tensor.element_size() for tensor in of_kind)
@@ -274,16 +280,24 @@ class HostMoves(Moves):
         if self.arena is None:
             super().launch(send=send)
             return
+        self.arena.wait_for_stores()  # of what was stored ahead
         self._wait_for_cancelled()  # a block may move to where such a load writes
         send = send or not self.sends_later
         super().launch(send=send)
         if send:
-            self.send()
+            self.arena.send()
         self._wait_for_cancelled()
+        if self.sends_later:
+            self._before_forward = self.arena.mark_model()
 
-    def send(self) -> None:
-        """See Moves."""
-        if self.arena is not None:
+    def forward_launched(self, plans: Iterable[StepPlan]) -> None:
+        """See Moves. What will be evicted next is gathered while the forward runs, or after it, if it writes that."""
+        if self.arena is None or not self.sends_later:
+            return
+        self.arena.send()
+        for copies, written in zip(self._cache.store_ahead(plans), (self._before_forward, None), strict=True):
+            units = [copy for copy in copies if isinstance(copy, BlockTransfer)]
+            self.arena.carry_out(units, send=False, written=written)
             self.arena.send()
 
     def _transfer(self, units: list[BlockTransfer], *, send: bool) -> None:

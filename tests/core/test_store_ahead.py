@@ -1,0 +1,249 @@
+"""What is stored on the host before it is evicted, while a forward runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import pytest
+
+from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.errors import CacheCorruptionError
+from megatron_hybrid_prefix.index import store_ahead
+from megatron_hybrid_prefix.index.checkpoints import CheckpointTable
+from megatron_hybrid_prefix.index.host_tier import HostTier
+from megatron_hybrid_prefix.index.requests import StepPlan
+from megatron_hybrid_prefix.index.tree import NO_BLOCK
+from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
+from megatron_hybrid_prefix.pool.slots import NO_SLOT
+from megatron_hybrid_prefix.tiers.units import DEVICE, EntryKind
+from tests.core import test_stateful
+
+BLOCK = 4
+HOST = {"host_pages": 640, "host_kv_pages": 1, "host_state_pages": 2}
+SPLIT = {"kv_blocks": 40, "state_slots": 9}
+ONE = {"cache_bytes": 58, "block_bytes": 1, "state_bytes": 2}
+each_memory = pytest.mark.parametrize("memory", [SPLIT, ONE], ids=["split", "one memory"])
+
+
+def make(memory: dict[str, int], **options: Any) -> HybridPrefixCache:
+    return HybridPrefixCache(**({"block_tokens": BLOCK, "eviction_policy": "lru"} | memory | HOST | options))
+
+
+class Forward:
+    """A new prompt of 8 blocks (or the given tokens), up to the launch of its forward.
+
+    Attributes:
+        before: Stores that are launched before it.
+        cached, written: What `store_ahead` returns.
+    """
+
+    def __init__(
+        self, cache: HybridPrefixCache, number: int, tokens: Sequence[int] = (), *, ahead: bool = True
+    ) -> None:
+        self.cache, self.number = cache, number
+        self.tokens = list(tokens) or [number, *range(8 * BLOCK)]
+        match = cache.match(cache.chain(self.tokens))
+        admission = cache.admit(number, match)
+        assert admission is not None
+        self.resumed = admission.resume_tokens
+        self.plan: StepPlan = cache.plan(number, admission.resume_tokens, len(self.tokens))
+        self.before = [copy for copy in cache.take_copies() if getattr(copy, "source", None) == DEVICE]
+        self.cached, self.written = cache.store_ahead([self.plan]) if ahead else ([], [])
+        cache.check_integrity()
+
+    def end(self) -> None:
+        self.cache.publish(self.plan)
+        self.cache.release(self.number)
+        self.cache.check_integrity()
+
+
+def serve(cache: HybridPrefixCache, numbers: range, *, ahead: bool = True) -> list[Forward]:
+    forwards = []
+    for number in numbers:
+        forwards.append(Forward(cache, number, ahead=ahead))
+        forwards[-1].end()
+    return forwards
+
+
+@each_memory
+def test_no_forward_waits_for_stores_of_what_it_evicts(memory):
+    cache = make(memory)
+    forwards = serve(cache, range(20))
+    evicted = cache.stats()
+    assert any(forward.before for forward in forwards), "the first evictions were not foreseen"
+    assert evicted.evictions > 40 and evicted.kv_evictions > 40
+    late = forwards[-10:]
+    assert not any(forward.before for forward in late)
+    assert all(forward.cached or forward.written for forward in late)
+    assert any(forward.written for forward in forwards)
+
+
+@each_memory
+@pytest.mark.parametrize("policy", ["lru", "recompute_cost"])
+def test_what_is_evicted_is_on_the_host_as_if_nothing_were_stored_ahead(memory, policy):
+    """The host has room for all."""
+    on_host = []
+    for ahead in (True, False):
+        cache = make(memory, eviction_policy=policy, host_pages=4000)
+        serve(cache, range(20), ahead=ahead)
+        nodes = list(cache.inspect.nodes())
+        on_host.append(Counter(node.depth_blocks for node in nodes if node.block_id == NO_BLOCK))
+        lost = [
+            node for node in nodes if node.slot == NO_SLOT and node.reason is not None and node.host_slot == NO_SLOT
+        ]
+        assert not lost
+        stats = cache.stats()
+        # Each entry is stored once.
+        tags = [cache.inspect.host_tier.entries.tag(entry) for entry in cache.inspect.host_tier.entries._pages]
+        assert len({(tag.kind, tag.key) for tag in tags}) == len(tags) == stats.host_stores
+    assert on_host[0] == on_host[1]
+
+
+@each_memory
+def test_states_in_flight_are_of_use_once_their_forward_has_succeeded(memory):
+    cache = make(memory)
+    serve(cache, range(3))
+    forward = Forward(cache, 3)
+    host = cache.inspect.host_tier
+    slots = {checkpoint.slot: checkpoint for checkpoint in forward.plan.checkpoints}
+    keys = cache.chain(forward.tokens).keys
+    assert {copy.device_id for copy in forward.written} == host.planned.keys() <= slots.keys()
+    for copy in forward.written:
+        depth = slots[copy.device_id].position_tokens // BLOCK
+        parent = keys[depth - 2] if depth > 1 else b""
+        assert (copy.tag.kind, copy.tag.key, copy.tag.depth_tokens) == (
+            EntryKind.STATE,
+            keys[depth - 1],
+            depth * BLOCK,
+        )
+        assert copy.tag.parent == parent and copy.tag.epoch == cache.epoch
+    forward.end()
+    assert not host.planned
+    nodes = {node.key: node for node in cache.inspect.nodes()}
+    for copy in forward.written:
+        node = nodes[copy.tag.key]
+        assert node.slot == copy.device_id and host.entries.pages(node.host_slot) == copy.pages
+    serve(cache, range(4, 20))
+    assert all(node.slot == NO_SLOT for node in nodes.values())
+    match = cache.match(cache.chain(forward.tokens))
+    assert match.resume_tokens == 0 and match.loadable_blocks == 8
+
+
+@each_memory
+@pytest.mark.parametrize("what", ["abandon", "reset", "invalidate", "released"])
+def test_states_in_flight_are_dropped_with_their_forward(memory, what):
+    cache = make(memory)
+    serve(cache, range(3))
+    forward = Forward(cache, 3)
+    host = cache.inspect.host_tier
+    keys = {copy.tag.key for copy in forward.written}
+    assert keys
+    if what == "reset":
+        cache.reset()
+    elif what == "invalidate":
+        cache.invalidate()
+    elif what == "released":
+        cache.release(3)
+    cache.check_integrity()
+    cache.abandon(forward.plan)
+    assert not host.planned
+    cache.check_integrity()
+    assert not any(node.key in keys and node.host_slot != NO_SLOT for node in cache.inspect.nodes())
+    serve(cache, range(4, 20))
+
+
+def test_a_state_in_flight_that_the_host_has_is_not_stored_again():
+    cache = make(SPLIT)
+    serve(cache, range(12))
+    tokens = [2, *range(8 * BLOCK)]
+    assert cache.match(cache.chain(tokens)).loadable_blocks == 8
+    forward = Forward(cache, 12, tokens)  # without a load: it computes what the host has
+    assert forward.resumed == 0 and forward.plan.checkpoints and not forward.written
+    forward.end()
+
+
+def test_room_on_the_host_is_bounded(monkeypatch):
+    for part, most in ((16, 2 * HOST["host_pages"] // 16), (80, 8), (1000, 0)):
+        monkeypatch.setattr(store_ahead, "AHEAD_PART", part)
+        cache = make(SPLIT)
+        pages = [sum(len(copy.pages) for copy in (*each.cached, *each.written)) for each in serve(cache, range(12))]
+        assert max(pages) <= most and (max(pages) > 0) == (most > 0)
+
+
+def test_nothing_is_stored_ahead_for_what_evicts_nothing_or_while_copies_wait():
+    cache = make(SPLIT | {"kv_blocks": 400, "state_slots": 400})
+    assert not any(forward.cached or forward.written for forward in serve(cache, range(12)))
+    cache = make(SPLIT)
+    serve(cache, range(6))
+    assert cache.store_ahead([]) == ([], []), "that was done"
+    assert len(cache.blocks.allocate(30)) == 30
+    queued = list(cache._store.copies)
+    cache._store.copies.append(object())
+    assert cache.store_ahead([]) == ([], []) and len(cache._store.copies) == len(queued) + 1
+
+
+def test_a_state_that_is_not_copied_to_its_slot_yet_is_not_stored():
+    """Nor one that a request will read: both are not evicted now."""
+    cache = make(SPLIT)
+    serve(cache, range(6))
+    table = cache._store.checkpoints
+    slots = {node.slot for node in table.next_evicted(guesses=99, others=99)}
+    assert len(slots) == SPLIT["state_slots"]
+    first, second = sorted(slots)[:2]
+    table.protect(first)
+    cache._store.slots.pin(second)
+    assert {node.slot for node in table.next_evicted(guesses=99, others=99)} == slots - {first, second}
+
+
+def test_guesses_and_others_are_counted_apart():
+    cache = make(SPLIT)
+    serve(cache, range(6))
+    table = cache._store.checkpoints
+    every = table.next_evicted(guesses=99, others=99)
+    guesses = [node for node in every if node.reason == CheckpointReason.INTERVAL]
+    others = [node for node in every if node.reason != CheckpointReason.INTERVAL]
+    assert guesses and others
+    assert table.next_evicted(guesses=1, others=0) == guesses[:1]
+    assert table.next_evicted(guesses=0, others=1) == others[:1]
+
+
+def entries_that_outlive_their_forward(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CheckpointTable, "abandon", lambda self, slot: self.slots.abandon(slot))
+
+
+def states_stored_before_they_are_written(patch: pytest.MonkeyPatch) -> None:
+    run = store_ahead.StoreAhead.run
+    patch.setattr(store_ahead.StoreAhead, "run", lambda *args: ([*chain(*run(*args))], []))
+
+
+def entries_of_the_wrong_state(patch: pytest.MonkeyPatch) -> None:
+    store = HostTier.store_planned
+    patch.setattr(HostTier, "store_planned", lambda self, slot, keys: store(self, slot, keys[:-1] or keys))
+
+
+def copies_that_are_not_spare(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(store_ahead.StoreAhead, "_are_spare", lambda *args: None)
+
+
+MUTANTS = [
+    entries_that_outlive_their_forward,
+    states_stored_before_they_are_written,
+    entries_of_the_wrong_state,
+    copies_that_are_not_spare,
+]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["split", "one memory"])
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_mutants_are_found(mutant, shared, monkeypatch):
+    monkeypatch.setattr(store_ahead, "AHEAD_PART", 3)
+    mutant(monkeypatch)
+    for seed in range(60):
+        try:
+            test_stateful.run_seed(seed, 150, shared=shared)
+        except (AssertionError, CacheCorruptionError, LookupError):
+            return
+    pytest.fail("no seed finds it")
