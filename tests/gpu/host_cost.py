@@ -3,7 +3,7 @@
     python tests/gpu/host_cost.py [--preset hybrid-4b] [--tokens 8492] [--prompts 32] [--row 4] [--host-gb 16] [--variants] [--parts]
 
 Every prompt is new. Once the device is full, each one evicts what an earlier one left. The engines take turns, prompt by prompt, in
-one order and then in the other, and each prompt's time is divided by that of the prompt without a cache beside it. Rows with "at once"
+random order, and each prompt's time is divided by that of the prompt without a cache of the same round. Rows with "at once"
 store what is evicted before the forward that evicts it, and nothing while a forward runs. A prompt begins when the GPU is idle. What
 still goes to the host after its token is shown beside it, and costs the next prompt: so prompts are also sent ``--row`` at a time,
 one right after the other, and that time is divided likewise (0: they are not). ``--variants`` copies what was gathered by
@@ -127,21 +127,24 @@ def main() -> None:
             engines[f"{name}, at once"].context.host_moves.sends_later = False
             for programs in (2, 4, 8) if args.variants else ():
                 rows[f"{name}, by {programs} programs"] = name, partial(by_kernel, programs)
-        order = list(rows)
+
+        def turns():
+            return dice.sample(list(rows), len(rows))
+
         for number in range(WARM_UP + args.prompts):
             if number == WARM_UP:
                 for each in (found, idle, stored, parts):
                     each.clear()
-            for row in order if number % 2 else reversed(order):
+            for row in turns():
                 name, variant = rows[row]
                 with variant():
                     send(row, engines[name])
-        for number in range(args.prompts // args.row if args.row else 0):
-            for row in order if number % 2 else reversed(order):
+        for _ in range(args.prompts // args.row if args.row else 0):
+            for row in turns():
                 name, variant = rows[row]
                 with variant():
                     rowed[row].append(tokens_ms(engines[name], new_prompts(args.row), synchronize)[0] / args.row)
-    for row in order:
+    for row in rows:
         print(
             f"{row:40} {paired(found[row], found['off'])}, GPU idle after {statistics.median(idle[row]):.2f} ms, "
             f"{statistics.fmean(stored[row]):.0f} MiB stored a prompt",
