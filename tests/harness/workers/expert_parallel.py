@@ -20,6 +20,7 @@ from tests.harness.workers.prefix_parallel import damage_sources
 
 BLOCK_TOKENS = 64
 NEW_TOKENS = 3
+BUFFER_GB = 0.02  # room for all requests; the default would be filled with zeros for seconds, and has thousands of blocks to check
 MODES = ("legacy", "async")
 # A gate, several experts a token, a width of their own, a shared expert with its gate: as Qwen3-Next, and smaller.
 SHARED = {
@@ -63,7 +64,13 @@ def answers(model, rank, mode, prefix, ranks=1, damaged=False, only_first=False)
     ``ranks`` is the world's size.
     """
     engine = build_engine(
-        model, prefix, max_sequence_length=512, max_requests=8, block_size_tokens=BLOCK_TOKENS, async_sched_mode=mode
+        model,
+        prefix,
+        max_sequence_length=512,
+        max_requests=8,
+        block_size_tokens=BLOCK_TOKENS,
+        async_sched_mode=mode,
+        buffer_size_gb=BUFFER_GB,
     )
     if damaged:
         damage_sources(engine.context)
