@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
-from megatron_hybrid_prefix.models import build_hybrid_model, experts, get_preset, load_checkpoint, save_checkpoint
+from megatron_hybrid_prefix.models import build_hybrid_model, get_preset, load_checkpoint, save_checkpoint
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.harness.engine_helpers import greedy, random_tokens, run_to_end
 from tests.harness.limits import COLLECTIVE_HANG_S
@@ -20,7 +20,7 @@ from tests.harness.workers.prefix_parallel import damage_sources
 
 BLOCK_TOKENS = 64
 NEW_TOKENS = 3
-BUFFER_GB = 0.02  # room for all requests; the default would be filled with zeros for seconds, and has thousands of blocks to check
+BUFFER_GB = 0.02  # room for all requests; an engine fills it with zeros, and each check goes through all of its blocks
 MODES = ("legacy", "async")
 # A gate, several experts a token, a width of their own, a shared expert with its gate: as Qwen3-Next, and smaller.
 SHARED = {
@@ -119,6 +119,9 @@ def mutants(model, rank, ranks, tp, ep):
 
     Only those to requests that are sent one by one.
     """
+    # Imports megatron: before the platform, torch.compile would import all of inductor.
+    from megatron_hybrid_prefix.models import experts
+
     cache = HybridPrefixConfig(mamba_gb=0.002)
     last = dist.get_rank() == ranks - 1
     found = {"states": answers(model, rank, "legacy", cache, ranks, damaged=last, only_first=True)}
