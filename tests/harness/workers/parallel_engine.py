@@ -16,6 +16,7 @@ from tests.harness.workers.launch import write_findings
 LENGTHS = (257, 1, 128, 3, 600, 2, 256, 127, 129, 255)
 SHARED_TOKENS = 768
 NEW_TOKENS = 16
+BUFFER_GB = 0.05  # room for all requests; each engine fills it with zeros
 # The second half has no attention layer, so no cut gives two stages that both have one.
 NO_ATTENTION_IN_THE_SECOND_HALF = ("M*-M*-|M-M-M-", "M-M*-M-M-M-")
 
@@ -30,7 +31,7 @@ def answers(finished):
 
 def mixed_batches(model, mode):
     """Prompts that arrive two at a time while others decode."""
-    engine = build_engine(model, max_sequence_length=1024, async_sched_mode=mode)
+    engine = build_engine(model, max_sequence_length=1024, async_sched_mode=mode, buffer_size_gb=BUFFER_GB)
     finished: dict = {}
     for number, length in enumerate(LENGTHS):
         engine.add_request(number, random_tokens(length, seed=number), greedy(NEW_TOKENS))
@@ -49,6 +50,7 @@ def chunked_prompts(model, mode):
         enable_chunked_prefill=True,
         materialize_only_last_token_logits=False,
         async_sched_mode=mode,
+        buffer_size_gb=BUFFER_GB,
     )
     finished: dict = {}
     for number, seed in enumerate((128, 136)):  # where float32 is close, see test_prompt_log_probs.py
@@ -68,6 +70,7 @@ def endings(model, mode):
         max_tokens=128,
         materialize_only_last_token_logits=False,
         async_sched_mode=mode,
+        buffer_size_gb=BUFFER_GB,
     )
     finished: dict = {}
     context = random_tokens(240, seed=128)
@@ -94,7 +97,13 @@ def endings(model, mode):
 
 def upstream_caching(model):
     """Four prompts with a shared prefix, with megatron-core's own prefix cache: answers, and prompt tokens computed."""
-    engine = build_engine(model, max_sequence_length=1024, enable_prefix_caching=True, prefix_caching_mamba_gb=0.02)
+    engine = build_engine(
+        model,
+        max_sequence_length=1024,
+        enable_prefix_caching=True,
+        prefix_caching_mamba_gb=0.02,
+        buffer_size_gb=BUFFER_GB,
+    )
     finished: dict = {}
     shared = random_tokens(SHARED_TOKENS, seed=1)
     for number in range(4):
