@@ -75,6 +75,10 @@ class KVBlocks:
         """Number of live requests that hold the block."""
         return self._ref_counts[block_id]
 
+    def held(self) -> dict[int, int]:
+        """Ref counts of the blocks that live requests hold, by block."""
+        return {block_id: count for block_id, count in enumerate(self._ref_counts) if count}
+
     def ref_counts(self) -> bytes:
         """Ref counts of all blocks: a copy, int32 in native byte order."""
         return self._ref_counts.tobytes()
