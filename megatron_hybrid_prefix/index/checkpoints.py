@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from megatron_hybrid_prefix.index.host_tier import HostTier, is_probationary
 from megatron_hybrid_prefix.index.tree import Node, PrefixTree
@@ -137,30 +137,31 @@ class CheckpointTable:
         """Evicts the node's state, to the host tier if it has room and the state is in its slot already."""
         self.slots.retire(self._evicted(node))
 
-    def next_evicted(self, *, guesses: int, others: int) -> list[Node]:
-        """The nodes whose states will be evicted next, as far as one can tell now.
+    def next_evicted(self, *, guesses: int, others: int, but: Iterable[Node] = ()) -> list[Node]:
+        """The nodes whose states the policy evicts next, as far as one can tell now. O(states squared).
 
         Args:
-            guesses: At most so many probationary states.
-            others: At most so many other states. They come last.
+            guesses: At most so many for guesses, which only take the place of guesses.
+            others: At most so many more, for other states.
+            but: Not these nodes.
         """
-        found: dict[Node, None] = {}
+        found = dict.fromkeys(but)
+        known = len(found)
 
         def is_next(node: Node) -> bool:
-            return node not in found and node.slot not in self._unwritten and self._is_evictable(node)
+            return node not in found and self.can_be_evicted(node)
 
-        def is_next_other(node: Node) -> bool:
-            return not is_probationary(node) and is_next(node)
+        for count, probationary_only in ((guesses, True), (others, False)):
+            for _ in range(count):
+                node = self.eviction.victim(is_next, probationary_only=probationary_only)
+                if node is None:
+                    break
+                found[node] = None
+        return list(found)[known:]
 
-        for _ in range(guesses):
-            if (node := self.eviction.victim(is_next, probationary_only=True)) is None:
-                break
-            found[node] = None
-        for _ in range(others):
-            if (node := self.eviction.victim(is_next_other)) is None:
-                break
-            found[node] = None
-        return list(found)
+    def can_be_evicted(self, node: Node) -> bool:
+        """Whether the node has a state that can be evicted, and can be stored: it is in its slot."""
+        return node.slot != NO_SLOT and node.slot not in self._unwritten and self._is_evictable(node)
 
     def drop_decoded(self, node: Node, slot: int) -> None:
         """Drops an older decode state of a request, unless it is gone already or another request used it."""

@@ -67,6 +67,7 @@ class HostTier:
         entries: Pages and pins of all entries.
         transfers: Queued copies, to be carried out in this order.
         planned: Entries of states that a forward in flight writes, by slot.
+        ahead: Entries that were stored ahead, pinned (`keep_ahead`). Some may be gone.
         routing_of: Returns the routing of a KV block on the device, which is stored with the block; None if it has
             none.
     """
@@ -99,6 +100,7 @@ class HostTier:
         # Entries that are being read from behind. All ranks agree on which arrived, see `settle`.
         self._fetching: set[int] = set()
         self.planned: dict[int, int] = {}
+        self.ahead: list[int] = []
         self.transfers: list[Copy] = []
         self.routing_of: Callable[[int], Any] = lambda block_id: None
         self.reset()
@@ -116,6 +118,7 @@ class HostTier:
         self._spare_states: OrderedDict[Node, None] = OrderedDict()
         self._fetching.clear()
         self.planned.clear()
+        self.ahead.clear()
         self._eviction.clear()
         if self.behind is not None:
             name = self.behind.name
@@ -193,24 +196,41 @@ class HostTier:
         self._write_down(node)
         return True
 
-    def store_planned(self, slot: int, keys: Sequence[bytes]) -> bool:
-        """Stores a state that a forward in flight writes. `end_planned` follows.
+    def keep_ahead(self, entry: int) -> None:
+        """The entry was stored before the device evicts it. It is not evicted here until `let_go_of_ahead`."""
+        self.entries.pin([entry])
+        self.ahead.append(entry)
 
-        It only gets pages as a guess does, because nothing is known of its value yet. Returns False if there are none.
+    def let_go_of_ahead(self) -> None:
+        """Reverts all `keep_ahead`. What is still on the device, too, is spare from now on."""
+        self.entries.unpin(self.ahead)
+        for entry in self.ahead:
+            node = self._tree.get(self.entries.tag(entry).key) if entry in self.entries else None
+            if node is None:
+                continue
+            if node.host_block == entry and node.block_id != NO_BLOCK:
+                self._make_spare(self._spare_kv, node)
+            elif node.host_slot == entry and node.slot != NO_SLOT:
+                self._make_spare(self._spare_states, node)
+        self.ahead.clear()
+
+    def store_planned(self, slot: int, keys: Sequence[bytes]) -> None:
+        """Stores a state ahead that a forward in flight writes, if there is room. `end_planned` follows.
+
+        It only gets pages as a guess does, because nothing is known of its value yet.
 
         Args:
             slot: The reserved slot.
             keys: Keys of all blocks before the state.
         """
         node = self._tree.get(keys[-1])
-        if slot in self.planned or (node is not None and node.host_slot != NO_SLOT):
-            return True
-        if not self._make_room_for_state(None, guess=True):
-            return False
+        is_stored = slot in self.planned or (node is not None and node.host_slot != NO_SLOT)
+        if is_stored or not self._make_room_for_state(None, guess=True):
+            return
         depth_tokens = len(keys) * self._block_tokens
         tag = Tag(EntryKind.STATE, keys[-1], depth_tokens, self._tree.epoch, keys[-2] if len(keys) > 1 else b"")
         self.planned[slot] = self._store(slot, tag)
-        return True
+        self.keep_ahead(self.planned[slot])
 
     def end_planned(self, slot: int, node: Node | None) -> None:
         """That forward is over. Does nothing if the state was not stored.
@@ -229,7 +249,8 @@ class HostTier:
         self._eviction.added(node)
         self._states[node] = False
         self._count(node)
-        self.state_also_on_device(node)
+        if entry not in self.ahead:
+            self.state_also_on_device(node)
         self._tree.version += 1
 
     def also_on_device(self, path: Sequence[Node]) -> None:
@@ -421,7 +442,8 @@ class HostTier:
         self.entries.check([*kv, *states, *self.planned.values()])
         if self._kv_entries != len(kv) or set(self._states) != set(states.values()):
             raise CacheCorruptionError("the entries on the host and those that are counted differ")
-        if any(node.slot != NO_SLOT and node not in self._spare_states for node in self._states):
+        not_spare = [node for node in self._states if node.slot != NO_SLOT and node not in self._spare_states]
+        if any(node.host_slot not in self.ahead for node in not_spare):
             raise CacheCorruptionError("a state is on the device, too, but is not spare on the host")
         if not self._spare_kv.keys() <= set(kv.values()) or not self._spare_states.keys() <= self._states.keys():
             raise CacheCorruptionError("what is spare on the host is not there")

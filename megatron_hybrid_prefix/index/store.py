@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from itertools import islice
 
 from megatron_hybrid_prefix.index.blocks import KVBlocks
 from megatron_hybrid_prefix.index.checkpoints import CheckpointTable
@@ -91,6 +92,22 @@ class PrefixStore:
             self.tree.prune(node)
             self._stats.kv_evictions += 1
         return blocks.take(count)
+
+    def next_evicted_states(self, *, blocks: int, guesses: int, others: int) -> list[Node]:
+        """The nodes whose states will be evicted next, as far as one can tell now: with their KV, or by the policy.
+
+        Args:
+            blocks: So many KV blocks will be evicted.
+            guesses: At most so many states for guesses.
+            others: At most so many for others.
+        """
+        table = self.checkpoints
+        with_kv = [node for node in islice(self.blocks.queue(), blocks) if table.can_be_evicted(node)]
+        left = guesses + others - len(with_kv)
+        found = table.next_evicted(
+            guesses=min(guesses, max(0, left)), others=max(0, min(others, left - guesses)), but=with_kv
+        )
+        return with_kv + found
 
     def next_evicted_kv(self, states: Iterable[Node]) -> Iterator[Node]:
         """The nodes whose KV will be evicted next, the next one first, as far as one can tell now.

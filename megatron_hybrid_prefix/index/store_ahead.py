@@ -1,15 +1,15 @@
 """`StoreAhead`: stores on the host what will be evicted next, while the device is busy.
 
 The forward that evicts an entry waits until the entry is gathered, and the device waits while the CPU launches that. What the host
-has already is only dropped. So once a forward is launched, as much is stored as was evicted since the last time: the states that
-the eviction policy names next, and the KV that goes with them. It is a guess. What turns out to be used first stays where it is, and
-what is evicted instead is stored then.
+has already is only dropped. So once a forward is launched, as much is stored as was evicted since the last time: the KV that goes
+next, the states that the eviction policy names next, and the KV that goes with them. It is a guess. What turns out to be used first
+stays where it is, and what is evicted instead is stored then.
 
 If there are few slots, the next states to go are those that the forward in flight writes. These can be stored, too: their copies run
 after it, and their entries belong to nothing until it succeeds.
 
-What is stored ahead is on the device as well, so it takes room from other entries on the host: at most one page in `AHEAD_PART` at a
-time.
+What is stored ahead is on the device as well, so it takes room from other entries on the host: at most one page in `AHEAD_PART`.
+It keeps its room until the next time, or a full host would evict it before the device does. After that it is spare.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from itertools import islice
 from megatron_hybrid_prefix.index.host_tier import HostTier, is_probationary
 from megatron_hybrid_prefix.index.requests import PlannedCheckpoint
 from megatron_hybrid_prefix.index.store import PrefixStore
-from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
-from megatron_hybrid_prefix.tiers.units import Copy, EntryKind
+from megatron_hybrid_prefix.pool.slots import NO_SLOT
+from megatron_hybrid_prefix.tiers.units import DEVICE, BlockTransfer, Copy, EntryKind
 
 AHEAD_PART = 16
 
@@ -60,26 +60,27 @@ class StoreAhead:
         blocks, guesses, others = (now - then for now, then in zip(self._before, before, strict=True))
         of_kv, of_state = host.entries.pages_of[EntryKind.KV], host.entries.pages_of[EntryKind.STATE]
         pages = host.entries.total_pages // AHEAD_PART
-        states = store.checkpoints.next_evicted(guesses=guesses, others=others)[: pages // of_state]
+        most = pages // of_state
+        states = store.next_evicted_states(blocks=blocks, guesses=min(guesses, most), others=min(others, most))[:most]
         pages -= len(states) * of_state
         path = list(islice(store.next_evicted_kv(states), min(blocks, pages // of_kv)))
         pages -= len(path) * of_kv
+        host.let_go_of_ahead()
         for node in states:  # first: they decide which KV is needed
             host.store_state(node)
+            if node.host_slot != NO_SLOT:
+                host.keep_ahead(node.host_slot)
         for node in path:
-            host.store_kv(node, stays=True)
+            if host.store_kv(node, stays=True):
+                host.keep_ahead(node.host_block)
         cached = self._take_copies()
         others -= sum(not is_probationary(node) for node in states)
         for checkpoint, keys in _chosen(planned, host, guesses=guesses, others=others)[: pages // of_state]:
             host.store_planned(checkpoint.slot, keys)
-        self._are_spare(host, states, path)
-        return cached, self._take_copies()
-
-    def _are_spare(self, host: HostTier, states: Sequence[Node], path: Sequence[Node]) -> None:
-        """What is on both tiers is spare on the host. Before all is stored, each would take the place of the one before it."""
-        for node in reversed(states):
-            host.state_also_on_device(node)
-        host.also_on_device(path)
+        written = self._take_copies()
+        # What makes room may be offered to a tier behind the host. That need not wait for the forward.
+        offers = [copy for copy in written if isinstance(copy, BlockTransfer) and copy.source != DEVICE]
+        return cached + offers, [copy for copy in written if copy not in offers]
 
     def _take_copies(self) -> list[Copy]:
         copies = list(self._store.copies)
@@ -88,7 +89,7 @@ class StoreAhead:
 
 
 def _chosen(planned: Iterable[Planned], host: HostTier, *, guesses: int, others: int) -> list[Planned]:
-    """What is stored of the states in flight. Those that are stored when they are published are left to that.
+    """What is stored of the states in flight: none that is stored when it is published, or that no node will have.
 
     Args:
         planned: The states.
@@ -98,6 +99,6 @@ def _chosen(planned: Iterable[Planned], host: HostTier, *, guesses: int, others:
     """
     kinds: tuple[list[Planned], list[Planned]] = [], []
     for checkpoint, keys in planned:
-        if not host.stores_published(checkpoint.reason):
+        if checkpoint.reason != CheckpointReason.VERIFY and not host.stores_published(checkpoint.reason):
             kinds[checkpoint.reason == CheckpointReason.INTERVAL].append((checkpoint, keys))
-    return [*kinds[False][:others], *kinds[True][:guesses]]
+    return [*kinds[False][: max(0, others)], *kinds[True][:guesses]]

@@ -18,8 +18,11 @@ from megatron_hybrid_prefix.index.requests import StepPlan
 from megatron_hybrid_prefix.index.tree import NO_BLOCK
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
-from megatron_hybrid_prefix.tiers.units import DEVICE, EntryKind
+from megatron_hybrid_prefix.tiers.base import Entry, SharedTier, TierBehind
+from megatron_hybrid_prefix.tiers.units import DEVICE, EntryKind, Tag
+from megatron_hybrid_prefix.tiers.units import HOST as HOST_TIER
 from tests.core import test_stateful
+from tests.harness.plugins.dictionary_tier import DictionaryTier
 
 BLOCK = 4
 HOST = {"host_pages": 640, "host_kv_pages": 1, "host_state_pages": 2}
@@ -166,11 +169,94 @@ def test_a_state_in_flight_that_the_host_has_is_not_stored_again():
 
 
 def test_room_on_the_host_is_bounded(monkeypatch):
-    for part, most in ((16, 2 * HOST["host_pages"] // 16), (80, 8), (1000, 0)):
+    for part, most in ((16, HOST["host_pages"] // 16), (80, 8), (1000, 0)):
         monkeypatch.setattr(store_ahead, "AHEAD_PART", part)
         cache = make(SPLIT)
         pages = [sum(len(copy.pages) for copy in (*each.cached, *each.written)) for each in serve(cache, range(12))]
         assert max(pages) <= most and (max(pages) > 0) == (most > 0)
+
+
+@each_memory
+@pytest.mark.parametrize("policy", ["lru", "recompute_cost"])
+def test_a_full_host_keeps_what_was_stored_ahead_until_it_is_evicted(memory, policy, monkeypatch):
+    monkeypatch.setattr(store_ahead, "AHEAD_PART", 4)
+    waited = {}
+    for ahead in (True, False):
+        cache = make(memory, eviction_policy=policy, host_pages=160)
+        forwards = serve(cache, range(40), ahead=ahead)
+        late = forwards[-20:]
+        assert cache.stats().host_evictions > 100
+        for forward in late:
+            copies = [copy for copy in (*forward.cached, *forward.written) if copy.source == DEVICE]
+            pages = [page for copy in copies for page in copy.pages]
+            assert len(set(pages)) == len(pages), "a page is written twice in one call"
+        waited[ahead] = sum(len(forward.before) for forward in late)
+    assert waited[True] <= waited[False] / 4, waited
+
+
+def test_pins_end_with_the_next_time():
+    cache = make(SPLIT)
+    serve(cache, range(6))
+    host = cache.inspect.host_tier
+    ahead = list(host.ahead)
+    assert ahead and set(ahead) <= host.entries.pins().keys()
+    forward = Forward(cache, 6)
+    assert not set(ahead) & set(host.ahead) and host.entries.pins().keys() == set(host.ahead)
+    cache.abandon(forward.plan)
+    cache.reset()
+    assert not host.ahead and not host.entries.pins()
+
+
+@each_memory
+def test_what_makes_room_is_offered_without_waiting_for_the_forward(memory, monkeypatch):
+    monkeypatch.setattr(store_ahead, "AHEAD_PART", 4)
+    cache = make(memory, host_pages=100, behind=TierBehind("behind", DictionaryTier("")))
+    forwards = serve(cache, range(20))
+    cached = [copy for forward in forwards for copy in forward.cached]
+    written = [copy for forward in forwards for copy in forward.written]
+    assert {copy.source for copy in cached} == {DEVICE, HOST_TIER} and {copy.source for copy in written} == {DEVICE}
+
+
+class Shared(SharedTier):
+    """Notes what it is offered."""
+
+    same_on_all_ranks = True
+    least_blocks = 1
+
+    def contains(self, kind: EntryKind, key: bytes) -> bool:
+        return False
+
+    def put(self, entries: Sequence[Entry]) -> Sequence[bool]:
+        raise AssertionError("nothing is copied here")
+
+    def get(self, tags: Sequence[Tag], buffers: Sequence[memoryview]) -> Sequence[int | None]:
+        raise AssertionError("nothing is copied here")
+
+    def remove(self, tags: Any) -> None:
+        raise AssertionError("nothing is copied here")
+
+    def clear(self) -> None:
+        raise AssertionError("nothing is copied here")
+
+    def invalidate(self, epoch: int) -> None:
+        raise AssertionError("nothing is copied here")
+
+
+@each_memory
+def test_a_shared_tier_gets_a_guess_that_was_stored_ahead_once_it_is_used(memory):
+    cache = make(memory, behind=TierBehind("shared", Shared()))
+    serve(cache, range(3))
+    forward = Forward(cache, 3)
+    guesses = {copy.tag.key for copy in forward.written}
+    forward.end()
+    cache.take_copies()
+    keys = cache.chain(forward.tokens).keys
+    depth = max(depth for depth in range(1, 8) if keys[depth - 1] in guesses)
+    match = cache.match(cache.chain(forward.tokens[: depth * BLOCK + 1]))
+    assert match.resume_tokens == depth * BLOCK
+    assert cache.admit(4, match) is not None
+    offered = {(copy.tag.kind, copy.tag.key) for copy in cache.take_copies() if copy.target == "shared"}
+    assert offered == {(EntryKind.STATE, keys[depth - 1]), *((EntryKind.KV, key) for key in keys[:depth])}
 
 
 def test_nothing_is_stored_ahead_for_what_evicts_nothing_or_while_copies_wait():
@@ -207,7 +293,9 @@ def test_guesses_and_others_are_counted_apart():
     others = [node for node in every if node.reason != CheckpointReason.INTERVAL]
     assert guesses and others
     assert table.next_evicted(guesses=1, others=0) == guesses[:1]
-    assert table.next_evicted(guesses=0, others=1) == others[:1]
+    assert table.next_evicted(guesses=0, others=1, but=guesses) == others[:1]
+    assert table.next_evicted(guesses=0, others=1) == guesses[:1], "which go before all others"
+    assert table.next_evicted(guesses=1, others=1) == guesses[:2]
 
 
 def entries_that_outlive_their_forward(patch: pytest.MonkeyPatch) -> None:
@@ -225,7 +313,11 @@ def entries_of_the_wrong_state(patch: pytest.MonkeyPatch) -> None:
 
 
 def copies_that_are_not_spare(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(store_ahead.StoreAhead, "_are_spare", lambda *args: None)
+    patch.setattr(HostTier, "let_go_of_ahead", lambda self: (self.entries.unpin(self.ahead), self.ahead.clear()))
+
+
+def pins_that_stay(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HostTier, "let_go_of_ahead", lambda self: self.ahead.clear())
 
 
 MUTANTS = [
@@ -233,6 +325,7 @@ MUTANTS = [
     states_stored_before_they_are_written,
     entries_of_the_wrong_state,
     copies_that_are_not_spare,
+    pins_that_stay,
 ]
 
 

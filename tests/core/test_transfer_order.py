@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from megatron_hybrid_prefix.mcore.state.moves import HostMoves
 from megatron_hybrid_prefix.tiers import entry_copies, loads, stores
 from megatron_hybrid_prefix.tiers.queue import BUFFERS, DeviceQueue
-from megatron_hybrid_prefix.tiers.units import EntryKind
+from megatron_hybrid_prefix.tiers.units import BlockTransfer, EntryKind
 from tests.core.test_host_arena import Pools
 
 
@@ -317,26 +318,55 @@ def test_copies_that_are_sent_later_do_not_wait_for_the_forward(world: Launches)
     assert len(before) == launches, "they are sent once"
 
 
+class Ahead:
+    """A cache without copies, but for what it stores ahead."""
+
+    layout = None
+
+    def __init__(self, *copies: list[BlockTransfer]) -> None:
+        self.copies = copies
+
+    def take_copies(self) -> list[BlockTransfer]:
+        return []
+
+    def store_ahead(self, plans: object) -> tuple[list[BlockTransfer], ...]:
+        return self.copies
+
+
+def moves_of(world: Launches, cache: Any) -> HostMoves:
+    moves = HostMoves.__new__(HostMoves)
+    vars(moves).update(arena=world.arena, sends_later=True, _memory=lambda: None, _launched={}, _fetching={})
+    moves.serve(cache)
+    return moves
+
+
 def test_what_is_stored_ahead_does_not_wait_for_the_forward(world: Launches) -> None:
-    """Unless the forward writes it. The next forward waits until both are gathered."""
+    """Unless the forward writes it. What comes later waits until both are gathered, though nothing else is stored."""
     before, pools = world.before, world.pools
     world.arena.stores.stored.is_over = True
-    world.launch("earlier forward")
-    mark = world.arena.mark_model()
+    moves = moves_of(world, Ahead([pools.unit(EntryKind.KV, 0, 0)], [pools.unit(EntryKind.KV, 1, 1)]))
+    moves.launch(send=False)
+    world.launch("copy of a decode state")
+    moves.launch(send=False)
     world.launch("forward")
-    world.arena.carry_out([pools.unit(EntryKind.KV, 0, 0)], send=False, written=mark)
-    world.arena.send()
-    world.arena.carry_out([pools.unit(EntryKind.KV, 1, 1)], send=False)
-    world.arena.send()
+    moves.forward_launched([])
     for name in ("_gather 0", "_store 0"):
-        assert "earlier forward" in before[name] and "forward" not in before[name]
+        assert "copy of a decode state" in before[name] and "forward" not in before[name]
     assert "forward" in before["_gather 1"] and "_gather 1" in before["_store 1"]
     world.launch("sampling")
     assert not {"_gather 0", "_gather 1"} & before["sampling"]
-    world.arena.wait_for_stores()
+    moves.launch(send=False)
     world.launch("next forward")
     assert {"_gather 0", "_gather 1"} <= before["next forward"]
     assert not {"_store 0", "_store 1"} & before["next forward"]
+
+
+def test_nothing_is_stored_ahead_for_a_controller_that_does_not_say_when_a_forward_is(world: Launches) -> None:
+    moves = moves_of(world, Ahead([world.pools.unit(EntryKind.KV, 0, 0)], []))
+    moves.sends_later = False
+    moves.launch()
+    moves.forward_launched([])
+    assert not world.before
 
 
 def test_what_needs_the_copies_to_the_host_sends_them(world: Launches) -> None:
