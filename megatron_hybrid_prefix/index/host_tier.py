@@ -324,14 +324,18 @@ class HostTier:
         fetched: list[int] = []
         missing = [(node, self._fetch_kv) for node in kv if node.host_block == NO_BLOCK]
         missing += [(end, self._fetch_state)] if end.host_slot == NO_SLOT else []
+        end.children += 1  # what is evicted for room may be the last below the path, which must stay in the tree
         for node, fetch in missing:
             entry = fetch(node)
             if entry is None:
-                self.entries.unpin([*pinned, *fetched])
-                tree.prune(end)
-                return None
+                break
             self.entries.pin([entry])
             fetched.append(entry)
+        end.children -= 1
+        if len(fetched) < len(missing):
+            self.entries.unpin([*pinned, *fetched])
+            tree.prune(end)
+            return None
         return (*(node.host_block for node in kv), end.host_slot), tuple(map(self.entries.tag, [*coming, *fetched]))
 
     def settle(self, entries: Iterable[int]) -> None:

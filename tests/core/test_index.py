@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.blocks import KVBlocks
 from megatron_hybrid_prefix.index.keys import KeyChain, KeyMaker
@@ -11,6 +12,9 @@ from megatron_hybrid_prefix.index.matcher import match_prefix
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node, PrefixTree
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
+from megatron_hybrid_prefix.tiers.base import TierBehind
+from megatron_hybrid_prefix.tiers.units import EntryKind
+from tests.harness.plugins.dictionary_tier import DictionaryTier
 
 MAKER = KeyMaker(4, b"of the tests")
 
@@ -224,3 +228,20 @@ def test_check_finds_what_is_wrong():
         blocks._enqueue(leaf)
 
     broken(parent_first)
+
+
+def test_a_path_that_is_fetched_stays_in_the_tree_while_room_is_made_for_it():
+    """The host has room for two entries. All that is below the path is one block there, which goes first."""
+    tier = TierBehind("behind", DictionaryTier(""))
+    cache = HybridPrefixCache(block_tokens=4, kv_blocks=9, state_slots=1, host_pages=2, behind=tier)
+    store, host = cache._store, cache.inspect.host_tier
+    node = None
+    for key in cache.chain(list(range(16))).keys:
+        node = store.tree.insert(key, node, NO_BLOCK)
+    host._put_kv(node, host._fetch(EntryKind.KV, node))
+    keys = cache.chain(list(range(12))).keys
+    assert host.gather(keys, 0) is None, "there is no room for the third block"
+    nodes = list(cache.inspect.nodes())
+    assert [n.depth_blocks for n in nodes if n.host_block != NO_BLOCK] == [1, 2] and len(nodes) == 2
+    assert not host.entries.pins()
+    cache.check_integrity()
