@@ -98,9 +98,10 @@ def main() -> None:
     def send(name, engine):
         moves = getattr(engine.context, "host_moves", None)
         before = 0 if moves is None else moves.arena.bytes_stored
+        prompts = new_prompts(1)
         if milestones is not None:
             milestones.start()
-        told, over = tokens_ms(engine, new_prompts(1), synchronize)
+        told, over = tokens_ms(engine, prompts, synchronize)
         if milestones is not None:
             parts[name].append(milestones.found())
         found[name].append(told)
