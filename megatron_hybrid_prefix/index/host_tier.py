@@ -202,7 +202,7 @@ class HostTier:
         self.ahead.append(entry)
 
     def let_go_of_ahead(self) -> None:
-        """Reverts all `keep_ahead`. What is still on the device, too, is spare from now on."""
+        """Reverts all `keep_ahead`. What is still on the device, too, is spare from now on. A state without its KV goes."""
         self.entries.unpin(self.ahead)
         for entry in self.ahead:
             node = self._tree.get(self.entries.tag(entry).key) if entry in self.entries else None
@@ -212,6 +212,8 @@ class HostTier:
                 self._make_spare(self._spare_kv, node)
             elif node.host_slot == entry and node.slot != NO_SLOT:
                 self._make_spare(self._spare_states, node)
+            elif node.block_id == node.host_block == NO_BLOCK and not self.entries.is_pinned(entry):
+                self.drop_state(node)  # its KV left while it was pinned
         self.ahead.clear()
 
     def store_planned(self, slot: int, keys: Sequence[bytes]) -> None:

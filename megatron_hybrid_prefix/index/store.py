@@ -7,7 +7,7 @@ from itertools import islice
 
 from megatron_hybrid_prefix.index.blocks import KVBlocks
 from megatron_hybrid_prefix.index.checkpoints import CheckpointTable
-from megatron_hybrid_prefix.index.host_tier import HostTier
+from megatron_hybrid_prefix.index.host_tier import HostTier, is_probationary
 from megatron_hybrid_prefix.index.requests import LiveRequest
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node, PrefixTree
 from megatron_hybrid_prefix.metrics import PrefixStats
@@ -103,9 +103,9 @@ class PrefixStore:
         """
         table = self.checkpoints
         with_kv = [node for node in islice(self.blocks.queue(), blocks) if table.can_be_evicted(node)]
-        left = guesses + others - len(with_kv)
+        gone = sum(map(is_probationary, with_kv))
         found = table.next_evicted(
-            guesses=min(guesses, max(0, left)), others=max(0, min(others, left - guesses)), but=with_kv
+            guesses=max(0, guesses - gone), others=max(0, others - (len(with_kv) - gone)), but=with_kv
         )
         return with_kv + found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
@@ -15,7 +16,7 @@ from megatron_hybrid_prefix.index import store_ahead
 from megatron_hybrid_prefix.index.checkpoints import CheckpointTable
 from megatron_hybrid_prefix.index.host_tier import HostTier
 from megatron_hybrid_prefix.index.requests import StepPlan
-from megatron_hybrid_prefix.index.tree import NO_BLOCK
+from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers.base import Entry, SharedTier, TierBehind
@@ -44,11 +45,19 @@ class Forward:
     """
 
     def __init__(
-        self, cache: HybridPrefixCache, number: int, tokens: Sequence[int] = (), *, ahead: bool = True
+        self,
+        cache: HybridPrefixCache,
+        number: int,
+        tokens: Sequence[int] = (),
+        *,
+        ahead: bool = True,
+        load: bool = False,
     ) -> None:
         self.cache, self.number = cache, number
         self.tokens = list(tokens) or [number, *range(8 * BLOCK)]
         match = cache.match(cache.chain(self.tokens))
+        if load and match.loadable_blocks:
+            match = cache.loads.begin_load_back(number, match) or match
         admission = cache.admit(number, match)
         assert admission is not None
         self.resumed = admission.resume_tokens
@@ -192,6 +201,37 @@ def test_a_full_host_keeps_what_was_stored_ahead_until_it_is_evicted(memory, pol
             assert len(set(pages)) == len(pages), "a page is written twice in one call"
         waited[ahead] = sum(len(forward.before) for forward in late)
     assert waited[True] <= waited[False] / 4, waited
+
+
+@pytest.mark.parametrize("policy", ["lru", "recompute_cost"])
+def test_a_state_whose_kv_left_while_it_was_pinned_goes_with_the_next_time(policy, monkeypatch):
+    """On small hosts: there is no room for the KV of guesses."""
+    monkeypatch.setattr(store_ahead, "AHEAD_PART", 4)
+    pinned = []
+    for seed in range(20):
+        dice = random.Random(seed)
+        blocks = dice.choice([12, 20, 40])
+        sizes = {"kv_blocks": blocks, "state_slots": dice.choice([4, 9, 20, 30])}
+        pages = {"host_pages": dice.choice([16, 24, 32, 48, 64, 96]), "host_state_pages": dice.choice([1, 2, 4, 8])}
+        cache = make(sizes, eviction_policy=policy, retention_interval_tokens=8, **pages)
+        host = cache.inspect.host_tier
+        let_go = host.let_go_of_ahead
+
+        def without_kv(cache: HybridPrefixCache = cache) -> list[Node]:
+            states = [node for node in cache.inspect.nodes() if node.host_slot != NO_SLOT]
+            return [node for node in states if node.block_id == node.host_block == NO_BLOCK]
+
+        def noted(without_kv: Any = without_kv, let_go: Any = let_go) -> None:
+            pinned.extend(without_kv())
+            let_go()
+
+        monkeypatch.setattr(host, "let_go_of_ahead", noted)
+        for number in range(60):
+            head = dice.choice([dice.randrange(4), 100 + number])
+            tokens = [head, *range(dice.randrange(5, blocks * BLOCK - 4))]
+            Forward(cache, number, tokens, load=True).end()
+            assert {node.host_slot for node in without_kv()} <= set(host.ahead)
+    assert pinned, "it happened"
 
 
 def test_pins_end_with_the_next_time():
