@@ -54,7 +54,7 @@ class Diary:
         self.events: list[tuple[str, str]] = []
         self._matched = False  # recorded already; a load changes the match
         watched = {
-            cache: ("admit", "plan", "publish", "checkpoint_decoded", "grow", "take_copies"),
+            cache: ("admit", "plan", "publish", "checkpoint_decoded", "grow", "take_copies", "store_ahead"),
             cache.loads: ("begin_load_back",),
             cache.blocks: ("allocate",),
         }
@@ -141,6 +141,12 @@ class Diary:
         for to_host, group in groupby(units, key=lambda unit: unit.target == HOST):
             moved = {(_KINDS[unit.tag.kind], unit.tag.depth_tokens, unit.tag.key) for unit in group}
             self.say("store" if to_host else "fetch", f"{'to' if to_host else 'from'} the host: {_ends(moved)}")
+
+    def _store_ahead(self, copies: tuple[Sequence[Any], Sequence[Any]], plans: Any) -> None:
+        for units, what in zip(copies, ("what may go next", "what the forward writes"), strict=True):
+            if units:
+                moved = {(_KINDS[unit.tag.kind], unit.tag.depth_tokens, unit.tag.key) for unit in units}
+                self.say("ahead", f"to the host, {what}: {_ends(moved)}")
 
     def take(self) -> list[tuple[str, str]]:
         """The events since the last call."""
