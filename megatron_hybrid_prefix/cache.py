@@ -391,8 +391,7 @@ class HybridPrefixCache:
         Carry them out in this order, before anything is written to a block or slot that the cache gave out since: before
         the next forward, and before the states of `checkpoint_decoded` are copied to their slots.
         """
-        copies = list(self._store.copies)
-        self._store.copies.clear()
+        copies = self._store.take_copies()
         self._store.copies_taken()
         return copies
 

@@ -139,19 +139,22 @@ class Diary:
 
     def _take_copies(self, units: Sequence[Any]) -> None:
         for to_host, group in groupby(units, key=lambda unit: unit.target == HOST):
-            moved = {(_KINDS[unit.tag.kind], unit.tag.depth_tokens, unit.tag.key) for unit in group}
-            self.say("store" if to_host else "fetch", f"{'to' if to_host else 'from'} the host: {_ends(moved)}")
+            self.say("store" if to_host else "fetch", f"{'to' if to_host else 'from'} the host: {_moved(group)}")
 
     def _store_ahead(self, copies: tuple[Sequence[Any], Sequence[Any]], plans: Any) -> None:
         for units, what in zip(copies, ("what may go next", "what the forward writes"), strict=True):
             if units:
-                moved = {(_KINDS[unit.tag.kind], unit.tag.depth_tokens, unit.tag.key) for unit in units}
-                self.say("ahead", f"to the host, {what}: {_ends(moved)}")
+                self.say("ahead", f"to the host, {what}: {_moved(units)}")
 
     def take(self) -> list[tuple[str, str]]:
         """The events since the last call."""
         events, self.events, self._matched = self.events, [], False
         return events
+
+
+def _moved(units: Iterable[Any]) -> str:
+    """What transfers move."""
+    return _ends({(_KINDS[unit.tag.kind], unit.tag.depth_tokens, unit.tag.key) for unit in units})
 
 
 def _ends(parts: Iterable[tuple[str, int, bytes]]) -> str:

@@ -189,10 +189,7 @@ class HostTier:
         if not self._make_room_for_state(node, guess=is_probationary(node)):
             self._eviction.removed(node)
             return False
-        node.host_slot = self._store(node.slot, self._tag(EntryKind.STATE, node))
-        self._states[node] = False
-        self._count(node)
-        self._tree.version += 1
+        self._put_state(node, self._store(node.slot, self._tag(EntryKind.STATE, node)))
         self._write_down(node)
         return True
 
@@ -247,13 +244,10 @@ class HostTier:
         if node is None or node.host_slot != NO_SLOT:
             self.entries.remove(entry)
             return
-        node.host_slot = entry
         self._eviction.added(node)
-        self._states[node] = False
-        self._count(node)
+        self._put_state(node, entry)
         if entry not in self.ahead:
             self.state_also_on_device(node)
-        self._tree.version += 1
 
     def also_on_device(self, path: Sequence[Node]) -> None:
         """The device has the KV of this path now: what the host has of it is spare. The deepest block goes first."""
@@ -353,14 +347,11 @@ class HostTier:
     def _fetch_state(self, node: Node) -> int | None:
         entry = self._fetch(EntryKind.STATE, node)
         if entry is not None:
-            node.host_slot = entry
             if node.reason is None:
                 # The tier behind does not store the reason. Two prompts share this state now.
                 node.reason = CheckpointReason.JUNCTION
             self._eviction.added(node)
-            self._states[node] = False
-            self._count(node)
-            self._tree.version += 1
+            self._put_state(node, entry)
         return entry
 
     # -- back to the device --------------------------------------------------------------------------------------------
@@ -480,6 +471,13 @@ class HostTier:
         self._kv_entries += 1
         if not node.host_users:
             self._spare_kv[node] = None
+        self._tree.version += 1
+
+    def _put_state(self, node: Node, entry: int) -> None:
+        """The entry has the node's state. The eviction policy knows of it already."""
+        node.host_slot = entry
+        self._states[node] = False
+        self._count(node)
         self._tree.version += 1
 
     def _store(self, device_id: int, tag: Tag) -> int:

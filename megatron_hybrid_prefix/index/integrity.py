@@ -142,12 +142,11 @@ def _check_ref_counts(blocks: KVBlocks, requests: Sequence[LiveRequest], unattac
     holders = Counter(block_id for live in requests for block_id in live.block_ids)
     holders.update(unattached)
     held = blocks.held()
-    if held != holders:
-        for block_id in range(blocks.total_blocks):
-            counted = held.get(block_id, 0)
-            _expect(
-                counted == holders[block_id], "block {} counts {} holders, has {}", block_id, counted, holders[block_id]
-            )
+    for block_id in held.keys() | holders.keys():
+        counted = held.get(block_id, 0)
+        _expect(
+            counted == holders[block_id], "block {} counts {} holders, has {}", block_id, counted, holders[block_id]
+        )
 
 
 def _check_slots(

@@ -74,6 +74,12 @@ class PrefixStore:
         """Takes a slot for a running request; None if the engine has slots of its own for them."""
         return None
 
+    def take_copies(self) -> list[Copy]:
+        """Takes the queued copies."""
+        copies = list(self.copies)
+        self.copies.clear()
+        return copies
+
     def copies_taken(self) -> None:
         """The engine carries out all queued copies now."""
         self.checkpoints.end_protection()

@@ -73,19 +73,14 @@ class StoreAhead:
         for node in path:
             if host.store_kv(node, stays=True):
                 host.keep_ahead(node.host_block)
-        cached = self._take_copies()
+        cached = store.take_copies()
         others -= sum(not is_probationary(node) for node in states)
         for checkpoint, keys in _chosen(planned, host, guesses=guesses, others=others)[: pages // of_state]:
             host.store_planned(checkpoint.slot, keys)
-        written = self._take_copies()
+        written = store.take_copies()
         # What makes room may be offered to a tier behind the host. That need not wait for the forward.
         offers = [copy for copy in written if isinstance(copy, BlockTransfer) and copy.source != DEVICE]
         return cached + offers, [copy for copy in written if copy not in offers]
-
-    def _take_copies(self) -> list[Copy]:
-        copies = list(self._store.copies)
-        self._store.copies.clear()
-        return copies
 
 
 def _chosen(planned: Iterable[Planned], host: HostTier, *, guesses: int, others: int) -> list[Planned]:

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 )
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index import store_ahead
 from megatron_hybrid_prefix.tiers.base import TierBehind
 from tests.core.model import BEHIND, ModelEngine, Request
@@ -378,6 +379,16 @@ def run_seed(seed: int, steps: int, behind: list[str] | None = None, shared: boo
     STEPS["machines"] += 1
     count_checks(engine)
     engine.drain()
+
+
+def fail_unless_a_seed_fails(*, shared: bool) -> None:
+    """Runs random traffic on a mutant."""
+    for seed in range(60):
+        try:
+            run_seed(seed, 150, shared=shared)
+        except (AssertionError, CacheCorruptionError, LookupError):
+            return
+    pytest.fail("no seed finds it")
 
 
 @pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 300), marks=pytest.mark.slow)], ids=str)
