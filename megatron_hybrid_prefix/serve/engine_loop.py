@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 # Give up after this many steps in a row in which the engine schedules nothing.
 _MAX_IDLE_STEPS = 100
 _END_S = 3.0  # for the current step, at the end
+_NOT_RUNNING = "the engine's thread is not running"
 
 
 class EngineLoop(Backend):
@@ -40,7 +41,7 @@ class EngineLoop(Backend):
         self._on_first_token = on_first_token
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
-        self._stopping = False
+        self._stopping = self._ended = False
         self._broken: str | None = None
         self._live: dict[int, GenerationTask] = {}
         self._step_began_s: float | None = None
@@ -53,7 +54,7 @@ class EngineLoop(Backend):
     def problem(self) -> str | None:
         """See `Backend`."""
         if self._broken is None and not self._thread.is_alive():
-            return "the engine's thread is not running"
+            return _NOT_RUNNING
         return self._broken
 
     @property
@@ -130,8 +131,11 @@ class EngineLoop(Backend):
 
     def _send(self, command: Callable[[], None]) -> None:
         with self._wake:
-            self._commands.append(command)
-            self._wake.notify()
+            if not self._ended:
+                self._commands.append(command)
+                self._wake.notify()
+                return
+        command()  # the thread has ended, so nothing else uses the engine
 
     def _close(self, task: GenerationTask) -> None:
         task.closed = True
@@ -148,6 +152,16 @@ class EngineLoop(Backend):
     # -- the engine's thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._run_steps()
+        finally:
+            self._broken = self._broken or _NOT_RUNNING
+            with self._wake:
+                self._ended = True
+            for command in self._commands:  # they came after the last step, and somebody waits for them
+                command()
+
+    def _run_steps(self) -> None:
         import torch
 
         if torch.cuda.is_available():
@@ -215,7 +229,11 @@ class EngineLoop(Backend):
         request_id = task.request_id
         if self._broken is None and request_id is not None and self._live.get(request_id) is task:
             del self._live[request_id]
-            self.engine.abort_request(request_id)
+            try:
+                self.engine.abort_request(request_id)
+            except Exception as error:
+                logger.exception("a request could not be aborted: all requests get an error, and the engine is reset")
+                self._deliver(self._start_over(error))
 
     def _start_over(self, error: Exception) -> list[tuple[GenerationTask, Update]]:
         self.failures += 1

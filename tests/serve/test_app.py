@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,13 @@ pytest.importorskip("prometheus_client")
 
 from megatron_hybrid_prefix.serve.app import Api, Limits
 from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update
+from megatron_hybrid_prefix.serve.engine_loop import EngineLoop
 from megatron_hybrid_prefix.serve.errors import ApiError
 from megatron_hybrid_prefix.serve.generation import Generation
 from megatron_hybrid_prefix.serve.metrics import ServerMetrics
 from megatron_hybrid_prefix.serve.protocol import read_request
 from megatron_hybrid_prefix.serve.replicas import ReplicaLoop
+from tests.harness.limits import HANG_S
 from tests.serve.test_clients import served
 
 
@@ -98,3 +101,48 @@ def test_a_request_that_was_not_sent_to_a_replica_is_not_open():
     with pytest.raises(ConnectionError):
         loop.submit(GenerationTask(prompt=[1], sampling={}, deliver=print, arrived_s=0.0, stop=[]))
     assert loop.open_sequences == 0
+
+
+def test_nothing_waits_for_a_thread_that_has_ended(monkeypatch):
+    """Who asked just before the end gets an answer: a call its result, a task an error."""
+    engine: Any = SimpleNamespace(has_unfinished_requests=lambda: False)
+    found: list[Update] = []
+
+    async def ask_late() -> int:
+        loop = EngineLoop(engine)
+        loop.start()
+        await loop.stop(HANG_S)
+        monkeypatch.setattr(EngineLoop, "problem", None)
+        loop.submit(GenerationTask(prompt=[1], sampling={}, deliver=found.append))
+        return await asyncio.wait_for(loop.call(lambda: 7), HANG_S)
+
+    assert asyncio.run(ask_late()) == 7
+    assert [update.finished for update in found] == [True] and found[0].error
+
+
+def test_what_is_asked_while_the_thread_ends_is_answered(monkeypatch):
+    """The command comes after the thread has looked for commands for the last time."""
+    engine: Any = SimpleNamespace(has_unfinished_requests=lambda: False)
+
+    async def ask_in_between() -> int:
+        loop = EngineLoop(engine)
+        told, next_commands = threading.Event(), loop._next_commands
+
+        def commands() -> list[Any]:
+            found = next_commands()
+            if loop._stopping:
+                assert told.wait(HANG_S)
+            return found
+
+        monkeypatch.setattr(loop, "_next_commands", commands)
+        loop.start()
+        stopping = asyncio.create_task(loop.stop(HANG_S))
+        while not loop._stopping:
+            await asyncio.sleep(0)
+        asked = asyncio.create_task(loop.call(lambda: 7))
+        await asyncio.sleep(0)
+        told.set()
+        await stopping
+        return await asyncio.wait_for(asked, HANG_S)
+
+    assert asyncio.run(ask_in_between()) == 7
