@@ -415,9 +415,13 @@ def test_what_has_arrived_is_loaded_while_the_rest_is_read(end, monkeypatch):
     fetch = [pools.behind_unit(EntryKind.KV, 2 + index, key, take=False) for index, key in enumerate((b"a", b"b"))]
     load = [pools.unit(EntryKind.KV, 5 + index, 2 + index, 7, key=key) for index, key in enumerate((b"a", b"b"))]
     pools.arena.carry_out([*fetch, *load])
-    assert pools.arena.fetched(7, 0.1) is None
-    first, second = (pools.read(EntryKind.KV, index)[0].unique().tolist() for index in (5, 6))
-    assert (first, second) == ([0.0] if end == "dropped before" else [1.0], [0.0])
+    expected = [[0.0] if end == "dropped before" else [1.0], [0.0]]
+
+    def is_loaded() -> bool:
+        assert pools.arena.fetched(7, 0.1) is None
+        return [pools.read(EntryKind.KV, index)[0].unique().tolist() for index in (5, 6)] == expected
+
+    wait_until(is_loaded, "what has arrived is loaded, and nothing else")
     if end == "arrives":
         may_read.set()
         assert pools.arena.fetched(7, HANG_S) is True
@@ -534,6 +538,7 @@ def test_a_process_that_ends_writes_what_is_left(monkeypatch):
         )
     threading.Timer(0.05, may_write.set).start()
     monkeypatch.setattr(tier, "wait_s", HANG_S, raising=False)
+    monkeypatch.setattr(background, "_END_S", HANG_S)
     pools.arena._shared._background.finish()
     assert len(tier.entries) == 4
     assert not any(thread.is_alive() for thread in pools.arena._shared._background._threads)

@@ -144,4 +144,11 @@ def test_processes_of_a_rank_end_with_it(tmp_path):
     with pytest.raises(AssertionError, match="ZeroDivisionError"):
         run_ranks(script, tmp_path / "out.json", ranks=1)
     pid = int(told.read_text())
-    wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", "the child's end")
+
+    def has_ended() -> bool:
+        try:
+            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    wait_until(has_ended, "the child's end")

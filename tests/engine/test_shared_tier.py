@@ -6,7 +6,6 @@ import argparse
 import logging
 import shutil
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -320,15 +319,28 @@ class Gate:
         monkeypatch.setattr(file_tier, "FileReads", slow)
 
 
+def asks_the_disk(served: Any, disk: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late the thread that reads runs: it has asked the disk before the request gives up."""
+    arena = served.context.host_moves.arena
+    fetched = arena.fetched
+
+    def fetched_once_asked(load_id: int, wait_s: float = 0.0) -> bool | None:
+        assert disk.asked.wait(HANG_S)
+        return fetched(load_id, wait_s)
+
+    monkeypatch.setattr(arena, "fetched", fetched_once_asked)
+
+
 def test_a_slow_disk_is_a_miss(model, folder, monkeypatch):
     """The request does not wait for longer than it may; others do not wait at all; later the disk is used again."""
     computed(model, folder)
     served = start(model, folder, {"wait_s": 0.05})
     disk = Gate(monkeypatch)
+    asks_the_disk(served, disk, monkeypatch)
     assert served.send(PROMPT).num_cached_tokens == 0
     assert served.context.prefix_stats().fallbacks == {"tier_load_late": 1, "host_load_given_up": 1}
     served.engine.reset()
-    time.sleep(0.05)  # the read takes longer than a request waits
+    wait_until(tier_of(served)._is_stuck, "the read takes longer than a request waits")
     assert served.send(PROMPT).num_cached_tokens == 0
     assert set(stats_of(served).faults) == {"stuck"}
     disk.opened.set()
@@ -345,6 +357,7 @@ def test_a_late_load_costs_nothing_of_what_its_request_stores(model, folder, mon
     computed(model, folder)
     served = start(model, folder, {"wait_s": 0.05})
     disk = Gate(monkeypatch)
+    asks_the_disk(served, disk, monkeypatch)
     served.send(PROMPT)
     assert served.context.prefix_stats().fallbacks == {"tier_load_late": 1, "host_load_given_up": 1}
     for seed in range(6):  # the prompt has to leave the device
@@ -418,14 +431,14 @@ def test_what_did_not_arrive_cannot_stop_a_step(model, folder, in_time, monkeypa
 def test_a_load_that_is_late_before_its_request_is_admitted_fails_no_forward(model, folder, monkeypatch):
     """It began while another request ran, which has ended."""
     computed(model, folder)
-    served = start(model, folder, {"wait_s": 0.05})
-    disk = Gate(monkeypatch)
+    served = start(model, folder)
+    disk, moves = Gate(monkeypatch), served.context.host_moves
     served.add(random_tokens(30, seed=7), 2)
     served.step()
     missed = served.add(PROMPT)
     served.step()
-    assert served.cache.loads.has_waiting
-    time.sleep(0.05)  # longer than a request waits
+    assert served.cache.loads.has_waiting and len(moves._fetching) == 1
+    moves._fetching = dict.fromkeys(moves._fetching, 0.0)  # late by now
     monkeypatch.setattr(served.cache, "fail_load", lambda plan: pytest.fail("a forward ran without its entries"))
     served.run()
     assert served.finished[missed].num_cached_tokens == 0

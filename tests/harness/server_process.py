@@ -10,7 +10,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -118,15 +118,17 @@ class Server(Endpoint):
 def _is_running(pid: int) -> bool:
     try:
         return " Z " not in re.sub(r"\(.*\)", "", Path(f"/proc/{pid}/stat").read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it ended before it was opened, or read
         return False
 
 
 def children(pid: int) -> list[int]:
     """Processes that it started."""
-    return [
-        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-    ]
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def _rank(pid: int) -> int:

@@ -96,10 +96,9 @@ class Server(Endpoint):
     def wait_until_idle(self) -> None:
         def is_idle() -> bool:
             found = self.metrics()
-            return not any(found[(f"{name}_requests", ())] for name in ("running", "waiting"))
+            return not any(found[(name, ())] for name in ("running_requests", "waiting_requests", "open_sequences"))
 
         wait_until(is_idle, "no request runs or waits")
-        assert self.metrics()[("open_sequences", ())] == 0
 
     def start(self) -> None:
         self._thread.start()
@@ -110,6 +109,7 @@ class Server(Endpoint):
         self._server.should_exit = True
         self._thread.join(HANG_S)
         self.listener.close()
+        self.loop._thread.join(HANG_S)
         assert not self._thread.is_alive() and not self.loop._thread.is_alive()
 
     def check_drained(self) -> None:
@@ -135,6 +135,27 @@ def running(model: Any, **options: Any) -> Iterator[Server]:
     finally:
         server.stop()
     server.check_drained()
+
+
+@contextmanager
+def held(server: Server, monkeypatch: pytest.MonkeyPatch, steps: int = 20) -> Iterator[threading.Event]:
+    """The engine computes so many steps, then waits until it is told to go on, or until the block ends.
+
+    So what it generates has not ended before. Meanwhile it answers no questions, not those of ``/metrics`` either.
+    """
+    real, go_on, left = server.engine.step_modern, threading.Event(), iter(range(steps))
+
+    def step() -> Any:
+        if next(left, None) is None:
+            assert go_on.wait(HANG_S)
+        return real()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(server.engine, "step_modern", step)
+        try:
+            yield go_on
+        finally:
+            go_on.set()
 
 
 @pytest.fixture(scope="module")
@@ -590,12 +611,13 @@ def test_too_large_a_body(tiny):
         assert_error(answer, code="request_too_large")
 
 
-def test_too_many_answers_at_once(tiny):
+def test_too_many_answers_at_once(tiny, monkeypatch):
     with running(tiny, max_waiting=0) as server:
         client = server.client()
         with pytest.raises(openai.BadRequestError):
             complete(client, n=5)
-        with complete(client, n=4, max_tokens=600, extra={"ignore_eos": True}, stream=True) as stream:
+        long = {"max_tokens": 600, "extra": {"ignore_eos": True}, "stream": True}
+        with held(server, monkeypatch), complete(client, n=4, **long) as stream:
             next(iter(stream))
             with pytest.raises(openai.RateLimitError) as caught:
                 complete(client)
@@ -657,11 +679,36 @@ def test_an_engine_that_cannot_go_on_is_unhealthy(tiny, monkeypatch):
         server.stop()
 
 
+def test_an_abort_that_fails_fails_its_requests_and_no_others(tiny, monkeypatch, caplog):
+    """Nobody waits for an engine that nobody steps."""
+    with running(tiny) as server:
+        client, real = server.client(), server.engine.abort_request
+        expected = complete(client).choices[0].text
+
+        def broken_once(request_id: int) -> None:
+            monkeypatch.setattr(server.engine, "abort_request", real)
+            raise RuntimeError("injected")
+
+        monkeypatch.setattr(server.engine, "abort_request", broken_once)
+        long = {"max_tokens": 600, "extra": {"ignore_eos": True}, "stream": True}
+        with held(server, monkeypatch) as go_on, complete(client, **long) as stays:
+            next(iter(stays))
+            with complete(client, **long) as leaves:
+                next(iter(leaves))
+            wait_until(lambda: server.loop.open_sequences < 2, "the server knows that the client is gone")
+            go_on.set()
+            with pytest.raises(openai.APIError, match="The engine failed"):
+                list(stays)
+        assert "injected" in caplog.text
+        assert complete(client).choices[0].text == expected
+        assert server.send("/health")[1]["engine_failures"] == 1
+
+
 # --- Clients that go away, and many of them --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_a_client_that_goes_away_frees_its_place(server, salt, streamed):
+def test_a_client_that_goes_away_frees_its_place(server, salt, streamed, monkeypatch):
     async def leave() -> None:
         body = json.dumps(COMPLETION | salt | {"max_tokens": 1000, "ignore_eos": True, "stream": streamed}).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -674,7 +721,9 @@ def test_a_client_that_goes_away_frees_its_place(server, salt, streamed):
         writer.transport.abort()
 
     before, steps = server.metrics(), server.engine.context.step_count
-    asyncio.run(asyncio.wait_for(leave(), HANG_S))
+    with held(server, monkeypatch):
+        asyncio.run(asyncio.wait_for(leave(), HANG_S))
+        wait_until(lambda: not server.loop.open_sequences, "the server knows that the client is gone")
     server.wait_until_idle()
     assert 0 < server.engine.context.step_count - steps < 900  # of 1000
     after = server.metrics()

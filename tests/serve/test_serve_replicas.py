@@ -311,21 +311,13 @@ def test_many_clients_at_once(server):
 
 def test_the_end_lets_answers_end(server):
     """The last test of this server: it is told to stop while it answers."""
-    client = server.client()
-    answers: list[Any] = []
-
-    async def ask() -> None:
-        async with server.client(kind=openai.AsyncOpenAI) as client:
-            fields = {"max_tokens": 40, "temperature": 0, "extra_body": {"ignore_eos": True}}
-            task = asyncio.create_task(client.completions.create(model="tiny", prompt=PROMPT, **fields))
-            while not server.metric("open_sequences")[0]:
-                await asyncio.sleep(0.01)
-            server.process.send_signal(signal.SIGTERM)
-            answers.append(await task)
-
-    assert complete(client).choices[0].text
-    asyncio.run(asyncio.wait_for(ask(), HANG_S))
-    assert answers[0].usage.completion_tokens == 40
+    fields = {"max_tokens": 40, "extra": {"ignore_eos": True}, "stream_options": {"include_usage": True}}
+    with complete(server.client(), stream=True, **fields) as stream:
+        chunks = iter(stream)
+        assert next(chunks).choices
+        server.process.send_signal(signal.SIGTERM)
+        *_, last = chunks
+    assert last.usage.completion_tokens == 40
     server.wait_until_gone()
     assert "an engine ended" not in server.errors() and "SystemExit" not in server.errors()
 
@@ -378,9 +370,13 @@ def test_a_lost_replica_is_named_and_the_others_go_on(tmp_path):
 
     def end() -> None:
         os.kill(server.ranks[1], signal.SIGSTOP)
-        server.terminate()
-        time.sleep(2 * SAME_SIGNAL_S)  # signals closer than that count as one
-        server.terminate()
+        for pause_s in (
+            0,
+            2 * SAME_SIGNAL_S,
+            2 * SAME_SIGNAL_S,
+        ):  # closer signals count as one; one may be handled late
+            time.sleep(pause_s)
+            server.terminate()
 
     with started(tmp_path, "--drain-time", str(HANG_S), ranks=3, with_torchrun=False) as server:
         found = asyncio.run(asyncio.wait_for(streams(9, lambda: os.kill(server.ranks[2], signal.SIGKILL)), HANG_S))

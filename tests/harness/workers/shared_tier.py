@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-import time
+import threading
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from megatron_hybrid_prefix.tiers import file as file_tier
-from tests.harness.limits import COLLECTIVE_HANG_S
+from megatron_hybrid_prefix.tiers.shared_tier_moves import SharedTierMoves
+from tests.harness.limits import COLLECTIVE_HANG_S, HANG_S, wait_until
 from tests.harness.workers.launch import write_findings
 from tests.harness.workers.prefix_parallel import build
 from tests.harness.workers.shared_sessions import run_sessions
@@ -19,16 +22,23 @@ from tests.harness.workers.shared_sessions import run_sessions
 
 @contextmanager
 def slow(tier):
-    """No read of this rank's disk comes back in time."""
-    file_reads = file_tier.FileReads
+    """No read of this rank's disk comes back in time. A request that waits gives up once that is known."""
+    over, file_reads, fetched = threading.Event(), file_tier.FileReads, SharedTierMoves.fetched
 
-    def late(*arguments):
-        time.sleep(3 * tier.wait_s)
+    def late_reads(*arguments):
+        assert over.wait(HANG_S)
         return file_reads(*arguments)
 
-    file_tier.FileReads = late
-    yield
-    file_tier.FileReads = file_reads
+    def fetched_late(moves, load_id, wait_s=0.0):
+        if wait_s:
+            wait_until(tier._is_stuck, "the read takes longer than a request waits")
+        return fetched(moves, load_id, wait_s)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(file_tier, "FileReads", late_reads)
+        patched.setattr(SharedTierMoves, "fetched", fetched_late)
+        yield
+    over.set()
 
 
 @contextmanager
