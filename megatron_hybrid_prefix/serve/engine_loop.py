@@ -158,8 +158,8 @@ class EngineLoop(Backend):
             self._broken = self._broken or _NOT_RUNNING
             with self._wake:
                 self._ended = True
-            for command in self._commands:  # they came after the last step, and somebody waits for them
-                command()
+                for command in self._commands:  # they came after the last step, and somebody waits for them
+                    command()
 
     def _run_steps(self) -> None:
         import torch
