@@ -1,8 +1,9 @@
 """First token of prompts that evict KV and states: without a cache, without a host tier, and with one. On an idle GPU::
 
-    python tests/gpu/host_cost.py [--preset hybrid-4b] [--tokens 8492] [--prompts 32] [--row 4] [--host-gb 16] [--variants] [--parts]
+    python tests/gpu/host_cost.py [--preset hybrid-4b] [--tokens 8492] [--warm-up 6] [--prompts 32] [--row 4] [--host-gb 16] [--variants] [--parts]
 
-Every prompt is new. Once the device is full, each one evicts what an earlier one left. The engines take turns, prompt by prompt, in
+Every prompt is new. Once the device is full, each one evicts what an earlier one left. After 50 or 60 of them an engine has learned that
+guesses are of no use here, and evicts less: ``--warm-up 80`` times that. The engines take turns, prompt by prompt, in
 random order, and each prompt's time is divided by that of the prompt without a cache of the same round. Rows with "at once"
 store what is evicted before the forward that evicts it, and nothing while a forward runs. A prompt begins when the GPU is idle. What
 still goes to the host after its token is shown beside it, and costs the next prompt: so prompts are also sent ``--row`` at a time,
@@ -32,8 +33,6 @@ from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from megatron_hybrid_prefix.tiers import entry_copies
 from tests.gpu.shared_tier import Milestones, milestones_table
 from tests.harness.engine_helpers import greedy, run_to_end
-
-WARM_UP = 6  # prompts that fill the device and compile kernels
 
 
 @contextmanager
@@ -73,6 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="hybrid-4b")
     parser.add_argument("--tokens", type=int, default=8492)
+    parser.add_argument("--warm-up", type=int, default=6, help="prompts that fill the device and compile kernels")
     parser.add_argument("--prompts", type=int, default=32, help="of each engine")
     parser.add_argument("--row", type=int, default=4, help="prompts one right after the other")
     parser.add_argument("--host-gb", type=float, default=16.0)
@@ -132,8 +132,8 @@ def main() -> None:
         def turns():
             return dice.sample(list(rows), len(rows))
 
-        for number in range(WARM_UP + args.prompts):
-            if number == WARM_UP:
+        for number in range(args.warm_up + args.prompts):
+            if number == args.warm_up:
                 for each in (found, idle, stored, parts):
                     each.clear()
             for row in turns():
