@@ -154,8 +154,8 @@ class MooncakeTier(SharedTier):
         """Whether these objects existed, as of ``refresh_s`` ago at most. What is not known is left out."""
         oldest = time.monotonic() - self._settings.refresh_s
         with self._lock:
-            known = {name: self._answers.get(name, (False, 0.0)) for name in names}
-            recent = {name: here for name, (here, since) in known.items() if since >= oldest}
+            known = ((name, *self._answers[name]) for name in names if name in self._answers)
+            recent = {name: here for name, here, since in known if since >= oldest}
             return recent | dict.fromkeys(self._wrong.intersection(names), False)
 
     def _remember(self, answers: Iterable[tuple[str, bool]]) -> None:

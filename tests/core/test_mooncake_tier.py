@@ -6,11 +6,12 @@ import logging
 import random
 import socket
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron_hybrid_prefix.tiers import mooncake_client
+from megatron_hybrid_prefix.tiers import mooncake, mooncake_client
 from megatron_hybrid_prefix.tiers.base import Entry
 from megatron_hybrid_prefix.tiers.header import HEADER_BYTES
 from megatron_hybrid_prefix.tiers.mooncake import MooncakeTier
@@ -120,6 +121,14 @@ def test_a_prompt_is_one_question(cluster):
     assert [len(names) for names in cluster.questions] == [10]
     assert tier.contains(KV, key(1, 3)) and not tier.contains(KV, key(1, 4))
     assert tier.kv_depth(keys(2, 2), 0) == 0 and len(cluster.questions) == 2
+
+
+def test_what_was_never_asked_is_not_known_however_short_the_machine_runs(cluster, monkeypatch):
+    Process().put(*prompt_tags(1, 3))
+    tier = Process(refresh_s=HANG_S).tier
+    clock = SimpleNamespace(monotonic=lambda: 1.0)  # a second after the start of the machine
+    monkeypatch.setattr(mooncake, "time", clock)
+    assert tier.kv_depth(keys(1, 5), 0) == 3
 
 
 def test_a_prompt_that_is_worth_no_load_is_not_asked(cluster):
