@@ -99,6 +99,7 @@ def run(preset, *, graphs, mode="legacy", together=True, cached=True, answers=No
                     steps(engine, finished)
             steps(engine, finished, 6)
         steps(engine, finished)
+    counts["accepted"] = int(engine._spec_tokens_accepted_per_pos.sum())
     if cached:
         context.check_integrity()
         assert addresses_of(context) == addresses
