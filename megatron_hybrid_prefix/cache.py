@@ -5,8 +5,8 @@
     3. admit     share those blocks, pin that state, allocate new blocks. Call `loads.begin_load_back` before it, to
                  load a deeper state from the host tier
     4. plan      for one forward: where to read the state, which checkpoints to write
-    5.           the engine runs the forward
-    6. publish   the forward succeeded: its blocks and checkpoints become matchable (`abandon`: it failed)
+    5.           the engine launches the forward
+    6. publish   it is launched: its blocks and checkpoints become matchable (`abandon`: it failed)
     7. append    decode: sampled tokens fill more blocks, and `checkpoint_decoded` keeps their states
     8. release   the request ends: its blocks stay cached until they are evicted
 
@@ -398,21 +398,17 @@ class HybridPrefixCache:
     def store_ahead(self, plans: Iterable[StepPlan]) -> tuple[list[Copy], list[Copy]]:
         """Stores on the host what will be evicted next, as much as was evicted since the last call.
 
-        Call it after a forward was launched, while the device is busy. No later forward waits until these entries are copied.
+        Call it after a forward was launched and published, while the device is busy. No later forward waits until these entries
+        are copied.
 
         Args:
             plans: Plans of that forward.
 
         Returns:
-            Copies to be carried out at once: of what the forward does not write, and of what it writes.
+            Copies to be carried out at once: of what the forward does not write; then those of what it writes, and all that were
+            queued before. The second ones run after the forward.
         """
-        planned = (
-            (checkpoint, live.chain.keys[: checkpoint.position_tokens // self.block_tokens])
-            for plan in plans
-            if (live := self._requests.owner(plan)) is not None and live.write
-            for checkpoint in plan.checkpoints
-        )
-        return self._ahead.run(planned)
+        return self._ahead.run({checkpoint.slot for plan in plans for checkpoint in plan.checkpoints})
 
     def grow(self, request_id: int, length_tokens: int) -> Grown | None:
         """Gives the request the blocks that its KV needs up to position ``length_tokens``.
@@ -437,7 +433,7 @@ class HybridPrefixCache:
         live.share(beyond, self.block_tokens)
         return Grown(shared=shared, own=own, stored_tokens=live.stored_tokens)
 
-    # -- 4. plan, 5. (the engine runs), 6. publish ---------------------------------------------------------------------
+    # -- 4. plan, 5. (the engine launches), 6. publish ---------------------------------------------------------------------
 
     def plan(self, request_id: int, start_tokens: int, end_tokens: int) -> StepPlan:
         """Plans one forward of the request over positions [start, end).
@@ -456,7 +452,11 @@ class HybridPrefixCache:
         return self._planner.plan(self._requests[request_id], start_tokens, end_tokens)
 
     def publish(self, plan: StepPlan) -> bool:
-        """The forward succeeded. Its full blocks and checkpoints become matchable, and its source is unpinned.
+        """The forward is launched, or over. Its full blocks and checkpoints become matchable, and its source is unpinned.
+
+        The device may still run it: whatever reads or overwrites these entries is launched later, and runs after it. Two plans
+        must wait until the forward is over: one with a load, because only then it is known whether the load was right
+        (`fail_load`), and one of a request that is released already.
 
         Nothing becomes matchable if the weights changed since admission, or if an earlier plan of the request was
         abandoned.
@@ -486,7 +486,7 @@ class HybridPrefixCache:
         return kept
 
     def abandon(self, plan: StepPlan, reason: str = "forward_failed") -> None:
-        """The forward failed or did not run. Its reserved slots become free, and nothing becomes matchable.
+        """The forward failed or was not launched. Its reserved slots become free, and nothing becomes matchable.
 
         The request keeps its position. A first forward can be planned again from the same source checkpoint. If a later
         forward may have overwritten the live slot before it failed, the engine must release the request and admit it

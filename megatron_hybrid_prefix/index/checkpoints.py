@@ -93,16 +93,12 @@ class CheckpointTable:
         self.bind(node, slot, reason)
         self._stats.checkpoints_published += 1
         self._stats.checkpoints_by_reason[reason.name.lower()] += 1
-        if self._host is not None:
-            self._host.end_planned(slot, node)
-            if self._host.stores_published(reason):
-                self._host.store_state(node)
-                self._host.state_also_on_device(node)
+        if self._host is not None and self._host.stores_published(reason):
+            self._host.store_state(node)
+            self._host.state_also_on_device(node)
 
     def abandon(self, slot: int) -> None:
         """Frees the reserved ``slot``: it was not written, or is no longer needed."""
-        if self._host is not None:
-            self._host.end_planned(slot, None)
         self.slots.abandon(slot)
 
     def restore(self, node: Node, slot: int) -> None:

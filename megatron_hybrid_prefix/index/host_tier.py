@@ -66,7 +66,6 @@ class HostTier:
     Attributes:
         entries: Pages and pins of all entries.
         transfers: Queued copies, to be carried out in this order.
-        planned: Entries of states that a forward in flight writes, by slot.
         ahead: Entries that were stored ahead, pinned (`keep_ahead`). Some may be gone.
         routing_of: Returns the routing of a KV block on the device, which is stored with the block; None if it has
             none.
@@ -99,7 +98,6 @@ class HostTier:
         self._stores_everything = behind is not None and not behind.shared
         # Entries that are being read from behind. All ranks agree on which arrived, see `settle`.
         self._fetching: set[int] = set()
-        self.planned: dict[int, int] = {}
         self.ahead: list[int] = []
         self.transfers: list[Copy] = []
         self.routing_of: Callable[[int], Any] = lambda block_id: None
@@ -117,7 +115,6 @@ class HostTier:
         self._spare_kv: OrderedDict[Node, None] = OrderedDict()
         self._spare_states: OrderedDict[Node, None] = OrderedDict()
         self._fetching.clear()
-        self.planned.clear()
         self.ahead.clear()
         self._eviction.clear()
         if self.behind is not None:
@@ -173,10 +170,18 @@ class HostTier:
             self.entries.keep_payload(node.host_block, payload)
         return True
 
-    def store_state(self, node: Node) -> bool:
-        """Stores the node's state, before it leaves the device. Returns False if all that is stored is worth more.
+    def store_state(self, node: Node, *, stays: bool = False) -> bool:
+        """Stores the node's state, before it leaves the device.
 
         A probationary state only gets free or spare pages, or pages of other probationary states.
+
+        Args:
+            node: Its state is on the device.
+            stays: It does not leave the device now. A probationary state then takes the place of another one unconditionally:
+                when it leaves the device, it may be worth more than that one.
+
+        Returns:
+            False if all that is stored is worth more.
         """
         if node.host_slot != NO_SLOT:
             if not self._states[node] and not is_probationary(node):
@@ -186,7 +191,7 @@ class HostTier:
         self._eviction.added(node)  # first, so that its value is compared with the others'
         if node.used:
             self._eviction.used(node)
-        if not self._make_room_for_state(node, guess=is_probationary(node)):
+        if not self._make_room_for_state(node, compares=not (stays and is_probationary(node))):
             self._eviction.removed(node)
             return False
         self._put_state(node, self._store(node.slot, self._tag(EntryKind.STATE, node)))
@@ -212,42 +217,6 @@ class HostTier:
             elif node.block_id == node.host_block == NO_BLOCK and not self.entries.is_pinned(entry):
                 self.drop_state(node)  # its KV left while it was pinned
         self.ahead.clear()
-
-    def store_planned(self, slot: int, keys: Sequence[bytes]) -> None:
-        """Stores a state ahead that a forward in flight writes, if there is room. `end_planned` follows.
-
-        It only gets pages as a guess does, because nothing is known of its value yet.
-
-        Args:
-            slot: The reserved slot.
-            keys: Keys of all blocks before the state.
-        """
-        node = self._tree.get(keys[-1])
-        is_stored = slot in self.planned or (node is not None and node.host_slot != NO_SLOT)
-        if is_stored or not self._make_room_for_state(None, guess=True):
-            return
-        depth_tokens = len(keys) * self._block_tokens
-        tag = Tag(EntryKind.STATE, keys[-1], depth_tokens, self._tree.epoch, keys[-2] if len(keys) > 1 else b"")
-        self.planned[slot] = self._store(slot, tag)
-        self.keep_ahead(self.planned[slot])
-
-    def end_planned(self, slot: int, node: Node | None) -> None:
-        """That forward is over. Does nothing if the state was not stored.
-
-        Args:
-            slot: The slot.
-            node: The node whose state it is now. None: the state is not used.
-        """
-        entry = self.planned.pop(slot, None)
-        if entry is None:
-            return
-        if node is None or node.host_slot != NO_SLOT:
-            self.entries.remove(entry)
-            return
-        self._eviction.added(node)
-        self._put_state(node, entry)
-        if entry not in self.ahead:
-            self.state_also_on_device(node)
 
     def also_on_device(self, path: Sequence[Node]) -> None:
         """The device has the KV of this path now: what the host has of it is spare. The deepest block goes first."""
@@ -436,7 +405,7 @@ class HostTier:
         """
         kv = {node.host_block: node for node in self._tree if node.host_block != NO_BLOCK}
         states = {node.host_slot: node for node in self._tree if node.host_slot != NO_SLOT}
-        self.entries.check([*kv, *states, *self.planned.values()])
+        self.entries.check([*kv, *states])
         if self._kv_entries != len(kv) or set(self._states) != set(states.values()):
             raise CacheCorruptionError("the entries on the host and those that are counted differ")
         not_spare = [node for node in self._states if node.slot != NO_SLOT and node not in self._spare_states]
@@ -581,14 +550,10 @@ class HostTier:
                 return False
         return True
 
-    def _make_room_for_state(self, node: Node | None, *, guess: bool) -> bool:
-        """Evicts until a state fits. False: it is worth no more than what is stored.
-
-        Args:
-            node: Its node, if it has one already.
-            guess: Whether it is probationary.
-        """
-        incoming = None if self._stores_everything else node
+    def _make_room_for_state(self, node: Node, *, compares: bool) -> bool:
+        """Evicts until the node's state fits. False: it is worth no more than what is stored, if that is compared."""
+        guess = is_probationary(node)
+        incoming = node if compares and not self._stores_everything else None
         while not self.entries.has_room(EntryKind.STATE):
             if not self.entries.are_divided and self._evict_spare_kv():
                 continue

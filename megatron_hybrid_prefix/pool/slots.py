@@ -3,7 +3,7 @@
 A slot goes ``free -> reserved -> published -> free``:
 
 - A forward in flight writes a *reserved* slot. One plan owns it.
-- A *published* slot is never written again. It belongs to one node of the prefix tree.
+- Nothing that is launched after its publication writes to a *published* slot. It belongs to one node of the prefix tree.
 - Pins count the admitted requests whose first forward still has to read a published slot. A pinned slot that leaves the
   tree (because the weights changed) is *retired*: its last unpin frees it.
 
@@ -83,7 +83,7 @@ class SlotPool:
         return slot
 
     def publish(self, slot: int) -> None:
-        """Publish the reserved ``slot``: the forward that wrote it succeeded."""
+        """Publish the reserved ``slot``: the forward that writes it is launched."""
         self._move(slot, SlotState.RESERVED, SlotState.PUBLISHED)
 
     def abandon(self, slot: int) -> None:

@@ -132,7 +132,7 @@ class BlockAllocatorSeam(KVBlockAllocator):
         """Do nothing: the cache keeps its own clocks."""
 
     def register_kv_block_hashes(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: blocks become matchable once the forward that fills them has succeeded."""
+        """Do nothing: blocks become matchable once the forward that fills them is launched."""
 
     def evict_lru_blocks(self, num_blocks_needed: int) -> bool:
         """Whether that many blocks can be allocated; the cache evicts on allocation."""

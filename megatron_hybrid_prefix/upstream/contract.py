@@ -104,7 +104,7 @@ CONTEXT = rows_of(
         "update_requests",
         "(self, active_requests_mask, new_tokens, new_speculative_tokens=None)",
         "mcore/context/context",
-        "the forward succeeded (legacy scheduling): publishes what it wrote",
+        "the forward succeeded (legacy scheduling): publishes what was not published at its launch",
     ),
     wraps(
         "_processed_log_probs",
@@ -225,6 +225,11 @@ CONTEXT = rows_of(
     attributes("active_attn_metadata", "upstream/context", "attention metadata of a step"),
     attributes("lifetime_prefill_token_count", "mcore/runner", "tokens that a prefill computed"),
     attributes(
+        "moe_enable_routing_replay",
+        "mcore/context/context",
+        "whether megatron keeps the routing of a step after its launch",
+    ),
+    attributes(
         "prefix_cache_hits prefix_cache_blocks_matched prefix_cache_prefill_computed_tokens "
         "prefix_cache_prefill_skipped_tokens",
         "mcore/engine/engine upstream/context",
@@ -273,7 +278,7 @@ BLOCKS = rows_of(
         "register_kv_block_hashes",
         "(self, block_ids, block_hashes, parent_hashes=None)",
         "upstream/blocks",
-        "blocks become matchable only after their forward succeeded",
+        "blocks become matchable once their forward is launched",
     ),
     overrides("reset", "(self)", "mcore/context/blocks", "drops blocks and states"),
     attributes(

@@ -542,45 +542,52 @@ class ModelEngine:
         if not request.broken:
             self.check_reads(request, plan)
         self.carry_out()
-        cached, written = self.cache.store_ahead([plan]) if self.stores_ahead else ([], [])
-        self.carry_out_units(cached)
-        self.write(request, plan, succeeds)
-        for unit in written:
-            if unit.source == DEVICE:
-                assert unit.device_id in {checkpoint.slot for checkpoint in plan.checkpoints}
-                self.seen["stored when written"] += 1
-            if unit.source == DEVICE and not succeeds:
-                self.host[unit.pages] = GARBAGE
-            else:
-                self.carry_out_units([unit])
-        self.seen["stored ahead"] += sum(unit.source == DEVICE for unit in cached)
         load = self.live(request).load
+        writes = self.writes(request, plan, succeeds)
+        # What a forward with a load wrote is published once it is over.
+        early = self.stores_ahead and succeeds and load is None and not request.released
+        if early:
+            self.publish(plan, request)
+        before, after = self.cache.store_ahead([plan]) if self.stores_ahead else ([], [])
+        self.carry_out_units(before)
+        self.write(request, plan, succeeds, writes)
+        self.carry_out_units(after)
+        self.seen["stored ahead"] += sum(unit.source == DEVICE for unit in before)
+        self.seen["stored when written"] += sum(unit.source == DEVICE for unit in after)
+        if early:
+            self.forget_plan(plan, request)
+            return
         if succeeds and load is not None and load.load_id in self.bad_loads:
             self.forget_lost()
             self.cache.fail_load(plan)
             self.seen["load failed"] += 1
-            request.plans.remove(plan)
             request.broken = True
-            if request.released and not request.plans:
-                self.requests.remove(request)
-            return
-        if succeeds:
-            if not request.released or plan.start_tokens < request.prompt_tokens:
-                self.expected_computed += plan.end_tokens - plan.start_tokens
-            self.forget_lost()
-            self.cache.publish(plan)
-            self.expected_reused += 0 if load is None else load.match.resume_tokens
-            kept_slots = self.kept_slots()
-            if load is not None and load.slot in kept_slots:
-                self.order.append(Kept(load.slot, probationary=False))
-            for checkpoint in plan.checkpoints:
-                if checkpoint.slot in kept_slots:
-                    self.order.append(Kept(checkpoint.slot, checkpoint.reason == CheckpointReason.INTERVAL))
+        elif succeeds:
+            self.publish(plan, request)
         else:
             # What a failed forward leaves behind cannot be gone on from, unless it started from a kept state or zero.
             retry = len(request.plans) == 1 and (plan.source_slot is not None or plan.start_tokens == 0)
             request.broken = request.broken or not retry
             self.cache.abandon(plan)
+        self.forget_plan(plan, request)
+
+    def publish(self, plan: StepPlan, request: Request) -> None:
+        """Publishes the plan, before or after its forward is over."""
+        load = self.live(request).load
+        if not request.released or plan.start_tokens < request.prompt_tokens:
+            self.expected_computed += plan.end_tokens - plan.start_tokens
+        self.forget_lost()
+        self.cache.publish(plan)
+        self.expected_reused += 0 if load is None else load.match.resume_tokens
+        kept_slots = self.kept_slots()
+        if load is not None and load.slot in kept_slots:
+            self.order.append(Kept(load.slot, probationary=False))
+        for checkpoint in plan.checkpoints:
+            if checkpoint.slot in kept_slots:
+                self.order.append(Kept(checkpoint.slot, checkpoint.reason == CheckpointReason.INTERVAL))
+
+    def forget_plan(self, plan: StepPlan, request: Request) -> None:
+        """The plan is settled."""
         request.plans.remove(plan)
         if request.released and not request.plans:
             self.requests.remove(request)
@@ -666,17 +673,27 @@ class ModelEngine:
         elif start:
             self.check_live(request, (request.salt, request.history[:start]))
 
-    def write(self, request: Request, plan: StepPlan, succeeds: bool) -> None:
+    def writes(self, request: Request, plan: StepPlan, succeeds: bool) -> list[tuple[int, Content]]:
+        """What a forward writes: the blocks and their contents."""
         span = request.tokens[plan.start_tokens : plan.end_tokens]
         history = request.history + tuple((token, self.cache.epoch) for token in span)
         kv = request.stored + history[len(request.stored) :]
         first = max(plan.start_tokens, len(request.stored))  # the KV of tokens before it goes to the dummy block
+        found = []
         for index in range(first // self.block_tokens, -(-plan.end_tokens // self.block_tokens)):
             content = (request.salt, kv[: (index + 1) * self.block_tokens])
             # A forward that failed leaves what was in the block before.
             before = (request.salt, kv[: plan.start_tokens])
             spoilt = before if index * self.block_tokens < plan.start_tokens else GARBAGE
-            self.write_block(request, index * self.block_tokens, content if succeeds else spoilt)
+            found.append((self.block_to_write(request, index * self.block_tokens), content if succeeds else spoilt))
+        return found
+
+    def write(self, request: Request, plan: StepPlan, succeeds: bool, writes: Sequence[tuple[int, Content]]) -> None:
+        """The device runs the plan's forward, which writes these blocks, and the planned states."""
+        span = request.tokens[plan.start_tokens : plan.end_tokens]
+        history = request.history + tuple((token, self.cache.epoch) for token in span)
+        for block_id, content in writes:
+            self.put_block(block_id, content)
         for checkpoint in plan.checkpoints:
             state = (request.salt, history[: checkpoint.position_tokens]) if succeeds else GARBAGE
             self.put_state(checkpoint.slot, state)
@@ -684,16 +701,20 @@ class ModelEngine:
         if succeeds:
             request.history = history
 
-    def write_block(self, request: Request, position: int, content: Content | None = None) -> None:
+    def write_block(self, request: Request, position: int) -> None:
+        """A decode writes a token at this position."""
         self.carry_out()
+        block_id = self.block_to_write(request, position)
+        self.put_block(block_id, (request.salt, (*request.kv, (request.tokens[position], self.cache.epoch))))
+
+    def block_to_write(self, request: Request, position: int) -> int:
+        """The block at this position; nobody else may read it, and it may not be matchable yet."""
         block_id = self.table(request)[position // self.block_tokens]
         others = [other for other in self.requests if other is not request and block_id in self.table(other)]
         assert not others, f"block {block_id} is written by request {request.request_id}, read by {others}"
         keyed = [node for node in self.cache.inspect.nodes() if node.block_id == block_id]
         assert not keyed, f"{keyed} is written again"
-        if content is None:
-            content = (request.salt, (*request.kv, (request.tokens[position], self.cache.epoch)))
-        self.put_block(block_id, content)
+        return block_id
 
     def check(self) -> None:
         """Runs `check_integrity`, and checks that every matchable entry holds what its place in the tree says."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from itertools import chain
 from typing import Any
 
@@ -12,9 +12,9 @@ import pytest
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index import store_ahead
-from megatron_hybrid_prefix.index.checkpoints import CheckpointTable
 from megatron_hybrid_prefix.index.host_tier import HostTier
 from megatron_hybrid_prefix.index.requests import StepPlan
+from megatron_hybrid_prefix.index.store_ahead import StoreAhead
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
@@ -62,11 +62,11 @@ class Forward:
         self.resumed = admission.resume_tokens
         self.plan: StepPlan = cache.plan(number, admission.resume_tokens, len(self.tokens))
         self.before = [copy for copy in cache.take_copies() if getattr(copy, "source", None) == DEVICE]
+        cache.publish(self.plan)
         self.cached, self.written = cache.store_ahead([self.plan]) if ahead else ([], [])
         cache.check_integrity()
 
     def end(self) -> None:
-        self.cache.publish(self.plan)
         self.cache.release(self.number)
         self.cache.check_integrity()
 
@@ -114,56 +114,78 @@ def test_what_is_evicted_is_on_the_host_as_if_nothing_were_stored_ahead(memory, 
 
 
 @each_memory
-def test_states_in_flight_are_of_use_once_their_forward_has_succeeded(memory):
+def test_states_in_flight_are_stored_after_their_forward(memory):
     cache = make(memory)
     serve(cache, range(3))
     forward = Forward(cache, 3)
     host = cache.inspect.host_tier
     slots = {checkpoint.slot: checkpoint for checkpoint in forward.plan.checkpoints}
     keys = cache.chain(forward.tokens).keys
-    assert {copy.device_id for copy in forward.written} == host.planned.keys() <= slots.keys()
-    for copy in forward.written:
-        depth = slots[copy.device_id].position_tokens // BLOCK
-        parent = keys[depth - 2] if depth > 1 else b""
-        assert (copy.tag.kind, copy.tag.key, copy.tag.depth_tokens) == (
-            EntryKind.STATE,
-            keys[depth - 1],
-            depth * BLOCK,
-        )
-        assert copy.tag.parent == parent and copy.tag.epoch == cache.epoch
-    forward.end()
-    assert not host.planned
+    assert forward.written
+    assert not {copy.device_id for copy in forward.cached if copy.tag.kind == EntryKind.STATE} & slots.keys()
     nodes = {node.key: node for node in cache.inspect.nodes()}
     for copy in forward.written:
+        depth = slots[copy.device_id].position_tokens // BLOCK
+        assert (copy.tag.kind, copy.tag.key) == (EntryKind.STATE, keys[depth - 1])
         node = nodes[copy.tag.key]
         assert node.slot == copy.device_id and host.entries.pages(node.host_slot) == copy.pages
+    forward.end()
     serve(cache, range(4, 20))
     assert all(node.slot == NO_SLOT for node in nodes.values())
     match = cache.match(cache.chain(forward.tokens))
     assert match.resume_tokens == 0 and match.loadable_blocks == 8
 
 
-@each_memory
-@pytest.mark.parametrize("what", ["abandon", "reset", "invalidate", "released"])
-def test_states_in_flight_are_dropped_with_their_forward(memory, what):
-    cache = make(memory)
-    serve(cache, range(3))
-    forward = Forward(cache, 3)
-    host = cache.inspect.host_tier
-    keys = {copy.tag.key for copy in forward.written}
-    assert keys
-    if what == "reset":
-        cache.reset()
-    elif what == "invalidate":
-        cache.invalidate()
-    elif what == "released":
-        cache.release(3)
-    cache.check_integrity()
-    cache.abandon(forward.plan)
-    assert not host.planned
-    cache.check_integrity()
-    assert not any(node.key in keys and node.host_slot != NO_SLOT for node in cache.inspect.nodes())
-    serve(cache, range(4, 20))
+def test_what_is_queued_comes_first_and_after_the_forward():
+    """Write-through: what publication stores is what the forward writes."""
+    cache = make(SPLIT, host_write_through=True)
+    forwards = serve(cache, range(12))
+    stats = cache.stats()
+    assert stats.host_stores == sum(len(each.before) + len(each.cached) + len(each.written) for each in forwards)
+    for forward in forwards:
+        keys = set(cache.chain(forward.tokens).keys)
+        published = [copy for copy in forward.written if copy.tag.key in keys]
+        assert published and published == forward.written[: len(published)]
+
+
+def check_pages_that_are_written_twice() -> int:
+    """Hosts so small that what is stored ahead takes the place of what was just published. Returns how many pages that were."""
+    twice = 0
+    for seed in range(30):
+        dice = random.Random(seed)
+        cache = make(SPLIT, host_write_through=True, host_pages=dice.choice([10, 14, 20, 30]))
+        host, last = cache.inspect.host_tier, {}
+        for number in range(20):
+            forward = Forward(cache, number)
+            forward.end()
+            pages = Counter(page for copy in (*forward.cached, *forward.written) for page in copy.pages)
+            twice += sum(count > 1 for count in pages.values())
+            copies = (*forward.before, *forward.cached, *forward.written)
+            last |= {page: copy.tag for copy in copies for page in copy.pages}
+            for entry in host.entries._pages:
+                assert {last[page] for page in host.entries.pages(entry)} == {host.entries.tag(entry)}
+    return twice
+
+
+def test_a_page_that_is_written_twice_ends_with_what_the_host_names(monkeypatch):
+    monkeypatch.setattr(store_ahead, "AHEAD_PART", 1)
+    assert check_pages_that_are_written_twice()
+
+
+def test_a_split_that_ignores_pages_is_found(monkeypatch):
+    monkeypatch.setattr(store_ahead, "AHEAD_PART", 1)
+    run = StoreAhead.run
+
+    def by_source_alone(self: StoreAhead, slots: Set[int]) -> tuple[list[Any], list[Any]]:
+        before, after = run(self, slots)
+        every = [*before, *after]
+        return [copy for copy in every if not self._is_in_flight(copy, slots)], [
+            copy for copy in every if self._is_in_flight(copy, slots)
+        ]
+
+    monkeypatch.setattr(StoreAhead, "run", by_source_alone)
+    with pytest.raises(AssertionError):
+        check_pages_that_are_written_twice()
 
 
 def test_a_state_in_flight_that_the_host_has_is_not_stored_again():
@@ -241,7 +263,7 @@ def test_pins_end_with_the_next_time():
     assert ahead and set(ahead) <= host.entries.pins().keys()
     forward = Forward(cache, 6)
     assert not set(ahead) & set(host.ahead) and host.entries.pins().keys() == set(host.ahead)
-    cache.abandon(forward.plan)
+    forward.end()
     cache.reset()
     assert not host.ahead and not host.entries.pins()
 
@@ -286,7 +308,7 @@ def test_a_shared_tier_gets_a_guess_that_was_stored_ahead_once_it_is_used(memory
     cache = make(memory, behind=TierBehind("shared", Shared()))
     serve(cache, range(3))
     forward = Forward(cache, 3)
-    guesses = {copy.tag.key for copy in forward.written}
+    guesses = {copy.tag.key for copy in forward.written if copy.source == DEVICE and copy.tag.kind == EntryKind.STATE}
     forward.end()
     cache.take_copies()
     keys = cache.chain(forward.tokens).keys
@@ -307,7 +329,7 @@ def test_nothing_is_stored_ahead_for_what_evicts_nothing_or_while_copies_wait():
     assert len(cache.blocks.allocate(30)) == 30
     queued = list(cache._store.copies)
     cache._store.copies.append(object())
-    assert cache.store_ahead([]) == ([], []) and len(cache._store.copies) == len(queued) + 1
+    assert cache.store_ahead([]) == ([], []) and len(cache._store.copies) == len(queued) + 1, "it is no transfer"
 
 
 def test_a_state_that_is_not_copied_to_its_slot_yet_is_not_stored():
@@ -337,18 +359,16 @@ def test_guesses_and_others_are_counted_apart():
     assert table.next_evicted(guesses=1, others=1) == guesses[:2]
 
 
-def entries_that_outlive_their_forward(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CheckpointTable, "abandon", lambda self, slot: self.slots.abandon(slot))
-
-
 def states_stored_before_they_are_written(patch: pytest.MonkeyPatch) -> None:
-    run = store_ahead.StoreAhead.run
-    patch.setattr(store_ahead.StoreAhead, "run", lambda *args: ([*chain(*run(*args))], []))
+    run = StoreAhead.run
+    patch.setattr(StoreAhead, "run", lambda *args: ([*chain(*run(*args))], []))
 
 
-def entries_of_the_wrong_state(patch: pytest.MonkeyPatch) -> None:
-    store = HostTier.store_planned
-    patch.setattr(HostTier, "store_planned", lambda self, slot, keys: store(self, slot, keys[:-1] or keys))
+def blocks_stored_before_they_are_written(patch: pytest.MonkeyPatch) -> None:
+    is_in_flight = StoreAhead._is_in_flight
+    patch.setattr(
+        StoreAhead, "_is_in_flight", lambda *args: args[1].tag.kind == EntryKind.STATE and is_in_flight(*args)
+    )
 
 
 def copies_that_are_not_spare(patch: pytest.MonkeyPatch) -> None:
@@ -360,9 +380,7 @@ def pins_that_stay(patch: pytest.MonkeyPatch) -> None:
 
 
 MUTANTS = [
-    entries_that_outlive_their_forward,
     states_stored_before_they_are_written,
-    entries_of_the_wrong_state,
     copies_that_are_not_spare,
     pins_that_stay,
 ]

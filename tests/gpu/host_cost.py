@@ -1,11 +1,13 @@
 """First token of prompts that evict KV and states: without a cache, without a host tier, and with one. On an idle GPU::
 
-    python tests/gpu/host_cost.py [--preset hybrid-4b] [--tokens 8492] [--warm-up 6] [--prompts 32] [--row 4] [--host-gb 16] [--variants] [--parts]
+    python tests/gpu/host_cost.py [--preset hybrid-4b] [--tokens 8492] [--warm-up 6] [--prompts 32] [--row 4] [--host-gb 16] [--rows NAME ...]
+                                  [--variants] [--parts]
 
 Every prompt is new. Once the device is full, each one evicts what an earlier one left. After 50 or 60 of them an engine has learned that
 guesses are of no use here, and evicts less: ``--warm-up 80`` times that. The engines take turns, prompt by prompt, in
 random order, and each prompt's time is divided by that of the prompt without a cache of the same round. Rows with "at once"
-store what is evicted before the forward that evicts it, and nothing while a forward runs. A prompt begins when the GPU is idle. What
+store what is evicted before the forward that evicts it, and nothing while a forward runs. Those with "published late" publish when the
+forward is over, and store ahead what is cached until then. ``--rows`` chooses some (``off`` is always there). A prompt begins when the GPU is idle. What
 still goes to the host after its token is shown beside it, and costs the next prompt: so prompts are also sent ``--row`` at a time,
 one right after the other, and that time is divided likewise (0: they are not). ``--variants`` copies what was gathered by
 a kernel of some programs, not by the copy engines. ``--parts`` says how far the engine was when; noting that takes some time, too.
@@ -33,6 +35,8 @@ from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from megatron_hybrid_prefix.tiers import entry_copies
 from tests.gpu.shared_tier import Milestones, milestones_table
 from tests.harness.engine_helpers import greedy, run_to_end
+
+AT_ONCE, LATE = ", at once", ", published late"
 
 
 @contextmanager
@@ -76,6 +80,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32, help="of each engine")
     parser.add_argument("--row", type=int, default=4, help="prompts one right after the other")
     parser.add_argument("--host-gb", type=float, default=16.0)
+    parser.add_argument("--rows", nargs="+", metavar="NAME", help="only these")
     parser.add_argument("--variants", action="store_true")
     parser.add_argument("--parts", action="store_true")
     args = parser.parse_args()
@@ -111,22 +116,30 @@ def main() -> None:
     with torch.inference_mode():
         split = {"mamba_gb": states_gb}
         one, host = {"cache_gb": kv_gb + states_gb}, {"host_gb": args.host_gb}
-        engines = {
-            "off": build_engine(model, buffer_size_gb=kv_gb, **common),
-            "no host tier": build_engine(model, HybridPrefixConfig(**split), buffer_size_gb=kv_gb, **common),
-            "one memory, no host tier": build_engine(model, HybridPrefixConfig(**one), **common),
+        settings: dict[str, dict[str, float] | None] = {
+            "off": None,
+            "no host tier": split,
+            "one memory, no host tier": one,
         }
-        for when in ("", ", at once"):
-            engines |= {
-                f"host tier{when}": build_engine(
-                    model, HybridPrefixConfig(**split, **host), buffer_size_gb=kv_gb, **common
-                ),
-                f"one memory, host tier{when}": build_engine(model, HybridPrefixConfig(**one, **host), **common),
-            }
+        for when in ("", AT_ONCE, LATE):
+            settings |= {f"host tier{when}": split | host, f"one memory, host tier{when}": one | host}
+        if args.rows is not None:
+            unknown = [name for name in args.rows if name not in settings]
+            if unknown:
+                parser.error(f"no row {unknown[0]!r}; there are: {', '.join(settings)}")
+            settings = {name: settings[name] for name in dict.fromkeys(["off", *args.rows])}
+        engines = {}
+        for name, memory in settings.items():
+            kv = {} if memory is not None and "cache_gb" in memory else {"buffer_size_gb": kv_gb}
+            prefix = None if memory is None else HybridPrefixConfig(**memory)
+            engines[name] = build_engine(model, prefix, **kv, **common)
+            if name.endswith(AT_ONCE):
+                engines[name].context.host_moves.sends_later = False
+            if name.endswith(LATE):
+                engines[name].context._can_be_published = lambda plans: False
         rows = {name: (name, nullcontext) for name in engines}
-        for name in ("host tier", "one memory, host tier"):
-            engines[f"{name}, at once"].context.host_moves.sends_later = False
-            for programs in (2, 4, 8) if args.variants else ():
+        for name in ("host tier", "one memory, host tier") if args.variants else ():
+            for programs in (2, 4, 8):
                 rows[f"{name}, by {programs} programs"] = name, partial(by_kernel, programs)
 
         def turns():

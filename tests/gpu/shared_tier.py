@@ -56,7 +56,10 @@ class Milestones:
     def __init__(self):
         from megatron_hybrid_prefix.cache import HybridPrefixCache
         from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
+        from megatron_hybrid_prefix.mcore.context.decode import DecodedStates
         from megatron_hybrid_prefix.mcore.context.loads import RequestLoads
+        from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
+        from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
         from megatron_hybrid_prefix.mcore.state.moves import HostMoves
         from megatron_hybrid_prefix.tiers import file, reads
         from megatron_hybrid_prefix.tiers.loads import Loads
@@ -82,7 +85,14 @@ class Milestones:
             (HybridPrefixContext, "initialize_attention_state", "metadata and preparation"),
             (HybridPrefixContext, "zero_live_states", "stores and zeros"),
             (HybridPrefixContext, "transfer_bookkeeping_to_gpu", "preparation"),
-            (HybridPrefixContext, "_publish", "publication"),
+            (HybridPrefixCache, "publish", "publication"),
+            (HybridPrefixContext, "forward_launched", "beside the forward"),
+            (HybridPrefixContext, "update_requests", "bookkeeping"),
+            (HybridPrefixContext, "release_memory_blocks_from_request_indexes", "bookkeeping: release"),
+            (DecodedStates, "follow", "bookkeeping: decode"),
+            (HybridPrefixController, "tokens_sampled", "sampled"),
+            (HybridPrefixEngine, "post_process_requests", "answers"),
+            (HostMoves, "launch", "launches of copies"),
             (file.FileTier, "look", "look of the thread"),
         ):
             setattr(owner, name, self._timed(getattr(owner, name), label))

@@ -4,7 +4,7 @@ The cache (`cache.py`) decides; this class calls it where megatron does the same
 
 - match: when megatron asks what a request needs;
 - admit and plan: in ``add_request``;
-- publish: when the step's bookkeeping shows that the forward succeeded;
+- publish: when the forward is launched; when it is over, if it has a load, or something of it is checked or kept;
 - release: when megatron releases a request's blocks.
 
 The class holds the overridden methods of megatron, in the order in which a prompt passes them. The other files of this folder
@@ -476,9 +476,12 @@ class HybridPrefixContext(ContextSeam):
         return done
 
     def forward_launched(self) -> None:
-        """Launch what need not precede a forward: copies to the host."""
+        """Do what need not precede a forward, nor wait for it: the device is busy now. Publish, and launch copies to the host."""
+        plans = self.step_plans()
+        if self._can_be_published(plans):
+            self._publish(failed=set())
         if self.moves is not None:
-            self.moves.forward_launched(self._requests.plans())
+            self.moves.forward_launched(plans)
 
     def calculate_log_probs_tensors(
         self,
@@ -512,11 +515,11 @@ class HybridPrefixContext(ContextSeam):
     def update_requests(
         self, active_requests_mask: torch.Tensor, new_tokens: torch.Tensor, new_speculative_tokens: Any = None
     ) -> Any:
-        """See upstream. Called after a forward succeeded, so first publishes what it wrote.
+        """See upstream. Called after a forward succeeded, so first publishes what `forward_launched` left.
 
         Then attaches the blocks that megatron allocated to their requests.
         """
-        self._publish()
+        self._publish_rest()
         if self._decodes is not None:
             self._decodes.follow()
         result = super().update_requests(active_requests_mask, new_tokens, new_speculative_tokens)
@@ -529,7 +532,7 @@ class HybridPrefixContext(ContextSeam):
 
     def resolve_requests(self, active_requests_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See upstream and `update_requests`."""
-        self._publish()
+        self._publish_rest()
         finished, continuing = super().resolve_requests(active_requests_mask)
         self._forward_running = False
         return finished, continuing
@@ -552,8 +555,20 @@ class HybridPrefixContext(ContextSeam):
         failed = set() if self.loads is None else self.loads.failed()
         return failed if self.scored is None else failed | self.scored.without_promised(self._requests.in_step())
 
-    def _publish(self) -> None:
-        failed = set() if self.loads is None else self.loads.take_failed()
+    def _can_be_published(self, plans: list[StepPlan]) -> bool:
+        """Whether what a forward that was just launched computes may be matched: nothing of it is known or kept only when it is over.
+
+        That is: whether loads were right, hits that are verified, log-probs of prompts, routing of experts.
+        """
+        if self.prefix_config is None or self.prefix_config.verify_hits or self.moe_enable_routing_replay:
+            return False
+        scored = any(known.scored is not None for known in self._requests.in_step())
+        return not scored and all(plan.load_id is None for plan in plans)
+
+    def _publish_rest(self) -> None:
+        self._publish(failed=set() if self.loads is None else self.loads.take_failed())
+
+    def _publish(self, *, failed: set[int]) -> None:
         for known, plan in self._requests.take_plans():
             assert self.prefix_cache is not None and self.prefix_config is not None and self.scored is not None
             if plan.request_id in failed:
@@ -565,7 +580,7 @@ class HybridPrefixContext(ContextSeam):
             self.scored.publish(known, plan, cached=cached)
 
     def fail_forward(self) -> None:
-        """A step raised. Frees reserved slots; if a forward was running, the engine must be reset."""
+        """A step raised. Frees reserved slots; if a forward was running, the engine must be reset, which empties the cache."""
         if self._forward_running:
             self._forward_running, self._forward_failed = False, True
             self._abandon_plans("forward_failed")
@@ -653,7 +668,8 @@ class HybridPrefixContext(ContextSeam):
     # -- forget --------------------------------------------------------------------------------------------------------
 
     def reset_metadata(self, preserve_prefix_cache: bool = False, *args: Any, **kwargs: Any) -> None:
-        """See upstream. KV and states are kept together or dropped together."""
+        """See upstream. KV and states are kept together or dropped together; after a forward that failed, they are dropped."""
+        preserve_prefix_cache = preserve_prefix_cache and not self._forward_failed
         if self.prefix_cache is not None:
             # Plans end here in either case: their requests are gone, so nothing may be published.
             self._abandon_plans("reset")

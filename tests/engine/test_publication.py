@@ -1,0 +1,134 @@
+"""When what a forward computes becomes matchable: once it is launched; or once it is over, if only then it is known to be right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_hybrid_prefix.models import build_hybrid_model
+from tests.engine.test_prefix_host import HOST_GB, push_out, small
+from tests.harness.engine_helpers import random_tokens
+from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
+
+each_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def noted(served: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens from now on: the launch of a forward, publications, and the bookkeeping after a forward."""
+    order: list[str] = []
+    model = served.engine.controller.inference_wrapped_model
+    for owner, name, label in (
+        (model, "run_one_forward_step", "forward"),
+        (served.cache, "publish", "publish"),
+        (served.context, "update_requests", "bookkeeping"),
+    ):
+        run = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *args, run=run, label=label, **more: (order.append(label), run(*args, **more))[1]
+        )
+    return order
+
+
+@pytest.mark.usefixtures("memory")
+@each_mode
+def test_a_prompt_is_published_once_its_forward_is_launched(model, mode, monkeypatch):
+    served = EngineHarness(model, async_sched_mode=mode)
+    order = noted(served, monkeypatch)
+    prompt = tokens(4, 9, seed=1)
+    for computed in (4 * BLOCK + 9, 9):
+        order.clear()
+        before = served.context.prefix_stats().computed_prompt_tokens
+        served.send(prompt, count=1)
+        assert order[:3] == ["forward", "publish", "bookkeeping"] and order.count("publish") == 1
+        assert served.context.prefix_stats().computed_prompt_tokens - before == computed
+    served.check()
+    served.check_drained()
+
+
+@each_mode
+def test_each_chunk_is_published_once_it_is_launched(model, mode, monkeypatch):
+    served = EngineHarness(model, async_sched_mode=mode, max_tokens=128, enable_chunked_prefill=True)
+    order = noted(served, monkeypatch)
+    served.send(tokens(5, 9, seed=1), count=1)
+    chunks = order.count("publish")
+    assert chunks > 2 and order[: 3 * chunks] == chunks * ["forward", "publish", "bookkeeping"]
+    served.check()
+
+
+@pytest.mark.usefixtures("memory")
+@each_mode
+@pytest.mark.parametrize("what", ["a load", "a hit that is verified", "log-probs of the prompt"])
+def test_what_is_known_after_the_forward_only_is_published_then(model, mode, what, monkeypatch):
+    fields: dict[str, dict[str, Any]] = {
+        "a load": {},
+        "a hit that is verified": {"verify_hits": 1.0, "host_gb": 0.0, "blocks": 24},
+        "log-probs of the prompt": {
+            "prompt_log_probs_gb": 0.01,
+            "host_gb": 0.0,
+            "materialize_only_last_token_logits": False,
+        },
+    }
+    served = small(model, async_sched_mode=mode, **fields[what])
+    prompt = tokens(4, 9, seed=1)
+    cold = served.send(prompt, count=1)
+    params = {}
+    if what == "a load":
+        push_out(served)
+    elif what == "log-probs of the prompt":
+        params = {"return_log_probs": True, "skip_prompt_log_probs": False}
+    order = noted(served, monkeypatch)
+    again = served.send(prompt, count=1, params=params)
+    assert order[:3] == ["forward", "bookkeeping", "publish"]
+    assert again.generated_tokens == cold.generated_tokens
+    stats = served.context.prefix_stats()
+    assert {
+        "a load": stats.host_loads,
+        "a hit that is verified": stats.verified_hits,
+        "log-probs of the prompt": stats.scores_bytes_used,
+    }[what]
+    served.check()
+    served.check_drained()
+
+
+def test_blocks_whose_routing_is_kept_after_the_forward_are_published_then(tmp_path, monkeypatch):
+    """Megatron keeps the routing of experts when the forward is launched. A shared tier must not get blocks that have some."""
+    monkeypatch.setenv("HYBRID_PREFIX_SECRET", 32 * "s")
+    model = build_hybrid_model("tiny-moe", seed=0, moe_enable_routing_replay=True)
+    served = EngineHarness(model, host_gb=HOST_GB, shared=f"file://{tmp_path}?gb=1&min_tokens={BLOCK}")
+    order = noted(served, monkeypatch)
+    request = served.send(tokens(3, 9, seed=1), count=1)
+    assert order[:3] == ["forward", "bookkeeping", "publish"]
+    assert len(request.routing_indices) == 3 * BLOCK + 9
+    stats = served.context.prefix_stats()
+    assert stats.host_stores == 4 and stats.tiers["shared"].stores == 1, "its state, but no KV block"
+    served.check()
+
+
+@pytest.mark.usefixtures("memory")
+@each_mode
+def test_nothing_is_left_of_a_step_that_fails_after_its_publication(model, mode, monkeypatch):
+    served = EngineHarness(model, async_sched_mode=mode)
+    prompt = tokens(4, 0, seed=1) + random_tokens(9, seed=2)
+    controller = served.engine.controller
+    name = "_dynamic_step_sample_logits" if mode == "legacy" else "_run_async_sched_sample"
+
+    def failing(*args: Any) -> Any:
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(controller, name, failing)
+        served.add(prompt)
+        with pytest.raises(RuntimeError, match="injected"):
+            served.step(2)
+    assert served.cache.match(served.cache.chain(prompt)).resume_tokens == 4 * BLOCK, "it was published"
+    with pytest.raises(RuntimeError, match=r"call engine\.reset"):
+        served.step()
+    served.context.reset(preserve_prefix_cache=True)
+    assert served.cache.match(served.cache.chain(prompt)).resume_tokens == 0
+    served.engine.reset()
+    served.cache.check_integrity()
+    assert served.send(prompt).num_cached_tokens == 0
+    assert served.send(prompt).num_cached_tokens == 4 * BLOCK
+    served.check()
+    served.check_drained()
