@@ -19,6 +19,7 @@ _BLOCK = 4096  # words
 _TO_HOST_PROGRAMS = 2  # fill the host link; kernels beside more are much slower (tests/gpu/beside_stores.py)
 _FROM_HOST_PROGRAMS = 32
 _MOST_PROGRAMS = 4096  # on the device alone
+_PROGRAMS_BESIDE = 64  # likewise, beside kernels that must not wait: half of the multiprocessors of an H100 or H200
 
 
 def copy_pages(
@@ -30,6 +31,7 @@ def copy_pages(
     to_pages: bool,
     start_bytes: int = 0,
     sums: torch.Tensor | None = None,
+    beside: bool = False,
 ) -> None:
     """Copies entries to their pages, or pages to their entries: one launch.
 
@@ -44,6 +46,7 @@ def copy_pages(
         to_pages: From the entries to the pages, or back.
         start_bytes: Bytes in the pages of a row before this tensor's.
         sums: (rows,) int64 on the device. What the copied bytes add to `checksum_rows` of all bytes in the pages is added.
+        beside: Leave half of the device to other kernels, if ``memory`` is there, too.
 
     Raises:
         ValueError: The pages of a row are too few, or hold 2 GiB or more.
@@ -65,7 +68,7 @@ def copy_pages(
     blocks = ceil_div(page_words, _BLOCK)
     chunks = len(ids) * of.row_pages * blocks
     if memory.is_cuda:
-        programs = _MOST_PROGRAMS
+        programs = _PROGRAMS_BESIDE if beside else _MOST_PROGRAMS
     elif not to_pages:
         programs = _FROM_HOST_PROGRAMS
     else:

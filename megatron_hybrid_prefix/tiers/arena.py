@@ -127,7 +127,9 @@ class HostArena:
         """Bytes of one entry on this rank."""
         return self._copies.bytes[kind]
 
-    def carry_out(self, units: Sequence[BlockTransfer], *, send: bool = True, written: Mark = None) -> None:
+    def carry_out(
+        self, units: Sequence[BlockTransfer], *, send: bool = True, written: Mark = None, beside: bool = False
+    ) -> None:
         """Launch transfers in order. The model may overwrite stored entries after `wait_for_stores`.
 
         A transfer that fails is logged. Its load counts as failed, on this rank.
@@ -136,6 +138,7 @@ class HostArena:
             units: The transfers.
             send: False: gather what is stored, and leave its copies to the host to `send`. What needs them launches them, too.
             written: A `mark_model` after which the model writes to nothing that is stored here. None: now.
+            beside: Leave half of the device to the model's later launches while entries are gathered.
         """
         behind = self._behind or self._shared
         for (source, target), group in groupby(units, key=attrgetter("source", "target")):
@@ -143,7 +146,8 @@ class HostArena:
             if source == DEVICE:
                 if self._shared is not None:
                     run = self._shared.overwrite(run)
-                self.stores.run(run, self.loads.mark_before_stores(run), send=send, written=written)
+                before = self.loads.mark_before_stores(run)
+                self.stores.run(run, before, send=send, written=written, beside=beside)
             elif target == DEVICE:
                 self.loads.run(run if self._shared is None else self._shared.without_put_off(run))
             else:

@@ -157,9 +157,16 @@ class EntryCopies:
         together = ids_on_device(chain(*groups), self._device)
         return together.split_with_sizes([len(group) for group in groups])
 
-    def gather(self, batch: Batch, staging: Staging) -> None:
-        """From their places to the staging buffer. Sums what is copied."""
-        self._copy_parts(batch, _rows(staging, batch, self.row_bytes[batch.kind]), staging.row_ids, to_pages=True)
+    def gather(self, batch: Batch, staging: Staging, *, beside: bool = False) -> None:
+        """From their places to the staging buffer. Sums what is copied.
+
+        Args:
+            batch: The entries.
+            staging: The buffer.
+            beside: Leave half of the device to other kernels.
+        """
+        rows = _rows(staging, batch, self.row_bytes[batch.kind])
+        self._copy_parts(batch, rows, staging.row_ids, to_pages=True, beside=beside)
 
     def to_pages(self, batch: Batch, staging: Staging) -> None:
         """From the staging buffer to the pages; by the copy engines, if pages are large enough."""
@@ -201,7 +208,13 @@ class EntryCopies:
         self._copy_parts(batch, rows, None if staging is None else staging.row_ids, to_pages=False)
 
     def _copy_parts(
-        self, batch: Batch, rows: torch.Tensor | None, row_ids: torch.Tensor | None, *, to_pages: bool
+        self,
+        batch: Batch,
+        rows: torch.Tensor | None,
+        row_ids: torch.Tensor | None,
+        *,
+        to_pages: bool,
+        beside: bool = False,
     ) -> None:
         """Copies the tensors of entries to or from rows of a staging buffer, or None: the pages. Sums what is copied."""
         memory, pages = self._pages.rows, batch.pages
@@ -209,7 +222,16 @@ class EntryCopies:
             memory, pages = rows, row_ids[: len(rows), None]
         sums = batch.sums if self._verify else None
         for tensor, start in self._parts(batch.kind):
-            copy_pages(tensor, memory, batch.device_ids, pages, to_pages=to_pages, start_bytes=start, sums=sums)
+            copy_pages(
+                tensor,
+                memory,
+                batch.device_ids,
+                pages,
+                to_pages=to_pages,
+                start_bytes=start,
+                sums=sums,
+                beside=beside,
+            )
 
     def _parts(self, kind: EntryKind) -> Iterator[tuple[torch.Tensor, int]]:
         """The tensors of a kind, and the byte of an entry's pages from which each lies there."""

@@ -56,7 +56,15 @@ class Stores:
         self.stored: Mark = None
         self.bytes = 0
 
-    def run(self, units: Sequence[BlockTransfer], after: Mark, *, send: bool = True, written: Mark = None) -> None:
+    def run(
+        self,
+        units: Sequence[BlockTransfer],
+        after: Mark,
+        *,
+        send: bool = True,
+        written: Mark = None,
+        beside: bool = False,
+    ) -> None:
         """Launch stores, in order. The model may overwrite the entries after `wait`.
 
         A copy that fails is logged. Its entries are not on the host then.
@@ -66,6 +74,7 @@ class Stores:
             after: They run after this mark of another queue.
             send: False: leave the copies of what is gathered to `send`.
             written: A mark of the model's launches: those before it wrote the entries. None: all until now.
+            beside: Leave half of the device to the model's later launches.
         """
         if not units:
             return
@@ -77,7 +86,7 @@ class Stores:
             for number, different in enumerate(without_shared_pages(units)):
                 if number:
                     self._send()  # to the same pages
-                self._run_different(different, is_idle=is_idle and not number, send=send)
+                self._run_different(different, is_idle=is_idle and not number, send=send, beside=beside)
 
     def send(self) -> None:
         """Launch the copies that `run` left. They need not run after what the model launched since."""
@@ -94,13 +103,13 @@ class Stores:
             finally:
                 self.stored = self.queue.mark()
 
-    def _run_different(self, units: Sequence[BlockTransfer], *, is_idle: bool, send: bool) -> None:
+    def _run_different(self, units: Sequence[BlockTransfer], *, is_idle: bool, send: bool, beside: bool) -> None:
         """Launches stores to different pages.
 
         Args:
             units: The stores.
             is_idle: Whether no store is on its way. Then nothing that can wait is done before the first launch.
-            send: See `run`.
+            send, beside: See `run`.
         """
         units = sorted(units, key=lambda unit: unit.tag.kind)  # for fewer batches
         self._contents.drop(units)  # until they are copied
@@ -113,7 +122,7 @@ class Stores:
         if sums.is_cuda:
             sums.record_stream(torch.cuda.current_stream())  # the memory of all that was uploaded
         for half, round_ in groupby(staged, key=attrgetter("half")):
-            self._run_staged(half, round_, send=send)
+            self._run_staged(half, round_, send=send, beside=beside)
         if straight:  # last: meanwhile the host link is busy
             self._sum(straight)
         self._summed.append((first_pages, sums))
@@ -129,13 +138,13 @@ class Stores:
             if batches:
                 self._sent = self.queue.mark()
 
-    def _run_staged(self, half: int, batches: Iterable[Batch], *, send: bool) -> None:
+    def _run_staged(self, half: int, batches: Iterable[Batch], *, send: bool, beside: bool) -> None:
         """Copies entries to the host through a half of the staging buffer."""
         self._send_half(half)  # what is still there
         self._waiting[half] = []
         for batch in batches:
             with self.queue.ahead(half):
-                is_here = succeeds(self._gather, batch)
+                is_here = succeeds(partial(self._gather, beside=beside), batch)
                 self._gathered = self.queue.mark()
             if is_here:
                 self._waiting[half].append(batch)
@@ -202,9 +211,9 @@ class Stores:
             self._new_pages &= self._waiting_pages
         return self._sent, self._gathered, self.stored if is_new else None
 
-    def _gather(self, batch: Batch) -> None:
+    def _gather(self, batch: Batch, *, beside: bool) -> None:
         """Gathers entries in the staging buffer."""
-        self._copies.gather(batch, self._staging)
+        self._copies.gather(batch, self._staging, beside=beside)
 
     def _store(self, batch: Batch) -> None:
         """Copies entries from the staging buffer to the host."""

@@ -696,7 +696,7 @@ def test_later_loads_do_not_fail_for_earlier_ones(monkeypatch):
 def test_a_store_that_fails_leaves_nothing_in_its_pages(copy, monkeypatch):
     """Some of the earlier entry there may be overwritten."""
 
-    def fails(batch: Any) -> None:
+    def fails(batch: Any, **options: Any) -> None:
         raise RuntimeError("the kernel is on fire")
 
     pools = Pools("cpu")

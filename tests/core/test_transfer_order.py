@@ -84,6 +84,7 @@ class Launches:
         ):
             for name in names:
                 monkeypatch.setattr(owner, name, self._launches(name, getattr(owner, name)))
+        self.options: dict[str, dict[str, Any]] = {}  # by launch
         self._uploaded: dict[str, str] = {}  # by place on the device: the upload of its ids
         upload = self.arena._copies.upload
 
@@ -116,10 +117,11 @@ class Launches:
         return self.pools.unit(EntryKind.KV, 0, entry).pages[0]
 
     def _launches(self, what: str, run: Any) -> Any:
-        def launch(batch: Any) -> None:
+        def launch(batch: Any, **options: Any) -> None:
             for unit in batch.units:
                 self.launch(f"{what} {unit.device_id}")
-            run(batch)
+                self.options[f"{what} {unit.device_id}"] = options
+            run(batch, **options)
 
         return launch
 
@@ -353,6 +355,8 @@ def test_what_is_stored_ahead_does_not_wait_for_the_forward(world: Launches) -> 
     for name in ("_gather 0", "_store 0"):
         assert "copy of a decode state" in before[name] and "forward" not in before[name]
     assert "forward" in before["_gather 1"] and "_gather 1" in before["_store 1"]
+    beside = [world.options[f"_gather {n}"]["beside"] for n in range(2)]
+    assert beside == [False, True], "sampling does not wait for programs of the second one"
     world.launch("sampling")
     assert not {"_gather 0", "_gather 1"} & before["sampling"]
     moves.launch(send=False)

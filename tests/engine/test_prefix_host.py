@@ -89,7 +89,9 @@ def noted_launches(served: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> li
     ):
         run = getattr(owner, name)
         monkeypatch.setattr(
-            owner, name, lambda *args, run=run, name=name: (order.append(name.split("_")[-1]), run(*args))[1]
+            owner,
+            name,
+            lambda *args, run=run, name=name, **more: (order.append(name.split("_")[-1]), run(*args, **more))[1],
         )
     return order
 

@@ -31,7 +31,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
-    for name in ("_TO_HOST_PROGRAMS", "_FROM_HOST_PROGRAMS"):
+    for name in ("_TO_HOST_PROGRAMS", "_FROM_HOST_PROGRAMS", "_PROGRAMS_BESIDE"):
         monkeypatch.setattr(page_copies, name, 3)  # each copies several chunks, the last ones fewer
 
 
@@ -59,7 +59,7 @@ def entries_of(words, dtype, shape):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("layers", "shape", "dtype", "page_bytes", "start"), CASES)
-@pytest.mark.parametrize("pages_on", ["host", "device"])
+@pytest.mark.parametrize("pages_on", ["host", "device", "device, beside others"])
 @pytest.mark.parametrize("to_pages", [True, False], ids=["to_pages", "to_entries"])
 def test_each_byte_is_copied_and_summed(device, layers, shape, dtype, page_bytes, start, pages_on, to_pages):
     words, memory, ids, of_row = case(layers, shape, dtype, page_bytes, start)
@@ -77,11 +77,12 @@ def test_each_byte_is_copied_and_summed(device, layers, shape, dtype, page_bytes
             sums[row] += (own[at % layer_bytes] << shift) * (2 * word + 1)
 
     words = words.to(device)
-    memory = memory.to(device) if pages_on == "device" else memory.pin_memory() if device == "cuda" else memory
+    memory = memory.to(device) if pages_on != "host" else memory.pin_memory() if device == "cuda" else memory
     found = torch.full((2,), UNTOUCHED, device=device)
     entries = entries_of(words, dtype, shape)
     on_device = (torch.tensor(part, device=device) for part in (ids, of_row))
-    copy_pages(entries, memory, *on_device, to_pages=to_pages, start_bytes=start, sums=found)
+    beside = "beside" in pages_on
+    copy_pages(entries, memory, *on_device, to_pages=to_pages, start_bytes=start, sums=found, beside=beside)
     if device == "cuda":
         torch.cuda.synchronize()
     assert memory.tolist() == after_memory

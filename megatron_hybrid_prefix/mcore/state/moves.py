@@ -33,7 +33,7 @@ from megatron_hybrid_prefix.tiers.pinned import choose_page_bytes
 from megatron_hybrid_prefix.tiers.queue import Mark
 from megatron_hybrid_prefix.tiers.registry import make_tier, tier_name
 from megatron_hybrid_prefix.tiers.shared import FolderSettings, MooncakeSettings, SharedSettings
-from megatron_hybrid_prefix.tiers.units import HOST, BlockMove, BlockTransfer, EntryKind, PageClear, stores_first
+from megatron_hybrid_prefix.tiers.units import HOST, BlockMove, BlockTransfer, Copy, EntryKind, PageClear, stores_first
 
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.cache import HybridPrefixCache
@@ -291,14 +291,22 @@ class HostMoves(Moves):
             self._before_forward = self.arena.mark_model()
 
     def forward_launched(self, plans: Iterable[StepPlan]) -> None:
-        """See Moves. What will be evicted next is gathered while the forward runs, or after it, if it writes that."""
+        """See Moves. What will be evicted next is gathered while the forward runs, or after it, if it writes that.
+
+        The same holds for what publication queued: it need not wait for the next forward.
+        """
         if self.arena is None or not self.sends_later:
             return
         self.arena.send()
-        for copies, written in zip(self._cache.store_ahead(plans), (self._before_forward, None), strict=True):
-            units = [copy for copy in copies if isinstance(copy, BlockTransfer)]
-            self.arena.carry_out(units, send=False, written=written)
-            self.arena.send()
+        now, later = self._cache.store_ahead(plans)
+        self._store(now, written=self._before_forward)
+        self._store(later, beside=True)  # of sampling, whose token somebody waits for
+
+    def _store(self, copies: Iterable[Copy], *, written: Mark = None, beside: bool = False) -> None:
+        assert self.arena is not None
+        units = [copy for copy in copies if isinstance(copy, BlockTransfer)]
+        self.arena.carry_out(units, send=False, written=written, beside=beside)
+        self.arena.send()
 
     def _transfer(self, units: list[BlockTransfer], *, send: bool) -> None:
         assert self.arena is not None
