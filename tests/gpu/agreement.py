@@ -76,6 +76,20 @@ def next_log_probs(engine, batches, sampling, prefill_steps=1):
     return torch.cat(rows), [generated[i] for i in range(number)]
 
 
+def count_replays(engine) -> list[bool]:
+    """For each step from now on, whether it replays CUDA graphs."""
+    context, replayed = engine.context, []
+    initialize = context.initialize_attention_state
+
+    def counting(*args, **kwargs):
+        result = initialize(*args, **kwargs)
+        replayed.append(bool(context.using_cuda_graph_this_step()))
+        return result
+
+    context.initialize_attention_state = counting
+    return replayed
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", default="small")
@@ -83,6 +97,9 @@ def main() -> None:
     parser.add_argument("--layers", choices=("transformer_engine", "local"), help="default: as build_hybrid_model")
     parser.add_argument("--fp8", choices=("tensorwise", "blockwise", "delayed"), help="recipe of products in FP8")
     parser.add_argument("--fp8-weights", action="store_true", help="with --fp8: keep the weights in FP8, too")
+    parser.add_argument(
+        "--graphs", action="store_true", help="replay CUDA graphs, but alone; each engine has a model then"
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the parameters (default: the model's)")
     parser.add_argument("--truth", action="store_true", help="compare with the same weights in float64")
     parser.add_argument("--float32", action="store_true", help="save the same weights' log-probs in float32, too")
@@ -101,6 +118,7 @@ def main() -> None:
 
     from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
     from megatron_hybrid_prefix.mcore import build_upstream_engine
+    from megatron_hybrid_prefix.mcore.runner import release_engine
 
     fp8 = (
         {}
@@ -141,14 +159,20 @@ def main() -> None:
     rows = {}
     with torch.inference_mode():
         for name, work, steps, extra in cases:
-            build = build_engine if "prefix" in extra else plain
-            engine = build(model, **(fields | extra))
+            build, of_case = build_engine if "prefix" in extra else plain, model
+            if arguments.graphs and name != "alone":  # they are tied to the modules that they were captured on
+                of_case, extra = source.build(arguments.dtype, cuda_graph_impl="local"), extra | {"num_cuda_graphs": 8}
+            engine = build(of_case, **(fields | extra))
+            replayed = count_replays(engine)
             rows[name], report[f"tokens_{name}"] = next_log_probs(engine, work, sampling, steps)
             report[f"computed_tokens_{name}"] = engine.context.lifetime_prefill_token_count
             if platform.rank == 0:
-                off = error(rows[name], rows["alone"])
-                print(f"{name}: {off:.6f} off alone, {time.perf_counter() - start:.1f} s since the start", flush=True)
-            del engine
+                off, seconds = error(rows[name], rows["alone"]), time.perf_counter() - start
+                graphs = f", {sum(replayed)} of {len(replayed)} steps replayed" if arguments.graphs else ""
+                print(f"{name}: {off:.6f} off alone{graphs}, {seconds:.1f} s since the start", flush=True)
+            if of_case is not model:
+                release_engine(engine)
+            del engine, of_case
             gc.collect()
             torch.cuda.empty_cache()
         if arguments.float32:
