@@ -30,8 +30,9 @@ LAYOUTS = {
 
 
 def build(name, platform, seed=0):
-    """This rank's shard of a layout's model."""
-    return build_hybrid_model(get_preset("tiny-qwen3-next", **LAYOUTS[name][1]), seed=seed, platform=platform)
+    """This rank's shard of a layout's model, in float32: Transformer Engine's layers would multiply in TF32."""
+    config = get_preset("tiny-qwen3-next", **LAYOUTS[name][1])
+    return build_hybrid_model(config, seed=seed, platform=platform, transformer_impl="local")
 
 
 def prompts():
