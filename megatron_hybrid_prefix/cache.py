@@ -56,7 +56,7 @@ from megatron_hybrid_prefix.policy.registry import DEFAULT_EVICTION_POLICY, make
 from megatron_hybrid_prefix.pool.pages import PageLayout, Pages
 from megatron_hybrid_prefix.pool.slots import SlotPool
 from megatron_hybrid_prefix.tiers.base import DepthTier, TierBehind
-from megatron_hybrid_prefix.tiers.units import HOST, Copy
+from megatron_hybrid_prefix.tiers.units import HOST, Copy, EntryKind
 
 
 class HybridPrefixCache:
@@ -405,10 +405,17 @@ class HybridPrefixCache:
             plans: Plans of that forward.
 
         Returns:
-            Copies to be carried out at once: of what the forward does not write; then those of what it writes, and all that were
-            queued before. The second ones run after the forward.
+            Copies to be carried out at once, the first ones before the second ones: those that need not wait for the forward, and those
+            that must run after it, because it writes what they read. The second ones also have what was queued before.
         """
-        return self._ahead.run({checkpoint.slot for plan in plans for checkpoint in plan.checkpoints})
+        written: set[tuple[EntryKind, int]] = set()
+        for plan in plans:
+            written.update((EntryKind.STATE, checkpoint.slot) for checkpoint in plan.checkpoints)
+            live = self._requests.live.get(plan.request_id) or self._requests.owner(plan)
+            if live is not None:
+                first, last = plan.start_tokens // self.block_tokens, ceil_div(plan.end_tokens, self.block_tokens)
+                written.update((EntryKind.KV, block_id) for block_id in live.block_ids[first:last])
+        return self._ahead.run(written)
 
     def grow(self, request_id: int, length_tokens: int) -> Grown | None:
         """Gives the request the blocks that its KV needs up to position ``length_tokens``.
@@ -456,7 +463,7 @@ class HybridPrefixCache:
 
         The device may still run it: whatever reads or overwrites these entries is launched later, and runs after it. Two plans
         must wait until the forward is over: one with a load, because only then it is known whether the load was right
-        (`fail_load`), and one of a request that is released already.
+        (`fail_load`), and one of a request that is released already, because its blocks are let go with its last plan.
 
         Nothing becomes matchable if the weights changed since admission, or if an earlier plan of the request was
         abandoned.
@@ -622,6 +629,11 @@ class HybridPrefixCache:
         self._store.reset()
 
     # -- statistics, integrity -----------------------------------------------------------------------------------------
+
+    def count_failed_forward(self, plans: int) -> None:
+        """Counts plans that were published when their forward was launched, and whose step failed afterwards."""
+        for _ in range(plans):
+            self._stats.count_fallback("forward_failed")
 
     def count_verification(self, mismatch: bool) -> None:
         """Counts a hit that was computed again and compared with the cache (``verify_hits``)."""

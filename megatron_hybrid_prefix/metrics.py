@@ -83,7 +83,7 @@ class PrefixStats:
 
     Attributes:
         prompt_tokens: Tokens of all admitted prompts. A request that is preempted and admitted again counts twice.
-        computed_prompt_tokens: Prompt tokens computed by forwards that succeeded.
+        computed_prompt_tokens: Prompt tokens computed by forwards that were launched, or with loads that were right.
         reused_tokens: Prompt tokens skipped: ``reused_tokens_device + reused_tokens_host``.
         reused_tokens_device: Prompt tokens skipped by resuming from a state on the device.
         reused_tokens_host: Prompt tokens skipped by a request that loaded KV or a state from the host. Counts the

@@ -142,7 +142,7 @@ class Diary:
             self.say("store" if to_host else "fetch", f"{'to' if to_host else 'from'} the host: {_moved(group)}")
 
     def _store_ahead(self, copies: tuple[Sequence[Any], Sequence[Any]], plans: Any) -> None:
-        for units, what in zip(copies, ("what may go next", "what the forward writes"), strict=True):
+        for units, what in zip(copies, ("what may go next", "after the forward"), strict=True):
             if units:
                 self.say("ahead", f"to the host, {what}: {_moved(units)}")
 

@@ -1,6 +1,6 @@
 """Reference counts of KV blocks. A block is free, held by live requests, or cached and held by nobody.
 
-A block counts the requests that hold it (`ref_count`). A block that a finished forward filled is *keyed*: it belongs to
+A block counts the requests that hold it (`ref_count`). A block that a published forward fills is *keyed*: it belongs to
 a node of the prefix tree. A keyed block with ref count 0 stays cached in the eviction queue, in the order of release.
 The front of the queue is evicted first, in O(1).
 

@@ -168,7 +168,7 @@ class LiveRequest:
         path: Nodes of its first blocks, shared and registered ones.
         boundaries: Positions of the prompt that get a checkpoint.
         computed_tokens: Tokens whose KV and state exist, including reused ones.
-        planned_tokens: ``computed_tokens`` after the forwards in flight succeed.
+        planned_tokens: ``computed_tokens`` once all planned forwards are published.
         stored_tokens: See `Admission`.
         read: Whether it may reuse the cache.
         pinned_slot: Checkpoint slot that its first forward reads; None after that.

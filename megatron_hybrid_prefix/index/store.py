@@ -124,7 +124,7 @@ class PrefixStore:
         return self.blocks.queue()
 
     def register(self, live: LiveRequest, full_blocks: int) -> None:
-        """Makes the request's first ``full_blocks`` blocks matchable. Finished forwards computed them."""
+        """Makes the request's first ``full_blocks`` blocks matchable. The forwards that compute them are launched."""
         path, keys = live.path, live.chain.keys
         first = len(path)
         for index in range(first, full_blocks):

@@ -13,7 +13,7 @@ It keeps its room until the next time, or a full host would evict it before the 
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Collection
 from itertools import islice
 
 from megatron_hybrid_prefix.index.store import PrefixStore
@@ -22,6 +22,9 @@ from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers.units import DEVICE, BlockTransfer, Copy, EntryKind
 
 AHEAD_PART = 16
+
+type Place = tuple[EntryKind, int]
+"""A KV block or a slot."""
 
 
 class StoreAhead:
@@ -36,32 +39,47 @@ class StoreAhead:
         self._store, self._stats = store, stats
         self._before = (0, 0, 0)  # evicted until the last `run`: KV blocks, guesses, other states
 
-    def run(self, slots: Set[int]) -> tuple[list[Copy], list[Copy]]:
+    def run(self, written: Collection[Place]) -> tuple[list[Copy], list[Copy]]:
         """Stores what will be evicted next. It stays on the device, too.
 
         Args:
-            slots: Slots that the forward in flight writes.
+            written: What the forward in flight writes.
 
         Returns:
-            Copies of what that forward does not write; and of what it writes, with all that were queued before. None if copies within
-            the device are queued, which come first.
+            Copies that need not wait for that forward, and those that must: of what it writes, of what was queued before, and those
+            that come after one of these. None if what is queued must come before the next forward.
         """
         store = self._store
-        if not all(isinstance(copy, BlockTransfer) for copy in store.copies):
+        if not all(map(self._may_wait, store.copies)):
             return [], []
-        queued = store.take_copies()
+        later = store.take_copies()
         self._store_next()
         now: list[Copy] = []
-        later = list(queued)
-        pages = {page for copy in queued if isinstance(copy, BlockTransfer) for page in copy.pages}
+        pages = {page for copy in later if isinstance(copy, BlockTransfer) for page in copy.pages}
+        offers_wait = False
         for copy in store.take_copies():
             assert isinstance(copy, BlockTransfer)
-            if self._is_in_flight(copy, slots) or not pages.isdisjoint(copy.pages):
+            is_offer = copy.source != DEVICE
+            is_written = not is_offer and (copy.tag.kind, copy.device_id) in written
+            # A page gets its copies in their order, and so does a tier behind: a state after the KV before it.
+            if is_written or (is_offer and offers_wait) or not pages.isdisjoint(copy.pages):
                 later.append(copy)
                 pages.update(copy.pages)
+                offers_wait = offers_wait or is_offer
             else:
                 now.append(copy)
         return now, later
+
+    def _may_wait(self, copy: Copy) -> bool:
+        """Whether a queued copy may be carried out after the forward in flight.
+
+        Not those within the device. And not what the CPU copies to a tier behind: it would wait for the forward, and the sampling of its
+        tokens for the CPU.
+        """
+        if not isinstance(copy, BlockTransfer):
+            return False
+        host = self._store.host
+        return copy.source == DEVICE or (host is not None and host.behind is not None and host.behind.shared)
 
     def _store_next(self) -> None:
         store, stats, host = self._store, self._stats, self._store.host
@@ -84,12 +102,3 @@ class StoreAhead:
         for node in path:
             if host.store_kv(node, stays=True):
                 host.keep_ahead(node.host_block)
-
-    def _is_in_flight(self, copy: BlockTransfer, slots: Set[int]) -> bool:
-        """Whether the forward in flight may write what this copy reads."""
-        if copy.source != DEVICE:
-            return False
-        if copy.tag.kind == EntryKind.STATE:
-            return copy.device_id in slots
-        assert copy.device_id is not None
-        return self._store.blocks.ref_count(copy.device_id) > 0  # a request holds the block, perhaps one in flight

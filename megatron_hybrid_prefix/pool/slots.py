@@ -2,9 +2,9 @@
 
 A slot goes ``free -> reserved -> published -> free``:
 
-- A forward in flight writes a *reserved* slot. One plan owns it.
+- A *reserved* slot is for a forward that is not launched yet, or not published. One plan owns it.
 - Nothing that is launched after its publication writes to a *published* slot. It belongs to one node of the prefix tree.
-- Pins count the admitted requests whose first forward still has to read a published slot. A pinned slot that leaves the
+- Pins count the admitted requests whose first forward reads a published slot, and is not published yet. A pinned slot that leaves the
   tree (because the weights changed) is *retired*: its last unpin frees it.
 
 `PageSlots` are the slots of a memory that states share with KV blocks (``pages.py``). A running request's state is in such
@@ -99,7 +99,7 @@ class SlotPool:
         self._pins[index] += 1
 
     def unpin(self, slot: int) -> None:
-        """Undo one `pin`: that forward is done, or will not run."""
+        """Undo one `pin`: that forward is launched, or will not run."""
         index = self._index(slot)
         if self._pins[index] < 1:
             raise CacheCorruptionError(f"slot {slot} is unpinned more often than pinned")

@@ -43,7 +43,7 @@ _HELP = {
     "memory_pages_changed": "Pages that changed from KV to states, and from states to KV",
     "memory_blocks_moved": "KV blocks moved to empty a page for a state",
     "prompt_tokens": "Tokens of all admitted prompts; a preempted request counts twice",
-    "computed_prompt_tokens": "Prompt tokens computed by forwards that succeeded",
+    "computed_prompt_tokens": "Prompt tokens computed by forwards",
     "checkpoints_published": "States that became matchable",
     "checkpoints_skipped": "States not kept because there was no slot",
     "evictions": "States evicted, to make room or together with their KV block",

@@ -122,7 +122,7 @@ CONTEXT = rows_of(
         "resolve_requests",
         "(self, active_requests_mask)",
         "mcore/context/context",
-        "the forward succeeded (asynchronous scheduling)",
+        "the forward succeeded (asynchronous scheduling): publishes what was not published at its launch",
     ),
     overrides(
         "prepare_requests", "(self)", "mcore/context/context", "the next decode begins: filled blocks get their keys"
@@ -224,6 +224,7 @@ CONTEXT = rows_of(
     ),
     attributes("active_attn_metadata", "upstream/context", "attention metadata of a step"),
     attributes("lifetime_prefill_token_count", "mcore/runner", "tokens that a prefill computed"),
+    attributes("is_creating_cuda_graphs", "mcore/context/context", "a forward of a capture is of no request"),
     attributes(
         "moe_enable_routing_replay",
         "mcore/context/context",
@@ -424,7 +425,9 @@ ENGINE = rows_of(
     overrides(
         "schedule_requests", "(self)", "upstream/engine", "messages of this package; requests that ended without a step"
     ),
-    overrides("async_forward", "async (self)", "mcore/engine/engine", "a forward that raises publishes nothing"),
+    overrides(
+        "async_forward", "async (self)", "mcore/engine/engine", "after a forward that raises the engine must be reset"
+    ),
     attributes("_generation_epoch", "upstream/engine", "replaced by a property: new weights invalidate the cache"),
     overrides(
         "_can_schedule_chunked_prefill",
@@ -579,7 +582,7 @@ CONTROLLER = (
             "_dynamic_step_forward_logits",
             "(self, input_ids, position_ids)",
             "upstream/controller",
-            "copies to the host are launched after a forward",
+            "a forward is published once it is launched, and copies to the host are launched after it",
         ),
         overrides(
             "_dynamic_step_sample_logits",

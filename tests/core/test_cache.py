@@ -176,7 +176,7 @@ def test_a_preempted_request_comes_back_as_a_longer_prompt():
 # -- publish, abandon, release -----------------------------------------------------------------------------------------
 
 
-def test_nothing_is_matchable_before_its_forward_succeeded():
+def test_nothing_is_matchable_before_its_forward_is_published():
     model = engine()
     request = model.admit(tokens(1, 2, rest=1))
     plan = model.plan(request, 100)

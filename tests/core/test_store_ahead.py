@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence, Set
-from itertools import chain
+from collections.abc import Sequence
+from itertools import chain, islice
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers.base import Entry, SharedTier, TierBehind
-from megatron_hybrid_prefix.tiers.units import DEVICE, EntryKind, Tag
+from megatron_hybrid_prefix.tiers.units import DEVICE, BlockTransfer, EntryKind, Tag
 from megatron_hybrid_prefix.tiers.units import HOST as HOST_TIER
 from tests.core import test_stateful
 from tests.harness.plugins.dictionary_tier import DictionaryTier
@@ -176,16 +176,108 @@ def test_a_split_that_ignores_pages_is_found(monkeypatch):
     monkeypatch.setattr(store_ahead, "AHEAD_PART", 1)
     run = StoreAhead.run
 
-    def by_source_alone(self: StoreAhead, slots: Set[int]) -> tuple[list[Any], list[Any]]:
-        before, after = run(self, slots)
-        every = [*before, *after]
-        return [copy for copy in every if not self._is_in_flight(copy, slots)], [
-            copy for copy in every if self._is_in_flight(copy, slots)
-        ]
+    def by_what_is_written_alone(self: StoreAhead, written: Any) -> tuple[list[Any], list[Any]]:
+        every = [*chain(*run(self, written))]
+        return (
+            [copy for copy in every if (copy.tag.kind, copy.device_id) not in written],
+            [copy for copy in every if (copy.tag.kind, copy.device_id) in written],
+        )
 
-    monkeypatch.setattr(StoreAhead, "run", by_source_alone)
+    monkeypatch.setattr(StoreAhead, "run", by_what_is_written_alone)
     with pytest.raises(AssertionError):
         check_pages_that_are_written_twice()
+
+
+def check_random_steps(memory: dict[str, int]) -> Counter[str]:
+    """Steps of several requests, many of which compute what is cached already, with a shared tier, which gets the KV before a state.
+
+    Checks what is in flight and the order of the offers. Returns what happened.
+    """
+    seen: Counter[str] = Counter()
+    for seed in range(20):
+        dice = random.Random(seed)
+        options = {"eviction_policy": dice.choice(["lru", "recompute_cost"]), "host_pages": dice.choice([30, 60, 120])}
+        cache = make(memory, behind=TierBehind("s", Shared()), **options)
+        offered: set[tuple[EntryKind, bytes]] = set()
+        parents: dict[bytes, bytes] = {}
+        numbers = iter(range(1000))
+        turns: list[list[int]] = [[]]  # prompts with their answers
+        for _ in range(25):
+            plans, in_flight = [], set()
+            running = []
+            for number in islice(numbers, dice.randrange(1, 4)):
+                tokens = [*dice.choice(turns[-3:])] or [dice.randrange(3)]
+                tokens += range(dice.randrange(5, 5 * BLOCK))
+                match = cache.match(cache.chain(tokens), read=dice.random() < 0.6)
+                admission = cache.admit(number, match)
+                if admission is None:
+                    continue
+                plan = cache.plan(number, admission.resume_tokens, len(tokens))
+                plans.append(plan)
+                running.append((number, tokens))
+                written = admission.block_ids[admission.stored_tokens // BLOCK :]
+                in_flight |= {(EntryKind.KV, block_id) for block_id in written}
+                in_flight |= {(EntryKind.STATE, checkpoint.slot) for checkpoint in plan.checkpoints}
+            copies = [cache.take_copies()]
+            for plan in plans:
+                cache.publish(plan)
+            queued = len(cache._store.copies)
+            now, later = cache.store_ahead(plans)
+            cache.check_integrity()
+            copies += [now, later]
+            assert not in_flight & {(copy.tag.kind, copy.device_id) for copy in now if copy.source == DEVICE}
+            kv = [copy for copy in later[queued:] if copy.source == DEVICE and copy.tag.kind == EntryKind.KV]
+            seen["KV in flight"] += sum((copy.tag.kind, copy.device_id) in in_flight for copy in kv)
+            for number, tokens in running:
+                if dice.random() < 0.5 and cache.grow(number, len(tokens) + 2 * BLOCK) is not None:
+                    cache.append(number, range(2 * BLOCK))
+                    turns.append([*tokens, *range(2 * BLOCK)] if len(tokens) < 12 * BLOCK else [])
+                    end = (len(tokens) + 2 * BLOCK - 1) // BLOCK * BLOCK
+                    seen["decoded"] += cache.checkpoint_decoded(number, end) is not None
+                copies.append(cache.take_copies())
+                cache.release(number)
+            for copy in chain(*copies):
+                if isinstance(copy, BlockTransfer):
+                    parents[copy.tag.key] = copy.tag.parent
+                    if copy.target == "s":
+                        offered.add((copy.tag.kind, copy.tag.key))
+                        if copy.tag.kind == EntryKind.STATE:
+                            key = copy.tag.key
+                            while key:
+                                assert (EntryKind.KV, key) in offered, "a state before the KV on its path"
+                                key = parents[key]
+                            seen["states offered"] += 1
+    return seen
+
+
+@each_memory
+def test_what_a_forward_writes_is_stored_after_it_and_offered_in_order(memory, monkeypatch):
+    monkeypatch.setattr(store_ahead, "AHEAD_PART", 2)
+    seen = check_random_steps(memory)
+    assert min(seen["KV in flight"], seen["decoded"], seen["states offered"]) > 0, seen
+
+
+@each_memory
+@pytest.mark.parametrize("kind", list(EntryKind), ids=lambda kind: kind.name)
+def test_copies_of_what_is_not_written_yet_are_found(memory, kind, monkeypatch):
+    monkeypatch.setattr(store_ahead, "AHEAD_PART", 2)
+    run = StoreAhead.run
+    monkeypatch.setattr(
+        StoreAhead, "run", lambda self, written: run(self, {each for each in written if each[0] != kind})
+    )
+    with pytest.raises(AssertionError):
+        check_random_steps(memory)
+
+
+def test_no_forward_waits_for_what_the_cpu_copies_to_a_tier_behind():
+    """Publication queues offers with write-through. They are carried out with the next forward."""
+    cache = make(SPLIT, host_pages=60, host_write_through=True, behind=TierBehind("behind", DictionaryTier("")))
+    kept = 0
+    for forward in serve(cache, range(12)):
+        copies = [*forward.cached, *forward.written]
+        assert not copies or not any(copy.source != DEVICE for copy in forward.written)
+        kept += not copies
+    assert kept
 
 
 def test_a_state_in_flight_that_the_host_has_is_not_stored_again():
@@ -320,7 +412,7 @@ def test_a_shared_tier_gets_a_guess_that_was_stored_ahead_once_it_is_used(memory
     assert offered == {(EntryKind.STATE, keys[depth - 1]), *((EntryKind.KV, key) for key in keys[:depth])}
 
 
-def test_nothing_is_stored_ahead_for_what_evicts_nothing_or_while_copies_wait():
+def test_nothing_is_stored_ahead_for_what_evicts_nothing_or_while_copies_on_the_device_wait():
     cache = make(SPLIT | {"kv_blocks": 400, "state_slots": 400})
     assert not any(forward.cached or forward.written for forward in serve(cache, range(12)))
     cache = make(SPLIT)
@@ -362,13 +454,6 @@ def test_guesses_and_others_are_counted_apart():
 def states_stored_before_they_are_written(patch: pytest.MonkeyPatch) -> None:
     run = StoreAhead.run
     patch.setattr(StoreAhead, "run", lambda *args: ([*chain(*run(*args))], []))
-
-
-def blocks_stored_before_they_are_written(patch: pytest.MonkeyPatch) -> None:
-    is_in_flight = StoreAhead._is_in_flight
-    patch.setattr(
-        StoreAhead, "_is_in_flight", lambda *args: args[1].tag.kind == EntryKind.STATE and is_in_flight(*args)
-    )
 
 
 def copies_that_are_not_spare(patch: pytest.MonkeyPatch) -> None:

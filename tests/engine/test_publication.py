@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_hybrid_prefix.models import build_hybrid_model
+from megatron_hybrid_prefix.tiers.units import EntryKind
 from tests.engine.test_prefix_host import HOST_GB, push_out, small
 from tests.harness.engine_helpers import random_tokens
 from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
@@ -44,6 +45,21 @@ def test_a_prompt_is_published_once_its_forward_is_launched(model, mode, monkeyp
         assert served.context.prefix_stats().computed_prompt_tokens - before == computed
     served.check()
     served.check_drained()
+
+
+def test_a_forward_of_a_capture_publishes_nothing(model):
+    """A plan may be left of a step that raised before its forward."""
+    served = EngineHarness(model)
+    prompt = tokens(4, 9, seed=1)
+    served.add(prompt)
+    served.engine.schedule_waiting_requests()
+    assert served.context.step_plans()
+    served.context.is_creating_cuda_graphs = True
+    served.context.forward_launched()
+    assert served.context.step_plans() and not list(served.cache.inspect.nodes())
+    served.context.is_creating_cuda_graphs = False
+    served.run()
+    served.check()
 
 
 @each_mode
@@ -105,6 +121,34 @@ def test_blocks_whose_routing_is_kept_after_the_forward_are_published_then(tmp_p
     served.check()
 
 
+@each_mode
+def test_states_that_the_forward_writes_are_stored_after_it(model, mode, monkeypatch):
+    fields = {"blocks": 24, "slots": 4, "host_gb": 4 * HOST_GB, "retention_interval_tokens": BLOCK}
+    served = small(model, async_sched_mode=mode, **fields)
+    planned: dict[int, Any] = {}
+    plan, store_ahead, found = served.cache.plan, served.cache.store_ahead, []
+
+    def planning(*args: Any) -> Any:
+        made = plan(*args)
+        planned[made.plan_id] = made
+        return made
+
+    def storing(plans: Any) -> Any:
+        assert list(plans) == list(planned.values())
+        slots = {checkpoint.slot for each in plans for checkpoint in each.checkpoints}
+        now, later = store_ahead(plans)
+        assert not [copy for copy in now if copy.tag.kind == EntryKind.STATE and copy.device_id in slots]
+        found.extend(copy for copy in later if copy.tag.kind == EntryKind.STATE and copy.device_id in slots)
+        planned.clear()
+        return now, later
+
+    monkeypatch.setattr(served.cache, "plan", planning)
+    monkeypatch.setattr(served.cache, "store_ahead", storing)
+    push_out(served, count=8)
+    assert found
+    served.check()
+
+
 @pytest.mark.usefixtures("memory")
 @each_mode
 def test_nothing_is_left_of_a_step_that_fails_after_its_publication(model, mode, monkeypatch):
@@ -122,6 +166,8 @@ def test_nothing_is_left_of_a_step_that_fails_after_its_publication(model, mode,
         with pytest.raises(RuntimeError, match="injected"):
             served.step(2)
     assert served.cache.match(served.cache.chain(prompt)).resume_tokens == 4 * BLOCK, "it was published"
+    stats = served.context.prefix_stats()
+    assert stats.fallbacks == {"forward_failed": 1}
     with pytest.raises(RuntimeError, match=r"call engine\.reset"):
         served.step()
     served.context.reset(preserve_prefix_cache=True)

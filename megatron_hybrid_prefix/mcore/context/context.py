@@ -113,6 +113,7 @@ class HybridPrefixContext(ContextSeam):
     _decisions: DecisionLog | None = None
     _decodes: DecodedStates | None = None
     _forward_running = _forward_failed = False
+    _published_plans = 0  # of the running forward
     _swapping_out = False  # True while megatron preempts requests
 
     def __init__(
@@ -480,6 +481,7 @@ class HybridPrefixContext(ContextSeam):
         plans = self.step_plans()
         if self._can_be_published(plans):
             self._publish(failed=set())
+            self._published_plans = len(plans)
         if self.moves is not None:
             self.moves.forward_launched(plans)
 
@@ -527,15 +529,18 @@ class HybridPrefixContext(ContextSeam):
             rows.attach_blocks(self, self.prefix_cache)
         if self.num_speculative_tokens:
             rows.find_blocks_of_tokens(self)
-        self._forward_running = False
+        self._forward_is_over()
         return result
 
     def resolve_requests(self, active_requests_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See upstream and `update_requests`."""
         self._publish_rest()
         finished, continuing = super().resolve_requests(active_requests_mask)
-        self._forward_running = False
+        self._forward_is_over()
         return finished, continuing
+
+    def _forward_is_over(self) -> None:
+        self._forward_running, self._published_plans = False, 0
 
     def forget_request(self, request_id: int) -> None:
         """Drop what a request without a row holds on the device and on the host: it ended."""
@@ -556,11 +561,14 @@ class HybridPrefixContext(ContextSeam):
         return failed if self.scored is None else failed | self.scored.without_promised(self._requests.in_step())
 
     def _can_be_published(self, plans: list[StepPlan]) -> bool:
-        """Whether what a forward that was just launched computes may be matched: nothing of it is known or kept only when it is over.
+        """Whether what a forward that was just launched computes may be matched.
 
-        That is: whether loads were right, hits that are verified, log-probs of prompts, routing of experts.
+        False if something about it is known, or kept, only once it is over: whether loads were right, hits that are verified, log-probs
+        of prompts, routing of experts. Also False while CUDA graphs are captured: that forward is of no request.
         """
         if self.prefix_config is None or self.prefix_config.verify_hits or self.moe_enable_routing_replay:
+            return False
+        if self.is_creating_cuda_graphs:
             return False
         scored = any(known.scored is not None for known in self._requests.in_step())
         return not scored and all(plan.load_id is None for plan in plans)
@@ -582,7 +590,10 @@ class HybridPrefixContext(ContextSeam):
     def fail_forward(self) -> None:
         """A step raised. Frees reserved slots; if a forward was running, the engine must be reset, which empties the cache."""
         if self._forward_running:
-            self._forward_running, self._forward_failed = False, True
+            if self.prefix_cache is not None:
+                self.prefix_cache.count_failed_forward(self._published_plans)
+            self._forward_is_over()
+            self._forward_failed = True
             self._abandon_plans("forward_failed")
 
     def _abandon_plans(self, reason: str) -> None:
@@ -675,7 +686,8 @@ class HybridPrefixContext(ContextSeam):
             self._abandon_plans("reset")
             self.prefix_cache.release_all()
             self.forget_pending_zeros()
-            self._forward_running = self._forward_failed = False
+            self._forward_is_over()
+            self._forward_failed = False
             if self.states is not None:
                 self.states.live.reset()
         super().reset_metadata(preserve_prefix_cache, *args, **kwargs)

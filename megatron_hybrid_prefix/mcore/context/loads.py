@@ -92,7 +92,7 @@ class RequestLoads:
     def failed(self) -> set[int]:
         """Requests of the last forward whose loads failed verification, or did not arrive; the same set on all ranks.
 
-        All ranks call it after each forward, before publishing. The requests must be recomputed.
+        All ranks call it after each forward, before one with loads is published. The requests must be recomputed.
         """
         if self._failed is None:
             self._failed = self._moves.failed(self._requests.plans())

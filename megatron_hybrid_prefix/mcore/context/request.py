@@ -141,7 +141,7 @@ class RequestBook:
         return plan
 
     def take_plans(self) -> list[tuple[PrefixRequest, StepPlan]]:
-        """Remove all requests, as the forward is over; returns them with their plans."""
+        """Remove all requests, as the forward is published or failed; returns them with their plans."""
         taken = [(request, request.plan) for request in self._in_step.values() if request.plan is not None]
         for request in self._in_step.values():
             request.plan = None

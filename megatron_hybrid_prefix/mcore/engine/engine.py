@@ -313,7 +313,7 @@ class HybridPrefixEngine(EngineSeam):
         return result
 
     async def async_forward(self) -> tuple[dict[str, Any] | None, dict[str, Any], float]:
-        """See upstream; a forward that raises publishes nothing."""
+        """See upstream; a forward whose launch raises publishes nothing, and one that raises later leaves nothing after `reset`."""
         if self._cached.scored is not None:
             self._cached.scored.forget_step()  # a step whose bookkeeping raised has left its promises
         if self.removals.are_due and not self._is_suspended:
