@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -33,6 +34,20 @@ def rand(seed, *shape, dtype=torch.float32, gap=0):
     wide = torch.full((*shape[:-1], shape[-1] + gap), float("nan"), dtype=dtype)
     wide[..., : shape[-1]] = values.to(dtype)
     return wide.to(DEVICE)[..., : shape[-1]]
+
+
+@pytest.fixture(autouse=True)
+def each_element_summed_alike(monkeypatch):
+    """The interpreter multiplies tiles with BLAS. On some processors, the bits of a row depend there on its place in the tile."""
+    if DEVICE == "cuda":
+        return
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        products = np.multiply(a.data[:, :, None], b.data[None], dtype=d.data.dtype)
+        return TensorHandle(np.add.reduce(products, axis=1) + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +91,7 @@ def test_a_product_is_within_its_bound(rows, columns, depth, tile, dtype):
 @pytest.mark.parametrize("tile", TILES, ids=["chosen", "small", "persistent"])
 def test_a_row_of_a_product_has_the_same_bits_with_any_others(rows, columns, depth, tile, dtype):
     if tile is None and dtype != torch.float32 and DEVICE == "cpu":
-        pytest.skip("the interpreter multiplies tiles with BLAS, whose bits depend on the size of a tile")
+        pytest.skip("the interpreter sums each tile by itself, and the chosen tiles differ in depth")
     x, weight = rand(2, rows, depth, dtype=dtype, gap=8), rand(3, columns, depth, dtype=dtype)
     whole = linear_triton.linear(x, weight, tile)
     assert torch.equal(torch.cat([linear_triton.linear(part, weight, tile) for part in parts_of(x)]), whole)
