@@ -440,7 +440,7 @@ class HybridPrefixCache:
         live.share(beyond, self.block_tokens)
         return Grown(shared=shared, own=own, stored_tokens=live.stored_tokens)
 
-    # -- 4. plan, 5. (the engine launches), 6. publish ---------------------------------------------------------------------
+    # -- 4. plan, 5. (the engine launches), 6. publish -----------------------------------------------------------------
 
     def plan(self, request_id: int, start_tokens: int, end_tokens: int) -> StepPlan:
         """Plans one forward of the request over positions [start, end).
