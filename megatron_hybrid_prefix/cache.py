@@ -48,7 +48,7 @@ from megatron_hybrid_prefix.index.requests import Admission, Grown, LiveRequest,
 from megatron_hybrid_prefix.index.scores import ScoreTable
 from megatron_hybrid_prefix.index.shared_store import SharedStore
 from megatron_hybrid_prefix.index.store import PrefixStore
-from megatron_hybrid_prefix.index.store_ahead import StoreAhead
+from megatron_hybrid_prefix.index.store_ahead import Place, StoreAhead
 from megatron_hybrid_prefix.index.tree import Node, PrefixTree
 from megatron_hybrid_prefix.metrics import PrefixStats, TierStats
 from megatron_hybrid_prefix.policy.boundaries import Boundary, prompt_boundaries, with_verification
@@ -408,10 +408,11 @@ class HybridPrefixCache:
             Copies to be carried out at once, the first ones before the second ones: those that need not wait for the forward, and those
             that must run after it, because it writes what they read. The second ones also have what was queued before.
         """
-        written: set[tuple[EntryKind, int]] = set()
+        written: set[Place] = set()
         for plan in plans:
             written.update((EntryKind.STATE, checkpoint.slot) for checkpoint in plan.checkpoints)
-            live = self._requests.live.get(plan.request_id) or self._requests.owner(plan)
+            # A plan that is published has no owner any more.
+            live = self._requests.owner(plan) or self._requests.live.get(plan.request_id)
             if live is not None:
                 first, last = plan.start_tokens // self.block_tokens, ceil_div(plan.end_tokens, self.block_tokens)
                 written.update((EntryKind.KV, block_id) for block_id in live.block_ids[first:last])
