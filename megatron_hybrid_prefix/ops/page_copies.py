@@ -12,14 +12,13 @@ import torch
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.ops.checksum import checksum_rows
 from megatron_hybrid_prefix.ops.entry_geometry import geometry_of
-from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel, tl, triton
+from megatron_hybrid_prefix.ops.triton_or_torch import multiprocessors, runs_kernel, tl, triton
 
 WORD_BYTES = 8  # of a checksum
 _BLOCK = 4096  # words
 _TO_HOST_PROGRAMS = 2  # fill the host link; kernels beside more are much slower (tests/gpu/beside_stores.py)
 _FROM_HOST_PROGRAMS = 32
 _MOST_PROGRAMS = 4096  # on the device alone
-_PROGRAMS_BESIDE = 64  # likewise, beside kernels that must not wait: half of the multiprocessors of an H100 or H200
 
 
 def copy_pages(
@@ -46,7 +45,7 @@ def copy_pages(
         to_pages: From the entries to the pages, or back.
         start_bytes: Bytes in the pages of a row before this tensor's.
         sums: (rows,) int64 on the device. What the copied bytes add to `checksum_rows` of all bytes in the pages is added.
-        beside: Leave half of the device to other kernels, if ``memory`` is there, too.
+        beside: Leave half of the multiprocessors to other kernels, if ``memory`` is on the device, too.
 
     Raises:
         ValueError: The pages of a row are too few, or hold 2 GiB or more.
@@ -68,7 +67,7 @@ def copy_pages(
     blocks = ceil_div(page_words, _BLOCK)
     chunks = len(ids) * of.row_pages * blocks
     if memory.is_cuda:
-        programs = _PROGRAMS_BESIDE if beside else _MOST_PROGRAMS
+        programs = ceil_div(multiprocessors(memory.device), 2) if beside else _MOST_PROGRAMS
     elif not to_pages:
         programs = _FROM_HOST_PROGRAMS
     else:

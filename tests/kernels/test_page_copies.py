@@ -31,8 +31,9 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
-    for name in ("_TO_HOST_PROGRAMS", "_FROM_HOST_PROGRAMS", "_PROGRAMS_BESIDE"):
+    for name in ("_TO_HOST_PROGRAMS", "_FROM_HOST_PROGRAMS"):
         monkeypatch.setattr(page_copies, name, 3)  # each copies several chunks, the last ones fewer
+    monkeypatch.setattr(page_copies, "multiprocessors", lambda device: 5)  # so 3 beside others
 
 
 def random_bytes(generator, *shape):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_hybrid_prefix.ops.triton_or_torch import tl, triton
+from megatron_hybrid_prefix.ops.triton_or_torch import multiprocessors, tl, triton
 
 _ALIGNMENT_BYTES = 16  # of a row, in the descriptors of tensors
 
@@ -90,11 +90,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, tile: Tile | None = None) -> t
     if not out.numel():
         return out.view(out_shape)
     if tile is None:
-        tile = tile_for(len(rows), columns, x.dtype, _multiprocessors(x.device))
+        tile = tile_for(len(rows), columns, x.dtype, multiprocessors(x.device))
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     tiles = triton.cdiv(len(rows), tile.rows) * triton.cdiv(columns, tile.columns)
-    programs = min(tiles, _multiprocessors(x.device)) if tile.persistent else tiles
+    programs = min(tiles, multiprocessors(x.device)) if tile.persistent else tiles
     _linear_kernel[(programs,)](
         TensorDescriptor.from_tensor(rows, [tile.rows, tile.depth]),
         TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]),
@@ -120,13 +120,6 @@ def _described(matrix: torch.Tensor) -> torch.Tensor:
     if matrix.stride(1) == 1 and matrix.stride(0) % quantum == 0 and matrix.data_ptr() % _ALIGNMENT_BYTES == 0:
         return matrix
     return torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % quantum)).contiguous()
-
-
-@lru_cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":  # Triton's interpreter
-        return 2
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 if triton is not None:
