@@ -673,10 +673,14 @@ class ModelEngine:
         elif start:
             self.check_live(request, (request.salt, request.history[:start]))
 
+    def history_after(self, request: Request, plan: StepPlan) -> History:
+        """The request's history once the plan's forward has run."""
+        span = request.tokens[plan.start_tokens : plan.end_tokens]
+        return request.history + tuple((token, self.cache.epoch) for token in span)
+
     def writes(self, request: Request, plan: StepPlan, succeeds: bool) -> list[tuple[int, Content]]:
         """What a forward writes: the blocks and their contents."""
-        span = request.tokens[plan.start_tokens : plan.end_tokens]
-        history = request.history + tuple((token, self.cache.epoch) for token in span)
+        history = self.history_after(request, plan)
         kv = request.stored + history[len(request.stored) :]
         first = max(plan.start_tokens, len(request.stored))  # the KV of tokens before it goes to the dummy block
         found = []
@@ -690,8 +694,7 @@ class ModelEngine:
 
     def write(self, request: Request, plan: StepPlan, succeeds: bool, writes: Sequence[tuple[int, Content]]) -> None:
         """The device runs the plan's forward, which writes these blocks, and the planned states."""
-        span = request.tokens[plan.start_tokens : plan.end_tokens]
-        history = request.history + tuple((token, self.cache.epoch) for token in span)
+        history = self.history_after(request, plan)
         for block_id, content in writes:
             self.put_block(block_id, content)
         for checkpoint in plan.checkpoints:

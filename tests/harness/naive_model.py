@@ -5,6 +5,7 @@ kernels.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
@@ -85,6 +86,7 @@ class NaiveHybridModel:
             zero_conv_at: The same for the convolution windows.
         """
         w = self.weights
+        self.router_scores = []  # of each layer with experts, (tokens, experts)
         x = w["embedding.word_embeddings.weight"][tokens]
         for i, symbol in enumerate(self.config.layer_pattern):
             prefix = f"decoder.layers.{i}."
@@ -108,18 +110,39 @@ class NaiveHybridModel:
         So this is the change of each log-prob (root mean square over seeds) when every weight is off by sqrt(n) u times
         a normal number. It is the condition of the log-prob, whichever library computes it.
         """
-        exact, total = self.log_probs(tokens), 0.0
-        off = object.__new__(type(self))
-        off.config = self.config
+        exact = self.log_probs(tokens)
+        squares = [(off.logits(tokens).log_softmax(-1) - exact).square() for off in self._rounded(seeds)]
+        return (sum(squares) / seeds).sqrt()
+
+    def router_margins(self, tokens: list[int], seeds: int = 4) -> torch.Tensor:
+        """How far each token is from other experts, over what rounding does to it, see `noise`: (tokens,), float64.
+
+        The smallest of all layers: the score of the last expert that is chosen above that of the next one. Where it is small,
+        rounding chooses, and log-probs after this token may be quite others. Infinite without experts.
+        """
+        if "E" not in self.config.layer_pattern or self.config.moe_router_topk == self.config.num_moe_experts:
+            return torch.full((len(tokens),), torch.inf, dtype=torch.float64)
+        exact, *others = (model._margins(tokens) for model in (self, *self._rounded(seeds)))
+        noise = (sum((margins - exact).square() for margins in others) / seeds).sqrt()
+        return (exact / noise).amin(0)
+
+    def _margins(self, tokens: list[int]) -> torch.Tensor:
+        """Of the router of each layer: (layers, tokens), float64."""
+        self.logits(tokens)
+        best = torch.stack(self.router_scores).topk(self.config.moe_router_topk + 1, dim=-1).values
+        return best[..., -2] - best[..., -1]
+
+    def _rounded(self, seeds: int) -> Iterator[NaiveHybridModel]:
+        """This model with other errors of its weights, see `noise`."""
         for seed in range(seeds):
             generator = torch.Generator().manual_seed(seed)
-            off.weights = {}
+            off = object.__new__(type(self))
+            off.config, off.weights = self.config, {}
             for name, value in self.weights.items():
                 terms = value.shape[-1] if value.dim() > 1 else 1
                 by = torch.randn(value.shape, generator=generator, dtype=torch.float64)
                 off.weights[name] = value * (1 + terms**0.5 * UNIT_ROUNDOFF * by)
-            total = total + (off.logits(tokens).log_softmax(-1) - exact).square()
-        return (total / seeds).sqrt()
+            yield off
 
     def _norm(self, x, name):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.layernorm_epsilon) * self.weights[name]
@@ -135,7 +158,9 @@ class NaiveHybridModel:
         return F.relu(h).square() @ second.T
 
     def _experts(self, x, prefix):
-        best = (x @ self.weights[prefix + "router.weight"].T).topk(self.config.moe_router_topk, dim=-1)
+        scores = x @ self.weights[prefix + "router.weight"].T
+        self.router_scores.append(scores)
+        best = scores.topk(self.config.moe_router_topk, dim=-1)
         weights = torch.zeros(len(x), self.config.num_moe_experts, dtype=torch.float64, device=x.device)
         weights.scatter_(1, best.indices, best.values.softmax(-1))
         stacks = zip(*(self.weights[f"{prefix}experts.linear_fc{number}_weight"] for number in (1, 2)), strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from megatron_hybrid_prefix import build_engine
 from megatron_hybrid_prefix.models import PRESETS, build_hybrid_model, get_preset
 from megatron_hybrid_prefix.models.build import _layer_specs
 from megatron_hybrid_prefix.models.config import split_into_stages
-from tests.harness.engine_helpers import LOG_PROB_NOISE, NOISES, greedy, random_tokens, run_to_end
+from tests.harness.engine_helpers import LOG_PROB_NOISE, NOISES, assert_matches, greedy, random_tokens, run_to_end
 from tests.harness.naive_model import NaiveHybridModel, local_weights
 
 
@@ -78,6 +79,34 @@ def test_rounding_is_far_below_what_a_wrong_state_changes(platform, preset):
         for chosen in (following, exact[:-1].argmax(-1, keepdim=True)):
             most = max(most, float(noise[:-1].gather(1, chosen).max()))
     assert LOG_PROB_NOISE / 10 <= NOISES * most <= LOG_PROB_NOISE <= 1e-3 / 5
+
+
+def test_what_follows_a_tie_of_experts_may_differ_and_nothing_else(tiny_mixed):
+    """One token is made to have two experts of the same score: rounding chooses, so what follows is not compared."""
+    reference, tokens, tie = NaiveHybridModel(tiny_mixed, tiny_mixed.hybrid_config), random_tokens(150, seed=3), 120
+    assert reference.router_margins(tokens).min() > NOISES
+    tied, routed = NaiveHybridModel(tiny_mixed, tiny_mixed.hybrid_config), []
+    experts = tied._experts
+    tied._experts = lambda x, prefix: routed.append((x, prefix)) or experts(x, prefix)
+    tied.logits(tokens)
+    ((x, prefix),) = routed
+    last, following = tied.router_scores[0][tie].topk(tiny_mixed.hybrid_config.moe_router_topk + 1).indices[-2:]
+    router = tied.weights[f"{prefix}router.weight"]
+    router[following] += (router[last] - router[following]) @ x[tie] * x[tie] / x[tie].square().sum()
+    assert (tied.router_margins(tokens) <= NOISES).nonzero().flatten().tolist() == [tie]
+
+    def check(model, prompt_tokens, error):
+        row = model.log_probs(tokens[:prompt_tokens])[-1]
+        answer = {"generated_tokens": [int(row.argmax())], "generated_log_probs": [float(row.max()) + error]}
+        assert_matches(model, SimpleNamespace(prompt_tokens=tokens[:prompt_tokens], **answer))
+
+    for model, prompt_tokens in ((reference, 150), (reference, tie), (tied, tie), (tied, tie + 1)):
+        check(model, prompt_tokens, 0.0)
+        if (model, prompt_tokens) == (tied, tie + 1):
+            check(model, prompt_tokens, 0.1)
+        else:
+            with pytest.raises(AssertionError, match="a log-prob is off by"):
+                check(model, prompt_tokens, 0.1)
 
 
 @pytest.mark.parametrize(("preset", "component"), [("tiny", "ssm"), ("tiny", "conv"), ("tiny_gdn", "gdn_state")])
