@@ -47,13 +47,19 @@ class StoreAhead:
 
         Returns:
             Copies that need not wait for that forward, and those that must: of what it writes, of what was queued before, and those
-            that come after one of these. None if what is queued must come before the next forward.
+            that come after one of these. None if what is queued must come before the next forward, and not after this one: all stays
+            queued then.
         """
         store = self._store
-        if not all(map(self._may_wait, store.copies)):
+        if not all(isinstance(copy, BlockTransfer) for copy in store.copies):
             return [], []
+        # What is queued for a tier behind differs between ranks, if their tiers do. What is stored must not.
+        may_wait = all(map(self._may_wait, store.copies))
         later = store.take_copies()
         self._store_next()
+        if not may_wait:
+            store.copies[:0] = later
+            return [], []
         now: list[Copy] = []
         pages = {page for copy in later if isinstance(copy, BlockTransfer) for page in copy.pages}
         offers_wait = False

@@ -280,6 +280,44 @@ def test_no_forward_waits_for_what_the_cpu_copies_to_a_tier_behind():
     assert kept
 
 
+class Forgetful(DictionaryTier):
+    """A tier behind the host that refuses some entries: all that come as the ``every``-th. It keeps tags only."""
+
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        self.every, self.put_entries = every, 0
+
+    def carry_out(self, copies: Sequence[Any]) -> None:
+        for copy in copies:
+            if isinstance(copy, BlockTransfer) and copy.source == HOST_TIER and copy.target != DEVICE:
+                self.put_entries += 1
+                if not self.every or self.put_entries % self.every:
+                    self.entries[copy.tag.kind, copy.tag.key] = (copy.tag, bytearray(), 0)
+
+
+@pytest.mark.parametrize("write_through", [False, True])
+def test_ranks_whose_tiers_behind_the_host_differ_store_the_same(write_through):
+    """What is queued for such a tier differs, and what is stored ahead may not."""
+    tiers, kept = (Forgetful(0), Forgetful(2)), []
+    for tier in tiers:
+        behind = TierBehind("behind", tier, agree=lambda depth: 0)
+        cache = make(SPLIT, host_pages=64, host_write_through=write_through, behind=behind, secret=b"ranks")
+        for number in range(60):
+            tokens = [number % 23, *range(8 * BLOCK)]
+            admission = cache.admit(number, cache.match(cache.chain(tokens)))
+            plan = cache.plan(number, admission.resume_tokens, len(tokens))
+            tier.carry_out(cache.take_copies())
+            cache.publish(plan)
+            for copies in cache.store_ahead([plan]):
+                tier.carry_out(copies)
+            cache.release(number)
+            cache.check_integrity()
+            nodes = cache.inspect.nodes()
+            kept.append(sorted((node.key, node.block_id, node.slot, node.host_block, node.host_slot) for node in nodes))
+    assert len(tiers[0].entries) > len(tiers[1].entries)
+    assert kept[:60] == kept[60:]
+
+
 def test_a_state_in_flight_that_the_host_has_is_not_stored_again():
     cache = make(SPLIT)
     serve(cache, range(12))
