@@ -52,7 +52,11 @@ class Loads:
         if self._host is None or not match.loadable_blocks:
             return False
         node = self._store.tree.get(match.chain.keys[match.loadable_blocks - 1])
-        return node is not None and self._host.entries.is_pinned(node.host_slot)
+        if node is None:
+            return False
+        return any(
+            live.load is not None and node.host_slot in live.load.pinned for live in self._requests.loads.values()
+        )
 
     def has_load(self, load_id: int) -> bool:
         """Whether the load is still needed by a request, admitted or not."""

@@ -486,6 +486,26 @@ def test_states_of_answers_and_preempted_requests_are_sent_after_the_next_forwar
         assert set(launches[:last]) == {"store"}, "what was gathered before the forward; the next waits"
 
 
+def test_a_state_that_was_stored_ahead_is_loaded_while_its_answer_goes_on(model):
+    """It is pinned on the host, but by no other request's load."""
+    served = EngineHarness(model, slots=2, blocks=60, host_gb=HOST_GB)
+    for seed in range(2):
+        served.send(tokens(1, 7, seed=100 + seed))  # fills the slots
+    prompt = tokens(0, 9, seed=1)
+    long = served.add(prompt, count=600)
+    while len(prompt) + len(served.engine.requests[long].record[-1].generated_tokens) < 3 * BLOCK + 5:
+        served.step()
+    said = prompt + list(served.engine.requests[long].record[-1].generated_tokens)
+    node = served.cache.inspect.node(served.cache.chain(said).keys[0])
+    assert node.slot == NO_SLOT != node.host_slot and served.cache.inspect.host_tier.entries.is_pinned(node.host_slot)
+    short = served.add(said[:BLOCK] + random_tokens(5, seed=7), count=2)
+    while short not in served.finished:
+        served.step()
+    assert long not in served.finished and served.finished[short].num_cached_tokens == BLOCK
+    served.run()
+    served.check(short)
+
+
 def test_swapped_out_data_is_private_to_its_request(model):
     served, ids = four_at_once(model, host_gb=HOST_GB)
     while not served.context.prefix_stats().host_preempted:
