@@ -196,9 +196,10 @@ class ControllerSeam(TextGenerationController):
         return logits
 
     def clear_accepted_drafts(self) -> None:
-        """Set the accepted drafts of all rows to none."""
-        self._accepted_tokens_per_request.fill_(-1)
-        self._accepted_token_counts_per_request.zero_()
+        """Set the accepted drafts of all rows to none. Does nothing without drafts."""
+        if self._accepted_tokens_per_request is not None:
+            self._accepted_tokens_per_request.fill_(-1)
+            self._accepted_token_counts_per_request.zero_()
 
 
 def after_sampling(controller: TextGenerationController, change: Callable[[torch.Tensor], None]) -> Callable[[], None]:

@@ -12,9 +12,11 @@ import torch
 from megatron.core.inference.config import KVCacheManagementMode
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron.core.inference.engines import DynamicInferenceEngine
+from megatron.core.inference.engines.dynamic_engine import EngineSuspendedError
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_hybrid_prefix.models import build_hybrid_model
+from tests.harness.drafts import forced_drafts
 from tests.harness.engine_helpers import LOG_PROB_NOISE, assert_matches
 from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
 from tests.harness.selection import mostly_slow
@@ -460,6 +462,70 @@ def test_a_forward_that_raises(model, phase, mode, monkeypatch):
     assert [first.num_cached_tokens, again.num_cached_tokens] == [0, 3 * BLOCK]
     served.check()
     served.check_drained()
+
+
+@pytest.mark.parametrize("what", ["zero_live_states", "initialize_attention_state"])
+@each_mode
+def test_a_step_that_raises_before_its_forward_needs_a_reset(model, mode, what, monkeypatch):
+    """Zeros of live states, moves and copies are launched there; some may be lost."""
+    served = EngineHarness(model, async_sched_mode=mode)
+    prompt = tokens(2, 9, seed=1)
+    served.add(prompt, 4)
+    owner = served.context if what == "zero_live_states" else DynamicInferenceContext
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.undo()
+        raise Boom
+
+    monkeypatch.setattr(owner, what, fail)
+    with pytest.raises(Boom):
+        served.step()
+    with pytest.raises(RuntimeError, match=r"engine\.reset\(\)"):
+        served.step()
+    served.engine.reset()
+    served.check_drained()
+    again = served.add(prompt, 4)
+    served.run()
+    served.check(again)
+
+
+@each_management
+@each_mode
+def test_a_step_of_a_suspended_engine_does_nothing(model, management, mode):
+    served = EngineHarness(model, async_sched_mode=mode, kv_cache_management_mode=management)
+    served.add(tokens(4, 9, seed=1), count=4)
+    served.step()
+    served.engine.suspend()
+    with pytest.raises(EngineSuspendedError):
+        served.step()
+    served.engine.resume()
+    served.run()
+    served.check()
+    assert "forward_failed" not in served.context.prefix_stats().fallbacks
+
+
+@pytest.mark.parametrize("slots", [None, 32])
+def test_drafts_that_a_failed_step_accepted_are_forgotten(tiny_mtp, slots, monkeypatch):
+    """Megatron forgets them at the end of a step, and refuses every prefill that finds some."""
+    served = EngineHarness(tiny_mtp, async_sched_mode="legacy", num_speculative_tokens=1, slots=slots)
+    prompt = tokens(2, 30, seed=1)
+    answer = list(served.send(prompt, count=30).generated_tokens)
+    accepted, update = served.engine.controller._accepted_tokens_per_request, served.context.update_requests
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if bool((accepted != -1).any()):
+            monkeypatch.undo()
+            raise Boom
+        return update(*args, **kwargs)
+
+    monkeypatch.setattr(served.context, "update_requests", failing)
+    with forced_drafts(served.engine, {2: prompt + answer}, lambda *_: 1), pytest.raises(Boom):
+        served.send(prompt, count=20)
+    assert bool((accepted != -1).any())
+    served.engine.reset()
+    again = served.add(prompt, 4)
+    served.run()
+    served.check(again)
 
 
 @pytest.mark.parametrize("name", ["add_request", "initialize_attention_state"])

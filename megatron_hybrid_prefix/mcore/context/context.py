@@ -422,9 +422,9 @@ class HybridPrefixContext(ContextSeam):
         if self._decisions is not None:
             self._note(lambda: reports.describe_forward(self))
             self._decisions.compare()
+        self._forward_running = True  # already: what zeros live states and copies entries is launched here
         with one_thread():
             result = super().initialize_attention_state(*args, **kwargs)
-        self._forward_running = True
         if self.num_prefill_requests:
             self.allow_one_token_prefills()
         return result

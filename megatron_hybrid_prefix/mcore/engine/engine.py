@@ -37,6 +37,7 @@ from megatron_hybrid_prefix.upstream.names import (
     DynamicInferenceContext,
     DynamicInferenceRequest,
     EngineState,
+    EngineSuspendedError,
     KVCacheManagementMode,
     SamplingParams,
     Status,
@@ -89,8 +90,13 @@ class HybridPrefixEngine(EngineSeam):
             context.host_moves.name_entries(controller.inference_wrapped_model.model)
 
     def reset(self) -> None:
-        """See upstream; also resets the statistics of an unfinished step."""
+        """See upstream; also resets the statistics of an unfinished step, and forgets the drafts that it accepted.
+
+        Megatron forgets them at the end of a step. Left by one that raised, they would fail each later prefill.
+        """
         super().reset()
+        if isinstance(self.controller, HybridPrefixController):
+            self.controller.clear_accepted_drafts()
         self.removals.clear()
         self._row_options.clear()
         self._replays.answers.clear()
@@ -320,6 +326,8 @@ class HybridPrefixEngine(EngineSeam):
             self.removals.take_out()
         try:
             result, state, seconds = await super().async_forward()
+        except EngineSuspendedError:  # before anything was done
+            raise
         except BaseException:
             self._cached.fail_forward()
             raise
