@@ -51,19 +51,18 @@ class StoreAhead:
             queued then.
         """
         store = self._store
-        if not all(isinstance(copy, BlockTransfer) for copy in store.copies):
+        queued = [copy for copy in store.copies if isinstance(copy, BlockTransfer)]
+        if len(queued) < len(store.copies):  # the others are within the device
             return [], []
         # What is queued for a tier behind differs between ranks, if their tiers do. What is stored must not.
-        may_wait = all(map(self._may_wait, store.copies))
-        later = store.take_copies()
         self._store_next()
-        if not may_wait:
-            store.copies[:0] = later
+        if not all(map(self._may_wait, queued)):
             return [], []
         now: list[Copy] = []
-        pages = {page for copy in later if isinstance(copy, BlockTransfer) for page in copy.pages}
+        later: list[Copy] = [*queued]
+        pages = {page for copy in queued for page in copy.pages}
         offers_wait = False
-        for copy in store.take_copies():
+        for copy in store.take_copies()[len(queued) :]:
             assert isinstance(copy, BlockTransfer)
             is_offer = copy.source != DEVICE
             is_written = not is_offer and (copy.tag.kind, copy.device_id) in written
@@ -76,14 +75,11 @@ class StoreAhead:
                 now.append(copy)
         return now, later
 
-    def _may_wait(self, copy: Copy) -> bool:
+    def _may_wait(self, copy: BlockTransfer) -> bool:
         """Whether a queued copy may be carried out after the forward in flight.
 
-        Not those within the device. And not what the CPU copies to a tier behind: it would wait for the forward, and the sampling of its
-        tokens for the CPU.
+        Not what the CPU copies to a tier behind: it would wait for the forward, and the sampling of its tokens for the CPU.
         """
-        if not isinstance(copy, BlockTransfer):
-            return False
         host = self._store.host
         return copy.source == DEVICE or (host is not None and host.behind is not None and host.behind.shared)
 
