@@ -482,7 +482,6 @@ ENGINE_PARTS = (
     *rows_of(
         f"{_INFERENCE}.engines.dynamic_engine",
         keys("active_request_ids finished_request_records", "mcore/runner serve/engine_loop", "what a step returns"),
-        classes("EngineSuspendedError", "mcore/engine/engine", "a step of a suspended engine, which did nothing"),
     ),
     *rows_of(
         f"{_INFERENCE}.engines.dynamic_engine:RequestEntry",

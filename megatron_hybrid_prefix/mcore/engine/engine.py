@@ -37,7 +37,6 @@ from megatron_hybrid_prefix.upstream.names import (
     DynamicInferenceContext,
     DynamicInferenceRequest,
     EngineState,
-    EngineSuspendedError,
     KVCacheManagementMode,
     SamplingParams,
     Status,
@@ -320,16 +319,17 @@ class HybridPrefixEngine(EngineSeam):
 
     async def async_forward(self) -> tuple[dict[str, Any] | None, dict[str, Any], float]:
         """See upstream; a forward whose launch raises publishes nothing, and one that raises later leaves nothing after `reset`."""
-        if self._cached.scored is not None:
-            self._cached.scored.forget_step()  # a step whose bookkeeping raised has left its promises
-        if self.removals.are_due and not self._is_suspended:
-            self.removals.take_out()
+        is_suspended = self._is_suspended  # megatron raises before it does anything, so no forward has failed
+        if not is_suspended:
+            if self._cached.scored is not None:
+                self._cached.scored.forget_step()  # a step whose bookkeeping raised has left its promises
+            if self.removals.are_due:
+                self.removals.take_out()
         try:
             result, state, seconds = await super().async_forward()
-        except EngineSuspendedError:  # before anything was done
-            raise
         except BaseException:
-            self._cached.fail_forward()
+            if not is_suspended:
+                self._cached.fail_forward()
             raise
         return result, state, seconds
 
