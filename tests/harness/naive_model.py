@@ -5,7 +5,7 @@ kernels.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
@@ -111,8 +111,7 @@ class NaiveHybridModel:
         a normal number. It is the condition of the log-prob, whichever library computes it.
         """
         exact = self.log_probs(tokens)
-        squares = [(off.logits(tokens).log_softmax(-1) - exact).square() for off in self._rounded(seeds)]
-        return (sum(squares) / seeds).sqrt()
+        return self._change(lambda model: model.logits(tokens).log_softmax(-1), exact, seeds)
 
     def router_margins(self, tokens: list[int], seeds: int = 4) -> torch.Tensor:
         """How far each token is from other experts, over what rounding does to it, see `noise`: (tokens,), float64.
@@ -122,9 +121,8 @@ class NaiveHybridModel:
         """
         if "E" not in self.config.layer_pattern or self.config.moe_router_topk == self.config.num_moe_experts:
             return torch.full((len(tokens),), torch.inf, dtype=torch.float64)
-        exact, *others = (model._margins(tokens) for model in (self, *self._rounded(seeds)))
-        noise = (sum((margins - exact).square() for margins in others) / seeds).sqrt()
-        return (exact / noise).amin(0)
+        exact = self._margins(tokens)
+        return (exact / self._change(lambda model: model._margins(tokens), exact, seeds)).amin(0)
 
     def _margins(self, tokens: list[int]) -> torch.Tensor:
         """Of the router of each layer: (layers, tokens), float64."""
@@ -132,17 +130,19 @@ class NaiveHybridModel:
         best = torch.stack(self.router_scores).topk(self.config.moe_router_topk + 1, dim=-1).values
         return best[..., -2] - best[..., -1]
 
-    def _rounded(self, seeds: int) -> Iterator[NaiveHybridModel]:
-        """This model with other errors of its weights, see `noise`."""
+    def _change(self, of: Callable[[NaiveHybridModel], torch.Tensor], exact: torch.Tensor, seeds: int) -> torch.Tensor:
+        """What the errors of weights do to a value of the model, see `noise`."""
+        off, total = object.__new__(type(self)), 0.0
+        off.config = self.config
         for seed in range(seeds):
             generator = torch.Generator().manual_seed(seed)
-            off = object.__new__(type(self))
-            off.config, off.weights = self.config, {}
+            off.weights = {}
             for name, value in self.weights.items():
                 terms = value.shape[-1] if value.dim() > 1 else 1
                 by = torch.randn(value.shape, generator=generator, dtype=torch.float64)
                 off.weights[name] = value * (1 + terms**0.5 * UNIT_ROUNDOFF * by)
-            yield off
+            total = total + (of(off) - exact).square()
+        return (total / seeds).sqrt()
 
     def _norm(self, x, name):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.layernorm_epsilon) * self.weights[name]
