@@ -157,6 +157,11 @@ class ContextSeam(DynamicInferenceContext):
             self._pending_mamba_zeros.clear()
             self.zero_live_states(live_indices)
 
+    def _get_async_sched_rows_requiring_new_block(self) -> torch.Tensor:
+        needed: torch.Tensor = super()._get_async_sched_rows_requiring_new_block()
+        needed[self.rows_past_the_end()] = False  # no row is paused here
+        return needed
+
     def mamba_states_cache(self, layer_number: int, intermediate: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """See upstream."""
         if not self.is_hybrid_model:
@@ -266,6 +271,15 @@ class ContextSeam(DynamicInferenceContext):
         """Whether the bookkeeping of a prefill step is about to be copied to the device."""
         pending = getattr(self, "_pending_mamba_transfer", None)
         return pending is not None and bool(pending["padded_prefill_count"])
+
+    def rows_past_the_end(self) -> torch.Tensor:
+        """Rows for which megatron wants a KV block that only drafts past the end of the answer would use: (rows,) int64."""
+        rows = slice(0, self.total_request_count if self.num_speculative_tokens else 0)
+        crosses = self.request_last_kv_block_offset[rows] + 1 + self.num_speculative_tokens >= self.block_size_tokens
+        # The KV of the last token is never needed.
+        enough = self.request_output_lengths[rows] - 1 <= self.request_kv_block_counts[rows] * self.block_size_tokens
+        is_chunk = self.request_ids[rows] == self.chunked_prefill_request_id
+        return torch.nonzero(crosses & enough & ~is_chunk).squeeze(1)
 
     def allow_one_token_prefills(self) -> None:
         """Let the prepared step prefill single tokens."""

@@ -127,6 +127,12 @@ CONTEXT = rows_of(
     overrides(
         "prepare_requests", "(self)", "mcore/context/context", "the next decode begins: filled blocks get their keys"
     ),
+    overrides(
+        "_get_async_sched_rows_requiring_new_block",
+        "(self)",
+        "upstream/context",
+        "drafts past the end of an answer need no block",
+    ),
     overrides("can_prepare_requests", "(self)", "mcore/context/context", "not between two chunks of a prompt"),
     wraps(
         "evict_overflow_paused_requests",
@@ -572,11 +578,20 @@ CONTROLLER = (
     ),
     *rows_of(
         f"{_CONTROLLERS}:TextGenerationController",
-        wraps(
+        overrides(
             "_build_async_sched_request_state",
             "(self, sampled_tokens_cpu, resolved_sequence_lengths)",
             "upstream/controller",
-            "a prompt between two chunks may have no row in a step",
+            "a prompt between two chunks may have no row in a step; several end tokens",
+        ),
+        overrides(
+            "_transfer_samples_to_cpu", "(self, active_request_count)", "upstream/controller", "several end tokens"
+        ),
+        overrides(
+            "_verify_speculative_tokens",
+            "(self, output_tokens, input_tokens_required, num_decode_requests, num_prefill_requests, active_request_count)",
+            "upstream/controller",
+            "an accepted draft that is an end token ends the answer",
         ),
         overrides(
             "_dynamic_step_forward_logits",

@@ -113,12 +113,43 @@ class ControllerSeam(TextGenerationController):
         super()._dynamic_step_sample_logits_and_verify_tokens(input_ids, token_row_indices)
         self.tokens_sampled()
 
+    def _verify_speculative_tokens(
+        self,
+        output_tokens: torch.Tensor,
+        input_tokens_required: torch.Tensor,
+        num_decode_requests: int,
+        num_prefill_requests: int,
+        active_request_count: int,
+    ) -> Any:
+        last, accepted, tokens = super()._verify_speculative_tokens(
+            output_tokens, input_tokens_required, num_decode_requests, num_prefill_requests, active_request_count
+        )
+        if num_decode_requests:
+            shape = num_decode_requests, self.num_speculative_tokens + 1
+            of_rows = slice(shape[0] * shape[1])
+            counts = self.drafts_verified(tokens[of_rows].view(shape), accepted[of_rows].view(shape))
+            if counts is not None:
+                first = torch.arange(shape[0], device=counts.device) * shape[1]
+                last[: shape[0]] = first + counts - 1
+        return last, accepted, tokens
+
+    def _transfer_samples_to_cpu(self, active_request_count: int) -> Any:
+        result = super()._transfer_samples_to_cpu(active_request_count)
+        ends = self.inference_wrapped_model.inference_context.active_request_metadata["termination_id"]
+        self.tokens_on_host(result[0], ends[:active_request_count])
+        return result
+
     def _compact_async_sched_logits(self, survivor_idxs: torch.Tensor) -> None:
         super()._compact_async_sched_logits(survivor_idxs)
         self.pending_logits_moved(survivor_idxs)
 
-    def _build_async_sched_request_state(self, *args: Any, **kwargs: Any) -> Any:
-        return self.build_request_state(*args, **kwargs)
+    def _build_async_sched_request_state(
+        self, sampled_tokens_cpu: torch.Tensor, resolved_sequence_lengths: torch.Tensor
+    ) -> Any:
+        context = self.inference_wrapped_model.inference_context
+        rows = slice(context.paused_request_count, context.total_request_count)
+        self.tokens_on_host(sampled_tokens_cpu, context.request_metadata["termination_id"][rows])
+        return self.build_request_state(sampled_tokens_cpu, resolved_sequence_lengths)
 
     def _run_async_sched_sample_mtp(self) -> Any:
         self.before_draft_sampling()
@@ -126,20 +157,20 @@ class ControllerSeam(TextGenerationController):
 
     def _rewind_kv_cache(self, accepted_counts_cpu: torch.Tensor | None = None) -> Any:
         context: Any = self.inference_wrapped_model.inference_context
-        if not self.rolls_back_states:
-            return super()._rewind_kv_cache(accepted_counts_cpu)
+        rolls_back = self.rolls_back_states
         # Megatron would copy two tensors, of Mamba2 layers; the rest of what it rewinds is the same for all models.
-        context.is_hybrid_model = False
+        is_hybrid, context.is_hybrid_model = context.is_hybrid_model, context.is_hybrid_model and not rolls_back
         try:
-            result = super()._rewind_kv_cache(accepted_counts_cpu)
+            blocks, released = super()._rewind_kv_cache(accepted_counts_cpu)
         finally:
-            context.is_hybrid_model = True
-        rows = slice(context.paused_request_count, context.total_request_count)
-        count = rows.stop - rows.start
-        decodes = context.gpu_view.request_in_prefill_status[:count] != 1
-        slots = context.live_slots(context.live_indices[rows]).to(decodes.device, non_blocking=True)
-        self.roll_back_states(torch.where(decodes, slots, -1), self._accepted_token_counts_per_request[:count])
-        return result
+            context.is_hybrid_model = is_hybrid
+        if rolls_back:
+            rows = slice(context.paused_request_count, context.total_request_count)
+            count = rows.stop - rows.start
+            decodes = context.gpu_view.request_in_prefill_status[:count] != 1
+            slots = context.live_slots(context.live_indices[rows]).to(decodes.device, non_blocking=True)
+            self.roll_back_states(torch.where(decodes, slots, -1), self._accepted_token_counts_per_request[:count])
+        return blocks, released & (blocks != context.kv_block_allocator.dummy_block_idx)  # drafts past an answer's end
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -152,6 +183,26 @@ class ControllerSeam(TextGenerationController):
 
     def tokens_sampled(self) -> None:
         """Called after sampling and verifying drafts, before log-probs are computed."""
+
+    def drafts_verified(self, tokens: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor | None:
+        """Called after drafts were verified; may reject more of them.
+
+        Args:
+            tokens: (rows, drafts + 1) integer, on the device: the step's input of the rows that decode; drafts from the second on.
+            accepted: (rows, drafts + 1) bool, on the device: whether each was accepted. May be changed.
+
+        Returns:
+            (rows,) int64, on the device: accepted tokens of each row; None: as they were.
+        """
+        return None
+
+    def tokens_on_host(self, tokens: torch.Tensor, ends: torch.Tensor) -> None:
+        """Called when a step's sampled tokens arrived, before megatron looks which requests they end.
+
+        Args:
+            tokens: (rows,) integer on the host, by active row.
+            ends: (rows,) int64 on the host: the token that ends each request. May be changed.
+        """
 
     def pending_logits_moved(self, rows: torch.Tensor) -> None:
         """Called after the pending logits of continuing requests moved to the front.

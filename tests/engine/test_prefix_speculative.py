@@ -131,6 +131,33 @@ def test_preempted_while_drafts_cross_blocks(tiny_mtp, mode):
     served.check_drained()
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("drafts", mostly_slow([1, 2, 3], 2))
+@pytest.mark.parametrize("slots", [32, None])
+def test_requests_that_just_fit(tiny_mtp, slots, drafts, mode):
+    """Their last drafts lie past their end, and past all blocks; every number of them is right once."""
+    served = Speculating(tiny_mtp, drafts, slots=slots, async_sched_mode=mode, blocks=2)
+    for count in (1, 4, 40, 2 * BLOCK - 1):
+        for accepted in range(drafts + 1):
+            with served.drafting(lambda request_id, position, accepted=accepted: accepted):
+                number = served.ask(random_tokens(2 * BLOCK - count, seed=count + accepted), count)
+                served.run()
+            served.check(number)
+            served.check_drained()
+
+
+@pytest.mark.parametrize("mode", mostly_slow(MODES, "legacy"))
+def test_several_requests_that_just_fit(tiny_mtp, mode):
+    """Together they have no block to spare; one is preempted, another one still computes its prompt."""
+    served = Speculating(tiny_mtp, 3, async_sched_mode=mode, blocks=4, enable_chunked_prefill=True, max_tokens=70)
+    with served.drafting(lambda request_id, position: (position + request_id) % 4):
+        for count in (40, 30, 9, 3):
+            served.ask(random_tokens(2 * BLOCK - count, seed=count), count)
+        served.run()
+    served.check()
+    served.check_drained()
+
+
 def test_rejected_tokens_are_never_matched(tiny_mtp):
     """A prompt that continues with rejected drafts only shares what was really computed."""
     served = Speculating(tiny_mtp, 3)
@@ -189,6 +216,22 @@ def test_30_resumed_where_another_one_is_evicted(side, mode):
             side.add(engine, prompt, 40)
         run_to_end(engine, finished)
     assert engine.evicted_request_count > 0
+    check_tokens(side, finished, truth)
+
+
+@pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
+@defect(33, "drafts past the end of a request need a block that there is not", raises=AssertionError)
+def test_33_drafts_past_the_end_of_a_request_that_just_fits(side, mode):
+    """Also with caching off: with two blocks of 64 tokens, a prompt of 124 and 4 tokens to generate."""
+    prompt = random_tokens(2 * BLOCK - 4, seed=1)
+    truth = {1: prompt + known_answer(EngineHarness(side.model, slots=None), prompt, 4)}
+    engine = side.build(
+        slots=0, num_speculative_tokens=2, async_sched_mode=mode, blocks=2, block_size_tokens=BLOCK, max_requests=2
+    )
+    finished: dict = {}
+    with forced_drafts(engine, truth, lambda request_id, position: 0):
+        side.add(engine, prompt, 4)
+        run_to_end(engine, finished)
     check_tokens(side, finished, truth)
 
 

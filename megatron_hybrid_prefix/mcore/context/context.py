@@ -524,7 +524,8 @@ class HybridPrefixContext(ContextSeam):
         self._publish_rest()
         if self._decodes is not None:
             self._decodes.follow()
-        result = super().update_requests(active_requests_mask, new_tokens, new_speculative_tokens)
+        with rows.drafts_past_the_end(self):
+            result = super().update_requests(active_requests_mask, new_tokens, new_speculative_tokens)
         if self.prefix_cache is not None:
             rows.attach_blocks(self, self.prefix_cache)
         if self.num_speculative_tokens:
@@ -615,9 +616,13 @@ class HybridPrefixContext(ContextSeam):
         """See upstream; attaches the blocks that it allocated to their requests."""
         if self._decodes is not None:
             self._decodes.follow()
+        past_the_end = self.rows_past_the_end()
         super().prepare_requests()
         if self.prefix_cache is not None:
             rows.attach_blocks(self, self.prefix_cache)
+        if len(past_the_end):
+            rows.add_dummy_blocks(self, past_the_end)
+            rows.find_blocks_of_tokens(self)
 
     # -- release -------------------------------------------------------------------------------------------------------
 
@@ -641,6 +646,9 @@ class HybridPrefixContext(ContextSeam):
     def release_memory_blocks_from_request_indexes(self, request_indexes: torch.Tensor) -> None:
         """See upstream: finished, preempted and aborted requests release everything; blocks with a key stay cached."""
         if self.prefix_cache is None:
+            table = self.request_to_kv_block_ids[request_indexes]
+            table[table == self.kv_block_allocator.dummy_block_idx] = -1  # see `rows.add_dummy_blocks`
+            self.request_to_kv_block_ids[request_indexes] = table
             super().release_memory_blocks_from_request_indexes(request_indexes)
             return
         request_ids = self.request_ids[request_indexes].tolist()

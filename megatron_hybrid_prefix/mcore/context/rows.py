@@ -5,7 +5,11 @@ Between two chunks of a prompt, megatron does not count its row: the row is hidd
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+import torch
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 
@@ -65,6 +69,37 @@ def find_blocks_of_tokens(context: ContextSeam) -> None:
     context.token_to_block_idx[tokens] = context.request_to_kv_block_ids[rows, table_columns]
 
 
+@contextmanager
+def drafts_past_the_end(context: ContextSeam) -> Iterator[None]:
+    """Around megatron's ``update_requests``: drafts past the end of an answer need no KV block, and go to the dummy block.
+
+    Megatron would give such a row one block more than its request may have, and nothing ever reads it. If there is none, the
+    row could not go on.
+    """
+    past = context.rows_past_the_end()
+    offsets = context.request_last_kv_block_offset
+    before = dict(zip(context.request_ids[past].tolist(), offsets[past].tolist(), strict=True))
+    offsets[past] = 0  # so it does not look as if the last block was full
+    yield
+    if not before:
+        return
+    advanced = 1 + context.num_speculative_tokens
+    for row, request_id in enumerate(context.request_ids[: context.total_request_count].tolist()):
+        if request_id in before:
+            runs = row >= context.paused_request_count
+            offsets[row] = (before[request_id] + advanced * runs) % context.block_size_tokens
+            if runs:
+                add_dummy_blocks(context, torch.tensor([row]))
+
+
+def add_dummy_blocks(context: ContextSeam, rows: torch.Tensor) -> None:
+    """Megatron's dummy block becomes the last block of these rows: (rows,) int64. A rewind takes it away."""
+    dummy = context.kv_block_allocator.dummy_block_idx
+    context.request_to_kv_block_ids[rows, context.request_kv_block_counts[rows].long()] = dummy
+    context.request_kv_block_counts[rows] += 1
+    context.request_last_kv_block_id[rows] = dummy
+
+
 def attach_blocks(context: ContextSeam, cache: HybridPrefixCache) -> None:
     """Attach newly allocated blocks to the requests in whose rows they are the last block."""
     unattached = cache.blocks.unattached
@@ -90,7 +125,8 @@ def check_rows(context: ContextSeam, cache: HybridPrefixCache) -> None:
         raise CacheCorruptionError(f"live indices {used} and free ones {free} do not add up to {context.max_requests}")
     slots = context.live_slots(context.live_indices[:rows]).tolist()
     for row, request_id in enumerate(context.request_ids[:rows].tolist()):
-        table = [block_id for block_id in context.request_to_kv_block_ids[row].tolist() if block_id != -1]
+        unused = -1, context.kv_block_allocator.dummy_block_idx
+        table = [block_id for block_id in context.request_to_kv_block_ids[row].tolist() if block_id not in unused]
         if not cache.inspect.is_live(request_id) or table != list(cache.inspect.block_ids(request_id)):
             raise CacheCorruptionError(f"request {request_id}: its block table differs from the cache's")
         given = cache.inspect.live_slot(request_id)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
+from megatron_hybrid_prefix.mcore.engine.ends import AcceptedDrafts
 from megatron_hybrid_prefix.mcore.engine.sampling import RowSampling
 from megatron_hybrid_prefix.sampling import SamplingOptions
 from megatron_hybrid_prefix.upstream.controller import ControllerSeam
@@ -23,10 +24,12 @@ _LOG_PROB_FIELDS = ("return_log_probs", "skip_prompt_log_probs", "top_n_logprobs
 class HybridPrefixController(ControllerSeam):
     """Megatron's controller, for this package's engine."""
 
-    # What `RowSource` says. The engine sets all three.
+    # What `RowSource` says, and the end tokens of each request. The engine sets all four.
     replays: Mapping[int, Sequence[int]] = MappingProxyType({})
     row_options: Mapping[int, SamplingOptions] = MappingProxyType({})
     record_of: Callable[[int], DynamicInferenceRequestRecord]
+    end_tokens: Mapping[int, tuple[int, ...]] = MappingProxyType({})
+    _accepted_drafts: AcceptedDrafts | None = None
 
     def sampling_around(self, backend: Any) -> Any:
         """See the seam."""
@@ -52,6 +55,26 @@ class HybridPrefixController(ControllerSeam):
         if row != -1:
             # The token is known on the host, so the fill does not synchronise.
             self.sampled_tokens[row - context.paused_request_count].fill_(token)
+
+    def drafts_verified(self, tokens: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor | None:
+        """See the seam. An answer ends at its first end token, also if that is a draft."""
+        if self._accepted_drafts is None:
+            self._accepted_drafts = AcceptedDrafts()
+        return self._accepted_drafts.cut(tokens, accepted, self._ends_of_rows()[: len(tokens)])
+
+    def tokens_on_host(self, tokens: torch.Tensor, ends: torch.Tensor) -> None:
+        """See the seam. Megatron knows one end token: of several the sampled one, if it is among them."""
+        if not self.end_tokens:
+            return
+        for row, (own, token) in enumerate(zip(self._ends_of_rows(), tokens.tolist(), strict=True)):
+            if own:
+                ends[row] = token if token in own else own[0]
+
+    def _ends_of_rows(self) -> list[tuple[int, ...]]:
+        """End tokens of each active row."""
+        context = self.inference_wrapped_model.inference_context
+        ids = context.request_ids[context.paused_request_count : context.total_request_count].tolist()
+        return [self.end_tokens.get(request_id, ()) for request_id in ids]
 
     def pending_logits_moved(self, rows: torch.Tensor) -> None:
         """See the seam. Also moves the log-prob options, which megatron leaves in place."""

@@ -19,6 +19,7 @@ import torch
 from megatron_hybrid_prefix.layers.kinds import invalidate_layers, use_slot_mixers
 from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
 from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
+from megatron_hybrid_prefix.mcore.engine.ends import end_tokens_of
 from megatron_hybrid_prefix.mcore.engine.exact import Replays, make_exact
 from megatron_hybrid_prefix.mcore.engine.log_probs import StepLogProbs, add_cached, cut_to_tokens, keep_log_probs
 from megatron_hybrid_prefix.mcore.engine.no_cache import NoCache
@@ -76,12 +77,14 @@ class HybridPrefixEngine(EngineSeam):
         self._scheduling = PrefixScheduling(self, context) if self._has_cache else None
         self.removals = Removals(self, self._cached)
         self._row_options: dict[int, SamplingOptions] = {}  # of unfinished requests that have some
+        self._end_tokens: dict[int, tuple[int, ...]] = {}  # where megatron does not see all of them
         self._replays = Replays(self)
         if self._is_exact:
             make_exact(controller)
             context.may_start = self._replays.may_start
         if isinstance(controller, HybridPrefixController):
             controller.row_options, controller.replays = self._row_options, self._replays.answers
+            controller.end_tokens = self._end_tokens
             controller.record_of = lambda request_id: self.requests[request_id].record
         super().__init__(controller, context)
         if self._has_cache and context.host_moves is not None:
@@ -97,8 +100,8 @@ class HybridPrefixEngine(EngineSeam):
         if isinstance(self.controller, HybridPrefixController):
             self.controller.clear_accepted_drafts()
         self.removals.clear()
-        self._row_options.clear()
-        self._replays.answers.clear()
+        for by_id in self._by_request:
+            by_id.clear()
         context = self.context
         context.prefix_cache_hits = context.prefix_cache_blocks_matched = 0
         context.prefix_cache_prefill_computed_tokens = context.prefix_cache_prefill_skipped_tokens = 0
@@ -179,7 +182,8 @@ class HybridPrefixEngine(EngineSeam):
         """See the seam. The coordinator learns of it; the other requests go on."""
         logger.error("request %d was refused", request_id, exc_info=error)
         self.requests.pop(request_id, None)
-        self._row_options.pop(request_id, None)
+        for by_id in self._by_request:
+            by_id.pop(request_id, None)
         self.tell_coordinator(REFUSED, pack(request_id), pack(f"{type(error).__name__}: {error}"))
 
     def messages_taken(self) -> None:
@@ -227,7 +231,7 @@ class HybridPrefixEngine(EngineSeam):
     def accept_request(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:
         """See the seam. Makes the keys of the prompt on arrival."""
         if request.request_id not in self.requests:  # one that resumes after a suspension keeps its answer
-            for by_id in (self._row_options, self._replays.answers):
+            for by_id in self._by_request:
                 by_id.pop(request.request_id, None)  # of an earlier request with this id
         options = SamplingOptions.of(request.sampling_params)
         if options is not None:
@@ -236,9 +240,17 @@ class HybridPrefixEngine(EngineSeam):
             self._row_options[request.request_id] = options
         self._cached.prefix_request(request)
         future = super().accept_request(request)
+        ends = end_tokens_of(request.sampling_params)  # megatron has set the default of its own
+        if ends and (self.num_speculative_tokens or ends != (request.sampling_params.termination_id,)):
+            self._end_tokens[request.request_id] = ends
         self._refuse_if_never_active(request)
         self._use_own_record(request.request_id)
         return future
+
+    @property
+    def _by_request(self) -> tuple[dict[int, Any], ...]:
+        """What is known of unfinished requests, by id."""
+        return self._row_options, self._end_tokens, self._replays.answers
 
     def refuse_request(self, request_id: int) -> None:
         """See the seam."""
@@ -410,7 +422,7 @@ class HybridPrefixEngine(EngineSeam):
                 cut_to_tokens(record)  # log-probs of a stop word that ended the request
         self.removals.requeue(restarting)
         self.removals.forget_finished()
-        for by_id in (self._row_options, self._replays.answers):
+        for by_id in self._by_request:
             for request_id in [each for each in by_id if each not in self.requests]:
                 del by_id[request_id]
         if evict_request_ids is not None and self._scheduling is not None:

@@ -1,0 +1,214 @@
+"""An answer ends at its first end token: ``termination_id`` or one of ``stop_token_ids``, sampled or an accepted draft."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_hybrid_prefix.mcore.engine.ends import AcceptedDrafts, end_tokens_of
+from tests.harness.defect_helpers import WrongAnswer, defect, make_side
+from tests.harness.drafts import forced_drafts
+from tests.harness.engine_helpers import greedy, random_tokens, run_to_end
+from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, known_answer, tokens
+from tests.harness.selection import mostly_slow
+
+COUNT = 10
+NEVER = 511  # an end token that hardly any answer here has
+
+
+def ways(token: int) -> list[dict]:
+    """Sampling parameters and attributes of a request that ends at this token."""
+    return [
+        {"params": {"termination_id": token}},
+        {"stop_token_ids": [token]},
+        {"params": {"termination_id": NEVER}, "stop_token_ids": [NEVER - 1, token]},
+        {"params": {"termination_id": token}, "stop_token_ids": [NEVER]},
+    ]
+
+
+def cut(answer: list[int], ends: set[int]) -> list[int]:
+    """The answer up to its first end token."""
+    places = [place for place, token in enumerate(answer) if token in ends]
+    return answer[: places[0] + 1] if places else answer
+
+
+def different(answer: list[int]) -> list[int]:
+    """Its tokens, without repetition: an answer ends at the first place of each."""
+    return list(dict.fromkeys(answer))
+
+
+class Ending(EngineHarness):
+    """An engine that is asked for answers with end tokens; with drafts they are right by themselves."""
+
+    def __init__(self, model, drafts: int, **fields) -> None:
+        super().__init__(model, num_speculative_tokens=drafts, tokenizer=None, **fields)
+        self.plain = EngineHarness(model, slots=None)
+        self.truth: dict[int, list[int]] = {}
+        self.ends: dict[int, set[int]] = {}
+        self.drafts = drafts
+
+    def ask(self, prompt: list[int], count: int = COUNT, **way) -> int:
+        number = self.add(prompt, count, **way)
+        self.truth[number] = prompt + known_answer(self.plain, prompt, count)
+        self.ends[number] = {way.get("params", {}).get("termination_id", -1), *way.get("stop_token_ids", [])}
+        return number
+
+    def run(self) -> None:
+        if not self.drafts:
+            super().run()
+            return
+        with forced_drafts(self.engine, self.truth, lambda request_id, position: self.drafts):
+            super().run()
+
+    def check_ends(self, *numbers: int) -> None:
+        for number in numbers:
+            self._check_end(number)
+
+    def _check_end(self, number: int) -> None:
+        request = self.finished[number]
+        answer = self.truth[number][len(request.prompt_tokens) :]
+        right = cut(answer, self.ends[number])
+        assert list(request.generated_tokens) == right
+        assert request.generated_length == len(right) == len(request.generated_log_probs)
+        request.sampling_params.num_tokens_to_generate = len(right)
+        self.check(number)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("drafts", mostly_slow([0, 1, 2, 3], 0, 3))
+def test_every_position_of_the_end(tiny_mtp, drafts, mode):
+    served = Ending(tiny_mtp, drafts, async_sched_mode=mode)
+    prompt = tokens(1, -3, seed=drafts)  # the end lies before, at and after the end of a block
+    firsts = different(known_answer(served.plain, prompt, COUNT))
+    assert len(firsts) > 5
+    for token in firsts:
+        numbers = [served.ask(prompt, **way) for way in ways(token)]
+        served.run()
+        served.check_ends(*numbers)
+    served.check_drained()
+
+
+@pytest.mark.parametrize("kind", ["tiny_gdn_mtp", "tiny_large_states"])
+@pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
+def test_other_layers_and_memory(kind, mode, request):
+    """Answers of different lengths in one batch, without a cache, with checkpoints of their own, and in one memory."""
+    model = request.getfixturevalue(kind)
+    for fields in ({"slots": None}, {}, {"cache_gb": 0.02}):
+        served = Ending(model, 2, async_sched_mode=mode, **fields)
+        numbers = []
+        for seed in range(4):
+            prompt = tokens(1, seed - 3, seed=seed)
+            token = different(known_answer(served.plain, prompt, COUNT))[seed + 1]
+            numbers.append(served.ask(prompt, **ways(token)[seed]))
+        served.run()
+        served.check_ends(*numbers)
+        served.check_drained()
+
+
+@pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
+def test_nothing_after_the_end_is_cached(tiny_mtp, mode):
+    """The end is in the middle of accepted drafts, and they reach into the next block."""
+    served = Ending(tiny_mtp, 3, async_sched_mode=mode, decode_checkpoints=True)
+    for before in (1, 2, 3):
+        prompt = tokens(1, -8, seed=before)
+        answer = known_answer(served.plain, prompt, 20)
+        end = answer[8 - before]  # its position in the block: BLOCK - before
+        assert end not in answer[: 8 - before]
+        number = served.ask(prompt, 20, **ways(end)[0])
+        served.run()
+        served.check_ends(number)
+        # Its state was never computed, or lies in the middle of the block.
+        again = served.ask(prompt + answer + [1, 2, 3], 2)
+        served.run()
+        assert served.finished[again].num_cached_tokens == 0
+        served.check(again)
+
+
+def test_top_log_probs_end_with_the_answer(tiny_mtp):
+    served = Ending(tiny_mtp, 3)
+    prompt = tokens(0, 30, seed=4)
+    end = different(known_answer(served.plain, prompt, COUNT))[3]
+    fields = {"termination_id": end, "top_n_logprobs": 2, "return_prompt_top_n_logprobs": False}
+    number = served.ask(prompt, params=fields)
+    served.run()
+    served.check_ends(number)
+    assert len(served.finished[number].generated_top_n_logprobs) == len(served.finished[number].generated_tokens)
+
+
+@pytest.mark.parametrize("mode", mostly_slow(MODES, "legacy"))
+def test_preempted_requests_keep_their_end_tokens(tiny_mtp, mode):
+    served = Ending(tiny_mtp, 2, async_sched_mode=mode, blocks=9)
+    numbers = []
+    for seed in range(4):
+        prompt = tokens(1, 20 + seed, seed=50 + seed)
+        token = different(known_answer(served.plain, prompt, BLOCK + 9))[-1]
+        numbers.append(served.ask(prompt, BLOCK + 9, **ways(token)[seed]))
+    served.run()
+    assert served.engine.evicted_request_count > 0
+    served.check_ends(*numbers)
+    served.check_drained()
+
+
+def test_a_request_with_an_id_of_before_has_its_own_end_tokens(tiny_mtp):
+    served = Ending(tiny_mtp, 2)
+    prompt = tokens(0, 20, seed=1)
+    first, second = different(known_answer(served.plain, prompt, COUNT))[1:3]
+    for token in (first, second, NEVER):
+        served.next_id = 0
+        number = served.ask(prompt, stop_token_ids=[token])
+        served.run()
+        served.check_ends(number)
+
+
+@pytest.mark.parametrize(
+    ("fields", "ends"),
+    [({"termination_id": -1}, ()), ({"termination_id": 5}, (5,)), ({"stop_token_ids": [7, 5, 7]}, (5, 7)), ({}, (5,))],
+)
+def test_end_tokens_of_a_request(fields, ends):
+    params = greedy(1, termination_id=fields.pop("termination_id", 5))
+    params.add_attributes(fields)
+    assert end_tokens_of(params) == ends
+
+
+def test_cut_of_random_drafts():
+    """Against a loop over rows and drafts."""
+    generator = torch.Generator().manual_seed(0)
+    drafts = AcceptedDrafts()
+    for _ in range(200):
+        rows, width = (int(torch.randint(1, high, (1,), generator=generator)) for high in (5, 6))
+        fed = torch.randint(0, 6, (rows, width + 1), generator=generator)
+        counts = torch.randint(1, width + 2, (rows,), generator=generator)
+        accepted = torch.arange(width + 1) < counts[:, None]
+        ends = [tuple(torch.randint(0, 9, (row % 3,), generator=generator).tolist()) for row in range(rows)]
+        right = []
+        for row, count in enumerate(counts.tolist()):
+            found = [place for place in range(1, count) if int(fed[row, place]) in ends[row]]
+            right.append(found[0] if found else count)
+        cut_counts = drafts.cut(fed, accepted, ends)
+        if not any(ends):
+            assert cut_counts is None
+            continue
+        assert cut_counts.tolist() == right
+        assert torch.equal(accepted, torch.arange(width + 1) < torch.tensor(right)[:, None])
+
+
+@pytest.fixture
+def side(request, tiny_mtp):
+    yield from make_side(request, tiny_mtp)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@defect(32, "an end token that is an accepted draft does not end the answer", raises=WrongAnswer)
+def test_32_end_token_among_accepted_drafts(side, mode):
+    prompt = random_tokens(20, seed=1)
+    answer = known_answer(EngineHarness(side.model, slots=None), prompt, COUNT)
+    engine = side.build(num_speculative_tokens=3, async_sched_mode=mode)
+    for place, token in enumerate(answer):
+        if token in answer[:place]:
+            continue
+        finished: dict = {}
+        number = side.add(engine, prompt, COUNT, termination_id=token)
+        with forced_drafts(engine, {number: prompt + answer}, lambda request_id, position: 3):
+            run_to_end(engine, finished)
+        if list(finished[number].generated_tokens) != answer[: place + 1]:
+            raise WrongAnswer(f"end at {place}: {finished[number].generated_tokens} in place of {answer[: place + 1]}")
