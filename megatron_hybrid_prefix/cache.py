@@ -283,6 +283,7 @@ class HybridPrefixCache:
         write: bool = True,
         verify_at_tokens: int = 0,
         breakpoints: Sequence[int] = (),
+        counted_tokens: int = 0,
     ) -> Admission | None:
         """Shares the matched blocks, pins the source checkpoint, and allocates new blocks. All or nothing.
 
@@ -319,6 +320,7 @@ class HybridPrefixCache:
                 compared. 0: do not verify.
             breakpoints: Token positions up to which other prompts will share this one. Each is rounded down to a block
                 boundary. Positions outside the computed part of the prompt are ignored.
+            counted_tokens: Tokens of the request that the statistics have already: it was preempted, or starts over.
 
         Returns:
             The admission; None when there are too few KV blocks, even after eviction.
@@ -331,7 +333,7 @@ class HybridPrefixCache:
             if not waiting.is_loading:
                 raise ValueError(f"request {request_id} is live already")
             if match.load_id is not None:
-                return self._admit_loaded(waiting, length_tokens, write, breakpoints)
+                return self._admit_loaded(waiting, length_tokens, write, breakpoints, counted_tokens)
             self.release(request_id)
         self.loads.drop_swapped_out(request_id)
         store = self._store
@@ -370,8 +372,9 @@ class HybridPrefixCache:
             pinned_slot=match.source_slot,
             top_n=match.top_n,
             live_slot=live_slot,
+            uncounted=match,
+            counted_tokens=counted_tokens,
         )
-        self._count_admission(match)
         return Admission(
             request_id=request_id,
             block_ids=tuple(block_ids),
@@ -480,14 +483,12 @@ class HybridPrefixCache:
             return False
         live.computed_tokens = plan.end_tokens
         self._store.unpin_source(live)
-        self._stats.computed_prompt_tokens += max(0, min(plan.end_tokens, live.prompt_tokens) - plan.start_tokens)
+        self._count(live, plan)
         if live.write:
             self._planner.register(live)
         elif plan.checkpoints:
             self._stats.count_fallback("epoch_changed")
         if live.load is not None:
-            self._stats.reused_tokens += live.load.match.resume_tokens
-            self._stats.reused_tokens_host += live.load.match.resume_tokens
             self.loads.end(live, kept=live.write)
         kept = live.write
         self._settle(live, plan, kept=kept)
@@ -682,7 +683,12 @@ class HybridPrefixCache:
         self._store.let_go(live)
 
     def _admit_loaded(
-        self, live: LiveRequest, length_tokens: int | None, write: bool, breakpoints: Sequence[int]
+        self,
+        live: LiveRequest,
+        length_tokens: int | None,
+        write: bool,
+        breakpoints: Sequence[int],
+        counted_tokens: int,
     ) -> Admission | None:
         load = live.load
         assert load is not None
@@ -700,12 +706,11 @@ class HybridPrefixCache:
             wanted = dict(self._planner.boundaries(match, breakpoints))
             wanted |= dict(live.boundaries)  # requested by others since the load began
             live.boundaries = tuple(Boundary(position, wanted[position]) for position in sorted(wanted))
-        load.admitted = True
+        load.admitted, live.uncounted, live.counted_tokens = True, match, counted_tokens
         if match.scores:
             tree = self._store.tree
             nodes = map(tree.get, match.chain.keys[: match.resume_tokens // self.block_tokens])
             tree.scores.use([node for node in nodes if node is not None])
-        self._count_admission(match)
         return Admission(
             request_id=live.request_id,
             block_ids=tuple(live.block_ids),
@@ -720,13 +725,26 @@ class HybridPrefixCache:
             live_slot=live.live_slot,
         )
 
-    def _count_admission(self, match: Match) -> None:
-        self._stats.prompt_tokens += match.chain.tokens
-        if match.load_id is None:  # a load is counted in `publish`, once its checksums are known to be right
-            self._stats.reused_tokens += match.resume_tokens
-            self._stats.reused_tokens_device += match.resume_tokens
-        self._stats.lost_tokens_no_state += match.lost_tokens_no_state
-        self._stats.lost_tokens_no_scores += match.lost_tokens_no_scores
+    def _count(self, live: LiveRequest, plan: StepPlan) -> None:
+        """Counts what a forward computed; the first one also counts the prompt, and what it reused."""
+        stats, end = self._stats, min(plan.end_tokens, live.prompt_tokens)
+        new_tokens = max(0, end - max(plan.start_tokens, live.counted_tokens))
+        stats.computed_prompt_tokens += new_tokens
+        stats.recomputed_tokens += max(0, end - plan.start_tokens) - new_tokens
+        match, live.uncounted = live.uncounted, None
+        if match is None:
+            return
+        if live.counted_tokens:
+            stats.resumed_tokens += match.resume_tokens
+            return
+        stats.prompt_tokens += match.chain.tokens
+        stats.reused_tokens += match.resume_tokens
+        if match.load_id is None:
+            stats.reused_tokens_device += match.resume_tokens
+        else:
+            stats.reused_tokens_host += match.resume_tokens
+        stats.lost_tokens_no_state += match.lost_tokens_no_state
+        stats.lost_tokens_no_scores += match.lost_tokens_no_scores
 
     def _shared_beyond(self, match: Match, length_tokens: int | None) -> Sequence[Node] | None:
         """Nodes of cached blocks after the matched ones that the request shares; it computes their tokens again.

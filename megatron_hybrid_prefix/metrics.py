@@ -82,12 +82,16 @@ class PrefixStats:
     """Counters since the start, and the slots in use now.
 
     Attributes:
-        prompt_tokens: Tokens of all admitted prompts. A request that is preempted and admitted again counts twice.
-        computed_prompt_tokens: Prompt tokens computed by forwards that were launched, or with loads that were right.
-        reused_tokens: Prompt tokens skipped: ``reused_tokens_device + reused_tokens_host``.
+        prompt_tokens: Tokens of all prompts, each counted once, with its first forward.
+        computed_prompt_tokens: Prompt tokens computed by forwards that were launched, or with loads that were right. What a
+            preempted request computes again is in ``recomputed_tokens``.
+        reused_tokens: Prompt tokens skipped, ``reused_tokens_device + reused_tokens_host``: the sum of all requests'
+            ``num_cached_tokens``.
         reused_tokens_device: Prompt tokens skipped by resuming from a state on the device.
         reused_tokens_host: Prompt tokens skipped by a request that loaded KV or a state from the host. Counts the
             tokens before them on the device, too.
+        recomputed_tokens: Tokens (of prompt and answer) that preempted requests, and those that start over, computed again.
+        resumed_tokens: Tokens that such requests did not have to compute again: they were cached, or swapped out to the host.
         lost_tokens_no_state: Tokens whose KV matched, but that were recomputed because no state was kept that deep.
         lost_tokens_no_scores: Tokens that could be skipped, but were computed because the request wants the log-probs of its
             prompt, and they were not kept.
@@ -118,6 +122,8 @@ class PrefixStats:
     reused_tokens: int = 0
     reused_tokens_device: int = 0
     reused_tokens_host: int = 0
+    recomputed_tokens: int = 0
+    resumed_tokens: int = 0
     lost_tokens_no_state: int = 0
     lost_tokens_no_scores: int = 0
     checkpoints_published: int = 0

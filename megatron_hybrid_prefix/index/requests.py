@@ -178,6 +178,8 @@ class LiveRequest:
         load: Its load from the host, until the first forward is settled.
         top_n: See `Match`: what its forwards compute is scored.
         live_slot: Slot of its own state, if the memory is shared and it is admitted.
+        uncounted: The match with which it was admitted, until its first forward is published and counted.
+        counted_tokens: Tokens that were counted before: it was preempted, or started over.
     """
 
     request_id: int
@@ -198,6 +200,8 @@ class LiveRequest:
     load: Load | None = None
     top_n: int | None = None
     live_slot: int | None = None
+    uncounted: Match | None = None
+    counted_tokens: int = 0
 
     @property
     def is_loading(self) -> bool:

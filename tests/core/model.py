@@ -30,6 +30,12 @@ BEHIND = "behind"  # name of the tier behind the host
 LIVE_SLOTS = 10_000  # ids of the pretend live slots of preempted requests begin here
 
 
+COUNTED = (
+    *("prompt_tokens", "computed_prompt_tokens", "recomputed_tokens", "resumed_tokens"),
+    *("reused_tokens", "reused_tokens_device", "reused_tokens_host"),
+)
+
+
 @dataclass(eq=False)
 class Request:
     """What the pretend engine knows of a request."""
@@ -48,6 +54,8 @@ class Request:
     released: bool = False
     loaded: bool = False  # it waits for its first forward after a load from the host
     plans: list[StepPlan] = field(default_factory=list)
+    counted_tokens: int = 0  # it was preempted: all its tokens were counted before
+    is_counted: bool = False  # its first forward was published
 
     @property
     def kv(self) -> History:
@@ -89,7 +97,7 @@ class ModelEngine:
         self.expected: dict[bytes, Content] = {}  # what the keys of entries on the host name
         self.next_id = 0
         self.stores_ahead = False  # whether forwards are told to the cache once they are launched
-        self.expected_prompt = self.expected_reused = self.expected_computed = 0
+        self.counted = dict.fromkeys(COUNTED, 0)
 
     # -- what should be there ------------------------------------------------------------------------------------------
 
@@ -396,8 +404,6 @@ class ModelEngine:
         request.stored = self.now(salt, tokens[: admission.stored_tokens])[1]
         request.history = self.now(salt, tokens[: admission.resume_tokens])[1]
         self.requests.append(request)
-        self.expected_prompt += len(tokens)
-        self.expected_reused += admission.resume_tokens
         return request
 
     def admit_from_host(
@@ -444,7 +450,8 @@ class ModelEngine:
             beyond = []
         room = self.has_room(needed - held - len(beyond), beyond, None)
         assert cache.can_admit(loaded, length_tokens=length) == room
-        admission = cache.admit(request_id, loaded, length_tokens=length, write=write)
+        counted_tokens = len(tokens) if preempted else 0
+        admission = cache.admit(request_id, loaded, length_tokens=length, write=write, counted_tokens=counted_tokens)
         assert (admission is not None) == room
         if admission is None:
             self.seen["load given up"] += 1
@@ -455,6 +462,7 @@ class ModelEngine:
         assert (admission.resume_tokens, admission.source_slot) == (depth, loaded.source_slot)
         assert admission.block_ids[: admission.shared_blocks] == (*loaded.block_ids, *beyond)
         request = Request(request_id, salt, list(tokens), len(tokens), admission, write, loaded=True)
+        request.counted_tokens = counted_tokens
         assert admission.stored_tokens == max(depth, (len(loaded.path) + len(beyond)) * block)
         if admission.stored_tokens > depth:
             request.stored = self.now(salt, tokens[: admission.stored_tokens])[1]
@@ -462,7 +470,6 @@ class ModelEngine:
         request.history = self.now(salt, tokens[:depth])[1]
         self.requests.append(request)
         self.seen["resumed" if preempted else "admitted from the host"] += 1
-        self.expected_prompt += len(tokens)
         return request
 
     def swap_out(self, request: Request) -> bool:
@@ -575,10 +582,19 @@ class ModelEngine:
         """Publishes the plan, before or after its forward is over."""
         load = self.live(request).load
         if not request.released or plan.start_tokens < request.prompt_tokens:
-            self.expected_computed += plan.end_tokens - plan.start_tokens
+            counted = "recomputed_tokens" if request.counted_tokens else "computed_prompt_tokens"
+            self.counted[counted] += plan.end_tokens - plan.start_tokens
+        if not request.is_counted:
+            request.is_counted = True
+            skipped = request.admission.resume_tokens
+            if request.counted_tokens:
+                self.counted["resumed_tokens"] += skipped
+            else:
+                self.counted["prompt_tokens"] += request.prompt_tokens
+                self.counted["reused_tokens"] += skipped
+                self.counted["reused_tokens_device" if load is None else "reused_tokens_host"] += skipped
         self.forget_lost()
         self.cache.publish(plan)
-        self.expected_reused += 0 if load is None else load.match.resume_tokens
         kept_slots = self.kept_slots()
         if load is not None and load.slot in kept_slots:
             self.order.append(Kept(load.slot, probationary=False))
@@ -736,10 +752,8 @@ class ModelEngine:
             if node.slot != NO_SLOT:
                 assert self.slots[node.slot] == content, node
         stats = self.cache.stats()
-        assert stats.reused_tokens == stats.reused_tokens_device + stats.reused_tokens_host
         assert 0 <= stats.slots_used <= stats.slots_total
-        assert stats.prompt_tokens == self.expected_prompt and stats.reused_tokens == self.expected_reused
-        assert stats.computed_prompt_tokens == self.expected_computed
+        assert {name: getattr(stats, name) for name in COUNTED} == self.counted
 
     def check_host(self) -> None:
         """Checks depth and content of each entry on the host. Skips entries spoiled on purpose."""

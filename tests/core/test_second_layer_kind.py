@@ -225,7 +225,7 @@ def test_interrupted_runs_equal_an_uninterrupted_one(oracle, seed, copies):
             int(logits[i].argmax()) for i in range(len(tokens) - NEW_TOKENS - 1, len(tokens) - 1)
         ]
     stats = engine.cache.stats()
-    assert stats.reused_tokens > 100 and stats.evictions > 10 and stats.kv_evictions > 10
+    assert stats.reused_tokens > 50 and stats.evictions > 10 and stats.kv_evictions > 10
     assert stats.fallbacks["forward_failed"] > 5 and engine.waits > 5
 
 

@@ -237,8 +237,8 @@ class CacheMachine(RuleBasedStateMachine):
             plan = engine.cache.plan(10**6, 0, len(tokens))
             engine.cache.publish(plan)
             engine.cache.release(10**6)
-            engine.expected_prompt += len(tokens)
-            engine.expected_computed += len(tokens)
+            engine.counted["prompt_tokens"] += len(tokens)
+            engine.counted["computed_prompt_tokens"] += len(tokens)
         assert engine.cache.match(engine.cache.chain(tokens)).kv_depth_blocks == 0
 
     @invariant()

@@ -303,6 +303,22 @@ def _check(traffic: Traffic, reference: NaiveHybridModel) -> None:
     assert stats.verify_mismatches == 0
     if not stats.slots_total:
         assert stats.reused_tokens == 0
+    check_counted(stats, traffic.finished.values(), traffic.aborted)
+
+
+def check_counted(stats: Any, requests: Iterable[Any], aborted: set[int]) -> None:
+    """Checks the counters that documents use against what the answers say. An aborted request may not have begun."""
+    ended = [request for request in requests if request.request_id not in aborted]
+    unsure = sum(len(request.prompt_tokens) for request in requests if request.request_id in aborted)
+    prompts = sum(len(request.prompt_tokens) for request in ended)
+    assert prompts <= stats.prompt_tokens <= prompts + unsure
+    assert stats.reused_tokens == sum(request.num_cached_tokens for request in requests)
+    assert stats.reused_tokens == stats.reused_tokens_device + stats.reused_tokens_host
+    left = stats.prompt_tokens - stats.reused_tokens - stats.computed_prompt_tokens
+    # A prompt that started over between two chunks may have found the rest of itself in the cache.
+    assert 0 <= left <= unsure + stats.resumed_tokens
+    if not (stats.resumed_tokens or stats.recomputed_tokens or aborted):
+        assert left == 0
 
 
 FIGURES = ("reused_tokens", "evictions", "kv_evictions", "checkpoints_skipped", "host_loads", "host_preempted")

@@ -456,12 +456,14 @@ def test_a_preempted_request_goes_on_where_it_was(model, mode, decode_checkpoint
         served.run()
         served.check()
         served.check_drained()
-        computed[host_gb] = served.context.prefix_stats().computed_prompt_tokens
+        stats = served.context.prefix_stats()
+        assert stats.computed_prompt_tokens == sum(BLOCK + 20 + number for number in range(4))
+        computed[host_gb] = stats.recomputed_tokens
         preempted = served.engine.evicted_request_count
         assert preempted > 0 and served.context.prefix_stats().host_preempted == (preempted if host_gb else 0)
         if host_gb:
             # Each time just the token that was sampled last had never been computed.
-            assert computed[host_gb] == sum(BLOCK + 20 + number for number in range(4)) + preempted
+            assert computed[host_gb] == preempted
     assert computed[0.0] > computed[HOST_GB]
 
 
@@ -517,6 +519,22 @@ def test_swapped_out_data_is_private_to_its_request(model):
     served.run()
     served.check(*[i for i in ids if i != preempted])
     served.check_drained()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("host_gb", [0.0, 0.05])
+def test_what_a_preempted_request_finds_of_itself_is_no_reuse(model, mode, host_gb):
+    """Four unrelated prompts of 100 tokens, each counted once, however often they are preempted."""
+    served = EngineHarness(model, blocks=8, host_gb=host_gb, async_sched_mode=mode)
+    ids = [served.add(random_tokens(100, seed=seed), 150) for seed in range(4)]
+    served.run()
+    served.check()
+    stats = served.context.prefix_stats()
+    assert served.engine.evicted_request_count > 0
+    assert [served.finished[number].num_cached_tokens for number in ids] == [0, 0, 0, 0]
+    assert (stats.prompt_tokens, stats.computed_prompt_tokens, stats.reused_tokens) == (400, 400, 0)
+    assert stats.recomputed_tokens > 0
+    assert stats.resumed_tokens > 0 or not host_gb
 
 
 def test_a_preempted_request_that_cannot_go_on_starts_over(model):

@@ -89,7 +89,7 @@ class Admissions:
             if first:
                 cache.release(request_id)
             raise
-        if first:
+        if first and not known.counted_tokens:
             req.num_cached_tokens = chunk.skip_tokens
         start = int(context.request_kv_length_offsets[row])
         plan = cache.plan(request_id, start, start + int(context.request_query_lengths[row]))
@@ -130,6 +130,7 @@ class Admissions:
             write=known.write,
             verify_at_tokens=known.verify_at_tokens,
             breakpoints=(*known.breakpoints, *known.wanted),
+            counted_tokens=known.counted_tokens,
         )
         if admission is None:
             raise BlockOverflowError(req.request_id)

@@ -342,6 +342,15 @@ class HybridPrefixContext(ContextSeam):
         assert self.prefix_cache is not None
         return self._requests.of(req, self.prefix_cache)
 
+    def continue_request(self, old: DynamicInferenceRequest, new: DynamicInferenceRequest) -> None:
+        """A preempted request, or one that starts over, goes on as ``new``: its prompt is counted once."""
+        if self.prefix_cache is not None:
+            self._requests.carry_over(old, new, self.prefix_cache)
+
+    def is_counted(self, req: DynamicInferenceRequest) -> bool:
+        """Whether a forward of the request's prompt was published, so that the prompt and what it reused are counted."""
+        return self.prefix_cache is not None and self.prefix_request(req).counted_tokens > 0
+
     @property
     def known_requests(self) -> int:
         """Number of requests with keys: those that are still referenced."""
@@ -586,6 +595,7 @@ class HybridPrefixContext(ContextSeam):
             if self.prefix_config.verify_hits:
                 verify_plan(self, plan)
             cached = self.prefix_cache.publish(plan)
+            known.counted_tokens = max(known.counted_tokens, plan.end_tokens)
             self.scored.publish(known, plan, cached=cached)
 
     def fail_forward(self) -> None:

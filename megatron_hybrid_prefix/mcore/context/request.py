@@ -45,6 +45,7 @@ class PrefixRequest:
         top_n: The request wants the log-probs of its prompt, with so many likeliest tokens per position; None: it does not,
             or none are kept.
         scored: Its prompt's log-probs, from its admission on; None without ``top_n``.
+        counted_tokens: Tokens that the statistics have: forwards of them, or of the request that it continues, were published.
         resumes: Whether the request was preempted and may have swapped out to the host.
         gave_up_fetch: Whether a load from the tier behind the host was late or missing. The request tries no other.
         plan: Its plan in the next or running forward.
@@ -61,6 +62,7 @@ class PrefixRequest:
     lost_tokens: int = 0
     top_n: int | None = None
     scored: ScoredPrompt | None = None
+    counted_tokens: int = 0
     resumes: bool = False
     gave_up_fetch: bool = False
     plan: StepPlan | None = None
@@ -104,13 +106,20 @@ class RequestBook:
         """
         ref, known = self._entries.get(id(req), (None, None))
         if ref is None or known is None or ref() is not req or known.chain.epoch != cache.epoch:
+            counted_tokens = 0 if known is None or ref is None or ref() is not req else known.counted_tokens
             known = _read_request(req, cache)
+            known.counted_tokens = counted_tokens
             known.take_sample = self._take_sample if self._verify_hits else None
             number, entries = id(req), self._entries
             self._entries[number] = weakref.ref(req, lambda _: entries.pop(number, None)), known
             # Megatron's scheduler reads these: it holds a request back while one that shares a new block is being admitted.
             req.precomputed_block_hashes = [key.hex() for key in known.chain.keys]  # replies carry them as JSON
         return known
+
+    def carry_over(self, old: Any, new: Any, cache: HybridPrefixCache) -> None:
+        """The request ``new`` continues ``old``, which was preempted or starts over."""
+        known = self.of(new, cache)
+        known.counted_tokens = len(new.prompt_tokens) if old.generated_tokens else self.of(old, cache).counted_tokens
 
     # -- the next or running forward -----------------------------------------------------------------------------------
 

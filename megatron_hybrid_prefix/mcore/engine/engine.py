@@ -262,6 +262,7 @@ class HybridPrefixEngine(EngineSeam):
         if not isinstance(entry.record, RequestRecord):
             entry.record = RequestRecord(requests=entry.record.requests, latency=entry.record.latency)
             entry.record.replays = self._replays.answers if self._is_exact else None
+            entry.record.continued = self._cached.continue_request
 
     def _refuse_if_never_active(self, request: DynamicInferenceRequest) -> None:
         # Megatron checks against all blocks. A request that needs more than the active blocks would stay paused forever.

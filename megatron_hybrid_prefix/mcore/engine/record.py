@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,9 +15,11 @@ class RequestRecord(DynamicInferenceRequestRecord):
     Attributes:
         replays: If set, a preempted request computes only its prompt again, and then decodes its answer again, whose tokens go
             here by request id. Otherwise it prefills both.
+        continued: Called with a request and the one that continues it.
     """
 
     replays: dict[int, Sequence[int]] | None = None
+    continued: Callable[[Any, Any], None] = staticmethod(lambda old, new: None)
 
     def checkpoint(self, tokenizer: Any = None) -> None:
         """See upstream. Keeps attributes of the sampling parameters, stop words and cache settings; merging works."""
@@ -35,6 +37,7 @@ class RequestRecord(DynamicInferenceRequestRecord):
         new.block_size_tokens = old.block_size_tokens
         new.enable_prefix_caching = old.enable_prefix_caching
         new.status = old.status
+        new.num_cached_tokens = old.num_cached_tokens
         if old.generated_tokens:
             # The old part has the log-probs of the prompt.
             new.sampling_params.skip_prompt_log_probs = True
@@ -47,6 +50,7 @@ class RequestRecord(DynamicInferenceRequestRecord):
         for name in ("generated_log_probs", "generated_top_n_logprobs"):
             if getattr(old, name) is not None and getattr(new, name) is None:
                 setattr(new, name, [])
+        self.continued(old, new)
 
     def merge(self, tokenizer: Any = None) -> DynamicInferenceRequest:
         """See upstream. Drops the remaining prompt tokens, so that the reply does not carry them."""
@@ -56,9 +60,9 @@ class RequestRecord(DynamicInferenceRequestRecord):
 
 
 def compute_again(request: DynamicInferenceRequest) -> None:
-    """Reset the request: its prompt is computed from the start."""
+    """Reset the request: its prompt is computed from the start. What it reused the first time stays its ``num_cached_tokens``."""
     request.remaining_prompt_tokens = request.prompt_tokens
-    request.finished_chunk_token_count = request.num_cached_tokens = 0
+    request.finished_chunk_token_count = 0
 
 
 def forget_chunks(request: DynamicInferenceRequest) -> None:

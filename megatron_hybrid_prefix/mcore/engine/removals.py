@@ -107,9 +107,15 @@ class Removals:
         engine = self._engine
         waiting = engine.waiting_request_ids
         for request_id in sorted(request_ids):
-            compute_again(engine.get_request(request_id))
+            self._start_over(request_id)
             chunked = waiting and waiting[0] == engine.context.chunked_prefill_request_id
             waiting.insert(1 if chunked else 0, request_id)
+
+    def _start_over(self, request_id: int) -> None:
+        request = self._engine.get_request(request_id)
+        compute_again(request)
+        if not self._cached.is_counted(request):
+            request.num_cached_tokens = 0  # what it loaded was wrong
 
     # -- between two forwards --------------------------------------------------------------------------------------------
 
@@ -121,7 +127,7 @@ class Removals:
             return  # with megatron's context they end in a later step
         for request_id in sorted(self._restarting_between_chunks):
             if context.remove_waiting_row(request_id):
-                compute_again(engine.get_request(request_id))  # it is still first in the queue
+                self._start_over(request_id)  # it is still first in the queue
         self._restarting_between_chunks.clear()
         chunk_runs = context.get_index_of_chunked_prefill_request() != -1
         for request_id in sorted(self.aborting):
