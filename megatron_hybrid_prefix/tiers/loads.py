@@ -93,6 +93,13 @@ class Loads:
         """
         if not units:
             return
+        try:
+            self._run(units, prepared)
+        except BaseException:
+            self._failed.update(_load_ids(units))
+            raise
+
+    def _run(self, units: Sequence[BlockTransfer], prepared: PreparedLoads | None) -> None:
         with self.queue.running(*self._stores.marks_before_loads(units)):
             if prepared is None:
                 prepared = self._prepare(units, bring=True)
@@ -140,16 +147,17 @@ class Loads:
         self._failed.discard(load_id)
 
     def has_failed(self, load_id: int) -> bool:
-        """Whether an entry of the load differs from what was stored. Forgets the load.
+        """Whether an entry of the load differs from what was stored, or its launch raised, or it was never launched. Forgets it.
 
         Call it after the model has used the loaded entries: the load is over by then, and the call does not wait.
         """
-        mark, failed = self._ends.get(load_id), load_id in self._failed
+        if load_id in self._failed or load_id not in self._ends:
+            self.forget(load_id)
+            return True
+        mark = self._ends[load_id]
         self.forget(load_id)
-        if mark is None and not isinstance(self.queue, HostQueue):
-            return failed
         self.queue.finish(mark)
-        return failed or bool(self._bad_rows_seen[load_id % _LOADS])
+        return bool(self._bad_rows_seen[load_id % _LOADS])
 
     def mark_before_stores(self, units: Sequence[BlockTransfer]) -> Mark:
         """The mark after which these stores may run; None if no unfinished load uses their places."""

@@ -431,9 +431,6 @@ ENGINE = rows_of(
     overrides(
         "schedule_requests", "(self)", "upstream/engine", "messages of this package; requests that ended without a step"
     ),
-    overrides(
-        "async_forward", "async (self)", "mcore/engine/engine", "after a forward that raises the engine must be reset"
-    ),
     attributes("_generation_epoch", "upstream/engine", "replaced by a property: new weights invalidate the cache"),
     overrides(
         "_can_schedule_chunked_prefill",

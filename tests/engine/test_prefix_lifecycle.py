@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -487,6 +488,67 @@ def test_a_step_that_raises_before_its_forward_needs_a_reset(model, mode, what, 
     again = served.add(prompt, 4)
     served.run()
     served.check(again)
+
+
+# Where a step does its bookkeeping, and what is called there: of the engine, its context or its controller.
+BOOKKEEPING = {
+    "legacy": ("update_requests", "_transfer_samples_to_cpu"),
+    "async": ("resolve_requests", "prepare_requests", "commit_sampled_tokens", "_build_async_sched_request_state"),
+    "both": ("schedule_waiting_requests", "post_process_requests", "async_bookkeep", "take_stopped_ids"),
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"), [(mode, name) for mode in MODES for name in (*BOOKKEEPING[mode], *BOOKKEEPING["both"])]
+)
+@pytest.mark.parametrize("slots", [32, None])
+@pytest.mark.parametrize("error", [Boom, asyncio.CancelledError])
+def test_a_step_that_raises_in_its_bookkeeping_needs_a_reset(model, slots, mode, name, error, monkeypatch):
+    """Rows, states and tokens may not belong together: who went on would get, and cache, wrong answers."""
+    served = EngineHarness(model, async_sched_mode=mode, slots=slots)
+    prompts = [tokens(2, number, seed=1 + number) for number in (9, BLOCK - 3)]
+    for prompt in prompts:
+        served.add(prompt, 12)
+    served.step(4)
+    owner = next(each for each in (served.engine, served.context, served.engine.controller) if hasattr(each, name))
+    served.add(tokens(1, 5, seed=9), 4)  # is scheduled in the step that raises
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(owner, name, fail)
+    with pytest.raises(error):
+        served.step(5)
+    monkeypatch.undo()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^[^\n]*engine\.reset\(\)[^\n]*$"):
+            served.step()
+    served.engine.reset()
+    served.check_drained()
+    again = [served.add(prompt, 12) for prompt in prompts]
+    served.run()
+    served.check(*again)
+
+
+@each_mode
+def test_a_step_that_is_cancelled_needs_a_reset(model, mode):
+    """At the point where megatron lets other coroutines run."""
+    served = EngineHarness(model, async_sched_mode=mode)
+    served.add(tokens(2, 9, seed=1), 12)
+    served.step(3)
+
+    async def cancel() -> None:
+        step = asyncio.ensure_future(served.engine.async_step())
+        await asyncio.sleep(0)  # it runs up to its own `sleep(0)`
+        step.cancel()
+        await step
+
+    with pytest.raises(asyncio.CancelledError):
+        served.engine._loop.run_until_complete(cancel())
+    with pytest.raises(RuntimeError, match=r"engine\.reset\(\)"):
+        served.step()
+    served.engine.reset()
+    served.check_drained()
 
 
 @each_management

@@ -232,13 +232,12 @@ def test_preempted_requests_keep_their_attributes(model, mode):
         last = served.records[number][-1]
         assert last.sampling_params.cache_salt == "one"
         assert (last.enable_prefix_caching, last.block_size_tokens) == (True, BLOCK)
-        assert last.num_cached_tokens == BLOCK  # it resumed from its own first block
     for request in served.finished.values():
         assert [len(entry) for entry in request.generated_top_n_logprobs] == [3] * 40
     stats = served.cache.stats()
-    assert stats.reused_tokens == sum(
-        part.num_cached_tokens for record in served.records.values() for part in record.requests
-    )
+    assert stats.reused_tokens == sum(request.num_cached_tokens for request in served.finished.values())
+    # Each resumed from its own first block.
+    assert stats.resumed_tokens == served.engine.evicted_request_count * BLOCK
     cached = [served.send(tokens(1, 53, seed=3), cache_salt=salt).num_cached_tokens for salt in ("two", "two", "one")]
     assert cached[:2] == [0, BLOCK]
     served.check()

@@ -223,6 +223,9 @@ def test_a_step_whose_bookkeeping_raises_keeps_nothing(tiny, reference, mode, mo
     with pytest.raises(RuntimeError, match="tokenizer"):
         traffic.run()
     monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="reset"):
+        traffic.engine.step_modern()
+    traffic.engine.reset()
     del traffic.asked[1]
     for number, cached in ((2, 0), (3, 128)):
         traffic.asked[number] = greedy(1, skip_prompt_log_probs=False)
@@ -232,65 +235,22 @@ def test_a_step_whose_bookkeeping_raises_keeps_nothing(tiny, reference, mode, mo
     traffic.check(reference)
 
 
-@contextmanager
-def bookkeeping_raises_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The first step inside fails to keep its log-probs."""
-    keep, calls = engine.keep_log_probs, itertools.count()
-
-    def fail_once(*arguments: Any) -> None:
-        if next(calls) == 0:
-            raise RuntimeError("a tokenizer that fails")
-        keep(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "keep_log_probs", fail_once)
-        yield
-
-
-def run_through(traffic: Traffic) -> int:
-    """Runs to the end, also after a step that raised. Returns how many did."""
-    raised = 0
-    while traffic.engine.has_unfinished_requests():
-        try:
-            traffic.run(steps=1)
-        except RuntimeError as error:
-            assert "tokenizer" in str(error)
-            raised += 1
-    return raised
-
-
-def forget(traffic: Traffic, *numbers: int) -> None:
-    """Requests of a step that raised have no result to check."""
-    for number in numbers:
-        del traffic.asked[number]
-        traffic.finished.pop(number, None)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_chunks_after_a_step_whose_bookkeeping_raises_keep_nothing(tiny, reference, mode, monkeypatch):
-    """The lost chunk is short: what follows would look like whole blocks."""
-    traffic = Traffic(tiny, "on", async_sched_mode=mode, max_tokens=100)
-    with bookkeeping_raises_once(monkeypatch):
-        for number, length in ((1, 70), (0, 240)):
-            traffic.add(prompt(number, length), 1)
-        assert run_through(traffic) == 1
-    forget(traffic, 1, 2)
-    for number, cut in enumerate((64, 128, 192), 3):
-        traffic.asked[number] = greedy(1, skip_prompt_log_probs=False)
-        traffic.engine.add_request(number, ending(cut, number), greedy(1, skip_prompt_log_probs=False))
-        finish(traffic)
-    traffic.check(reference)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_a_request_whose_promised_log_probs_never_come_starts_over(tiny, reference, mode, monkeypatch):
-    """In async mode it is admitted before the step that promised them fails."""
+    """The step that promised them turns out to lack some."""
     traffic = Traffic(tiny, "on", async_sched_mode=mode)
-    with bookkeeping_raises_once(monkeypatch):
-        traffic.add(ending(128, 0), 3)
-        traffic.add(ending(128, 1), 3)  # waits for the first one's state
-        assert run_through(traffic) == 1
-    forget(traffic, 1)
+    add, calls = scores.ScoredPrompt.add, itertools.count()
+
+    def lose_once(prompt: Any, *step: Any) -> bool:
+        if next(calls) == 0:
+            prompt.lose_step()
+        return add(prompt, *step)
+
+    monkeypatch.setattr(scores.ScoredPrompt, "add", lose_once)
+    traffic.add(ending(128, 0), 3)
+    traffic.add(ending(128, 1), 3)  # waits for the first one's state
+    traffic.run()
+    assert next(calls) > 1
     traffic.check(reference)
     traffic.context.check_integrity()
 

@@ -112,7 +112,7 @@ class HybridPrefixContext(ContextSeam):
     _admissions: Admissions | None = None
     _decisions: DecisionLog | None = None
     _decodes: DecodedStates | None = None
-    _forward_running = _forward_failed = False
+    _forward_running = _step_failed = False
     _published_plans = 0  # of the running forward
     _swapping_out = False  # True while megatron preempts requests
 
@@ -421,13 +421,7 @@ class HybridPrefixContext(ContextSeam):
     # -- run -----------------------------------------------------------------------------------------------------------
 
     def initialize_attention_state(self, *args: Any, **kwargs: Any) -> Any:
-        """See upstream.
-
-        Raises:
-            RuntimeError: The last forward failed halfway: live states may be half-written.
-        """
-        if self._forward_failed:
-            raise RuntimeError("a forward failed and left half-written states: call engine.reset() first")
+        """See upstream."""
         if self._decisions is not None:
             self._note(lambda: reports.describe_forward(self))
             self._decisions.compare()
@@ -598,14 +592,13 @@ class HybridPrefixContext(ContextSeam):
             known.counted_tokens = max(known.counted_tokens, plan.end_tokens)
             self.scored.publish(known, plan, cached=cached)
 
-    def fail_forward(self) -> None:
-        """A step raised. Frees reserved slots; if a forward was running, the engine must be reset, which empties the cache."""
-        if self._forward_running:
-            if self.prefix_cache is not None:
-                self.prefix_cache.count_failed_forward(self._published_plans)
-            self._forward_is_over()
-            self._forward_failed = True
-            self._abandon_plans("forward_failed")
+    def fail_step(self) -> None:
+        """A step raised: rows, states and tokens may not belong together. Frees reserved slots. `reset` empties the cache."""
+        self._step_failed = True
+        if self._forward_running and self.prefix_cache is not None:
+            self.prefix_cache.count_failed_forward(self._published_plans)
+        self._forward_is_over()
+        self._abandon_plans("forward_failed")
 
     def _abandon_plans(self, reason: str) -> None:
         if self.loads is not None:
@@ -698,14 +691,14 @@ class HybridPrefixContext(ContextSeam):
 
     def reset_metadata(self, preserve_prefix_cache: bool = False, *args: Any, **kwargs: Any) -> None:
         """See upstream. KV and states are kept together or dropped together; after a forward that failed, they are dropped."""
-        preserve_prefix_cache = preserve_prefix_cache and not self._forward_failed
+        preserve_prefix_cache = preserve_prefix_cache and not self._step_failed
         if self.prefix_cache is not None:
             # Plans end here in either case: their requests are gone, so nothing may be published.
             self._abandon_plans("reset")
             self.prefix_cache.release_all()
             self.forget_pending_zeros()
             self._forward_is_over()
-            self._forward_failed = False
+            self._step_failed = False
             if self.states is not None:
                 self.states.live.reset()
         super().reset_metadata(preserve_prefix_cache, *args, **kwargs)

@@ -68,6 +68,7 @@ class HybridPrefixEngine(EngineSeam):
         self.on_step: Callable[[], None] = lambda: None
         self.on_snapshot: Callable[[int], None] = lambda number: None
         self.step_began_s: float | None = None
+        self._step_failed = False  # since the last reset
         check_contract()
         check_described(controller.inference_wrapped_model.model, context.config.mamba_inference_state_config)
         if getattr(context, "state_pool", None) is not None:
@@ -102,6 +103,7 @@ class HybridPrefixEngine(EngineSeam):
         self.removals.clear()
         for by_id in self._by_request:
             by_id.clear()
+        self._step_failed = False
         context = self.context
         context.prefix_cache_hits = context.prefix_cache_blocks_matched = 0
         context.prefix_cache_prefill_computed_tokens = context.prefix_cache_prefill_skipped_tokens = 0
@@ -319,32 +321,30 @@ class HybridPrefixEngine(EngineSeam):
         return super().may_overlap_steps()
 
     async def async_step(self) -> Any:
-        """See upstream; see `on_step` and `step_began_s`."""
+        """See upstream; see `on_step` and `step_began_s`.
+
+        Raises:
+            RuntimeError: An earlier step raised, and the engine was not reset since.
+        """
+        if self._is_suspended:
+            return await super().async_step()  # megatron raises before it does anything, so no step has failed
+        if self._step_failed:
+            raise RuntimeError("a step failed and left half-written states: call engine.reset() first")
         self.step_began_s = time.perf_counter()
         try:
-            result = await super().async_step()
-        finally:
-            self.step_began_s = None
-        if self._has_cache and self.context.host_moves is not None and not self.has_unfinished_requests():
-            self.context.host_moves.launch()  # as a rule the next forward does, but it may be far off
-        self.on_step()
-        return result
-
-    async def async_forward(self) -> tuple[dict[str, Any] | None, dict[str, Any], float]:
-        """See upstream; a forward whose launch raises publishes nothing, and one that raises later leaves nothing after `reset`."""
-        is_suspended = self._is_suspended  # megatron raises before it does anything, so no forward has failed
-        if not is_suspended:
-            if self._cached.scored is not None:
-                self._cached.scored.forget_step()  # a step whose bookkeeping raised has left its promises
             if self.removals.are_due:
                 self.removals.take_out()
-        try:
-            result, state, seconds = await super().async_forward()
+            result = await super().async_step()
+            if self._has_cache and self.context.host_moves is not None and not self.has_unfinished_requests():
+                self.context.host_moves.launch()  # as a rule the next forward does, but it may be far off
         except BaseException:
-            if not is_suspended:
-                self._cached.fail_forward()
+            self._step_failed = True
+            self._cached.fail_step()
             raise
-        return result, state, seconds
+        finally:
+            self.step_began_s = None
+        self.on_step()
+        return result
 
     def take_stopped_ids(self, active_request_ids: list[int]) -> set[int]:
         """See the seam. Also cuts off the log-probs of a stop word, those of earlier steps included.

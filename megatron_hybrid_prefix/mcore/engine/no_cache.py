@@ -29,7 +29,7 @@ class NoCache:
         """Empty: there are no loads."""
         return set()
 
-    def fail_forward(self) -> None:
+    def fail_step(self) -> None:
         """Nothing to free."""
 
     def invalidate(self) -> None:
