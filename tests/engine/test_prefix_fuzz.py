@@ -12,6 +12,7 @@ import pytest
 from megatron.core.inference.config import KVCacheManagementMode
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from megatron_hybrid_prefix.mcore.engine.ends import end_tokens_of
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers import entry_copies
 from tests.harness.drafts import forced_drafts
@@ -62,6 +63,7 @@ class Traffic:
         )  # a separate generator: what is drawn here does not change the traffic
         interval = self.retention.choice((None, None, 0, block, 2 * block))
         self.tier = random.Random(f"host {seed}")
+        self.ends = random.Random(f"ends {seed}")
         host = {"host_gb": self.tier.choice(HOST_GB), "host_write_through": self.tier.random() < 0.3}
         chunked = dice.random() < 0.6
         memory = {"mamba_gb": dice.choice(STATE_SLOTS) * state_bytes(model) / 2**30}
@@ -125,6 +127,8 @@ class Traffic:
             params.add_attributes(dice.choice(({"cache_read": False}, {"cache_write": False})))
         if self.retention.random() < 0.2:
             params.add_attributes({"cache_breakpoints": [self.retention.randint(-9, self.longest) for _ in range(2)]})
+        if self.seed < 100 and self.ends.random() < 0.3:  # the others are here for what once failed
+            params.add_attributes({"stop_token_ids": self.ends.sample(range(512), 60)})
         if self.plain is not None:
             self.plain.add_request(self.sent, prompt, greedy(new_tokens))
         self.engine.add_request(self.sent, prompt, params)
@@ -292,7 +296,9 @@ def _check(traffic: Traffic, reference: NaiveHybridModel) -> None:
     for request in sorted(traffic.finished.values(), key=_tokens, reverse=True):
         assert not request.failed()
         if request.request_id not in traffic.aborted:
-            assert len(request.generated_tokens) == request.sampling_params.num_tokens_to_generate
+            most, ends = request.sampling_params.num_tokens_to_generate, end_tokens_of(request.sampling_params)
+            places = [place for place, token in enumerate(request.generated_tokens, start=1) if token in ends]
+            assert [len(request.generated_tokens)] == (places or [most])
             assert_matches(reference, request)
     context, cache = traffic.engine.context, traffic.engine.context.prefix_cache
     assert cache.inspect.live_requests() == []

@@ -1,7 +1,7 @@
 """Answers with and without CUDA graphs, hits and misses, decode and mixed steps. Usage: ``graphs.py PRESET OUT.json``.
 
 Of a model that drafts: answers with drafts, the cache on and off, beside those without drafts. Drafts are made from the latter, so
-that 0, 1 or 2 of each pair are accepted. Every engine has a model of its own: graphs are tied to the modules they were captured on.
+that 0, 1 or 2 of each pair are accepted. In some runs requests have end tokens, which may be accepted drafts. Every engine has a model of its own: graphs are tied to the modules they were captured on.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def prompts(vocab_size):
     return groups
 
 
-def run(preset, *, graphs, mode="legacy", together=True, cached=True, answers=None, one_memory=False, **fields):
+def run(
+    preset, *, graphs, mode="legacy", together=True, cached=True, answers=None, ends=False, one_memory=False, **fields
+):
     """Tokens and log-probs of every request, and how many steps of each kind replayed graphs.
 
     Args:
@@ -48,6 +50,7 @@ def run(preset, *, graphs, mode="legacy", together=True, cached=True, answers=No
         together: False: one request after another.
         cached: Whether the cache is on.
         answers: The answers to make drafts from; None: no drafts, or those of the model.
+        ends: Each request has an end token, taken from its answer.
         one_memory: KV and states share one. For a model in float32 it is tight: entries are evicted and requests wait, so
             that steps have other requests; in bfloat16 that alone would change the answers.
         **fields: As of `build_engine`.
@@ -94,7 +97,10 @@ def run(preset, *, graphs, mode="legacy", together=True, cached=True, answers=No
         for group in groups:
             for prompt in group:
                 number = len(finished) + len(engine.requests)
-                engine.add_request(number, prompt, greedy(NEW_TOKENS))
+                params = greedy(NEW_TOKENS)
+                if ends:
+                    params.add_attributes({"stop_token_ids": [end_of(number, answers[number])]})
+                engine.add_request(number, prompt, params)
                 if not together:
                     steps(engine, finished)
             steps(engine, finished, 6)
@@ -115,6 +121,11 @@ def run(preset, *, graphs, mode="legacy", together=True, cached=True, answers=No
     if graphs:
         release_engine(engine)
     return found
+
+
+def end_of(number, answer):
+    """The end token of a request: its answer ends at the first place of it."""
+    return answer[5 * number % NEW_TOKENS]
 
 
 def addresses_of(context):
@@ -149,6 +160,8 @@ def with_drafts(preset):
     found["eager_drafts"] = run(preset, graphs=False, **drafting)
     for mode in ("legacy", "async"):
         found[f"graphs_drafts_{mode}"] = run(preset, graphs=True, mode=mode, **drafting)
+    for mode in ("legacy", "async"):
+        found[f"graphs_drafts_ends_{mode}"] = run(preset, graphs=True, mode=mode, ends=True, **drafting)
     found["graphs_drafts_one_memory"] = run(preset, graphs=True, one_memory=True, **drafting)
     return found
 

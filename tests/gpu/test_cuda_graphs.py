@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from tests.gpu.graphs import end_of
 from tests.gpu.launch import run_script
 
 pytestmark = pytest.mark.gpu
@@ -45,7 +46,7 @@ def error(found, name):
         found["eager"]["tokens"],
         strict=True,
     ):
-        for a, b, token, expected in zip(own, other, tokens, right, strict=True):
+        for a, b, token, expected in zip(own, other, tokens, right, strict="ends" not in name):
             if token != expected:
                 break  # what follows has another context
             gaps.append(abs(a - b))
@@ -58,9 +59,14 @@ def test_float32_says_the_same_tokens(tmp_path, preset):
     found = run(tmp_path, preset)
     check_counts(found)
     for name in found:
-        assert found[name]["tokens"] == found["eager"]["tokens"], name
+        right = found["eager"]["tokens"]
+        if "ends" in name:
+            ends = [end_of(number, answer) for number, answer in enumerate(right)]
+            right = [answer[: answer.index(end) + 1] for answer, end in zip(right, ends, strict=True)]
+            assert len({len(answer) for answer in right}) > 4
+        assert found[name]["tokens"] == right, name
         for own, other in zip(found[name]["log_probs"], found["eager"]["log_probs"], strict=True):
-            assert own == pytest.approx(other, abs=1e-4)
+            assert own == pytest.approx(other[: len(own)], abs=1e-4)
 
 
 @pytest.mark.parametrize("preset", ["small", "small-mixed", "small-qwen3-next"])
