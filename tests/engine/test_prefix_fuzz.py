@@ -29,7 +29,8 @@ from tests.harness.naive_model import NaiveHybridModel
 from tests.harness.selection import mostly_slow
 
 SEEDS = mostly_slow(range(16), 0)
-DRAFT_SEEDS = mostly_slow([*range(6), 104, 115], 1)
+FOUND = (104, 115)  # each found a defect, in traffic that this module does not change any more
+DRAFT_SEEDS = mostly_slow([*range(6), *FOUND], 1)
 REQUESTS = 22
 NEW_TOKENS = (1, 2, 5, 12, 30)
 STATE_SLOTS = (0, 1, 3, 40)
@@ -127,7 +128,7 @@ class Traffic:
             params.add_attributes(dice.choice(({"cache_read": False}, {"cache_write": False})))
         if self.retention.random() < 0.2:
             params.add_attributes({"cache_breakpoints": [self.retention.randint(-9, self.longest) for _ in range(2)]})
-        if self.seed < 100 and self.ends.random() < 0.3:  # the others are here for what once failed
+        if self.seed not in FOUND and self.ends.random() < 0.3:
             params.add_attributes({"stop_token_ids": self.ends.sample(range(512), 60)})
         if self.plain is not None:
             self.plain.add_request(self.sent, prompt, greedy(new_tokens))
