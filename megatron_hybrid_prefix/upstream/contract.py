@@ -816,7 +816,7 @@ MIXER = (
             "upstream/mixer",
             "prefill from and to any slot",
         ),
-        attributes("_A_neg_exp_cache_stale", "upstream/mixer", "marks decode's cached A as stale"),
+        attributes("A_log _A_neg_exp_cache", "upstream/mixer", "decode's A, made again in place"),
         attributes(
             "D_has_hdim chunk_size cp d_inner_local_tp d_state headdim ngroups_local_tp nheads_local_tp norm rmsnorm",
             "layers/mamba2",
