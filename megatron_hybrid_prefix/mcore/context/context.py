@@ -48,6 +48,7 @@ from megatron_hybrid_prefix.mcore.state.moves import HostMoves, Moves
 from megatron_hybrid_prefix.mcore.state.one_budget import agree_on_layout, one_budget
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.ops.invariant.log_softmax import log_softmax
+from megatron_hybrid_prefix.platform.sizes import check_sizes
 from megatron_hybrid_prefix.pool.device import StateSlots
 from megatron_hybrid_prefix.pool.layout import SlotLayout
 from megatron_hybrid_prefix.pool.pages import PageLayout
@@ -94,6 +95,7 @@ class HybridPrefixContext(ContextSeam):
     Raises:
         ValueError: The config describes no recurrent layers, or the model has layers that do not support the requested
             speculative decoding, block size or CUDA graphs; or a cache is asked for, and its experts drop tokens.
+        PlatformError: The model was made for other parallel sizes than those that run.
     """
 
     # These values hold while megatron's constructor runs, too.
@@ -123,6 +125,7 @@ class HybridPrefixContext(ContextSeam):
         prefix: HybridPrefixConfig | None = None,
     ) -> None:
         check_contract()
+        check_sizes(model_config, "the model's config", inference_config.pg_collection)
         state_config = inference_config.mamba_inference_state_config
         if prefix is None and state_config is not None and inference_config.enable_prefix_caching:
             prefix = HybridPrefixConfig(mamba_gb=inference_config.prefix_caching_mamba_gb or 0.0)
