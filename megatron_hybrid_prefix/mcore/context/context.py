@@ -16,6 +16,7 @@ Longer than 400 lines because all calls from megatron arrive in this class; half
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,7 +54,7 @@ from megatron_hybrid_prefix.pool.device import StateSlots
 from megatron_hybrid_prefix.pool.layout import SlotLayout
 from megatron_hybrid_prefix.pool.pages import PageLayout
 from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory, slot_bytes
-from megatron_hybrid_prefix.tiers.units import EntryKind
+from megatron_hybrid_prefix.tiers.units import HOST, EntryKind
 from megatron_hybrid_prefix.upstream.blocks import block_counts
 from megatron_hybrid_prefix.upstream.context import ChunkBlocks, ContextSeam, one_thread
 from megatron_hybrid_prefix.upstream.contract import check_contract
@@ -64,6 +65,8 @@ if TYPE_CHECKING:
 
     from megatron_hybrid_prefix.upstream.config import InferenceConfig
     from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest
+
+logger = logging.getLogger(__name__)
 
 
 class HybridPrefixContext(ContextSeam):
@@ -335,7 +338,7 @@ class HybridPrefixContext(ContextSeam):
         if self.moves is not None and self.is_tensor_state_allocated:
             self.moves.finish()
         super().deallocate_inference_state_buffers()
-        if self.states is not None and not all(hasattr(self, f"mamba_{n}_states") for n in self.states.pool.tensors):
+        if not self.has_tensors:
             self.states = self.prefill_step = self.shared_memory = None
 
     # -- match, admit, plan --------------------------------------------------------------------------------------------
@@ -695,6 +698,23 @@ class HybridPrefixContext(ContextSeam):
                 self.states.live.reset()
         super().reset_metadata(preserve_prefix_cache, *args, **kwargs)
 
+    @property
+    def keeps_on_resume(self) -> bool:
+        """Whether what is cached stays valid when the engine resumes (``HybridPrefixConfig.keep_on_resume``)."""
+        return self.prefix_config is not None and self.prefix_config.keep_on_resume
+
+    def log_dropped(self) -> None:
+        """Log what a resumed engine drops, if there is anything. (Nothing is left if new weights were announced before.)"""
+        assert self.prefix_cache is not None
+        blocks, on_host = self.prefix_cache.blocks.cached_count, self.prefix_stats().tiers[HOST].kv_blocks
+        if blocks or on_host:
+            logger.warning(
+                "resume() drops %d cached KV blocks and %d on the host, with their states: the weights may have changed while "
+                "the engine was suspended; where they never do, set keep_on_resume=True",
+                blocks,
+                on_host,
+            )
+
     def invalidate(self) -> None:
         """The weights changed: older KV and states no longer match, and running requests stop caching."""
         if self.prefix_cache is not None:
@@ -725,7 +745,8 @@ class HybridPrefixContext(ContextSeam):
         """Raises CacheCorruptionError if the cache is corrupt, or disagrees with megatron's tables; for tests."""
         if self.prefix_cache is not None:
             self.prefix_cache.check_integrity()
-            rows.check_rows(self, self.prefix_cache)
+            if self.has_tensors:
+                rows.check_rows(self, self.prefix_cache)
 
     def _note(self, decision: Callable[[], str]) -> None:
         """Log a decision that must be the same on all ranks; put into words only if ranks are compared."""

@@ -37,6 +37,7 @@ from megatron_hybrid_prefix.upstream.names import (
     DynamicInferenceContext,
     DynamicInferenceRequest,
     EngineState,
+    EngineSuspendedError,
     KVCacheManagementMode,
     SamplingParams,
     Status,
@@ -120,6 +121,25 @@ class HybridPrefixEngine(EngineSeam):
         if recompute:
             self.drop_pending_logits()
             self.removals.finish_resumed()
+
+    def resume(self) -> None:
+        """See upstream. Trainers change weights meanwhile: nothing older is reused, except with ``keep_on_resume``.
+
+        With tensor or pipeline parallelism call this on every rank.
+        """
+        if self._is_suspended and not self._cached.keeps_on_resume:
+            self._cached.log_dropped()
+            self.invalidate()
+        super().resume()
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """See upstream. Raises EngineSuspendedError, and adds no request, while the engine is suspended."""
+        self._check_not_suspended()
+        return super().generate(*args, **kwargs)
+
+    def _check_not_suspended(self) -> None:
+        if self._is_suspended:
+            raise EngineSuspendedError("the engine is suspended: call engine.resume() first")
 
     def create_cuda_graphs(self, *args: Any, **kwargs: Any) -> Any:
         """See upstream. A capture resets the context: logs what is lost, and restarts running requests.
@@ -306,7 +326,12 @@ class HybridPrefixEngine(EngineSeam):
         return super().may_overlap_steps()
 
     async def async_step(self) -> Any:
-        """See upstream; see `on_step` and `step_began_s`."""
+        """See upstream; see `on_step` and `step_began_s`.
+
+        Raises:
+            EngineSuspendedError: The engine is suspended.
+        """
+        self._check_not_suspended()
         self.step_began_s = time.perf_counter()
         try:
             result = await super().async_step()
