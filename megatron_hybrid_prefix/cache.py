@@ -613,6 +613,7 @@ class HybridPrefixCache:
         """
         if epoch == self.epoch:
             return
+        self._stats.invalidations += 1
         self.loads.give_up()
         for live in self._requests.everyone():
             live.write = False

@@ -97,6 +97,13 @@ class HybridPrefixConfig:
             "only to compare."
         ),
     )
+    keep_on_resume: bool = field(
+        default=False,
+        metadata=_help(
+            "Keep what is cached when a suspended engine resumes. By default it is dropped, because trainers change the "
+            "weights meanwhile. Turn it on only where they do not change, or where engine.invalidate() is called if they do."
+        ),
+    )
     prompt_log_probs_gb: float = field(
         default=0.25,
         metadata=_help(

@@ -101,6 +101,8 @@ class PrefixStats:
         evictions: States evicted, to make room or together with their KV block.
         kv_evictions: KV blocks evicted.
         scores_evictions: Blocks whose log-probs were evicted because the budget was full.
+        invalidations: Times the cache was emptied because the weights changed, or may have: `invalidate`, a new generation epoch,
+            or ``resume()`` without ``keep_on_resume``.
         verified_hits: Hits that were computed again and compared with the cache (``verify_hits``).
         verify_mismatches: Verified hits that differed; 0 unless the cache is wrong.
         tiers: Statistics by tier: "host", and the tier behind it. Those of the host are also ``host_loads``,
@@ -134,6 +136,7 @@ class PrefixStats:
     evictions: int = 0
     kv_evictions: int = 0
     scores_evictions: int = 0
+    invalidations: int = 0
     verified_hits: int = 0
     verify_mismatches: int = 0
     tiers: dict[str, TierStats] = field(default_factory=lambda: {"host": TierStats()})

@@ -7,7 +7,7 @@ and import it in `kinds`; outside, make it a plugin (``plugins.py``). A kind def
 - its chunk quantum: a prefill can produce the state at multiples of it, counted from the start of a prompt;
 - how prefill and decode read and write slots: `slot_class`, a mixin placed before the module's class (`SlotLayer` for
   layers that megatron's engine cannot run);
-- what to drop when the weights change.
+- what to compute again when the weights change.
 
 A model may have several kinds; a slot then holds the states of all of them.
 """
@@ -65,7 +65,10 @@ class LayerKind(ABC):
 
     @abstractmethod
     def invalidate(self, module: torch.nn.Module) -> None:
-        """The layer has new weights: drop everything derived from the old ones."""
+        """The layer has new weights: compute everything derived from the old ones again, now and in the same memory.
+
+        A captured CUDA graph goes on reading that memory, and runs no Python that could look at a flag.
+        """
 
     def put_on(self, module: torch.nn.Module) -> bool:
         """Make the layer read and write states by slot, in place. Weights and training do not change.

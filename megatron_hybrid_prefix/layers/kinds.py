@@ -60,6 +60,6 @@ def restore_mixers(model: Any) -> int:
 
 
 def invalidate_layers(model: Any) -> None:
-    """The model has new weights: what its recurrent layers derived from the old ones is stale."""
+    """The model has new weights: what its recurrent layers derived from the old ones is computed again, in place."""
     for kind, module in recurrent_modules(model):
         kind.invalidate(module)

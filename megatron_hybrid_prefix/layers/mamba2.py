@@ -18,7 +18,7 @@ from megatron_hybrid_prefix.layers.step import PrefillStep
 from megatron_hybrid_prefix.ops.conv_windows import write_conv_windows
 from megatron_hybrid_prefix.ops.convolution import convolve_from_slots
 from megatron_hybrid_prefix.pool.layout import StateComponent
-from megatron_hybrid_prefix.upstream.mixer import MambaMixer, PrefillSeam, forget_decode_parameters
+from megatron_hybrid_prefix.upstream.mixer import MambaMixer, PrefillSeam, refresh_decode_parameters
 
 
 class HybridPrefixPrefill(PrefillSeam):
@@ -117,7 +117,7 @@ class Mamba2(LayerKind):
 
     def invalidate(self, module: torch.nn.Module) -> None:
         """See LayerKind."""
-        forget_decode_parameters(module)
+        refresh_decode_parameters(module)
 
 
 KIND = Mamba2()

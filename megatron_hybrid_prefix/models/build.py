@@ -16,6 +16,7 @@ from megatron_hybrid_prefix.models.hf.folder import HfFolder, open_folder
 from megatron_hybrid_prefix.models.norms import Float32RMSNorm
 from megatron_hybrid_prefix.models.weights import initialise_weights
 from megatron_hybrid_prefix.platform import Platform, ensure_platform, running_platform
+from megatron_hybrid_prefix.platform.sizes import check_sizes
 
 if TYPE_CHECKING:
     from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -53,6 +54,7 @@ def build_hybrid_model(
         ValueError: Unknown preset, dimensions that this tp/pp/ep cannot shard, CUDA graphs that cannot be captured, layers
             that this machine does not have, or fields that do not go with this package's experts. With ``hf``, also as of
             `open_folder` and `load_hf_weights`.
+        PlatformError: ``overrides``, or ``platform``, have other parallel sizes than those that run.
     """
     if preset_or_config is None and hf is None:
         raise ValueError("build_hybrid_model needs a preset, dimensions, or hf=FOLDER")
@@ -77,8 +79,10 @@ def build_hybrid_model(
 
     from megatron_hybrid_prefix.upstream.delta_net import mark_packed_parameters
 
+    transformer_config = _transformer_config(config, platform, overrides)
+    check_sizes(transformer_config, "the model's config")
     model = HybridModel(
-        config=_transformer_config(config, platform, overrides),
+        config=transformer_config,
         hybrid_stack_spec=_layer_specs(config, use_te=use_te),
         vocab_size=config.vocab_size,
         max_sequence_length=config.max_sequence_length,

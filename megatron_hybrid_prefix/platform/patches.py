@@ -1,6 +1,6 @@
 """Every name that a platform replaces, and why. No other module of the package replaces names for a platform.
 
-Each group but the last applies only if the part is missing:
+Each group but the last two applies only if the part is missing:
   * `HOST_*`                  no CUDA device: ``torch.cuda`` describes the CPU, pinning is skipped, kernels are PyTorch.
   * `HOST_IMPORT`             likewise, only while megatron is imported. What it decorated then stays as it is.
   * `MAMBA_PARTS`             mamba-ssm or causal-conv1d missing or too old: the parts that dynamic inference uses.
@@ -11,6 +11,7 @@ Each group but the last applies only if the part is missing:
   * `*GATHERING_ATTENTION`    no flash-attention of any generation: attention gathers the pages.
   * `NO_TRANSFORMER_ENGINE`   no Transformer Engine, or no CUDA device for it: what upstream calls of it whatever the layers are.
   * `WIDE_STRIDES`            a CUDA device: kernels of a decode address states with 64 bits.
+  * `TRAINING`                always: megatron.training compares its flags with the process groups that run.
 Placeholders replace compiled modules that mamba-ssm and causal-conv1d import and that the dynamic path never calls.
 """
 
@@ -21,6 +22,7 @@ from types import FunctionType
 from typing import Any
 
 from megatron_hybrid_prefix.platform import cpu as host
+from megatron_hybrid_prefix.platform.sizes import check_sizes
 from megatron_hybrid_prefix.platform.wide_strides import with_64_bits
 from megatron_hybrid_prefix.upstream import modules
 from megatron_hybrid_prefix.upstream.rebinding import Placeholder, Rebinding
@@ -372,5 +374,26 @@ WIDE_STRIDES = (
         name="_selective_scan_update_kernel",
         make=with_64_bits("stride_state_batch", "stride_int_batch", "stride_int_seq"),
         why=_FAR_SLOTS,
+    ),
+)
+
+
+def _with_checked_sizes(original: Callable[[], Any]) -> Any:
+    def get_args() -> Any:
+        args = original()
+        check_sizes(args, "flags of megatron.training")
+        return args
+
+    return get_args
+
+
+TRAINING = (
+    Rebinding(
+        owner="megatron.training.initialize",
+        name="get_args",
+        make=_with_checked_sizes,
+        why="it keeps the process groups that run, and ignores that its flags ask for others",
+        same_signature=True,
+        on_import=True,
     ),
 )

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_hybrid_prefix.errors import PlatformError
 from megatron_hybrid_prefix.platform import patches
+from megatron_hybrid_prefix.platform.sizes import running_sizes
 from megatron_hybrid_prefix.upstream.modules import MAMBA_MIXER
 from megatron_hybrid_prefix.upstream.rebinding import Applied, Placeholder, Rebinding, apply
 from megatron_hybrid_prefix.upstream.version import check_version
@@ -81,7 +82,9 @@ def ensure_platform(
 ) -> Platform:
     """Make this process ready to build a hybrid model and run the dynamic engine.
 
-    Works in a single process and in processes that ``torchrun`` started. A second call with the same sizes does nothing.
+    Works in a single process and in processes that ``torchrun`` started; without sizes each of them is a replica. A second call
+    with the same sizes does nothing. From now on ``initialize_megatron`` of megatron.training raises a PlatformError if its flags
+    ask for other sizes.
 
     Args:
         tp: Tensor-parallel size.
@@ -125,7 +128,7 @@ def ensure_platform(
         tp=tp,
         pp=pp,
         ep=ep,
-        dp=world_size // (tp * pp),
+        dp=running_sizes()["dp"],
         rank=dist.get_rank(),
         world_size=world_size,
     )
@@ -197,7 +200,7 @@ def replace_what_is_missing(use_cuda: bool) -> tuple[str, str, str]:
         while_importing.undo()
     has_mamba_ssm = use_cuda and packages.has_mamba_ssm()
     has_parts = has_mamba_ssm and packages.has_mamba_parts()
-    rebindings: tuple[Rebinding, ...] = ()
+    rebindings: tuple[Rebinding, ...] = patches.TRAINING
     if not has_parts:
         rebindings += patches.MAMBA_PARTS
     if not has_mamba_ssm:
@@ -275,21 +278,19 @@ def _start_parallel_state(tp: int, pp: int, ep: int, seed: int, timeout_s: float
 
     from megatron_hybrid_prefix.upstream.packages import model_parallel_cuda_manual_seed
 
-    if parallel_state.model_parallel_is_initialized():
-        running = (
-            parallel_state.get_tensor_model_parallel_world_size(),
-            parallel_state.get_pipeline_model_parallel_world_size(),
-        )
-        if running != (tp, pp):
+    running = running_sizes()
+    if running:
+        if (running["tp"], running["pp"], running["ep"]) != (tp, pp, ep):
             raise PlatformError(
-                f"megatron's parallel state already runs with tp={running[0]} pp={running[1]}, not tp={tp} pp={pp}"
+                f"megatron's parallel state already runs with tp={running['tp']} pp={running['pp']} ep={running['ep']}, "
+                f"not tp={tp} pp={pp} ep={ep}"
             )
         return
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         expert_model_parallel_size=ep,
-        create_gloo_process_groups=False,
+        create_gloo_process_groups=True,  # by default megatron.training uses them
         distributed_timeout_minutes=math.ceil(timeout_s / 60),
     )
     model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True, force_reset_rng=True)

@@ -53,6 +53,7 @@ _HELP = {
     "scores_evictions": "Blocks whose log-probs were evicted because their budget was full",
     "scores_bytes_used": "Bytes of the log-probs of cached prompts, on the host",
     "scores_bytes_budget": "Most bytes of the log-probs of cached prompts",
+    "invalidations": "Times the cache was emptied because the weights changed, or may have while the engine was suspended",
     "verified_hits": "Hits that were computed again and compared with the cache",
     "verify_mismatches": "Verified hits that differed; 0 unless the cache is wrong",
     "tier_loads": "Entries moved one tier up because a prompt needed them",

@@ -91,6 +91,7 @@ class ContextSeam(DynamicInferenceContext):
     """
 
     admitted_chunk: AdmittedChunk | None = None
+    is_tensor_state_allocated: bool  # megatron's
 
     # -- methods of a subclass -----------------------------------------------------------------------------------------
 
@@ -137,11 +138,41 @@ class ContextSeam(DynamicInferenceContext):
             super()._allocate_memory_buffer()
             self.memory_buffer.zero_()  # training may have left NaN there: see `PageClear` in tiers/units.py
 
+    def reset_tensors(self) -> None:
+        """See megatron; see `has_tensors`."""
+        if self.has_tensors:
+            super().reset_tensors()
+
+    def reset_metadata(self, *args: Any, **kwargs: Any) -> None:
+        """See megatron. It also writes to one tensor, which is not there if `has_tensors` is False."""
+        if self.has_tensors:
+            super().reset_metadata(*args, **kwargs)
+            return
+        self.request_to_kv_block_ids = torch.empty(0)
+        try:
+            super().reset_metadata(*args, **kwargs)
+        finally:
+            del self.request_to_kv_block_ids
+
+    @property
+    def has_tensors(self) -> bool:
+        """False while suspended with RECOMPUTE: megatron has deleted its tensors, and makes new ones when it resumes."""
+        return hasattr(self, "request_to_kv_block_ids")
+
     def reinitialize_inference_state_buffers(self) -> None:
-        """See megatron. What torch_memory_saver brings back is other memory, and nothing is allocated."""
+        """See megatron. What torch_memory_saver brings back is other memory, and nothing is allocated.
+
+        If it raises, as a rule because memory is missing, it can be called again.
+        """
         is_here = self.is_tensor_state_allocated
-        super().reinitialize_inference_state_buffers()
         recomputes = self.kv_cache_management_mode == KVCacheManagementMode.RECOMPUTE
+        try:
+            super().reinitialize_inference_state_buffers()
+        except BaseException:
+            if recomputes:
+                self.deallocate_inference_state_buffers()
+            self.is_tensor_state_allocated = False
+            raise
         if self._uses_torch_memory_saver and recomputes and not is_here:
             self.memory_buffer.zero_()
 

@@ -50,7 +50,12 @@ CONTEXT = rows_of(
         "the cache is made after it",
     ),
     overrides("_allocate_memory_buffer", "(self)", "upstream/context", "KV in the memory that it shares with states"),
-    overrides("reinitialize_inference_state_buffers", "(self)", "upstream/context", "KV memory begins with zeros"),
+    overrides(
+        "reinitialize_inference_state_buffers",
+        "(self)",
+        "upstream/context",
+        "KV memory begins with zeros; can be repeated",
+    ),
     overrides(
         "_allocate_mamba_states",
         "(self)",
@@ -149,9 +154,10 @@ CONTEXT = rows_of(
     wraps(
         "reset_metadata",
         "(self, preserve_prefix_cache=False, *, preserve_counters=False)",
-        "mcore/context/context",
-        "drops KV and states together",
+        "mcore/context/context upstream/context",
+        "drops KV and states together, also while suspended",
     ),
+    overrides("reset_tensors", "(self)", "upstream/context", "a suspended context may have no tensors"),
     overrides(
         "deallocate_inference_state_buffers",
         "(self)",
@@ -371,6 +377,13 @@ ENGINE = rows_of(
     ),
     overrides("reset", "(self)", "mcore/engine/engine mcore/runner serve/engine_loop", "drops pending work, too"),
     overrides("suspend", "(self)", "mcore/engine/engine", "finished requests stay finished"),
+    overrides("resume", "(self)", "mcore/engine/engine", "weights may have changed"),
+    wraps(
+        "generate",
+        "(self, prompts, sampling_params=...)",
+        "mcore/engine/engine",
+        "a suspended engine takes no requests that it cannot run",
+    ),
     wraps("create_cuda_graphs", "(self, reset_context=True)", "mcore/engine/engine", "a capture resets the context"),
     wraps(
         "start_listening_to_data_parallel_coordinator",
@@ -470,6 +483,7 @@ ENGINE = rows_of(
         "mcore/engine/engine upstream/engine",
         "its parts and settings",
     ),
+    attributes("use_coordinator _state_events _pending_signals", "upstream/engine", "a reset keeps the engine's state"),
     attributes("ep_world_size ep_consensus_interval", "mcore/engine/engine", "set to 1 if there are no peers"),
     attributes("engine_loop_task", "serve/ranks", "awaited by a replica"),
     attributes("socket_for_receiving_requests", "upstream/engine", "its socket to the coordinator"),
@@ -484,6 +498,7 @@ ENGINE = rows_of(
 ENGINE_PARTS = (
     *rows_of(
         f"{_INFERENCE}.engines.dynamic_engine",
+        classes("EngineSuspendedError", "mcore/engine/engine", "what a step of a suspended engine raises"),
         keys("active_request_ids finished_request_records", "mcore/runner serve/engine_loop", "what a step returns"),
     ),
     *rows_of(
@@ -492,7 +507,8 @@ ENGINE_PARTS = (
     ),
     *rows_of(
         f"{_INFERENCE}.engines.dynamic_engine:EngineState",
-        constants("SUSPENDED SUSPENDING", "mcore/engine/engine", "whether requests wait to be resumed"),
+        constants("SUSPENDED SUSPENDING", "mcore/engine/engine upstream/engine", "whether requests wait to be resumed"),
+        constants("STOPPING STOPPED", "upstream/engine", "a reset starts the engine again"),
         constants("PAUSED", "serve/ranks", "before replicas end"),
     ),
     *rows_of(
@@ -828,7 +844,7 @@ MIXER = (
             "upstream/mixer",
             "prefill from and to any slot",
         ),
-        attributes("_A_neg_exp_cache_stale", "upstream/mixer", "marks decode's cached A as stale"),
+        attributes("A_log _A_neg_exp_cache", "upstream/mixer", "decode's A, made again in place"),
         attributes(
             "D_has_hdim chunk_size cp d_inner_local_tp d_state headdim ngroups_local_tp nheads_local_tp norm rmsnorm",
             "layers/mamba2",

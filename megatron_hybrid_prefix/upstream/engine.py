@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import msgpack
 import torch
 from megatron.core.inference.engines import DynamicInferenceEngine
+from megatron.core.inference.engines.dynamic_engine import EngineState
 from megatron.core.inference.headers import Headers
 from megatron.core.inference.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord
 from megatron.core.inference.sampling_params import SamplingParams
@@ -17,6 +19,11 @@ from megatron_hybrid_prefix.upstream.coordinator import MARK
 
 class EngineSeam(DynamicInferenceEngine):
     """Megatron's engine; a subclass overrides the methods without an underscore."""
+
+    # Of megatron's engine.
+    use_coordinator: bool
+    _state_events: Any
+    _pending_signals: Any
 
     _epoch: int | None = None
     _takes_messages = False
@@ -99,6 +106,19 @@ class EngineSeam(DynamicInferenceEngine):
         if epoch is not None and epoch != self._epoch:
             self.invalidate()
         self._epoch = epoch
+
+    def reset(self) -> None:
+        """See upstream. A suspended engine stays suspended until `resume`, and one behind a coordinator stays in its state."""
+        state = getattr(self, "state", None)  # None in megatron's constructor
+        suspended = state in (EngineState.SUSPENDED, EngineState.SUSPENDING)
+        ended = state in (None, EngineState.STOPPING, EngineState.STOPPED)
+        stays = suspended or (not ended and self.use_coordinator)
+        kept = (state, self.use_coordinator, self._state_events, self._pending_signals) if stays else None
+        super().reset()
+        if kept is not None:
+            self.state, self.use_coordinator, self._state_events, self._pending_signals = kept
+        if suspended:
+            self.resume_request_ids: list[int] = []
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 

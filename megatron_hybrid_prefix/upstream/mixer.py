@@ -13,8 +13,8 @@ __all__ = [
     "MambaMixerSubmodules",
     "PrefillSeam",
     "convolve_step",
-    "forget_decode_parameters",
     "merge_rows",
+    "refresh_decode_parameters",
     "rows_after",
     "rows_of_step",
     "scan_on_host",
@@ -57,10 +57,14 @@ class PrefillSeam:
         raise NotImplementedError
 
 
-def forget_decode_parameters(module: MambaMixer) -> None:
-    """A mixer has new weights: make its decode recompute A. (Megatron recomputes it after ``train()`` only.)"""
-    if hasattr(module, "_A_neg_exp_cache_stale"):
-        module._A_neg_exp_cache_stale = True
+@torch.inference_mode()  # the memory is an inference tensor if the model was built in that mode
+def refresh_decode_parameters(module: MambaMixer) -> None:
+    """A mixer has new weights: compute the A of its decode again, in the same memory.
+
+    Megatron only sets a flag, in ``train()``, and its next eager decode computes A. The replay of a CUDA graph looks at no flag.
+    """
+    if hasattr(module, "_A_neg_exp_cache"):
+        module._A_neg_exp_cache.copy_(-torch.exp(module.A_log.float()))
 
 
 # The functions below look names up at each call: a platform may have replaced them.

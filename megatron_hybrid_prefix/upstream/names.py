@@ -8,7 +8,7 @@ from megatron.core.inference.contexts.dynamic_context import (
     RequestOverflowError,
     TokenOverflowError,
 )
-from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine, EngineState
+from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine, EngineState, EngineSuspendedError
 from megatron.core.inference.inference_client import InferenceClient
 from megatron.core.inference.inference_request import (
     DynamicInferenceRequest,
@@ -27,6 +27,7 @@ __all__ = [
     "DynamicInferenceRequest",
     "DynamicInferenceRequestRecord",
     "EngineState",
+    "EngineSuspendedError",
     "GPTInferenceWrapper",
     "InferenceClient",
     "KVCacheManagementMode",

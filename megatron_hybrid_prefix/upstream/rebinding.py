@@ -11,8 +11,10 @@ import importlib
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
 from megatron_hybrid_prefix.errors import UpstreamDriftError
@@ -32,6 +34,7 @@ class Rebinding:
         same_signature: Require the replacement to take the parameters of the original, by name and order.
         same_parameters_as: ``module:function`` to compare with instead, if ``name`` may be ``None``.
         may_be_absent: The name exists only if an optional package is installed; if absent, nothing is compared.
+        on_import: Replaced once the owner's module is imported, by whoever needs it: it is not imported for this.
     """
 
     owner: str
@@ -41,6 +44,7 @@ class Rebinding:
     same_signature: bool = False
     same_parameters_as: str | None = None
     may_be_absent: bool = False
+    on_import: bool = False
 
     @property
     def symbol(self) -> str:
@@ -81,11 +85,17 @@ class Applied:
         self._undo.append(lambda: sys.modules.pop(placeholder.name, None))
 
     def rebind(self, rebinding: Rebinding) -> None:
-        """Check and apply one rebinding.
+        """Check and apply one rebinding. One ``on_import`` waits for its module; then the import may raise.
 
         Raises:
             UpstreamDriftError: The owner or the name does not exist, or the signature differs.
         """
+        module = rebinding.owner.partition(":")[0]
+        if rebinding.on_import and module not in sys.modules:
+            finder = _AfterImport(module, lambda: self.rebind(rebinding))
+            sys.meta_path.insert(0, finder)
+            self._undo.append(lambda: sys.meta_path.remove(finder))
+            return
         owner = _resolve(rebinding)
         original = inspect.getattr_static(owner, rebinding.name, _MISSING)
         if original is _MISSING and not rebinding.may_be_absent:
@@ -118,6 +128,28 @@ class Applied:
             self._undo.pop()()
         self.rebindings.clear()
         self.placeholders.clear()
+
+
+class _AfterImport(MetaPathFinder):
+    """Calls a function once a module has been imported. Finds it where Python does."""
+
+    def __init__(self, module: str, then: Callable[[], None]) -> None:
+        self._module, self._then = module, then
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """See MetaPathFinder."""
+        spec = PathFinder.find_spec(fullname, path, target) if fullname == self._module else None
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                run(module)
+                self._then()
+
+            setattr(spec.loader, "exec_module", exec_module)  # noqa: B010  (mypy allows no assignment to a method)
+        return spec
 
 
 def apply(rebindings: Iterable[Rebinding], applied: Applied) -> None:

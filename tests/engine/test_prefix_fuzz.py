@@ -85,7 +85,9 @@ class Traffic:
         with patch.object(entry_copies, "ENGINE_BYTES", 1 if seed % 2 else entry_copies.ENGINE_BYTES):
             self.engine = build_engine(
                 model,
-                HybridPrefixConfig(retention_interval_tokens=interval, **memory, **host),
+                HybridPrefixConfig(
+                    retention_interval_tokens=interval, keep_on_resume=self.retention.random() < 0.7, **memory, **host
+                ),
                 async_sched_mode=dice.choice(("legacy", "async")),
                 enable_chunked_prefill=chunked,
                 max_tokens=64 * dice.randint(1, 6) if chunked else 1024,

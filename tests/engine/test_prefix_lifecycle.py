@@ -58,7 +58,7 @@ def state_storages(served: EngineHarness) -> dict[str, torch.UntypedStorage]:
 @each_mode
 @each_management
 def test_what_an_idle_engine_keeps_while_suspended(model, management, mode):
-    served = EngineHarness(model, kv_cache_management_mode=management, async_sched_mode=mode)
+    served = EngineHarness(model, kv_cache_management_mode=management, async_sched_mode=mode, keep_on_resume=True)
     prompt = tokens(2, 30, seed=1)
     served.send(prompt)
     sizes = {name: storage.nbytes() for name, storage in state_storages(served).items()}
@@ -107,9 +107,10 @@ def test_recompute_lets_go_of_all_memory(model, running, mode):
 
 
 def served_in_chunks(model, management, mode, *, max_requests):
-    """An engine that computes prompts in chunks of two blocks."""
+    """An engine that computes prompts in chunks of two blocks, and whose weights do not change."""
     return EngineHarness(
         model,
+        keep_on_resume=True,
         kv_cache_management_mode=management,
         async_sched_mode=mode,
         enable_chunked_prefill=True,

@@ -13,11 +13,11 @@ from tests.gpu.launch import run_script
 pytestmark = pytest.mark.gpu
 
 
-def run(tmp_path, preset):
+def run(tmp_path, preset, script="graphs.py"):
     if not any(importlib.util.find_spec(name) for name in ("flash_attn", "flash_attn_interface")):
         pytest.skip("needs flash-attention: the attention that stands in for it cannot be captured")
     out = tmp_path / "found.json"
-    print(run_script("graphs.py", preset, out, TRITON_F32_DEFAULT="ieee").strip().splitlines()[-1])
+    print(run_script(script, preset, out, TRITON_F32_DEFAULT="ieee").strip().splitlines()[-1])
     return json.loads(out.read_text())
 
 
@@ -93,3 +93,17 @@ def check_noise(found, preset, reference):
         own, count = error(found, name)
         print(f"{preset}: mean |log-prob difference|: {name} {own:.5f} over {count} tokens; noise {noise:.5f}")
         assert own <= 1.5 * noise
+
+
+@pytest.mark.parametrize("preset", ["tiny", "tiny-gdn"])
+def test_graphs_read_what_layers_derive_from_new_weights(tmp_path, preset):
+    """Weights change in place, under graphs that go on. A replay runs no Python that could notice."""
+    found = run(tmp_path, preset, "new_weights.py")
+    fresh = found.pop("fresh")
+    assert any(name.endswith("stale") for name in found) == (preset == "tiny")
+    for name, own in found.items():
+        right = all(a == pytest.approx(b, abs=1e-4) for a, b in zip(own["log_probs"], fresh["log_probs"], strict=True))
+        same = right and own["tokens"] == fresh["tokens"]
+        assert same == name.endswith(("told", "resumed")), name
+        assert own["counts"]["graph_decode"] > 0.9 * own["counts"]["decode"] > 0, name
+        assert not any(own["cached_tokens"]), name

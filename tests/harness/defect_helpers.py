@@ -24,7 +24,9 @@ class WrongAnswer(Exception):
     """An answer differs from the model's. Not an AssertionError, so that other failures cannot count as the defect."""
 
 
-def defect(number: int, what: str, raises: type[Exception] = AssertionError) -> pytest.MarkDecorator:
+def defect(
+    number: int, what: str, raises: type[Exception] | tuple[type[Exception], ...] = AssertionError
+) -> pytest.MarkDecorator:
     """Runs a test with a ``side`` of each kind. On megatron's side it must fail with ``raises``.
 
     Args:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
+import tempfile
 import types
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_hybrid_prefix.errors import PlatformError, UpstreamDriftError
+from megatron_hybrid_prefix.mcore import HybridPrefixContext, build_engine, build_upstream_engine
+from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import active_rebindings, ensure_platform, patches
+from megatron_hybrid_prefix.platform.sizes import check_sizes
 from megatron_hybrid_prefix.platform.wide_strides import with_64_bits
 from megatron_hybrid_prefix.upstream.rebinding import Applied, Placeholder, Rebinding, apply, resolve
+from tests.engine.test_install import CONFIG
 from tests.harness.limits import HANG_S
+from tests.harness.workers.launch import run_prepared
 
 on_host = pytest.mark.skipif(torch.cuda.is_available(), reason="the host platform")
 
@@ -24,6 +33,14 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, env=os.environ | environment
     )
+
+
+def run_prepared_code(code: str) -> list[subprocess.CompletedProcess[str]]:
+    """`run_python` in a process that has megatron imported."""
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
+        script.write(code)
+        script.flush()
+        return run_prepared(script.name)
 
 
 def test_importing_the_package_changes_nothing_and_does_not_import_megatron():
@@ -164,6 +181,89 @@ def test_a_layout_that_does_not_fit_the_processes_is_one_line():
     assert "tp=2 x pp=1 x ep=1 does not divide the 1 process(es)" in result.stderr.strip().splitlines()[-1]
 
 
+SIZES = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "context_parallel_size": "cp",
+    "virtual_pipeline_model_parallel_size": "vp",
+}
+
+
+@pytest.mark.parametrize("field", SIZES)
+@pytest.mark.parametrize("build", [build_engine, build_upstream_engine, HybridPrefixContext])
+def test_a_model_of_other_sizes_is_refused_in_one_line_that_names_both(tiny, field, build, monkeypatch):
+    config = CONFIG(tiny)
+    monkeypatch.setattr(tiny.config, field, 2)
+    name = SIZES[field]
+    with pytest.raises(
+        PlatformError, match=rf"^the model's config: {name}=2, but this process runs with {name}=1; [^\n]+$"
+    ):
+        build(tiny.config, config) if build is HybridPrefixContext else build(tiny)
+
+
+def test_sizes_for_experts_are_those_of_models_with_experts(platform):
+    check_sizes(SimpleNamespace(expert_model_parallel_size=2, num_moe_experts=None), "a dense model")
+    for name in ("num_moe_experts", "num_experts"):
+        with pytest.raises(
+            PlatformError, match=r"ep=2 etp=4, but this process runs with ep=1 etp=1; call .*ep=2\) first$"
+        ):
+            check_sizes(
+                SimpleNamespace(expert_model_parallel_size=2, expert_tensor_parallel_size=4, **{name: 8}), "a mixture"
+            )
+
+
+def test_a_model_with_groups_of_its_own_is_compared_with_those(platform):
+    """As of a trainer's inference model in another layout."""
+    groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 4), pp=None)
+    check_sizes(SimpleNamespace(tensor_model_parallel_size=4, pipeline_model_parallel_size=8), "a model", groups)
+    with pytest.raises(
+        PlatformError, match=r"^a model: tp=1, but this process runs with tp=4; make the process groups"
+    ):
+        check_sizes(SimpleNamespace(tensor_model_parallel_size=1), "a model", groups)
+
+
+def test_a_model_is_not_built_for_other_sizes(platform):
+    with pytest.raises(PlatformError, match="tp=2, but this process runs with tp=1"):
+        build_hybrid_model("tiny", platform=replace(platform, tp=2))
+    with pytest.raises(PlatformError, match="pp=2, but this process runs with pp=1"):
+        build_hybrid_model("tiny", platform=platform, pipeline_model_parallel_size=2)
+
+
+@on_host
+@pytest.mark.parametrize("first", ["platform", "training", "undone"])
+def test_megatron_training_compares_its_flags_whenever_it_is_imported(first):
+    """A platform does not import it: that takes long, and wants packages."""
+    (result,) = run_prepared_code(
+        f"""
+import sys
+from types import SimpleNamespace
+if {first!r} == "training":
+    import megatron.training.initialize
+from megatron_hybrid_prefix.platform import ensure_platform, undo_platform
+ensure_platform(device="cpu")
+assert ("megatron.training" in sys.modules) == ({first!r} == "training")
+from megatron.training.global_vars import set_args
+from megatron.training.initialize import initialize_megatron
+set_args(SimpleNamespace(tensor_model_parallel_size=2, pipeline_model_parallel_size=1))
+if {first!r} == "undone":
+    undo_platform()
+    assert not any("rebinding" in type(finder).__module__ for finder in sys.meta_path)
+try:
+    initialize_megatron(allow_no_cuda=True, skip_mpu_initialization=True)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    )
+    assert result.returncode == 0, result.stderr
+    if first == "undone":
+        assert "PlatformError" not in result.stdout
+    else:
+        assert result.stdout.endswith(
+            "PlatformError flags of megatron.training: tp=2, but this process runs with tp=1; "
+            "call ensure_platform(tp=2, pp=1, ep=1) first\n"
+        )
+
+
 @pytest.fixture
 def upstream(monkeypatch):
     """A stand-in for an upstream module with one function."""
@@ -190,6 +290,28 @@ def test_a_missing_symbol_is_named_and_nothing_stays_replaced(upstream):
         apply([entry(), entry(name="gone")], applied)
     assert upstream.kernel is original
     assert applied.rebindings == []
+
+
+def test_a_module_that_is_not_imported_yet_is_replaced_when_it_is(tmp_path, monkeypatch):
+    """Each time, and checked then; nothing is left of it afterwards."""
+    (tmp_path / "imported_later.py").write_text("def kernel(x, out): return 'original'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    finders = list(sys.meta_path)
+    applied = Applied()
+    later = {"owner": "imported_later", "name": "kernel", "why": "t", "on_import": True, "same_signature": True}
+    apply([Rebinding(make=lambda original: lambda x, out: "ours", **later)], applied)
+    assert applied.rebindings == [] and "imported_later" not in sys.modules
+    module = importlib.import_module("imported_later")
+    assert module.kernel(1, 2) == "ours" and len(applied.rebindings) == 1
+    assert importlib.reload(module).kernel(1, 2) == "ours"
+    applied.undo()
+    assert importlib.reload(module).kernel(1, 2) == "original" and sys.meta_path == finders
+    del sys.modules["imported_later"]
+    apply([Rebinding(make=lambda original: lambda x: "ours", **later)], applied)
+    with pytest.raises(UpstreamDriftError, match=r"imported_later\.kernel: .*\(x, out\).*\(x\)"):
+        importlib.import_module("imported_later")
+    applied.undo()
+    assert sys.meta_path == finders
 
 
 def test_a_missing_module_is_named():

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.inference.config import KVCacheManagementMode
+from megatron.core.inference.contexts.dynamic_context import TensorStateDeallocatedError
+from megatron.core.ssm.mamba_mixer import MambaMixer
 
 from megatron_hybrid_prefix.models import build_hybrid_model
 from tests.harness.defect_helpers import BLOCK, WrongAnswer, defect, make_side
@@ -123,6 +126,46 @@ def test_05_weights_change(side, platform):
     side.check_drained(engine)
 
 
+@defect(34, "what was computed before a suspension is reused with the weights after it", raises=WrongAnswer)
+def test_34_weights_change_while_suspended(side, platform):
+    """As trainers do: nothing is announced, and the engine resumes with other weights."""
+    side.model = build_hybrid_model("tiny", seed=5, platform=platform)
+    engine = side.build()
+    shared = random_tokens(3 * BLOCK, seed=1)
+    side.serve(engine, shared + random_tokens(30, seed=2))
+    engine.suspend()
+    with torch.no_grad():
+        for name, weight in side.model.named_parameters():
+            if "in_proj" in name or "linear_qkv" in name:
+                weight.mul_(1.25)
+    engine.resume()
+    request, _ = side.serve(engine, shared + random_tokens(40, seed=4))
+    side.check(request)
+    side.check_drained(engine)
+
+
+@defect(35, "new weights leave the old A of Mamba's decode where a captured CUDA graph reads it", raises=WrongAnswer)
+def test_35_a_replayed_decode_with_new_weights(side, platform, monkeypatch):
+    """Megatron computes A again in the next eager decode after ``train()``. The replay of a graph runs no Python."""
+    side.model = build_hybrid_model("tiny", seed=5, platform=platform)
+    engine = side.build()
+    side.serve(engine, random_tokens(300, seed=1), 8)
+
+    def replayed(self: MambaMixer) -> torch.Tensor:
+        return self._A_neg_exp_cache.view(-1, 1, 1).expand(-1, self.headdim, self.d_state)
+
+    monkeypatch.setattr(MambaMixer, "_get_decode_A_neg_exp", replayed)
+    side.model.train()
+    with torch.no_grad():
+        for name, weight in side.model.named_parameters():
+            if name.endswith("A_log"):
+                weight.add_(0.4)
+    side.model.eval()
+    engine._generation_epoch = 1
+    request, _ = side.serve(engine, random_tokens(300, seed=2), 8)
+    side.check(request)
+
+
 # -- crashes -----------------------------------------------------------------------------------------------------------
 
 
@@ -230,4 +273,20 @@ def test_31_evicting_after_a_capture(side):
         engine.context.reset()  # as `create_cuda_graphs` does, which needs a GPU
     requests = [side.serve(engine, random_tokens(3 * BLOCK + 10, seed=number), 1)[0] for number in range(4)]
     side.check(*requests)
+    side.check_drained(engine)
+
+
+@pytest.mark.parametrize("management", ["persist", "offload", "recompute"])
+@defect(
+    36, "a reset of a suspended engine leaves it without buffers", raises=(TensorStateDeallocatedError, AttributeError)
+)
+def test_36_reset_while_suspended(side, management):
+    """It says that it runs, and the next forward finds no buffers; with RECOMPUTE the reset itself fails."""
+    engine = side.build(kv_cache_management_mode=KVCacheManagementMode(management))
+    side.serve(engine, random_tokens(300, seed=1))
+    engine.suspend()
+    engine.reset()
+    engine.resume()
+    request, _ = side.serve(engine, random_tokens(300, seed=1))
+    side.check(request)
     side.check_drained(engine)

@@ -16,6 +16,7 @@ Longer than 400 lines because all calls from megatron arrive in this class; half
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,11 +49,12 @@ from megatron_hybrid_prefix.mcore.state.moves import HostMoves, Moves
 from megatron_hybrid_prefix.mcore.state.one_budget import agree_on_layout, one_budget
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.ops.invariant.log_softmax import log_softmax
+from megatron_hybrid_prefix.platform.sizes import check_sizes
 from megatron_hybrid_prefix.pool.device import StateSlots
 from megatron_hybrid_prefix.pool.layout import SlotLayout
 from megatron_hybrid_prefix.pool.pages import PageLayout
 from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory, slot_bytes
-from megatron_hybrid_prefix.tiers.units import EntryKind
+from megatron_hybrid_prefix.tiers.units import HOST, EntryKind
 from megatron_hybrid_prefix.upstream.blocks import block_counts
 from megatron_hybrid_prefix.upstream.context import ChunkBlocks, ContextSeam, one_thread
 from megatron_hybrid_prefix.upstream.contract import check_contract
@@ -63,6 +65,8 @@ if TYPE_CHECKING:
 
     from megatron_hybrid_prefix.upstream.config import InferenceConfig
     from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest
+
+logger = logging.getLogger(__name__)
 
 
 class HybridPrefixContext(ContextSeam):
@@ -94,6 +98,7 @@ class HybridPrefixContext(ContextSeam):
     Raises:
         ValueError: The config describes no recurrent layers, or the model has layers that do not support the requested
             speculative decoding, block size or CUDA graphs; or a cache is asked for, and its experts drop tokens.
+        PlatformError: The model was made for other parallel sizes than those that run.
     """
 
     # These values hold while megatron's constructor runs, too.
@@ -123,6 +128,7 @@ class HybridPrefixContext(ContextSeam):
         prefix: HybridPrefixConfig | None = None,
     ) -> None:
         check_contract()
+        check_sizes(model_config, "the model's config", inference_config.pg_collection)
         state_config = inference_config.mamba_inference_state_config
         if prefix is None and state_config is not None and inference_config.enable_prefix_caching:
             prefix = HybridPrefixConfig(mamba_gb=inference_config.prefix_caching_mamba_gb or 0.0)
@@ -332,7 +338,7 @@ class HybridPrefixContext(ContextSeam):
         if self.moves is not None and self.is_tensor_state_allocated:
             self.moves.finish()
         super().deallocate_inference_state_buffers()
-        if self.states is not None and not all(hasattr(self, f"mamba_{n}_states") for n in self.states.pool.tensors):
+        if not self.has_tensors:
             self.states = self.prefill_step = self.shared_memory = None
 
     # -- match, admit, plan --------------------------------------------------------------------------------------------
@@ -703,6 +709,23 @@ class HybridPrefixContext(ContextSeam):
                 self.states.live.reset()
         super().reset_metadata(preserve_prefix_cache, *args, **kwargs)
 
+    @property
+    def keeps_on_resume(self) -> bool:
+        """Whether what is cached stays valid when the engine resumes (``HybridPrefixConfig.keep_on_resume``)."""
+        return self.prefix_config is not None and self.prefix_config.keep_on_resume
+
+    def log_dropped(self) -> None:
+        """Log what a resumed engine drops, if there is anything. (Nothing is left if new weights were announced before.)"""
+        assert self.prefix_cache is not None
+        blocks, on_host = self.prefix_cache.blocks.cached_count, self.prefix_stats().tiers[HOST].kv_blocks
+        if blocks or on_host:
+            logger.warning(
+                "resume() drops %d cached KV blocks and %d on the host, with their states: the weights may have changed while "
+                "the engine was suspended; where they never do, set keep_on_resume=True",
+                blocks,
+                on_host,
+            )
+
     def invalidate(self) -> None:
         """The weights changed: older KV and states no longer match, and running requests stop caching."""
         if self.prefix_cache is not None:
@@ -733,7 +756,8 @@ class HybridPrefixContext(ContextSeam):
         """Raises CacheCorruptionError if the cache is corrupt, or disagrees with megatron's tables; for tests."""
         if self.prefix_cache is not None:
             self.prefix_cache.check_integrity()
-            rows.check_rows(self, self.prefix_cache)
+            if self.has_tensors:
+                rows.check_rows(self, self.prefix_cache)
 
     def _note(self, decision: Callable[[], str]) -> None:
         """Log a decision that must be the same on all ranks; put into words only if ranks are compared."""

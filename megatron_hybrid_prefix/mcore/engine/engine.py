@@ -38,6 +38,7 @@ from megatron_hybrid_prefix.upstream.names import (
     DynamicInferenceContext,
     DynamicInferenceRequest,
     EngineState,
+    EngineSuspendedError,
     KVCacheManagementMode,
     SamplingParams,
     Status,
@@ -125,6 +126,25 @@ class HybridPrefixEngine(EngineSeam):
         if recompute:
             self.drop_pending_logits()
             self.removals.finish_resumed()
+
+    def resume(self) -> None:
+        """See upstream. Trainers change weights meanwhile: nothing older is reused, except with ``keep_on_resume``.
+
+        With tensor or pipeline parallelism call this on every rank.
+        """
+        if self._is_suspended and not self._cached.keeps_on_resume:
+            self._cached.log_dropped()
+            self.invalidate()
+        super().resume()
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """See upstream. Raises EngineSuspendedError, and adds no request, while the engine is suspended."""
+        self._check_not_suspended()
+        return super().generate(*args, **kwargs)
+
+    def _check_not_suspended(self) -> None:
+        if self._is_suspended:
+            raise EngineSuspendedError("the engine is suspended: call engine.resume() first")
 
     def create_cuda_graphs(self, *args: Any, **kwargs: Any) -> Any:
         """See upstream. A capture resets the context: logs what is lost, and restarts running requests.
@@ -324,10 +344,10 @@ class HybridPrefixEngine(EngineSeam):
         """See upstream; see `on_step` and `step_began_s`.
 
         Raises:
+            EngineSuspendedError: The engine is suspended.
             RuntimeError: An earlier step raised, and the engine was not reset since.
         """
-        if self._is_suspended:
-            return await super().async_step()  # megatron raises before it does anything, so no step has failed
+        self._check_not_suspended()
         if self._step_failed:
             raise RuntimeError("a step failed and left half-written states: call engine.reset() first")
         self.step_began_s = time.perf_counter()

@@ -11,6 +11,7 @@ class NoCache:
     loads_wait = False
     scored = None
     is_exact = False
+    keeps_on_resume = False  # layers keep what they derived from their weights
 
     def prefix_request(self, req: Any) -> None:
         """Make no keys."""
@@ -31,6 +32,9 @@ class NoCache:
 
     def fail_step(self) -> None:
         """Nothing to free."""
+
+    def log_dropped(self) -> None:
+        """Nothing is dropped."""
 
     def invalidate(self) -> None:
         """Nothing to drop."""

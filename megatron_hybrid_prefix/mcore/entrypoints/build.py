@@ -8,6 +8,7 @@ from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.mcore.entrypoints.patches import CONTEXT_IN_CUDA_GRAPHS
 from megatron_hybrid_prefix.mcore.ranks.agreement import of_all_stages
 from megatron_hybrid_prefix.platform import replace_names, running_platform
+from megatron_hybrid_prefix.platform.sizes import check_sizes
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer, Tokenizer
 from megatron_hybrid_prefix.upstream.contract import check_contract
 
@@ -44,7 +45,7 @@ def build_engine(
 
     Raises:
         ValueError: A field is unknown, or the configured memory is too small.
-        PlatformError: megatron-core is missing or unsupported.
+        PlatformError: megatron-core is missing or unsupported, or the model was made for other parallel sizes than those that run.
         UpstreamDriftError: The installed megatron-core differs in a name that this package relies on.
     """
     inference_config = _checked_config(model, prefix, inference_config_fields)
@@ -103,6 +104,7 @@ def _checked_config(model: Any, prefix: HybridPrefixConfig | None, fields: dict[
     platform = running_platform()
     if platform is not None:
         platform.check_cuda_graphs(model.config.cuda_graph_impl)
+    check_sizes(model.config, "the model's config", fields.get("pg_collection"))
     return _inference_config(model, prefix, fields)
 
 

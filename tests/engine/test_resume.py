@@ -1,0 +1,462 @@
+"""What a suspension leaves: resets of a suspended engine, resumes that fail, and weights that changed meanwhile."""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.inference.config import KVCacheManagementMode
+from megatron.core.inference.engines.dynamic_engine import EngineState, EngineSuspendedError
+from megatron.core.resharding.copy_services.base import CopyService
+from megatron.core.resharding.refit import swap_model_weights
+from megatron.core.ssm.mamba_mixer import MambaMixer
+
+from megatron_hybrid_prefix.models import build_hybrid_model
+from tests.harness.engine_helpers import assert_matches, greedy
+from tests.harness.fake_mooncake import FakeCluster, use_fake_mooncake
+from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
+from tests.harness.limits import HANG_S
+from tests.harness.named_models import named
+from tests.harness.selection import mostly_slow
+from tests.harness.shared_tiers import stats_of, written
+
+PERSIST, OFFLOAD, RECOMPUTE = (
+    KVCacheManagementMode.PERSIST,
+    KVCacheManagementMode.OFFLOAD,
+    KVCacheManagementMode.RECOMPUTE,
+)
+each_management = pytest.mark.parametrize("management", (PERSIST, OFFLOAD, RECOMPUTE), ids=lambda value: value.value)
+each_mode = pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
+ON_HOST = {"slots": 4, "blocks": 20, "host_gb": 0.02}  # what does not fit goes to the host
+
+
+@pytest.fixture(autouse=True, scope="module")
+def collected_quickly() -> Iterator[None]:
+    """Makes megatron's garbage collection on suspend fast, by excluding all imported objects."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def busy(model: Any, **fields: Any) -> EngineHarness:
+    """An engine with something cached, a request in decode, one between two chunks of its prompt, and one that waits."""
+    served = EngineHarness(
+        model, **({"enable_chunked_prefill": True, "max_tokens": 2 * BLOCK, "max_requests": 3} | fields)
+    )
+    served.send(tokens(2, 30, seed=1))
+    served.add(tokens(1, 50, seed=2), 2 * BLOCK)
+    served.step(4)
+    chunked = served.add(tokens(6, 11, seed=3), 5)
+    served.add(tokens(2, 5, seed=4), 5)
+    served.step(1)
+    assert served.context.chunked_prefill_request_id == chunked
+    return served
+
+
+# -- resets, and what is not possible while suspended ------------------------------------------------------------------
+
+CACHES = {"cache": {}, "host tier": ON_HOST, "no cache": {"slots": None}}
+
+
+@each_management
+@each_mode
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.usefixtures("memory")
+def test_a_suspended_engine_can_be_reset(model, management, mode, cache):
+    """It stays suspended, and has forgotten its requests once it resumes."""
+    served = busy(model, kv_cache_management_mode=management, async_sched_mode=mode, **CACHES[cache])
+    served.engine.suspend()
+    for _ in range(2):
+        served.engine.reset()
+        assert served.engine.state == EngineState.SUSPENDED and not served.engine.has_unfinished_requests()
+        served.check_integrity()
+    with pytest.raises(EngineSuspendedError):
+        served.step()
+    late = served.add(tokens(0, 9, seed=5))
+    served.engine.resume()
+    served.run()
+    assert list(served.finished) == [1, late]  # those that were dropped are 2 to 4
+    again = [served.send(tokens(2, 30, seed=1)) for _ in range(2)]
+    assert [request.num_cached_tokens for request in again] == [0, 0 if cache == "no cache" else 2 * BLOCK]
+    served.check()
+    served.check_drained()
+
+
+@each_management
+def test_a_request_that_was_refused_is_returned_after_a_suspension_or_dropped_by_a_reset(model, management):
+    for reset in (False, True):
+        served = EngineHarness(model, kv_cache_management_mode=management)
+        with pytest.warns(UserWarning, match="failed to be added"):
+            refused = served.add(tokens(100, 0, seed=5))
+        served.engine.suspend()
+        if reset:
+            served.engine.reset()
+        served.engine.resume()
+        served.step()
+        assert list(served.finished) == ([] if reset else [refused])
+        served.check_drained()
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "PAUSED", "SUSPENDING", "SUSPENDED", "RESUMING", "STOPPED"])
+def test_a_reset_behind_a_coordinator_leaves_its_states_and_signals_alone(model, state):
+    """Its next signal asserts the state. One that has stopped starts again, without a coordinator."""
+    engine = EngineHarness(model, kv_cache_management_mode=RECOMPUTE).engine
+    suspended = state.startswith("SUSPEND")
+    engine.use_coordinator = True
+    if suspended:
+        engine.suspend()
+    engine.state, engine._pending_signals = EngineState[state], deque([b"a signal"])
+    events = engine._state_events
+    engine.reset()
+    if state == "STOPPED":
+        assert (engine.state, engine.use_coordinator) == (EngineState.RUNNING, False)
+    else:
+        assert (engine.state, engine.use_coordinator) == (EngineState[state], True)
+        assert engine._state_events is events and list(engine._pending_signals) == [b"a signal"]
+    engine.resume()
+    assert engine.context.is_tensor_state_allocated
+
+
+@each_management
+def test_a_suspended_engine_generates_nothing_and_says_so(model, management):
+    served = EngineHarness(model, kv_cache_management_mode=management)
+    served.engine.suspend()
+    for call in (served.step, lambda: served.engine.generate([tokens(0, 9, seed=1)], greedy(3))):
+        with pytest.raises(EngineSuspendedError, match=r"^the engine is suspended: call engine\.resume\(\) first$"):
+            call()
+    served.engine.resume()
+    assert len(served.engine.generate([tokens(0, 9, seed=1)], greedy(3))) == 1
+    served.check_drained()
+
+
+@each_mode
+@pytest.mark.parametrize("management", (OFFLOAD, RECOMPUTE), ids=lambda value: value.value)
+@pytest.mark.usefixtures("memory")
+def test_a_resume_without_memory_can_be_repeated(model, management, mode, monkeypatch):
+    """A trainer may still have it."""
+    served = busy(model, kv_cache_management_mode=management, async_sched_mode=mode, keep_on_resume=True)
+    served.engine.suspend()
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.undo()
+        raise MemoryError("an error of this test")
+
+    if management == RECOMPUTE:
+        monkeypatch.setattr(type(served.context), "make_state_metadata", fail)  # KV and states are allocated
+    else:
+        monkeypatch.setattr(torch.TypedStorage, "resize_", fail)
+    with pytest.raises(MemoryError):
+        served.engine.resume()
+    assert served.engine.state == EngineState.SUSPENDED
+    assert (served.context.states, served.context.shared_memory) == (None, None) or management == OFFLOAD
+    served.engine.resume()
+    served.run()
+    assert sorted(served.finished) == [1, 2, 3, 4]
+    served.check()
+    served.check_drained()
+
+
+# -- weights that change while the engine is suspended, with nothing announced -----------------------------------------
+
+MODELS = {"mamba2": "tiny", "gated delta net": "tiny-gdn", "both": "tiny-mixed"}
+
+
+@pytest.fixture
+def own_models(platform: Any) -> Callable[[str], tuple[Any, Any]]:
+    """Makes a model that a test may modify, and what a trainer makes of it."""
+    return lambda name: tuple(build_hybrid_model(named(name), seed=seed, platform=platform) for seed in (5, 6))
+
+
+def copy_in_place(model: Any, trained: Any) -> None:
+    with torch.no_grad():
+        for parameter, new in zip(model.parameters(), trained.parameters(), strict=True):
+            parameter.copy_(new)
+
+
+def assign_data(model: Any, trained: Any) -> None:
+    for parameter, new in zip(model.parameters(), trained.parameters(), strict=True):
+        parameter.data = new.data.clone()
+
+
+class LocalCopies(CopyService):
+    """Copies of one process. (Megatron's services pin memory, which needs a GPU.)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: dict[int, torch.Tensor] = {}
+        self.received: dict[int, torch.Tensor] = {}
+
+    def submit_send(self, src_tensor: torch.Tensor, dest_rank: int, task_id: int | None = None) -> None:
+        self.sent[task_id] = src_tensor
+
+    def submit_recv(self, dest_tensor: torch.Tensor, src_rank: int, task_id: int | None = None) -> None:
+        self.received[task_id] = dest_tensor
+
+    def run(self) -> None:
+        with torch.no_grad():
+            for number, target in self.received.items():
+                target.copy_(self.sent[number])
+
+
+WAYS = {
+    "copy_": copy_in_place,
+    "data": assign_data,
+    "load_state_dict": lambda model, trained: model.load_state_dict(trained.state_dict()),
+    "swap_model_weights": lambda model, trained: swap_model_weights(trained, model, LocalCopies()),
+}
+
+
+def spoilt(served: EngineHarness, *ids: int) -> bool:
+    """Whether an answer is not that of the current weights."""
+    try:
+        served.check(*ids)
+    except AssertionError:
+        return True
+    return False
+
+
+@each_mode
+@each_management
+@pytest.mark.parametrize("name", mostly_slow(MODELS.values(), "tiny", "tiny-gdn"), ids=MODELS.get)
+@pytest.mark.parametrize("cache", mostly_slow(["cache", "host tier"], "cache", "host tier"))
+@pytest.mark.usefixtures("memory")
+def test_nothing_computed_before_a_suspension_is_reused(own_models, name, management, mode, cache, caplog):
+    model, trained = own_models(name)
+    served = EngineHarness(model, kv_cache_management_mode=management, async_sched_mode=mode, **CACHES[cache])
+    prompts = [tokens(2, 30 + seed, seed=seed) for seed in range(3 if cache == "cache" else 14)]
+    served.send(*prompts)
+    if cache == "host tier":
+        assert served.context.prefix_stats().tiers["host"].states
+    served.engine.suspend()
+    copy_in_place(model, trained)
+    blocks, on_host = served.cache.blocks.cached_count, served.context.prefix_stats().tiers["host"].kv_blocks
+    served.engine.resume()
+    said = f"resume() drops {blocks} cached KV blocks and {on_host} on the host"
+    assert sum(said in record.message for record in caplog.records) == 1
+    first = served.next_id + 1
+    for prompt in prompts:
+        assert served.send(prompt).num_cached_tokens == 0
+    assert served.send(prompts[-1]).num_cached_tokens == 2 * BLOCK
+    served.check(*range(first, served.next_id + 1))
+    assert served.context.prefix_stats().invalidations == 1
+    served.check_drained()
+
+
+@pytest.mark.parametrize("management", (PERSIST, OFFLOAD), ids=lambda value: value.value)
+def test_with_the_setting_the_cache_survives_and_other_weights_would_be_noticed(own_models, management, caplog):
+    model, trained = own_models("tiny")
+    served = EngineHarness(model, kv_cache_management_mode=management, keep_on_resume=True)
+    prompt = tokens(2, 30, seed=1)
+    served.send(prompt)
+    served.suspend_and_resume()
+    assert served.send(prompt).num_cached_tokens == 2 * BLOCK
+    served.check()
+    served.engine.suspend()
+    copy_in_place(model, trained)
+    served.engine.resume()
+    assert served.send(prompt).num_cached_tokens == 2 * BLOCK and spoilt(served, served.next_id)
+    assert served.context.prefix_stats().invalidations == 0 and not caplog.records
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_however_weights_change(own_models, way):
+    model, trained = own_models("tiny")
+    served = EngineHarness(model)
+    prompt = tokens(2, 30, seed=1)
+    served.send(prompt)
+    served.engine.suspend()
+    WAYS[way](model, trained)
+    served.engine.resume()
+    assert served.send(prompt, count=9).num_cached_tokens == 0
+    served.check(2)
+    fresh = EngineHarness(trained)
+    fresh.send(prompt, count=9)
+    assert served.finished[2].generated_tokens == fresh.finished[1].generated_tokens
+
+
+@each_mode
+@each_management
+@pytest.mark.parametrize("cache", mostly_slow(["cache", "host tier"], "cache"))
+@pytest.mark.parametrize("name", mostly_slow(MODELS.values(), "tiny"), ids=MODELS.get)
+def test_requests_in_flight_publish_nothing_of_the_old_weights(own_models, name, management, mode, cache):
+    """A request that had not begun is of the new weights. So is what a recomputing engine says after the suspension."""
+    model, trained = own_models(name)
+    served = busy(model, kv_cache_management_mode=management, async_sched_mode=mode, **CACHES[cache])
+    decoding, chunked, waiting = 2, 3, 4
+    served.engine.suspend()
+    copy_in_place(model, trained)
+    served.engine.resume()
+    served.check_integrity()
+    served.run()
+    assert len(served.finished[decoding].generated_tokens) == 2 * BLOCK
+    served.check(waiting)
+    if management == RECOMPUTE:
+        served.check(chunked)
+        assert_matches(served.reference, served.records[decoding][-1])
+    first = served.next_id + 1
+    for number in (decoding, chunked, waiting):
+        request = served.finished[number]
+        served.send(request.prompt_tokens.tolist() + list(request.generated_tokens))
+    served.check(*range(first, served.next_id + 1))
+    assert served.send(tokens(2, 30, seed=1)).num_cached_tokens == 0
+    served.check(served.next_id)
+    served.check_drained()
+
+
+@each_management
+@pytest.mark.parametrize("announced", ["before", "while suspended", "after"])
+def test_weights_that_are_announced_too_are_dropped_once(own_models, management, announced, caplog):
+    """What is announced before drops all: `resume` has nothing left to drop, and what ran since the announcement after."""
+    model, trained = own_models("tiny")
+    served = EngineHarness(model, kv_cache_management_mode=management)
+    prompt = tokens(2, 30, seed=1)
+    served.send(prompt)
+    served.engine.suspend()
+    if announced == "before":  # also where a trainer announces them before it writes them
+        served.engine._generation_epoch = 7
+    copy_in_place(model, trained)
+    if announced == "while suspended":
+        served.engine._generation_epoch = 7
+    served.engine.resume()
+    if announced == "after":
+        served.engine._generation_epoch = 7
+    assert len(caplog.records) == (announced == "after")
+    cached = [served.send(prompt).num_cached_tokens for _ in range(2)]
+    served.engine._generation_epoch = 7  # no news
+    cached.append(served.send(prompt).num_cached_tokens)
+    assert cached == [0, 2 * BLOCK, 2 * BLOCK]
+    served.check(2, 3, 4)
+
+
+def test_a_resume_without_a_suspension_drops_nothing(model):
+    served = EngineHarness(model)
+    prompt = tokens(2, 30, seed=1)
+    served.send(prompt)
+    served.engine.resume()
+    assert served.send(prompt).num_cached_tokens == 2 * BLOCK
+    served.engine.suspend()
+    served.engine.suspend()
+    served.engine.resume()
+    served.send(prompt)
+    served.engine.resume()
+    assert served.send(prompt).num_cached_tokens == 2 * BLOCK
+    assert served.context.prefix_stats().invalidations == 1
+
+
+def test_the_signals_of_a_coordinator_do_the_same(own_models):
+    """There `resume` is called in the state SUSPENDED, and the loop goes on from RESUMING."""
+    model, trained = own_models("tiny")
+    served = EngineHarness(model)
+    prompt = tokens(2, 30, seed=1)
+    served.send(prompt)
+    served.engine.use_coordinator, served.engine.state = True, EngineState.PAUSED
+    served.engine.suspend()
+    served.engine.state = EngineState.SUSPENDED
+    copy_in_place(model, trained)
+    served.engine.resume()
+    served.engine.use_coordinator, served.engine.state = False, EngineState.RUNNING
+    assert served.send(prompt).num_cached_tokens == 0
+    served.check(2)
+
+
+# -- tiers that other processes use ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["folder", "mooncake"])
+def shared(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of a shared tier."""
+    monkeypatch.setenv("HYBRID_PREFIX_SECRET", "a secret for the tests")
+    if request.param == "folder":
+        return f"file://{tmp_path}/cache?gb=1&min_tokens=0&wait_s={HANG_S}"
+    use_fake_mooncake(monkeypatch, FakeCluster())
+    return f"mooncake://127.0.0.1:50051?min_tokens=0&wait_s={HANG_S}&ask_s={HANG_S}&refresh_s=1e-9"
+
+
+@each_management
+def test_a_shared_tier_never_serves_states_of_other_weights(own_models, shared, management):
+    """Neither those that this process stored before, nor, to processes with the old weights, those that it stores now."""
+    model, trained = own_models("tiny")
+    fields = {"slots": 6, "blocks": 20, "host_gb": 0.01, "max_requests": 2, "shared": shared}
+    prompt = tokens(4, 9, seed=1)
+    served = EngineHarness(model, kv_cache_management_mode=management, **fields)
+    served.send(prompt)
+    running = served.add(tokens(2, 20, seed=2), BLOCK)
+    served.step(5)
+    written(served)
+    stored = stats_of(served).stores
+    served.engine.suspend()
+    copy_in_place(model, trained)
+    served.engine.resume()
+    served.run()
+    again = [served.send(prompt) for _ in range(2)]
+    assert [request.num_cached_tokens for request in again] == [0, 4 * BLOCK]
+    served.send(served.finished[running].prompt_tokens.tolist() + list(served.finished[running].generated_tokens))
+    served.check(*range(running + 1, served.next_id + 1))
+    written(served)
+    assert stored and stats_of(served).stores > stored
+
+    old = EngineHarness(own_models("tiny")[0], **fields)
+    new = EngineHarness(trained, **fields)
+    # Keys contain how often weights changed, so a new process finds nothing that was stored after a change.
+    assert [other.send(prompt).num_cached_tokens for other in (old, new)] == [4 * BLOCK, 0]
+    for other in (old, new):
+        other.check()
+
+
+# -- what layers derive from their weights -----------------------------------------------------------------------------
+
+
+def mixers(model: Any) -> list[MambaMixer]:
+    return [module for module in model.modules() if isinstance(module, MambaMixer)]
+
+
+def replayed(self: MambaMixer) -> torch.Tensor:
+    """The A of a decode in the replay of a CUDA graph: what is in the memory that was captured."""
+    return self._A_neg_exp_cache.view(-1, 1, 1).expand(-1, self.headdim, self.d_state)
+
+
+@pytest.mark.parametrize("how", ["invalidate", "epoch", "resume"])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("cache", [{}, {"slots": None}], ids=["cache", "no cache"])
+def test_what_a_captured_decode_reads_is_refreshed_in_place(own_models, how, training, cache, monkeypatch):
+    model, _ = own_models("tiny")
+    served = EngineHarness(model, **cache)
+    served.send(tokens(1, 9, seed=1), count=9)
+    monkeypatch.setattr(MambaMixer, "_get_decode_A_neg_exp", replayed)
+    memory = [(mixer._A_neg_exp_cache.data_ptr(), mixer._A_neg_exp_cache.clone()) for mixer in mixers(model)]
+    if how == "resume":
+        served.engine.suspend()
+    model.train(training)
+    with torch.no_grad():
+        for mixer in mixers(model):
+            mixer.A_log.add_(0.4)
+    if how == "invalidate":
+        served.engine.invalidate()
+    elif how == "epoch":
+        served.engine._generation_epoch = 1
+    else:
+        served.engine.resume()
+    model.eval()
+    for mixer, (address, before) in zip(mixers(model), memory, strict=True):
+        assert mixer._A_neg_exp_cache.data_ptr() == address
+        assert torch.equal(mixer._A_neg_exp_cache, -torch.exp(mixer.A_log)) and not torch.equal(
+            mixer._A_neg_exp_cache, before
+        )
+    served.send(tokens(1, 9, seed=1), count=9)
+    served.check(2)
+
+
+def test_a_model_that_was_built_in_inference_mode_is_refreshed_outside(platform):
+    """Its memory cannot be written there."""
+    with torch.inference_mode():
+        model = build_hybrid_model("tiny", seed=5, platform=platform)
+        served = EngineHarness(model)
+        served.send(tokens(1, 9, seed=1))
+    served.engine.invalidate()
+    (mixer, *_) = mixers(model)
+    assert torch.equal(mixer._A_neg_exp_cache, -torch.exp(mixer.A_log))

@@ -1,0 +1,120 @@
+"""New weights under captured CUDA graphs. Usage: ``new_weights.py PRESET OUT.json``.
+
+An engine answers, its decay rates (``A_log``) change in place, it is told, and it answers again by the same graphs. Compared with a
+new engine without graphs that has these weights. Also with what the layers had derived from the old ones put back: graphs read that.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from megatron_hybrid_prefix.mcore.runner import release_engine
+from megatron_hybrid_prefix.models import build_hybrid_model
+from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+from tests.gpu.graphs import steps
+from tests.gpu.models import layers_for
+from tests.harness.engine_helpers import greedy, random_tokens
+from tests.harness.named_models import named
+
+NEW_TOKENS = 24
+PROMPTS = (300, 70)  # tokens
+
+
+class Run:
+    """A model of its own, and an engine.
+
+    Args:
+        preset: The model.
+        graphs: Whether to capture and replay CUDA graphs.
+        mode: "legacy" or "async" scheduling.
+    """
+
+    def __init__(self, preset, *, graphs, mode):
+        self.config = named(preset)
+        fields = layers_for(self.config) | ({"cuda_graph_impl": "local"} if graphs else {})
+        self.model = build_hybrid_model(self.config, seed=0, **fields)
+        self.sent = 0
+        self.engine = build_engine(
+            self.model,
+            HybridPrefixConfig(mamba_gb=0.5),
+            max_sequence_length=2048,
+            max_requests=16,
+            buffer_size_gb=2,
+            async_sched_mode=mode,
+            **({"num_cuda_graphs": 8} if graphs else {}),
+        )
+
+    def answers(self):
+        """Tokens and log-probs of two requests together, what they reused, and how many decodes replayed graphs."""
+        context, finished, counts = self.engine.context, {}, {"decode": 0, "graph_decode": 0}
+        initialize = context.initialize_attention_state
+
+        def counting(**kwargs):
+            result = initialize(**kwargs)
+            if not context.num_prefill_requests:
+                counts["decode"] += 1
+                counts["graph_decode"] += context.using_cuda_graph_this_step()
+            return result
+
+        context.initialize_attention_state = counting
+        with torch.inference_mode():
+            for number, count in enumerate(PROMPTS):
+                prompt = random_tokens(count, seed=number, vocabulary=self.config.vocab_size)
+                self.engine.add_request(self.sent, prompt, greedy(NEW_TOKENS))
+                self.sent += 1
+            steps(self.engine, finished)
+        context.initialize_attention_state = initialize
+        requests = [finished[number] for number in sorted(finished)]
+        return {
+            "tokens": [list(map(int, request.generated_tokens)) for request in requests],
+            "log_probs": [list(request.generated_log_probs) for request in requests],
+            "cached_tokens": [request.num_cached_tokens for request in requests],
+            "counts": counts,
+        }
+
+    def derived(self):
+        """What Mamba2 layers derive from their weights: a tensor each."""
+        return [module._A_neg_exp_cache for module in self.model.modules() if hasattr(module, "_A_neg_exp_cache")]
+
+    def change(self):
+        """Other decay rates, in place."""
+        with torch.no_grad():
+            for name, weight in self.model.named_parameters():
+                if name.endswith("A_log"):
+                    weight.add_(1.0)
+
+
+def main(preset, out):
+    print(ensure_platform().describe(), flush=True)
+    fresh = Run(preset, graphs=False, mode="legacy")
+    fresh.change()
+    found = {"fresh": fresh.answers()}
+    for mode in ("legacy", "async"):
+        run = Run(preset, graphs=True, mode=mode)
+        found[f"{mode}_old"] = run.answers()
+        before = [each.clone() for each in run.derived()]
+        run.change()
+        run.engine.invalidate()
+        found[f"{mode}_told"] = run.answers()
+        if before:
+            with torch.inference_mode():
+                for each, old in zip(run.derived(), before, strict=True):
+                    each.copy_(old)
+            run.engine.context.invalidate()  # the cache alone
+            found[f"{mode}_stale"] = run.answers()
+        run.engine.suspend()
+        run.engine.resume()
+        found[f"{mode}_resumed"] = run.answers()
+        release_engine(run.engine)
+    with open(out, "w") as file:
+        json.dump(found, file)
+    print({name: value["counts"] for name, value in found.items()})
+    shut_down()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
