@@ -29,6 +29,7 @@ from pydantic import (
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
+from megatron_hybrid_prefix.sampling import GREEDY_TEMPERATURE
 from megatron_hybrid_prefix.serve.body_errors import api_error
 from megatron_hybrid_prefix.serve.errors import bad, encodable, short
 
@@ -39,8 +40,6 @@ MOST_BREAKPOINTS = 128  # each one of a chat renders and tokenizes the conversat
 MOST_STOP_TOKENS = 64
 MOST_BIASES = 1024
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# A lower temperature counts as greedy.
-_GREEDY_TEMPERATURE = 1e-4
 
 
 def _only(changes_nothing: Callable[[Any], bool]) -> AfterValidator:
@@ -341,7 +340,7 @@ class Body(Fields, ABC):
     @property
     def is_greedy(self) -> bool:
         """Whether temperature or top_p select only the likeliest token."""
-        return self.temperature < _GREEDY_TEMPERATURE or self.top_p == 0
+        return self.temperature < GREEDY_TEMPERATURE or self.top_p == 0
 
     @property
     def most_tokens(self) -> int | None:

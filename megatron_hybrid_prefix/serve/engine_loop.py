@@ -219,7 +219,6 @@ class EngineLoop(Backend):
             self.engine.add_request(request_id, task.prompt, SamplingParams.deserialize(task.sampling))
         except Exception as error:
             logger.exception("the engine refused a request")
-            self.engine.requests.pop(request_id, None)
             self._deliver([(task, Update(finished=True, error=f"{type(error).__name__}: {error}"))])
             return
         task.request_id = request_id

@@ -71,7 +71,7 @@ class Choice:
         if update.prompt_log_probs:
             self._take_prompt(update)
         text, ended = "", False
-        for number, token in enumerate(update.tokens):
+        for number, token in enumerate(update.tokens[: self._most_tokens - self.tokens]):
             shown = self._request.logprobs
             log_prob = update.log_probs[number] if update.log_probs and shown is not None else None
             top = _by_id(update.top_log_probs[number], shown) if update.top_log_probs and shown else None
@@ -132,6 +132,8 @@ class Generation:
 
     def _add_choice(self, prompt: Prompt, number: int, most_tokens: int, served: ServedModel, arrived_s: float) -> None:
         sampling = self.request.sampling | {"num_tokens_to_generate": most_tokens}
+        if not sampling["return_log_probs"]:
+            sampling["num_tokens_to_generate"] = max(1, most_tokens)  # the engine has nothing else to do for 0
         options = sampling.get("sampling_options")
         if options is not None and options["seed"] is not None:
             sampling["sampling_options"] = options | {"seed": options["seed"] + number}

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from megatron_hybrid_prefix.sampling import SamplingOptions
+from megatron_hybrid_prefix.errors import FieldError
+from megatron_hybrid_prefix.sampling import SamplingOptions, check_tokens
 from megatron_hybrid_prefix.serve.bodies import MOST_SEQUENCES, Body, ChatBody, CompletionBody, read_body
 from megatron_hybrid_prefix.serve.chat_template import ChatForm
 from megatron_hybrid_prefix.serve.errors import bad, model_not_found, short
@@ -171,17 +172,24 @@ def read_request(
 
 
 def _sampling(body: Body, served: ServedModel, tenant: str | None) -> dict[str, Any]:
-    for name, tokens in (("stop_token_ids", body.stop_token_ids), ("logit_bias", body.logit_bias)):
-        if outside := [token for token in tokens if not 0 <= token < served.vocab_size]:
-            raise bad(f"'{name}' has {short(outside[0])}, which is not in the vocabulary of {served.vocab_size}.", name)
-    if body.top_k >= served.vocab_size:
-        raise bad(f"'top_k' must be at most {served.vocab_size - 1}, not {short(body.top_k)}.", "top_k")
+    options = SamplingOptions(
+        temperature=0.0 if body.is_greedy else body.temperature,
+        top_k=max(0, body.top_k),
+        top_p=body.top_p or 1.0,
+        min_p=body.min_p,
+        seed=body.seed,
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=tuple(body.logit_bias.items()),
+    )
+    try:
+        options.check_vocabulary(served.vocab_size)
+        check_tokens("stop_token_ids", body.stop_token_ids, served.vocab_size)
+    except FieldError as error:
+        raise bad(f"{error}.", error.field) from None
     eod = served.tokenizer.eod
-    top_k = max(0, body.top_k)
-    fields: dict[str, Any] = {
-        "temperature": 1.0 if body.is_greedy else body.temperature,
-        "top_k": 1 if body.is_greedy else top_k,
-        "top_p": 0.0 if body.is_greedy or body.top_p == 1 or top_k == 1 else body.top_p,
+    fields: dict[str, Any] = options.as_fields() | {
         "termination_id": -1 if eod is None or body.ignore_eos else eod,
         "return_log_probs": body.top_tokens is not None or body.prompt_logprobs is not None,
         "skip_prompt_log_probs": not getattr(body, "echo", False) and body.prompt_logprobs is None,
@@ -193,20 +201,6 @@ def _sampling(body: Body, served: ServedModel, tenant: str | None) -> dict[str, 
     }
     if body.prompt_cache_key:
         fields["routing_key"] = json.dumps([tenant, body.prompt_cache_key])
-    options = SamplingOptions(
-        temperature=0.0 if fields["top_k"] == 1 else fields["temperature"],
-        top_k=0 if body.is_greedy else top_k,
-        top_p=fields["top_p"] or 1.0,
-        min_p=body.min_p,
-        seed=body.seed,
-        frequency_penalty=body.frequency_penalty,
-        presence_penalty=body.presence_penalty,
-        repetition_penalty=body.repetition_penalty,
-        logit_bias=tuple(body.logit_bias.items()),
-    )
-    if not options.are_megatrons:
-        # The engine samples these itself. Megatron refuses top_k together with top_p.
-        fields |= {"temperature": 1.0, "top_k": 1, "top_p": 0.0, "sampling_options": options.as_dict()}
     return {name: value for name, value in fields.items() if value is not None}
 
 

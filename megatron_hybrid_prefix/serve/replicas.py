@@ -130,10 +130,6 @@ class ReplicaLoop(Backend):
                 request_id, Update(**output, finished=True, error=refusal(request) if request.failed() else None)
             )
 
-    def refused(self, request_id: int, why: str) -> None:
-        """See `Answers`."""
-        self._deliver(request_id, Update(finished=True, error=why))
-
     def lost(self, replica: int, request_ids: list[int]) -> None:
         """See `Answers`."""
         if not self._stopping:

@@ -227,6 +227,7 @@ CONTEXT = rows_of(
         "number and kind of rows",
     ),
     attributes("padded_batch_dimensions", "upstream/mixer", "what a step decodes and prefills, padding included"),
+    properties("num_decode_requests", "upstream/controller", "they have rows for their drafts"),
     attributes("active_request_metadata", "mcore/engine/controller", "options of active requests, by row"),
     attributes("token_to_input_ids", "mcore/context/decode", "tokens of a forward; gives the generated tokens"),
     attributes(
@@ -378,20 +379,23 @@ ENGINE = rows_of(
     overrides("reset", "(self)", "mcore/engine/engine mcore/runner serve/engine_loop", "drops pending work, too"),
     overrides("suspend", "(self)", "mcore/engine/engine", "finished requests stay finished"),
     overrides("resume", "(self)", "mcore/engine/engine", "weights may have changed"),
-    wraps(
-        "generate",
-        "(self, prompts, sampling_params=...)",
-        "mcore/engine/engine",
-        "a suspended engine takes no requests that it cannot run",
-    ),
     wraps("create_cuda_graphs", "(self, reset_context=True)", "mcore/engine/engine", "a capture resets the context"),
     wraps(
         "start_listening_to_data_parallel_coordinator",
         "async (self, inference_coordinator_port=None, launch_inference_coordinator=True, *, hostname=None, "
         "coordinator_schedule_output_path=None, loop=None)",
-        "mcore/engine/engine serve/ranks",
-        "ranks meet before they serve",
+        "mcore/engine/engine upstream/engine serve/ranks",
+        "ranks meet before they serve; the coordinator answers every request",
     ),
+    overrides("run_engine", "async (self, *, loop=None)", "upstream/engine", "futures get the error of a step"),
+    overrides(
+        "run_engine_with_coordinator",
+        "async (self, *, loop=None)",
+        "upstream/engine",
+        "a step that fails does not end the asyncio loop",
+    ),
+    overrides("shutdown", "async (self)", "upstream/engine", "futures get an error that says so"),
+    overrides("generate", "(self, prompts, sampling_params=...)", "mcore/engine/engine", "ids that nobody has"),
     overrides(
         "add_request",
         "(self, request_id, prompt, sampling_params=None)",
@@ -479,7 +483,7 @@ ENGINE = rows_of(
         "ends active requests",
     ),
     attributes(
-        "state context controller cuda_graph_impl enable_chunked_prefill",
+        "state context controller cuda_graph_impl enable_chunked_prefill materialize_only_last_token_logits",
         "mcore/engine/engine upstream/engine",
         "its parts and settings",
     ),
@@ -541,7 +545,14 @@ REQUESTS = (
             "tokens left",
         ),
         calls("add_event_add_context", "(self)", "mcore/engine/scheduling", "recorded as in megatron"),
-        calls("add_event_error_nontransient", "(self, error)", "mcore/engine/engine", "noted where megatron notes it"),
+        calls(
+            "add_event_error_nontransient",
+            "(self, error)",
+            "mcore/engine/engine upstream/coordinator",
+            "noted where megatron notes it",
+        ),
+        calls("add_event_fail", "(self)", "upstream/coordinator", "the end of a refused request"),
+        calls("serialize", "(self)", "upstream/coordinator", "a refused request as a message"),
         calls("add_event_finish", "(self)", "mcore/engine/removals", "noted where megatron notes it"),
         calls("failed", "(self)", "mcore/runner serve/engine_loop", "whether it was refused"),
     ),
@@ -658,6 +669,7 @@ CONTROLLER = (
             "inference_wrapped_model tokenizer", "mcore/engine/engine mcore/ranks/coordinator", "what it is made of"
         ),
         attributes("num_speculative_tokens", "bench/forced", "drafts are not forced"),
+        attributes("vocab_size", "mcore/engine/engine", "which tokens a request may have"),
         attributes(
             "_sampled_tokens_cuda",
             "upstream/controller",
@@ -688,12 +700,13 @@ COORDINATOR = (
         overrides(
             "compute_request_hashes",
             "(self, prompt)",
-            "mcore/ranks/coordinator",
-            "prompts with different salts share nothing",
+            "mcore/ranks/coordinator upstream/coordinator",
+            "prompts with different salts share nothing; a wrong prompt has none",
         ),
         calls("_send_to_engine", "(self, identity, payload)", "upstream/coordinator", "aborts, and other messages"),
         attributes("router_socket", "upstream/coordinator", "its socket"),
-        attributes("known_clients", "mcore/ranks/coordinator", "whom a snapshot or a loss is sent"),
+        attributes("_handlers", "upstream/coordinator", "requests are looked at before megatron's own handler"),
+        attributes("known_clients", "mcore/ranks/coordinator upstream/coordinator", "whom a message is sent"),
         attributes("max_requests", "mcore/ranks/coordinator", "requests that a replica runs at a time"),
         attributes(
             "request_id_to_client_id request_id_to_client_request_id request_id_to_rank identity_to_rank_index",

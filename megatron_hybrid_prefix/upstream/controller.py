@@ -47,11 +47,14 @@ class SamplingSeam(Sampling):
             eager=eager,
             cache_key=cache_key,
         )
-        if (
-            self.samples_rows and token_to_request_index is None
-        ):  # with drafts a request has several rows; the engine refuses options there
+        drafts = context.num_speculative_tokens
+        if self.samples_rows and (token_to_request_index is not None or not drafts):  # else the tokens are drafts
             ids = context.request_ids[context.paused_request_count : context.total_request_count].tolist()
-            self.sampled(logits if gather_indices is None else _Rows(logits, gather_indices), tokens, ids[:n])
+            rows = [(request_id, 0) for request_id in ids]
+            if drafts:  # requests that decode come first, and have a row for each draft, too
+                decodes = context.num_decode_requests
+                rows[:decodes] = [(request_id, ahead) for request_id in ids[:decodes] for ahead in range(drafts + 1)]
+            self.sampled(logits if gather_indices is None else _Rows(logits, gather_indices), tokens, rows[:n])
         return tokens
 
     def log_probs_kernel(
@@ -70,13 +73,13 @@ class SamplingSeam(Sampling):
         """Whether `sampled` has anything to do in this step."""
         return False
 
-    def sampled(self, logits: Any, tokens: torch.Tensor, request_ids: list[int]) -> None:
-        """Called after megatron sampled a step without drafts; may overwrite tokens.
+    def sampled(self, logits: Any, tokens: torch.Tensor, rows: list[tuple[int, int]]) -> None:
+        """Called after megatron sampled a step; may overwrite tokens. Not called for the tokens that become drafts.
 
         Args:
             logits: ``logits[row]`` is (vocabulary,), on the device.
             tokens: (rows,) int64 on the device.
-            request_ids: Id of each row's request.
+            rows: For each row: id of its request, and how many drafts of it come before the token to sample.
         """
 
 

@@ -12,16 +12,33 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgpack
 import zmq
 from megatron.core.inference.config import PrefixCachingCoordinatorPolicy
+from megatron.core.inference.contexts.dynamic_context import ContextOverflowError
 from megatron.core.inference.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
 from megatron.core.inference.headers import Headers
+from megatron.core.inference.inference_request import DynamicInferenceRequest, Status
 from megatron.core.utils import get_pg_size
 
-__all__ = ["MARK", "OWN", "CoordinatorSeam", "PrefixCachingCoordinatorPolicy", "get_pg_size", "replica_of"]
+from megatron_hybrid_prefix.errors import FieldError, shown
+from megatron_hybrid_prefix.sampling import check_integer
+from megatron_hybrid_prefix.upstream import modules
+from megatron_hybrid_prefix.upstream.rebinding import Rebinding
+
+__all__ = [
+    "LAUNCHED",
+    "MARK",
+    "OWN",
+    "CoordinatorSeam",
+    "PrefixCachingCoordinatorPolicy",
+    "get_pg_size",
+    "refused",
+    "replica_of",
+]
 
 OWN = b"\xc1"
 """Start of the first frame of this package's messages. Msgpack, of which megatron's are made, never uses this byte."""
@@ -42,19 +59,65 @@ queue during one long step.
 logger = logging.getLogger(__name__)
 
 
+def refused(request_id: int, why: str) -> dict[str, Any]:
+    """A failed request as a replica sends it, for one that it does not have.
+
+    Its only error is of the one class of megatron's that it can send and that says nothing of its own.
+    """
+    request = DynamicInferenceRequest(request_id=request_id, generated_text="", status=Status.FAILED)
+    request.add_event_error_nontransient(ContextOverflowError(request_id, why, is_transient=False))
+    request.add_event_fail()
+    serialized: dict[str, Any] = request.serialize()
+    return serialized
+
+
 class CoordinatorSeam(DataParallelInferenceCoordinator):
-    """Megatron's coordinator; a subclass overrides the methods without an underscore."""
+    """Megatron's coordinator, which answers every request of megatron's clients; a subclass overrides the methods without an
+    underscore.
+
+    Megatron's own ends at a request that it cannot read, or if no replica is left; and it forgets the requests of a replica
+    that ended. Its clients wait on.
+    """
 
     router_socket: Any
+    _handlers: dict[Headers, Callable[..., bool | None]]
     most_queued = MOST_QUEUED
     _unregistered: frozenset[bytes] = frozenset()
 
     def start(self) -> None:
         """See upstream."""
         self.router_socket = _FilteredSocket(self.router_socket, self._take, self.is_registered, self.most_queued)
+        submit = self._handlers[Headers.SUBMIT_REQUEST]
+        self._handlers = self._handlers | {Headers.SUBMIT_REQUEST: partial(self._submit, submit)}
         super().start()
 
+    def _submit(self, submit: Callable[..., bool | None], _: Any, client: bytes, message: Sequence[Any]) -> None:
+        _, client_request_id, prompt, params = message
+        why = _unreadable(prompt, params)
+        if why is None:
+            # The engine sets it by the other fields, but first asserts that it agrees with them.
+            params["return_prompt_top_n_logprobs"] = False
+            why = "no replica is left" if submit(self, client, message) else None
+        if why is not None and client in self.known_clients:
+            self._reply_refused((client, client_request_id), why)
+
+    def _reply_refused(self, client: tuple[bytes, int], why: str) -> None:
+        name, client_request_id = client
+        reply = [Headers.ENGINE_REPLY.value, client_request_id, refused(client_request_id, why)]
+        self.send(name, msgpack.packb(reply, use_bin_type=True))
+
+    def compute_request_hashes(self, prompt: str | list[int]) -> list[int]:
+        """See upstream; none of a prompt that has none."""
+        try:
+            keys: list[int] = super().compute_request_hashes(prompt)
+        except Exception as error:  # no token ids, or a text that cannot be tokenized: the replica says what is wrong
+            logger.warning("a prompt has no keys: %s: %s", type(error).__name__, error)
+            return []
+        return keys
+
     def _take(self, sender: bytes, frames: Sequence[bytes]) -> bytes | None:
+        if frames == [b""]:  # a replica registers, perhaps again
+            self._unregistered -= {sender}
         if sender in self._unregistered:
             return None  # megatron's loop ends at a reply of a replica that it has removed
         return self.receive(sender, *frames) if frames[0].startswith(OWN) else frames[0]
@@ -72,7 +135,8 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
 
     def receive(self, sender: bytes, kind: bytes, *contents: bytes) -> bytes | None:
         """A message of this package arrived. What is returned goes on to megatron as a message of the sender."""
-        raise NotImplementedError
+        del sender, kind, contents
+        return None
 
     def note_blocks(self, rank_identity: bytes, keys: list[int]) -> None:
         """A replica got a request and will hold these blocks."""
@@ -80,6 +144,10 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
 
     def replica_removed(self, replica: int, request_ids: list[int]) -> None:
         """A replica disconnected, cannot be reached or was removed. It will not reply to these requests."""
+        for request_id in request_ids:
+            client = self.forget(request_id)
+            if client is not None:
+                self._reply_refused(client, f"replica {replica} ended")
 
     # -- private state -------------------------------------------------------------------------------------------------
 
@@ -158,6 +226,19 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
         self.router_socket.send_multipart([receiver, *frames])
 
 
+def _unreadable(prompt: Any, params: Any) -> str | None:
+    """Why megatron's coordinator or engine would end at this request; None: they would not."""
+    if not isinstance(prompt, str | list):
+        return f"the prompt {shown(prompt)} must be text or a list of token ids"
+    if not isinstance(params, dict):
+        return f"the sampling parameters {shown(params)} must be an object"
+    try:
+        check_integer("top_n_logprobs", params.get("top_n_logprobs", 0))
+    except FieldError as error:
+        return str(error)
+    return None
+
+
 def identity_of(replica: int) -> bytes:
     """The ZeroMQ identity that megatron's engine gives to the first rank of a replica."""
     return f"mp-coord-{replica}".encode()
@@ -166,6 +247,14 @@ def identity_of(replica: int) -> bytes:
 def replica_of(identity: bytes) -> int:
     """The number of the replica with this identity."""
     return int(identity.rpartition(b"-")[2])
+
+
+LAUNCHED = Rebinding(
+    owner=modules.DYNAMIC_ENGINE,
+    name="DataParallelInferenceCoordinator",
+    make=lambda original: CoordinatorSeam,
+    why="megatron's engine names the class of the coordinator that it starts; replaced while it does",
+)
 
 
 class _FilteredSocket:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgpack
@@ -14,7 +15,8 @@ from megatron.core.inference.headers import Headers
 from megatron.core.inference.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord
 from megatron.core.inference.sampling_params import SamplingParams
 
-from megatron_hybrid_prefix.upstream.coordinator import MARK
+from megatron_hybrid_prefix.upstream.coordinator import LAUNCHED, MARK, refused
+from megatron_hybrid_prefix.upstream.rebinding import Applied, apply
 
 
 class EngineSeam(DynamicInferenceEngine):
@@ -44,6 +46,35 @@ class EngineSeam(DynamicInferenceEngine):
         except Exception as error:  # megatron's loop would end, and the replica with it
             self.receive_failed(request_id, error)
             return None
+
+    async def start_listening_to_data_parallel_coordinator(self, *args: Any, **kwargs: Any) -> str:
+        """See upstream. A coordinator that it starts is a `CoordinatorSeam`."""
+        replaced = Applied()
+        apply([LAUNCHED], replaced)
+        try:
+            address: str = await super().start_listening_to_data_parallel_coordinator(*args, **kwargs)
+        finally:
+            replaced.undo()
+        return address
+
+    async def run_engine(self, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """See upstream, and `ended`. Raises the error of a step that failed."""
+        try:
+            with _as_it_failed():
+                await super().run_engine(loop=loop)
+        except Exception as error:
+            self.ended(f"a step failed: {type(error).__name__}: {error}")
+            raise
+
+    async def run_engine_with_coordinator(self, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """See upstream. Raises the error of a step that failed."""
+        with _as_it_failed():
+            await super().run_engine_with_coordinator(loop=loop)
+
+    async def shutdown(self) -> None:
+        """See upstream, and `ended`."""
+        self.ended("the engine was shut down")
+        await super().shutdown()
 
     def schedule_requests(self) -> int:
         """See upstream: takes the messages of the coordinator, on all ranks of a replica alike."""
@@ -173,6 +204,9 @@ class EngineSeam(DynamicInferenceEngine):
         """A request of the coordinator could not be received."""
         raise error
 
+    def ended(self, why: str) -> None:
+        """The engine's loop ended, and leaves unfinished requests."""
+
     def messages_taken(self) -> None:
         """The messages of the coordinator so far were taken; a step or an idle moment follows."""
 
@@ -180,6 +214,12 @@ class EngineSeam(DynamicInferenceEngine):
         """Send finished requests to the coordinator, as megatron does after a step."""
         if self.is_mp_coordinator and records:
             message = [Headers.ENGINE_REPLY.value, [record.merge().serialize() for record in records]]
+            self.socket_for_receiving_requests.send(msgpack.packb(message, use_bin_type=True))
+
+    def reply_refused(self, request_id: int, why: str) -> None:
+        """Send the coordinator a failed request in reply to one that the engine does not have."""
+        if self.use_coordinator and self.is_mp_coordinator:
+            message = [Headers.ENGINE_REPLY.value, [refused(request_id, why)]]
             self.socket_for_receiving_requests.send(msgpack.packb(message, use_bin_type=True))
 
     def tell_coordinator(self, *frames: bytes) -> None:
@@ -206,3 +246,14 @@ class EngineSeam(DynamicInferenceEngine):
     def drop_pending_logits(self) -> None:
         """Drop the logits that asynchronous scheduling keeps for the next step: their rows are gone."""
         self.controller._async_sched_logits.clear()
+
+
+@contextmanager
+def _as_it_failed() -> Iterator[None]:
+    """Raises the error of a loop. Megatron makes it a SystemExit, which ends the asyncio loop, too, and whoever waits there hangs."""
+    try:
+        yield
+    except SystemExit as end:
+        if not isinstance(end.__context__, Exception):
+            raise
+        raise end.__context__ from None

@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 import zmq
 from megatron.core.inference.config import PrefixCachingCoordinatorPolicy
-from megatron.core.inference.data_parallel_inference_coordinator import HANDLERS
+from megatron.core.inference.data_parallel_inference_coordinator import HANDLERS, DataParallelInferenceCoordinator
 from megatron.core.inference.headers import Headers
 
 from megatron_hybrid_prefix.mcore.ranks.coordinator import PrefixCoordinator
 from megatron_hybrid_prefix.mcore.ranks.messages import ABORT, LOST, PARTIAL, SNAPSHOT, SUBMIT, Routing, pack, unpack
-from megatron_hybrid_prefix.upstream.coordinator import MARK
+from megatron_hybrid_prefix.upstream.coordinator import MARK, CoordinatorSeam
 
 RANKS = [b"mp-coord-0", b"mp-coord-1"]
 
 
-def coordinator(most_blocks: int) -> PrefixCoordinator:
+def coordinator(most_blocks: int, kind: type[Any] = PrefixCoordinator) -> Any:
     """A coordinator without sockets."""
-    made = PrefixCoordinator.__new__(PrefixCoordinator)
+    made = kind.__new__(kind)
     made.identity_to_rank_index = {name: number for number, name in enumerate(RANKS)}
     made._identities_list, made._pending_counts = list(RANKS), np.zeros(len(RANKS), dtype=np.int32)
     made._hash_table, made._hash_assignment_counter, made.most_blocks = {}, 0, most_blocks
@@ -59,8 +59,6 @@ def test_it_forgets_the_least_recently_used_prefix():
 
 
 def test_within_its_limits_it_decides_as_megatron():
-    from megatron.core.inference.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
-
     made, upstream = coordinator(most_blocks=1000), coordinator(most_blocks=1000)
     rng = np.random.default_rng(0)
     for _ in range(100):
@@ -182,9 +180,9 @@ def test_messages_reach_the_right_ones_and_a_removed_replica_is_not_heard():
 
 
 @pytest.fixture
-def behind_sockets():
+def behind_sockets(request):
     """A coordinator that has answered a client and both replicas, over real sockets, and those sockets by identity."""
-    made, context = coordinator(most_blocks=100), zmq.Context()
+    made, context = coordinator(most_blocks=100, kind=getattr(request, "param", PrefixCoordinator)), zmq.Context()
     made.most_queued, made.router_socket = 8, context.socket(zmq.ROUTER)
     made.router_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     made.router_socket.setsockopt(zmq.SNDTIMEO, 1000)  # a send that waits is an error, not a test that hangs
@@ -233,3 +231,86 @@ def test_a_client_that_does_not_read_or_has_left_is_no_end_of_the_coordinator(be
     made.send(b"left", LOST, pack(1), pack([]))
     assert [line.split(": ")[1] for line in caplog.messages] == ["8 messages wait for it", "it is not connected"]
     assert peers[b"client"].recv_multipart()[0] == LOST and made.registered == RANKS
+
+
+def each_kind(raises: type[Exception], *kinds: type[Any]) -> pytest.MarkDecorator:
+    """Runs a test with `behind_sockets` of megatron's class, where it must fail with ``raises``, and of these."""
+    fails = pytest.mark.xfail(strict=True, reason="defect 37: its loop ends, or a client waits forever", raises=raises)
+    megatrons = pytest.param(DataParallelInferenceCoordinator, marks=fails)
+    return pytest.mark.parametrize("behind_sockets", [megatrons, *kinds], indirect=True)
+
+
+def talks(made: Any, peers: dict[bytes, Any], *messages: list[Any]) -> None:
+    """Runs the coordinator until it has these messages of the client."""
+    for message in [*messages, [Headers.SHUTDOWN.value]]:
+        peers[b"client"].send(pack(message))
+    made.start()
+    made.router_socket = getattr(made.router_socket, "_socket", made.router_socket)
+
+
+def refusals(peers: dict[bytes, Any], count: int) -> dict[int, str]:
+    """Why requests of the client were refused, by id."""
+    found = {}
+    for _ in range(count):
+        header, number, reply = unpack(peers[b"client"].recv())
+        assert (header, reply["status"]) == (Headers.ENGINE_REPLY.value, "FAILED")
+        found[number] = reply["events"][0]["payload"]["message"]
+    return found
+
+
+def asking(number: int, prompt: Any, **fields: Any) -> list[Any]:
+    return [Headers.SUBMIT_REQUEST.value, number, prompt, fields]
+
+
+@each_kind(Exception, CoordinatorSeam, PrefixCoordinator)
+@pytest.mark.parametrize("prompt", [None, 5, b"text", {"prompt": 1}])
+def test_a_prompt_that_is_none_is_refused_and_the_next_goes_on(behind_sockets, prompt):
+    made, peers = behind_sockets
+    talks(made, peers, asking(3, prompt), asking(4, [1, 2, 3]))
+    assert "must be text or a list of token ids" in refusals(peers, 1)[3]
+    assert unpack(peers[RANKS[0]].recv())[2] == [1, 2, 3]
+
+
+@each_kind(TypeError, CoordinatorSeam, PrefixCoordinator)
+def test_a_prompt_without_keys_goes_to_a_replica_which_says_what_is_wrong(behind_sockets):
+    made, peers = behind_sockets
+    wrong = [[1, 2, 3, "a", 5], [[1], [2, 3]], [2**63] * 4]
+    talks(made, peers, *(asking(number, prompt) for number, prompt in enumerate(wrong)))
+    assert [unpack(peers[RANKS[number % 2]].recv())[2] for number in range(3)] == wrong
+
+
+@pytest.mark.parametrize("behind_sockets", [CoordinatorSeam, PrefixCoordinator], indirect=True)
+def test_fields_that_an_engine_cannot_even_read(behind_sockets):
+    """Megatron's engine would end: it asserts while it reads them."""
+    made, peers = behind_sockets
+    talks(
+        made,
+        peers,
+        asking(1, [1], top_n_logprobs="3"),
+        [Headers.SUBMIT_REQUEST.value, 2, [1], None],
+        asking(3, [1], return_prompt_top_n_logprobs=True, skip_prompt_log_probs=True),
+    )
+    assert refusals(peers, 2) == {
+        1: "top_n_logprobs='3' must be an integer",
+        2: "the sampling parameters None must be an object",
+    }
+    assert unpack(peers[RANKS[0]].recv())[3] == {
+        "return_prompt_top_n_logprobs": False,
+        "skip_prompt_log_probs": True,
+    }
+
+
+@each_kind(zmq.Again, CoordinatorSeam)
+def test_requests_of_a_replica_that_leaves_are_refused_and_so_is_what_comes_to_none(behind_sockets):
+    made, peers = behind_sockets
+    talks(made, peers, asking(7, [1]), asking(8, [2]))
+    for name in RANKS:
+        made._remove_engine(name)
+    assert refusals(peers, 2) == {7: "replica 0 ended", 8: "replica 1 ended"}
+    talks(made, peers, asking(9, [1]), asking(10, [1]))
+    assert refusals(peers, 2) == dict.fromkeys((9, 10), "no replica is left")
+    assert made._take(RANKS[1], [b"of before"]) is None
+    assert made._take(RANKS[1], [b""]) == b""  # it registers again
+    made._handle_rank_registration(RANKS[1])
+    talks(made, peers, asking(11, [4]))
+    assert [unpack(peers[RANKS[1]].recv())[2] for _ in range(2)] == [[2], [4]]

@@ -15,8 +15,9 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore.engine.sampling import RowRequest, adjusted, filtered, gumbel, sample
 from megatron_hybrid_prefix.mcore.runner import RequestResult, run_batch
 from megatron_hybrid_prefix.sampling import SamplingOptions
+from tests.harness.drafts import forced_drafts
 from tests.harness.engine_helpers import kv_budget, random_tokens, state_bytes
-from tests.harness.lifecycle_helpers import MODES
+from tests.harness.lifecycle_helpers import MODES, EngineHarness
 
 BLOCK = 64
 SIZE = 12
@@ -182,3 +183,45 @@ def test_in_chunks_and_preempted(tiny, tiny_reference, mode):
     assert any(result.recomputed_tokens for result in results)
     for number, result in enumerate(results):
         check(tiny_reference, number, result)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_drafts_change_nothing_of_what_is_sampled(tiny_mtp, mode):
+    """Noise depends on the position alone, so that drafts that repeat the answer without drafts are right."""
+    chosen = [
+        SamplingOptions(seed=1, temperature=1.3, top_k=60, top_p=0.9),
+        SamplingOptions(seed=2, temperature=1.5, min_p=0.01, logit_bias=((7, 4.0),)),
+        SamplingOptions(temperature=0.0, logit_bias=((9, 3.0),)),
+        None,
+    ]
+    plain, drafting = (
+        EngineHarness(tiny_mtp, num_speculative_tokens=drafts, async_sched_mode=mode) for drafts in (0, 2)
+    )
+
+    def ask(served: EngineHarness) -> None:
+        for prompt, options in zip(PROMPTS, chosen, strict=True):
+            served.add(prompt, 40, **({} if options is None else {"sampling_options": options.as_dict()}))
+
+    ask(plain)
+    plain.run()
+    answers = {number: list(request.generated_tokens) for number, request in plain.finished.items()}
+    truth = {number: PROMPTS[number - 1] + answer for number, answer in answers.items()}
+    ask(drafting)
+    with forced_drafts(drafting.engine, truth, lambda number, position: (number + position) % 3):
+        drafting.run()
+    assert drafting.engine._spec_tokens_accepted_per_pos.sum() > 40
+    assert {number: list(request.generated_tokens) for number, request in drafting.finished.items()} == answers
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_top_k_with_top_p_and_drafts(tiny_mtp, mode):
+    """Without a seed: each token is among those that both leave."""
+    served = EngineHarness(tiny_mtp, num_speculative_tokens=2, async_sched_mode=mode)
+    options = SamplingOptions(top_k=5, top_p=0.7)
+    served.add(PROMPTS[0], 40, params={"top_k": 5, "top_p": 0.0}, sampling_options=options.as_dict())
+    served.run()
+    answer = list(served.finished[1].generated_tokens)
+    logits = served.reference.logits(PROMPTS[0] + answer[:-1])[len(PROMPTS[0]) - 1 :]
+    for token, scores in zip(answer, logits, strict=True):
+        assert filtered(scores, options).isfinite()[token]
+    assert len(set(answer)) > 1

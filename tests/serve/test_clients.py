@@ -315,6 +315,13 @@ def test_only_the_prompts_logprobs(server, salt):
     assert streamed[0]["choices"][0]["text"] == "x"
 
 
+def test_only_the_prompt(server, salt):
+    """Without log-probs the engine has nothing to compute, but an answer needs a token."""
+    answer = complete(server.client(), extra=salt, echo=True, max_tokens=0)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (PROMPT, "length")
+    assert answer.usage.completion_tokens == 0
+
+
 def test_echo_with_logprobs_of_one_token(server, salt):
     """The only token of the prompt has no log-prob, but it is there."""
     asked = COMPLETION | salt | {"prompt": "x", "echo": True, "logprobs": 1}

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.errors import shown
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.matcher import Match
 from megatron_hybrid_prefix.index.requests import StepPlan
@@ -190,9 +191,4 @@ def _breakpoints(request_id: int, value: Any) -> tuple[int, ...]:
     listed = isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
     if listed and all(isinstance(item, int) and not isinstance(item, bool) for item in value):
         return tuple(value)
-    raise ValueError(f"request {request_id}: cache_breakpoints={_short(value)}: must be a sequence of ints")
-
-
-def _short(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    raise ValueError(f"request {request_id}: cache_breakpoints={shown(value)}: must be a sequence of ints")

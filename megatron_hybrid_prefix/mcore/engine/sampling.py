@@ -27,26 +27,28 @@ class RowRequest:
     Attributes:
         options: Its options.
         prompt: (tokens,) int64 on the host.
-        answer: Tokens generated so far.
+        answer: Tokens generated so far, without drafts.
+        drafts_before: Drafts between the answer and the token to sample. Penalties do not see them.
     """
 
     options: SamplingOptions
     prompt: torch.Tensor
     answer: Sequence[int]
+    drafts_before: int = 0
 
     @property
     def position(self) -> int:
         """Position in the sequence of the token to sample."""
-        return len(self.prompt) + len(self.answer)
+        return len(self.prompt) + len(self.answer) + self.drafts_before
 
     @classmethod
-    def of(cls, record: DynamicInferenceRequestRecord, options: SamplingOptions) -> RowRequest:
+    def of(cls, record: DynamicInferenceRequestRecord, options: SamplingOptions, drafts_before: int = 0) -> RowRequest:
         """The request of a record, preempted or not, which has these options."""
         first, *others = record.requests
         answer = first.generated_tokens
         if others:
             answer = [token for part in record.requests for token in part.generated_tokens]
-        return cls(options=options, prompt=first.prompt_tokens, answer=answer)
+        return cls(options=options, prompt=first.prompt_tokens, answer=answer, drafts_before=drafts_before)
 
 
 class RowSource(Protocol):
@@ -81,9 +83,9 @@ class RowSampling(SamplingSeam):
         """See the seam."""
         return bool(self._source.row_options or self._source.replays)
 
-    def sampled(self, logits: torch.Tensor, tokens: torch.Tensor, request_ids: list[int]) -> None:
+    def sampled(self, logits: torch.Tensor, tokens: torch.Tensor, rows: list[tuple[int, int]]) -> None:
         """See the seam."""
-        for row, request_id in enumerate(request_ids):
+        for row, (request_id, drafts_before) in enumerate(rows):
             replay = self._source.replays.get(request_id, ())
             at = len(self._source.record_of(request_id)[-1].generated_tokens) if replay else 0
             if at < len(replay):
@@ -91,7 +93,7 @@ class RowSampling(SamplingSeam):
                 continue
             options = self._source.row_options.get(request_id)
             if options is not None:
-                request = RowRequest.of(self._source.record_of(request_id), options)
+                request = RowRequest.of(self._source.record_of(request_id), options, drafts_before)
                 tokens[row] = sample(logits[row], request, self._generator)
 
 

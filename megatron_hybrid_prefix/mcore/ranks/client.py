@@ -12,7 +12,6 @@ from megatron_hybrid_prefix.mcore.ranks.messages import (
     ABORT,
     LOST,
     PARTIAL,
-    REFUSED,
     REMOVE,
     SNAPSHOT,
     SUBMIT,
@@ -35,9 +34,6 @@ class Answers(Protocol):
 
     def finished(self, request_id: int, request: DynamicInferenceRequest) -> None:
         """A request ended; it has its whole output."""
-
-    def refused(self, request_id: int, why: str) -> None:
-        """The engine raised when it got the request."""
 
     def lost(self, replica: int, request_ids: list[int]) -> None:
         """A replica gets no more requests; these were with it and have no more output."""
@@ -108,8 +104,6 @@ class ReplicaClient(ClientSeam):
         if first == PARTIAL:
             for request_id, output in values[0]:
                 self._answers.progressed(request_id, output)
-        elif first == REFUSED:
-            self._answers.refused(*values)
         elif first == LOST:
             self._answers.lost(*values)
         elif first == SNAPSHOT:

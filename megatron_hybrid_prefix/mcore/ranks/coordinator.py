@@ -22,7 +22,6 @@ from megatron_hybrid_prefix.mcore.ranks.messages import (
     ABORT,
     LOST,
     PARTIAL,
-    REFUSED,
     REMOVE,
     SNAPSHOT,
     SUBMIT,
@@ -83,10 +82,6 @@ class PrefixCoordinator(CoordinatorSeam):
         elif kind == SNAPSHOT:
             for name in self.known_clients:
                 self.send(name, SNAPSHOT, pack(replica_of(sender)), *contents)
-        elif kind == REFUSED:
-            client = self.forget(values[0])
-            if client is not None:
-                self.send(client[0], REFUSED, pack(client[1]), contents[1])
         elif kind == REMOVE:
             self.remove_replica(values[0])
         return None
@@ -116,7 +111,7 @@ class PrefixCoordinator(CoordinatorSeam):
 
     # -- the choice of a replica -----------------------------------------------------------------------------------------
 
-    def compute_request_hashes(self, prompt: list[int]) -> list[int]:
+    def compute_request_hashes(self, prompt: str | list[int]) -> list[int]:
         """See upstream. Prompts with different salts share no keys."""
         if not (self._routing.reads or self._routing.writes):
             return []

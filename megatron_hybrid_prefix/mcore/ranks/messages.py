@@ -9,11 +9,10 @@ kind          way                           frames
 ``SNAPSHOT``  replica, coordinator, client  number, snapshot (the coordinator puts the replica's number before them)
 ``REMOVE``    client, coordinator           number of a replica that is lost
 ``PARTIAL``   replica, coordinator, client  list of (request id, new output since the last message)
-``REFUSED``   replica, coordinator, client  request id, why: the engine raised, and the request has no other reply
 ``LOST``      coordinator, client           number of a replica; ids of the client's requests that were with it
 ============  ============================  ===========================================================================
 
-A finished request comes with megatron's own reply. All of them take one way, so they arrive in order.
+A finished or refused request comes with megatron's own reply. All of them take one way, so they arrive in order.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ ABORT = OWN + b"abort"
 SNAPSHOT = OWN + b"snapshot"
 REMOVE = OWN + b"remove"
 PARTIAL = OWN + b"partial"
-REFUSED = OWN + b"refused"
 LOST = OWN + b"lost"
 
 # What the coordinator tells all ranks of a replica, with a number.

@@ -1,0 +1,146 @@
+"""Bad requests among good ones, as JSON. Usage: ``torchrun bad_requests.py OUT.json tp COUNT`` on two ranks, which get all of
+them, or ``torchrun bad_requests.py OUT.json coordinator COUNT`` on one, behind a coordinator.
+
+The coordinator is a process that imports this file: so the main guard, and the imports inside functions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from itertools import batched
+
+from tests.harness.limits import HANG_S
+
+TOGETHER = 8  # requests at a time
+SEED = 7
+
+
+def fields():
+    """Fields of megatron's ``InferenceConfig``."""
+    from tests.harness.bad_requests import BLOCK, LIMIT_TOKENS
+
+    sizes = {"max_sequence_length": LIMIT_TOKENS, "max_tokens": LIMIT_TOKENS, "max_requests": 4, "buffer_size_gb": 0.02}
+    return sizes | {"block_size_tokens": BLOCK}
+
+
+def alone(model):
+    """The answers of the good requests, each alone."""
+    from megatron_hybrid_prefix import build_engine
+    from tests.harness.bad_requests import good_requests, params
+
+    engine = build_engine(model, **fields())
+    return [
+        list(engine.generate([asked.prompt], params(asked.fields))[0].merge().generated_tokens)
+        for asked in good_requests()
+    ]
+
+
+def on_all_ranks(model, count):
+    """Each rank adds the same requests."""
+    from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+    from tests.harness.bad_requests import fuzz, params
+    from tests.harness.engine_helpers import run_to_end
+
+    engine = build_engine(model, HybridPrefixConfig(mamba_gb=0.01, check_ranks=True), **fields())
+    finished, sent, refused, wrong = {}, {}, 0, []
+    for name, number, asked in fuzz(count, SEED):
+        try:
+            engine.add_request(len(sent), asked.prompt, params(asked.fields))
+        except ValueError as error:
+            refused += 1
+            if name is None or asked.named not in str(error):
+                wrong.append([name, str(error)])
+            continue
+        if name is not None:
+            wrong.append([name, "accepted"])
+        sent[len(sent)] = number
+        run_to_end(engine, finished, steps=number % 3)
+    run_to_end(engine, finished)
+    answers = [[sent[key], list(map(int, finished[key].generated_tokens))] for key in sorted(finished)]
+    return {"answers": answers, "sent": len(sent), "refused": refused, "wrong": wrong}
+
+
+def why(reply):
+    """The error of a failed reply; None: it is complete."""
+    if not reply.failed():
+        return None
+    return "; ".join(str(event.payload) for event in reply.events if isinstance(event.payload, Exception))
+
+
+async def ask(llm, name, number, asked, found):
+    """Sends one request, with a good prompt before the bad one."""
+    from tests.harness.bad_requests import GOOD_PROMPT, params
+
+    prompts = [asked.prompt] if name is None else [GOOD_PROMPT, asked.prompt]
+    replies = await asyncio.wait_for(llm.generate(prompts, params(asked.fields)), timeout=HANG_S)
+    reasons = [why(reply) for reply in replies]
+    if name is None:
+        found["sent"] += 1
+        found["answers"].append([number, list(replies[0].generated_tokens)])
+        found["wrong"] += [["good", reason] for reason in reasons if reason is not None]
+        return
+    found["refused"] += 1
+    if (reasons[0] is None) != name.startswith("prompt: ") or asked.named not in (reasons[1] or ""):
+        found["wrong"].append([name, *reasons])
+
+
+async def talk(llm, count):
+    """The fuzz, and then what becomes of requests whose engine is reset, or fails."""
+    from tests.harness.bad_requests import GOOD_PROMPT, fuzz, good_requests, params
+
+    found = {"answers": [], "sent": 0, "refused": 0, "wrong": []}
+    for some in batched(fuzz(count, SEED, messages=True), TOGETHER):
+        await asyncio.gather(*(ask(llm, *each, found) for each in some))
+
+    async def replies(prompts, **own):
+        asked = llm.generate(prompts, params({"num_tokens_to_generate": 100} | own))
+        return [why(reply) for reply in await asyncio.wait_for(asked, timeout=HANG_S)]
+
+    running = asyncio.create_task(replies([GOOD_PROMPT] * 6))
+    while llm.context.total_request_count < 2:
+        await asyncio.sleep(0)
+    await llm.pause()
+    llm.engine.reset()
+    found["reset"] = await running
+    await llm.unpause()
+    await ask(llm, None, 4, good_requests()[4], found)
+
+    running = asyncio.create_task(replies([GOOD_PROMPT] * 6))
+    while llm.context.total_request_count < 2:
+        await asyncio.sleep(0)
+    llm.engine.post_process_requests = lambda *args, **kwargs: 1 / 0
+    found["failed"] = await running
+    found["after"] = await replies([GOOD_PROMPT])
+    return found
+
+
+async def behind_a_coordinator(model, count):
+    """The same through megatron's own API."""
+    from megatron.core.inference.apis import MegatronAsyncLLM
+    from megatron.core.inference.config import InferenceConfig, MambaInferenceStateConfig
+
+    from megatron_hybrid_prefix import HybridPrefixConfig, install
+    from megatron_hybrid_prefix.tokenizer import ByteTokenizer
+
+    install(HybridPrefixConfig(mamba_gb=0.01))
+    config = InferenceConfig(mamba_inference_state_config=MambaInferenceStateConfig.from_model(model), **fields())
+    async with MegatronAsyncLLM(model=model, tokenizer=ByteTokenizer(512), inference_config=config) as llm:
+        return await talk(llm, count)
+
+
+def main(out, what, count):
+    from megatron_hybrid_prefix.models import build_hybrid_model
+    from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+    from tests.harness.workers.launch import write_findings
+
+    platform = ensure_platform(device="cpu", tp=2 if what == "tp" else 1)
+    model = build_hybrid_model("tiny", seed=0, platform=platform)
+    answers = alone(model)
+    found = on_all_ranks(model, count) if what == "tp" else asyncio.run(behind_a_coordinator(model, count))
+    write_findings(out, found | {"alone": answers})
+    shut_down()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
