@@ -548,7 +548,6 @@ BAD = {
         "unsupported_parameter",
         "response_format",
     ),
-    "two limits": (CHAT | {"max_tokens": 1, "max_completion_tokens": 1}, 400, "invalid_value", "max_tokens"),
     "top_logprobs alone": (CHAT | {"top_logprobs": 1}, 400, "invalid_value", "top_logprobs"),
     "message out of range": (CHAT | {"cache_breakpoints": [1]}, 400, "invalid_value", "cache_breakpoints"),
     "long chat": (
