@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+GREEDY_TEMPERATURE = 1e-4
+"""A lower temperature counts as greedy. Logits divided by it might overflow, and nothing can be sampled from those."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
@@ -49,7 +52,7 @@ class SamplingOptions:
     @property
     def is_greedy(self) -> bool:
         """Whether the likeliest token is taken, after bias and penalties."""
-        return self.temperature == 0
+        return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
 
     @property
     def changes_logits(self) -> bool:
@@ -72,6 +75,19 @@ class SamplingOptions:
     def as_dict(self) -> dict[str, Any]:
         """The options as plain values, for messages between processes."""
         return asdict(self)
+
+    def as_fields(self) -> dict[str, Any]:
+        """Fields of megatron's ``SamplingParams`` that say the same, with ``sampling_options`` if megatron's own cannot.
+
+        Megatron refuses ``top_k`` together with ``top_p``, and says 0 where this class says ``top_p=1``.
+        """
+        greedy = {"temperature": 1.0, "top_k": 1, "top_p": 0.0}
+        if not self.are_megatrons:
+            return greedy | {"sampling_options": self.as_dict()}
+        if self.is_greedy:
+            return greedy
+        top_p = 0.0 if self.top_p == 1 else float(self.top_p)
+        return greedy | {"temperature": float(self.temperature), "top_k": int(self.top_k), "top_p": top_p}
 
     @classmethod
     def of(cls, params: Any) -> SamplingOptions | None:

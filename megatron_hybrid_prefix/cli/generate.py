@@ -20,8 +20,8 @@ engines:
 By default `ours` gets --buffer-gb and --mamba-gb together, so all engines with a cache have the same memory.
 
 --jsonl: one JSON object per line, with "prompt" (text) or "tokens" (ids). A line may set its own sampling parameters:
-"num_tokens_to_generate", "temperature", "top_k", "top_p", "stop_words", "termination_id", "top_n_logprobs". For the
-engines "ours" and "split" it may also set:
+"num_tokens_to_generate", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop_words", "termination_id",
+"stop_token_ids", "top_n_logprobs". For the engines "ours" and "split" it may also set:
     "cache_salt"          text; requests with different salts share nothing
     "cache_read"          false: do not reuse cached prefixes
     "cache_write"         false: do not cache this request
@@ -55,6 +55,7 @@ from rich.console import Console
 
 from megatron_hybrid_prefix.console.engine_options import (
     ENGINES,
+    UPSTREAM,
     Budgets,
     add_engine_options,
     add_model_options,
@@ -73,12 +74,13 @@ from megatron_hybrid_prefix.console.engine_options import (
     versions,
 )
 from megatron_hybrid_prefix.console.hf import (
+    add_bos_option,
     add_tokenizer_options,
     build_model,
     default_sampling,
     tokenizer_of,
 )
-from megatron_hybrid_prefix.console.prompts import Work, read_work
+from megatron_hybrid_prefix.console.prompts import Work, for_megatron, read_work
 from megatron_hybrid_prefix.console.sessions import against_least, least_tokens, print_sessions
 from megatron_hybrid_prefix.console.terminal import (
     ArgumentParser,
@@ -171,13 +173,10 @@ def make_parser() -> ArgumentParser:
         metavar="N",
         help="length of an answer (default: %(default)s)",
     )
-    add("--temperature", type=float, help="sampling temperature, above 0 (default: that of --hf, else 1.0)")
-    add(
-        "--top-k",
-        type=int,
-        help="sample from the K likeliest tokens; 1 is greedy, 0 is off (default: that of --hf, else 1; with --top-p: 0)",
-    )
-    add("--top-p", type=float, help="nucleus sampling, 0 to 1; 0 is off (default: that of --hf, else 0)")
+    how = "(with none of --temperature, --top-k and --top-p: as --hf says, else greedy)"
+    add("--temperature", type=float, help=f"sampling temperature; 0 is greedy {how}")
+    add("--top-k", type=int, help="sample from the K likeliest tokens; 1 is greedy, 0 is off (default: 0)")
+    add("--top-p", type=float, help="nucleus sampling, 0 to 1; 0 is off (default: 0)")
     add("--stop-word", action="append", default=[], metavar="TEXT", help="stop before this text (repeatable)")
     end = sampling.add_mutually_exclusive_group()
     end.add_argument(
@@ -197,7 +196,7 @@ def make_parser() -> ArgumentParser:
         metavar="N",
         help="also return the N likeliest tokens per position, in --json (default: 0)",
     )
-    add("--add-bos", action="store_true", help="start text prompts with the tokenizer's begin-of-text token")
+    add_bos_option(add)
 
     add = parser.add_argument_group("output").add_argument
     add("--json", type=Path, metavar="PATH", help="write all results as JSON")
@@ -259,16 +258,17 @@ class Runner:
             sampling = work.longest()[0].sampling | {"num_tokens_to_generate": 2}
             sampling.pop("cache_breakpoints", None)
             warm_up = Request(label="", tokens=[0, 1], sampling=sampling)
-            self._send(engine, [warm_up], lambda count: None)
+            is_megatrons = name == UPSTREAM
+            self._send(engine, is_megatrons, [warm_up], lambda count: None)
             started_s = time.perf_counter()
             if work.batched:
                 sent = work.prompts
-                results = self._send(engine, sent, on_done)
+                results = self._send(engine, is_megatrons, sent, on_done)
             else:
                 results = []
 
                 def answer_to(request: Request) -> list[int]:
-                    results.extend(self._send(engine, [request], lambda count: None))
+                    results.extend(self._send(engine, is_megatrons, [request], lambda count: None))
                     on_done(len(results))
                     generated: list[int] = results[-1].generated
                     return generated
@@ -290,14 +290,21 @@ class Runner:
         finally:
             release_engine(engine)
 
-    def _send(self, engine: Any, requests: list[Request], on_done: Callable[[int], None]) -> list[Any]:
+    def _send(
+        self, engine: Any, is_megatrons: bool, requests: list[Request], on_done: Callable[[int], None]
+    ) -> list[Any]:
         from megatron_hybrid_prefix.mcore.runner import run_batch
         from megatron_hybrid_prefix.upstream.names import SamplingParams
 
         results: list[Any] = run_batch(
             engine,
             [request.tokens for request in requests],
-            [SamplingParams.deserialize(request.sampling) for request in requests],
+            [
+                SamplingParams.deserialize(
+                    for_megatron(request.sampling, self.tokenizer) if is_megatrons else request.sampling
+                )
+                for request in requests
+            ],
             on_step=lambda done, total: on_done(done),
             should_stop=self.should_stop,
         )
@@ -364,26 +371,16 @@ def as_json(
     }
 
 
-def set_sampling(args: argparse.Namespace) -> None:
-    """Fills in the sampling options that are not given: those of ``--hf`` if none of them is given, else greedy."""
-    names = ("temperature", "top_k", "top_p")
-    if all(getattr(args, name) is None for name in names):
-        for name, value in default_sampling(args).items():
-            setattr(args, name, value)
-        if args.temperature is not None and args.top_k is None and not args.top_p:
-            args.top_k = 0  # sampled from all tokens
-    args.temperature = 1.0 if args.temperature is None else args.temperature
-    args.top_p = args.top_p or 0.0
-
-
 def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
     """Runs the command."""
     args = make_parser().parse_intermixed_args(argv)
     names, config = check_options(args)
-    tokenizer, args.end_tokens = tokenizer_of(args, config.vocab_size)
-    set_sampling(args)
+    tokenizer = tokenizer_of(args, config.vocab_size)
     limit = args.max_sequence_length or config.max_sequence_length
-    work = read_work(args, tokenizer, config.vocab_size, limit)
+    work = read_work(args, tokenizer, config.vocab_size, limit, default_sampling(args))
+    if UPSTREAM in names:
+        for request in work.longest():
+            for_megatron(request.sampling, tokenizer)
 
     with started_platform(args) as platform:
         run_on(platform, names, config, tokenizer, work, args, interrupt)

@@ -69,6 +69,7 @@ from megatron_hybrid_prefix.console.engine_options import (
     whole_number,
 )
 from megatron_hybrid_prefix.console.hf import (
+    add_bos_option,
     add_tokenizer_options,
     build_model,
     default_sampling,
@@ -162,7 +163,7 @@ def make_parser() -> ArgumentParser:
         help="load the weights from a Megatron distributed checkpoint (default: random weights)",
     )
     add_tokenizer_options(add)
-    add("--add-bos", action="store_true", help="start prompts with the tokenizer's begin-of-text token")
+    add_bos_option(add)
     add(
         "--chat-template",
         type=Path,
@@ -335,7 +336,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
     args = make_parser().parse_args(argv)
     config = check_options(args)
     keys = read_keys(args.api_keys)
-    tokenizer, end_tokens = tokenizer_of(args, config.vocab_size)
+    tokenizer = tokenizer_of(args, config.vocab_size)
     sampling = default_sampling(args)
     from megatron_hybrid_prefix.serve.access_log import start_logging
 
@@ -377,7 +378,6 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
             model=name,
             vocab_size=config.vocab_size,
             chat=chat,
-            end_tokens=end_tokens,
             default_sampling=sampling,
             add_bos=args.add_bos,
             caches=not args.no_cache,

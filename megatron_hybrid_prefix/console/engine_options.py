@@ -79,10 +79,11 @@ class Budgets:
         return HybridPrefixConfig(mamba_gb=self.mamba_gb, host_gb=self.host_gb, exact=self.exact, **self.tier)
 
 
+UPSTREAM = "upstream"  # megatron's own engine
 # Engine name -> arguments of build_engine.
 ENGINES: dict[str, Callable[[Budgets], dict[str, Any]]] = {
     "off": lambda budgets: {"buffer_size_gb": budgets.buffer_gb},
-    "upstream": lambda budgets: {
+    UPSTREAM: lambda budgets: {
         "buffer_size_gb": budgets.buffer_gb,
         "enable_prefix_caching": True,
         "prefix_caching_mamba_gb": budgets.mamba_gb,

@@ -12,7 +12,10 @@ from megatron_hybrid_prefix.sampling import SamplingOptions
 from megatron_hybrid_prefix.serve.bodies import MOST_SEQUENCES, Body, ChatBody, CompletionBody, read_body
 from megatron_hybrid_prefix.serve.chat_template import ChatForm
 from megatron_hybrid_prefix.serve.errors import bad, model_not_found, short
-from megatron_hybrid_prefix.tokenizer import Tokenizer
+from megatron_hybrid_prefix.tokenizer import Tokenizer, begun, other_ends, prompt_tokens
+
+# A request that sets one of these says how to sample, so that the model's defaults for them do not count.
+_HOW = ("temperature", "top_k", "top_p", "min_p")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +71,13 @@ class ServedModel:
         tokenizer: The model's tokenizer.
         vocab_size: Vocabulary size.
         chat: Turns messages into a prompt.
-        add_bos: Whether text prompts start with the tokenizer's first token.
+        add_bos: Whether prompts that are not token ids begin with ``bos`` even if neither tokenizer nor template begins them so.
         check_fits: Raises ValueError if this many prompt tokens and generated tokens never fit.
         most_tokens: Most tokens that can be generated after this many prompt tokens.
         limit_tokens: Longest prompt and answer together.
         gives_prompt_log_probs: Whether the engine computes log-probs of prompts.
-        end_tokens: Tokens that end an answer, beside the tokenizer's ``eod``.
-        default_sampling: ``temperature``, ``top_k`` or ``top_p`` of requests that do not say how to sample.
+        default_sampling: ``temperature``, ``top_k``, ``top_p`` and ``min_p`` of requests that set none of these; other fields, such
+            as ``repetition_penalty``, of requests that do not set them.
         caches: False: no request reads or writes the cache, whatever it asks for.
     """
 
@@ -87,7 +90,6 @@ class ServedModel:
     most_tokens: Callable[[int], int]
     limit_tokens: int
     gives_prompt_log_probs: bool = False
-    end_tokens: tuple[int, ...] = ()
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     caches: bool = True
 
@@ -121,8 +123,12 @@ def read_request(
     Raises:
         ApiError: The request is invalid.
     """
-    if all(values.get(name) is None for name in ("temperature", "top_k", "top_p", "seed")):
-        values = values | dict(served.default_sampling)
+    says_how = any(values.get(name) is not None for name in _HOW)
+    values = values | {
+        name: value
+        for name, value in served.default_sampling.items()
+        if values.get(name) is None and not (says_how and name in _HOW)
+    }
     body = read_body(values, kind)
     check()
     if body.model != served.model:
@@ -150,7 +156,7 @@ def read_request(
         prompts.append(prompt)
         most_tokens.append(_most_tokens(body.most_tokens, prompt, param, served))
     options = body.stream_options
-    end_tokens = () if body.ignore_eos else served.end_tokens
+    end_tokens = () if body.ignore_eos else other_ends(served.tokenizer)
     return GenerationRequest(
         chat=chat,
         prompts=prompts,
@@ -176,12 +182,19 @@ def _sampling(body: Body, served: ServedModel, tenant: str | None) -> dict[str, 
             raise bad(f"'{name}' has {short(outside[0])}, which is not in the vocabulary of {served.vocab_size}.", name)
     if body.top_k >= served.vocab_size:
         raise bad(f"'top_k' must be at most {served.vocab_size - 1}, not {short(body.top_k)}.", "top_k")
+    options = SamplingOptions(
+        temperature=0.0 if body.is_greedy else body.temperature,
+        top_k=max(0, body.top_k),
+        top_p=body.top_p or 1.0,
+        min_p=body.min_p,
+        seed=body.seed,
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=tuple(body.logit_bias.items()),
+    )
     eod = served.tokenizer.eod
-    top_k = max(0, body.top_k)
-    fields: dict[str, Any] = {
-        "temperature": 1.0 if body.is_greedy else body.temperature,
-        "top_k": 1 if body.is_greedy else top_k,
-        "top_p": 0.0 if body.is_greedy or body.top_p == 1 or top_k == 1 else body.top_p,
+    fields: dict[str, Any] = options.as_fields() | {
         "termination_id": -1 if eod is None or body.ignore_eos else eod,
         "return_log_probs": body.top_tokens is not None or body.prompt_logprobs is not None,
         "skip_prompt_log_probs": not getattr(body, "echo", False) and body.prompt_logprobs is None,
@@ -193,20 +206,6 @@ def _sampling(body: Body, served: ServedModel, tenant: str | None) -> dict[str, 
     }
     if body.prompt_cache_key:
         fields["routing_key"] = json.dumps([tenant, body.prompt_cache_key])
-    options = SamplingOptions(
-        temperature=0.0 if fields["top_k"] == 1 else fields["temperature"],
-        top_k=0 if body.is_greedy else top_k,
-        top_p=fields["top_p"] or 1.0,
-        min_p=body.min_p,
-        seed=body.seed,
-        frequency_penalty=body.frequency_penalty,
-        presence_penalty=body.presence_penalty,
-        repetition_penalty=body.repetition_penalty,
-        logit_bias=tuple(body.logit_bias.items()),
-    )
-    if not options.are_megatrons:
-        # The engine samples these itself. Megatron refuses top_k together with top_p.
-        fields |= {"temperature": 1.0, "top_k": 1, "top_p": 0.0, "sampling_options": options.as_dict()}
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -230,7 +229,7 @@ def _most_tokens(asked: int | None, prompt: Prompt, param: str, served: ServedMo
 
 def _prompt(item: str | list[int], body: CompletionBody, served: ServedModel) -> Prompt:
     if isinstance(item, str):
-        text, tokens = item, text_tokens(item, served)
+        text, tokens = item, text_tokens(item, served, add_special_tokens=body.add_special_tokens)
     elif all(0 <= token < served.vocab_size for token in item):
         is_shown = body.echo and len(item) <= served.limit_tokens  # longer prompts are refused later
         text, tokens = served.tokenizer.detokenize(item, skip_special_tokens=True) if is_shown else "", item
@@ -253,10 +252,10 @@ def chat_tokens(
     served: ServedModel,
     *,
     begin_answer: bool = True,
-    with_bos: bool = True,
+    add_special_tokens: bool | None = None,
     variables: dict[str, Any] | None = None,
 ) -> tuple[str, list[int]]:
-    """Text and tokens of a chat's prompt, from messages as of `Message.as_dict`.
+    """Text and tokens of a chat's prompt, from messages as of `Message.as_dict`; see `of_chat`.
 
     Raises:
         ApiError: The template refuses the messages.
@@ -265,12 +264,18 @@ def chat_tokens(
         text = served.chat.render(messages, begin_answer=begin_answer, variables=variables)
     except ValueError as error:
         raise bad(str(error), "messages") from None
-    return text, text_tokens(text, served, with_bos=with_bos)
+    return text, of_chat(text, served, add_special_tokens)
 
 
 def _chat_prompt(body: ChatBody, served: ServedModel, check: Callable[[], None]) -> Prompt:
     messages = [message.as_dict() for message in body.messages]
-    text, tokens = chat_tokens(messages, served, begin_answer=body.add_generation_prompt, variables=body.variables)
+    text, tokens = chat_tokens(
+        messages,
+        served,
+        begin_answer=body.add_generation_prompt,
+        add_special_tokens=body.add_special_tokens,
+        variables=body.variables,
+    )
     if not tokens:
         raise bad("'messages' must not be empty.", "messages")
     # A prompt that is too long is refused later, so skip the search for message ends.
@@ -284,7 +289,7 @@ def _chat_prompt(body: ChatBody, served: ServedModel, check: Callable[[], None])
     ends = served.chat.ends(
         messages,
         tokens,
-        lambda part: text_tokens(part, served),
+        lambda part: of_chat(part, served, body.add_special_tokens),
         body.cache_breakpoints,
         more=marked,
         variables=body.variables,
@@ -293,7 +298,15 @@ def _chat_prompt(body: ChatBody, served: ServedModel, check: Callable[[], None])
     return Prompt(tokens=tokens, text=text, breakpoints=ends)
 
 
-def text_tokens(text: str, served: ServedModel, *, with_bos: bool = True) -> list[int]:
-    """Tokens of a text prompt. ``with_bos``: false leaves out the first token that ``add_bos`` asks for."""
-    bos = served.tokenizer.bos if served.add_bos and with_bos else None
-    return [*(() if bos is None else (bos,)), *served.tokenizer.tokenize(text)]
+def text_tokens(text: str, served: ServedModel, *, add_special_tokens: bool | None = None) -> list[int]:
+    """Tokens of a text prompt. ``add_special_tokens``: false leaves out those that the tokenizer or ``add_bos`` adds."""
+    if add_special_tokens is False:
+        return served.tokenizer.tokenize(text)
+    return prompt_tokens(served.tokenizer, text, add_bos=served.add_bos)
+
+
+def of_chat(text: str, served: ServedModel, add_special_tokens: bool | None) -> list[int]:
+    """Tokens of a rendered chat. By default a template has all special tokens itself, and the plain format has none."""
+    if add_special_tokens is None and served.chat.template is not None:
+        return begun(served.tokenizer, served.tokenizer.tokenize(text), add_bos=served.add_bos)
+    return text_tokens(text, served, add_special_tokens=add_special_tokens)

@@ -96,8 +96,14 @@ BAD_OPTIONS = {
     "no such checkpoint": (["x", "--load", "absent"], "--load: there is no folder absent"),
     "a full folder for a checkpoint": (["x", "--save", "."], "--save: . is not empty"),
     "no such tokenizer": (["x", "--tokenizer", "absent"], "no tokenizer at absent"),
-    "temperature": (["x", "--temperature", "0"], "temperature=0.0 must be above 0"),
-    "top-p with top-k": (["x", "--top-p", "0.5", "--top-k", "3"], "top_p=0.5 cannot be used with top_k=3"),
+    "temperature": (["x", "--temperature", "-0.5"], "temperature=-0.5 must be 0 (greedy) or above"),
+    "no temperature": (["x", "--temperature", "nan"], "temperature=nan must be 0 (greedy) or above"),
+    "top-p": (["x", "--top-p", "1.5"], "top_p=1.5 must be in 0..1"),
+    "top-k": (["x", "--top-k", "512"], "top_k=512 must be in 0..511"),
+    "top-p with top-k of megatron": (
+        ["x", "--top-p", "0.5", "--top-k", "3", "--compare", "off,upstream"],
+        "engine upstream: megatron samples by top_k or by top_p",
+    ),
     "top-n": (["x", "--top-n-logprobs", "2", "--no-log-probs"], "top_n_logprobs=2 needs log-probs"),
     "terminating token": (["x", "--termination-id", "512"], "termination_id=512 is outside the vocabulary of 512"),
 }
@@ -274,6 +280,10 @@ def test_sampling_options(folder: Path) -> None:
     assert (bos["prompt_tokens"], bos["log_probs"]) == (3, [])
     sampled = [requests_of(run_json(folder, *common, "--top-p", 0.9, "--temperature", 2))[0] for _ in range(2)]
     assert sampled[0]["generated"] == sampled[1]["generated"] != greedy["generated"]
+    both = ("--top-p", 0.9, "--top-k", 1 << 8, "--temperature", 2)
+    assert requests_of(run_json(folder, *common, *both))[0]["generated"] != greedy["generated"]
+    for options in (("--temperature", 0), ("--temperature", 0, "--top-k", 5, "--top-p", 0.5), ("--top-k", 1)):
+        assert requests_of(run_json(folder, *common, *options))[0]["generated"] == greedy["generated"]
     ends = requests_of(run_json(folder, *common, "--termination-id", greedy["generated"][2]))[0]
     assert ends["generated"] == greedy["generated"][: greedy["generated"].index(greedy["generated"][2]) + 1]
     stopped = requests_of(run_json(folder, "hi", "--num-tokens-to-generate", 40, "--stop-word", "\\", "--ignore-eos"))[

@@ -29,6 +29,7 @@ from megatron_hybrid_prefix.mcore.ranks.coordinator import meet_subscribers
 from megatron_hybrid_prefix.mcore.ranks.messages import REFUSED, TELL_ABORT, TELL_SNAPSHOT, pack
 from megatron_hybrid_prefix.mcore.state.layout import check_described
 from megatron_hybrid_prefix.sampling import SamplingOptions
+from megatron_hybrid_prefix.tokenizer import other_ends, prompt_tokens
 from megatron_hybrid_prefix.upstream.blocks import block_counts, blocks_up_to_the_end
 from megatron_hybrid_prefix.upstream.contract import check_contract
 from megatron_hybrid_prefix.upstream.engine import EngineSeam
@@ -211,21 +212,30 @@ class HybridPrefixEngine(EngineSeam):
         if isinstance(prompt, str):
             assert sampling_params is not None
             text = prompt
-            tokens = self.controller.tokenize_prompt(self.controller.tokenizer, text, sampling_params.add_BOS)
-        else:
-            tokens = prompt
+            prompt = self._tokens_of(text, sampling_params.add_BOS)
         request = DynamicInferenceRequest(
             request_id=request_id,
             prompt=text,
-            prompt_tokens=_on_host(request_id, tokens),
+            prompt_tokens=_on_host(request_id, prompt),
             sampling_params=sampling_params,
             block_size_tokens=self.context.block_size_tokens,
         )
         request.enable_prefix_caching = self._has_cache  # set after construction: our keys replace megatron's hashes
         return self.accept_request(request)
 
+    def _tokens_of(self, text: str, add_bos: bool) -> list[int]:
+        tokenizer = self.controller.tokenizer
+        if hasattr(tokenizer, "encode_prompt"):
+            return prompt_tokens(tokenizer, text, add_bos=add_bos)
+        tokens: list[int] = self.controller.tokenize_prompt(tokenizer, text, add_bos)
+        return tokens
+
     def accept_request(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:
-        """See the seam. Makes the keys of the prompt on arrival."""
+        """See the seam. Makes the keys of the prompt on arrival. A request without an end token gets all of the tokenizer's."""
+        asked = request.sampling_params
+        if asked.termination_id is None:
+            own = getattr(asked, "stop_token_ids", None) or ()
+            asked.add_attributes({"stop_token_ids": [*own, *other_ends(self.controller.tokenizer)]})
         if request.request_id not in self.requests:  # one that resumes after a suspension keeps its answer
             for by_id in (self._row_options, self._replays.answers):
                 by_id.pop(request.request_id, None)  # of an earlier request with this id
