@@ -359,6 +359,9 @@ class HybridPrefixEngine(EngineSeam):
 
     def check_stop_words(self, request: DynamicInferenceRequest) -> tuple[bool, int]:
         """See the seam. Also finds a stop word that began before a preemption."""
+        ends = getattr(request.sampling_params, "stop_token_ids", None) or ()
+        if request.generated_tokens and request.generated_tokens[-1] in ends:
+            return True, 0
         if not request.stop_word_ids:
             return False, 0
         entry = self.requests.get(request.request_id)
