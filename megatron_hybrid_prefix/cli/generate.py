@@ -44,6 +44,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -54,6 +55,7 @@ from typing import Any
 from rich.console import Console
 
 from megatron_hybrid_prefix.console.engine_options import (
+    ENGINE_ADVICE,
     ENGINES,
     UPSTREAM,
     Budgets,
@@ -62,6 +64,7 @@ from megatron_hybrid_prefix.console.engine_options import (
     budget_of,
     cache_figures,
     check_engine_options,
+    check_memory,
     engine_fields,
     engine_names,
     hardware,
@@ -90,7 +93,9 @@ from megatron_hybrid_prefix.console.terminal import (
     Request,
     Stopped,
     as_input_errors,
+    as_memory_errors,
     check_can_plot,
+    check_folder,
     check_writable,
     compare,
     is_main_rank,
@@ -116,7 +121,7 @@ def make_parser() -> ArgumentParser:
         description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument_group("input").add_argument
-    add("prompt", nargs="*", metavar="PROMPT", help="a prompt, as text")
+    add("prompt", nargs="*", metavar="PROMPT", help="a prompt, as text; - is standard input, also for the files below")
     add(
         "--text-file",
         action="append",
@@ -200,8 +205,24 @@ def make_parser() -> ArgumentParser:
 
     add = parser.add_argument_group("output").add_argument
     add("--json", type=Path, metavar="PATH", help="write all results as JSON")
-    add("--plot", type=Path, metavar="PNG", help="plot computed prompt tokens and time to first token per request")
+    add(
+        "--plot",
+        type=Path,
+        metavar="PATH",
+        help="plot computed prompt tokens and time to first token per request, as PNG, SVG or PDF",
+    )
     return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments: prompts and options in any order, and after ``--`` only prompts. The prompt ``-`` is standard input."""
+    own, literal = list(argv), []
+    if "--" in argv:  # parse_intermixed_args would take what comes after it for options
+        at = own.index("--")
+        own, literal = own[:at], own[at + 1 :]
+    args = make_parser().parse_intermixed_args(own)
+    args.prompt = [*(Path(text) if text == "-" else text for text in args.prompt), *literal]
+    return args
 
 
 def check_options(args: argparse.Namespace) -> tuple[list[str], Any]:
@@ -213,13 +234,11 @@ def check_options(args: argparse.Namespace) -> tuple[list[str], Any]:
     if args.load is not None and not args.load.is_dir():
         raise InputError(f"--load: there is no folder {args.load}")
     if args.plot is not None:
-        check_can_plot("--plot")
-    if args.save is not None and args.save.is_dir() and any(args.save.iterdir()):
-        raise InputError(f"--save: {args.save} is not empty")
-    new_folder = args.save is not None and not args.save.is_dir()
-    for path in (args.json, args.plot, args.save if new_folder else None):
-        if path is not None:
-            check_writable(path)
+        check_can_plot("--plot", args.plot)
+    if args.save is not None:
+        check_folder(args.save, "--save", empty=True)
+    if args.json is not None:
+        check_writable(args.json)
     return names, config
 
 
@@ -248,7 +267,8 @@ class Runner:
         from megatron_hybrid_prefix.mcore import build_engine
         from megatron_hybrid_prefix.mcore.runner import check_fits, release_engine
 
-        with as_input_errors(ValueError, prefix=f"engine {name}: "):
+        check_memory(budget_of(fields), self.platform.device, f"engine {name}: ")
+        with as_input_errors(ValueError, prefix=f"engine {name}: "), as_memory_errors(f"engine {name}", ENGINE_ADVICE):
             engine = build_engine(self.model, tokenizer=self.tokenizer, **fields)
         try:
             for request in work.longest():
@@ -373,7 +393,7 @@ def as_json(
 
 def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
     """Runs the command."""
-    args = make_parser().parse_intermixed_args(argv)
+    args = parse(sys.argv[1:] if argv is None else argv)
     names, config = check_options(args)
     tokenizer = tokenizer_of(args, config.vocab_size)
     limit = args.max_sequence_length or config.max_sequence_length
@@ -400,6 +420,9 @@ def run_on(
 
     console = output_console() if is_main_rank() else Console(quiet=True)
     console.print(platform.describe(), markup=False, soft_wrap=True)
+    budgets = Budgets.of(args, platform.device.type)
+    for name in names:
+        check_memory(budget_of(ENGINES[name](budgets)), platform.device, f"engine {name}: ")
     model = build_model(args, config, platform)
     with as_input_errors(ValueError, PlatformError):
         if args.load is not None:

@@ -16,7 +16,13 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megatron_hybrid_prefix.console.terminal import InputError, as_input_errors, has_other_ranks, is_main_rank
+from megatron_hybrid_prefix.console.terminal import (
+    InputError,
+    as_input_errors,
+    as_memory_errors,
+    has_other_ranks,
+    is_main_rank,
+)
 from megatron_hybrid_prefix.errors import PlatformError
 from megatron_hybrid_prefix.hf_tokens import GENERATION_CONFIG, end_token_ids
 from megatron_hybrid_prefix.models.config import HybridModelConfig, get_preset
@@ -132,7 +138,10 @@ def build_model(args: argparse.Namespace, config: HybridModelConfig, platform: A
 
     overrides: dict[str, Any] = {"cuda_graph_impl": "local"} if getattr(args, "cuda_graphs", None) else {}
     folder = folder_of(args)
-    with as_input_errors(ValueError, PlatformError, OSError):
+    with (
+        as_input_errors(ValueError, PlatformError, OSError),
+        as_memory_errors("the model", "it can be split over ranks with --tp and --pp"),
+    ):
         if folder is None:
             return models.build_hybrid_model(config, seed=args.seed, platform=platform, **overrides)
         with _reading(DTYPE_BYTES[config.dtype]) as on_read:

@@ -103,12 +103,16 @@ class Reader:
 
     def prompts(self, args: argparse.Namespace) -> list[Request]:
         """Prompts from arguments, text files and JSON lines, in this order."""
-        found = [self._request(f"prompt {n}", self._begin(text)) for n, text in enumerate(args.prompt, 1)]
+        texts = [read_text(text) if isinstance(text, Path) else text for text in args.prompt]
+        found = [self._request(f"prompt {n}", self._begin(text)) for n, text in enumerate(texts, 1)]
         found += [self._request(path.name, self._begin(read_text(path))) for path in args.text_file]
         for path in args.jsonl:
+            before = len(found)
             for number, line in enumerate(read_text(path).split("\n"), 1):
                 if line.strip():
                     found.append(self._json_line(f"{path}:{number}", f"{path.name}:{number}", line))
+            if len(found) == before:
+                raise InputError(f"{path}: no prompts in it")
         return found
 
     def sessions(self, paths: Sequence[Path]) -> list[Request]:
