@@ -195,7 +195,7 @@ def check_folder(path: Path, option: str, *, empty: bool = False) -> None:
         _check_parent(path / "x")
         return
     if path.exists():
-        raise InputError(f"{option}: {path} is no folder")
+        raise InputError(f"{option}: cannot write {path}: it is no folder")
     _check_parent(path)
 
 

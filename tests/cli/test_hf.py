@@ -8,6 +8,7 @@ import json
 import pytest
 
 from megatron_hybrid_prefix.cli import bench, convert, demo, generate, serve
+from megatron_hybrid_prefix.console import hf
 from megatron_hybrid_prefix.console.hf import default_sampling, tokenizer_of
 from megatron_hybrid_prefix.models import build_hybrid_model, load_checkpoint, open_folder
 from tests.harness.hf_helpers import make_folder, save_tokenizer
@@ -28,6 +29,11 @@ def folder(tmp_path_factory):
 def engine_imported(platform):
     """Imports the engine before a test captures stderr, because megatron uses stderr's file number at import."""
     import megatron.core.inference.engines  # noqa: F401
+
+
+def open_folder_again():
+    """A command reads a folder once."""
+    hf._open.cache_clear()
 
 
 def generated(tmp_path, *argv):
@@ -64,6 +70,24 @@ def test_generate_takes_tokenizer_end_tokens_and_sampling_of_the_folder(folder, 
 def test_options_come_before_the_folder(folder, tmp_path, options, expected):
     _, request = generated(tmp_path, "--hf", folder, "a", *options)
     assert {name: request["sampling"].get(name) for name in expected} == expected
+
+
+def test_an_answer_ends_at_a_token_that_only_config_json_names(tmp_path):
+    folder = tmp_path / "hf"
+    make_folder(folder)
+    save_tokenizer(folder, "<eos>")
+    config = json.loads((folder / "config.json").read_text())
+
+    def answer(*options):
+        return generated(tmp_path, "--hf", folder, "ab", *options)[1]["generated"]
+
+    whole = answer("--ignore-eos")
+    assert len(whole) == 4
+    end = whole.index(whole[2])
+    for named in (whole[2], [whole[2]], [271, whole[2]], [whole[2], 271]):
+        (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": named}))
+        open_folder_again()
+        assert answer() == whole[: end + 1]
 
 
 @pytest.mark.parametrize(

@@ -96,12 +96,12 @@ BAD_OPTIONS = {
     "a folder": (["x", "--plot", "."], "it is a folder"),
     "a plot of another kind": (["x", "--plot", "a.jpg"], "--plot: a.jpg must end with .png, .svg or .pdf"),
     "a plot of no kind": (["x", "--plot", "a"], "--plot: a must end with .png, .svg or .pdf"),
-    "a device": (["x", "--json", "/dev/null"], "cannot write /dev/null: it is no regular file"),
-    "a device for a plot": (["x", "--plot", "/dev/null"], "cannot write /dev/null: it is no regular file"),
+    "a pipe": (["x", "--json", "pipe"], "cannot write pipe: it is no regular file"),
+    "a pipe for a plot": (["x", "--plot", "pipe"], "cannot write pipe: it is no regular file"),
     "standard output": (["x", "--json", "-"], "cannot write to -: standard output has the report"),
     "too long a name": (["x", "--json", "a" * 252], "File name too long"),
     "far too long a name": (["x", "--json", "a" * 300], "File name too long"),
-    "a file for a checkpoint": (["x", "--save", "ok.json"], "--save: ok.json is no folder"),
+    "a file for a checkpoint": (["x", "--save", "ok.json"], "--save: cannot write ok.json: it is no folder"),
     "no prompts": (["--jsonl", "empty.jsonl"], "empty.jsonl: no prompts in it"),
     "more memory than there is": (
         ["x", "--compare", "off,ours", "--cache-gb", "1e9"],
@@ -185,6 +185,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "binary.txt").write_bytes(b"a\xff")
     write(tmp_path / "ok.jsonl", {"timestamp": 1, "input": "A session"})
     (tmp_path / "empty.jsonl").write_text("\n\n")
+    os.mkfifo(tmp_path / "pipe")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
