@@ -422,7 +422,7 @@ def run_on(
     console.print(platform.describe(), markup=False, soft_wrap=True)
     budgets = Budgets.of(args, platform.device.type)
     for name in names:
-        check_memory(budget_of(ENGINES[name](budgets)), platform.device, f"engine {name}: ")
+        check_memory(budget_of(ENGINES[name](budgets)), platform.device, f"engine {name}: ", all_ranks=True)
     model = build_model(args, config, platform)
     with as_input_errors(ValueError, PlatformError):
         if args.load is not None:

@@ -363,7 +363,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
         listener = stack.enter_context(listen(args.host, args.port)) if is_main_rank() else None
         platform = stack.enter_context(started_platform(args))
         output_console().print(platform.describe(), markup=False, soft_wrap=True)
-        check_memory(budget_of(budget_fields(args, platform.device.type)), platform.device)
+        check_memory(budget_of(budget_fields(args, platform.device.type)), platform.device, all_ranks=True)
         model = build_model(args, config, platform)
         if args.load is not None:
             from megatron_hybrid_prefix import models

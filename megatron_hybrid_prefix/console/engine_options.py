@@ -113,13 +113,14 @@ def budget_of(fields: dict[str, Any]) -> dict[str, float]:
     return found | ({} if prefix is None or not prefix.host_gb else {"host_gb": prefix.host_gb})
 
 
-def check_memory(budget: Mapping[str, float], device: Any, where: str = "") -> None:
+def check_memory(budget: Mapping[str, float], device: Any, where: str = "", *, all_ranks: bool = False) -> None:
     """Checks that a budget fits into the memory that is free now.
 
     Args:
         budget: Of one engine: `budget_of`.
         device: The platform's device.
         where: Before the message.
+        all_ranks: Whether no rank of this host has its budget yet, so that it is needed once for each of them.
 
     Raises:
         InputError: It does not.
@@ -128,7 +129,7 @@ def check_memory(budget: Mapping[str, float], device: Any, where: str = "") -> N
 
     on_host = {name: gb for name, gb in budget.items() if name == "host_gb" or device.type == "cpu"}
     on_device = {name: gb for name, gb in budget.items() if name not in on_host}
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if all_ranks else 1
     for kind, parts, free, copies in (
         ("GPU", on_device, free_bytes(device), 1),
         ("host", on_host, host_free_bytes(), ranks),

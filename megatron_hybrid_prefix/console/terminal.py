@@ -136,8 +136,9 @@ def as_memory_errors(what: str, advice: str) -> Iterator[None]:
 
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if type(error) is RuntimeError and not any(text in str(error) for text in _NO_HOST_MEMORY):
+    except (MemoryError, RuntimeError) as error:
+        is_short = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not is_short and not any(text in str(error) for text in _NO_HOST_MEMORY):
             raise
         raise InputError(f"{what}: not enough memory; {advice}: {one_line(error)}") from error
 
