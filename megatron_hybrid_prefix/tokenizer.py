@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megatron_hybrid_prefix.hf_tokens import end_token_ids, token_texts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer
@@ -30,13 +32,23 @@ class Decoder(Protocol):
 
 
 class Tokenizer(Protocol):
-    """The tokenizer interface that the engine uses."""
+    """The tokenizer interface that the engine uses.
+
+    Attributes:
+        vocab_size: Number of ids.
+        bos: The token that begins a text; None: there is none.
+        eod: The token that ends an answer; None: there is none.
+        end_tokens: Other tokens that end an answer.
+    """
 
     vocab_size: int
     bos: int | None
     eod: int | None
+    end_tokens: tuple[int, ...]
 
     def tokenize(self, text: str) -> list[int]: ...
+
+    def encode_prompt(self, text: str) -> list[int]: ...
 
     def detokenize(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str: ...
 
@@ -58,6 +70,9 @@ def _byte_characters() -> dict[str, int]:
 
 
 _BYTE_OF_CHARACTER = _byte_characters()
+# Of a tokenizer.json with nothing beside it that says more.
+_USUAL_BEGINS = ("<s>", "<|begin_of_text|>", "[CLS]", "<bos>")
+_USUAL_ENDS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<SPECIAL_11>", "[SEP]", "<eos>")
 
 
 class ByteTokenizer:
@@ -72,6 +87,7 @@ class ByteTokenizer:
 
     bos: int | None = 256
     eod: int | None = 257
+    end_tokens: tuple[int, ...] = ()
 
     def __init__(self, vocab_size: int = 258) -> None:
         if vocab_size < 258:
@@ -81,6 +97,10 @@ class ByteTokenizer:
     def tokenize(self, text: str) -> list[int]:
         """The UTF-8 bytes of ``text``. A lone surrogate becomes '?'."""
         return list(text.encode("utf-8", errors="replace"))
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The same: no special token is added."""
+        return self.tokenize(text)
 
     def detokenize(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of ``tokens``. Invalid UTF-8 becomes the replacement character; ids above 255 become nothing."""
@@ -102,15 +122,28 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A Hugging Face tokenizer, from ``tokenizer.json``.
 
+    ``eod`` and ``end_tokens`` are all the end tokens that the files beside it name (`hf_tokens`), first the tokenizer's own.
+    If no file names one, ``eod`` is the first token of the vocabulary with a usual name; ``bos`` likewise if there are no files.
+
     Args:
         path: A folder with ``tokenizer.json``, or that file.
         vocab_size: Vocabulary size of the model. The tokenizer must not have more ids.
+        end_tokens: More end tokens.
+        generation_config: Whether ``generation_config.json`` counts.
 
     Raises:
-        ValueError: There is no valid tokenizer at ``path``, or it has more ids than the model.
+        ValueError: There is no valid tokenizer at ``path``, it or an end token has an id that the model lacks, or a file beside
+            it cannot be read.
     """
 
-    def __init__(self, path: str | Path, vocab_size: int | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        vocab_size: int | None = None,
+        *,
+        end_tokens: Sequence[int] = (),
+        generation_config: bool = True,
+    ) -> None:
         from tokenizers import Tokenizer as FastTokenizer
 
         file = Path(path)
@@ -125,16 +158,35 @@ class HuggingFaceTokenizer:
         if vocab_size is not None and ids > vocab_size:
             raise ValueError(f"the tokenizer has {ids} ids, but the model's vocabulary has only {vocab_size}")
         self.vocab_size = vocab_size or ids
-        self.bos = self._special("<s>", "<|begin_of_text|>", "[CLS]", "<bos>")
-        self.eod = self._special("</s>", "<|end_of_text|>", "<|endoftext|>", "<SPECIAL_11>", "[SEP]", "<eos>")
+        self._tokenizer.no_padding()  # a file can say how batches were padded and cut when it was saved
+        self._tokenizer.no_truncation()
+        folder = file.parent
+        begins, own_ends = token_texts(folder, "bos_token"), token_texts(folder, "eos_token") or ()
+        self.bos = self._first(_USUAL_BEGINS if begins is None else begins)
+        named = (self._tokenizer.token_to_id(text) for text in own_ends)
+        ends = [token for token in named if token is not None]
+        ends += [*end_token_ids(folder, generation_config=generation_config), *end_tokens]
+        if vocab_size is not None and max(ends, default=0) >= vocab_size:
+            raise ValueError(f"{folder}: eos_token_id {max(ends)} is not in the vocabulary of {vocab_size}")
+        ends = list(dict.fromkeys(ends))
+        self.eod: int | None = ends[0] if ends else self._first(_USUAL_ENDS)
+        self.end_tokens: tuple[int, ...] = tuple(ends[1:])
 
-    def _special(self, *names: str) -> int | None:
-        found = (self._tokenizer.token_to_id(name) for name in names)
+    def _first(self, texts: Iterable[str]) -> int | None:
+        found = (self._tokenizer.token_to_id(text) for text in texts)
         return next((token for token in found if token is not None), None)
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of ``text``, without special tokens."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the tokenizer's post-processor adds.
+
+        A text that has the begin-of-text token itself does not get it twice.
+        """
+        tokens = list(self._tokenizer.encode(text).ids)
+        return tokens[1:] if self.bos is not None and tokens[:2] == [self.bos] * 2 else tokens
 
     def detokenize(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of ``tokens``."""
@@ -210,9 +262,37 @@ class _HuggingFaceDecoder:
         return DecodeStream(skip_special_tokens=True)
 
 
-def load_tokenizer(path: str | Path | None, vocab_size: int) -> Tokenizer:
-    """The Hugging Face tokenizer at ``path``; None: the byte tokenizer."""
-    return ByteTokenizer(vocab_size) if path is None else HuggingFaceTokenizer(path, vocab_size)
+def load_tokenizer(path: str | Path | None, vocab_size: int, **options: Any) -> Tokenizer:
+    """The Hugging Face tokenizer at ``path``, with options of its class; None: the byte tokenizer."""
+    return ByteTokenizer(vocab_size) if path is None else HuggingFaceTokenizer(path, vocab_size, **options)
+
+
+def prompt_tokens(tokenizer: Any, text: str, *, add_bos: bool = False) -> list[int]:
+    """Tokens of a text prompt, as the tokenizer begins it: a tokenizer without ``encode_prompt`` with ``tokenize``.
+
+    Args:
+        tokenizer: A `Tokenizer`, or one of megatron.
+        text: The prompt.
+        add_bos: Whether it begins with ``bos`` even if the tokenizer does not begin it so; never twice.
+
+    Raises:
+        ValueError: ``add_bos``, but the tokenizer has no such token.
+    """
+    return begun(tokenizer, getattr(tokenizer, "encode_prompt", tokenizer.tokenize)(text), add_bos=add_bos)
+
+
+def begun(tokenizer: Any, tokens: list[int], *, add_bos: bool) -> list[int]:
+    """``tokens``, which with ``add_bos`` begin with ``bos``, once. Raises ValueError as `prompt_tokens`."""
+    if not add_bos:
+        return tokens
+    if tokenizer.bos is None:
+        raise ValueError("the tokenizer has no begin-of-text token to add")
+    return tokens if tokens[:1] == [tokenizer.bos] else [tokenizer.bos, *tokens]
+
+
+def other_ends(tokenizer: Any) -> tuple[int, ...]:
+    """``end_tokens`` of a `Tokenizer`; of a tokenizer without them, none."""
+    return tuple(getattr(tokenizer, "end_tokens", ()))
 
 
 def common_tokens(a: Sequence[int], b: Sequence[int]) -> int:

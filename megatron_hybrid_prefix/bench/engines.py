@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from megatron_hybrid_prefix.bench.forced import forced_answers
-from megatron_hybrid_prefix.console.engine_options import ENGINES, Budgets, cache_figures
+from megatron_hybrid_prefix.console.engine_options import ENGINES, Budgets, budget_of, cache_figures, check_memory
 from megatron_hybrid_prefix.console.terminal import (
     InputError,
     Stopped,
@@ -175,6 +175,7 @@ def contestants(
             if model is None or graphs is not None:
                 model = make_model()
             contestant = Contestant(name, make_fields(model) | ENGINES[name](budgets_of(model)), should_stop)
+            check_memory(budget_of(contestant.fields), next(model.parameters()).device, f"engine {name}: ")
             found.append(contestant)
             with contestant.attempt(), as_input_errors(*_refusals(crash_when_built), prefix=f"engine {name}: "):
                 # "off" and "upstream" use megatron's own classes. Where megatron cannot run the model, "off" is this package's

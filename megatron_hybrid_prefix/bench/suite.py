@@ -24,6 +24,7 @@ from megatron_hybrid_prefix.console.terminal import (
     InputError,
     Interrupt,
     check_can_plot,
+    check_folder,
     check_writable,
     command_line,
     has_other_ranks,
@@ -89,18 +90,6 @@ def add_commands(commands: Any, scenarios: Mapping[str, Any], add_common: Callab
     command.add_argument("folder", type=Path, metavar="FOLDER")
 
 
-def check_folder(folder: Path) -> None:
-    """A folder for a report can be had.
-
-    Raises:
-        InputError: It cannot.
-    """
-    if not folder.parent.is_dir():
-        raise InputError(f"cannot write {folder}: there is no folder {folder.parent}")
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"cannot write {folder}: it is no folder")
-
-
 def gpu_count() -> int:
     """GPUs that this process sees."""
     import torch
@@ -122,7 +111,7 @@ def run_all(args: argparse.Namespace, scenarios: Mapping[str, Any], command: str
     check_writable(args.json)
     if args.report is not None:
         check_can_plot("--report")
-        check_folder(args.report)
+        check_folder(args.report, "--report")
     if has_other_ranks():
         raise InputError("all starts a process for each scenario: run scenarios one by one under torchrun")
     if args.gpus > 1 and args.gpus > (gpus := gpu_count()):
@@ -253,7 +242,7 @@ def run_report(args: argparse.Namespace) -> int:
         InputError: It is not what `run_all` writes.
     """
     check_can_plot("report")
-    check_folder(args.folder)
+    check_folder(args.folder, "FOLDER")
     try:
         data = json.loads(read_text(args.input))
     except json.JSONDecodeError as error:

@@ -25,7 +25,7 @@ from megatron_hybrid_prefix.console.terminal import (
     InputError,
     Interrupt,
     as_input_errors,
-    check_writable,
+    check_folder,
     is_main_rank,
     output_console,
     run_command,
@@ -55,10 +55,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
     if args.hf is None:
         raise InputError("convert needs --hf DIR")
     config = choose_model(args, "")
-    if args.out.is_dir() and any(args.out.iterdir()):
-        raise InputError(f"--out: {args.out} is not empty")
-    if not args.out.is_dir():
-        check_writable(args.out)
+    check_folder(args.out, "--out", empty=True)
     with as_input_errors(ValueError):
         config.check_parallel(tp=args.tp, pp=args.pp)
     with started_platform(args) as platform:

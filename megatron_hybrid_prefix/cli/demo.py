@@ -236,19 +236,18 @@ def make_parser() -> ArgumentParser:
     add = parser.add_argument_group("output").add_argument
     add("--out", type=Path, default=Path("out"), help="folder for the results (default: %(default)s)")
     add("--json", type=Path, metavar="PATH", help="everything, as JSON (default: demo.json in that folder)")
-    add("--plot", type=Path, metavar="PNG", help="first tokens side by side (default: demo.png in that folder)")
+    add("--plot", type=Path, metavar="PATH", help="first tokens side by side (default: demo.png in that folder)")
     parser.set_defaults(tp=1, pp=1)
     return parser
 
 
 def prepare(args: argparse.Namespace) -> tuple[Session, Any]:
     """Fill in what depends on the device, and check all input before anything runs; returns session and model config."""
-    check_can_plot("demo")
     with as_input_errors(OSError, prefix=f"cannot make {args.out}: "):
         args.out.mkdir(parents=True, exist_ok=True)
     args.json, args.plot = args.json or args.out / "demo.json", args.plot or args.out / "demo.png"
-    for path in (args.json, args.plot):
-        check_writable(path)
+    check_writable(args.json)
+    check_can_plot("--plot", args.plot)
     if args.answer_tokens <= args.block_size_tokens:
         raise InputError(
             f"--answer-tokens {args.answer_tokens} must be more than --block-size-tokens {args.block_size_tokens}"

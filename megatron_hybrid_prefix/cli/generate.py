@@ -20,8 +20,8 @@ engines:
 By default `ours` gets --buffer-gb and --mamba-gb together, so all engines with a cache have the same memory.
 
 --jsonl: one JSON object per line, with "prompt" (text) or "tokens" (ids). A line may set its own sampling parameters:
-"num_tokens_to_generate", "temperature", "top_k", "top_p", "stop_words", "termination_id", "top_n_logprobs". For the
-engines "ours" and "split" it may also set:
+"num_tokens_to_generate", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop_words", "termination_id",
+"stop_token_ids", "top_n_logprobs". For the engines "ours" and "split" it may also set:
     "cache_salt"          text; requests with different salts share nothing
     "cache_read"          false: do not reuse cached prefixes
     "cache_write"         false: do not cache this request
@@ -44,6 +44,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -54,13 +55,16 @@ from typing import Any
 from rich.console import Console
 
 from megatron_hybrid_prefix.console.engine_options import (
+    ENGINE_ADVICE,
     ENGINES,
+    UPSTREAM,
     Budgets,
     add_engine_options,
     add_model_options,
     budget_of,
     cache_figures,
     check_engine_options,
+    check_memory,
     engine_fields,
     engine_names,
     hardware,
@@ -73,12 +77,13 @@ from megatron_hybrid_prefix.console.engine_options import (
     versions,
 )
 from megatron_hybrid_prefix.console.hf import (
+    add_bos_option,
     add_tokenizer_options,
     build_model,
     default_sampling,
     tokenizer_of,
 )
-from megatron_hybrid_prefix.console.prompts import Work, read_work
+from megatron_hybrid_prefix.console.prompts import Work, for_megatron, read_work
 from megatron_hybrid_prefix.console.sessions import against_least, least_tokens, print_sessions
 from megatron_hybrid_prefix.console.terminal import (
     ArgumentParser,
@@ -88,7 +93,9 @@ from megatron_hybrid_prefix.console.terminal import (
     Request,
     Stopped,
     as_input_errors,
+    as_memory_errors,
     check_can_plot,
+    check_folder,
     check_writable,
     compare,
     is_main_rank,
@@ -114,7 +121,7 @@ def make_parser() -> ArgumentParser:
         description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument_group("input").add_argument
-    add("prompt", nargs="*", metavar="PROMPT", help="a prompt, as text")
+    add("prompt", nargs="*", metavar="PROMPT", help="a prompt, as text; - is standard input, also for the files below")
     add(
         "--text-file",
         action="append",
@@ -171,13 +178,10 @@ def make_parser() -> ArgumentParser:
         metavar="N",
         help="length of an answer (default: %(default)s)",
     )
-    add("--temperature", type=float, help="sampling temperature, above 0 (default: that of --hf, else 1.0)")
-    add(
-        "--top-k",
-        type=int,
-        help="sample from the K likeliest tokens; 1 is greedy, 0 is off (default: that of --hf, else 1; with --top-p: 0)",
-    )
-    add("--top-p", type=float, help="nucleus sampling, 0 to 1; 0 is off (default: that of --hf, else 0)")
+    how = "(with none of --temperature, --top-k and --top-p: as --hf says, else greedy)"
+    add("--temperature", type=float, help=f"sampling temperature; 0 is greedy {how}")
+    add("--top-k", type=int, help="sample from the K likeliest tokens; 1 is greedy, 0 is off (default: 0)")
+    add("--top-p", type=float, help="nucleus sampling, 0 to 1; 0 is off (default: 0)")
     add("--stop-word", action="append", default=[], metavar="TEXT", help="stop before this text (repeatable)")
     end = sampling.add_mutually_exclusive_group()
     end.add_argument(
@@ -197,12 +201,28 @@ def make_parser() -> ArgumentParser:
         metavar="N",
         help="also return the N likeliest tokens per position, in --json (default: 0)",
     )
-    add("--add-bos", action="store_true", help="start text prompts with the tokenizer's begin-of-text token")
+    add_bos_option(add)
 
     add = parser.add_argument_group("output").add_argument
     add("--json", type=Path, metavar="PATH", help="write all results as JSON")
-    add("--plot", type=Path, metavar="PNG", help="plot computed prompt tokens and time to first token per request")
+    add(
+        "--plot",
+        type=Path,
+        metavar="PATH",
+        help="plot computed prompt tokens and time to first token per request, as PNG, SVG or PDF",
+    )
     return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments: prompts and options in any order, and after ``--`` only prompts. The prompt ``-`` is standard input."""
+    own, literal = list(argv), []
+    if "--" in argv:  # parse_intermixed_args would take what comes after it for options
+        at = own.index("--")
+        own, literal = own[:at], own[at + 1 :]
+    args = make_parser().parse_intermixed_args(own)
+    args.prompt = [*(Path(text) if text == "-" else text for text in args.prompt), *literal]
+    return args
 
 
 def check_options(args: argparse.Namespace) -> tuple[list[str], Any]:
@@ -214,13 +234,11 @@ def check_options(args: argparse.Namespace) -> tuple[list[str], Any]:
     if args.load is not None and not args.load.is_dir():
         raise InputError(f"--load: there is no folder {args.load}")
     if args.plot is not None:
-        check_can_plot("--plot")
-    if args.save is not None and args.save.is_dir() and any(args.save.iterdir()):
-        raise InputError(f"--save: {args.save} is not empty")
-    new_folder = args.save is not None and not args.save.is_dir()
-    for path in (args.json, args.plot, args.save if new_folder else None):
-        if path is not None:
-            check_writable(path)
+        check_can_plot("--plot", args.plot)
+    if args.save is not None:
+        check_folder(args.save, "--save", empty=True)
+    if args.json is not None:
+        check_writable(args.json)
     return names, config
 
 
@@ -249,7 +267,8 @@ class Runner:
         from megatron_hybrid_prefix.mcore import build_engine
         from megatron_hybrid_prefix.mcore.runner import check_fits, release_engine
 
-        with as_input_errors(ValueError, prefix=f"engine {name}: "):
+        check_memory(budget_of(fields), self.platform.device, f"engine {name}: ")
+        with as_input_errors(ValueError, prefix=f"engine {name}: "), as_memory_errors(f"engine {name}", ENGINE_ADVICE):
             engine = build_engine(self.model, tokenizer=self.tokenizer, **fields)
         try:
             for request in work.longest():
@@ -259,16 +278,17 @@ class Runner:
             sampling = work.longest()[0].sampling | {"num_tokens_to_generate": 2}
             sampling.pop("cache_breakpoints", None)
             warm_up = Request(label="", tokens=[0, 1], sampling=sampling)
-            self._send(engine, [warm_up], lambda count: None)
+            is_megatrons = name == UPSTREAM
+            self._send(engine, is_megatrons, [warm_up], lambda count: None)
             started_s = time.perf_counter()
             if work.batched:
                 sent = work.prompts
-                results = self._send(engine, sent, on_done)
+                results = self._send(engine, is_megatrons, sent, on_done)
             else:
                 results = []
 
                 def answer_to(request: Request) -> list[int]:
-                    results.extend(self._send(engine, [request], lambda count: None))
+                    results.extend(self._send(engine, is_megatrons, [request], lambda count: None))
                     on_done(len(results))
                     generated: list[int] = results[-1].generated
                     return generated
@@ -290,14 +310,21 @@ class Runner:
         finally:
             release_engine(engine)
 
-    def _send(self, engine: Any, requests: list[Request], on_done: Callable[[int], None]) -> list[Any]:
+    def _send(
+        self, engine: Any, is_megatrons: bool, requests: list[Request], on_done: Callable[[int], None]
+    ) -> list[Any]:
         from megatron_hybrid_prefix.mcore.runner import run_batch
         from megatron_hybrid_prefix.upstream.names import SamplingParams
 
         results: list[Any] = run_batch(
             engine,
             [request.tokens for request in requests],
-            [SamplingParams.deserialize(request.sampling) for request in requests],
+            [
+                SamplingParams.deserialize(
+                    for_megatron(request.sampling, self.tokenizer) if is_megatrons else request.sampling
+                )
+                for request in requests
+            ],
             on_step=lambda done, total: on_done(done),
             should_stop=self.should_stop,
         )
@@ -364,26 +391,16 @@ def as_json(
     }
 
 
-def set_sampling(args: argparse.Namespace) -> None:
-    """Fills in the sampling options that are not given: those of ``--hf`` if none of them is given, else greedy."""
-    names = ("temperature", "top_k", "top_p")
-    if all(getattr(args, name) is None for name in names):
-        for name, value in default_sampling(args).items():
-            setattr(args, name, value)
-        if args.temperature is not None and args.top_k is None and not args.top_p:
-            args.top_k = 0  # sampled from all tokens
-    args.temperature = 1.0 if args.temperature is None else args.temperature
-    args.top_p = args.top_p or 0.0
-
-
 def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
     """Runs the command."""
-    args = make_parser().parse_intermixed_args(argv)
+    args = parse(sys.argv[1:] if argv is None else argv)
     names, config = check_options(args)
-    tokenizer, args.end_tokens = tokenizer_of(args, config.vocab_size)
-    set_sampling(args)
+    tokenizer = tokenizer_of(args, config.vocab_size)
     limit = args.max_sequence_length or config.max_sequence_length
-    work = read_work(args, tokenizer, config.vocab_size, limit)
+    work = read_work(args, tokenizer, config.vocab_size, limit, default_sampling(args))
+    if UPSTREAM in names:
+        for request in work.longest():
+            for_megatron(request.sampling, tokenizer)
 
     with started_platform(args) as platform:
         run_on(platform, names, config, tokenizer, work, args, interrupt)
@@ -403,6 +420,9 @@ def run_on(
 
     console = output_console() if is_main_rank() else Console(quiet=True)
     console.print(platform.describe(), markup=False, soft_wrap=True)
+    budgets = Budgets.of(args, platform.device.type)
+    for name in names:
+        check_memory(budget_of(ENGINES[name](budgets)), platform.device, f"engine {name}: ", all_ranks=True)
     model = build_model(args, config, platform)
     with as_input_errors(ValueError, PlatformError):
         if args.load is not None:

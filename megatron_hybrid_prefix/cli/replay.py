@@ -162,7 +162,7 @@ def make_parser() -> ArgumentParser:
     )
     add = parser.add_argument_group("output").add_argument
     add("--json", type=Path, metavar="PATH", help="write all results as JSON, with the occupancy over time")
-    add("--plot", type=Path, metavar="PATH", help="plot reuse at each budget, one line per policy, as PNG")
+    add("--plot", type=Path, metavar="PATH", help="plot reuse at each budget, one line per policy, as PNG, SVG or PDF")
     return parser
 
 
@@ -453,13 +453,12 @@ def run(argv: Sequence[str], interrupt: Interrupt) -> int:
     """Runs the command."""
     args = make_parser().parse_args(argv)
     check_clairvoyant(args)
-    for path in (args.json, args.plot):
-        if path is not None:
-            check_writable(path)
+    if args.json is not None:
+        check_writable(args.json)
     if args.plot is not None:
         if args.cache_gb is not None:
             raise InputError("--plot: shows state slots; it does not go with --cache-gb")
-        check_can_plot("--plot")
+        check_can_plot("--plot", args.plot)
     sizes = model_sizes(args)
     trace_of = functools.partial(read_trace, args.traces, block_tokens=args.block_tokens, limit=args.limit)
     if args.cache_gb is not None or args.splits is not None:

@@ -57,10 +57,13 @@ from typing import Any, NoReturn
 
 from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.console.engine_options import (
+    ENGINE_ADVICE,
     Budgets,
     add_engine_options,
     add_model_options,
+    budget_of,
     check_engine_options,
+    check_memory,
     engine_fields,
     positive_float,
     positive_int,
@@ -69,6 +72,7 @@ from megatron_hybrid_prefix.console.engine_options import (
     whole_number,
 )
 from megatron_hybrid_prefix.console.hf import (
+    add_bos_option,
     add_tokenizer_options,
     build_model,
     default_sampling,
@@ -81,6 +85,7 @@ from megatron_hybrid_prefix.console.terminal import (
     Interrupt,
     Stopped,
     as_input_errors,
+    as_memory_errors,
     has_other_ranks,
     is_main_rank,
     output_console,
@@ -162,7 +167,7 @@ def make_parser() -> ArgumentParser:
         help="load the weights from a Megatron distributed checkpoint (default: random weights)",
     )
     add_tokenizer_options(add)
-    add("--add-bos", action="store_true", help="start prompts with the tokenizer's begin-of-text token")
+    add_bos_option(add)
     add(
         "--chat-template",
         type=Path,
@@ -212,7 +217,7 @@ def make_parser() -> ArgumentParser:
 
 def seconds(text: str) -> float:
     """An argparse type: a number of seconds, 0 or more."""
-    return 0.0 if text == "0" else positive_float(text)
+    return 0.0 if text in ("0", "0.0") else positive_float(text, "a number, 0 or above")
 
 
 def share(text: str) -> float:
@@ -245,6 +250,7 @@ def check_options(args: argparse.Namespace) -> Any:
             raise InputError(f"--no-cache: leaves nothing for --{name.replace('_', '-')} to do")
     if args.port > 65535:
         raise InputError(f"--port: {args.port} is above 65535")
+    args.host = args.host.removeprefix("[").removesuffix("]")  # as an IPv6 address stands in a URL
     args.admin_token = args.admin_token or os.environ.get(ADMIN_TOKEN) or None
     if not _can_be_sent(args.admin_token or ""):
         raise InputError("--admin-token: only visible ASCII characters can be sent in a header")
@@ -296,6 +302,13 @@ def cache_config(args: argparse.Namespace, device_type: str) -> HybridPrefixConf
     )
 
 
+def budget_fields(args: argparse.Namespace, device_type: str) -> dict[str, Any]:
+    """Arguments of build_engine with the budgets."""
+    prefix = cache_config(args, device_type)
+    split = {} if prefix.cache_gb is not None else {"buffer_size_gb": Budgets.of(args, device_type).buffer_gb}
+    return {"prefix": prefix, **split}
+
+
 def make_engine(model: Any, tokenizer: Any, device_type: str, args: argparse.Namespace) -> Any:
     """Builds the engine for the options, and warms it up.
 
@@ -306,13 +319,11 @@ def make_engine(model: Any, tokenizer: Any, device_type: str, args: argparse.Nam
     from megatron_hybrid_prefix.mcore.runner import run_batch
     from megatron_hybrid_prefix.upstream.names import SamplingParams
 
-    prefix = cache_config(args, device_type)
-    fields = engine_fields(args, device_type, 0, args.max_sequence_length)
-    if prefix.cache_gb is None:
-        fields["buffer_size_gb"] = Budgets.of(args, device_type).buffer_gb
+    fields = engine_fields(args, device_type, 0, args.max_sequence_length) | budget_fields(args, device_type)
     fields["materialize_only_last_token_logits"] = not args.prompt_log_probs
-    with as_input_errors(ValueError):
-        engine = build_engine(model, prefix, tokenizer=tokenizer, **fields)
+    check_memory(budget_of(fields), next(model.parameters()).device)
+    with as_input_errors(ValueError), as_memory_errors("the engine", ENGINE_ADVICE):
+        engine = build_engine(model, tokenizer=tokenizer, **fields)
     # Warm up: the first forward of a process does lazy set-up. Two tokens are too few to be cached.
     run_batch(engine, [[0, 1]], SamplingParams(num_tokens_to_generate=2, top_k=1, termination_id=-1))
     return engine
@@ -326,8 +337,13 @@ def listen(host: str, port: int) -> socket.socket:
     """
     from megatron_hybrid_prefix.serve.http_server import bound_socket
 
-    with as_input_errors(OSError, OverflowError, prefix=f"cannot listen on {host}:{port}: "):
+    with as_input_errors(OSError, OverflowError, UnicodeError, prefix=f"cannot listen on {host}:{port}: "):
         return bound_socket(host, port)
+
+
+def url_of(host: str, port: int) -> str:
+    """The server's URL; an IPv6 address stands in brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
@@ -335,7 +351,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
     args = make_parser().parse_args(argv)
     config = check_options(args)
     keys = read_keys(args.api_keys)
-    tokenizer, end_tokens = tokenizer_of(args, config.vocab_size)
+    tokenizer = tokenizer_of(args, config.vocab_size)
     sampling = default_sampling(args)
     from megatron_hybrid_prefix.serve.access_log import start_logging
 
@@ -347,6 +363,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
         listener = stack.enter_context(listen(args.host, args.port)) if is_main_rank() else None
         platform = stack.enter_context(started_platform(args))
         output_console().print(platform.describe(), markup=False, soft_wrap=True)
+        check_memory(budget_of(budget_fields(args, platform.device.type)), platform.device, all_ranks=True)
         model = build_model(args, config, platform)
         if args.load is not None:
             from megatron_hybrid_prefix import models
@@ -361,10 +378,10 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
 
             serve_with_others(engine, args.drain_time)
         name = args.served_model_name or args.preset
-        host, port = listener.getsockname()[:2]
+        url = url_of(*listener.getsockname()[:2])
 
         def on_start() -> None:
-            print(f"serving {name} on http://{host}:{port}", flush=True)
+            print(f"serving {name} on {url}", flush=True)
             if interrupt.requested:  # Ctrl-C before uvicorn installed its handlers
                 os.kill(os.getpid(), signal.SIGTERM)
 
@@ -377,7 +394,6 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
             model=name,
             vocab_size=config.vocab_size,
             chat=chat,
-            end_tokens=end_tokens,
             default_sampling=sampling,
             add_bos=args.add_bos,
             caches=not args.no_cache,

@@ -23,16 +23,24 @@ from megatron_hybrid_prefix._version import __version__
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.config import ExactName, HybridPrefixConfig
 from megatron_hybrid_prefix.console.hf import add_hf_option, choose_model
-from megatron_hybrid_prefix.console.terminal import InputError, Interrupt, Stopped, as_input_errors, split_names
+from megatron_hybrid_prefix.console.terminal import (
+    InputError,
+    Interrupt,
+    Stopped,
+    as_input_errors,
+    split_names,
+)
 from megatron_hybrid_prefix.errors import PlatformError
 from megatron_hybrid_prefix.models.config import PRESETS
 from megatron_hybrid_prefix.tiers.shared import SharedSettings
 
+GIB = 2**30
 DEFAULT_PRESET = "tiny"
 DEFAULT_BUFFER_GB = {"cpu": 0.25, "cuda": 20.0}
 DEFAULT_MAMBA_GB = {"cpu": 0.05, "cuda": 8.0}
 DEFAULT_MAX_TOKENS = {"cpu": 4096, "cuda": 16384}
 STEP_TOKENS_MULTIPLE = 64  # megatron pads a step's tokens to this, and asserts that max_tokens is a multiple
+ENGINE_ADVICE = "lower its budgets, --max-tokens or --max-requests"
 PACKAGES = ("megatron-core", "torch", "triton", "mamba-ssm", "causal-conv1d", "flash-attn-4", "transformer-engine")
 
 
@@ -79,10 +87,11 @@ class Budgets:
         return HybridPrefixConfig(mamba_gb=self.mamba_gb, host_gb=self.host_gb, exact=self.exact, **self.tier)
 
 
+UPSTREAM = "upstream"  # megatron's own engine
 # Engine name -> arguments of build_engine.
 ENGINES: dict[str, Callable[[Budgets], dict[str, Any]]] = {
     "off": lambda budgets: {"buffer_size_gb": budgets.buffer_gb},
-    "upstream": lambda budgets: {
+    UPSTREAM: lambda budgets: {
         "buffer_size_gb": budgets.buffer_gb,
         "enable_prefix_caching": True,
         "prefix_caching_mamba_gb": budgets.mamba_gb,
@@ -102,6 +111,36 @@ def budget_of(fields: dict[str, Any]) -> dict[str, float]:
         mamba_gb = fields.get("prefix_caching_mamba_gb") if prefix is None else prefix.mamba_gb
         found = {"buffer_gb": fields["buffer_size_gb"]} | ({} if mamba_gb is None else {"mamba_gb": mamba_gb})
     return found | ({} if prefix is None or not prefix.host_gb else {"host_gb": prefix.host_gb})
+
+
+def check_memory(budget: Mapping[str, float], device: Any, where: str = "", *, all_ranks: bool = False) -> None:
+    """Checks that a budget fits into the memory that is free now.
+
+    Args:
+        budget: Of one engine: `budget_of`.
+        device: The platform's device.
+        where: Before the message.
+        all_ranks: Whether no rank of this host has its budget yet, so that it is needed once for each of them.
+
+    Raises:
+        InputError: It does not.
+    """
+    from megatron_hybrid_prefix.platform import free_bytes, host_free_bytes
+
+    on_host = {name: gb for name, gb in budget.items() if name == "host_gb" or device.type == "cpu"}
+    on_device = {name: gb for name, gb in budget.items() if name not in on_host}
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if all_ranks else 1
+    for kind, parts, free, copies in (
+        ("GPU", on_device, free_bytes(device), 1),
+        ("host", on_host, host_free_bytes(), ranks),
+    ):
+        need_gb = copies * sum(parts.values())
+        if need_gb * GIB > free:
+            names = " and ".join(f"--{name.replace('_', '-')} {gb:g}" for name, gb in parts.items())
+            each = f" on each of {copies} ranks" if copies > 1 else ""
+            raise InputError(
+                f"{where}{names}{each}: {need_gb:.6g} GiB of {kind} memory are needed, {free / GIB:.4g} GiB are free"
+            )
 
 
 # --- Options ---------------------------------------------------------------------------------------------------------
@@ -203,26 +242,29 @@ def add_engine_options(
 
 def positive_int(text: str) -> int:
     """An argparse type: a whole number above 0."""
-    if not text.isdecimal() or int(text) < 1:
+    value = whole_number(text, "a whole number above 0")
+    if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return value
+
+
+def whole_number(text: str, what: str = "a whole number") -> int:
+    """An argparse type: a whole number, 0 or more, that a tensor's size can be."""
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    if len(text.lstrip("0")) > 9:
+        raise argparse.ArgumentTypeError(f"{text!r} is too large: it must have at most 9 digits")
     return int(text)
 
 
-def whole_number(text: str) -> int:
-    """An argparse type: a whole number, 0 or more."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(text)
-
-
-def positive_float(text: str) -> float:
+def positive_float(text: str, what: str = "a number above 0") -> float:
     """An argparse type: a number above 0."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
     return value
 
 

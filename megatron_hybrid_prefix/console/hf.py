@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,20 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megatron_hybrid_prefix.console.terminal import InputError, as_input_errors, has_other_ranks, is_main_rank
+from megatron_hybrid_prefix.console.terminal import (
+    InputError,
+    as_input_errors,
+    as_memory_errors,
+    has_other_ranks,
+    is_main_rank,
+)
 from megatron_hybrid_prefix.errors import PlatformError
+from megatron_hybrid_prefix.hf_tokens import GENERATION_CONFIG, end_token_ids
 from megatron_hybrid_prefix.models.config import HybridModelConfig, get_preset
 from megatron_hybrid_prefix.models.hf.folder import HfFolder, open_folder
 from megatron_hybrid_prefix.pool.layout import DTYPE_BYTES
-from megatron_hybrid_prefix.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from megatron_hybrid_prefix.sampling import SamplingOptions
+from megatron_hybrid_prefix.tokenizer import Tokenizer, load_tokenizer
 
 BYTES = "bytes"  # --tokenizer bytes: a token per byte, also with --hf
 
@@ -46,6 +55,16 @@ def add_tokenizer_options(add: Callable[..., Any]) -> None:
         "--no-generation-config",
         action="store_true",
         help="with --hf: do not take end tokens and default sampling from its generation_config.json",
+    )
+
+
+def add_bos_option(add: Callable[..., Any]) -> None:
+    """Adds ``--add-bos``."""
+    add(
+        "--add-bos",
+        action="store_true",
+        help="start text with the tokenizer's begin-of-text token even if neither the tokenizer nor the chat template does; never "
+        "twice",
     )
 
 
@@ -119,7 +138,10 @@ def build_model(args: argparse.Namespace, config: HybridModelConfig, platform: A
 
     overrides: dict[str, Any] = {"cuda_graph_impl": "local"} if getattr(args, "cuda_graphs", None) else {}
     folder = folder_of(args)
-    with as_input_errors(ValueError, PlatformError, OSError):
+    with (
+        as_input_errors(ValueError, PlatformError, OSError),
+        as_memory_errors("the model", "it can be split over ranks with --tp and --pp"),
+    ):
         if folder is None:
             return models.build_hybrid_model(config, seed=args.seed, platform=platform, **overrides)
         with _reading(DTYPE_BYTES[config.dtype]) as on_read:
@@ -165,49 +187,56 @@ def tokenizer_folder(args: argparse.Namespace) -> Path | None:
     return folder.path
 
 
-def tokenizer_of(args: argparse.Namespace, vocab_size: int) -> tuple[Tokenizer, tuple[int, ...]]:
-    """The tokenizer, and the tokens that end an answer beside its end-of-text token ``eod``.
+def tokenizer_of(args: argparse.Namespace, vocab_size: int) -> Tokenizer:
+    """The tokenizer. Its end tokens are those that its own folder and the folder of ``--hf`` name.
 
-    With ``--hf`` both come from ``generation_config.json``, unless ``--no-generation-config`` or ``--tokenizer`` is given.
+    ``--no-generation-config`` leaves out what ``generation_config.json`` names.
 
     Raises:
         InputError: It cannot be read, or does not suit the model.
     """
+    path, folder = tokenizer_folder(args), folder_of(args)
+    if path is None:
+        return load_tokenizer(None, vocab_size)
+    generation_config = not args.no_generation_config
     with as_input_errors(ValueError):
-        tokenizer = load_tokenizer(tokenizer_folder(args), vocab_size)
-    folder = folder_of(args)
-    if folder is None or args.no_generation_config or isinstance(tokenizer, ByteTokenizer) or not folder.end_tokens:
-        return tokenizer, ()
-    if max(folder.end_tokens) >= vocab_size:
-        raise InputError(
-            f"{folder.path}: eos_token_id {max(folder.end_tokens)} is not in the vocabulary of {vocab_size}"
-        )
-    tokenizer.eod, *others = folder.end_tokens
-    return tokenizer, tuple(others)
+        ends = () if folder is None else end_token_ids(folder.path, generation_config=generation_config)
+        return load_tokenizer(path, vocab_size, end_tokens=ends, generation_config=generation_config)
+
+
+# Of generation_config.json: the least and the greatest value that can be sampled with.
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "top_k": (0, float("inf")),
+    "top_p": (1e-6, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-6, 10.0),
+}
 
 
 def default_sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """``temperature``, ``top_k`` and ``top_p`` of ``generation_config.json``, where it says ``do_sample``; else nothing.
+    """What ``generation_config.json`` says of sampling, by the names of `SamplingOptions`; without the values that change nothing.
 
-    Megatron samples by ``top_k`` or by ``top_p``: of both, ``top_p`` is taken.
+    ``do_sample`` false is a temperature of 0. Without ``do_sample``, only the penalty counts: it says nothing of sampling.
 
     Raises:
         InputError: A value is not one that can be sampled with.
     """
     folder = folder_of(args)
-    if folder is None or args.no_generation_config or not folder.generation.get("do_sample"):
+    if folder is None or args.no_generation_config:
         return {}
-    given = {name: folder.generation.get(name) for name in ("temperature", "top_k", "top_p")}
+    nothing = asdict(SamplingOptions())
     found: dict[str, Any] = {}
-    for name, low, high in (
-        ("temperature", 1e-4, 100.0),
-        ("top_p", 0.0, 1.0),
-        ("top_k", 0, folder.config.vocab_size - 1),
-    ):
-        value = given[name]
-        if value is None or (name == "top_p" and value == 1) or (name == "top_k" and "top_p" in found):
+    for name, (low, high) in _RANGES.items():
+        value = folder.generation.get(name)
+        if value is None:
             continue
         if type(value) not in (int, float) or not low <= value <= high or (name == "top_k" and type(value) is not int):
-            raise InputError(f"{folder.path / 'generation_config.json'}: {name} is {value!r}")
-        found[name] = value
-    return found
+            raise InputError(f"{folder.path / GENERATION_CONFIG}: {name} is {value!r}")
+        if value != nothing[name] and not (name == "top_k" and value >= folder.config.vocab_size):
+            found[name] = value
+    samples = folder.generation.get("do_sample")
+    if samples:
+        return found
+    penalty = {name: value for name, value in found.items() if name == "repetition_penalty"}
+    return penalty | ({"temperature": 0.0} if samples is False else {})

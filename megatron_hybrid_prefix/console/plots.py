@@ -20,6 +20,8 @@ from typing import Any
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 
+# Endings of plots, and what each would say of the version or the date.
+FORMATS = {".png": "Software", ".svg": "Date", ".pdf": "CreationDate"}
 WIDTH_INCHES = 6.0
 DOTS_PER_INCH = 200
 INK = "#222222"
@@ -104,7 +106,7 @@ def page(
     """Open a figure with one axis per height, and save it at the end.
 
     Args:
-        path: PNG or SVG, by its ending.
+        path: A file with an ending of `FORMATS`.
         title: What the plot says, in a few words.
         subtitle: Model, machine and workload.
         heights: Of each axis, in inches.
@@ -139,8 +141,7 @@ def page(
             _draw_legend(figure, legend, lines, 1 - (top + 0.02) / height)
         yield list(axes)
         # Without a version and a date in it, the same figures give the same file.
-        metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
-        figure.savefig(path, metadata=metadata)
+        figure.savefig(path, metadata={FORMATS[path.suffix.lower()]: None})
 
 
 def _columns(styles: Mapping[str, Style]) -> int:

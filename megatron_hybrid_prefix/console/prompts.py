@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from megatron_hybrid_prefix.console.sessions import read_sessions
 from megatron_hybrid_prefix.console.terminal import InputError, Request, read_text
-from megatron_hybrid_prefix.tokenizer import Tokenizer, common_tokens
+from megatron_hybrid_prefix.sampling import SamplingOptions
+from megatron_hybrid_prefix.tokenizer import Tokenizer, common_tokens, other_ends, prompt_tokens
 
+# What says how the next token is chosen.
+HOW = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # Fields that a line of a JSONL file may set, and their types.
 SAMPLING_FIELDS: dict[str, tuple[type, ...]] = {
     "num_tokens_to_generate": (int,),
     "temperature": (int, float),
     "top_k": (int,),
     "top_p": (int, float),
+    "min_p": (int, float),
+    "repetition_penalty": (int, float),
     "stop_words": (list,),
     "termination_id": (int,),
+    "stop_token_ids": (list,),
     "top_n_logprobs": (int,),
     "cache_salt": (str,),
     "cache_read": (bool,),
@@ -77,21 +83,36 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """Turns the command's input into tokens."""
+    """Turns the command's input into tokens.
+
+    Attributes:
+        tokenizer: The tokenizer.
+        vocab_size: Vocabulary size of the model.
+        add_bos: Whether a text begins with ``bos`` even if the tokenizer does not begin it so.
+        sampling: Sampling parameters of requests that do not set their own.
+        how: What the command says of how to sample.
+        defaults: What the model says of it; see `how_to_sample`.
+    """
 
     tokenizer: Tokenizer
     vocab_size: int
     add_bos: bool
     sampling: dict[str, Any]
+    how: dict[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def prompts(self, args: argparse.Namespace) -> list[Request]:
         """Prompts from arguments, text files and JSON lines, in this order."""
-        found = [self._request(f"prompt {n}", self._begin(text)) for n, text in enumerate(args.prompt, 1)]
+        texts = [read_text(text) if isinstance(text, Path) else text for text in args.prompt]
+        found = [self._request(f"prompt {n}", self._begin(text)) for n, text in enumerate(texts, 1)]
         found += [self._request(path.name, self._begin(read_text(path))) for path in args.text_file]
         for path in args.jsonl:
+            before = len(found)
             for number, line in enumerate(read_text(path).split("\n"), 1):
                 if line.strip():
                     found.append(self._json_line(f"{path}:{number}", f"{path.name}:{number}", line))
+            if len(found) == before:
+                raise InputError(f"{path}: no prompts in it")
         return found
 
     def sessions(self, paths: Sequence[Path]) -> list[Request]:
@@ -106,7 +127,9 @@ class Reader:
         intro, turns = self._messages(where, data["messages"]) if "messages" in data else self._turns(where, data)
         if not turns:
             raise InputError(f"{where}: no user turn")
-        prefix, ends = self._with_ends([f"{text}\n\n" for text in intro], self._begin)
+        first = self._begin("")[:1]
+        first = first if first == [self.tokenizer.bos] else []  # a tokenizer may also end a text, but here it goes on
+        prefix, ends = self._with_ends([f"{text}\n\n" for text in intro], lambda text: first + self._tokens(text))
         separator = self._tokens("\n")
         return Conversation(prefix=prefix, prefix_ends=ends, turns=turns, separator=separator, sampling=self.sampling)
 
@@ -167,9 +190,14 @@ class Reader:
                 SAMPLING_FIELDS[key] == (bool,)
             ):
                 raise InputError(f"{where}: {key}={value!r} is not of type {SAMPLING_FIELDS[key][-1].__name__}")
-        sampling = self.sampling | {key: data[key] for key in data.keys() & SAMPLING_FIELDS.keys()}
-        if "top_p" in data and "top_k" not in data:
-            sampling["top_k"] = 0
+        given = {key: data[key] for key in data.keys() & SAMPLING_FIELDS.keys()}
+        how = {name: given.pop(name) for name in HOW if name in given}
+        sampling = self.sampling | given
+        if how:
+            sampling.pop("sampling_options", None)
+            sampling |= how_to_sample(self.how | how, self.defaults, self.vocab_size, f"{where}: ")
+        if "termination_id" in given and "stop_token_ids" not in given:
+            sampling.pop("stop_token_ids", None)
         check_sampling(sampling, self.vocab_size, f"{where}: ")
         if "prompt" in data:
             if not isinstance(data["prompt"], str):
@@ -197,24 +225,50 @@ class Reader:
         return Request(label=label, tokens=tokens, sampling=sampling or self.sampling)
 
     def _begin(self, text: str) -> list[int]:
-        return [
-            *((self.tokenizer.bos,) if self.add_bos and self.tokenizer.bos is not None else ()),
-            *self._tokens(text),
-        ]
+        return prompt_tokens(self.tokenizer, text, add_bos=self.add_bos)
 
     def _tokens(self, text: str) -> list[int]:
         return list(self.tokenizer.tokenize(text))
 
 
+def how_to_sample(how: dict[str, Any], defaults: Mapping[str, Any], vocab_size: int, where: str = "") -> dict[str, Any]:
+    """Fields of megatron's ``SamplingParams``, and the attribute for what it does not have.
+
+    Args:
+        how: What is asked for, by the names of `HOW`. A ``top_p`` of 0 is off, as in megatron.
+        defaults: What counts where nothing is asked for: a penalty by itself, the others if none of them is asked for.
+        vocab_size: Vocabulary size of the model.
+        where: Before the message.
+
+    Raises:
+        InputError: A value is out of range.
+    """
+    penalty = {"repetition_penalty"}
+    values = {name: value for name, value in defaults.items() if name in penalty or not how.keys() - penalty} | how
+    if not values.keys() - penalty:
+        values["temperature"] = 0.0
+    rules = (
+        ("temperature", 0, float("inf"), "must be 0 (greedy) or above"),
+        ("top_k", 0, vocab_size - 1, f"must be in 0..{vocab_size - 1}"),
+        ("top_p", 0, 1, "must be in 0..1"),
+        ("min_p", 0, 1, "must be in 0..1"),
+        ("repetition_penalty", 1e-6, 1e6, "must be above 0"),
+    )
+    for name, low, high, problem in rules:
+        if name in values and (not low <= values[name] <= high or values[name] == float("inf")):
+            raise InputError(f"{where}{name}={values[name]} {problem}")
+    return SamplingOptions(**values | ({} if values.get("top_p", 1) else {"top_p": 1.0})).as_fields()
+
+
 def check_sampling(fields: dict[str, Any], vocab_size: int, where: str = "") -> None:
-    """Checks the sampling parameters. Megatron would only assert on them in the middle of the run."""
+    """Checks the other sampling parameters. Megatron would only assert on them in the middle of the run."""
+    outside = [
+        token for token in fields.get("stop_token_ids") or () if type(token) is not int or not 0 <= token < vocab_size
+    ]
     rules = (
         ("num_tokens_to_generate", fields["num_tokens_to_generate"] >= 1, "must be at least 1"),
-        ("temperature", 0 < fields["temperature"] < float("inf"), "must be above 0 (top_k=1 is greedy)"),
-        ("top_k", 0 <= fields["top_k"] < vocab_size, f"must be in 0..{vocab_size - 1}"),
-        ("top_p", 0 <= fields["top_p"] <= 1, "must be in 0..1"),
-        ("top_p", not (fields["top_p"] and fields["top_k"]), f"cannot be used with top_k={fields['top_k']}"),
         ("termination_id", -1 <= fields["termination_id"] < vocab_size, f"is outside the vocabulary of {vocab_size}"),
+        ("stop_token_ids", not outside, f"must be ids of the vocabulary of {vocab_size}"),
         ("top_n_logprobs", 0 <= fields["top_n_logprobs"] <= vocab_size, f"must be in 0..{vocab_size}"),
         ("top_n_logprobs", fields["return_log_probs"] or not fields["top_n_logprobs"], "needs log-probs"),
         ("stop_words", all(isinstance(w, str) and w for w in fields["stop_words"] or ()), "must be non-empty texts"),
@@ -222,6 +276,29 @@ def check_sampling(fields: dict[str, Any], vocab_size: int, where: str = "") -> 
     for name, holds, problem in rules:
         if not holds:
             raise InputError(f"{where}{name}={fields[name]} {problem}")
+
+
+def for_megatron(sampling: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """The sampling parameters for megatron's own engine, which ends an answer at one token and at texts.
+
+    Raises:
+        InputError: It cannot sample so, or cannot end an answer at one of the tokens.
+    """
+    if "sampling_options" in sampling:
+        raise InputError(
+            "engine upstream: megatron samples by top_k or by top_p, and has no min_p and repetition_penalty: give other values, "
+            "or --no-generation-config"
+        )
+    tokens = sampling.get("stop_token_ids", ())
+    texts = [tokenizer.detokenize([token]) for token in tokens]
+    for token, text in zip(tokens, texts, strict=True):
+        if tokenizer.tokenize(text) != [token]:
+            raise InputError(
+                f"engine upstream: megatron cannot end an answer at token {token}, whose text is not that token alone: give "
+                "--termination-id or --ignore-eos"
+            )
+    rest = {name: value for name, value in sampling.items() if name != "stop_token_ids"}
+    return rest | {"stop_words": [*(sampling["stop_words"] or ()), *texts] or None}
 
 
 def read_json(path: Path) -> Any:
@@ -237,22 +314,18 @@ def read_json(path: Path) -> Any:
 
 
 def sampling_from(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The command's sampling options as fields of megatron's ``SamplingParams``."""
+    """The command's sampling options, but how to sample, as fields and attributes of megatron's ``SamplingParams``."""
     termination_id = tokenizer.eod if args.termination_id is None else args.termination_id
-    # Megatron ends an answer at one token: others, which --hf may have, are stop words. Special tokens tokenize to themselves.
-    use_ends = args.termination_id is None and not args.ignore_eos
-    ends = [tokenizer.detokenize([token]) for token in getattr(args, "end_tokens", ()) if use_ends]
-    return {
+    ends = other_ends(tokenizer) if args.termination_id is None and not args.ignore_eos else ()
+    fields = {
         "num_tokens_to_generate": args.num_tokens_to_generate,
-        "temperature": args.temperature,
-        "top_k": args.top_k if args.top_k is not None else 0 if args.top_p else 1,
-        "top_p": args.top_p,
-        "stop_words": [*args.stop_word, *ends] or None,
+        "stop_words": args.stop_word or None,
         "termination_id": -1 if args.ignore_eos or termination_id is None else termination_id,
         "return_log_probs": args.log_probs,
         "skip_prompt_log_probs": True,
         "top_n_logprobs": args.top_n_logprobs,
     }
+    return fields | ({"stop_token_ids": list(ends)} if ends else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,17 +344,31 @@ class Work:
         return self.conversation.play(lambda request: [0] * request.sampling["num_tokens_to_generate"])
 
 
-def read_work(args: argparse.Namespace, tokenizer: Tokenizer, vocab_size: int, max_sequence_length: int) -> Work:
-    """Reads and checks all input.
+def read_work(
+    args: argparse.Namespace,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    max_sequence_length: int,
+    defaults: Mapping[str, Any],
+) -> Work:
+    """Reads and checks all input. ``defaults``: how to sample, as of `how_to_sample`.
 
     Raises:
         InputError: Some of it is invalid.
     """
     if args.add_bos and tokenizer.bos is None:
         raise InputError("--add-bos: the tokenizer has no begin-of-text token")
-    sampling = sampling_from(args, tokenizer)
+    how = {name: getattr(args, name) for name in HOW if getattr(args, name, None) is not None}
+    sampling = sampling_from(args, tokenizer) | how_to_sample(how, defaults, vocab_size)
     check_sampling(sampling, vocab_size)
-    reader = Reader(tokenizer=tokenizer, vocab_size=vocab_size, add_bos=args.add_bos, sampling=sampling)
+    reader = Reader(
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        add_bos=args.add_bos,
+        sampling=sampling,
+        how=how,
+        defaults=defaults,
+    )
     conversation = None
     if args.conversation is not None:
         conversation = reader.conversation(read_json(args.conversation), str(args.conversation))

@@ -6,6 +6,7 @@ This module imports neither torch nor megatron, so that bad input is reported at
 from __future__ import annotations
 
 import argparse
+import errno
 import gc
 import json
 import os
@@ -27,7 +28,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from megatron_hybrid_prefix.console.plots import draw_lines, page, styles_of
+from megatron_hybrid_prefix.console.plots import FORMATS, draw_lines, page, styles_of
 from megatron_hybrid_prefix.errors import PluginError
 
 EXIT_INPUT = 2
@@ -36,6 +37,8 @@ EXIT_INTERRUPTED = 130
 _SAME_SIGINT_S = 1.0
 # torchrun ends all ranks soon after the first one exits. This gives rank 0 time to print its error.
 _LET_RANK_0_SPEAK_S = 3.0
+# What PyTorch says if host memory is short; it has no class for it.
+_NO_HOST_MEMORY = ("DefaultCPUAllocator", "Storage size calculation overflowed")
 # Most requests whose answers are printed in full.
 _SHOW_WHOLE_TEXTS = 4
 
@@ -101,7 +104,11 @@ def run_command(command: Callable[[Interrupt], int | None]) -> int:
     with Interrupt() as interrupt:
         try:
             return command(interrupt) or 0
-        except (InputError, PluginError) as error:
+        except (InputError, PluginError, OSError) as error:
+            if (
+                isinstance(error, OSError) and error.errno != errno.ENAMETOOLONG
+            ):  # any question about a path may raise it
+                raise
             if is_main_rank():
                 print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
             else:
@@ -120,6 +127,20 @@ def as_input_errors(*kinds: type[Exception], prefix: str = "") -> Iterator[None]
         yield
     except kinds as error:
         raise InputError(prefix + one_line(error)) from error
+
+
+@contextmanager
+def as_memory_errors(what: str, advice: str) -> Iterator[None]:
+    """A context that turns the lack of memory for ``what`` into `InputError`, with advice."""
+    import torch
+
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        is_short = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not is_short and not any(text in str(error) for text in _NO_HOST_MEMORY):
+            raise
+        raise InputError(f"{what}: not enough memory; {advice}: {one_line(error)}") from error
 
 
 def split_names(text: str, known: Iterable[str], what: str, option: str) -> list[str]:
@@ -149,39 +170,79 @@ def one_line(error: Exception) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Checks at the start that a file can be written.
+    """Checks at the start that `write_whole` can write a file.
 
     Raises:
         InputError: A file cannot be written at ``path``.
     """
+    if str(path) == "-":
+        raise InputError("cannot write to -: standard output has the report, so name a file")
     if path.is_dir():
         raise InputError(f"cannot write {path}: it is a folder")
+    if path.exists() and not path.is_file():
+        raise InputError(f"cannot write {path}: it is no regular file")
+    _check_parent(path)
+
+
+def check_folder(path: Path, option: str, *, empty: bool = False) -> None:
+    """Checks at the start that a folder can be filled: one that is there, or a new one in a folder that is there.
+
+    Raises:
+        InputError: It cannot; names ``option``. ``empty``: also if there is something in it.
+    """
+    if path.is_dir():
+        if empty and any(path.iterdir()):
+            raise InputError(f"{option}: {path} is not empty")
+        _check_parent(path / "x")
+        return
+    if path.exists():
+        raise InputError(f"{option}: cannot write {path}: it is no folder")
+    _check_parent(path)
+
+
+def _check_parent(path: Path) -> None:
     if not path.parent.is_dir():
         raise InputError(f"cannot write {path}: there is no folder {path.parent}")
+    with _as_write_errors(path):
+        _beside(path).cleanup()
+
+
+def _beside(path: Path) -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.")
+
+
+@contextmanager
+def _as_write_errors(path: Path) -> Iterator[None]:
     try:
-        tempfile.TemporaryFile(dir=path.parent).close()
+        yield
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from None
 
 
-def check_can_plot(option: str) -> None:
-    """Checks at the start that plots can be drawn.
+def check_can_plot(option: str, path: Path | None = None) -> None:
+    """Checks at the start that plots can be drawn, and written to ``path``.
 
     Raises:
-        InputError: matplotlib is not installed, but ``option`` needs it.
+        InputError: matplotlib is not installed, but ``option`` needs it; or the file cannot be written.
     """
     if find_spec("matplotlib") is None:
         raise InputError(f"{option} needs matplotlib: pip install 'megatron-hybrid-prefix[bench]'")
+    if path is None:
+        return
+    check_writable(path)
+    if path.suffix.lower() not in FORMATS:
+        *others, last = FORMATS
+        raise InputError(f"{option}: {path} must end with {', '.join(others)} or {last}")
 
 
 def read_text(path: Path) -> str:
-    """The file as UTF-8 text, without a byte order mark.
+    """The file as UTF-8 text, without a byte order mark. ``-`` is standard input.
 
     Raises:
         InputError: The file cannot be read, or is not text.
     """
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return _standard_input() if str(path) == "-" else path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         hint = "; unpack it first" if path.suffix in (".gz", ".zst", ".xz", ".bz2", ".zip") else ""
         raise InputError(f"{path}: not UTF-8 text (byte {error.start}){hint}") from None
@@ -189,9 +250,22 @@ def read_text(path: Path) -> str:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
 
 
+def _standard_input() -> str:
+    if has_other_ranks():
+        raise InputError("standard input (-) goes to one process, and several ranks need it: give a file")
+    data = sys.stdin.buffer.read()
+    if not data:
+        raise InputError("standard input (-) is empty, or was read before")
+    return data.decode("utf-8-sig")
+
+
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes a file atomically: ``write`` fills a temporary file, which is then moved to ``path``."""
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+    """Writes a file atomically: ``write`` fills a temporary file, which is then moved to ``path``.
+
+    Raises:
+        InputError: It cannot be written.
+    """
+    with _as_write_errors(path), _beside(path) as folder:
         part = Path(folder) / path.name
         write(part)
         os.replace(part, path)
@@ -354,7 +428,7 @@ def save_plot(path: Path, runs: list[EngineRun], title: str) -> None:
     """Plots time to first token and computed prompt tokens of each request, one line per engine.
 
     Args:
-        path: PNG or SVG, by its ending.
+        path: A file with an ending of `FORMATS`.
         runs: One or more engines with the same requests.
         title: Model, machine and workload.
     """

@@ -90,7 +90,6 @@ def make_app(
     on_start: Callable[[], None] = lambda: None,
     make_backend: Callable[[Callable[[float, bool], None]], Backend] | None = None,
     replicas: int = 1,
-    end_tokens: tuple[int, ...] = (),
     default_sampling: Mapping[str, Any] | None = None,
     caches: bool = True,
 ) -> Starlette:
@@ -104,7 +103,7 @@ def make_app(
         model: Model name in the API.
         vocab_size: Vocabulary size of the model.
         chat: Turns messages into a prompt.
-        add_bos: Whether text prompts start with the tokenizer's first token.
+        add_bos: As of `ServedModel`.
         max_waiting: Answers that may wait, in addition to those that run.
         body_bytes: Largest request body.
         keys: Tenant names by API key.
@@ -115,7 +114,6 @@ def make_app(
         on_start: Called when the server listens.
         make_backend: Makes a `Backend`. Its argument is the function to call at each first token.
         replicas: Number of engines behind the backend.
-        end_tokens: As of `ServedModel`.
         default_sampling: As of `ServedModel`.
         caches: As of `ServedModel`.
     """
@@ -136,7 +134,6 @@ def make_app(
         most_tokens=lambda prompt: limit_tokens - prompt,
         limit_tokens=limit_tokens,
         gives_prompt_log_probs=not context.config.materialize_only_last_token_logits,
-        end_tokens=end_tokens,
         default_sampling=default_sampling or {},
         caches=caches,
     )
@@ -394,10 +391,12 @@ class Api:
         body = await self._read_small(request, TokenizeBody)
         if body.messages is not None:
             messages = [message.as_dict() for message in body.messages]
-            chat = partial(chat_tokens, begin_answer=body.add_generation_prompt, with_bos=body.add_special_tokens)
+            chat = partial(
+                chat_tokens, begin_answer=body.add_generation_prompt, add_special_tokens=body.add_special_tokens
+            )
             _, tokens = await to_thread.run_sync(chat, messages, self._served)
         else:
-            text = partial(text_tokens, with_bos=body.add_special_tokens)
+            text = partial(text_tokens, add_special_tokens=body.add_special_tokens)
             tokens = await to_thread.run_sync(text, body.prompt, self._served)
         limit = self._served.limit_tokens
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": limit})

@@ -1,7 +1,7 @@
 """Bodies of completion and chat requests as pydantic models. They check everything that does not depend on the model.
 
 Unknown fields are refused (400), as OpenAI does. Known fields are refused if they ask for something that this server
-does not support. This server adds the fields ``cache_salt``, ``cache_breakpoints``, ``cache_read`` and ``cache_write``,
+does not support (`fields`). This server adds the fields ``cache_salt``, ``cache_breakpoints``, ``cache_read`` and ``cache_write``,
 and the sampling fields that vLLM and SGLang add. A field that is null counts as absent.
 
 Long, so that a field, its range, its description and the message about it are in one place.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
 from typing import Annotated, Any, Self
 
 from pydantic import (
@@ -32,6 +31,15 @@ from pydantic_core import PydanticCustomError, PydanticKnownError
 from megatron_hybrid_prefix.sampling import GREEDY_TEMPERATURE
 from megatron_hybrid_prefix.serve.body_errors import api_error
 from megatron_hybrid_prefix.serve.errors import bad, encodable, short
+from megatron_hybrid_prefix.serve.fields import (
+    Empty,
+    Fields,
+    Ignored,
+    OtherServersChatFields,
+    OtherServersFields,
+    OtherServersTokenizeFields,
+    Unless,
+)
 
 MOST_SEQUENCES = 128  # answers per request: prompts times n
 MOST_STOPS = 16
@@ -40,17 +48,6 @@ MOST_BREAKPOINTS = 128  # each one of a chat renders and tokenizes the conversat
 MOST_STOP_TOKENS = 64
 MOST_BIASES = 1024
 ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-def _only(changes_nothing: Callable[[Any], bool]) -> AfterValidator:
-    """Accepts an OpenAI field only with values that change nothing; this server does not support it."""
-
-    def check(value: Any) -> Any:
-        if not changes_nothing(value):
-            raise PydanticCustomError("unsupported_parameter", "is not supported by this server")
-        return value
-
-    return AfterValidator(check)
 
 
 def _encodable(value: str) -> str:
@@ -144,13 +141,6 @@ def _not_empty(value: list[Message]) -> list[Message]:
 
 Text = Annotated[str, AfterValidator(_encodable)]
 Stop = Annotated[Text, Field(min_length=1)]
-Ignored = Annotated[Any, Field(description="accepted, without effect")]
-Nothing = Annotated[
-    Any, _only(lambda value: not value and not isinstance(value, bool)), Field(description="refused unless empty")
-]
-NoChoice = Annotated[
-    Any, _only(lambda value: value in ("none", "auto")), Field(description='refused unless "none" or "auto"')
-]
 Count = Annotated[int, Field(ge=1, le=MOST_SEQUENCES)]
 TokenCount = Annotated[int, Field(ge=1, le=2**31)]
 MostTokens = Annotated[int, Field(ge=0, le=2**31)]
@@ -190,20 +180,6 @@ _IDS = {"type": "array", "items": {"type": "integer"}}
 _PROMPTS = {"type": "array", "items": {"anyOf": [{"type": "string"}, _IDS]}, "minItems": 1, "maxItems": MOST_SEQUENCES}
 _PROMPT = {"anyOf": [{"type": "string"}, _IDS, _PROMPTS]}
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-
-
-class Fields(BaseModel):
-    """An object that refuses unknown fields. Types are not converted: "3" is not a number."""
-
-    model_config = ConfigDict(strict=True, frozen=True, json_schema_extra={"additionalProperties": False})
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unknown(cls, values: Any) -> Any:
-        names = values if isinstance(values, dict) else ()
-        if (unknown := next((name for name in names if name not in cls.model_fields), None)) is not None:
-            raise PydanticCustomError("unknown_parameter", "is unknown", {"name": encodable(unknown)})
-        return values
 
 
 class StreamOptions(Fields):
@@ -276,11 +252,12 @@ class Message(BaseModel):
         return message
 
 
-class Body(Fields, ABC):
+class Body(OtherServersFields, ABC):
     """Fields of both completions and chats."""
 
     model: Text = Field(description="name of the served model")
     n: Count = Field(1, description="answers per prompt")
+    best_of: Count | None = Field(None, description="refused unless it equals `n`")
     stream: bool = Field(False, description="send the answer as server-sent events")
     stream_options: StreamOptions | None = Field(
         None, description="`include_usage`: a last chunk with usage; `continuous_usage_stats`: usage in every chunk"
@@ -310,6 +287,13 @@ class Body(Fields, ABC):
         None,
         description="most tokens to generate; by default up to the end of the context; 0 only with `prompt_logprobs`",
     )
+    max_completion_tokens: TokenCount | None = Field(
+        None, description="another name of `max_tokens`; of both, this one counts"
+    )
+    min_tokens: MostTokens = Field(
+        0,
+        description="refused unless 0, or with `ignore_eos` and without stop texts and tokens, where nothing ends earlier",
+    )
     prompt_logprobs: TopCount | None = Field(
         None,
         description="log-probs of the prompt's tokens, and of this many likeliest ones at each position, as vLLM's; "
@@ -326,6 +310,11 @@ class Body(Fields, ABC):
     cache_read: bool | None = Field(None, description="false: do not reuse cached prefixes")
     cache_write: bool | None = Field(None, description="false: do not cache this request")
     ignore_eos: bool = Field(False, description="generate past the end-of-text token")
+    add_special_tokens: bool | None = Field(
+        None,
+        description="whether the tokenizer adds its special tokens to a text; by default it does, but not to what a chat template "
+        "made",
+    )
 
     user: Ignored = None
     metadata: Ignored = None
@@ -335,7 +324,10 @@ class Body(Fields, ABC):
     )
     prompt_cache_retention: Ignored = None
     safety_identifier: Ignored = None
-    store: Annotated[Any, _only(lambda value: value is False)] = Field(False, description="refused unless false")
+    request_id: Ignored = None
+    rid: Ignored = None
+    session_id: Ignored = None
+    custom_labels: Ignored = None
 
     @property
     def is_greedy(self) -> bool:
@@ -345,17 +337,12 @@ class Body(Fields, ABC):
     @property
     def most_tokens(self) -> int | None:
         """Most tokens to generate; None: up to the end of the context."""
-        return self.max_tokens
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     @abstractmethod
     def top_tokens(self) -> int | None:
         """Number of likeliest tokens to return per position; None: no log-probs at all."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, values: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in values.items() if value is not None or name not in cls.model_fields}
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -363,6 +350,17 @@ class Body(Fields, ABC):
             raise bad("'stream_options' is only allowed when 'stream' is true.", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise bad("'prompt_logprobs' is not available when 'stream' is true.", "prompt_logprobs")
+        if self.best_of not in (None, self.n):
+            raise bad("'best_of' is not supported unless it equals 'n'.", "best_of", "unsupported_parameter")
+        if self.min_tokens and (not self.ignore_eos or self.stop or self.stop_token_ids):
+            raise bad(
+                "'min_tokens' is not supported by this server unless it is 0, or with 'ignore_eos' and without 'stop' and "
+                "'stop_token_ids'.",
+                "min_tokens",
+                "unsupported_parameter",
+            )
+        if self.most_tokens is not None and self.min_tokens > self.most_tokens:
+            raise bad(f"'min_tokens' must be at most {self.most_tokens}, the most tokens to generate.", "min_tokens")
         return self
 
 
@@ -380,11 +378,10 @@ class CompletionBody(Body):
         16, description="most tokens to generate; 0 only with `echo` or `prompt_logprobs`"
     )
     logprobs: TopCount | None = Field(None, description="log-probs of the tokens and of this many likeliest ones")
-    best_of: Count | None = Field(None, description="refused unless it equals `n`")
     echo: bool = Field(
         False, description="return the prompt before the answer; with `logprobs`, also those of the prompt"
     )
-    suffix: Nothing = None
+    suffix: Empty = None
 
     @property
     def top_tokens(self) -> int | None:
@@ -393,16 +390,14 @@ class CompletionBody(Body):
 
     @model_validator(mode="after")
     def _check_completion(self) -> Self:
-        if self.best_of not in (None, self.n):
-            raise bad("'best_of' is not supported unless it equals 'n'.", "best_of", "unsupported_parameter")
-        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+        if self.most_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise bad("'max_tokens' must be at least 1 unless 'echo' or 'prompt_logprobs' is set.", "max_tokens")
         if self.cache_breakpoints and len(self.prompt) > 1:
             raise bad("'cache_breakpoints' needs a single prompt.", "cache_breakpoints")
         return self
 
 
-class ChatBody(Body):
+class ChatBody(Body, OtherServersChatFields):
     """Body of ``/v1/chat/completions``."""
 
     messages: Annotated[list[Message], FailFast(), AfterValidator(_not_empty)] = Field(
@@ -410,7 +405,6 @@ class ChatBody(Body):
         'with `cache_control: {"type": "ephemeral"}` where other prompts will share this one), `tool_calls`, '
         "`tool_call_id`, `name`"
     )
-    max_completion_tokens: TokenCount | None = Field(None, description="another name of `max_tokens`")
     logprobs: bool = Field(False, description="log-probs of the answer's tokens")
     top_logprobs: TopCount | None = Field(None, description="and of this many likeliest ones")
 
@@ -420,23 +414,7 @@ class ChatBody(Body):
     add_generation_prompt: bool = Field(True, description="false: do not begin the answer's turn")
     reasoning_effort: Text | None = Field(None, description="a variable for the chat template")
     tools: Any = Field(None, description='ignored if `tool_choice` is "none", else refused')
-    functions: Nothing = None
-    tool_choice: NoChoice = None
-    function_call: NoChoice = None
-    parallel_tool_calls: Annotated[Any, _only(lambda value: isinstance(value, bool))] = Field(
-        False, description="accepted, without effect"
-    )
-    response_format: Annotated[Any, _only(lambda value: value == {"type": "text"})] = Field(
-        None, description='refused unless {"type": "text"}'
-    )
-    modalities: Annotated[Any, _only(lambda value: value == ["text"])] = Field(
-        None, description='refused unless ["text"]'
-    )
-
-    @property
-    def most_tokens(self) -> int | None:
-        """See `Body`."""
-        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+    tool_choice: Annotated[Any, Unless("none", "auto")] = None
 
     @property
     def top_tokens(self) -> int | None:
@@ -451,11 +429,9 @@ class ChatBody(Body):
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise bad("'max_tokens' and 'max_completion_tokens' cannot both be set.", "max_tokens")
-        if self.max_tokens == 0 and self.prompt_logprobs is None:
+        if self.most_tokens == 0 and self.prompt_logprobs is None:
             raise bad("'max_tokens' must be at least 1 unless 'prompt_logprobs' is set.", "max_tokens")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise bad("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
         if self.tools and self.tool_choice != "none":
             raise bad(
@@ -471,7 +447,7 @@ class ChatBody(Body):
         return self
 
 
-class TokenizeBody(Fields):
+class TokenizeBody(OtherServersTokenizeFields):
     """Body of ``/tokenize``: a text or a chat."""
 
     model: Text | None = Field(None, description="name of the served model")
@@ -479,7 +455,9 @@ class TokenizeBody(Fields):
     messages: Annotated[list[Message], Field(fail_fast=True)] | None = Field(
         None, description="a chat, in place of `prompt`"
     )
-    add_special_tokens: bool = Field(True, description="false: without the begin-of-text token of --add-bos")
+    add_special_tokens: bool | None = Field(
+        None, description="false: no special tokens but those of the text; by default as completions and chats get them"
+    )
     add_generation_prompt: bool = Field(True, description="of a chat; false: do not begin the answer's turn")
 
 

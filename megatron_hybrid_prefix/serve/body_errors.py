@@ -52,7 +52,8 @@ def api_error(problems: list[ErrorDetails]) -> ApiError:
     if kind == "unknown_parameter":
         return bad(f"Unknown parameter: '{name}'.", param, kind)
     if kind == "unsupported_parameter":
-        return bad(f"'{name}' is not supported by this server.", param, kind)
+        unless = f" unless it is {context['unless']}" if "unless" in context else ""
+        return bad(f"'{name}' is not supported by this server{unless}.", param, kind)
     if kind in _TYPES:
         return wrong_type(param, _EXPECTED.get(param.rpartition(".")[2], _TYPES[kind]), problem["input"])
     if kind in _LIMITS:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_hybrid_prefix.console.terminal import InputError, read_text
+from megatron_hybrid_prefix.console.terminal import InputError, as_input_errors, read_text
+from megatron_hybrid_prefix.hf_tokens import read_object, token_texts
 from megatron_hybrid_prefix.tokenizer import common_tokens
 
 # Most message ends to find in a prompt: those of the first message and of the last ones.
@@ -32,6 +33,8 @@ _RESERVED = frozenset(
 )
 # What a template may raise in the sandbox, beside jinja2's errors.
 _TEMPLATE_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+# Tokens that a template may use by name.
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 Messages = Sequence[dict[str, Any]]
 
 
@@ -171,14 +174,13 @@ def load_chat_form(template: Path | None, tokenizer: Path | None, *, plain: bool
         InputError: A file cannot be read.
     """
     config: dict[str, Any] = {}
-    if tokenizer is not None and (tokenizer / "tokenizer_config.json").is_file():
-        try:
-            config = json.loads(read_text(tokenizer / "tokenizer_config.json"))
-        except json.JSONDecodeError as error:
-            raise InputError(f"{tokenizer / 'tokenizer_config.json'} is not JSON: {error.msg}") from None
-    names = ("bos_token", "eos_token", "unk_token", "pad_token")
-    values = {name: config.get(name) for name in names}
-    special = {name: value["content"] if isinstance(value, dict) else value for name, value in values.items() if value}
+    special: dict[str, str] = {}
+    if tokenizer is not None:
+        with as_input_errors(ValueError):
+            if (tokenizer / "tokenizer_config.json").is_file():
+                config = read_object(tokenizer / "tokenizer_config.json")
+            texts = {name: token_texts(tokenizer, name) for name in _SPECIAL}
+            special = {name: found[0] for name, found in texts.items() if found}
     if template is None and tokenizer is not None and (tokenizer / "chat_template.jinja").is_file():
         template = tokenizer / "chat_template.jinja"
     if template is not None:

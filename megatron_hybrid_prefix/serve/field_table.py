@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from megatron_hybrid_prefix.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from megatron_hybrid_prefix.serve.fields import OtherServersChatFields, OtherServersFields, OtherServersTokenizeFields
 
 _HEAD = """# Fields of the server's requests
 
@@ -25,6 +26,11 @@ ROUTES: tuple[tuple[str, type[BaseModel]], ...] = (
     ("/tokenize", TokenizeBody),
     ("/detokenize", DetokenizeBody),
 )
+OTHERS: dict[str, type[BaseModel]] = {
+    "completions and chats": OtherServersFields,
+    "chats": OtherServersChatFields,
+    "route `/tokenize`": OtherServersTokenizeFields,
+}
 _RANGES = {
     "minimum": "from {}",
     "exclusiveMinimum": "above {}",
@@ -39,7 +45,8 @@ _RANGES = {
 
 def document() -> str:
     """The whole document."""
-    return "\n".join([_HEAD, *(line for route, model in ROUTES for line in _section(route, model))])
+    lines = [line for route, model in ROUTES for line in _section(route, model)]
+    return "\n".join([_HEAD, *lines, *_others()])
 
 
 def _section(route: str, model: type[BaseModel]) -> Iterator[str]:
@@ -52,11 +59,26 @@ def _section(route: str, model: type[BaseModel]) -> Iterator[str]:
     yield "| field | type | range | default | |"
     yield "|---|---|---|---|---|"
     for name, field in schema["properties"].items():
+        if any(issubclass(model, others) and name in others.model_fields for others in OTHERS.values()):
+            continue
         if name in shared and field == CompletionBody.model_json_schema()["properties"][name]:
             continue
         default = "required" if name in schema.get("required", ()) else f"`{json.dumps(field.get('default'))}`"
         limits = ", ".join(limits_of(field))
         yield f"| `{name}` | {type_of(field)} | {limits} | {default} | {field.get('description', '')} |"
+    yield ""
+
+
+def _others() -> Iterator[str]:
+    yield "## Fields of other servers\n"
+    yield "Clients of vLLM, SGLang and TGI send these along. They are refused unless they change nothing: null, or what is said here.\n"
+    yield "| fields of | | unless |"
+    yield "|---|---|---|"
+    for of, model in OTHERS.items():
+        by_rule: dict[str, list[str]] = {}
+        for name, field in model.model_json_schema()["properties"].items():
+            by_rule.setdefault(field["description"].removeprefix("refused unless "), []).append(f"`{name}`")
+        yield from (f"| {of} | {', '.join(names)} | {rule} |" for rule, names in by_rule.items())
     yield ""
 
 

@@ -123,7 +123,6 @@ class Generation:
         self.id = f"{'chatcmpl' if request.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self._model = served.model
-        self._stop = [*request.stop, *map(served.text_of, request.end_tokens)]
         self._updates: asyncio.Queue[tuple[Choice, Update]] = asyncio.Queue()
         self.choices: list[Choice] = []
         for prompt, most_tokens in zip(request.prompts, request.most_tokens, strict=True):
@@ -144,7 +143,7 @@ class Generation:
             sampling=sampling,
             arrived_s=arrived_s,
             deliver=lambda update: self._updates.put_nowait((choice, update)),
-            stop=self._stop,
+            stop=self.request.stop,
         )
         choice = Choice(
             len(self.choices),

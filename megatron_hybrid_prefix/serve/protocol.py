@@ -13,7 +13,10 @@ from megatron_hybrid_prefix.sampling import SamplingOptions, check_tokens
 from megatron_hybrid_prefix.serve.bodies import MOST_SEQUENCES, Body, ChatBody, CompletionBody, read_body
 from megatron_hybrid_prefix.serve.chat_template import ChatForm
 from megatron_hybrid_prefix.serve.errors import bad, model_not_found, short
-from megatron_hybrid_prefix.tokenizer import Tokenizer
+from megatron_hybrid_prefix.tokenizer import Tokenizer, begun, other_ends, prompt_tokens
+
+# A request that sets one of these says how to sample, so that the model's defaults for them do not count.
+_HOW = ("temperature", "top_k", "top_p", "min_p")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +36,7 @@ class GenerationRequest:
         usage_in_chunks: Whether every chunk of a stream has the usage so far.
         logprobs: Likeliest tokens to return per position; None: no log-probs.
         prompt_logprobs: The same of the prompt, in vLLM's format.
-        end_tokens: Tokens of the model that end an answer, as the token of ``sampling["termination_id"]`` does.
-        stop_tokens: All token ids that end an answer without being part of it: those, and the request's.
+        stop_tokens: Tokens that end an answer without being part of its text, beside ``sampling["termination_id"]``.
         tenant: Name of the API key.
     """
 
@@ -44,7 +46,6 @@ class GenerationRequest:
     most_tokens: list[int]
     sampling: dict[str, Any]
     stop: list[str]
-    end_tokens: tuple[int, ...]
     stream: bool
     include_usage: bool
     usage_in_chunks: bool
@@ -69,13 +70,13 @@ class ServedModel:
         tokenizer: The model's tokenizer.
         vocab_size: Vocabulary size.
         chat: Turns messages into a prompt.
-        add_bos: Whether text prompts start with the tokenizer's first token.
+        add_bos: Whether prompts that are not token ids begin with ``bos`` even if neither tokenizer nor template begins them so.
         check_fits: Raises ValueError if this many prompt tokens and generated tokens never fit.
         most_tokens: Most tokens that can be generated after this many prompt tokens.
         limit_tokens: Longest prompt and answer together.
         gives_prompt_log_probs: Whether the engine computes log-probs of prompts.
-        end_tokens: Tokens that end an answer, beside the tokenizer's ``eod``.
-        default_sampling: ``temperature``, ``top_k`` or ``top_p`` of requests that do not say how to sample.
+        default_sampling: ``temperature``, ``top_k``, ``top_p`` and ``min_p`` of requests that set none of these; other fields, such
+            as ``repetition_penalty``, of requests that do not set them.
         caches: False: no request reads or writes the cache, whatever it asks for.
     """
 
@@ -88,7 +89,6 @@ class ServedModel:
     most_tokens: Callable[[int], int]
     limit_tokens: int
     gives_prompt_log_probs: bool = False
-    end_tokens: tuple[int, ...] = ()
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     caches: bool = True
 
@@ -122,8 +122,12 @@ def read_request(
     Raises:
         ApiError: The request is invalid.
     """
-    if all(values.get(name) is None for name in ("temperature", "top_k", "top_p", "seed")):
-        values = values | dict(served.default_sampling)
+    says_how = any(values.get(name) is not None for name in _HOW)
+    values = values | {
+        name: value
+        for name, value in served.default_sampling.items()
+        if values.get(name) is None and not (says_how and name in _HOW)
+    }
     body = read_body(values, kind)
     check()
     if body.model != served.model:
@@ -144,6 +148,9 @@ def read_request(
             param.strip("'"),
         )
     sampling = _sampling(body, served, tenant)
+    stop_tokens = frozenset([*body.stop_token_ids, *(() if body.ignore_eos else other_ends(served.tokenizer))])
+    if stop_tokens:
+        sampling["stop_token_ids"] = sorted(stop_tokens)
     prompts, most_tokens = [], []
     for make in read:
         check()
@@ -151,7 +158,6 @@ def read_request(
         prompts.append(prompt)
         most_tokens.append(_most_tokens(body.most_tokens, prompt, param, served))
     options = body.stream_options
-    end_tokens = () if body.ignore_eos else served.end_tokens
     return GenerationRequest(
         chat=chat,
         prompts=prompts,
@@ -159,14 +165,13 @@ def read_request(
         most_tokens=most_tokens,
         sampling=sampling,
         stop=body.stop + (served.chat.stop if chat else []),
-        end_tokens=end_tokens,
         stream=body.stream,
         include_usage=options is not None and options.include_usage,
         usage_in_chunks=options is not None and options.continuous_usage_stats,
         echo=echo,
         logprobs=body.top_tokens,
         prompt_logprobs=body.prompt_logprobs,
-        stop_tokens=frozenset([*body.stop_token_ids, *end_tokens]),
+        stop_tokens=stop_tokens,
         tenant=tenant,
     )
 
@@ -224,7 +229,7 @@ def _most_tokens(asked: int | None, prompt: Prompt, param: str, served: ServedMo
 
 def _prompt(item: str | list[int], body: CompletionBody, served: ServedModel) -> Prompt:
     if isinstance(item, str):
-        text, tokens = item, text_tokens(item, served)
+        text, tokens = item, text_tokens(item, served, add_special_tokens=body.add_special_tokens)
     elif all(0 <= token < served.vocab_size for token in item):
         is_shown = body.echo and len(item) <= served.limit_tokens  # longer prompts are refused later
         text, tokens = served.tokenizer.detokenize(item, skip_special_tokens=True) if is_shown else "", item
@@ -247,10 +252,10 @@ def chat_tokens(
     served: ServedModel,
     *,
     begin_answer: bool = True,
-    with_bos: bool = True,
+    add_special_tokens: bool | None = None,
     variables: dict[str, Any] | None = None,
 ) -> tuple[str, list[int]]:
-    """Text and tokens of a chat's prompt, from messages as of `Message.as_dict`.
+    """Text and tokens of a chat's prompt, from messages as of `Message.as_dict`; see `of_chat`.
 
     Raises:
         ApiError: The template refuses the messages.
@@ -259,12 +264,18 @@ def chat_tokens(
         text = served.chat.render(messages, begin_answer=begin_answer, variables=variables)
     except ValueError as error:
         raise bad(str(error), "messages") from None
-    return text, text_tokens(text, served, with_bos=with_bos)
+    return text, of_chat(text, served, add_special_tokens)
 
 
 def _chat_prompt(body: ChatBody, served: ServedModel, check: Callable[[], None]) -> Prompt:
     messages = [message.as_dict() for message in body.messages]
-    text, tokens = chat_tokens(messages, served, begin_answer=body.add_generation_prompt, variables=body.variables)
+    text, tokens = chat_tokens(
+        messages,
+        served,
+        begin_answer=body.add_generation_prompt,
+        add_special_tokens=body.add_special_tokens,
+        variables=body.variables,
+    )
     if not tokens:
         raise bad("'messages' must not be empty.", "messages")
     # A prompt that is too long is refused later, so skip the search for message ends.
@@ -278,7 +289,7 @@ def _chat_prompt(body: ChatBody, served: ServedModel, check: Callable[[], None])
     ends = served.chat.ends(
         messages,
         tokens,
-        lambda part: text_tokens(part, served),
+        lambda part: of_chat(part, served, body.add_special_tokens),
         body.cache_breakpoints,
         more=marked,
         variables=body.variables,
@@ -287,7 +298,15 @@ def _chat_prompt(body: ChatBody, served: ServedModel, check: Callable[[], None])
     return Prompt(tokens=tokens, text=text, breakpoints=ends)
 
 
-def text_tokens(text: str, served: ServedModel, *, with_bos: bool = True) -> list[int]:
-    """Tokens of a text prompt. ``with_bos``: false leaves out the first token that ``add_bos`` asks for."""
-    bos = served.tokenizer.bos if served.add_bos and with_bos else None
-    return [*(() if bos is None else (bos,)), *served.tokenizer.tokenize(text)]
+def text_tokens(text: str, served: ServedModel, *, add_special_tokens: bool | None = None) -> list[int]:
+    """Tokens of a text prompt. ``add_special_tokens``: false leaves out those that the tokenizer or ``add_bos`` adds."""
+    if add_special_tokens is False:
+        return served.tokenizer.tokenize(text)
+    return prompt_tokens(served.tokenizer, text, add_bos=served.add_bos)
+
+
+def of_chat(text: str, served: ServedModel, add_special_tokens: bool | None) -> list[int]:
+    """Tokens of a rendered chat. By default a template has all special tokens itself, and the plain format has none."""
+    if add_special_tokens is None and served.chat.template is not None:
+        return begun(served.tokenizer, served.tokenizer.tokenize(text), add_bos=served.add_bos)
+    return text_tokens(text, served, add_special_tokens=add_special_tokens)

@@ -13,6 +13,7 @@ import pytest
 
 from megatron_hybrid_prefix._version import __version__
 from megatron_hybrid_prefix.cli.main import VERBS, main
+from megatron_hybrid_prefix.console.terminal import InputError, as_memory_errors
 from tests.harness.limits import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,6 +98,19 @@ def test_a_plot_that_cannot_be_drawn_is_refused_before_the_work(tmp_path):
         result = run(*argv, "--plot", tmp_path / "x.png", lacking=("matplotlib",))
         assert (result.returncode, result.stdout) == (2, "")
         assert result.stderr == "error: --plot needs matplotlib: pip install 'megatron-hybrid-prefix[bench]'\n"
+
+
+def test_only_the_lack_of_memory_is_named_so():
+    for error, short in (
+        (MemoryError(), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("shapes differ"), False),
+        (RecursionError("DefaultCPU"), False),
+        (ValueError("x"), False),
+    ):
+        with pytest.raises(InputError if short else type(error)) as raised, as_memory_errors("the model", "buy some"):
+            raise error
+        assert str(raised.value).startswith("the model: not enough memory; buy some: ") == short
 
 
 def test_only_the_command_line_imports_what_no_engine_needs():

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from megatron_hybrid_prefix.cli import bench, convert, demo, generate, serve
+from megatron_hybrid_prefix.console import hf
 from megatron_hybrid_prefix.console.hf import default_sampling, tokenizer_of
 from megatron_hybrid_prefix.models import build_hybrid_model, load_checkpoint, open_folder
 from tests.harness.hf_helpers import make_folder, save_tokenizer
@@ -30,6 +31,11 @@ def engine_imported(platform):
     import megatron.core.inference.engines  # noqa: F401
 
 
+def open_folder_again():
+    """A command reads a folder once."""
+    hf._open.cache_clear()
+
+
 def generated(tmp_path, *argv):
     path = tmp_path / "result.json"
     arguments = ["--device", "cpu", "--num-tokens-to-generate", 4, "--max-sequence-length", 256, *argv]
@@ -43,23 +49,45 @@ def test_generate_takes_tokenizer_end_tokens_and_sampling_of_the_folder(folder, 
     assert data["model"]["preset"] == "Tiny-H" and data["model"]["hf"] == str(folder)
     assert request["prompt_tokens"] == 2, "the special token is one token"
     sampling = request["sampling"]
-    assert (sampling["temperature"], sampling["top_p"], sampling["top_k"]) == (0.6, 0.9, 0)
-    assert (sampling["termination_id"], sampling["stop_words"]) == (256, ["<|im_end|>"])
+    options = sampling["sampling_options"]
+    assert (options["temperature"], options["top_p"], options["top_k"]) == (0.6, 0.9, 20)
+    assert (sampling["termination_id"], sampling["stop_token_ids"]) == (256, [257])
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--no-generation-config"], {"temperature": 1.0, "top_k": 1, "top_p": 0.0, "stop_words": None}),
-        (["--top-k", 1], {"temperature": 1.0, "top_k": 1, "top_p": 0.0, "stop_words": ["<|im_end|>"]}),
-        (["--ignore-eos"], {"temperature": 0.6, "termination_id": -1, "stop_words": None}),
-        (["--tokenizer", "bytes"], {"termination_id": 257, "stop_words": None}),
+        (["--no-generation-config"], {"temperature": 1.0, "top_k": 1, "top_p": 0.0, "stop_token_ids": None}),
+        (["--top-k", 1], {"temperature": 1.0, "top_k": 1, "top_p": 0.0, "stop_token_ids": [257]}),
+        (["--temperature", 0], {"temperature": 1.0, "top_k": 1, "top_p": 0.0, "sampling_options": None}),
+        (["--temperature", 0.7], {"temperature": 0.7, "top_k": 0, "top_p": 0.0, "sampling_options": None}),
+        (["--ignore-eos"], {"termination_id": -1, "stop_token_ids": None}),
+        (["--termination-id", 5], {"termination_id": 5, "stop_token_ids": None}),
+        (["--tokenizer", "bytes"], {"termination_id": 257, "stop_token_ids": None}),
     ],
     ids=str,
 )
 def test_options_come_before_the_folder(folder, tmp_path, options, expected):
     _, request = generated(tmp_path, "--hf", folder, "a", *options)
-    assert request["sampling"].items() >= expected.items()
+    assert {name: request["sampling"].get(name) for name in expected} == expected
+
+
+def test_an_answer_ends_at_a_token_that_only_config_json_names(tmp_path):
+    folder = tmp_path / "hf"
+    make_folder(folder)
+    save_tokenizer(folder, "<eos>")
+    config = json.loads((folder / "config.json").read_text())
+
+    def answer(*options):
+        return generated(tmp_path, "--hf", folder, "ab", *options)[1]["generated"]
+
+    whole = answer("--ignore-eos")
+    assert len(whole) == 4
+    end = whole.index(whole[2])
+    for named in (whole[2], [whole[2]], [271, whole[2]], [whole[2], 271]):
+        (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": named}))
+        open_folder_again()
+        assert answer() == whole[: end + 1]
 
 
 @pytest.mark.parametrize(
@@ -68,6 +96,11 @@ def test_options_come_before_the_folder(folder, tmp_path, options, expected):
         ({"temperature": 0.5}, {}),
         ({"do_sample": True, "temperature": 0.5, "top_k": 20}, {"temperature": 0.5, "top_k": 20}),
         ({"do_sample": True, "top_p": 1.0, "top_k": 3}, {"top_k": 3}),
+        ({"do_sample": True, "top_p": 0.9, "top_k": 3, "min_p": 0.1}, {"top_p": 0.9, "top_k": 3, "min_p": 0.1}),
+        ({"do_sample": True, "top_k": 272, "min_p": None}, {}),
+        ({"do_sample": False, "temperature": 0.5, "top_k": 20}, {"temperature": 0.0}),
+        ({"do_sample": False, "repetition_penalty": 1.1}, {"temperature": 0.0, "repetition_penalty": 1.1}),
+        ({"repetition_penalty": 1.1, "top_k": 20}, {"repetition_penalty": 1.1}),
     ],
 )
 def test_default_sampling(tmp_path, generation, expected):
@@ -75,7 +108,36 @@ def test_default_sampling(tmp_path, generation, expected):
     (tmp_path / "hf/generation_config.json").write_text(json.dumps(generation))
     args = argparse.Namespace(hf=str(tmp_path / "hf"), no_generation_config=False, tokenizer="bytes")
     assert default_sampling(args) == expected
-    assert tokenizer_of(args, 272)[1] == ()
+    assert tokenizer_of(args, 272).end_tokens == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "ends"),
+    [
+        ([], [257, 256, 258]),
+        (["--no-generation-config"], [257, 258]),
+        (["--tokenizer", "OTHER"], [256, 259, 258]),
+        (["--tokenizer", "bytes"], [257]),
+    ],
+    ids=str,
+)
+def test_end_tokens_are_those_of_all_files(tmp_path, options, ends):
+    """Of the tokenizer's folder and of the model's: the tokenizer's own first."""
+    names = ("<eos>", "<|im_end|>", "<|endoftext|>", "<|eot|>")
+    folder, other = tmp_path / "hf", tmp_path / "OTHER"
+    make_folder(folder)
+    other.mkdir()
+    for path, own in ((folder, names[1]), (other, names[0])):
+        save_tokenizer(path, *names)
+        (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": own}))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 258}))
+    (other / "config.json").write_text(json.dumps({"eos_token_id": 259}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [256]}))
+    options = [str(other) if word == "OTHER" else word for word in options]
+    args = generate.make_parser().parse_args(["x", "--hf", str(folder), *options])
+    tokenizer = tokenizer_of(args, 272)
+    assert [tokenizer.eod, *tokenizer.end_tokens] == ends
 
 
 def test_convert_writes_a_checkpoint_of_the_same_weights(folder, tmp_path, platform, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -93,11 +94,43 @@ BAD_OPTIONS = {
     "too many stages": (["x", "--pp", "3"], "every pipeline stage needs an attention layer"),
     "no such folder": (["x", "--json", "absent/r.json"], "cannot write absent/r.json: there is no folder absent"),
     "a folder": (["x", "--plot", "."], "it is a folder"),
+    "a plot of another kind": (["x", "--plot", "a.jpg"], "--plot: a.jpg must end with .png, .svg or .pdf"),
+    "a plot of no kind": (["x", "--plot", "a"], "--plot: a must end with .png, .svg or .pdf"),
+    "a pipe": (["x", "--json", "pipe"], "cannot write pipe: it is no regular file"),
+    "a pipe for a plot": (["x", "--plot", "pipe"], "cannot write pipe: it is no regular file"),
+    "standard output": (["x", "--json", "-"], "cannot write to -: standard output has the report"),
+    "too long a name": (["x", "--json", "a" * 252], "File name too long"),
+    "far too long a name": (["x", "--json", "a" * 300], "File name too long"),
+    "a file for a checkpoint": (["x", "--save", "ok.json"], "--save: cannot write ok.json: it is no folder"),
+    "no prompts": (["--jsonl", "empty.jsonl"], "empty.jsonl: no prompts in it"),
+    "more memory than there is": (
+        ["x", "--compare", "off,ours", "--cache-gb", "1e9"],
+        "engine ours: --cache-gb 1e+09: 1e+09 GiB of host memory are needed, ",
+    ),
+    "more host memory than there is": (
+        ["x", "--compare", "ours", "--host-gb", "1e9"],
+        "engine ours: --cache-gb 0.3 and --host-gb 1e+09: ",
+    ),
+    "more memory for states than there is": (
+        ["x", "--compare", "upstream", "--mamba-gb", "1e9"],
+        "engine upstream: --buffer-gb 0.25 and --mamba-gb 1e+09: ",
+    ),
+    "more tokens than there is memory": (
+        ["x", "--max-tokens", "960000000"],
+        "engine off: not enough memory; lower its budgets, --max-tokens or --max-requests: ",
+    ),
+    "too large a number": (["x", "--max-requests", "9" * 30], "is too large: it must have at most 9 digits"),
     "no such checkpoint": (["x", "--load", "absent"], "--load: there is no folder absent"),
     "a full folder for a checkpoint": (["x", "--save", "."], "--save: . is not empty"),
     "no such tokenizer": (["x", "--tokenizer", "absent"], "no tokenizer at absent"),
-    "temperature": (["x", "--temperature", "0"], "temperature=0.0 must be above 0"),
-    "top-p with top-k": (["x", "--top-p", "0.5", "--top-k", "3"], "top_p=0.5 cannot be used with top_k=3"),
+    "temperature": (["x", "--temperature", "-0.5"], "temperature=-0.5 must be 0 (greedy) or above"),
+    "no temperature": (["x", "--temperature", "nan"], "temperature=nan must be 0 (greedy) or above"),
+    "top-p": (["x", "--top-p", "1.5"], "top_p=1.5 must be in 0..1"),
+    "top-k": (["x", "--top-k", "512"], "top_k=512 must be in 0..511"),
+    "top-p with top-k of megatron": (
+        ["x", "--top-p", "0.5", "--top-k", "3", "--compare", "off,upstream"],
+        "engine upstream: megatron samples by top_k or by top_p",
+    ),
     "top-n": (["x", "--top-n-logprobs", "2", "--no-log-probs"], "top_n_logprobs=2 needs log-probs"),
     "terminating token": (["x", "--termination-id", "512"], "termination_id=512 is outside the vocabulary of 512"),
 }
@@ -152,6 +185,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "binary.txt").write_bytes(b"a\xff")
     write(tmp_path / "ok.jsonl", {"timestamp": 1, "input": "A session"})
     (tmp_path / "empty.jsonl").write_text("\n\n")
+    os.mkfifo(tmp_path / "pipe")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -267,6 +301,31 @@ def test_prompts_of_every_kind_in_one_batch(folder: Path, capsys: pytest.Capture
     assert requests_of(alone)[0]["log_probs"] == pytest.approx(requests[0]["log_probs"], abs=LOG_PROB_NOISE)
 
 
+def test_prompts_of_standard_input_and_after_two_dashes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    common = ("--num-tokens-to-generate", 1)
+
+    def lengths(text: str, *argv: object) -> list[int]:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        return [request["prompt_tokens"] for request in requests_of(run_json(folder, *common, *argv))]
+
+    given = ["x", "--seed", "1", "-", "--", "-hello", "-", "--plot"]
+    assert generate.parse(given).prompt == ["x", Path("-"), "-hello", "-", "--plot"]
+    assert lengths("three", "x", "-", "--seed", 1) == [1, 5]
+    assert lengths("three", "--text-file", "-") == [5]
+    assert lengths('{"prompt": "ab"}\n{"prompt": "c"}', "--jsonl", "-") == [2, 1]
+    assert lengths('{"timestamp": 1, "input": "ab"}', "--sessions", "-") == [2]
+    assert lengths('{"turns": ["x"]}', "--conversation", "-") == [len("User: x\nAssistant:")]
+
+
+def test_standard_input_is_read_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"x")))
+    expect_error(capsys, folder, ["-", "-"], "standard input (-) is empty, or was read before")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    expect_error(capsys, folder, ["-"], "several ranks need it: give a file")
+
+
 def test_sampling_options(folder: Path) -> None:
     common = ("hi", "--num-tokens-to-generate", 6)
     greedy = requests_of(run_json(folder, *common))[0]
@@ -274,6 +333,10 @@ def test_sampling_options(folder: Path) -> None:
     assert (bos["prompt_tokens"], bos["log_probs"]) == (3, [])
     sampled = [requests_of(run_json(folder, *common, "--top-p", 0.9, "--temperature", 2))[0] for _ in range(2)]
     assert sampled[0]["generated"] == sampled[1]["generated"] != greedy["generated"]
+    both = ("--top-p", 0.9, "--top-k", 1 << 8, "--temperature", 2)
+    assert requests_of(run_json(folder, *common, *both))[0]["generated"] != greedy["generated"]
+    for options in (("--temperature", 0), ("--temperature", 0, "--top-k", 5, "--top-p", 0.5), ("--top-k", 1)):
+        assert requests_of(run_json(folder, *common, *options))[0]["generated"] == greedy["generated"]
     ends = requests_of(run_json(folder, *common, "--termination-id", greedy["generated"][2]))[0]
     assert ends["generated"] == greedy["generated"][: greedy["generated"].index(greedy["generated"][2]) + 1]
     stopped = requests_of(run_json(folder, "hi", "--num-tokens-to-generate", 40, "--stop-word", "\\", "--ignore-eos"))[

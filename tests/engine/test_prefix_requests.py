@@ -328,6 +328,52 @@ def test_a_stop_word_that_is_the_whole_answer(model, mode, params):
     served.check_drained()
 
 
+class BegunTokenizer(IdTokenizer):
+    """Begins a prompt with token 7, and has two tokens that end an answer beside ``eod``."""
+
+    bos, eod, end_tokens = 7, 511, (510, 509)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return [7, *self.tokenize(text)]
+
+
+@each_mode
+def test_an_answer_ends_at_each_end_token_of_the_tokenizer(model, mode):
+    """If the request names none itself."""
+    served = EngineHarness(model, async_sched_mode=mode, tokenizer=BegunTokenizer())
+    prompt = tokens(1, 20, seed=1)
+    answer = list(served.send(prompt, count=8).generated_tokens)
+    served.engine.controller.tokenizer.end_tokens = (510, answer[3])
+    ends = answer.index(answer[3]) + 1
+    for params, attributes, length in (
+        ({"termination_id": None}, {}, ends),
+        ({"termination_id": None}, {"stop_token_ids": [510]}, ends),
+        ({"termination_id": -1}, {}, 8),
+        ({"termination_id": 511}, {}, 8),
+    ):
+        number = served.add(prompt, 8, params=params, **attributes)
+        served.run()
+        request = served.finished[number]
+        assert list(request.generated_tokens) == answer[:length] and len(request.generated_log_probs) == length
+    served.check_drained()
+
+
+def test_a_text_prompt_begins_as_the_tokenizer_says(model):
+    megatrons = IdTokenizer()
+    megatrons.bos = 7
+    served = EngineHarness(model, tokenizer=BegunTokenizer())
+    for tokenizer, text, add_bos, prompt in (
+        (BegunTokenizer(), "5 6", False, [7, 5, 6]),
+        (BegunTokenizer(), "5 6", True, [7, 5, 6]),
+        (megatrons, "5 6", False, [5, 6]),
+        (megatrons, "7 5 6", True, [7, 5, 6]),
+    ):
+        served.engine.controller.tokenizer = tokenizer
+        number = served.add(text, 2, params={"add_BOS": add_bos})
+        assert served.engine.get_request(number).prompt_tokens.tolist() == prompt
+        served.run()
+
+
 @each_mode
 def test_a_chunked_prefill_that_finds_no_room_for_its_next_chunk(model, mode):
     """A running request takes a block between two chunks. With async scheduling megatron fails here, even uncached."""

@@ -377,3 +377,17 @@ def test_a_placeholder_never_hides_a_real_module(upstream):
     applied.undo()
     assert "not_installed_anywhere" not in sys.modules
     assert sys.modules["fake_upstream"] is upstream
+
+
+def test_free_memory_of_a_container_is_within_its_limit(tmp_path):
+    from megatron_hybrid_prefix.platform import host_free_bytes
+
+    machine = host_free_bytes(tmp_path)  # no limit
+    assert machine > 0
+    for limit, used, dropped, free in (("1000", 400, 100, 700), ("1000", 1400, 100, 0)):
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / "memory.current").write_text(f"{used}\n")
+        (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {dropped}\n")
+        assert host_free_bytes(tmp_path) == free
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_free_bytes(tmp_path) > 1000

@@ -39,6 +39,7 @@ ELSEWHERE = {
     "megatron/core/package_info.py",
     "config.json",
     "generation_config.json",
+    "special_tokens_map.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "session.json",

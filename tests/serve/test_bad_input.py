@@ -21,7 +21,9 @@ pytest.importorskip("prometheus_client")
 
 from pydantic import BaseModel
 
-from megatron_hybrid_prefix.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from megatron_hybrid_prefix.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_fields
+from megatron_hybrid_prefix.serve.errors import ApiError
+from megatron_hybrid_prefix.serve.fields import Unless
 from tests.harness.limits import HANG_S
 from tests.serve.test_serve import ADMIN, Server, running
 
@@ -48,19 +50,12 @@ VALUES: dict[str, Any] = {
     "array": [[True]],
     "object": {"a": 1},
 }
-# Values that fields of any type refuse. A field that accepts everything has no row, and no case.
-REFUSED = {
-    "suffix": ["x", 1, True],
-    "functions": [[{}], "x", True],
-    "function_call": ["f", 1, {}],
-    "tool_choice": ["required", 1, {}, {"type": "function"}],
-    "tools": [[{"type": "function"}], "x", 1],
-    "store": [True, 1, "false"],
-    "response_format": [{"type": "json_object"}, "text", 1, []],
-    "modalities": [["audio"], "text", 1],
-    "parallel_tool_calls": [1, "true", []],
+# Values that fields of any type refuse, beside those with a rule (`Unless`). A field that accepts everything has no case.
+REFUSED = {"tools": [[{"type": "function"}], "x", 1]}
+ACCEPTED = {
+    *("user", "metadata", "service_tier", "prompt_cache_retention", "safety_identifier"),
+    *("request_id", "rid", "session_id", "custom_labels"),
 }
-ACCEPTED = {"user", "metadata", "service_tier", "prompt_cache_retention", "safety_identifier"}
 MESSAGES: dict[str, Any] = {
     "no messages": [],
     "a message that is null": [None],
@@ -132,7 +127,6 @@ MORE: dict[str, tuple[str, Any]] = {
     "an empty stop": ("/v1/completions", {"stop": ""}),
     "another model": ("/v1/completions", {"model": "gpt"}),
     "another model of a chat": ("/v1/chat/completions", {"model": ""}),
-    "two limits": ("/v1/chat/completions", {"max_completion_tokens": 1}),
     "top log-probs alone": ("/v1/chat/completions", {"top_logprobs": 1}),
     "a breakpoint at no message": ("/v1/chat/completions", {"cache_breakpoints": [1]}),
     "a breakpoint before all": ("/v1/chat/completions", {"cache_breakpoints": [-1]}),
@@ -184,6 +178,18 @@ NOT_JSON = {
 }
 
 
+def rule_of(model: type[BaseModel], name: str) -> Unless | None:
+    """The rule of a field that is accepted only with values that change nothing."""
+    return next((rule for rule in model.model_fields[name].metadata if isinstance(rule, Unless)), None)
+
+
+def refused_by_rule(model: type[BaseModel], name: str) -> list[Any]:
+    """Values of all types that are none of the rule's."""
+    rule = rule_of(model, name)
+    booleans = [value for value in (True, False) if rule and not any(value is one for one in rule.values)]
+    return [] if rule is None else [*booleans, "other", 7, 0.5, [1], [[]], {"a": 1}]
+
+
 def schema_cases(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Bodies in which one field has a wrong type, or is just out of its range. Yields names and changed bodies."""
     model, good = GOOD[path]
@@ -191,9 +197,10 @@ def schema_cases(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, field in schema["properties"].items():
         options = _options(field)
         types = {option["type"] for option in options if "type" in option}
+        refused = REFUSED.get(name, ()) or refused_by_rule(model, name)
         if not types:
-            assert name in REFUSED or name in ACCEPTED, f"say which values {name!r} refuses"
-        for wrong in REFUSED.get(name, ()):
+            assert refused or name in ACCEPTED, f"say which values {name!r} refuses"
+        for wrong in refused:
             yield f"{name} {wrong!r}", good | {name: wrong}
         for kind, value in VALUES.items():
             fits = kind in types or (kind == "integer" and "number" in types)
@@ -263,6 +270,61 @@ def json_cases() -> Iterator[tuple[str, str, bytes]]:
         yield name, "/v1/chat/completions", json.dumps(chat | {"messages": messages}).encode()
     for name, (path, changes) in MORE.items():
         yield name, path, json.dumps(GOOD[path][1] | changes).encode()
+
+
+def test_defaults_of_other_servers_change_nothing():
+    checked = 0
+    for model, good in GOOD.values():
+        plain = read_fields(good, model).model_dump()
+        for name in model.model_fields:
+            if (rule := rule_of(model, name)) is None:
+                continue
+            for value in (*(rule.values or ("", [], {})), None):
+                assert read_fields(good | {name: value}, model).model_dump() | {name: None} == plain | {name: None}
+                checked += 1
+            with pytest.raises(ApiError, match=rf"'{name}' is not supported by this server unless it is "):
+                read_fields(good | {name: "other"}, model)
+    assert checked > 400
+
+
+@pytest.mark.parametrize("path", list(GOOD)[:2])
+@pytest.mark.parametrize(
+    ("fields", "most_tokens"),
+    [
+        ({"max_tokens": 5, "max_completion_tokens": 3}, 3),
+        ({"max_tokens": 3, "max_completion_tokens": 3}, 3),
+        ({"max_tokens": 0, "max_completion_tokens": 3}, 3),
+        ({"max_tokens": 5, "max_completion_tokens": None}, 5),
+        ({"max_tokens": None, "max_completion_tokens": 3}, 3),
+        # What vLLM's and SGLang's servers take for absent.
+        ({"min_tokens": 0, "use_beam_search": False, "length_penalty": 1, "spaces_between_special_tokens": True}, 1),
+        ({"length_penalty": 1.0, "best_of": 1, "top_k": -1, "min_p": 0, "stop": [], "stop_token_ids": []}, 1),
+        # A benchmark's answer of a given length.
+        ({"max_tokens": 5, "min_tokens": 5, "ignore_eos": True, "stop": None}, 5),
+    ],
+    ids=str,
+)
+def test_lengths_and_neutral_values_of_other_clients(path, fields, most_tokens):
+    model, good = GOOD[path]
+    assert read_fields(good | fields, model).most_tokens == most_tokens
+
+
+def test_what_is_asked_for_is_refused():
+    model, good = GOOD["/v1/chat/completions"]
+    for fields, message in (
+        ({"min_tokens": 1}, "'min_tokens' is not supported by this server unless it is 0, or with 'ignore_eos'"),
+        ({"min_tokens": 1, "ignore_eos": True, "stop": ["x"]}, "'min_tokens' is not supported"),
+        ({"min_tokens": 2, "ignore_eos": True}, "'min_tokens' must be at most 1"),
+        ({"length_penalty": 1.5}, "'length_penalty' is not supported by this server unless it is 1."),
+        ({"use_beam_search": True}, "'use_beam_search' is not supported by this server unless it is false."),
+        ({"use_beam_search": 0}, "'use_beam_search' is not supported by this server unless it is false."),
+        ({"priority": False}, "'priority' is not supported by this server unless it is 0."),
+        ({"response_format": {"type": "json_object"}}, r"""'response_format' .* unless it is {"type": "text"}."""),
+        ({"top_logprobs": 1}, "'top_logprobs' needs 'logprobs' to be true."),
+    ):
+        with pytest.raises(ApiError, match=message):
+            read_fields(good | fields, model)
+    assert read_fields(good | {"top_logprobs": 0}, model).top_tokens is None, "vLLM's default"
 
 
 def test_there_are_as_many_cases_as_it_takes():

@@ -608,8 +608,10 @@ def test_tokenize_detokenize_version_and_health_generate(server):
 def test_the_first_token_can_be_left_out():
     model = served(add_bos=True, chat=ChatForm())
     assert text_tokens("a", model) == [256, 97]
-    assert text_tokens("a", model, with_bos=False) == [97]
-    assert chat_tokens(CHAT["messages"], model, with_bos=False)[1] == chat_tokens(CHAT["messages"], model)[1][1:]
+    assert text_tokens("a", model, add_special_tokens=False) == [97]
+    assert (
+        chat_tokens(CHAT["messages"], model, add_special_tokens=False)[1] == chat_tokens(CHAT["messages"], model)[1][1:]
+    )
 
 
 def test_lm_eval_can_use_this_servers_tokenizer(tmp_path):

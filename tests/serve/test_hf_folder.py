@@ -11,7 +11,7 @@ from megatron_hybrid_prefix.serve.chat_template import ChatForm, load_chat_form
 from megatron_hybrid_prefix.serve.detokenizer import TextStream
 from megatron_hybrid_prefix.serve.errors import ApiError
 from megatron_hybrid_prefix.serve.generation import Choice
-from megatron_hybrid_prefix.serve.protocol import Prompt, ServedModel, read_request
+from megatron_hybrid_prefix.serve.protocol import Prompt, ServedModel, chat_tokens, read_request, text_tokens
 from megatron_hybrid_prefix.tokenizer import HuggingFaceTokenizer
 from tests.harness.hf_helpers import save_tokenizer
 
@@ -19,20 +19,18 @@ from tests.harness.hf_helpers import save_tokenizer
 @pytest.fixture
 def tokenizer(tmp_path):
     save_tokenizer(tmp_path, "<eos>", "<|im_end|>")
-    return HuggingFaceTokenizer(tmp_path, 272)
+    return HuggingFaceTokenizer(tmp_path, 272, end_tokens=(256, 257))
 
 
 def served(tokenizer, **fields):
-    fields = {"chat": ChatForm(), "default_sampling": {"temperature": 0.6, "top_p": 0.9}} | fields
+    fields = {"chat": ChatForm(), "default_sampling": {"temperature": 0.6, "top_p": 0.9}, "add_bos": False} | fields
     return ServedModel(
         model="m",
         tokenizer=tokenizer,
         vocab_size=272,
-        add_bos=False,
         check_fits=lambda prompt, wanted: None,
         most_tokens=lambda prompt: 100,
         limit_tokens=1000,
-        end_tokens=(257,),
         **fields,
     )
 
@@ -49,6 +47,7 @@ def request(tokenizer, **fields):
         ({"temperature": 0}, {"temperature": 1.0, "top_k": 1, "top_p": 0.0}),
         ({"temperature": 1.0}, {"temperature": 1.0, "top_k": 0, "top_p": 0.0}),
         ({"top_k": 5}, {"temperature": 1.0, "top_k": 5, "top_p": 0.0}),
+        ({"min_p": 0.0}, {"temperature": 1.0, "top_k": 0, "top_p": 0.0}),
         ({"seed": 1, "temperature": 0}, {"top_k": 1}),
     ],
     ids=str,
@@ -57,12 +56,101 @@ def test_default_sampling_is_for_requests_that_say_nothing_of_it(tokenizer, fiel
     assert request(tokenizer, **fields).sampling.items() >= expected.items()
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}),
+        ({"seed": 3}, {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "seed": 3}),
+        ({"temperature": 0.5}, {"temperature": 0.5, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.1}),
+        ({"repetition_penalty": 1.2}, {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.2}),
+        ({"repetition_penalty": 1.0}, {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.0}),
+    ],
+    ids=str,
+)
+def test_all_of_the_default_sampling_counts(tokenizer, fields, expected):
+    defaults = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
+    body = {"model": "m", "prompt": "a", **fields}
+    asked = read_request(body, "completions", served(tokenizer, default_sampling=defaults), None)
+    assert asked.sampling["sampling_options"].items() >= expected.items()
+
+
+def test_a_model_that_is_not_sampled_is_greedy(tokenizer):
+    model = served(tokenizer, default_sampling={"temperature": 0.0})
+    for fields, top_k in (({}, 1), ({"temperature": 0.5}, 0), ({"top_p": 0.5}, 0)):
+        asked = read_request({"model": "m", "prompt": "a", **fields}, "completions", model, None)
+        assert asked.sampling["top_k"] == top_k
+
+
+# --- The first token: as in transformers -----------------------------------------------------------------------------
+
+BEGUN_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }}</s>{% endfor %}"
+TEMPLATES = {"begins": BEGUN_TEMPLATE, "does not begin": BEGUN_TEMPLATE.removeprefix("{{ bos_token }}")}
+
+
+@pytest.fixture(params=[True, False], ids=["post-processor", "none"])
+def words(tmp_path, request):
+    """Folder of a tokenizer whose post-processor begins a text with <s>, or not."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    names = ["<unk>", "<s>", "</s>", "Hello", "world"]
+    tokenizer = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(names[:3])
+    if request.param:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("in_map", [False, True], ids=["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_prompts_begin_as_in_transformers(words, name, in_map):
+    transformers = pytest.importorskip("transformers")
+    special = {"bos_token": {"content": "<s>", "special": True}, "eos_token": "</s>"}
+    (words / "special_tokens_map.json").write_text(json.dumps(special if in_map else {}))
+    config = {"chat_template": TEMPLATES[name]} | ({} if in_map else {"bos_token": "<s>", "eos_token": "</s>"})
+    (words / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs = transformers.AutoTokenizer.from_pretrained(words)
+    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "world"}]
+    texts = {"completions": theirs("Hello world").input_ids}
+    texts["chat"] = theirs.apply_chat_template(messages, tokenize=True, return_dict=False)
+    bodies = {"completions": {"prompt": "Hello world"}, "chat": {"messages": messages}}
+    for add_bos in (False, True):
+        model = served(HuggingFaceTokenizer(words, 272), chat=load_chat_form(None, words), add_bos=add_bos)
+        for kind, right in texts.items():
+
+            def asked(kind=kind, model=model, **fields):
+                return read_request({"model": "m", **bodies[kind], **fields}, kind, model, None).prompts[0]
+
+            begun = [1, *right] if add_bos and right[0] != 1 else right
+            assert asked().tokens == begun
+            assert asked(add_special_tokens=False).tokens == [1] * (kind == "chat" and name == "begins") + [
+                token for token in right if token != 1
+            ]
+            if kind == "chat":
+                assert asked().breakpoints == [len(begun) - 2], "after the first message"
+                assert chat_tokens(messages, model)[1] == begun
+            else:
+                assert text_tokens("Hello world", model) == begun
+                echoed = asked(echo=True, prompt="<s>Hello", max_tokens=0)
+                assert (echoed.tokens, echoed.text) == ([1, 3], "<s>Hello"), "not twice"
+                assert asked(prompt=[3, 4]).tokens == [3, 4], "token ids are the prompt"
+
+
+def test_tokenizer_info_names_the_token_that_ends_an_answer(words):
+    (words / "config.json").write_text(json.dumps({"eos_token_id": [4, 2]}))
+    (words / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    model = served(HuggingFaceTokenizer(words, 272))
+    assert model.tokenizer_info().items() >= {"bos_token": "<s>", "eos_token": "</s>"}.items()
+    body = {"model": "m", "prompt": "Hello", "max_tokens": 5}
+    asked = read_request(body, "completions", model, None)
+    assert (asked.sampling["termination_id"], asked.sampling["stop_token_ids"]) == (2, [4])
+
+
 def test_end_tokens_unless_ignored(tokenizer):
-    assert request(tokenizer).end_tokens == (257,) and request(tokenizer).stop_tokens == {257}
-    assert (
-        request(tokenizer, ignore_eos=True).end_tokens == () == tuple(request(tokenizer, ignore_eos=True).stop_tokens)
-    )
-    assert request(tokenizer, stop_token_ids=[5]).stop_tokens == {5, 257}
+    for fields, ends in (({}, {257}), ({"ignore_eos": True}, set()), ({"stop_token_ids": [5]}, {5, 257})):
+        asked = request(tokenizer, **fields)
+        assert asked.stop_tokens == set(asked.sampling.get("stop_token_ids", ())) == ends
 
 
 @pytest.mark.parametrize("end", [256, 257])

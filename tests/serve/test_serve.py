@@ -548,7 +548,6 @@ BAD = {
         "unsupported_parameter",
         "response_format",
     ),
-    "two limits": (CHAT | {"max_tokens": 1, "max_completion_tokens": 1}, 400, "invalid_value", "max_tokens"),
     "top_logprobs alone": (CHAT | {"top_logprobs": 1}, 400, "invalid_value", "top_logprobs"),
     "message out of range": (CHAT | {"cache_breakpoints": [1]}, 400, "invalid_value", "cache_breakpoints"),
     "long chat": (
@@ -928,6 +927,12 @@ def test_a_chat_template_cannot_leave_its_sandbox(template):
         (["--api-keys", "nowhere"], "cannot read nowhere"),
         (["--max-sequence-length", "99999999"], "--max-sequence-length"),
         (["--host", "192.0.2.1"], "cannot listen on 192.0.2.1"),
+        (["--host", "a" * 300 + ".."], "cannot listen on aaa"),
+        (["--drain-time", "-1"], "'-1' is not a number, 0 or above"),
+        (["--cache-gb", "1e9", "--port", "0"], "--cache-gb 1e+09: 1e+09 GiB of host memory are needed, "),
+        (["--mamba-gb", "1e9", "--port", "0"], "--buffer-gb 0.25 and --mamba-gb 1e+09: "),
+        (["--host-gb", "1e9", "--port", "0"], "--cache-gb 0.3 and --host-gb 1e+09: "),
+        (["--max-tokens", "9999999999"], "'9999999999' is too large: it must have at most 9 digits"),
         (["--tokenizer", "nowhere"], "no tokenizer at nowhere"),
         (["--chat-template", "nowhere"], "cannot read nowhere"),
         (["--load", "nowhere"], "there is no folder nowhere"),
@@ -939,9 +944,18 @@ def test_a_chat_template_cannot_leave_its_sandbox(template):
 )
 def test_bad_options_are_one_line(capsys, monkeypatch, argv, problem):
     monkeypatch.delenv("HYBRID_PREFIX_SECRET", raising=False)
+    with capsys.disabled():  # megatron uses stderr's file number at import
+        import megatron.core.inference.engines  # noqa: F401
     assert serve.main(argv) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and problem in lines[0]
+
+
+def test_an_address_of_ipv6_stands_in_brackets():
+    assert serve.url_of("::1", 8000) == "http://[::1]:8000" and serve.url_of("127.0.0.1", 80) == "http://127.0.0.1:80"
+    args = serve.make_parser().parse_args(["--host", "[::1]"])
+    serve.check_options(args)
+    assert args.host == "::1", "what a socket takes"
 
 
 def test_the_command(tmp_path):

@@ -30,6 +30,7 @@ from megatron_hybrid_prefix.mcore.ranks.coordinator import meet_subscribers
 from megatron_hybrid_prefix.mcore.ranks.messages import TELL_ABORT, TELL_SNAPSHOT
 from megatron_hybrid_prefix.mcore.state.layout import check_described
 from megatron_hybrid_prefix.sampling import SamplingOptions
+from megatron_hybrid_prefix.tokenizer import other_ends, prompt_tokens
 from megatron_hybrid_prefix.upstream.blocks import block_counts, blocks_up_to_the_end
 from megatron_hybrid_prefix.upstream.contract import check_contract
 from megatron_hybrid_prefix.upstream.engine import EngineSeam
@@ -92,7 +93,8 @@ class HybridPrefixEngine(EngineSeam):
         super().__init__(controller, context)
         self._rules = RequestRules(
             vocab_size=controller.vocab_size,
-            tokenize=lambda text, add_bos: controller.tokenize_prompt(controller.tokenizer, text, add_bos),
+            tokenize=lambda text: controller.tokenize_prompt(controller.tokenizer, text, add_BOS=False),
+            tokenize_prompt=self._tokens_of,
             samples_rows=isinstance(controller, HybridPrefixController),
             drafts=self.num_speculative_tokens > 0,
             scores_prompts=not self.materialize_only_last_token_logits,
@@ -309,8 +311,19 @@ class HybridPrefixEngine(EngineSeam):
             pass
         return number
 
+    def _tokens_of(self, text: str, add_bos: bool) -> list[int]:
+        tokenizer = self.controller.tokenizer
+        if hasattr(tokenizer, "encode_prompt"):
+            return prompt_tokens(tokenizer, text, add_bos=add_bos)
+        tokens: list[int] = self.controller.tokenize_prompt(tokenizer, text, add_bos)
+        return tokens
+
     def accept_request(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:
-        """See the seam. Makes the keys of the prompt on arrival."""
+        """See the seam. Makes the keys of the prompt on arrival. A request without an end token gets all of the tokenizer's."""
+        asked = request.sampling_params
+        if asked.termination_id is None:
+            own = getattr(asked, "stop_token_ids", None) or ()
+            asked.add_attributes({"stop_token_ids": [*own, *other_ends(self.controller.tokenizer)]})
         if request.request_id not in self.requests:  # one that resumes after a suspension keeps its answer
             for by_id in self._by_request:
                 by_id.pop(request.request_id, None)  # of an earlier request with this id

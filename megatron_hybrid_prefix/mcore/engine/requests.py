@@ -9,6 +9,7 @@ import asyncio
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,14 +55,16 @@ class RequestRules:
 
     Attributes:
         vocab_size: Vocabulary of the model.
-        tokenize: Tokens of a text; whether they begin with the tokenizer's first token is the second argument.
+        tokenize: Tokens of a text.
+        tokenize_prompt: Tokens of a prompt; the second argument is ``add_BOS``.
         samples_rows: Whether single requests can have `SamplingOptions` that megatron's sampling lacks.
         drafts: Whether the engine decodes with drafts.
         scores_prompts: Whether the engine computes log-probs of prompts.
     """
 
     vocab_size: int
-    tokenize: Callable[[str, bool], list[int]]
+    tokenize: Callable[[str], list[int]]
+    tokenize_prompt: Callable[[str, bool], list[int]]
     samples_rows: bool
     drafts: bool
     scores_prompts: bool
@@ -81,7 +84,9 @@ class RequestRules:
         try:
             params = self._params(params)
             text = prompt if isinstance(prompt, str) else None
-            tokens = _on_host(self._tokens("prompt", text, params.add_BOS) if text is not None else prompt)
+            if text is not None:
+                prompt = _tokens_of("prompt", text, partial(self.tokenize_prompt, text, params.add_BOS))
+            tokens = _on_host(prompt)
             if not len(tokens):
                 raise FieldError("prompt", "the prompt is empty")
             check_tokens("the prompt", (int(tokens.min()), int(tokens.max())), self.vocab_size)
@@ -106,6 +111,8 @@ class RequestRules:
             raise FieldError(
                 "sampling_options", "sampling_options, and top_k with top_p, do not work with megatron's own controller"
             )
+        if getattr(params, "stop_token_ids", None) and not self.samples_rows:
+            raise FieldError("stop_token_ids", "stop_token_ids do not work with megatron's own controller")
         if options is not None and options.has_penalties and self.drafts:
             raise FieldError("sampling_options", "sampling_options: penalties do not work with drafts")
         if params.return_log_probs and not params.skip_prompt_log_probs and not self.scores_prompts:
@@ -114,18 +121,19 @@ class RequestRules:
                 "log-probs of the prompt need materialize_only_last_token_logits=False; else set skip_prompt_log_probs",
             )
         for word in params.stop_words or ():
-            stop = self._tokens("stop_words", word, False)
+            stop = _tokens_of("stop_words", word, partial(self.tokenize, word))
             if not stop:
                 raise FieldError("stop_words", f"stop_words: {shown(word)} has no tokens")
             check_tokens("stop_words", stop, self.vocab_size)
         return params
 
-    def _tokens(self, field: str, text: str, add_bos: bool) -> list[int]:
-        try:
-            return self.tokenize(text, add_bos)
-        except Exception as error:  # of any tokenizer
-            why = f"{type(error).__name__}: {error}"
-            raise FieldError(field, f"{field}: {shown(text)} cannot be tokenized ({why})") from error
+
+def _tokens_of(field: str, text: str, tokenize: Callable[[], list[int]]) -> list[int]:
+    try:
+        return tokenize()
+    except Exception as error:  # of any tokenizer
+        why = f"{type(error).__name__}: {error}"
+        raise FieldError(field, f"{field}: {shown(text)} cannot be tokenized ({why})") from error
 
 
 def _on_host(prompt: Any) -> torch.Tensor:

@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron_hybrid_prefix.hf_tokens import GENERATION_CONFIG, end_token_ids, read_object
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 from megatron_hybrid_prefix.models.hf.dimensions import dimensions_of
 
@@ -60,12 +61,14 @@ class HfFolder:
         model_type: Hugging Face's name of the family.
         config: The model's dimensions.
         generation: Values of ``generation_config.json``; empty where there is none.
+        end_tokens: ``eos_token_id`` of ``generation_config.json`` and ``config.json``: tokens that end an answer.
     """
 
     path: Path
     model_type: str
     config: HybridModelConfig
     generation: Mapping[str, Any]
+    end_tokens: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -91,12 +94,6 @@ class HfFolder:
         """Bytes of all weights, in the dtypes of the files. Raises ValueError as `weights`."""
         return sum(weight.stored_bytes for weight in self.weights.values())
 
-    @property
-    def end_tokens(self) -> tuple[int, ...]:
-        """``eos_token_id`` of ``generation_config.json``: tokens that end an answer."""
-        value = self.generation.get("eos_token_id")
-        return () if value is None else tuple(value) if isinstance(value, list) else (int(value),)
-
 
 def open_folder(path: str | os.PathLike[str]) -> HfFolder:
     """Reads what a folder says of its model; no weights yet.
@@ -109,11 +106,8 @@ def open_folder(path: str | os.PathLike[str]) -> HfFolder:
         raise ValueError(_no_folder(str(path)))
     folder = Path(path)
     data = _read_json(folder / "config.json")
-    generation = folder / "generation_config.json"
+    generation = folder / GENERATION_CONFIG
     found = _read_json(generation) if generation.is_file() else {}
-    tokens = found.get("eos_token_id")
-    if not all(type(token) is int and token >= 0 for token in (tokens if isinstance(tokens, list) else [tokens or 0])):
-        raise ValueError(f"{generation}: eos_token_id is {tokens!r}, neither a token id nor a list of them")
     try:
         weights = stored_weights(folder)
     except ValueError:  # raised again where weights are needed; some commands need none
@@ -124,7 +118,13 @@ def open_folder(path: str | os.PathLike[str]) -> HfFolder:
     if "lm_head.weight" in weights:
         # transformers' Nemotron-H does not tie them whatever config.json says; other families have the same values twice.
         config = replace(config, tie_embeddings=False)
-    opened = HfFolder(path=folder, model_type=str(data.get("model_type")), config=config, generation=found)
+    opened = HfFolder(
+        path=folder,
+        model_type=str(data.get("model_type")),
+        config=config,
+        generation=found,
+        end_tokens=end_token_ids(folder),
+    )
     if weights:
         vars(opened)["weights"] = weights  # as the property would read them again
     return opened
@@ -214,16 +214,9 @@ def _weights_of(file: Path) -> dict[str, StoredWeight]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        return read_object(file)
     except FileNotFoundError:
         raise ValueError(f"{file.parent} is no Hugging Face folder: it has no {file.name}") from None
-    except OSError as error:
-        raise ValueError(f"cannot read {file}: {error.strerror}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{file} is no JSON object")
-    return data
 
 
 def _and_more(names: list[str]) -> str:
