@@ -87,7 +87,6 @@ class HybridPrefixCache:
         host_state_pages: Pages per state on the host.
         host_state_share: Share of the host pages that states may use, 0 to 1; KV uses the others. None: both share all
             pages.
-        host_write_through: True: copy to the host when published. False: copy only when evicted.
         behind: The tier behind the host. It is offered what the host evicts. Needs a host tier.
         boundary_rule: Chooses which boundaries of a prompt get a checkpoint.
         scores_bytes: Bytes of the log-probs of cached prompts. 0: requests that want those of their prompt match nothing.
@@ -125,7 +124,6 @@ class HybridPrefixCache:
         host_kv_pages: int = 1,
         host_state_pages: int = 1,
         host_state_share: float | None = None,
-        host_write_through: bool = False,
         behind: TierBehind | None = None,
         boundary_rule: BoundaryRule = prompt_boundaries,
         scores_bytes: int = 0,
@@ -169,7 +167,6 @@ class HybridPrefixCache:
                     state_blocks=host_state_pages / host_kv_pages if host_state_share is None else None,
                 ),
                 state_share=host_state_share,
-                write_through=host_write_through,
                 behind=behind,
                 stats=self._stats,
             )

@@ -127,12 +127,6 @@ class HybridPrefixConfig:
             "and what is worth least per byte is evicted."
         ),
     )
-    host_write_through: bool = field(
-        default=False,
-        metadata=_help(
-            "Copy prompts to the host tier as soon as they are computed. By default they are copied when evicted."
-        ),
-    )
     tier_behind_host: str | None = field(
         default=None,
         metadata=_help(
@@ -147,13 +141,6 @@ class HybridPrefixConfig:
             "'file:///var/cache/prefix?gb=200', 'mooncake://10.0.0.1:50051'. A restarted process, or another replica "
             "with the same weights, reuses what is there. Needs host_gb, and a secret: HYBRID_PREFIX_SECRET, or "
             "secret_file in the URL. None: no such tier."
-        ),
-    )
-    verify_host_loads: bool = field(
-        default=True,
-        metadata=_help(
-            "Check every loaded entry against its checksum, on the GPU. A corrupt entry is dropped and the prompt "
-            "recomputed."
         ),
     )
     check_ranks: bool = field(
@@ -197,8 +184,6 @@ class HybridPrefixConfig:
                 raise ValueError(
                     f"shared={self.shared!r}: there is room for one tier behind the host; see tier_behind_host"
                 )
-            if not self.verify_host_loads:
-                raise ValueError(f"shared={self.shared!r}: needs verify_host_loads, as others may write to it")
         if self.exact is not None and self.exact not in get_args(ExactName):
             raise ValueError(f"exact={self.exact!r}: must be {' or '.join(map(repr, get_args(ExactName)))}, or None")
         if self.exact is not None and self.state_dtype not in (None, "float32"):

@@ -60,7 +60,6 @@ class HostTier:
         eviction: Ranks the states on the host.
         state_share: Share of the pages that states may use, 0 to 1; KV uses the rest. None: both share all pages.
         stats: Counts the moves.
-        write_through: Whether KV and states are stored as soon as they are published.
         behind: The tier behind the host. It is offered what is evicted here, or (a `SharedTier`) what is stored here.
 
     Attributes:
@@ -82,7 +81,6 @@ class HostTier:
         eviction: EvictionPolicy[Node],
         stats: PrefixStats,
         state_share: float | None = None,
-        write_through: bool = False,
         behind: TierBehind | None = None,
     ) -> None:
         self._tree = tree
@@ -91,7 +89,6 @@ class HostTier:
         self._eviction = eviction
         self._stats = stats
         self._figures = stats.tiers[HOST]
-        self.write_through = write_through
         self.behind = behind
         self._early = behind is not None and behind.shared
         # The tier behind is offered what is evicted here.
@@ -245,13 +242,11 @@ class HostTier:
             self.state_also_on_device(node)
 
     def stores_published(self, reason: CheckpointReason) -> bool:
-        """Whether a state that was just computed is stored at once, not only when the device evicts it.
+        """Whether a state that was just computed is stored at once, for a shared tier, not only when the device evicts it.
 
         A decode state is not: it is copied to its slot later, and soon replaced by the next one. See `store_answer`.
         """
-        if reason == CheckpointReason.DECODE:
-            return False
-        return self.write_through or (self._early and reason != CheckpointReason.INTERVAL)
+        return self._early and reason not in (CheckpointReason.DECODE, CheckpointReason.INTERVAL)
 
     def store_private(self, kind: EntryKind, device_id: int, tag: Tag) -> int | None:
         """Stores an entry of one preempted request until it is removed. Returns the entry; None if there is no room."""

@@ -142,9 +142,6 @@ class PrefixStore:
                 self.blocks.merge(node, block_id)
             path.append(node)
         if self.host is not None:
-            if self.host.write_through:
-                for node in reversed(path[first:]):
-                    self.host.store_kv(node)
             self.host.also_on_device(path[first:])
 
     def let_go(self, live: LiveRequest) -> None:

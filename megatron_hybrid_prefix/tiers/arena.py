@@ -42,7 +42,6 @@ class HostArena:
         page_bytes: Bytes per page.
         pages_of: Pages per entry, by kind.
         device: Device of the tensors.
-        verify: Whether to compute and compare checksums.
         behind: The tier behind the host, or None.
 
     Attributes:
@@ -63,14 +62,13 @@ class HostArena:
         page_bytes: int,
         pages_of: Mapping[EntryKind, int],
         device: torch.device | str,
-        verify: bool = True,
         behind: Tier | None = None,
     ) -> None:
         device = torch.device(device)
         is_shared = isinstance(behind, SharedTier)
         self.pages = HostPages(pages, page_bytes, device)
         self.contents = PageContents(pages, device, for_threads=is_shared)
-        self._copies = EntryCopies(tensors, self.pages, pages_of=pages_of, device=device, verify=verify)
+        self._copies = EntryCopies(tensors, self.pages, pages_of=pages_of, device=device)
         store_queue, load_queue = (
             DeviceQueue(device, ahead=ahead) if device.type == "cuda" else HostQueue() for ahead in (1, BUFFERS)
         )
@@ -85,7 +83,6 @@ class HostArena:
             self.stores,
             load_queue,
             load_staging,
-            verify=verify,
             device=device,
         )
         self._behind: TierMoves | None = None

@@ -41,7 +41,7 @@ HOSTS: list[dict[str, Any]] = [
     {"host_pages": 6, "host_kv_pages": 1, "host_state_pages": 2},
     {"host_pages": 30, "host_kv_pages": 2, "host_state_pages": 3},
     {"host_pages": 40, "host_kv_pages": 1, "host_state_pages": 1, "host_state_share": 0.3},
-    {"host_pages": 200, "host_kv_pages": 1, "host_state_pages": 1, "host_write_through": True},
+    {"host_pages": 200, "host_kv_pages": 1, "host_state_pages": 1},
     {"host_pages": 1000, "host_kv_pages": 1, "host_state_pages": 2},
 ]
 MEMORIES: list[dict[str, int]] = [  # pages of 1, 1, 3, 4 and 5 blocks, most with blocks left over

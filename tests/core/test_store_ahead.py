@@ -137,11 +137,11 @@ def test_states_in_flight_are_stored_after_their_forward(memory):
 
 
 def test_what_is_queued_comes_first_and_after_the_forward():
-    """Write-through: what publication stores is what the forward writes."""
-    cache = make(SPLIT, host_write_through=True)
+    """What publication stores for a shared tier is what the forward writes."""
+    cache = make(SPLIT, behind=TierBehind("s", Shared()))
     forwards = serve(cache, range(12))
-    stats = cache.stats()
-    assert stats.host_stores == sum(len(each.before) + len(each.cached) + len(each.written) for each in forwards)
+    stores = [copy for each in forwards for copy in (*each.cached, *each.written) if copy.source == DEVICE]
+    assert cache.stats().host_stores == len(stores) + sum(len(each.before) for each in forwards)
     for forward in forwards:
         keys = set(cache.chain(forward.tokens).keys)
         published = [copy for copy in forward.written if copy.tag.key in keys]
@@ -153,7 +153,7 @@ def check_pages_that_are_written_twice() -> int:
     twice = 0
     for seed in range(30):
         dice = random.Random(seed)
-        cache = make(SPLIT, host_write_through=True, host_pages=dice.choice([10, 14, 20, 30]))
+        cache = make(SPLIT, behind=TierBehind("s", Shared()), host_pages=dice.choice([10, 14, 20, 30]))
         host, last = cache.inspect.host_tier, {}
         for number in range(20):
             forward = Forward(cache, number)
@@ -269,17 +269,6 @@ def test_copies_of_what_is_not_written_yet_are_found(memory, kind, monkeypatch):
         check_random_steps(memory)
 
 
-def test_no_forward_waits_for_what_the_cpu_copies_to_a_tier_behind():
-    """Publication queues offers with write-through. They are carried out with the next forward."""
-    cache = make(SPLIT, host_pages=60, host_write_through=True, behind=TierBehind("behind", DictionaryTier("")))
-    kept = 0
-    for forward in serve(cache, range(12)):
-        copies = [*forward.cached, *forward.written]
-        assert not copies or not any(copy.source != DEVICE for copy in forward.written)
-        kept += not copies
-    assert kept
-
-
 class Forgetful(DictionaryTier):
     """A tier behind the host that refuses some entries: all that come as the ``every``-th. It keeps tags only."""
 
@@ -295,13 +284,12 @@ class Forgetful(DictionaryTier):
                     self.entries[copy.tag.kind, copy.tag.key] = (copy.tag, bytearray(), 0)
 
 
-@pytest.mark.parametrize("write_through", [False, True])
-def test_ranks_whose_tiers_behind_the_host_differ_store_the_same(write_through):
+def test_ranks_whose_tiers_behind_the_host_differ_store_the_same():
     """What is queued for such a tier differs, and what is stored ahead may not."""
     tiers, kept = (Forgetful(0), Forgetful(2)), []
     for tier in tiers:
         behind = TierBehind("behind", tier, agree=lambda depth: 0)
-        cache = make(SPLIT, host_pages=64, host_write_through=write_through, behind=behind, secret=b"ranks")
+        cache = make(SPLIT, host_pages=64, behind=behind, secret=b"ranks")
         for number in range(60):
             tokens = [number % 23, *range(8 * BLOCK)]
             admission = cache.admit(number, cache.match(cache.chain(tokens)))

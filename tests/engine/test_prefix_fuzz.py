@@ -65,7 +65,7 @@ class Traffic:
         interval = self.retention.choice((None, None, 0, block, 2 * block))
         self.tier = random.Random(f"host {seed}")
         self.ends = random.Random(f"ends {seed}")
-        host = {"host_gb": self.tier.choice(HOST_GB), "host_write_through": self.tier.random() < 0.3}
+        host = {"host_gb": self.tier.choice(HOST_GB)}
         chunked = dice.random() < 0.6
         memory = {"mamba_gb": dice.choice(STATE_SLOTS) * state_bytes(model) / 2**30}
         if one_memory:

@@ -173,7 +173,6 @@ class HostMoves(Moves):
                 page_bytes=page_bytes,
                 pages_of=pages_of,
                 device=tensors()[EntryKind.KV][0].device,
-                verify=prefix.verify_host_loads,
                 behind=None if self._behind is None else self._behind.tier,
             )
         except (RuntimeError, MemoryError) as error:
@@ -190,7 +189,6 @@ class HostMoves(Moves):
             "host_kv_pages": pages_of[EntryKind.KV],
             "host_state_pages": pages_of[EntryKind.STATE],
             "host_state_share": prefix.host_state_share,
-            "host_write_through": prefix.host_write_through,
         }
         if self._behind is not None and pages:
             self.cache_fields["behind"] = self._behind
