@@ -85,8 +85,6 @@ class HybridPrefixCache:
         host_pages: Pages of the host tier. 0: no host tier.
         host_kv_pages: Pages per KV block on the host.
         host_state_pages: Pages per state on the host.
-        host_state_share: Share of the host pages that states may use, 0 to 1; KV uses the others. None: both share all
-            pages.
         behind: The tier behind the host. It is offered what the host evicts. Needs a host tier.
         boundary_rule: Chooses which boundaries of a prompt get a checkpoint.
         scores_bytes: Bytes of the log-probs of cached prompts. 0: requests that want those of their prompt match nothing.
@@ -123,7 +121,6 @@ class HybridPrefixCache:
         host_pages: int = 0,
         host_kv_pages: int = 1,
         host_state_pages: int = 1,
-        host_state_share: float | None = None,
         behind: TierBehind | None = None,
         boundary_rule: BoundaryRule = prompt_boundaries,
         scores_bytes: int = 0,
@@ -161,12 +158,7 @@ class HybridPrefixCache:
                 kv_pages=host_kv_pages,
                 state_pages=host_state_pages,
                 block_tokens=block_tokens,
-                eviction=make_policy_below(
-                    eviction,
-                    eviction_policy,
-                    state_blocks=host_state_pages / host_kv_pages if host_state_share is None else None,
-                ),
-                state_share=host_state_share,
+                eviction=make_policy_below(eviction, eviction_policy, state_blocks=host_state_pages / host_kv_pages),
                 behind=behind,
                 stats=self._stats,
             )

@@ -120,13 +120,6 @@ class HybridPrefixConfig:
             "more). 0: no host tier."
         ),
     )
-    host_state_share: float | None = field(
-        default=None,
-        metadata=_help(
-            "Share of the host tier that states may use, 0 to 1; KV blocks use the rest. None: both share all of it, "
-            "and what is worth least per byte is evicted."
-        ),
-    )
     tier_behind_host: str | None = field(
         default=None,
         metadata=_help(
@@ -163,8 +156,6 @@ class HybridPrefixConfig:
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
                 raise ValueError(f"{name}={value}: must be 0 or more")
-        if self.host_state_share is not None and not 0 <= self.host_state_share <= 1:
-            raise ValueError(f"host_state_share={self.host_state_share}: must be from 0 to 1, or None")
         if not 0 <= self.verify_hits <= 1:
             raise ValueError(f"verify_hits={self.verify_hits}: must be from 0 to 1")
         interval = self.retention_interval_tokens

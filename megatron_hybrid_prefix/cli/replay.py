@@ -119,13 +119,12 @@ def make_parser() -> ArgumentParser:
         help=f"with --cache-gb: also replay N fixed splits, at most {MOST_SPLITS}, and show the best",
     )
     add(
-        "--host-state-slots",
+        "--host-pages",
         type=whole_number,
         default=0,
         metavar="N",
-        help="states in the host tier (default: 0)",
+        help="KV blocks and states in the host tier (default: 0)",
     )
-    add("--host-kv-blocks", type=whole_number, default=0, metavar="N", help="KV blocks in the host tier (default: 0)")
     add("--preset", metavar="MODEL", help="show bytes for this preset, Megatron arguments or Hugging Face config.json")
     add_hf_option(add)
     add = parser.add_argument_group("policy").add_argument
@@ -200,10 +199,7 @@ def policies(args: argparse.Namespace, block_tokens: int) -> list[Policy]:
     interval = None if args.interval is None else _interval(args.interval, "--interval", block_tokens)
     if interval is not None and args.admission != "adaptive":
         raise InputError(f"--interval {interval}: --admission {args.admission} keeps no states at intervals")
-    states, blocks = args.host_state_slots, args.host_kv_blocks
-    host: dict[str, Any] = {}
-    if states + blocks:
-        host = {"host_pages": states + blocks, "host_state_share": states / (states + blocks)}
+    host = {"host_pages": args.host_pages} if args.host_pages else {}
     name = args.eviction if args.admission == "adaptive" else f"{args.eviction}, {args.admission}"
     if interval is not None:
         name += f", every {interval}"
@@ -267,10 +263,8 @@ def check_clairvoyant(args: argparse.Namespace) -> None:
         InputError: One is given.
     """
     limited = args.kv_blocks not in (None, "unlimited")
-    if args.clairvoyant and (limited or args.cache_gb is not None or args.host_state_slots + args.host_kv_blocks):
-        raise InputError(
-            "--clairvoyant: does not go with --kv-blocks, --cache-gb, --host-state-slots, --host-kv-blocks"
-        )
+    if args.clairvoyant and (limited or args.cache_gb is not None or args.host_pages):
+        raise InputError("--clairvoyant: does not go with --kv-blocks, --cache-gb, --host-pages")
 
 
 def run_clairvoyant(trace: Trace, slots: Sequence[int], interrupt: Interrupt) -> list[Clairvoyant]:

@@ -58,7 +58,6 @@ class HostTier:
         state_pages: Pages per state.
         block_tokens: Tokens per block.
         eviction: Ranks the states on the host.
-        state_share: Share of the pages that states may use, 0 to 1; KV uses the rest. None: both share all pages.
         stats: Counts the moves.
         behind: The tier behind the host. It is offered what is evicted here, or (a `SharedTier`) what is stored here.
 
@@ -80,11 +79,10 @@ class HostTier:
         block_tokens: int,
         eviction: EvictionPolicy[Node],
         stats: PrefixStats,
-        state_share: float | None = None,
         behind: TierBehind | None = None,
     ) -> None:
         self._tree = tree
-        self.entries = HostEntries(pages, {EntryKind.KV: kv_pages, EntryKind.STATE: state_pages}, state_share)
+        self.entries = HostEntries(pages, {EntryKind.KV: kv_pages, EntryKind.STATE: state_pages})
         self._block_tokens = block_tokens
         self._eviction = eviction
         self._stats = stats
@@ -550,7 +548,7 @@ class HostTier:
         guess = is_probationary(node)
         incoming = node if compares and not self._stores_everything else None
         while not self.entries.has_room(EntryKind.STATE):
-            if not self.entries.are_divided and self._evict_spare_kv():
+            if self._evict_spare_kv():
                 continue
             if not self._evict_state(incoming, guesses_only=guess):
                 self._figures.full += not guess
@@ -560,8 +558,7 @@ class HostTier:
     def _make_room(self, kind: EntryKind) -> bool:
         """Evicts until an entry that must be stored fits. False: all that is left is pinned."""
         while not self.entries.has_room(kind):
-            helps = kind == EntryKind.KV or not self.entries.are_divided
-            if not (helps and self._evict_spare_kv()) and not self._evict_state():
+            if not self._evict_spare_kv() and not self._evict_state():
                 self._figures.full += 1
                 return False
         return True

@@ -69,16 +69,16 @@ def make_eviction_policy(name: str) -> EvictionPolicy[Any]:
     return _POLICIES[name]()
 
 
-def make_policy_below(above: EvictionPolicy[Any], name: str, *, state_blocks: float | None) -> EvictionPolicy[Any]:
+def make_policy_below(above: EvictionPolicy[Any], name: str, *, state_blocks: float) -> EvictionPolicy[Any]:
     """Makes the policy of the tier below.
 
     Args:
         above: The policy of the tier above, which was not used yet.
         name: Its name.
-        state_blocks: Bytes of a state in KV blocks, if states and KV share the memory of the tier below.
+        state_blocks: Bytes of a state in KV blocks.
     """
     below = above.tier_below() if isinstance(above, KnowsTiers) else make_eviction_policy(name)
-    if state_blocks is not None and isinstance(below, SharesMemory):
+    if isinstance(below, SharesMemory):
         below.share_memory(state_blocks=state_blocks)
     return below
 

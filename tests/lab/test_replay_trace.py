@@ -353,8 +353,8 @@ def test_a_large_host_gives_what_a_large_device_gives(kind, eviction):
 
 def test_host_options(trace_file, tmp_path):
     out = tmp_path / "out.json"
-    assert run(trace_file, "--state-slots", "1", "--host-state-slots", "8", "--host-kv-blocks", "8", "--json", out) == 0
+    assert run(trace_file, "--state-slots", "1", "--host-pages", "16", "--json", out) == 0
     own, *others = json.loads(out.read_text())["runs"]
-    assert own["policy"]["options"] == {"host_pages": 16, "host_state_share": 0.5}
+    assert own["policy"]["options"] == {"host_pages": 16}
     by_name = {run["policy"]["name"]: run["policy"]["options"] for run in others}
     assert by_name["upstream 0.19"] == {} and by_name["lru"] == own["policy"]["options"]

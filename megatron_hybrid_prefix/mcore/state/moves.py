@@ -188,7 +188,6 @@ class HostMoves(Moves):
             "host_pages": pages,
             "host_kv_pages": pages_of[EntryKind.KV],
             "host_state_pages": pages_of[EntryKind.STATE],
-            "host_state_share": prefix.host_state_share,
         }
         if self._behind is not None and pages:
             self.cache_fields["behind"] = self._behind
