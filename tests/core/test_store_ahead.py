@@ -109,7 +109,7 @@ def test_what_is_evicted_is_on_the_host_as_if_nothing_were_stored_ahead(memory, 
         stats = cache.stats()
         # Each entry is stored once.
         tags = [cache.inspect.host_tier.entries.tag(entry) for entry in cache.inspect.host_tier.entries._pages]
-        assert len({(tag.kind, tag.key) for tag in tags}) == len(tags) == stats.host_stores
+        assert len({(tag.kind, tag.key) for tag in tags}) == len(tags) == stats.tiers["host"].stores
     assert on_host[0] == on_host[1]
 
 
@@ -141,7 +141,7 @@ def test_what_is_queued_comes_first_and_after_the_forward():
     cache = make(SPLIT, behind=TierBehind("s", Shared()))
     forwards = serve(cache, range(12))
     stores = [copy for each in forwards for copy in (*each.cached, *each.written) if copy.source == DEVICE]
-    assert cache.stats().host_stores == len(stores) + sum(len(each.before) for each in forwards)
+    assert cache.stats().tiers["host"].stores == len(stores) + sum(len(each.before) for each in forwards)
     for forward in forwards:
         keys = set(cache.chain(forward.tokens).keys)
         published = [copy for copy in forward.written if copy.tag.key in keys]
@@ -333,7 +333,7 @@ def test_a_full_host_keeps_what_was_stored_ahead_until_it_is_evicted(memory, pol
         cache = make(memory, eviction_policy=policy, host_pages=160)
         forwards = serve(cache, range(40), ahead=ahead)
         late = forwards[-20:]
-        assert cache.stats().host_evictions > 100
+        assert cache.stats().tiers["host"].evictions > 100
         for forward in late:
             copies = [copy for copy in (*forward.cached, *forward.written) if copy.source == DEVICE]
             pages = [page for copy in copies for page in copy.pages]

@@ -61,13 +61,13 @@ def test_cold_device_hit_and_host_hit_are_the_same(model, mode):
     before = served.context.prefix_stats()
     hit = served.send(prompt)
     after = served.context.prefix_stats()
-    assert after.reused_tokens_device - before.reused_tokens_device == 4 * BLOCK and after.host_loads == 0
+    assert after.reused_tokens_device - before.reused_tokens_device == 4 * BLOCK and after.tiers["host"].loads == 0
     push_out(served)
     assert on_device(served, prompt) == 0
     loaded = served.send(prompt)
     stats = served.context.prefix_stats()
     assert stats.reused_tokens_host == 4 * BLOCK == loaded.num_cached_tokens
-    assert stats.host_loads == 5 and stats.fallbacks == {}
+    assert stats.tiers["host"].loads == 5 and stats.fallbacks == {}
     assert cold.generated_tokens == hit.generated_tokens == loaded.generated_tokens
     assert hit.generated_log_probs == loaded.generated_log_probs
     for name, tensor in state_of(served, prompt).items():
@@ -202,7 +202,7 @@ def test_half_from_the_device_half_from_the_host(model, mode, chunk):
     served.send(prompt + random_tokens(20, seed=6), count=6)
     stats = served.context.prefix_stats()
     assert stats.reused_tokens_host - before.reused_tokens_host == 6 * BLOCK
-    assert stats.host_loads - before.host_loads == 6 - left + 1
+    assert stats.tiers["host"].loads - before.tiers["host"].loads == 6 - left + 1
     served.check()
     served.check_drained()
 
@@ -239,7 +239,7 @@ def test_two_requests_with_the_same_prefix_load_it_once(model):
         served.add(prompt[: 4 * BLOCK] + random_tokens(9, seed=20 + number), 4)
     served.run()
     stats = served.context.prefix_stats()
-    assert stats.host_loads == 5
+    assert stats.tiers["host"].loads == 5
     assert (stats.reused_tokens_host, stats.reused_tokens_device) == (4 * BLOCK, 4 * BLOCK)
     served.check()
 
@@ -283,7 +283,7 @@ def test_a_working_set_four_times_the_device(model):
         reused[name] = stats.reused_tokens
         served.check()
         served.check_drained()
-        assert stats.fallbacks == {} and stats.host_full == 0
+        assert stats.fallbacks == {} and stats.tiers["host"].full == 0
     blocks = sessions * (len(history[0]) // BLOCK)
     assert blocks >= 4 * 16 * 0.9 / 2
     assert reused["alone"] < 0.5 * reused["unlimited"]
@@ -396,7 +396,7 @@ def test_a_full_arena_keeps_what_it_has_room_for(model):
         served.send(tokens(5, 9, seed=30 + number), count=2)
         served.send(prompt, count=2)
     stats = served.context.prefix_stats()
-    assert stats.host_evictions > 10
+    assert stats.tiers["host"].evictions > 10
     served.check()
     served.check_drained()
 
@@ -415,7 +415,7 @@ def test_no_pinned_memory_no_tier(model, monkeypatch, caplog):
     push_out(served)
     served.send(tokens(4, 9, seed=1))
     stats = served.context.prefix_stats()
-    assert stats.host_stores == stats.host_loads == stats.host_bytes_budget == 0
+    assert stats.tiers["host"].stores == stats.tiers["host"].loads == stats.tiers["host"].bytes_budget == 0
     served.check()
 
 
@@ -459,7 +459,7 @@ def test_a_preempted_request_goes_on_where_it_was(model, mode, decode_checkpoint
         assert stats.computed_prompt_tokens == sum(BLOCK + 20 + number for number in range(4))
         computed[host_gb] = stats.recomputed_tokens
         preempted = served.engine.evicted_request_count
-        assert preempted > 0 and served.context.prefix_stats().host_preempted == (preempted if host_gb else 0)
+        assert preempted > 0 and served.context.prefix_stats().tiers["host"].preempted == (preempted if host_gb else 0)
         if host_gb:
             # Each time just the token that was sampled last had never been computed.
             assert computed[host_gb] == preempted
@@ -509,7 +509,7 @@ def test_a_state_that_was_stored_ahead_is_loaded_while_its_answer_goes_on(model)
 
 def test_swapped_out_data_is_private_to_its_request(model):
     served, ids = four_at_once(model, host_gb=HOST_GB)
-    while not served.context.prefix_stats().host_preempted:
+    while not served.context.prefix_stats().tiers["host"].preempted:
         served.step()
     assert served.cache.inspect.host_tier.entries.private()
     preempted = next(i for i in ids if served.cache.loads.is_swapped_out(i))
@@ -538,7 +538,7 @@ def test_what_a_preempted_request_finds_of_itself_is_no_reuse(model, mode, host_
 
 def test_a_preempted_request_that_cannot_go_on_starts_over(model):
     served, _ = four_at_once(model, host_gb=HOST_GB)
-    while not served.context.prefix_stats().host_preempted:
+    while not served.context.prefix_stats().tiers["host"].preempted:
         served.step()
     arena, tier = served.context.host_moves.arena, served.cache.inspect.host_tier
     arena.send()

@@ -99,7 +99,7 @@ def test_what_is_known_after_the_forward_only_is_published_then(model, mode, wha
     assert again.generated_tokens == cold.generated_tokens
     stats = served.context.prefix_stats()
     assert {
-        "a load": stats.host_loads,
+        "a load": stats.tiers["host"].loads,
         "a hit that is verified": stats.verified_hits,
         "log-probs of the prompt": stats.scores_bytes_used,
     }[what]
@@ -117,7 +117,7 @@ def test_blocks_whose_routing_is_kept_after_the_forward_are_published_then(tmp_p
     assert order[:3] == ["forward", "bookkeeping", "publish"]
     assert len(request.routing_indices) == 3 * BLOCK + 9
     stats = served.context.prefix_stats()
-    assert stats.host_stores == 4 and stats.tiers["shared"].stores == 1, "its state, but no KV block"
+    assert stats.tiers["host"].stores == 4 and stats.tiers["shared"].stores == 1, "its state, but no KV block"
     served.check()
 
 
