@@ -1,22 +1,58 @@
-"""`HybridPrefixConfig`: the settings of the prefix cache."""
+"""`HybridPrefixConfig`: the settings of the prefix cache, and those that are gone."""
 
 from __future__ import annotations
 
+import argparse
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import Any, Literal, NoReturn, Self, get_args
 
 from megatron_hybrid_prefix.policy.registry import (
     DEFAULT_EVICTION_POLICY,
     check_eviction_policy,
     eviction_policy_names,
-    present_eviction_policy,
 )
 from megatron_hybrid_prefix.tiers.registry import tier_name
 from megatron_hybrid_prefix.tiers.shared import SharedSettings
 
 StateDtypeName = Literal["float32", "bfloat16"]
 ExactName = Literal["bits"]
+
+# Settings of 0.1 that were removed, and what to do instead.
+REMOVED = {
+    "host_state_share": "leave it out; KV and states share all of the host tier",
+    "host_write_through": "leave it out; what is evicted is stored, and with a shared tier what is computed",
+    "verify_host_loads": "leave it out; loads are always checked",
+}
+
+
+class _RefusesRemoved:
+    """Says what to do in place of Python's "unexpected keyword argument"."""
+
+    __slots__ = ()
+
+    def __new__(cls, *_: Any, **settings: Any) -> Self:
+        for name in settings.keys() & REMOVED:
+            raise ValueError(f"{name}={settings[name]!r}: this setting was removed: {REMOVED[name]}")
+        return super().__new__(cls)
+
+
+def add_removed_flags(parser: argparse.ArgumentParser, removed: Mapping[str, str]) -> None:
+    """Makes removed flags an error of one line. The help does not show them.
+
+    Args:
+        parser: The parser that had the flags.
+        removed: What to do instead, by flag.
+    """
+
+    def refuse(instead: str, _: str) -> NoReturn:
+        raise argparse.ArgumentTypeError(f"this flag was removed: {instead}")
+
+    hidden: dict[str, Any] = {"nargs": "?", "const": "", "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    for flag, instead in removed.items():
+        parser.add_argument(flag, type=partial(refuse, instead), **hidden)
 
 
 def _help(text: str, **more: Any) -> dict[str, Any]:
@@ -25,7 +61,7 @@ def _help(text: str, **more: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HybridPrefixConfig:
+class HybridPrefixConfig(_RefusesRemoved):
     """Settings of the prefix cache, validated once. All sizes are per rank."""
 
     cache_gb: float | None = field(
@@ -50,7 +86,6 @@ class HybridPrefixConfig:
             "the tokens it saves and by how often such states are reused. 'lru': the least recently used one. Plugins "
             "may add others.",
             choices=eviction_policy_names,
-            type=present_eviction_policy,
         ),
     )
     verify_hits: float = field(
@@ -161,7 +196,6 @@ class HybridPrefixConfig:
         interval = self.retention_interval_tokens
         if interval is not None and interval < 0:
             raise ValueError(f"retention_interval_tokens={interval}: must be 0 or more, or None")
-        object.__setattr__(self, "eviction_policy", present_eviction_policy(self.eviction_policy))
         check_eviction_policy(self.eviction_policy)
         if self.tier_behind_host is not None:
             tier_name(self.tier_behind_host)

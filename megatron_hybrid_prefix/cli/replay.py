@@ -43,6 +43,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_hybrid_prefix._version import __version__
+from megatron_hybrid_prefix.config import add_removed_flags
 from megatron_hybrid_prefix.console.engine_options import positive_int, whole_number
 from megatron_hybrid_prefix.console.hf import add_hf_option, folder_of
 from megatron_hybrid_prefix.console.terminal import (
@@ -68,11 +69,7 @@ from megatron_hybrid_prefix.lab.memory_report import MOST_SPLITS, is_split, memo
 from megatron_hybrid_prefix.lab.plot import save_plot
 from megatron_hybrid_prefix.lab.replay import ADMISSIONS, Policy, Replayed, TooLargeError, ceiling_tokens, replay
 from megatron_hybrid_prefix.lab.traces import Trace, read_trace
-from megatron_hybrid_prefix.policy.registry import (
-    DEFAULT_EVICTION_POLICY,
-    eviction_policy_names,
-    present_eviction_policy,
-)
+from megatron_hybrid_prefix.policy.registry import DEFAULT_EVICTION_POLICY, eviction_policy_names
 
 DEFAULT_SLOTS = "64,256,1024,4096"
 DEFAULT_BASELINES = "lru,upstream,align"
@@ -130,7 +127,7 @@ def make_parser() -> ArgumentParser:
     add = parser.add_argument_group("policy").add_argument
     add(
         "--eviction",
-        type=present_eviction_policy,
+        type=lambda name: "recompute_cost" if name == "replay_cost" else name,  # its name in 0.1
         choices=eviction_policy_names(),
         default=DEFAULT_EVICTION_POLICY,
         help="policy that picks the state to evict (default: %(default)s)",
@@ -162,6 +159,7 @@ def make_parser() -> ArgumentParser:
     add = parser.add_argument_group("output").add_argument
     add("--json", type=Path, metavar="PATH", help="write all results as JSON, with the occupancy over time")
     add("--plot", type=Path, metavar="PATH", help="plot reuse at each budget, one line per policy, as PNG")
+    add_removed_flags(parser, dict.fromkeys(("--host-state-slots", "--host-kv-blocks"), "use --host-pages"))
     return parser
 
 

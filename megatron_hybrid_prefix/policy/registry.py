@@ -54,11 +54,6 @@ def check_eviction_policy(name: str) -> None:
     _POLICIES.check(name)
 
 
-def present_eviction_policy(name: str) -> str:
-    """The current name of a policy. An old name warns; an unknown name is returned as it is."""
-    return _POLICIES.present_name(name)
-
-
 def make_eviction_policy(name: str) -> EvictionPolicy[Any]:
     """Makes an empty policy.
 
@@ -84,4 +79,4 @@ def make_policy_below(above: EvictionPolicy[Any], name: str, *, state_blocks: fl
 
 
 register_eviction_policy("lru", LruEviction)
-_POLICIES.register("recompute_cost", RecomputeCostEviction, former_names=["replay_cost"])
+register_eviction_policy("recompute_cost", RecomputeCostEviction)

@@ -197,6 +197,8 @@ def test_a_malformed_line_is_named(tmp_path, capsys, kind, line, message):
         (["--json", "/nowhere/x.json"], "cannot write /nowhere/x.json: there is no folder /nowhere"),
         (["--block-tokens", "0"], "argument --block-tokens: '0' is not a whole number above 0"),
         (["--eviction", "best"], "argument --eviction: invalid choice: 'best'"),
+        (["--host-state-slots", "4"], "argument --host-state-slots: this flag was removed: use --host-pages"),
+        (["--host-kv-blocks=4"], "argument --host-kv-blocks: this flag was removed: use --host-pages"),
     ],
 )
 def test_bad_options_are_named(trace_file, capsys, arguments, message):
@@ -348,7 +350,14 @@ def test_a_large_host_gives_what_a_large_device_gives(kind, eviction):
     many = Policy(name="many", eviction=eviction, admission="asked")
     with_host = replay(trace, few, state_slots=4)
     assert with_host.reused_tokens == replay(trace, many, state_slots=20_000).reused_tokens
-    assert with_host.counters["host_loads"] > 0
+    assert with_host.counters["tiers"]["host"]["loads"] > 0
+
+
+def test_the_policys_name_of_old_traces(trace_file, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    assert run(trace_file, "--eviction", "replay_cost", "--state-slots", "4", "--json", out) == 0
+    assert capsys.readouterr().err == ""
+    assert json.loads(out.read_text())["runs"][0]["policy"]["eviction"] == "recompute_cost"
 
 
 def test_host_options(trace_file, tmp_path):
