@@ -34,8 +34,9 @@ class _RefusesRemoved:
     __slots__ = ()
 
     def __new__(cls, *_: Any, **settings: Any) -> Self:
-        for name in settings.keys() & REMOVED:
-            raise ValueError(f"{name}={settings[name]!r}: this setting was removed: {REMOVED[name]}")
+        for name, instead in REMOVED.items():
+            if name in settings:
+                raise ValueError(f"{name}={settings[name]!r}: this setting was removed: {instead}")
         return super().__new__(cls)
 
 
