@@ -54,7 +54,7 @@ class Diary:
         self.events: list[tuple[str, str]] = []
         self._matched = False  # recorded already; a load changes the match
         watched = {
-            cache: ("admit", "plan", "publish", "checkpoint_decoded", "grow", "take_copies", "store_ahead"),
+            cache: ("admit", "plan", "publish", "checkpoint_decoded", "grow", "take_copies"),
             cache.loads: ("begin_load_back",),
             cache.blocks: ("allocate",),
         }
@@ -140,11 +140,6 @@ class Diary:
     def _take_copies(self, units: Sequence[Any]) -> None:
         for to_host, group in groupby(units, key=lambda unit: unit.target == HOST):
             self.say("store" if to_host else "fetch", f"{'to' if to_host else 'from'} the host: {_moved(group)}")
-
-    def _store_ahead(self, copies: tuple[Sequence[Any], Sequence[Any]], plans: Any) -> None:
-        for units, what in zip(copies, ("what may go next", "after the forward"), strict=True):
-            if units:
-                self.say("ahead", f"to the host, {what}: {_moved(units)}")
 
     def take(self) -> list[tuple[str, str]]:
         """The events since the last call."""

@@ -25,7 +25,7 @@ from megatron_hybrid_prefix.tiers.base import SharedTier, Tier
 from megatron_hybrid_prefix.tiers.entry_copies import EntryCopies, Staging, Tensors
 from megatron_hybrid_prefix.tiers.host_pages import HostPages, PageContents
 from megatron_hybrid_prefix.tiers.loads import Loads
-from megatron_hybrid_prefix.tiers.queue import BUFFERS, DeviceQueue, HostQueue, Mark
+from megatron_hybrid_prefix.tiers.queue import BUFFERS, DeviceQueue, HostQueue
 from megatron_hybrid_prefix.tiers.shared_tier_moves import SharedTierMoves
 from megatron_hybrid_prefix.tiers.stores import Stores
 from megatron_hybrid_prefix.tiers.tier_moves import TierMoves
@@ -124,9 +124,7 @@ class HostArena:
         """Bytes of one entry on this rank."""
         return self._copies.bytes[kind]
 
-    def carry_out(
-        self, units: Sequence[BlockTransfer], *, send: bool = True, written: Mark = None, beside: bool = False
-    ) -> None:
+    def carry_out(self, units: Sequence[BlockTransfer], *, send: bool = True, beside: bool = False) -> None:
         """Launch transfers in order. The model may overwrite stored entries after `wait_for_stores`.
 
         A transfer that fails is logged. Its load counts as failed, on this rank.
@@ -134,7 +132,6 @@ class HostArena:
         Args:
             units: The transfers.
             send: False: gather what is stored, and leave its copies to the host to `send`. What needs them launches them, too.
-            written: A `mark_model` after which the model writes to nothing that is stored here. None: now.
             beside: Leave half of the device to the model's later launches while entries are gathered.
         """
         behind = self._behind or self._shared
@@ -144,7 +141,7 @@ class HostArena:
                 if self._shared is not None:
                     run = self._shared.overwrite(run)
                 before = self.loads.mark_before_stores(run)
-                self.stores.run(run, before, send=send, written=written, beside=beside)
+                self.stores.run(run, before, send=send, beside=beside)
             elif target == DEVICE:
                 self.loads.run(run if self._shared is None else self._shared.without_put_off(run))
             else:
@@ -155,10 +152,6 @@ class HostArena:
     def send(self) -> None:
         """Launch the copies to the host that `carry_out` left. They do not wait for what the model launched since."""
         self.stores.send()
-
-    def mark_model(self) -> Mark:
-        """Mark the model's launches until now, for `carry_out`."""
-        return self.stores.queue.mark_model()
 
     def wait_for_stores(self) -> None:
         """The model's later launches run after all stores have read their entries."""

@@ -96,41 +96,11 @@ def noted_launches(served: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> li
     return order
 
 
-def store_nothing_ahead(served: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a forward evicts is stored just before it, as if nobody had known."""
-    monkeypatch.setattr(served.cache, "store_ahead", lambda plans: ([], []))
-
-
-@pytest.mark.usefixtures("memory")
-@each_mode
-def test_what_a_forward_evicts_was_stored_while_the_one_before_it_ran(model, mode, monkeypatch):
-    """Each prompt evicts the states that the one before it wrote."""
-    served = small(model, async_sched_mode=mode, blocks=24, host_gb=4 * HOST_GB)
-    push_out(served, count=8)
-    prompt = tokens(6, 7, seed=990)
-    order = noted_launches(served, monkeypatch)
-    cold = served.send(prompt, count=1)
-    state, kv = state_of(served, prompt), kv_of(served, prompt)
-    launches = len(order)
-    assert order[0] == "step" and order.count("gather") == order.count("store") > 0
-    push_out(served, seed=950, count=8)
-    assert on_device(served, prompt) == 0
-    assert "gather" not in order[launches:][: order[launches:].index("step")]
-    loaded = served.send(prompt, count=1)
-    assert loaded.num_cached_tokens == 6 * BLOCK and loaded.generated_tokens == cold.generated_tokens
-    assert torch.equal(kv_of(served, prompt), kv)
-    for name, tensor in state_of(served, prompt).items():
-        assert torch.equal(tensor, state[name])
-    served.check()
-    served.check_drained()
-
-
 @pytest.mark.usefixtures("memory")
 @each_mode
 def test_a_forward_does_not_wait_until_copies_to_the_host_are_launched(model, mode, monkeypatch):
     """Entries are gathered before the forward that needs their room, and copied to the host after its launch."""
     served = small(model, async_sched_mode=mode)
-    store_nothing_ahead(served, monkeypatch)
     push_out(served)
     order = noted_launches(served, monkeypatch)
     served.send(tokens(6, 7, seed=990), count=1)
@@ -156,7 +126,6 @@ def test_copies_to_the_host_are_launched_at_once_if_nobody_says_when_a_forward_i
 def test_a_load_does_not_wait_until_copies_to_the_host_are_launched(model, mode, monkeypatch):
     """Those of what it evicts."""
     served = small(model, async_sched_mode=mode)
-    store_nothing_ahead(served, monkeypatch)
     prompt = tokens(4, 0, seed=1) + random_tokens(9, seed=2)
     served.send(prompt, count=1)
     push_out(served)
@@ -474,7 +443,6 @@ def test_states_of_answers_and_preempted_requests_are_sent_after_the_next_forwar
     served, _ = four_at_once(
         model, host_gb=HOST_GB, slots=2, async_sched_mode=mode, decode_checkpoints=decode_checkpoints
     )
-    store_nothing_ahead(served, monkeypatch)
     order = noted_launches(served, monkeypatch)
     served.run()
     served.check()
@@ -485,26 +453,6 @@ def test_states_of_answers_and_preempted_requests_are_sent_after_the_next_forwar
     for launches in sent:
         last = len(launches) - launches[::-1].index("store")
         assert set(launches[:last]) == {"store"}, "what was gathered before the forward; the next waits"
-
-
-def test_a_state_that_was_stored_ahead_is_loaded_while_its_answer_goes_on(model):
-    """It is pinned on the host, but by no other request's load."""
-    served = EngineHarness(model, slots=2, blocks=60, host_gb=HOST_GB)
-    for seed in range(2):
-        served.send(tokens(1, 7, seed=100 + seed))  # fills the slots
-    prompt = tokens(0, 9, seed=1)
-    long = served.add(prompt, count=600)
-    while len(prompt) + len(served.engine.requests[long].record[-1].generated_tokens) < 3 * BLOCK + 5:
-        served.step()
-    said = prompt + list(served.engine.requests[long].record[-1].generated_tokens)
-    node = served.cache.inspect.node(served.cache.chain(said).keys[0])
-    assert node.slot == NO_SLOT != node.host_slot and served.cache.inspect.host_tier.entries.is_pinned(node.host_slot)
-    short = served.add(said[:BLOCK] + random_tokens(5, seed=7), count=2)
-    while short not in served.finished:
-        served.step()
-    assert long not in served.finished and served.finished[short].num_cached_tokens == BLOCK
-    served.run()
-    served.check(short)
 
 
 def test_swapped_out_data_is_private_to_its_request(model):

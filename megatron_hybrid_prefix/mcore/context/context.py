@@ -487,7 +487,7 @@ class HybridPrefixContext(ContextSeam):
             self._publish(failed=set())
             self._published_plans = len(plans)
         if self.moves is not None:
-            self.moves.forward_launched(plans)
+            self.moves.forward_launched()
 
     def calculate_log_probs_tensors(
         self,
